@@ -1,0 +1,198 @@
+"""The configuration: frozen structs read from one YAML file, plus `--set a.b=c` overrides.
+
+An unknown key, a wrong type or an impossible value is a ConfigError whose one line names the key, the
+value and the mend. Defaults live here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Seconds = Annotated[float, Meta(gt=0)]
+NonNegative = Annotated[float, Meta(ge=0)]
+
+
+class ConfigError(ValueError):
+    """One line: key, value, mend. The command line prints it and exits with 2."""
+
+
+class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    url: str = "embedded"  # or redis://, rediss://, unix://
+    timeout_s: Seconds = 0.5  # one command; beyond it Redis counts as away
+
+
+class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    host: str = "127.0.0.1"
+    port: Port = 8000  # 0 picks a free one
+    replicas: Positive = 1  # processes that share the port
+    # Arguments of vLLM's OpenAI server, as `vllm serve` spells them without dashes: {tool_call_parser: hermes}
+    server_args: dict[str, Any] = {}
+
+
+class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The workers of one role; `engine_args` and `env` go on top of those of `workers`."""
+
+    replicas: Count = 1
+    engine_args: dict[str, Any] = {}
+    env: dict[str, str] = {}
+
+
+class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    prefill: PoolConfig = PoolConfig()
+    decode: PoolConfig = PoolConfig()
+    # vLLM engine arguments for every worker: {tensor_parallel_size: 2, max_model_len: 8192}
+    engine_args: dict[str, Any] = {}
+    env: dict[str, str] = {}
+    host: str = "127.0.0.1"  # address that frontends and other workers reach these workers at
+    heartbeat_s: Seconds = 1.0
+    timeout_s: Seconds = 4.0  # a worker silent this long is gone
+    start_timeout_s: Seconds = 900.0
+    drain_timeout_s: Seconds = 120.0  # then what is left is moved elsewhere
+    # Prompt tokens a prefill worker may hold claimed at once, in engine batches (max_num_batched_tokens).
+    claim_batches: Annotated[float, Meta(ge=1)] = 2.0
+
+
+class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    decode_choice: Literal["kv_blocks"] = "kv_blocks"
+    remote_prefill_min_tokens: Count = 256  # uncached prompt tokens from which prefill goes remote
+    max_queued_prefill_tokens: Count = 200_000  # beyond it prompts are prefilled where they decode
+    claim_timeout_s: Seconds = 15.0  # a job unclaimed this long is prefilled locally
+    max_waiting_per_worker: Positive = 128  # requests waiting in a decode engine that make it full
+    max_attempts: Positive = 4
+
+
+class QueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    # score = arrival + weight * uncached tokens * seconds_per_token. 0 is FCFS, large is shortest-first.
+    weight: NonNegative = 1.0
+    seconds_per_token: NonNegative = 0.0005
+    max_requests: Positive = 10_000
+    lease_s: Seconds = 10.0
+    max_deliveries: Positive = 3  # a job whose claims died this often is handed back as failed
+
+
+class KVConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    transfer: Literal["chunk", "layer", "whole"] = "whole"
+    transfer_timeout_s: Seconds = 30.0  # decode recomputes what has not arrived by then
+
+
+class SimConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The simulated engine's model of time and memory."""
+
+    blocks: Positive = 4096
+    block_size: Positive = 16  # tokens
+    max_model_len: Positive = 32_768  # tokens
+    max_num_seqs: Positive = 256
+    max_num_batched_tokens: Positive = 2048
+    step_base_ms: NonNegative = 2.0
+    prefill_us_per_token: NonNegative = 20.0
+    decode_us_per_seq: NonNegative = 20.0
+    kv_bytes_per_token: Positive = 131_072
+    link_gb_per_s: Annotated[float, Meta(gt=0)] = 10.0
+    speed: Annotated[float, Meta(gt=0)] = 1.0  # 2 runs twice as fast as the times above
+
+
+class LauncherConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    restart_backoff_s: Seconds = 0.5  # doubles with each crash in a row
+    restart_backoff_max_s: Seconds = 30.0
+    stop_timeout_s: Seconds = 10.0  # then a process is killed
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    model: str  # "demo", a folder, or a Hugging Face name
+    served_model_name: str | None = None
+    namespace: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]+$")] = "default"
+    engine: Literal["vllm", "sim"] = "vllm"
+    redis: RedisConfig = RedisConfig()
+    frontend: FrontendConfig = FrontendConfig()
+    workers: WorkersConfig = WorkersConfig()
+    routing: RoutingConfig = RoutingConfig()
+    queue: QueueConfig = QueueConfig()
+    kv: KVConfig = KVConfig()
+    sim: SimConfig = SimConfig()
+    launcher: LauncherConfig = LauncherConfig()
+
+
+def load_config(path: Path, overrides: list[str] | None = None) -> Config:
+    """Read a YAML file and apply `a.b=value` overrides (values are YAML). Raises ConfigError."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name an existing YAML file") from None
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        line = f", line {where.line + 1}" if where else ""
+        raise ConfigError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected a mapping of keys to values, got {_kind(tree)}")
+    for override in overrides or []:
+        _apply(tree, override)
+    return parse_config(tree)
+
+
+def parse_config(tree: dict[str, Any]) -> Config:
+    """Raises ConfigError."""
+    try:
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(str(error), tree)) from None
+    if not re.match(r"^(embedded$|rediss?://|unix://)", config.redis.url):
+        raise ConfigError(f"redis.url: expected 'embedded', redis://, rediss:// or unix://, got {config.redis.url!r}")
+    if config.workers.decode.replicas == 0:
+        raise ConfigError("workers.decode.replicas: expected an integer >= 1 (decode workers answer requests), got 0")
+    return config
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, sign, value = override.partition("=")
+    if not sign or not key:
+        raise ConfigError(f"--set {override}: expected a.b=value")
+    node = tree
+    *parents, leaf = key.split(".")
+    for name in parents:
+        node = node.setdefault(name, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"--set {override}: {name} is a value, not a section")
+    try:
+        node[leaf] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {override}: {value!r} is not a YAML value") from None
+
+
+_KINDS = {"int": "an integer", "str": "text", "float": "a number", "bool": "true or false", "object": "a section"}
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None else f"{value!r}" if not isinstance(value, (dict, list)) else "a section or list"
+
+
+def _explain(error: str, tree: dict[str, Any]) -> str:
+    """msgspec's message as `a.b.c: expected ..., got ...`."""
+    message, _, at = error.partition(" - at `$")
+    path = at.rstrip("`").lstrip(".")
+    if unknown := re.match(r"Object contains unknown field `(.+)`", message):
+        return f"{_join(path, unknown[1])}: unknown key; `orchestrator config keys` lists the known ones"
+    if missing := re.match(r"Object missing required field `(.+)`", message):
+        return f"{_join(path, missing[1])}: required, but not given"
+    value: Any = tree
+    for part in re.findall(r"[^.\[\]]+", path):
+        value = value[int(part)] if isinstance(value, list) else value.get(part) if isinstance(value, dict) else None
+    expected = re.match(r"Expected `([^`]+)`(.*?)(, got .*)?$", message)
+    if expected:
+        kind = " or ".join(_KINDS.get(k.strip(), k.strip()) for k in expected[1].split("|"))
+        return f"{path or 'the file'}: expected {kind}{expected[2]}, got {_kind(value)}"
+    return f"{path or 'the file'}: {message[0].lower()}{message[1:]}, got {_kind(value)}"
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

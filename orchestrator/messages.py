@@ -1,0 +1,175 @@
+"""Wire messages between frontends and workers, grouped by receiver, and their framing.
+
+A ZMQ message is `[header, *payload]`: the header one of the tagged unions below, the payload the engine's
+own encoding (an engine request, or the outputs of one engine step), opaque here so that tokens are encoded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Union
+
+import msgspec
+
+from orchestrator.types import KVSource, WorkerLoad
+
+# Raised whenever a message below changes meaning; part of EngineIdentity, so mixed fleets are refused.
+PROTOCOL_VERSION = 1
+
+
+class MessageError(ValueError):
+    """Bytes from the wire that are not a message of the expected union."""
+
+
+# ---- to a worker -----------------------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """A frontend connected; its identity is the socket's. Answered with `Welcome`."""
+
+    protocol: int = PROTOCOL_VERSION
+
+
+class Submit(msgspec.Struct, tag="submit", frozen=True):
+    """Decode this request. Payload: the engine request.
+
+    Without `kv_source` the worker prefills too. `resume_tokens` are tokens that the client has already:
+    generation continues after them (the request moved here from a worker that died).
+    """
+
+    request_id: str
+    attempt: int
+    sequence: int  # counts this frontend's submissions to this worker
+    prompt_tokens: int
+    kv_source: KVSource | None = None
+    resume_tokens: list[int] = []
+
+
+class Abort(msgspec.Struct, tag="abort", frozen=True):
+    """Forget this attempt wherever it is: waiting, prefilling, pushing or decoding. Idempotent."""
+
+    request_id: str
+    attempt: int
+
+
+class Call(msgspec.Struct, tag="call", frozen=True):
+    """A control call passed through to the engine (LoRA, sleep, cache reset). Answered with `CallReply`."""
+
+    call_id: int
+    method: str
+    args: list[Any] = []
+
+
+ToWorker = Union[Hello, Submit, Abort, Call]
+
+
+# ---- to a frontend ---------------------------------------------------------------------------------------------
+
+
+class Welcome(msgspec.Struct, tag="welcome", frozen=True):
+    """The worker knows this frontend and can send to it."""
+
+    worker_id: str
+
+
+class Claimed(msgspec.Struct, tag="claimed", frozen=True):
+    """A prefill worker has claimed the job and starts computing: bind a decode worker now."""
+
+    request_id: str
+    attempt: int
+    worker_id: str
+    kv_source: KVSource
+    queued_s: float  # from enqueue to claim, by the queue's clock
+
+
+class Prefilled(msgspec.Struct, tag="prefilled", frozen=True):
+    """Prefill compute has ended; the last blocks may still be in flight. `prefill_s`: claim to last chunk."""
+
+    request_id: str
+    attempt: int
+    worker_id: str
+    prefill_s: float
+    cached_tokens: int = 0  # the prefill worker's own prefix-cache hit
+
+
+class PrefillFailed(msgspec.Struct, tag="prefill_failed", frozen=True):
+    """The prefill side gave this attempt up and will not push its KV."""
+
+    request_id: str
+    attempt: int
+    worker_id: str
+    why: str
+
+
+class Rejected(msgspec.Struct, tag="rejected", frozen=True):
+    """The worker did not take a `Submit` (draining, wrong role, undecodable): place it elsewhere."""
+
+    request_id: str
+    attempt: int
+    worker_id: str
+    why: str
+
+
+class Outputs(msgspec.Struct, tag="outputs", frozen=True):
+    """One engine step's outputs for this frontend. Payload: the engine's encoding of the outputs.
+
+    `attempts[i]` fences output i. `sent_at` is the worker's monotonic clock, to rebase engine timestamps.
+    """
+
+    worker_id: str
+    attempts: list[int]
+    sent_at: float
+
+
+class CallReply(msgspec.Struct, tag="call_reply", frozen=True):
+    call_id: int
+    worker_id: str
+    error: str | None = None
+    result: Any = None
+
+
+ToFrontend = Union[Welcome, Claimed, Prefilled, PrefillFailed, Rejected, Outputs, CallReply]
+
+
+# ---- codecs ----------------------------------------------------------------------------------------------------
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker = msgspec.msgpack.Decoder(ToWorker)
+_to_frontend = msgspec.msgpack.Decoder(ToFrontend)
+_load = msgspec.msgpack.Decoder(WorkerLoad)
+_frames = msgspec.msgpack.Decoder(list[bytes])
+
+
+def encode(message: ToWorker | ToFrontend | WorkerLoad) -> bytes:
+    return _encoder.encode(message)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder, data: bytes, what: str) -> Any:
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MessageError(f"not a {what} message ({len(data)} bytes): {error}") from error
+
+
+def decode_to_worker(data: bytes) -> ToWorker:
+    """Raises MessageError."""
+    return _decode(_to_worker, data, "worker")
+
+
+def decode_to_frontend(data: bytes) -> ToFrontend:
+    """Raises MessageError."""
+    return _decode(_to_frontend, data, "frontend")
+
+
+def decode_load(data: bytes) -> WorkerLoad:
+    """Raises MessageError."""
+    return _decode(_load, data, "load")
+
+
+def pack_frames(frames: list[bytes]) -> bytes:
+    """Several frames as one value, to keep an engine request in Redis."""
+    return _encoder.encode([bytes(frame) for frame in frames])
+
+
+def unpack_frames(data: bytes) -> list[bytes]:
+    """Raises MessageError."""
+    return _decode(_frames, data, "framed request")

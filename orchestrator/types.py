@@ -1,0 +1,162 @@
+"""What the system talks about: requests, workers, loads, jobs and where KV comes from.
+
+Plain frozen structs without behaviour beyond derived values; no I/O, no clock, no vLLM.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class Role(str, enum.Enum):
+    """What a worker is used for. Its engine can always do both."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+    @property
+    def other(self) -> Role:
+        return Role.DECODE if self is Role.PREFILL else Role.PREFILL
+
+
+class WorkerState(str, enum.Enum):
+    """What a registered worker accepts. A worker that is gone is absent, not a state."""
+
+    STARTING = "starting"  # loading the model: takes nothing
+    READY = "ready"
+    DRAINING = "draining"  # finishes what it has, takes nothing new
+
+
+class KVEndpoint(msgspec.Struct, frozen=True):
+    """Where an engine's KV connector answers handshakes. `engine_id` is unique per process start."""
+
+    engine_id: str
+    host: str
+    port: int
+    tp_size: int = 1
+    pp_size: int = 1
+
+
+class KVSource(msgspec.Struct, frozen=True):
+    """Where a decode engine gets the KV of one request: an endpoint and the request's key there."""
+
+    endpoint: KVEndpoint
+    key: str
+
+
+class EngineIdentity(msgspec.Struct, frozen=True):
+    """What must be equal on every worker of a fleet, for KV and messages to be exchangeable."""
+
+    model: str
+    dtype: str
+    kv_cache_dtype: str
+    block_size: int  # tokens
+    max_model_len: int  # tokens
+    engine: str  # "vllm" or "sim"
+    engine_version: str
+    protocol: int
+
+    def first_difference(self, other: EngineIdentity) -> tuple[str, object, object] | None:
+        """The first field that differs as (name, mine, theirs), or None."""
+        for name in self.__struct_fields__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return name, mine, theirs
+        return None
+
+
+class WorkerInfo(msgspec.Struct, frozen=True):
+    """One registered worker: everything about it that changes seldom."""
+
+    id: str
+    role: Role
+    state: WorkerState
+    host: str
+    pid: int
+    request_address: str  # ZMQ ROUTER, bound by the worker
+    load_address: str  # ZMQ PUB, bound by the worker
+    identity: EngineIdentity
+    kv: KVEndpoint
+    blocks_total: int  # usable KV blocks
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_bytes_per_token: int
+    started_at: float  # unix seconds
+    supported_tasks: tuple[str, ...] = ("generate",)
+
+
+class WorkerLoad(msgspec.Struct, frozen=True):
+    """What a worker publishes after every engine step, and every heartbeat while idle.
+
+    Counters are cumulative since the process started.
+    """
+
+    worker_id: str
+    sequence: int
+    blocks_total: int
+    blocks_free: int
+    running: int  # requests computing
+    waiting: int  # requests waiting, those for remote KV included
+    waiting_tokens: int  # prompt tokens not yet computed, of all requests here
+    step_ms: float  # duration of the last engine step that did work
+    # Highest submission number seen per frontend: what a frontend placed up to it is in this load.
+    seen: dict[str, int] = {}
+    prefill_tokens_per_s: float = 0.0  # measured, exponentially weighted; 0 = not measured yet
+    prefilled_tokens: int = 0
+    kv_bytes_sent: int = 0
+    kv_transfers: int = 0
+    kv_transfer_s: float = 0.0
+    kv_transfer_failures: int = 0
+
+
+class RequestInfo(msgspec.Struct, frozen=True):
+    """What policies see of a request."""
+
+    id: str
+    prompt_tokens: int
+    max_new_tokens: int
+    arrived_at: float  # unix seconds
+    priority: int = 0
+    # Why this request must be prefilled where it decodes ("n", "prompt_logprobs", ...), or None.
+    local_only: str | None = None
+
+
+class PrefillJob(msgspec.Struct, frozen=True):
+    """A remote prefill waiting in, or claimed from, the queue.
+
+    `attempt` fences results: a frontend ignores every answer whose attempt is not the current one.
+    `deliveries` counts how often a worker has claimed it.
+    """
+
+    request_id: str
+    attempt: int
+    tokens: int  # prompt tokens
+    uncached_tokens: int  # prompt tokens to compute
+    arrived_at: float  # unix seconds, the server's clock once enqueued
+    reply_to: str  # frontend id
+    body: bytes  # `messages.pack_frames` of the engine request
+    deliveries: int = 0
+
+
+class QueueDepth(msgspec.Struct, frozen=True):
+    """The prefill queue at one moment. Tokens are uncached prompt tokens of waiting jobs."""
+
+    requests: int
+    tokens: int
+    claimed: int
+
+
+class DesiredRatio(msgspec.Struct, frozen=True):
+    """How many workers of each role there should be, who said so and when."""
+
+    prefill: int
+    decode: int
+    set_by: str = ""
+    set_at: float = 0.0
+
+
+def engine_key(request_id: str, attempt: int) -> str:
+    """The id under which an engine knows one attempt: a retried attempt never meets an older one's KV."""
+    return f"{request_id}#{attempt}"
