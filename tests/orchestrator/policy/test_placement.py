@@ -1,0 +1,67 @@
+"""Local, remote or rejected, and why."""
+
+import pytest
+
+from orchestrator.config import RoutingConfig
+from orchestrator.policy.decode_choice import Candidate, decode_choice
+from orchestrator.policy.placement import Local, PrefillView, Reject, Remote, place
+from orchestrator.types import QueueDepth, RequestInfo
+
+ROUTING = RoutingConfig(remote_prefill_min_tokens=256, max_queued_prefill_tokens=10_000, max_waiting_per_worker=4)
+IDLE = PrefillView(workers_ready=1, queue=QueueDepth(requests=0, tokens=0, claimed=0))
+
+
+def request(tokens: int, local_only: str | None = None) -> RequestInfo:
+    return RequestInfo(id="r", prompt_tokens=tokens, max_new_tokens=64, arrived_at=0.0, local_only=local_only)
+
+
+def worker(name: str = "d0", free: int = 1000, waiting: int = 0, cached: int = 0) -> Candidate:
+    return Candidate(name, 1000, free, 16, running=0, waiting=waiting, waiting_tokens=0, max_num_seqs=64,
+                     cached_tokens=cached)  # fmt: skip
+
+
+def decide(req: RequestInfo, *workers: Candidate, prefill: PrefillView = IDLE):
+    return place(req, workers, prefill, ROUTING, decode_choice("kv_blocks"))
+
+
+def test_length_decides_between_local_and_remote():
+    assert decide(request(255), worker()) == Local("d0", "short_prompt")
+    assert decide(request(256), worker()) == Remote("long_prompt")
+
+
+def test_a_cached_prefix_makes_a_long_prompt_short_only_where_it_is_cached():
+    assert decide(request(2000), worker("a", free=900), worker("b", free=500, cached=1900)) == Local("b", "short_prompt")
+    full = worker("b", free=0, waiting=4, cached=1900)
+    assert decide(request(2000), worker("a"), full) == Remote("long_prompt")
+
+
+@pytest.mark.parametrize(
+    ("prefill", "reason"),
+    [
+        (PrefillView(0, QueueDepth(0, 0, 0)), "no_prefill_worker"),
+        (PrefillView(1, None), "queue_unavailable"),
+        (PrefillView(1, QueueDepth(9, 9_900, 0)), "queue_full"),
+    ],
+)
+def test_long_prompts_stay_local_when_they_cannot_go_remote(prefill, reason):
+    assert decide(request(300), worker(), prefill=prefill) == Local("d0", reason)
+
+
+def test_a_request_that_must_stay_is_local_for_its_own_reason():
+    assert decide(request(5000, local_only="n"), worker()) == Local("d0", "n")
+
+
+def test_only_a_full_fleet_rejects_and_only_what_cannot_go_remote():
+    full = worker(free=2, waiting=4)
+    away = PrefillView(1, None)
+    decision = decide(request(300), full, prefill=away)
+    assert isinstance(decision, Reject) and decision.reason == "decode_full" and decision.retry_after_s > 0
+    assert decide(request(300), full) == Remote("long_prompt")
+    assert decide(request(100), full) == Remote("decode_full")
+    # blocks are short, but the queue there is not: it waits its turn
+    assert decide(request(300), worker(free=2, waiting=3), prefill=away) == Local("d0", "queue_unavailable")
+
+
+def test_no_worker_at_all_rejects():
+    decision = decide(request(10))
+    assert isinstance(decision, Reject) and decision.reason == "no_decode_worker"
