@@ -68,6 +68,8 @@ class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     claim_timeout_s: Seconds = 15.0  # a job unclaimed this long is prefilled locally
     max_waiting_per_worker: Positive = 128  # requests waiting in a decode engine that make it full
     max_attempts: Positive = 4
+    placement_timeout_s: Seconds = 60.0  # a request that lost its worker waits this long for another
+    stall_timeout_s: Seconds = 600.0  # without any output for this long a request is started again elsewhere
 
 
 class QueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,0 +1,121 @@
+"""What this project adds around vLLM's HTTP app: request ids, Retry-After, and the pages that show the fleet.
+
+Plain ASGI and FastAPI; knows the router's state but nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Callable, MutableMapping
+from contextvars import ContextVar
+from typing import Any
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from orchestrator.fleet import Fleet, WorkerView
+from orchestrator.types import DesiredRatio, QueueDepth, Role
+
+MAX_REQUEST_ID_LENGTH = 200
+
+
+class RequestContext:
+    """One HTTP request's id, and how long its client should wait if it is refused."""
+
+    __slots__ = ("request_id", "retry_after_s")
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.retry_after_s: float | None = None
+
+
+current: ContextVar[RequestContext | None] = ContextVar("pd_request_context", default=None)
+
+
+class RequestIdMiddleware:
+    """Takes the client's `x-request-id` or makes one, shows it to the app, and returns it with every response."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        printable = bytes(c for c in given[:MAX_REQUEST_ID_LENGTH] if 0x21 <= c <= 0x7E)
+        request_id = printable or uuid.uuid4().hex.encode()
+        headers = [pair for pair in scope["headers"] if pair[0] != b"x-request-id"]
+        scope = {**scope, "headers": [*headers, (b"x-request-id", request_id)]}
+        context = RequestContext(request_id.decode())
+        token = current.set(context)
+
+        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                extra = [(b"x-request-id", request_id)]
+                if context.retry_after_s is not None and message["status"] in (429, 503):
+                    extra.append((b"retry-after", str(max(1, math.ceil(context.retry_after_s))).encode()))
+                kept = [pair for pair in message.get("headers", []) if pair[0].lower() != b"x-request-id"]
+                message = {**message, "headers": [*kept, *extra]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_headers)
+        finally:
+            current.reset(token)
+
+
+def describe_worker(view: WorkerView) -> dict[str, Any]:
+    info, load = view.info, view.load
+    return {
+        "id": info.id,
+        "role": info.role.value,
+        "state": info.state.value if view.connected else "unreachable",
+        "engine": info.identity.engine,
+        "host": info.host,
+        "pid": info.pid,
+        "blocks_total": load.blocks_total if load else info.blocks_total,
+        "blocks_free": load.blocks_free if load else info.blocks_total,
+        "running": load.running if load else 0,
+        "waiting": load.waiting if load else 0,
+        "step_ms": round(load.step_ms, 2) if load else 0.0,
+    }
+
+
+def fleet_routes(
+    model: str,
+    fleet: Fleet,
+    depth: Callable[[], QueueDepth | None],
+    desired: Callable[[], DesiredRatio | None],
+    registry: CollectorRegistry,
+) -> APIRouter:
+    """`/ready`, `/fleet` and `/metrics`."""
+    routes = APIRouter()
+
+    @routes.get("/ready")
+    async def ready() -> Response:
+        """200 once at least one worker can decode."""
+        if fleet.ready(Role.DECODE):
+            return JSONResponse({"status": "ready"})
+        return JSONResponse(
+            {"status": "not ready", "why": "no decode worker is ready"}, status_code=503, headers={"retry-after": "1"}
+        )
+
+    @routes.get("/fleet")
+    async def show_fleet() -> dict[str, Any]:
+        queue, wanted = depth(), desired()
+        workers = sorted(fleet.workers.values(), key=lambda view: (view.info.role.value, view.info.id))
+        return {
+            "model": model,
+            "workers": [describe_worker(view) for view in workers],
+            "queue": {"requests": queue.requests, "tokens": queue.tokens, "claimed": queue.claimed} if queue else None,
+            "desired": {"prefill": wanted.prefill, "decode": wanted.decode} if wanted else None,
+        }
+
+    @routes.get("/metrics")
+    async def show_metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return routes

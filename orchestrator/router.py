@@ -1,0 +1,378 @@
+"""The life of a request: placed, queued or sent, bound to a decode worker, streamed, retried, ended.
+
+Stands where an engine core client would: takes engine requests, gives engine outputs. What to do is decided in
+`policy`, which moves exist in `request`, who is there in `fleet`; this file does the moves and owns their deadlines.
+It never looks inside an engine request or output beyond what `Codec` says of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import msgspec
+
+from orchestrator import metrics
+from orchestrator.config import Config
+from orchestrator.fleet import Fleet
+from orchestrator.messages import (
+    Abort,
+    Claimed,
+    Outputs,
+    Prefilled,
+    PrefillFailed,
+    Rejected,
+    Submit,
+    ToFrontend,
+    pack_frames,
+)
+from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.policy.placement import Local, PrefillView, Reject, Remote, place
+from orchestrator.prefill_link import PrefillLink
+from orchestrator.queue import QueueFull
+from orchestrator.redis_client import RedisAway
+from orchestrator.request import ActiveRequest, State
+from orchestrator.request_log import log_ended
+from orchestrator.transport import FrontendTransport
+from orchestrator.types import PrefillJob, RequestInfo, Role
+
+log = logging.getLogger("pd.router")
+
+# How long a request that was accepted already waits between looks for a decode worker to continue on.
+REPLACE_INTERVAL_S = 0.1
+STALL_CHECK_S = 1.0
+# vLLM's FinishReason: an engine that ends a request this way has not answered it.
+FINISH_ABORT, FINISH_ERROR = 2, 3
+
+
+class Batch(msgspec.Struct):
+    """Outputs of one engine step that belong to current attempts, in the engine's own type."""
+
+    outputs: list[Any]
+    timestamp: float  # this process's monotonic clock, seconds
+
+
+class Codec(Protocol):
+    """What the router needs to know of the engine's request and output types."""
+
+    def describe(self, request: Any) -> tuple[RequestInfo, bool, str]:
+        """(what policies see, whether it can be continued elsewhere after tokens were sent, the client's id)."""
+        ...
+
+    def encode(self, request: Any) -> list[bytes]: ...
+
+    def decode_outputs(self, frames: list[bytes], sent_at: float, now: float) -> Batch:
+        """Raises messages.MessageError. Timestamps are rebased from the sender's clock to `now`'s."""
+        ...
+
+    def failure(self, request_id: str) -> Any:
+        """An output that ends the request as failed."""
+        ...
+
+
+class Overloaded(Exception):
+    """The fleet cannot take this request now. `status` is 429 (full) or 503 (nobody to answer)."""
+
+    def __init__(self, reason: str, retry_after_s: float, status: int) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+        self.status = status
+
+
+class Router:
+    """One per frontend process. All methods run on one event loop; none blocks."""
+
+    def __init__(
+        self, config: Config, fleet: Fleet, transport: FrontendTransport, prefill: PrefillLink, codec: Codec
+    ) -> None:
+        self._routing = config.routing
+        self._fleet = fleet
+        self._transport = transport
+        self._prefill = prefill
+        self._codec = codec
+        self._choose = decode_choice(config.routing.decode_choice)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.requests: dict[str, ActiveRequest] = {}
+        self.batches: asyncio.Queue[Batch] = asyncio.Queue()
+
+    # ---- what the server calls ---------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """Refuse early, before a response has begun. Raises Overloaded."""
+        probe = RequestInfo(id="", prompt_tokens=1, max_new_tokens=1, arrived_at=time.time())
+        decision = self._decide(probe, ())
+        if isinstance(decision, Reject):
+            self._count_rejected(decision)
+            raise _overloaded(decision)
+
+    async def submit(self, request: Any) -> None:
+        """Take a request; its outputs appear in `batches`. Raises Overloaded, and what the codec raises."""
+        info, resumable, label = self._codec.describe(request)
+        now = time.monotonic()
+        active = ActiveRequest(info, self._codec.encode(request), resumable, label, accepted_at=now, last_heard_at=now)
+        self.requests[info.id] = active
+        try:
+            rejected = await self._place(active, deadline=None)
+        except asyncio.CancelledError:
+            self.abort([info.id])  # the client left while its request was being placed
+            raise
+        if rejected is not None:
+            self._count_rejected(rejected)
+            self._end(active, State.REJECTED)
+            raise _overloaded(rejected)
+
+    def abort(self, request_ids: Iterable[str], to: State = State.ABORTED) -> None:
+        """The client no longer wants these, or (`to` FINISHED) has all it needs, a stop string having been met.
+        Unknown ids are ignored."""
+        for request_id in request_ids:
+            if active := self.requests.get(request_id):
+                self._withdraw(active)
+                self._end(active, to)
+
+    async def run(self) -> None:
+        """Ends requests that stall. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(STALL_CHECK_S)
+            oldest = time.monotonic() - self._routing.stall_timeout_s
+            for active in list(self.requests.values()):
+                waits_for_worker = active.state in (State.TRANSFERRING, State.LOCAL, State.DECODING)
+                if waits_for_worker and active.last_heard_at < oldest:
+                    self._retry(active, "stalled", avoid=active.decode_worker)
+
+    # ---- placing -----------------------------------------------------------------------------------------------
+
+    def _decide(self, info: RequestInfo, avoid: Iterable[str]) -> Local | Remote | Reject:
+        view = PrefillView(workers_ready=self._fleet.ready(Role.PREFILL), queue=self._prefill.depth)
+        return place(info, self._fleet.decode_candidates(avoid), view, self._routing, self._choose)
+
+    async def _place(self, active: ActiveRequest, deadline: float | None) -> Reject | None:
+        """Move a PLACING request on. With a deadline it waits for room until then and fails; without, the rejection is
+        returned to the caller, who has not told the client anything yet."""
+        while active.state is State.PLACING:
+            decision = self._decide(active.info, active.avoid)
+            if isinstance(decision, Reject):
+                if deadline is None:
+                    return decision
+                if time.monotonic() >= deadline:
+                    self._fail(active, f"no decode worker took it over within its deadline ({decision.reason})")
+                    return None
+                await asyncio.sleep(REPLACE_INTERVAL_S)
+                continue
+            if isinstance(decision, Remote):
+                placed = await self._enqueue(active, decision.reason)
+            else:
+                placed = self._send(active, decision.worker_id, State.LOCAL, "local", decision.reason)
+            if placed:
+                metrics.placements.labels(active.decision, active.reason).inc()
+        return None
+
+    async def _enqueue(self, active: ActiveRequest, reason: str) -> bool:
+        """Into the prefill queue. False when the queue did not take it, which then is known to the next decision."""
+        info, attempt = active.info, active.attempt
+        job = PrefillJob(
+            request_id=info.id,
+            attempt=attempt,
+            tokens=info.prompt_tokens,
+            uncached_tokens=info.prompt_tokens,
+            arrived_at=info.arrived_at,
+            reply_to=self._transport.frontend_id,
+            body=pack_frames(active.frames),
+        )
+        # QUEUED before the enqueue returns: a worker's claim may be here first.
+        active.move(State.QUEUED)
+        active.decision, active.reason = "remote", reason
+        try:
+            await self._prefill.enqueue(job)
+        except (RedisAway, QueueFull) as error:
+            if active.state is State.QUEUED and active.attempt == attempt:
+                why = "queue_full" if isinstance(error, QueueFull) else "queue_unavailable"
+                active.info = msgspec.structs.replace(info, local_only=why)
+                active.move(State.PLACING)
+            return False
+        if active.state is State.QUEUED and active.attempt == attempt:
+            wait_s = self._routing.claim_timeout_s
+            active.timer = asyncio.get_running_loop().call_later(wait_s, self._retry, active, "claim_timeout")
+        elif active.ended:
+            self._background(self._prefill.cancel(info.id, attempt))
+        return True
+
+    def _send(self, active: ActiveRequest, worker_id: str, to: State, decision: str, reason: str) -> bool:
+        """Submit to a decode worker. False when it cannot be reached; it is then avoided."""
+        view = self._fleet.workers[worker_id]
+        info = active.info
+        submit = Submit(
+            request_id=info.id,
+            attempt=active.attempt,
+            sequence=view.note_placed(info.prompt_tokens + len(active.tokens)),
+            prompt_tokens=info.prompt_tokens,
+            kv_source=active.kv_source,
+            resume_tokens=active.tokens,
+        )
+        if not self._transport.send(worker_id, submit, active.frames):
+            active.avoid.add(worker_id)
+            view.connected = False
+            return False
+        active.move(to)
+        active.decision, active.reason = decision, reason
+        active.decode_worker = worker_id
+        active.submitted_at = active.last_heard_at = time.monotonic()
+        return True
+
+    # ---- what workers say --------------------------------------------------------------------------------------
+
+    def handle(self, worker_id: str, message: ToFrontend, payload: list[bytes], now: float) -> None:
+        """One message from a worker. Late, duplicate and unknown ones are dropped and their sender told to forget."""
+        if isinstance(message, Outputs):
+            self._on_outputs(worker_id, message, payload, now)
+        elif isinstance(message, (Claimed, Prefilled, PrefillFailed, Rejected)):
+            active = self.requests.get(message.request_id)
+            if active is None or active.attempt != message.attempt:
+                self._drop_stale(worker_id, message.request_id, message.attempt)
+            elif isinstance(message, Claimed):
+                self._on_claimed(active, message)
+            elif isinstance(message, Prefilled):
+                active.prefilled_at, active.prefill_s = now, message.prefill_s
+                metrics.prefill_s.observe(message.prefill_s)
+            elif isinstance(message, PrefillFailed):
+                if active.state in (State.QUEUED, State.TRANSFERRING):
+                    self._retry(active, "prefill_failed")
+            elif worker_id == active.decode_worker:
+                log.warning("worker %s rejected request %s: %s", worker_id, active.label, message.why)
+                if message.why.startswith("invalid"):  # it would be so anywhere
+                    self._withdraw(active)
+                    self._fail(active, message.why)
+                else:
+                    self._retry(active, "rejected", avoid=worker_id)
+
+    def _on_claimed(self, active: ActiveRequest, claimed: Claimed) -> None:
+        if active.state is not State.QUEUED:
+            if active.prefill_worker != claimed.worker_id:  # not a duplicate of what is known already
+                self._drop_stale(claimed.worker_id, claimed.request_id, claimed.attempt)
+            return
+        active.prefill_worker, active.kv_source = claimed.worker_id, claimed.kv_source
+        active.queued_s = claimed.queued_s
+        metrics.queue_wait_s.observe(claimed.queued_s)
+        # Bound only now, on load as fresh as the last engine step: no decode block is held while a job waits.
+        while candidates := self._fleet.decode_candidates(active.avoid):
+            chosen = self._choose(active.info, candidates) or candidates[0]
+            if self._send(active, chosen.worker_id, State.TRANSFERRING, active.decision, active.reason):
+                return
+        self._retry(active, "no_decode_worker")
+
+    def _on_outputs(self, worker_id: str, message: Outputs, payload: list[bytes], now: float) -> None:
+        batch = self._codec.decode_outputs(payload, message.sent_at, now)
+        current = []
+        for output, attempt in zip(batch.outputs, message.attempts, strict=True):
+            active = self.requests.get(output.request_id)
+            if active is None or active.attempt != attempt or active.decode_worker != worker_id:
+                if output.finish_reason is None:
+                    self._drop_stale(worker_id, output.request_id, attempt)
+                continue
+            if output.finish_reason in (FINISH_ABORT, FINISH_ERROR):
+                # Nobody here asked for it: the engine gave up, so another one continues.
+                self._retry(active, "engine_abort" if output.finish_reason == FINISH_ABORT else "engine_error")
+                continue
+            active.last_heard_at = now
+            if output.new_token_ids:
+                active.tokens.extend(output.new_token_ids)
+                if active.state is not State.DECODING:
+                    self._first_token(active, now)
+            current.append(output)
+            if output.finish_reason is not None:
+                self._end(active, State.FINISHED)
+        if current:
+            batch.outputs = current
+            self.batches.put_nowait(batch)
+
+    def _first_token(self, active: ActiveRequest, now: float) -> None:
+        if active.first_token_at is None:
+            active.first_token_at = now
+            if active.state is State.TRANSFERRING and active.prefilled_at is not None:
+                metrics.kv_exposed_s.observe(now - active.prefilled_at)
+        active.move(State.DECODING)
+
+    def _drop_stale(self, worker_id: str, request_id: str, attempt: int) -> None:
+        metrics.dropped.labels("stale").inc()
+        self._transport.send(worker_id, Abort(request_id, attempt))
+
+    # ---- when something is lost --------------------------------------------------------------------------------
+
+    def worker_lost(self, worker_id: str) -> None:
+        """Continue elsewhere what the worker was decoding. What it was prefilling is recomputed by the decode worker
+        that waits for it (it watches membership too), or is returned to the queue by its lease."""
+        for active in list(self.requests.values()):
+            if active.decode_worker == worker_id:
+                self._retry(active, "decode_worker_lost", avoid=worker_id)
+            elif active.prefill_worker == worker_id and active.state is State.TRANSFERRING:
+                if active.prefilled_at is None:
+                    metrics.retries.labels("prefill_worker_lost").inc()
+                    active.retries.append("prefill_worker_lost")
+
+    def queue_lost(self) -> None:
+        """Redis is away: nothing that waits in it can be claimed."""
+        for active in list(self.requests.values()):
+            if active.state is State.QUEUED:
+                self._retry(active, "queue_unavailable")
+
+    def _retry(self, active: ActiveRequest, why: str, avoid: str | None = None) -> None:
+        """Give the current attempt up and start the next. What went wrong remotely is done locally then."""
+        if active.ended:
+            return
+        metrics.retries.labels(why).inc()
+        active.retries.append(why)
+        self._withdraw(active)
+        if active.tokens and not active.resumable:
+            self._fail(active, f"its worker was lost ({why}) and its output cannot be continued elsewhere")
+            return
+        if active.attempt >= self._routing.max_attempts:
+            self._fail(active, f"{active.attempt} attempts failed: {', '.join(active.retries)}")
+            return
+        if avoid is not None:
+            active.avoid.add(avoid)
+        active.move(State.PLACING)
+        active.attempt += 1
+        if active.info.local_only is None:
+            active.info = msgspec.structs.replace(active.info, local_only=why)
+        active.decode_worker = active.prefill_worker = active.kv_source = active.prefilled_at = None
+        self._background(self._replace(active))
+
+    async def _replace(self, active: ActiveRequest) -> None:
+        await self._place(active, deadline=time.monotonic() + self._routing.placement_timeout_s)
+
+    def _withdraw(self, active: ActiveRequest) -> None:
+        """Tell everybody who holds something of the current attempt to let go."""
+        abort = Abort(active.info.id, active.attempt)
+        for worker_id in (active.decode_worker, active.prefill_worker):
+            if worker_id is not None:
+                self._transport.send(worker_id, abort)
+        if active.state is State.QUEUED:
+            self._background(self._prefill.cancel(active.info.id, active.attempt))
+
+    def _fail(self, active: ActiveRequest, why: str) -> None:
+        log.error("request %s failed: %s", active.label, why)
+        self.batches.put_nowait(Batch([self._codec.failure(active.info.id)], time.monotonic()))
+        self._end(active, State.FAILED)
+
+    # ---- endings -----------------------------------------------------------------------------------------------
+
+    def _end(self, active: ActiveRequest, state: State) -> None:
+        active.move(state)
+        del self.requests[active.info.id]
+        metrics.requests.labels(state.value).inc()
+        log_ended(active, time.monotonic())
+
+    def _count_rejected(self, rejected: Reject) -> None:
+        metrics.placements.labels("reject", rejected.reason).inc()
+
+    def _background(self, coroutine: Any) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _overloaded(rejected: Reject) -> Overloaded:
+    return Overloaded(rejected.reason, rejected.retry_after_s, 503 if rejected.reason == "no_decode_worker" else 429)
