@@ -1,0 +1,58 @@
+# make up         install once, then serve the demo model on this machine's CPU until Ctrl-C
+# make test       the whole suite; test-fast: what needs no vLLM; lint: ruff and mypy
+# make bench-kv   KV transfer figures; bench-policy: policy and queue figures
+
+SHELL  := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+CONFIG ?= configs/demo-1p1d-cpu.yaml
+LOCK   := requirements/cpu.lock
+BIN    := .venv/bin
+# The stamp's name holds the hash of what was installed: an unchanged lock installs nothing.
+STAMP  := .venv/.installed-$(shell cat $(LOCK) pyproject.toml | sha256sum | cut -c1-16)
+TORCH  := $(shell grep '^torch==' $(LOCK))
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# Asked only where the configured index offers no CPU build of torch.
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+.PHONY: up venv model test test-fast lint format bench-kv bench-policy clean
+
+up: venv
+	@$(BIN)/orchestrator up $(CONFIG)
+
+venv: $(STAMP)
+
+$(STAMP): $(LOCK) pyproject.toml
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "make: Python >= 3.11 is needed, '$(PYTHON)' is not; run make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	"$(PYTHON)" -m venv .venv
+	@rm -f .venv/.installed-*
+	$(PIP) install --no-deps "$(TORCH)" || $(PIP) install --no-deps --index-url $(TORCH_CPU_INDEX) "$(TORCH)"
+	$(PIP) install --no-deps -r $(LOCK)
+	$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
+
+model: venv
+	@$(BIN)/python -m orchestrator.demo_model
+
+test: model
+	$(BIN)/pytest
+
+test-fast: venv
+	$(BIN)/pytest -m "not vllm and not slow"
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench-kv: model
+	$(BIN)/python benchmarks/bench_kv.py
+
+bench-policy: venv
+	$(BIN)/python benchmarks/bench_policy.py
+
+clean:
+	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache *.egg-info
