@@ -1,15 +1,27 @@
 """The named decode-choice policies."""
 
+from collections import Counter
+
 import pytest
 
-from orchestrator.policy.decode_choice import Candidate, decode_choice
+from orchestrator.policy.decode_choice import POLICY_NAMES, Candidate, decode_choice
 from orchestrator.types import RequestInfo
 
 REQUEST = RequestInfo(id="r", prompt_tokens=1600, max_new_tokens=160, arrived_at=0.0)
 
 
-def worker(name: str, free: int, total: int = 1000, running: int = 0, waiting_tokens: int = 0) -> Candidate:
-    return Candidate(name, total, free, 16, running=running, waiting=0, waiting_tokens=waiting_tokens, max_num_seqs=64)
+def worker(name: str, free: int, total: int = 1000, running: int = 0, waiting_tokens: int = 0, cached: int = 0):
+    return Candidate(
+        name,
+        total,
+        free,
+        16,
+        running=running,
+        waiting=0,
+        waiting_tokens=waiting_tokens,
+        max_num_seqs=64,
+        cached_tokens=cached,
+    )
 
 
 def test_kv_blocks_takes_most_free_relative_to_the_pool():
@@ -28,6 +40,7 @@ def test_kv_blocks_avoids_preemption_before_it_balances():
     choose = decode_choice("kv_blocks")
     # b is relatively emptier, but too small for the request: 110 blocks needed
     assert choose(REQUEST, [worker("a", 150, total=2000), worker("b", 100, total=200)]).worker_id == "a"
+    assert choose(REQUEST, [worker("b", 100, total=200), worker("a", 150, total=2000)]).worker_id == "a"
     assert choose(REQUEST, [worker("a", 10), worker("b", 50)]).worker_id == "b"  # both would: least bad
 
 
@@ -37,8 +50,48 @@ def test_kv_blocks_rotates_over_ties():
     assert sorted(choose(REQUEST, workers).worker_id for _ in range(6)) == list("aabbcc")
 
 
-def test_nothing_to_choose_from():
-    assert decode_choice("kv_blocks")(REQUEST, []) is None
+def test_kv_prefix_prefers_a_hit_but_not_at_any_price():
+    choose = decode_choice("kv_prefix")
+    assert choose(REQUEST, [worker("a", 500), worker("b", 400, cached=1600)]).worker_id == "b"
+    assert choose(REQUEST, [worker("a", 900), worker("b", 400, cached=1600)]).worker_id == "a"
+    # a hit does not excuse a preemption
+    assert choose(REQUEST, [worker("a", 120), worker("b", 50, cached=1600)]).worker_id == "a"
+    assert decode_choice("kv_blocks")(REQUEST, [worker("a", 500), worker("b", 400, cached=1600)]).worker_id == "a"
+
+
+def test_round_robin_starts_anywhere_and_visits_all():
+    workers = [worker(name, 1000) for name in "abcd"]
+    starts = {decode_choice("round_robin", seed)(REQUEST, workers).worker_id for seed in range(32)}
+    assert len(starts) > 1
+    choose = decode_choice("round_robin", 1)
+    assert Counter(choose(REQUEST, workers).worker_id for _ in range(8)) == dict.fromkeys("abcd", 2)
+
+
+def test_least_requests_and_least_tokens_look_at_different_things():
+    few_but_long, many_but_short = worker("long", 100, running=2), worker("short", 800, running=30)
+    assert decode_choice("least_requests")(REQUEST, [few_but_long, many_but_short]).worker_id == "long"
+    assert decode_choice("least_tokens")(REQUEST, [few_but_long, many_but_short]).worker_id == "short"
+
+
+def test_power_of_two_never_takes_the_fullest_and_spreads():
+    workers = [worker(name, 500, running=n) for n, name in enumerate("abcd")]
+    choose = decode_choice("power_of_two", 3)
+    taken = Counter(choose(REQUEST, workers).worker_id for _ in range(400))
+    assert taken["d"] == 0 and taken["a"] > taken["b"] > taken["c"] > 0
+
+
+def test_dynamo_cost_weighs_overlap_against_blocks_in_use():
+    choose = decode_choice("dynamo_cost")
+    assert choose(REQUEST, [worker("a", 500), worker("b", 450, cached=1600)]).worker_id == "b"
+    assert choose(REQUEST, [worker("a", 500), worker("b", 350, cached=1600)]).worker_id == "a"
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_every_policy_takes_one_of_the_candidates_or_none(name):
+    choose = decode_choice(name)
+    assert choose(REQUEST, []) is None
+    only = worker("only", 1)
+    assert choose(REQUEST, [only]) is only
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():

@@ -1,0 +1,87 @@
+"""The prefix index: right beliefs, bounded, and never wrong for ever."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.policy.prefix_index import EventTranslator, PrefixEvents, PrefixIndex, prefix_keys
+
+
+def test_the_deepest_holder_is_found_exactly():
+    index = PrefixIndex()
+    keys = list(range(100, 1100))
+    for depth, name in ((1, "a"), (37, "b"), (999, "c")):
+        index.stored(name, keys[:depth])
+    found = index.match(keys)
+    assert found["c"] == 999
+    assert 1 <= found["a"] <= 1 and 1 <= found["b"] <= 37
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 40))
+def test_no_worker_is_credited_with_more_than_it_holds(depths, asked):
+    index = PrefixIndex()
+    keys = list(range(40))
+    for n, depth in enumerate(depths):
+        index.stored(f"w{n}", keys[:depth])
+    found = index.match(keys[:asked], max_workers=len(depths))
+    for n, depth in enumerate(depths):
+        assert found.get(f"w{n}", 0) <= min(depth, asked)
+    assert max(found.values(), default=0) == min(max(depths), asked)
+
+
+def test_removal_and_clearing():
+    index = PrefixIndex()
+    index.apply(PrefixEvents("a", 1, stored=[1, 2, 3]))
+    index.apply(PrefixEvents("b", 1, stored=[1]))
+    index.apply(PrefixEvents("a", 2, removed=[3]))
+    assert index.match([1, 2, 3])["a"] == 2
+    index.apply(PrefixEvents("a", 3, cleared=True))
+    assert index.match([1, 2, 3]) == {"b": 1}
+
+
+def test_a_replayed_batch_changes_nothing():
+    index = PrefixIndex()
+    index.apply(PrefixEvents("a", 5, stored=[1]))
+    index.apply(PrefixEvents("a", 6, removed=[1]))
+    assert index.apply(PrefixEvents("a", 5, stored=[1]))
+    assert index.match([1]) == {}
+
+
+def test_lost_events_drop_what_was_believed_until_a_resync():
+    index = PrefixIndex()
+    index.apply(PrefixEvents("a", 1, stored=[1, 2]))
+    assert not index.apply(PrefixEvents("a", 3, stored=[7]))  # batch 2 said that 1 and 2 were removed
+    assert index.match([1, 2]) == {} and index.match([7]) == {"a": 1}
+    assert index.stale == {"a"}
+    index.resync("a", 9, [1, 7])
+    assert index.stale == set() and index.match([1, 2]) == {"a": 1}
+    assert index.apply(PrefixEvents("a", 10, stored=[2]))
+
+
+def test_memory_is_bounded_and_forgetting_is_not_a_false_hit():
+    index = PrefixIndex(max_keys=100)
+    for start in range(0, 1000, 10):
+        index.stored("a", range(start, start + 10))
+    assert len(index) == 100
+    assert index.match(list(range(10))) == {} and index.match(list(range(990, 1000))) == {"a": 10}
+
+
+def test_workers_that_come_and_go_leave_nothing_behind():
+    index = PrefixIndex()
+    for n in range(1000):
+        index.stored(f"w{n}", [1, 2])
+        index.forget(f"w{n}")
+    index.stored("last", [1])
+    assert index.match([1, 2]) == {"last": 1}
+    assert max(mask.bit_length() for mask in index._holders.values()) <= 130
+
+
+def test_engine_events_and_prompts_meet_in_the_same_keys():
+    tokens = list(range(40))
+    translator = EventTranslator(block_size=16)
+    first = translator.stored([b"x"], None, tokens[:16])
+    second = translator.stored([b"y"], b"x", tokens[16:32])
+    assert first + second == prefix_keys(tokens, 16)  # the last 8 tokens fill no block
+    assert translator.stored([b"z"], b"unknown", tokens[:16]) == []
+    assert translator.removed([b"y", b"never"]) == second
+    assert prefix_keys(tokens, 16, salt=1) != prefix_keys(tokens, 16)
+    assert prefix_keys([9, *tokens[1:]], 16)[1] != second[0]

@@ -1,0 +1,47 @@
+"""The shortlist holds what the full scan would choose."""
+
+import random
+
+import msgspec
+
+from orchestrator.policy.decode_choice import Candidate, KVBlocks
+from orchestrator.policy.shortlist import Shortlist
+from orchestrator.types import RequestInfo
+
+
+def candidate(rng: random.Random, n: int, total: int) -> Candidate:
+    return Candidate(f"w{n}", total, rng.randrange(total), 16, running=rng.randrange(64), waiting=rng.randrange(3),
+                     waiting_tokens=rng.randrange(4000), max_num_seqs=64)  # fmt: skip
+
+
+def test_the_choice_from_the_shortlist_is_the_choice_from_all():
+    rng = random.Random(5)
+    policy = KVBlocks(overlap_weight=2.0)
+    shortlist = Shortlist(policy.standing)
+    fleet = {}
+    for n in range(300):
+        fleet[f"w{n}"] = candidate(rng, n, 4096 if n % 3 else 9000)
+        shortlist.update(fleet[f"w{n}"])
+    for turn in range(500):
+        n = rng.randrange(300)
+        fleet[f"w{n}"] = candidate(rng, n, fleet[f"w{n}"].blocks_total)
+        shortlist.update(fleet[f"w{n}"])
+        request = RequestInfo(f"r{turn}", rng.randrange(1, 20_000), 100, 0.0)
+        hits = {f"w{rng.randrange(300)}": rng.randrange(request.prompt_tokens) for _ in range(5)}
+        few = shortlist.pick(hits)
+        assert len(few) <= 2 * 4 + 5
+        everyone = [msgspec.structs.replace(c, cached_tokens=hits.get(c.worker_id, 0)) for c in fleet.values()]
+        assert policy(request, few).worker_id == policy(request, everyone).worker_id
+
+
+def test_removed_workers_are_not_offered_and_updates_do_not_pile_up():
+    rng = random.Random(1)
+    shortlist = Shortlist(KVBlocks().standing)
+    for turn in range(5000):
+        shortlist.update(candidate(rng, turn % 10, 4096))
+    assert sum(map(len, shortlist._heaps.values())) <= 4 * 10 + 64 + 1
+    for n in range(9):
+        shortlist.remove(f"w{n}")
+    assert [c.worker_id for c in shortlist.pick({"w3": 16})] == ["w9"]
+    shortlist.remove("w9")
+    assert shortlist.pick() == [] and len(shortlist) == 0
