@@ -1,0 +1,404 @@
+"""The life of a request against scripted workers: every way it can be placed, bound, retried, fenced and ended."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from orchestrator.config import parse_config
+from orchestrator.fleet import Fleet
+from orchestrator.messages import Abort, Claimed, Outputs, Prefilled, PrefillFailed, Rejected, Submit
+from orchestrator.queue import QueueFull
+from orchestrator.redis_client import RedisAway
+from orchestrator.request import SUCCESSORS, State
+from orchestrator.router import FINISH_ABORT, FINISH_ERROR, Batch, Overloaded, Router
+from orchestrator.types import (
+    EngineIdentity,
+    KVEndpoint,
+    KVSource,
+    QueueDepth,
+    RequestInfo,
+    Role,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerState,
+)
+
+IDENTITY = EngineIdentity("m", "float32", "auto", 16, 4096, "sim", "1", 1)
+
+
+@dataclass
+class FakeRequest:
+    id: str
+    prompt_tokens: int = 1000
+    local_only: str | None = None
+    resumable: bool = True
+
+
+@dataclass
+class FakeOutput:
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: int | None = None
+
+
+class FakeCodec:
+    def describe(self, request):
+        info = RequestInfo(request.id, request.prompt_tokens, 100, time.time(), local_only=request.local_only)
+        return info, request.resumable, request.id
+
+    def encode(self, request):
+        return [request.id.encode()]
+
+    def decode_outputs(self, frames, sent_at, now):
+        return Batch([FakeOutput(*fields) for fields in msgspec.msgpack.decode(frames[0])], now)
+
+    def failure(self, request_id):
+        return FakeOutput(request_id, [], FINISH_ERROR)
+
+
+class FakeTransport:
+    frontend_id = "f"
+
+    def __init__(self):
+        self.sent = []
+        self.unreachable = set()
+
+    def send(self, worker_id, message, payload=()):
+        if worker_id in self.unreachable:
+            return False
+        self.sent.append((worker_id, message))
+        return True
+
+    def of(self, kind):
+        return [(worker_id, message) for worker_id, message in self.sent if isinstance(message, kind)]
+
+
+@dataclass
+class FakePrefill:
+    depth: QueueDepth | None = field(default_factory=lambda: QueueDepth(0, 0, 0))
+    jobs: list = field(default_factory=list)
+    cancelled: list = field(default_factory=list)
+    error: Exception | None = None
+
+    async def enqueue(self, job):
+        if self.error is not None:
+            raise self.error
+        self.jobs.append(job)
+
+    async def cancel(self, request_id, attempt):
+        self.cancelled.append((request_id, attempt))
+
+
+class Bench:
+    """A router with decode workers d0, d1 and prefill worker p0, and the means to speak for them."""
+
+    def __init__(self, **routing):
+        self.config = parse_config({"model": "m", "routing": {"remote_prefill_min_tokens": 100, **routing}})
+        self.fleet = Fleet("f")
+        self.transport, self.prefill = FakeTransport(), FakePrefill()
+        self.router = Router(self.config, self.fleet, self.transport, self.prefill, FakeCodec())
+        for name, role in (("d0", Role.DECODE), ("d1", Role.DECODE), ("p0", Role.PREFILL)):
+            self.add_worker(name, role)
+
+    def add_worker(self, name, role):
+        endpoint = KVEndpoint(f"{name}-engine", "127.0.0.1", 1)
+        info = WorkerInfo(
+            name, role, WorkerState.READY, "h", 1, "tcp://a", "tcp://b", IDENTITY, endpoint, 1000, 64, 2048, 100, 1.0
+        )
+        self.fleet.upsert(info, time.monotonic())
+        self.fleet.workers[name].connected = True
+
+    def say(self, worker_id, message, payload=()):
+        self.router.handle(worker_id, message, list(payload), time.monotonic())
+
+    def claim(self, request_id, attempt=1, worker="p0"):
+        source = KVSource(KVEndpoint(f"{worker}-engine", "127.0.0.1", 1), f"{request_id}#{attempt}")
+        self.say(worker, Claimed(request_id, attempt, worker, source, 0.01))
+
+    def tokens(self, worker_id, request_id, tokens, attempt=1, finish=None):
+        payload = msgspec.msgpack.encode([[request_id, tokens, finish]])
+        self.say(worker_id, Outputs(worker_id, [attempt], 0.0), [payload])
+
+    def received(self):
+        got = []
+        while not self.router.batches.empty():
+            got += [(o.request_id, o.new_token_ids, o.finish_reason) for o in self.router.batches.get_nowait().outputs]
+        return got
+
+    def submits(self):
+        return self.transport.of(Submit)
+
+    def bound_to(self):
+        return self.submits()[-1][0]
+
+    async def settle(self):
+        while self.router._tasks:
+            await asyncio.wait(set(self.router._tasks), timeout=5)
+
+    def assert_no_leaks(self):
+        assert not self.router.requests
+
+
+async def test_a_short_prompt_is_prefilled_where_it_decodes():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    (worker, submit), = bench.submits()
+    assert worker in ("d0", "d1") and submit.kv_source is None and not bench.prefill.jobs
+    bench.tokens(worker, "r", [7])
+    bench.tokens(worker, "r", [8], finish=1)
+    assert bench.received() == [("r", [7], None), ("r", [8], 1)]
+    bench.assert_no_leaks()
+
+
+async def test_a_long_prompt_is_queued_and_bound_only_when_claimed():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r"))
+    assert not bench.submits() and bench.prefill.jobs[0].request_id == "r"
+    assert bench.router.requests["r"].state is State.QUEUED
+    bench.claim("r")
+    (worker, submit), = bench.submits()
+    assert submit.kv_source.key == "r#1"
+    bench.say("p0", Prefilled("r", 1, "p0", 0.2))
+    bench.tokens(worker, "r", [1, 2], finish=0)
+    assert bench.received() == [("r", [1, 2], 0)]
+    bench.assert_no_leaks()
+
+
+@pytest.mark.parametrize(("error", "reason"), [(RedisAway("gone"), "queue_unavailable"), (QueueFull("full"), "queue_full")])
+async def test_a_queue_that_refuses_means_local(error, reason):
+    bench = Bench()
+    bench.prefill.error = error
+    await bench.router.submit(FakeRequest("r"))
+    assert bench.submits()[0][1].kv_source is None
+    assert bench.router.requests["r"].reason == reason
+
+
+async def test_requests_that_cannot_go_remote_stay_local():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r", local_only="prompt_logprobs"))
+    assert bench.router.requests["r"].reason == "prompt_logprobs" and not bench.prefill.jobs
+
+
+async def test_a_claim_that_does_not_come_ends_in_local_prefill():
+    bench = Bench(claim_timeout_s=0.05)
+    await bench.router.submit(FakeRequest("r"))
+    async with asyncio.timeout(5):
+        while not bench.submits():
+            await asyncio.sleep(0.01)
+    await bench.settle()
+    assert bench.prefill.cancelled == [("r", 1)]
+    assert bench.submits()[0][1].attempt == 2 and bench.submits()[0][1].kv_source is None
+    bench.claim("r", attempt=1)  # the claim comes late: its worker is told to forget it
+    assert ("p0", Abort("r", 1)) in bench.transport.sent
+    assert len(bench.submits()) == 1
+
+
+async def test_losing_redis_moves_what_is_queued_to_local():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r"))
+    bench.prefill.depth = None
+    bench.router.queue_lost()
+    await bench.settle()
+    assert bench.submits()[0][1].attempt == 2
+    assert bench.router.requests["r"].retries == ["queue_unavailable"]
+
+
+async def test_duplicate_claims_bind_once():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r"))
+    bench.claim("r")
+    bench.claim("r")
+    assert len(bench.submits()) == 1
+    bench.add_worker("p1", Role.PREFILL)
+    bench.claim("r", worker="p1")  # its lease had expired and another worker claimed it too: one of them must stop
+    assert ("p1", Abort("r", 1)) in bench.transport.sent
+    assert len(bench.submits()) == 1
+
+
+async def test_failed_prefill_is_done_locally_and_the_old_attempt_fenced():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r"))
+    bench.claim("r")
+    first = bench.bound_to()
+    bench.say("p0", PrefillFailed("r", 1, "p0", "out of memory"))
+    await bench.settle()
+    assert (first, Abort("r", 1)) in bench.transport.sent
+    second, submit = bench.submits()[-1]
+    assert submit.attempt == 2 and submit.kv_source is None
+    bench.tokens(first, "r", [99], attempt=1)
+    assert bench.received() == []
+    bench.tokens(second, "r", [1], attempt=2, finish=1)
+    assert bench.received() == [("r", [1], 1)]
+    bench.assert_no_leaks()
+
+
+async def test_a_rejected_submission_goes_to_another_worker():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    first = bench.bound_to()
+    bench.say(first, Rejected("r", 1, first, "draining"))
+    await bench.settle()
+    assert bench.bound_to() != first
+
+
+async def test_an_invalid_request_fails_at_once_instead_of_touring_the_fleet():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    bench.say(bench.bound_to(), Rejected("r", 1, bench.bound_to(), "invalid: no such parameter"))
+    assert bench.received() == [("r", [], FINISH_ERROR)] and len(bench.submits()) == 1
+    bench.assert_no_leaks()
+
+
+async def test_a_dead_decode_worker_is_continued_elsewhere_from_the_tokens_sent():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r"))
+    bench.claim("r")
+    first = bench.bound_to()
+    bench.tokens(first, "r", [5, 6])
+    bench.fleet.remove(first)
+    bench.router.worker_lost(first)
+    await bench.settle()
+    second, submit = bench.submits()[-1]
+    assert second != first and submit.resume_tokens == [5, 6] and submit.attempt == 2 and submit.kv_source is None
+    bench.tokens(second, "r", [7], attempt=2, finish=1)
+    assert bench.received() == [("r", [5, 6], None), ("r", [7], 1)]
+    bench.assert_no_leaks()
+
+
+async def test_what_cannot_be_continued_fails_visibly():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10, resumable=False))
+    first = bench.bound_to()
+    bench.tokens(first, "r", [5])
+    bench.fleet.remove(first)
+    bench.router.worker_lost(first)
+    assert bench.received() == [("r", [5], None), ("r", [], FINISH_ERROR)]
+    bench.assert_no_leaks()
+
+
+async def test_a_dead_prefill_worker_leaves_recovery_to_decode_but_is_noted():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r"))
+    bench.claim("r")
+    bench.fleet.remove("p0")
+    bench.router.worker_lost("p0")
+    assert bench.router.requests["r"].state is State.TRANSFERRING
+    bench.tokens(bench.bound_to(), "r", [1], finish=1)
+    assert bench.received() == [("r", [1], 1)]
+
+
+@pytest.mark.parametrize("reason", [FINISH_ABORT, FINISH_ERROR])
+async def test_an_engine_that_gives_up_is_not_the_clients_problem(reason):
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    bench.tokens(bench.bound_to(), "r", [], finish=reason)
+    await bench.settle()
+    assert bench.received() == [] and bench.submits()[-1][1].attempt == 2
+
+
+async def test_attempts_are_bounded():
+    bench = Bench(max_attempts=2)
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    for attempt in (1, 2):
+        bench.tokens(bench.bound_to(), "r", [], attempt=attempt, finish=FINISH_ERROR)
+        await bench.settle()
+    assert bench.received() == [("r", [], FINISH_ERROR)]
+    bench.assert_no_leaks()
+
+
+async def test_an_accepted_request_waits_for_a_worker_to_come_back():
+    bench = Bench()
+    bench.fleet.remove("d1")
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    bench.fleet.remove("d0")
+    bench.router.worker_lost("d0")
+    assert bench.router.requests["r"].state is State.PLACING
+    bench.add_worker("d0", Role.DECODE)
+    await asyncio.wait_for(bench.settle(), 5)
+    assert bench.submits()[-1][1].attempt == 2
+
+
+async def test_waiting_for_a_worker_has_an_end():
+    bench = Bench(placement_timeout_s=0.01)
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    for name in ("d0", "d1"):
+        bench.fleet.remove(name)
+    bench.router.worker_lost(bench.bound_to())
+    await asyncio.wait_for(bench.settle(), 5)
+    assert bench.received() == [("r", [], FINISH_ERROR)]
+    bench.assert_no_leaks()
+
+
+async def test_no_decode_worker_refuses_with_503_and_a_full_fleet_with_429():
+    bench = Bench(max_waiting_per_worker=1)
+    bench.prefill.depth = None
+    for name in ("d0", "d1"):
+        load = WorkerLoad(name, 1, 1000, 0, running=9, waiting=1, waiting_tokens=0, step_ms=1.0)
+        bench.fleet.take_load(load, time.monotonic())
+    with pytest.raises(Overloaded) as full:
+        await bench.router.submit(FakeRequest("r"))
+    assert full.value.status == 429 and full.value.retry_after_s > 0
+    with pytest.raises(Overloaded):
+        bench.router.admit()
+    for name in ("d0", "d1"):
+        bench.fleet.remove(name)
+    with pytest.raises(Overloaded) as nobody:
+        await bench.router.submit(FakeRequest("r2"))
+    assert nobody.value.status == 503
+    bench.assert_no_leaks()
+
+
+async def test_an_unreachable_worker_is_passed_over():
+    bench = Bench()
+    bench.transport.unreachable = {"d0"}
+    for i in range(4):
+        await bench.router.submit(FakeRequest(f"r{i}", prompt_tokens=10))
+    assert {worker for worker, _ in bench.submits()} == {"d1"}
+
+
+async def test_an_abort_reaches_everybody_who_holds_something():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("queued"))
+    await bench.router.submit(FakeRequest("bound"))
+    bench.claim("bound")
+    decode = bench.bound_to()
+    bench.router.abort(["queued", "bound", "unknown"])
+    await bench.settle()
+    assert bench.prefill.cancelled == [("queued", 1)]
+    assert (decode, Abort("bound", 1)) in bench.transport.sent and ("p0", Abort("bound", 1)) in bench.transport.sent
+    bench.tokens(decode, "bound", [1])
+    assert bench.received() == []
+    bench.assert_no_leaks()
+
+
+async def test_a_request_that_stalls_is_started_elsewhere():
+    bench = Bench(stall_timeout_s=0.01)
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    first = bench.bound_to()
+    watching = asyncio.create_task(bench.router.run())
+    async with asyncio.timeout(10):
+        while len(bench.submits()) < 2:
+            await asyncio.sleep(0.02)
+    watching.cancel()
+    assert bench.bound_to() != first
+
+
+async def test_a_burst_does_not_herd_onto_the_worker_that_looked_emptiest():
+    bench = Bench()
+    for name, free in (("d0", 1000), ("d1", 990)):
+        load = WorkerLoad(name, 1, 1000, free, running=0, waiting=0, waiting_tokens=0, step_ms=1.0)
+        bench.fleet.take_load(load, time.monotonic())
+    for i in range(20):
+        await bench.router.submit(FakeRequest(f"r{i}", prompt_tokens=90))
+    placed = [worker for worker, _ in bench.submits()]
+    assert 7 <= placed.count("d1") <= 13
+
+
+def test_every_state_can_be_left_or_is_an_end():
+    ends = {State.FINISHED, State.ABORTED, State.FAILED, State.REJECTED}
+    assert {state for state, successors in SUCCESSORS.items() if not successors} == ends
+    reached = set().union(*SUCCESSORS.values())
+    assert reached == set(State) and set(SUCCESSORS) == set(State)
