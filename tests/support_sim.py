@@ -1,0 +1,100 @@
+"""Simulated engines for tests: start, feed, collect, and prove that nothing is left reserved."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, overload
+
+from orchestrator.config import KVConfig, SimConfig
+from orchestrator.engine_wire import FinishReason, SimCodec, WirePrefillStats, WireRequest, WireSampling
+from orchestrator.types import KVEndpoint, KVSource
+from workers.engine import EngineInfo, EngineLoad, EngineRequest, Phase
+from workers.sim_engine import SimEngine
+
+FAST = SimConfig(speed=20)
+DEADLINE_S = 10.0
+
+
+@dataclass
+class Collected:
+    tokens: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    stats: WirePrefillStats | None = None
+
+
+def wire_of(prompt: list[int], sampling: WireSampling) -> list[bytes]:
+    return SimCodec().encode_request(WireRequest("ignored", prompt, sampling_params=sampling))
+
+
+def request_of(
+    key: str,
+    prompt: list[int],
+    max_tokens: int = 8,
+    phase: Phase = Phase.DECODE,
+    source: KVSource | None = None,
+    resume: list[int] | None = None,
+) -> EngineRequest:
+    frames = wire_of(prompt, WireSampling(max_tokens=max_tokens))
+    return EngineRequest(key, phase, frames, kv_source=source, resume_tokens=resume or [])
+
+
+@overload
+async def collect(engine: SimEngine, key: str, /) -> Collected: ...
+@overload
+async def collect(engine: SimEngine, key: str, /, *keys: str) -> dict[str, Collected]: ...
+
+
+async def collect(engine: SimEngine, *keys: str) -> Any:
+    """Read steps until all these requests have finished."""
+    results = {key: Collected() for key in keys}
+    async with asyncio.timeout(DEADLINE_S):
+        while any(r.finish is None for r in results.values()):
+            step = await engine.next_step()
+            for output in step.outputs:
+                if result := results.get(output.request_id):
+                    result.tokens += output.new_token_ids
+                    result.finish = output.finish_reason
+                    result.stats = output.prefill_stats or result.stats
+    return results if len(keys) > 1 else results[keys[0]]
+
+
+class SimFixture:
+    """Owns engines; `assert_no_leaks` looks at those not stopped yet."""
+
+    def __init__(self) -> None:
+        self.engines: dict[SimEngine, EngineInfo] = {}
+
+    async def start(self, config: SimConfig = FAST, kv: KVConfig | None = None) -> tuple[SimEngine, EngineInfo]:
+        engine = SimEngine(config, "sim-model", kv=kv)
+        info = await engine.start()
+        self.engines[engine] = info
+        return engine, info
+
+    @staticmethod
+    def source(info: EngineInfo, key: str, engine_id: str | None = None) -> KVSource:
+        kv = info.kv
+        return KVSource(KVEndpoint(engine_id or kv.engine_id, kv.host, kv.port), key)
+
+    async def until(self, true: Callable[[EngineLoad], bool], engine: SimEngine) -> Literal[True]:
+        async with asyncio.timeout(DEADLINE_S):
+            while not true(await engine.load()):
+                await asyncio.sleep(0.001)
+        return True
+
+    async def stop(self, engine: SimEngine) -> None:
+        del self.engines[engine]
+        await engine.stop()
+
+    async def assert_no_leaks(self) -> None:
+        """All blocks of all engines become free, and nothing runs or waits."""
+        for engine, info in self.engines.items():
+            await self.until(
+                lambda load, total=info.blocks_total: (load.blocks_free, load.running, load.waiting) == (total, 0, 0),
+                engine,
+            )
+
+    async def close(self) -> None:
+        for engine in list(self.engines):
+            await self.stop(engine)
