@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -119,6 +118,14 @@ class RunningFleet:
         """The `pd.request` log lines so far."""
         found = (re.search(r"pd\.request\b.*?(\{.*\})", line) for line in self.log)
         return [json.loads(match.group(1)) for match in found if match]
+
+    def redis_pid(self) -> int:
+        """The embedded Redis: the launcher's child whose command names the server."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        for pid in children:
+            if b"valkey" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return int(pid)
+        raise FleetFailed(f"the launcher has no embedded Redis among its children {children}")
 
     def cli(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "orchestrator.cli", *arguments, "--namespace", self.namespace]
@@ -241,7 +248,3 @@ def running_fleet(config: str, *sets: str) -> Iterator[RunningFleet]:
 def token_prompt(length: int, seed: int = 0) -> list[int]:
     """A prompt of exactly `length` ordinary tokens, different for each seed from its first token on."""
     return [1000 + (seed * 7919 + i * 104729 + (i * i) % 911) % 40000 for i in range(length)]
-
-
-def temporary_directory() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="pd-test-")

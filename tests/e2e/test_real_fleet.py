@@ -1,0 +1,116 @@
+"""The main job on real vLLM engines: KV moves over NIXL, tokens are those of one engine, faults cost nobody an answer.
+
+float32 throughout, so that no difference can be put down to rounding.
+"""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+from running_fleet import RunningFleet, running_fleet, token_prompt
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+
+FLOAT32 = "workers.engine_args.dtype=float32"
+LENGTHS = [10, 33, 64, 100, 127, 128, 129, 200, 256, 300, 333, 400, 480, 512, 513, 600]
+LENGTHS += [640, 700, 768, 800, 900, 1000, 1024, 1100, 1200, 1500, 1536, 1700, 2000, 2200, 2600, 3000]
+PROMPTS = [token_prompt(length, seed=i) for i, length in enumerate(LENGTHS)]
+MAX_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def truth():
+    """The same prompts on decode workers only: every one prefilled where it decodes."""
+    with running_fleet("aggregated-cpu.yaml", FLOAT32, "workers.decode.replicas=1") as fleet:
+        answers = asyncio.run(fleet.ask_all(PROMPTS, concurrency=8, max_tokens=MAX_TOKENS))
+        assert all(a.ok and len(a.tokens) == MAX_TOKENS for a in answers), [a.error for a in answers]
+        assert fleet.metric("pd_placements_total", decision="remote") == 0
+        fleet.assert_no_leaks()
+    return [answer.tokens for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def fleet(truth):
+    with running_fleet("demo-1p1d-cpu.yaml", FLOAT32, "routing.remote_prefill_min_tokens=32") as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(fleet):
+    yield
+    fleet.assert_no_leaks()
+
+
+async def test_remote_prefill_answers_as_one_engine_does_with_and_without_prefix_hits(fleet: RunningFleet, truth):
+    cold = await fleet.ask_all(PROMPTS, concurrency=8, max_tokens=MAX_TOKENS)
+    assert [a.error for a in cold if not a.ok] == []
+    remote = fleet.metric("pd_placements_total", decision="remote")
+    assert remote >= 31
+    warm = await fleet.ask_all(PROMPTS, concurrency=8, max_tokens=MAX_TOKENS)
+    assert [a.tokens for a in cold] == truth
+    assert [a.tokens for a in warm] == truth
+    # Transferred KV is not a prefix-cache hit: the first time round nothing is reported as cached.
+    assert sum((a.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0 for a in cold) == 0
+    assert fleet.metric("pd_kv_transfer_bytes_total") > 0
+    assert fleet.metric("pd_retries_total") == 0
+
+
+async def test_chat_answers_and_explains_itself(fleet: RunningFleet):
+    async with fleet.client() as client:
+        question = "You are a helpful assistant who answers in few words. " * 8 + "What is the capital of France?"
+        body = {
+            "model": fleet.model,
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": 24,
+            "temperature": 0,
+        }
+        response = await client.post("/v1/chat/completions", json=body)
+    assert "Paris" in response.json()["choices"][0]["message"]["content"]
+    request_id = response.headers["x-request-id"]
+    line = fleet.until(lambda: [x for x in fleet.request_lines() if x["id"] == request_id], "its log line")[0]
+    assert line["decision"] == "remote" and line["outcome"] == "finished" and line["exposed_ms"] >= 0
+
+
+async def test_killing_the_only_prefill_worker_under_load_fails_nobody(fleet: RunningFleet, truth):
+    prompts = PROMPTS[5:17]
+    victim = fleet.workers("prefill")[0]["pid"]
+    async with fleet.under_load(prompts, concurrency=4, max_tokens=MAX_TOKENS) as answers:
+        await asyncio.sleep(3)
+        os.kill(victim, signal.SIGKILL)
+        await asyncio.to_thread(
+            fleet.until,
+            lambda: fleet.metric("pd_placements_total", reason="no_prefill_worker") > 0,
+            "requests go local",
+        )
+        await asyncio.to_thread(fleet.until, lambda: fleet.shape() == (1, 1), "it came back by itself", 120)
+    assert [a.error for a in answers if not a.ok] == []
+    assert all(a.tokens in truth for a in answers)
+
+
+async def test_roles_change_in_place_and_both_engines_serve_both(fleet: RunningFleet, truth):
+    first, second = fleet.workers("prefill")[0], fleet.workers("decode")[0]
+    fleet.cli("role", first["id"], "decode")
+    fleet.until(lambda: fleet.shape() == (0, 2), "two decode workers")
+    started = time.monotonic()
+    fleet.cli("role", second["id"], "prefill")
+    fleet.until(lambda: fleet.shape() == (1, 1), "roles swapped")
+    swapped_s = time.monotonic() - started
+    assert fleet.workers("prefill")[0]["pid"] == second["pid"], "the same process has the other role"
+    before = fleet.metric("pd_placements_total", decision="remote")
+    answers = await fleet.ask_all(PROMPTS[8:16], concurrency=4, max_tokens=MAX_TOKENS)
+    assert [a.tokens for a in answers] == truth[8:16]
+    assert fleet.metric("pd_placements_total", decision="remote") > before
+    print(f"role change of an idle worker, command included: {swapped_s:.2f} s")
+
+
+async def test_clients_that_disconnect_free_both_sides(fleet: RunningFleet):
+    before = fleet.metric("pd_requests_total", outcome="aborted")
+    async with fleet.client() as client:
+        tasks = [asyncio.create_task(fleet.ask(client, token_prompt(1500, 100 + i), 400)) for i in range(6)]
+        await asyncio.sleep(2)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    fleet.until(lambda: fleet.metric("pd_requests_total", outcome="aborted") == before + 6, "six aborted")

@@ -1,0 +1,215 @@
+"""A fleet of simulated engines under load and faults: real processes, sockets, Redis and vLLM front end."""
+
+import asyncio
+import os
+import signal
+
+import aiohttp
+import pytest
+from running_fleet import RunningFleet, running_fleet, token_prompt
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+PROMPTS = [token_prompt(20 + 173 * i % 1800, seed=i) for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def fleet():
+    with running_fleet("sim-2p2d.yaml", "routing.remote_prefill_min_tokens=100") as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(request):
+    yield
+    if "fleet" in request.fixturenames:
+        fleet: RunningFleet = request.getfixturevalue("fleet")
+        fleet.until(lambda: fleet.shape() == (2, 2), "the fleet is 2P2D again")
+        fleet.assert_no_leaks()
+
+
+async def expected(fleet: RunningFleet, prompts, max_tokens):
+    """What undisturbed requests answer: the simulated engine's tokens depend on prompt and position only."""
+    answers = await fleet.ask_all(prompts, concurrency=8, max_tokens=max_tokens)
+    assert all(answer.ok and len(answer.tokens) == max_tokens for answer in answers)
+    return [answer.tokens for answer in answers]
+
+
+async def test_both_ways_are_taken_and_explained(fleet):
+    answers = await fleet.ask_all([token_prompt(20, 1), token_prompt(1000, 2)], concurrency=2)
+    assert all(answer.ok for answer in answers)
+    assert fleet.metric("pd_placements_total", decision="local", reason="short_prompt") >= 1
+    assert fleet.metric("pd_placements_total", decision="remote", reason="long_prompt") >= 1
+    assert fleet.metric("pd_kv_transfer_bytes_total") > 0
+    ids = {answer.request_id for answer in answers}
+    lines = fleet.until(lambda: [x for x in fleet.request_lines() if x["id"] in ids][1:] and fleet.request_lines(), "lines")
+    remote = next(line for line in lines if line["id"] == answers[1].request_id)
+    assert remote["decision"] == "remote" and remote["prefill_worker"].startswith("prefill")
+    assert {"queued_ms", "prefill_ms", "exposed_ms", "decode_ms", "ttft_ms"} <= remote.keys()
+
+
+async def test_fleet_page_and_status_name_every_worker(fleet):
+    seen = fleet.fleet()
+    assert {w["engine"] for w in seen["workers"]} == {"sim"} and len(seen["workers"]) == 4
+    assert seen["desired"] == {"prefill": 2, "decode": 2}
+    assert all(w["id"] in fleet.cli("status").stdout for w in seen["workers"])
+
+
+async def test_killing_a_prefill_worker_is_not_noticed_by_clients(fleet):
+    truth = await expected(fleet, PROMPTS, 30)
+    victim = fleet.workers("prefill")[0]["pid"]
+    async with fleet.under_load(PROMPTS, concurrency=8, max_tokens=30) as answers:
+        await asyncio.sleep(1)
+        os.kill(victim, signal.SIGKILL)
+        await asyncio.sleep(3)
+    assert len(answers) > 20
+    assert [a.error for a in answers if not a.ok] == []
+    assert all(a.tokens in truth for a in answers)
+
+
+async def test_killing_a_decode_worker_continues_its_requests_elsewhere(fleet):
+    truth = await expected(fleet, PROMPTS, 200)
+    victim = fleet.workers("decode")[0]["pid"]
+    async with fleet.under_load(PROMPTS, concurrency=8, max_tokens=200) as answers:
+        await asyncio.sleep(1)
+        os.kill(victim, signal.SIGKILL)
+        await asyncio.sleep(3)
+    assert [a.error for a in answers if not a.ok] == []
+    assert all(a.tokens in truth for a in answers)
+    assert fleet.metric("pd_retries_total", why="decode_worker_lost") >= 1
+
+
+async def test_scaling_both_ways_under_load_fails_nobody(fleet):
+    async with fleet.under_load(PROMPTS, concurrency=8, max_tokens=60) as answers:
+        for prefill, decode in ((1, 3), (3, 1), (2, 2)):
+            fleet.cli("scale", f"prefill={prefill}", f"decode={decode}")
+            await asyncio.to_thread(
+                fleet.until, lambda p=prefill, d=decode: fleet.shape() == (p, d), f"{prefill}P{decode}D"
+            )
+    assert [a.error for a in answers if not a.ok] == []
+
+
+async def test_role_and_drain_under_load_fail_nobody(fleet):
+    async with fleet.under_load(PROMPTS, concurrency=8, max_tokens=60) as answers:
+        mover = fleet.workers("decode")[0]
+        fleet.cli("role", mover["id"], "prefill")
+
+        def moved():
+            return any(w["id"] == mover["id"] and w["pid"] == mover["pid"] for w in fleet.workers("prefill"))
+
+        await asyncio.to_thread(fleet.until, moved, "the worker changed role in place")
+        fleet.cli("role", mover["id"], "decode")
+        drained = fleet.workers("prefill")[0]
+        fleet.cli("drain", drained["id"])
+        await asyncio.to_thread(
+            fleet.until, lambda: drained["pid"] not in {w["pid"] for w in fleet.fleet()["workers"]}, "drained"
+        )
+        fleet.cli("scale", "prefill=2", "decode=2")
+        await asyncio.to_thread(fleet.until, lambda: fleet.shape() == (2, 2), "2P2D")
+    assert [a.error for a in answers if not a.ok] == []
+
+
+async def test_redis_stopped_under_load_means_local_until_it_is_back(fleet):
+    redis_pid = fleet.redis_pid()
+    async with fleet.under_load(PROMPTS, concurrency=6, max_tokens=30) as answers:
+        await asyncio.sleep(0.5)
+        os.kill(redis_pid, signal.SIGSTOP)
+        try:
+            await asyncio.to_thread(
+                fleet.until, lambda: fleet.metric("pd_placements_total", reason="queue_unavailable") > 0, "local"
+            )
+        finally:
+            os.kill(redis_pid, signal.SIGCONT)
+        before = fleet.metric("pd_placements_total", decision="remote")
+        await asyncio.to_thread(
+            fleet.until, lambda: fleet.metric("pd_placements_total", decision="remote") > before + 5, "remote again"
+        )
+    assert [a.error for a in answers if not a.ok] == []
+
+
+async def test_redis_killed_under_load_comes_back_empty_and_fails_nobody(fleet):
+    async with fleet.under_load(PROMPTS, concurrency=6, max_tokens=30) as answers:
+        await asyncio.sleep(0.5)
+        before = fleet.metric("pd_placements_total", decision="remote")
+        os.kill(fleet.redis_pid(), signal.SIGKILL)
+        await asyncio.to_thread(
+            fleet.until, lambda: fleet.metric("pd_placements_total", decision="remote") > before + 20, "remote again"
+        )
+    assert [a.error for a in answers if not a.ok] == []
+
+
+async def test_clients_that_disconnect_leave_nothing_behind(fleet):
+    async with fleet.client() as client:
+        tasks = [asyncio.create_task(fleet.ask(client, prompt, 4000)) for prompt in PROMPTS[:12]]
+        await asyncio.sleep(1)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    fleet.until(lambda: fleet.metric("pd_requests_total", outcome="aborted") >= 12, "12 aborted")
+
+
+async def test_bad_requests_get_vllms_4xx_and_disturb_nobody(fleet):
+    async with fleet.client() as client:
+        body = {"model": fleet.model, "prompt": [5] * 10, "max_tokens": 4}
+        cases = [
+            ({**body, "model": "no-such-model"}, 404),
+            ({**body, "temperature": "hot"}, 400),
+            ({**body, "prompt": [5] * 40_000}, 400),
+            ({**body, "n": 0}, 400),
+        ]
+        for case, status in cases:
+            response = await client.post("/v1/completions", json=case)
+            assert response.status_code == status, (status, response.text)
+            assert response.json()["error"]["message"] and response.headers["x-request-id"]
+        malformed = await client.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
+        assert malformed.status_code == 400 and "error" in malformed.json()
+        given = await client.post("/v1/completions", json=body, headers={"x-request-id": "mine-1"})
+        assert given.status_code == 200 and given.headers["x-request-id"] == "mine-1"
+
+
+async def test_parallel_sampling_goes_local_and_answers_each(fleet):
+    before = fleet.metric("pd_placements_total", reason="n")
+    async with fleet.client() as client:
+        body = {"model": fleet.model, "prompt": token_prompt(600, 3), "max_tokens": 4, "n": 3, "ignore_eos": True}
+        answer = (await client.post("/v1/completions", json=body)).json()
+    assert len(answer["choices"]) == 3 and fleet.metric("pd_placements_total", reason="n") == before + 3
+
+
+@pytest.mark.slow
+async def test_ten_thousand_requests_through_4p4d_and_two_frontends():
+    total, concurrency, max_tokens = 10_000, 64, 8
+    with running_fleet(
+        "sim-2p2d.yaml",
+        "workers.prefill.replicas=4",
+        "workers.decode.replicas=4",
+        "frontend.replicas=2",
+        "routing.remote_prefill_min_tokens=200",
+    ) as fleet:
+        truth = {i: tokens for i, tokens in enumerate(await expected(fleet, PROMPTS, max_tokens))}
+        already = fleet.metric("pd_requests_total", outcome="finished")
+        pending = iter(range(total))
+        wrong: list[object] = []
+        # A new connection now and then, so that the kernel spreads them over both frontends.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=5)
+        async with aiohttp.ClientSession(fleet.url, connector=connector) as session:
+
+            async def client() -> None:
+                for i in pending:
+                    body = {
+                        "model": fleet.model,
+                        "prompt": PROMPTS[i % len(PROMPTS)],
+                        "max_tokens": max_tokens,
+                        "temperature": 0,
+                        "ignore_eos": True,
+                        "return_token_ids": True,
+                    }
+                    async with session.post("/v1/completions", json=body) as response:
+                        answer = await response.json()
+                        if response.status != 200 or answer["choices"][0]["token_ids"] != truth[i % len(PROMPTS)]:
+                            wrong.append(answer)
+
+            await asyncio.gather(*(client() for _ in range(concurrency)))
+        assert wrong == []
+        assert fleet.metric("pd_requests_total", outcome="finished") - already == total
+        assert fleet.metric("pd_requests_total") - already == total
+        fleet.assert_no_leaks()
