@@ -1,0 +1,246 @@
+"""The prefill queue in Redis: waiting jobs in score order, claims as leases, every transition one Lua script.
+
+Claims are at-least-once: a lease that runs out returns the job, so results are fenced by attempt, not by claim.
+Not responsible for what a job's body means, nor for when to claim.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from typing import Any, Literal
+
+import msgspec
+
+from orchestrator.config import QueueConfig
+from orchestrator.policy.queue_order import score
+from orchestrator.redis_client import Keys, Redis, RedisAway, Script
+from orchestrator.types import PrefillJob, QueueDepth
+
+log = logging.getLogger("pd.queue")
+
+# A job that nobody touches this long disappears from Redis: what is left when a whole fleet dies at once.
+JOB_TTL_S = 3600
+# One script holds up every other client: these bound what a single call looks at.
+MAX_CLAIM_JOBS = 256
+SWEEP_LEASES = 200
+SWEEP_WAITING = 200
+MAX_PEEK = 1000
+
+
+class QueueFull(Exception):
+    """As many jobs wait as `queue.max_requests` allows. Prefill locally, or answer 429."""
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """A job this worker holds until `lease_until` (unix seconds, the server's clock), unless it renews."""
+
+    job: PrefillJob
+    queued_s: float  # from enqueue to claim, the server's clock
+    lease_until: float
+
+
+class SweepResult(msgspec.Struct, frozen=True):
+    """What one sweep did. Whoever sweeps tells the frontend of each failed job."""
+
+    returned: list[str]
+    failed: list[tuple[str, int, str]]  # request id, attempt, reply_to
+    orphaned: list[str]
+
+
+class PrefillQueue:
+    """Verbs of the queue. Every method but `wait_for_work` raises RedisAway."""
+
+    def __init__(self, redis: Redis, namespace: str, config: QueueConfig) -> None:
+        self.keys = Keys(namespace)
+        self.corrupt = 0
+        self._redis = redis
+        self._config = config
+        self._waiter_id = uuid.uuid4().hex[:12]
+        self._listener: asyncio.Task[None] | None = None
+        self._woken = asyncio.Event()
+        names = ("enqueue", "claim", "renew", "ack", "release", "cancel", "sweep", "depth", "peek", "show", "wait")
+        self._scripts = {name: Script(name) for name in names}
+
+    async def enqueue(self, job: PrefillJob) -> None:
+        """Add a job; the server's clock dates it. Raises QueueFull.
+
+        Idempotent. A higher attempt of the same request replaces the older one at its place; an older one changes
+        nothing.
+        """
+        offset_s = score(0.0, job.uncached_tokens, self._config.weight, self._config.seconds_per_token)
+        outcome = await self._run(
+            "enqueue",
+            job.request_id,
+            job.attempt,
+            job.tokens,
+            job.uncached_tokens,
+            offset_s,
+            self._config.max_requests,
+            JOB_TTL_S,
+            job.reply_to,
+            job.body,
+        )
+        if outcome == b"full":
+            raise QueueFull(
+                f"{self._config.max_requests} prefills wait already; add prefill workers or raise queue.max_requests"
+            )
+
+    async def claim(self, worker_id: str, max_tokens: int, max_jobs: int) -> list[Claim]:
+        """Take jobs from the head while their uncached tokens fit `max_tokens`; the first one fits any budget above 0.
+
+        Jobs that cannot be read, or whose frontend is gone, are dropped and counted instead.
+        """
+        if max_tokens <= 0 or max_jobs <= 0:
+            return []
+        lease_s = self._config.lease_s
+        reply = await self._run(
+            "claim", worker_id, max_tokens, min(max_jobs, MAX_CLAIM_JOBS), lease_s, JOB_TTL_S, lease_s
+        )
+        now, lease_until = float(reply[0]), float(reply[1])
+        claims = []
+        for at in range(2, len(reply), 8):
+            request_id, attempt, tokens, uncached, arrived_at, deliveries, reply_to, body = reply[at : at + 8]
+            try:
+                job = PrefillJob(
+                    request_id=request_id.decode(),
+                    attempt=int(attempt),
+                    tokens=int(tokens),
+                    uncached_tokens=int(uncached),
+                    arrived_at=float(arrived_at),
+                    reply_to=reply_to.decode(),
+                    body=body,
+                    deliveries=int(deliveries),
+                )
+            except UnicodeDecodeError as error:
+                self.corrupt += 1
+                log.warning("dropped a corrupt prefill job %r: %s", request_id[:80], error)
+                await self._run("ack", worker_id, request_id, attempt)
+                continue
+            claims.append(Claim(job, max(now - job.arrived_at, 0.0), lease_until))
+        return claims
+
+    async def renew(self, worker_id: str, request_ids: list[str]) -> list[str]:
+        """Extend leases by `lease_s` from now. Returns the ids that this worker does not hold any more."""
+        if not request_ids:
+            return []
+        lost = await self._run("renew", worker_id, self._config.lease_s, JOB_TTL_S, *request_ids)
+        return [request_id.decode() for request_id in lost]
+
+    async def ack(self, worker_id: str, request_id: str, attempt: int) -> bool:
+        """The job is done: forget it. False when this worker did not hold this attempt."""
+        return bool(await self._run("ack", worker_id, request_id, attempt))
+
+    async def release(self, worker_id: str, request_id: str, attempt: int) -> bool:
+        """Give a job back to its old place in the queue. False when this worker did not hold this attempt."""
+        return bool(await self._run("release", worker_id, request_id, attempt, JOB_TTL_S))
+
+    async def cancel(self, request_id: str, attempt: int) -> Literal["waiting", "claimed", "absent"]:
+        """Remove this attempt, or an older one, whoever holds it. Returns what it was."""
+        outcome: Literal["waiting", "claimed", "absent"] = (await self._run("cancel", request_id, attempt)).decode()
+        return outcome
+
+    async def sweep(self) -> SweepResult:
+        """Return the jobs of holders that died, fail those that died too often, drop those nobody waits for.
+
+        Looks at a bounded number of jobs per call; safe to run from many places at once.
+        """
+        returned, failed, orphaned = await self._run(
+            "sweep", SWEEP_LEASES, SWEEP_WAITING, self._config.max_deliveries, JOB_TTL_S, self._config.lease_s
+        )
+        return SweepResult(
+            [_text(request_id) for request_id in returned],
+            [(_text(failed[at]), int(failed[at + 1]), _text(failed[at + 2])) for at in range(0, len(failed), 3)],
+            [_text(request_id) for request_id in orphaned],
+        )
+
+    async def depth(self) -> QueueDepth:
+        """O(1)."""
+        requests, tokens, claimed = await self._run("depth")
+        return QueueDepth(requests, tokens, claimed)
+
+    async def dropped(self) -> dict[str, int]:
+        """Jobs dropped since Redis started, by reason: corrupt, orphaned, failed, vanished."""
+        counts: dict[bytes, bytes] = await self._redis.execute_command("HGETALL", self.keys.dropped)
+        return {_text(reason): int(number) for reason, number in counts.items()}
+
+    async def peek(self, limit: int) -> list[dict[str, Any]]:
+        """The head of the queue, for people: id, tokens, uncached, age_s, score, attempt, reply_to."""
+        rows = await self._run("peek", max(0, min(limit, MAX_PEEK)))
+        return [
+            {
+                "id": _text(request_id),
+                "tokens": tokens,
+                "uncached": uncached,
+                "age_s": round(float(age_s), 3),
+                "score": float(place),
+                "attempt": attempt,
+                "reply_to": _text(reply_to),
+            }
+            for request_id, tokens, uncached, age_s, place, attempt, reply_to in rows
+        ]
+
+    async def show(self, request_id: str) -> dict[str, Any] | None:
+        """One job, waiting or claimed, for people: its fields as text or numbers, `age_s`, `body_bytes`."""
+        reply = await self._run("show", request_id)
+        if not reply:
+            return None
+        shown: dict[str, Any] = {"id": request_id}
+        for at in range(2, len(reply), 2):
+            shown[_text(reply[at])] = _number(_text(reply[at + 1]))
+        if isinstance(shown.get("arrived_at"), (int, float)):
+            shown["age_s"] = round(float(reply[0]) - shown["arrived_at"], 3)
+        return {**shown, "body_bytes": reply[1]}
+
+    async def wait_for_work(self, timeout_s: float) -> None:
+        """Return when a job was enqueued since the last call, at once if some wait already, else after `timeout_s`.
+
+        Early returns without work happen. Waits out the time when Redis is away. Ask only with budget to claim.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        if self._listener is None or self._listener.done():
+            self._listener = asyncio.create_task(self._listen(), name="queue-listener")
+        try:
+            if not self._woken.is_set() and await self._run("wait", self._waiter_id, timeout_s):
+                return
+        except RedisAway as error:
+            log.debug("waiting for work without Redis: %s", error)
+            await asyncio.sleep(max(deadline - loop.time(), 0))
+            return
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._woken.wait()
+        except TimeoutError:
+            return
+        finally:
+            self._woken.clear()
+
+    async def aclose(self) -> None:
+        """Ends the subscription behind `wait_for_work`; the connection belongs to the caller."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.cancel()
+            await asyncio.gather(listener, return_exceptions=True)
+
+    async def _listen(self) -> None:
+        # A reconnection wakes too: what was published while the connection was down is lost.
+        async for _ in self._redis.listen(self.keys.wake(self._waiter_id)):
+            self._woken.set()
+
+    async def _run(self, script: str, *args: Any) -> Any:
+        return await self._redis.run(self._scripts[script], self.keys.prefix, *args)
+
+
+def _text(value: bytes) -> str:
+    return value.decode(errors="replace")
+
+
+def _number(text: str) -> str | int | float:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,291 @@
+"""The connection to Redis: key names, one pipelined connection, subscriptions that survive restarts.
+
+Anything that makes Redis unusable becomes `RedisAway`. Knows nothing of what the keys mean; the embedded
+server is in `embedded_redis`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import logging
+import re
+from collections import deque
+from collections.abc import AsyncGenerator
+from importlib import resources
+from typing import Any
+
+import hiredis
+import redis.asyncio
+from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, RedisError, ResponseError
+
+from orchestrator.embedded_redis import EmbeddedRedis, EmbeddedRedisError
+
+__all__ = ["EmbeddedRedis", "EmbeddedRedisError", "Keys", "Redis", "RedisAway", "Script", "connect", "masked"]
+
+log = logging.getLogger("pd.redis")
+
+OLDEST_VERSION = (6, 2)
+_BATCH_COMMANDS = 256
+# After a failure calls fail at once for this long: a Redis that is away costs one time-out, not one per request.
+_AWAY_PAUSE_S = 0.25
+_IDLE_CHECK_S = 0.01
+_SUBSCRIPTION_IDLE_S = 2.0
+_RECONNECT_MIN_S, _RECONNECT_MAX_S = 0.05, 1.0
+
+
+class RedisAway(ConnectionError):
+    """Redis cannot be used now: not reachable, too slow, or refusing. One line with the URL and the mend."""
+
+
+class Keys:
+    """Names of everything in Redis. The braces are the cluster hash tag: one namespace lives in one slot."""
+
+    def __init__(self, namespace: str) -> None:
+        self.prefix = f"pd:{{{namespace}}}:"
+        self.queue = f"{self.prefix}queue"
+        self.queued_tokens = f"{self.prefix}queued_tokens"
+        self.leases = f"{self.prefix}leases"
+        self.dropped = f"{self.prefix}dropped"
+        self.workers = f"{self.prefix}workers"
+        self.frontends = f"{self.prefix}frontends"
+        self.desired = f"{self.prefix}desired"
+        self.events = f"{self.prefix}events"
+
+    def job(self, request_id: str) -> str:
+        return f"{self.prefix}job:{request_id}"
+
+    def claims(self, worker_id: str) -> str:
+        return f"{self.prefix}claims:{worker_id}"
+
+    def worker(self, worker_id: str) -> str:
+        return f"{self.prefix}worker:{worker_id}"
+
+    def frontend(self, frontend_id: str) -> str:
+        return f"{self.prefix}frontend:{frontend_id}"
+
+    def wake(self, waiter_id: str) -> str:
+        return f"{self.prefix}wake:{waiter_id}"
+
+
+def masked(url: str) -> str:
+    """The URL without its password, for messages."""
+    return re.sub(r"(?<=password=)[^&]*", "***", re.sub(r"(?<=://)([^/@]*):[^/]*@", r"\1:***@", url))
+
+
+class Script:
+    """A Lua file of `orchestrator/scripts` after `common.lua` and what else it builds on. KEYS[1] is the key prefix."""
+
+    def __init__(self, name: str, *builds_on: str) -> None:
+        folder = resources.files("orchestrator") / "scripts"
+        parts = [folder.joinpath(part).read_text() for part in map("{}.lua".format, ("common", *builds_on, name))]
+        self.name = name
+        self.text = "\n".join(parts)
+        self.sha = hashlib.sha1(self.text.encode()).hexdigest()
+
+
+class Redis(redis.asyncio.Redis):
+    """redis-py's client over one connection: commands issued while another is in flight leave as one batch.
+
+    Nothing is sent twice: a command whose answer was lost may have been executed, and the caller is told
+    so by RedisAway. Not for blocking commands, which would hold everyone up.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.url = ""
+        self._waiting: deque[tuple[bytes, asyncio.Future[Any]]] = deque()
+        self._sender: asyncio.Task[None] | None = None
+        self._socket: AbstractConnection | None = None
+        self._used_at = 0.0
+        self._away_until = 0.0
+        self._why = ""
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        """One command. Raises RedisAway."""
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._away_until:
+            raise self._away(self._why)
+        future: asyncio.Future[Any] = loop.create_future()
+        # Packed here, so that an argument Redis cannot take fails its caller alone.
+        self._waiting.append((hiredis.pack_command(args), future))
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.create_task(self._send(), name="redis-sender")
+        try:
+            response = await future
+        except NoScriptError:
+            raise
+        except ResponseError as error:
+            # Out of memory, read-only replica, no permission, loading: whoever asked goes on without Redis.
+            raise self._away(f"it refused {args[0]}: {error}") from None
+        callback = self.response_callbacks.get(args[0])
+        if callback is None:
+            return response
+        options.pop("keys", None)
+        parsed = callback(response, **options)
+        return await parsed if inspect.isawaitable(parsed) else parsed
+
+    async def run(self, script: Script, prefix: str, *args: Any) -> Any:
+        """Run a script atomically, loading it when this server does not know it yet. Raises RedisAway."""
+        try:
+            return await self.execute_command("EVALSHA", script.sha, 1, prefix, *args)
+        except NoScriptError:
+            return await self.execute_command("EVAL", script.text, 1, prefix, *args)
+
+    async def _send(self) -> None:
+        batch: list[tuple[bytes, asyncio.Future[Any]]] = []
+        try:
+            while self._waiting:
+                batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), _BATCH_COMMANDS))]
+                connection = await self._connection()
+                await connection.send_packed_command([packed for packed, _ in batch], check_health=False)
+                for _, future in batch:
+                    try:
+                        response = await connection.read_response()
+                    except ResponseError as error:
+                        if not future.done():
+                            future.set_exception(error)
+                    else:
+                        if not future.done():
+                            future.set_result(response)
+                self._used_at = asyncio.get_running_loop().time()
+        except (RedisError, OSError) as error:
+            self._why = str(error) or type(error).__name__
+            self._away_until = asyncio.get_running_loop().time() + _AWAY_PAUSE_S
+            await self._drop()
+            self._fail(batch, self._why)
+        except BaseException as error:
+            # Half-read answers would be given to the wrong command: this connection is not used again.
+            await self._drop()
+            self._fail(batch, f"the client stopped ({type(error).__name__}: {error})")
+            raise
+
+    async def _connection(self) -> AbstractConnection:
+        idle_s = asyncio.get_running_loop().time() - self._used_at
+        # A connection that a restarted server closed is replaced before, not after, a command is lost on it.
+        if self._socket is not None and idle_s > _IDLE_CHECK_S and await _stale(self._socket):
+            await self._drop()
+        if self._socket is None:
+            connection = self._new_connection()
+            await connection.connect()
+            self._socket = connection
+        return self._socket
+
+    def _new_connection(self) -> AbstractConnection:
+        connection: AbstractConnection = self.connection_pool.make_connection()  # type: ignore[no-untyped-call]
+        return connection
+
+    async def _drop(self) -> None:
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            await connection.disconnect(nowait=True)
+
+    def _fail(self, batch: list[tuple[bytes, asyncio.Future[Any]]], why: str) -> None:
+        pending = [*batch, *self._waiting]
+        self._waiting.clear()
+        for _, future in pending:
+            if not future.done():
+                future.set_exception(self._away(why))
+
+    def _away(self, why: str) -> RedisAway:
+        return RedisAway(
+            f"Redis at {masked(self.url)} cannot be used: {why.rstrip('.')}. Start it or mend it, or set redis.url"
+        )
+
+    async def listen(self, channel: str) -> AsyncGenerator[bytes | None, None]:
+        """Messages of a channel, without end and whatever happens to Redis.
+
+        Yields None after each (re)connection: what was published before it is unknown.
+        """
+        pause_s = _RECONNECT_MIN_S
+        while True:
+            connection = self._new_connection()
+            try:
+                await connection.connect()
+                await connection.send_command("SUBSCRIBE", channel, check_health=False)
+                await connection.read_response()
+                yield None
+                pause_s = _RECONNECT_MIN_S
+                pinged = False
+                while True:
+                    message = await connection.read_response(timeout=_SUBSCRIPTION_IDLE_S)
+                    if message is None:
+                        # Silence is either a quiet channel or a dead peer that never closed: ask once.
+                        if pinged:
+                            raise redis.exceptions.ConnectionError("no answer to a ping")
+                        await connection.send_command("PING", check_health=False)
+                    elif message[0] == b"message":
+                        yield message[2]
+                    pinged = message is None
+            except (RedisError, OSError) as error:
+                log.debug("subscription to %s broke: %s", channel, error)
+            finally:
+                await connection.disconnect(nowait=True)
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, _RECONNECT_MAX_S)
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        """Ends what is in flight; later calls connect again."""
+        sender, self._sender = self._sender, None
+        if sender is not None and not sender.done():
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
+        await self._drop()
+        await super().aclose(close_connection_pool)
+
+
+async def _stale(connection: AbstractConnection) -> bool:
+    try:
+        return not connection.is_connected or await connection.can_read()
+    except (RedisError, OSError):
+        return True
+
+
+async def connect(url: str, timeout_s: float) -> Redis:
+    """Connect to redis://, rediss:// or unix:// and check that the server answers and is new enough.
+
+    `timeout_s` bounds connecting and each command. Raises RedisAway.
+    """
+    try:
+        client = Redis.from_url(
+            url,
+            protocol=2,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            socket_keepalive=True,
+            retry=Retry(NoBackoff(), 0),
+            health_check_interval=0,
+            driver_info=None,
+        )
+    except (ValueError, RedisError) as error:
+        raise RedisAway(
+            f"redis.url {masked(url)!r} is not usable ({error}): expected redis://, rediss:// or unix://"
+        ) from None
+    assert isinstance(client, Redis)
+    client.url = url
+    try:
+        await client.execute_command("PING")
+        await _check_version(client)
+    except BaseException:
+        await client.aclose()
+        raise
+    return client
+
+
+async def _check_version(client: Redis) -> None:
+    try:
+        server = await client.info("server")
+    except RedisAway as error:
+        log.debug("the server does not tell its version: %s", error)  # INFO may be forbidden by an ACL
+        return
+    version = str(server.get("redis_version", ""))
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if numbers and numbers < OLDEST_VERSION:
+        oldest = ".".join(map(str, OLDEST_VERSION))
+        raise RedisAway(
+            f"Redis at {masked(client.url)} is version {version}: upgrade it to {oldest} or newer, or Valkey"
+        )

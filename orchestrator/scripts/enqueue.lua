@@ -1,0 +1,24 @@
+-- ARGV: id, attempt, tokens, uncached, score offset, bound, ttl, reply_to, body. Returns 'queued', 'known' or 'full'.
+local id, attempt, uncached, ttl = ARGV[1], tonumber(ARGV[2]), ARGV[4], ARGV[7]
+local now = clock()
+local arrived_at = now
+
+local old, present = read_job(id)
+if old then
+  local indexed = redis.call('ZSCORE', old.state == 'waiting' and QUEUE or LEASES, id)
+  if old.attempt > attempt or (old.attempt == attempt and indexed) then return 'known' end
+  arrived_at = old.arrived_at -- a retried request keeps its place
+  remove(id, old)
+elseif present then
+  drop(id, nil, 'corrupt')
+end
+if redis.call('ZCARD', QUEUE) >= tonumber(ARGV[6]) then
+  settle()
+  return 'full'
+end
+
+redis.call('HSET', job_key(id), 'state', 'waiting', 'tokens', ARGV[3], 'uncached', uncached,
+  'arrived_at', seconds(arrived_at), 'attempt', ARGV[2], 'deliveries', 0, 'reply_to', ARGV[8], 'body', ARGV[9])
+queue_up(id, arrived_at + tonumber(ARGV[5]), uncached, ttl, now)
+if removed > 0 or damaged then settle() end
+return 'queued'

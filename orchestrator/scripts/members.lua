@@ -1,0 +1,14 @@
+-- ARGV: kind, 'ids' or 'fields'. Returns the live ids, or rows of id and the hash's fields and values.
+local kind = ARGV[1]
+local ids = live(kind)
+if ARGV[2] == 'ids' then return ids end
+local rows = {}
+for i, id in ipairs(ids) do
+  local fields = redis.pcall('HGETALL', member_key(kind, id))
+  local row = { id }
+  if not fields.err then
+    for _, value in ipairs(fields) do row[#row + 1] = value end
+  end
+  rows[i] = row
+end
+return rows
