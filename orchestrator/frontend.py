@@ -22,7 +22,6 @@ from typing import Any
 import msgspec
 import uvicorn
 import uvloop
-from fastapi import FastAPI
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -110,7 +109,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 async def build_server_app(
     args: argparse.Namespace, vllm_config: VllmConfig, config: Config, link: FrontendLink
-) -> FastAPI:
+) -> RequestIdMiddleware:
     """vLLM's app with all of its routes, over the fleet, plus ours."""
     tasks = ("generate",) if vllm_config.model_config.runner_type == "generate" else await link.supported_tasks()
     calls: FleetCalls = link.calls
@@ -124,8 +123,7 @@ async def build_server_app(
         served_name(config), link.fleet, lambda: link.prefill.depth, lambda: link.desired, registry
     )
     app.router.routes[:0] = ours.routes  # ahead of vLLM's own /metrics, which does not know the fleet
-    app.add_middleware(RequestIdMiddleware)
-    return app
+    return RequestIdMiddleware(app)
 
 
 class QuietServer(uvicorn.Server):

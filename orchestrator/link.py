@@ -9,8 +9,6 @@ import asyncio
 import logging
 import time
 
-from redis.asyncio import Redis
-
 from orchestrator.calls import FleetCalls
 from orchestrator.config import Config
 from orchestrator.fleet import Fleet
@@ -19,7 +17,7 @@ from orchestrator.messages import CallReply, MessageError, PrefillFailed, Welcom
 from orchestrator.metrics import dropped
 from orchestrator.prefill_link import PrefillLink
 from orchestrator.queue import PrefillQueue
-from orchestrator.redis_client import RedisAway
+from orchestrator.redis_client import Redis, RedisAway
 from orchestrator.registry import Registry
 from orchestrator.router import Codec, Router
 from orchestrator.transport import Disconnected, FrontendTransport
