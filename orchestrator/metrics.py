@@ -32,9 +32,7 @@ kv_exposed_s = Histogram(
 class FleetCollector(Collector):
     """Yields gauges and counters of the fleet as it is at the moment of the scrape."""
 
-    def __init__(
-        self, workers: Callable[[], Iterable[WorkerView]], depth: Callable[[], QueueDepth | None]
-    ) -> None:
+    def __init__(self, workers: Callable[[], Iterable[WorkerView]], depth: Callable[[], QueueDepth | None]) -> None:
         self._workers = workers
         self._depth = depth
 

@@ -25,9 +25,7 @@ class State(enum.Enum):
 
 
 SUCCESSORS: dict[State, frozenset[State]] = {
-    State.PLACING: frozenset(
-        {State.QUEUED, State.LOCAL, State.ABORTED, State.FAILED, State.REJECTED}
-    ),
+    State.PLACING: frozenset({State.QUEUED, State.LOCAL, State.ABORTED, State.FAILED, State.REJECTED}),
     State.QUEUED: frozenset({State.TRANSFERRING, State.PLACING, State.ABORTED, State.FAILED}),
     State.TRANSFERRING: frozenset({State.DECODING, State.FINISHED, State.PLACING, State.ABORTED, State.FAILED}),
     State.LOCAL: frozenset({State.DECODING, State.FINISHED, State.PLACING, State.ABORTED, State.FAILED}),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any, Union
+from typing import Any, Union, cast
 
 import msgspec
 import zmq
@@ -38,7 +38,7 @@ Received = tuple[str, Union[ToFrontend, Disconnected], list[bytes]]
 
 def _send(socket: zmq.asyncio.Socket, frames: list[Any]) -> bool:
     """Hand frames to ZMQ without waiting. False when there is no connection, or the peer does not read."""
-    future = socket.send_multipart(frames, flags=zmq.DONTWAIT)
+    future = cast("asyncio.Future[Any]", socket.send_multipart(frames, flags=zmq.DONTWAIT))
     if future.done() and (error := future.exception()) is not None:
         if isinstance(error, zmq.ZMQError):
             return False
@@ -181,4 +181,4 @@ class FrontendTransport:
 
 def _bind(socket: zmq.asyncio.Socket, host: str, port: int) -> str:
     socket.bind(f"tcp://{host}:{port or '*'}")
-    return socket.getsockopt(zmq.LAST_ENDPOINT).decode()
+    return cast(bytes, socket.getsockopt(zmq.LAST_ENDPOINT)).decode()

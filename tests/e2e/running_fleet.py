@@ -93,7 +93,9 @@ class RunningFleet:
                 self.process.wait(30)
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
-                raise FleetFailed("the launcher did not end within 30 s of Ctrl-C:\n" + "\n".join(self.log[-60:])) from None
+                raise FleetFailed(
+                    "the launcher did not end within 30 s of Ctrl-C:\n" + "\n".join(self.log[-60:])
+                ) from None
 
     # ---- looking -----------------------------------------------------------------------------------------------
 
@@ -156,7 +158,9 @@ class RunningFleet:
 
     # ---- asking ------------------------------------------------------------------------------------------------
 
-    async def ask(self, client: httpx.AsyncClient, prompt: list[int] | str, max_tokens: int = 16, **more: Any) -> Answer:
+    async def ask(
+        self, client: httpx.AsyncClient, prompt: list[int] | str, max_tokens: int = 16, **more: Any
+    ) -> Answer:
         """A streamed completion; token ids are collected, errors inside the stream too."""
         body = {
             "model": self.model,

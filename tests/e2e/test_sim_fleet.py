@@ -42,7 +42,9 @@ async def test_both_ways_are_taken_and_explained(fleet):
     assert fleet.metric("pd_placements_total", decision="remote", reason="long_prompt") >= 1
     assert fleet.metric("pd_kv_transfer_bytes_total") > 0
     ids = {answer.request_id for answer in answers}
-    lines = fleet.until(lambda: [x for x in fleet.request_lines() if x["id"] in ids][1:] and fleet.request_lines(), "lines")
+    lines = fleet.until(
+        lambda: [x for x in fleet.request_lines() if x["id"] in ids][1:] and fleet.request_lines(), "lines"
+    )
     remote = next(line for line in lines if line["id"] == answers[1].request_id)
     assert remote["decision"] == "remote" and remote["prefill_worker"].startswith("prefill")
     assert {"queued_ms", "prefill_ms", "exposed_ms", "decode_ms", "ttft_ms"} <= remote.keys()
@@ -185,7 +187,7 @@ async def test_ten_thousand_requests_through_4p4d_and_two_frontends():
         "frontend.replicas=2",
         "routing.remote_prefill_min_tokens=200",
     ) as fleet:
-        truth = {i: tokens for i, tokens in enumerate(await expected(fleet, PROMPTS, max_tokens))}
+        truth = await expected(fleet, PROMPTS, max_tokens)
         already = fleet.metric("pd_requests_total", outcome="finished")
         pending = iter(range(total))
         wrong: list[object] = []

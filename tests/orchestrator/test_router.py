@@ -145,7 +145,7 @@ class Bench:
 async def test_a_short_prompt_is_prefilled_where_it_decodes():
     bench = Bench()
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
-    (worker, submit), = bench.submits()
+    ((worker, submit),) = bench.submits()
     assert worker in ("d0", "d1") and submit.kv_source is None and not bench.prefill.jobs
     bench.tokens(worker, "r", [7])
     bench.tokens(worker, "r", [8], finish=1)
@@ -159,7 +159,7 @@ async def test_a_long_prompt_is_queued_and_bound_only_when_claimed():
     assert not bench.submits() and bench.prefill.jobs[0].request_id == "r"
     assert bench.router.requests["r"].state is State.QUEUED
     bench.claim("r")
-    (worker, submit), = bench.submits()
+    ((worker, submit),) = bench.submits()
     assert submit.kv_source.key == "r#1"
     bench.say("p0", Prefilled("r", 1, "p0", 0.2))
     bench.tokens(worker, "r", [1, 2], finish=0)
@@ -167,7 +167,9 @@ async def test_a_long_prompt_is_queued_and_bound_only_when_claimed():
     bench.assert_no_leaks()
 
 
-@pytest.mark.parametrize(("error", "reason"), [(RedisAway("gone"), "queue_unavailable"), (QueueFull("full"), "queue_full")])
+@pytest.mark.parametrize(
+    ("error", "reason"), [(RedisAway("gone"), "queue_unavailable"), (QueueFull("full"), "queue_full")]
+)
 async def test_a_queue_that_refuses_means_local(error, reason):
     bench = Bench()
     bench.prefill.error = error
