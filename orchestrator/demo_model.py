@@ -55,7 +55,7 @@ def resolve_model(name: str, say: Say | None = None) -> str:
         return str(folder.resolve())
     if name.startswith((".", "/", "~")) or not _HUB_NAME.match(name):
         raise ConfigError(
-            f"model: folder {name!r} does not exist; name an existing folder, a Hugging Face model (org/name), or 'demo'"
+            f"model: folder {name!r} does not exist; name a folder, a Hugging Face model (org/name), or 'demo'"
         )
     return name
 
