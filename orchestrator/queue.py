@@ -24,8 +24,9 @@ log = logging.getLogger("pd.queue")
 JOB_TTL_S = 3600
 # One script holds up every other client: these bound what a single call looks at.
 MAX_CLAIM_JOBS = 256
-SWEEP_LEASES = 200
-SWEEP_WAITING = 200
+SWEEP_LEASES = 100
+SWEEP_WAITING = 100
+SWEEP_ROUNDS = 20
 MAX_PEEK = 1000
 
 
@@ -144,16 +145,22 @@ class PrefillQueue:
     async def sweep(self) -> SweepResult:
         """Return the jobs of holders that died, fail those that died too often, drop those nobody waits for.
 
-        Looks at a bounded number of jobs per call; safe to run from many places at once.
+        Looks at all that expired and at a slice of what waits, going on while it finds something, in bounded steps;
+        safe to run from many places at once.
         """
-        returned, failed, orphaned = await self._run(
-            "sweep", SWEEP_LEASES, SWEEP_WAITING, self._config.max_deliveries, JOB_TTL_S, self._config.lease_s
-        )
-        return SweepResult(
-            [_text(request_id) for request_id in returned],
-            [(_text(failed[at]), int(failed[at + 1]), _text(failed[at + 2])) for at in range(0, len(failed), 3)],
-            [_text(request_id) for request_id in orphaned],
-        )
+        result = SweepResult([], [], [])
+        for _ in range(SWEEP_ROUNDS):
+            returned, failed, orphaned = await self._run(
+                "sweep", SWEEP_LEASES, SWEEP_WAITING, self._config.max_deliveries, JOB_TTL_S, self._config.lease_s
+            )
+            result.returned.extend(map(_text, returned))
+            result.failed.extend(
+                (_text(failed[at]), int(failed[at + 1]), _text(failed[at + 2])) for at in range(0, len(failed), 3)
+            )
+            result.orphaned.extend(map(_text, orphaned))
+            if not (returned or failed or orphaned):
+                break
+        return result
 
     async def depth(self) -> QueueDepth:
         """O(1)."""

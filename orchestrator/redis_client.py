@@ -30,7 +30,6 @@ __all__ = ["EmbeddedRedis", "EmbeddedRedisError", "Keys", "Redis", "RedisAway", 
 log = logging.getLogger("pd.redis")
 
 OLDEST_VERSION = (6, 2)
-_BATCH_COMMANDS = 256
 # After a failure calls fail at once for this long: a Redis that is away costs one time-out, not one per request.
 _AWAY_PAUSE_S = 0.25
 _IDLE_CHECK_S = 0.01
@@ -88,8 +87,18 @@ class Script:
         self.sha = hashlib.sha1(self.text.encode()).hexdigest()
 
 
+class _Pipe:
+    """One connection and the callers whose answers are still to come on it, in order."""
+
+    def __init__(self, connection: AbstractConnection) -> None:
+        self.connection = connection
+        self.callers: deque[asyncio.Future[Any]] = deque()
+        self.reader: asyncio.Task[None] | None = None
+        self.used_at = asyncio.get_running_loop().time()
+
+
 class Redis(redis.asyncio.Redis):
-    """redis-py's client over one connection: commands issued while another is in flight leave as one batch.
+    """redis-py's client over one pipelined connection: commands leave at once, those of one moment together.
 
     Nothing is sent twice: a command whose answer was lost may have been executed, and the caller is told
     so by RedisAway. Not for blocking commands, which would hold everyone up.
@@ -98,10 +107,9 @@ class Redis(redis.asyncio.Redis):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.url = ""
-        self._waiting: deque[tuple[bytes, asyncio.Future[Any]]] = deque()
+        self._outbox: list[tuple[bytes, asyncio.Future[Any]]] = []
         self._sender: asyncio.Task[None] | None = None
-        self._socket: AbstractConnection | None = None
-        self._used_at = 0.0
+        self._pipe: _Pipe | None = None
         self._away_until = 0.0
         self._why = ""
 
@@ -110,13 +118,14 @@ class Redis(redis.asyncio.Redis):
         loop = asyncio.get_running_loop()
         if loop.time() < self._away_until:
             raise self._away(self._why)
-        future: asyncio.Future[Any] = loop.create_future()
         # Packed here, so that an argument Redis cannot take fails its caller alone.
-        self._waiting.append((hiredis.pack_command(args), future))
+        packed = hiredis.pack_command((*args[0].split(), *args[1:]))
+        caller: asyncio.Future[Any] = loop.create_future()
+        self._outbox.append((packed, caller))
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send(), name="redis-sender")
         try:
-            response = await future
+            response = await caller
         except NoScriptError:
             raise
         except ResponseError as error:
@@ -137,59 +146,73 @@ class Redis(redis.asyncio.Redis):
             return await self.execute_command("EVAL", script.text, 1, prefix, *args)
 
     async def _send(self) -> None:
-        batch: list[tuple[bytes, asyncio.Future[Any]]] = []
         try:
-            while self._waiting:
-                batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), _BATCH_COMMANDS))]
-                connection = await self._connection()
-                await connection.send_packed_command([packed for packed, _ in batch], check_health=False)
-                for _, future in batch:
-                    try:
-                        response = await connection.read_response()
-                    except ResponseError as error:
-                        if not future.done():
-                            future.set_exception(error)
-                    else:
-                        if not future.done():
-                            future.set_result(response)
-                self._used_at = asyncio.get_running_loop().time()
+            while self._outbox:
+                pipe = await self._connected()
+                batch, self._outbox = self._outbox, []
+                pipe.callers.extend(caller for _, caller in batch)
+                if pipe.reader is None or pipe.reader.done():
+                    pipe.reader = asyncio.create_task(self._read(pipe), name="redis-reader")
+                await pipe.connection.send_packed_command([packed for packed, _ in batch], check_health=False)
         except (RedisError, OSError) as error:
-            self._why = str(error) or type(error).__name__
-            self._away_until = asyncio.get_running_loop().time() + _AWAY_PAUSE_S
-            await self._drop()
-            self._fail(batch, self._why)
+            await self._break(self._pipe, str(error) or type(error).__name__)
         except BaseException as error:
-            # Half-read answers would be given to the wrong command: this connection is not used again.
-            await self._drop()
-            self._fail(batch, f"the client stopped ({type(error).__name__}: {error})")
+            await self._break(self._pipe, f"the client stopped ({type(error).__name__}: {error})")
             raise
 
-    async def _connection(self) -> AbstractConnection:
-        idle_s = asyncio.get_running_loop().time() - self._used_at
-        # A connection that a restarted server closed is replaced before, not after, a command is lost on it.
-        if self._socket is not None and idle_s > _IDLE_CHECK_S and await _stale(self._socket):
-            await self._drop()
-        if self._socket is None:
+    async def _read(self, pipe: _Pipe) -> None:
+        try:
+            while pipe.callers:
+                try:
+                    response = await pipe.connection.read_response()
+                except ResponseError as error:
+                    caller = pipe.callers.popleft()
+                    if not caller.done():
+                        caller.set_exception(error)
+                else:
+                    caller = pipe.callers.popleft()
+                    if not caller.done():
+                        caller.set_result(response)
+            pipe.used_at = asyncio.get_running_loop().time()
+        except (RedisError, OSError) as error:
+            await self._break(pipe, str(error) or type(error).__name__)
+        except BaseException as error:
+            # Half-read answers would be given to the wrong command: this connection is not used again.
+            await self._break(pipe, f"the client stopped ({type(error).__name__}: {error})")
+            raise
+
+    async def _connected(self) -> _Pipe:
+        pipe = self._pipe
+        if pipe is not None and not pipe.callers:
+            # A connection that a restarted server closed is replaced before, not after, a command is lost on it.
+            idle_s = asyncio.get_running_loop().time() - pipe.used_at
+            if not pipe.connection.is_connected or (idle_s > _IDLE_CHECK_S and await _stale(pipe.connection)):
+                await pipe.connection.disconnect(nowait=True)
+                pipe = self._pipe = None
+        if pipe is None:
             connection = self._new_connection()
             await connection.connect()
-            self._socket = connection
-        return self._socket
+            pipe = self._pipe = _Pipe(connection)
+        return pipe
 
     def _new_connection(self) -> AbstractConnection:
-        connection: AbstractConnection = self.connection_pool.make_connection()  # type: ignore[no-untyped-call]
+        connection: AbstractConnection = self.connection_pool.make_connection()
         return connection
 
-    async def _drop(self) -> None:
-        connection, self._socket = self._socket, None
-        if connection is not None:
-            await connection.disconnect(nowait=True)
-
-    def _fail(self, batch: list[tuple[bytes, asyncio.Future[Any]]], why: str) -> None:
-        pending = [*batch, *self._waiting]
-        self._waiting.clear()
-        for _, future in pending:
-            if not future.done():
-                future.set_exception(self._away(why))
+    async def _break(self, pipe: _Pipe | None, why: str) -> None:
+        """Everyone who waits is told; for a moment everyone who asks is told too."""
+        if pipe is not self._pipe:
+            return  # the other task of this connection was first
+        self._pipe = None
+        self._why, self._away_until = why, asyncio.get_running_loop().time() + _AWAY_PAUSE_S
+        callers = [*(pipe.callers if pipe else ()), *(caller for _, caller in self._outbox)]
+        self._outbox.clear()
+        for caller in callers:
+            if not caller.done():
+                caller.set_exception(self._away(why))
+        if pipe is not None:
+            pipe.callers.clear()
+            await pipe.connection.disconnect(nowait=True)
 
     def _away(self, why: str) -> RedisAway:
         return RedisAway(
@@ -230,11 +253,12 @@ class Redis(redis.asyncio.Redis):
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         """Ends what is in flight; later calls connect again."""
-        sender, self._sender = self._sender, None
-        if sender is not None and not sender.done():
-            sender.cancel()
-            await asyncio.gather(sender, return_exceptions=True)
-        await self._drop()
+        tasks = [task for task in (self._sender, self._pipe and self._pipe.reader) if task and not task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._break(self._pipe, "the client was closed")
+        self._away_until = 0.0
         await super().aclose(close_connection_pool)
 
 

@@ -4,7 +4,7 @@ local worker, budget, room, ttl, grace = ARGV[1], tonumber(ARGV[2]), tonumber(AR
 local now = clock()
 local lease_until = now + tonumber(ARGV[4])
 local reply = { seconds(now), seconds(lease_until) }
-local taken, used, looked = {}, 0, 0
+local taken, leases, used, looked = {}, {}, 0, 0
 local claims = claims_key(worker)
 
 -- `looked` bounds the time that a long row of unusable jobs can take; the next call goes on after them.
@@ -27,9 +27,7 @@ while #taken < room and budget > 0 and looked < room + 200 do
       taken[#taken + 1], used = id, used + job.uncached
       redis.call('HSET', job_key(id), 'state', 'claimed', 'claimed_by', worker, 'lease_until', seconds(lease_until),
         'score', window[i + 1], 'deliveries', job.deliveries + 1)
-      redis.call('EXPIRE', job_key(id), ttl)
-      redis.call('ZADD', LEASES, lease_until, id)
-      redis.call('ZADD', claims, lease_until, id)
+      leases[#leases + 1], leases[#leases + 2] = lease_until, id
       for _, value in ipairs({ id, job.attempt, job.tokens, job.uncached, seconds(job.arrived_at), job.deliveries + 1,
         job.reply_to, job.body }) do
         reply[#reply + 1] = value
@@ -41,9 +39,11 @@ end
 
 if #taken > 0 then
   redis.call('ZREM', QUEUE, unpack(taken))
+  redis.call('ZADD', LEASES, unpack(leases))
+  redis.call('ZADD', claims, unpack(leases))
   removed = removed + used
-  redis.call('EXPIRE', LEASES, ttl)
-  redis.call('EXPIRE', claims, ttl)
+  keep(LEASES, ttl)
+  keep(claims, ttl)
 end
-if looked > 0 then settle() end
+settle()
 return reply

@@ -44,16 +44,18 @@ end
 local removed, damaged = 0, false
 
 local function settle()
+  local left = removed > 0 and redis.call('DECRBY', QUEUED_TOKENS, removed) or 1
+  if left > 0 and not damaged then return end
   local waiting = redis.call('ZCARD', QUEUE)
   if waiting == 0 then
     redis.call('DEL', QUEUED_TOKENS)
-  elseif damaged and waiting <= 1000 then
+  elseif waiting <= 1000 then
     local sum = 0
     for _, id in ipairs(redis.call('ZRANGE', QUEUE, 0, -1)) do
       sum = sum + (count(redis.pcall('HGET', job_key(id), 'uncached')) or 0)
     end
     redis.call('SET', QUEUED_TOKENS, sum, 'KEEPTTL')
-  elseif removed > 0 and redis.call('DECRBY', QUEUED_TOKENS, removed) < 0 then
+  elseif left < 0 then
     redis.call('SET', QUEUED_TOKENS, 0, 'KEEPTTL')
   end
 end
@@ -72,11 +74,15 @@ local function wake(now)
   end
 end
 
+-- Indexes get their time to live when they are made, and again from every sweep: without a fleet they run out.
+local function keep(key, ttl) redis.call('EXPIRE', key, ttl) end
+
 local function queue_up(id, score, uncached, ttl, now)
   if redis.call('ZADD', QUEUE, score, id) == 0 then damaged = true end
-  redis.call('INCRBY', QUEUED_TOKENS, uncached)
-  redis.call('EXPIRE', QUEUE, ttl)
-  redis.call('EXPIRE', QUEUED_TOKENS, ttl)
+  if redis.call('INCRBY', QUEUED_TOKENS, uncached) == tonumber(uncached) then
+    keep(QUEUE, ttl)
+    keep(QUEUED_TOKENS, ttl)
+  end
   redis.call('EXPIRE', job_key(id), ttl)
   wake(now)
 end
@@ -92,7 +98,7 @@ end
 -- Forget a job, whatever it is. `job` is nil when its hash could not be read. `settle` must follow.
 local function remove(id, job)
   redis.call('DEL', job_key(id))
-  unclaim(id, job and job.claimed_by)
+  if not job or job.state == 'claimed' then unclaim(id, job and job.claimed_by) end
   if redis.call('ZREM', QUEUE, id) == 1 then
     if job then removed = removed + job.uncached else damaged = true end
   end
@@ -105,6 +111,11 @@ local function drop(id, job, why)
 end
 
 -- Nobody waits for the answer any more. The grace covers a frontend whose key Redis has just lost.
+local alive = {}
+
 local function orphaned(job, grace, now)
-  return now - job.arrived_at > grace and redis.call('EXISTS', PREFIX .. 'frontend:' .. job.reply_to) == 0
+  if now - job.arrived_at <= grace then return false end
+  local frontend = job.reply_to
+  if alive[frontend] == nil then alive[frontend] = redis.call('EXISTS', PREFIX .. 'frontend:' .. frontend) == 1 end
+  return not alive[frontend]
 end

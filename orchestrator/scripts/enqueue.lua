@@ -3,14 +3,16 @@ local id, attempt, uncached, ttl = ARGV[1], tonumber(ARGV[2]), ARGV[4], ARGV[7]
 local now = clock()
 local arrived_at = now
 
-local old, present = read_job(id)
-if old then
-  local indexed = redis.call('ZSCORE', old.state == 'waiting' and QUEUE or LEASES, id)
-  if old.attempt > attempt or (old.attempt == attempt and indexed) then return 'known' end
-  arrived_at = old.arrived_at -- a retried request keeps its place
-  remove(id, old)
-elseif present then
-  drop(id, nil, 'corrupt')
+if redis.call('EXISTS', job_key(id)) == 1 then
+  local old = read_job(id)
+  if old then
+    local indexed = redis.call('ZSCORE', old.state == 'waiting' and QUEUE or LEASES, id)
+    if old.attempt > attempt or (old.attempt == attempt and indexed) then return 'known' end
+    arrived_at = old.arrived_at -- a retried request keeps its place
+    remove(id, old)
+  else
+    drop(id, nil, 'corrupt')
+  end
 end
 if redis.call('ZCARD', QUEUE) >= tonumber(ARGV[6]) then
   settle()

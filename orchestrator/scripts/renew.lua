@@ -16,7 +16,7 @@ for i = 4, #ARGV do
   end
 end
 if #lost < #ARGV - 3 then
-  redis.call('EXPIRE', LEASES, ttl)
-  redis.call('EXPIRE', claims_key(worker), ttl)
+  keep(LEASES, ttl)
+  keep(claims_key(worker), ttl)
 end
 return lost

@@ -34,15 +34,17 @@ local slice = redis.call('ZSCAN', QUEUE, redis.call('GET', place) or '0', 'COUNT
 if slice[1] == '0' then redis.call('DEL', place) else redis.call('SET', place, slice[1], 'EX', ttl) end
 for i = 1, #slice[2], 2 do
   local id = slice[2][i]
-  if redis.call('ZSCORE', QUEUE, id) then
-    local job, present = read_job(id)
-    if not job or job.state ~= 'waiting' then
-      drop(id, nil, present and 'corrupt' or 'vanished')
-    elseif orphaned(job, grace, now) then
-      drop(id, job, 'orphaned')
-      orphans[#orphans + 1] = id
-    end
+  local job, present = read_job(id)
+  if not job or job.state ~= 'waiting' then
+    -- A scan may name one id twice: then the job is off the queue already.
+    if redis.call('ZSCORE', QUEUE, id) then drop(id, nil, present and 'corrupt' or 'vanished') end
+  elseif orphaned(job, grace, now) then
+    drop(id, job, 'orphaned')
+    orphans[#orphans + 1] = id
   end
 end
 settle()
+keep(QUEUE, ttl)
+keep(QUEUED_TOKENS, ttl)
+keep(LEASES, ttl)
 return { returned, failed, orphans }

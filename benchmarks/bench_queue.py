@@ -1,0 +1,160 @@
+"""The prefill queue under a million waiting jobs: claim latency, and enqueue + claim + ack cycles a second.
+
+One client process against the embedded server, or any other with --url (a namespace of its own, removed again).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from orchestrator.config import QueueConfig
+from orchestrator.queue import PrefillQueue
+from orchestrator.redis_client import EmbeddedRedis, Redis, connect
+from orchestrator.types import PrefillJob
+
+NAMESPACE = "bench-queue"
+TARGET_CLAIM_P99_MS, TARGET_CYCLES_PER_S = 2.0, 5000.0
+
+
+def job(number: int, body: bytes, random_: random.Random) -> PrefillJob:
+    tokens = int(random_.lognormvariate(6.5, 1.0)) + 1
+    return PrefillJob(f"chatcmpl-{number:032x}", 1, tokens, tokens, 0.0, "frontend-1", body)
+
+
+def quantiles_ms(latencies_s: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(latencies_s, n=1000)
+    return {"p50": cuts[499] * 1e3, "p99": cuts[989] * 1e3, "p99.9": cuts[998] * 1e3}
+
+
+async def fill(queue: PrefillQueue, waiting: int, body: bytes) -> float:
+    """Enqueue `waiting` jobs, 200 at a time. Returns jobs a second."""
+    random_, started = random.Random(0), time.perf_counter()
+    numbers = iter(range(waiting))
+
+    async def producer() -> None:
+        for number in numbers:
+            await queue.enqueue(job(number, body, random_))
+
+    await asyncio.gather(*(producer() for _ in range(200)))
+    return waiting / (time.perf_counter() - started)
+
+
+async def cycle(
+    queue: PrefillQueue, seconds: float, clients: int, rate: float, body: bytes, first: int
+) -> dict[str, Any]:
+    """Enqueue, claim and ack one job after another in `clients` tasks, the depth staying the same.
+
+    `rate` 0 goes as fast as it can, which is the throughput; else cycles start evenly at `rate` a second, which
+    is the latency of a fleet that is not saturated. A claim's latency counts from when it was asked for.
+    """
+    latencies: list[float] = []
+    random_, started = random.Random(first), time.perf_counter()
+    until, number, done = started + seconds, first, 0
+
+    async def client(worker: str, offset: int) -> None:
+        nonlocal number, done
+        turn = offset
+        while time.perf_counter() < until:
+            if rate:
+                await asyncio.sleep(max(started + turn / rate - time.perf_counter(), 0))
+                turn += clients
+            number += 1
+            await queue.enqueue(job(number, body, random_))
+            asked = time.perf_counter()
+            claims = await queue.claim(worker, 1, 1)
+            latencies.append(time.perf_counter() - asked)
+            for claim in claims:
+                acked = await queue.ack(worker, claim.job.request_id, claim.job.attempt)
+                done += acked
+
+    await asyncio.gather(*(client(f"worker-{n}", n) for n in range(clients)))
+    per_s = done / (time.perf_counter() - started)
+    return {"clients": clients, "asked_per_s": rate or None, "cycles_per_s": per_s, "claim_ms": quantiles_ms(latencies)}
+
+
+async def measure(redis: Redis, waiting: int, seconds: float, body_bytes: int) -> dict[str, Any]:
+    body = random.Random(1).randbytes(body_bytes)
+    queue = PrefillQueue(redis, NAMESPACE, QueueConfig(max_requests=waiting + 100_000, lease_s=600.0))
+    before = int((await redis.info("memory"))["used_memory"])
+    filled_per_s = await fill(queue, waiting, body)
+    used = int((await redis.info("memory"))["used_memory"]) - before
+    runs = {
+        "one at a time": await cycle(queue, seconds, 1, 0, body, 10**9),
+        "at the target rate": await cycle(queue, seconds, 64, TARGET_CYCLES_PER_S, body, 2 * 10**9),
+        "as fast as it can, 8": await cycle(queue, seconds, 8, 0, body, 3 * 10**9),
+        "as fast as it can": await cycle(queue, seconds, 64, 0, body, 4 * 10**9),
+    }
+    depth = await queue.depth()
+    assert depth.requests == waiting and depth.claimed == 0, f"the queue's books do not balance: {depth}"
+    return {
+        "waiting_jobs": waiting,
+        "body_bytes": body_bytes,
+        "filled_per_s": filled_per_s,
+        "bytes_per_job": used / waiting if waiting else 0,
+        "runs": runs,
+    }
+
+
+def report(result: dict[str, Any]) -> str:
+    lines = [
+        f"{result['waiting_jobs']:,} waiting jobs, bodies of {result['body_bytes']} B: filled at "
+        f"{result['filled_per_s']:,.0f}/s, {result['bytes_per_job']:,.0f} B of server memory each",
+        f"{'':22} {'clients':>7} {'cycles/s':>9} {'claim P50':>10} {'P99':>8} {'P99.9':>8}  (ms)",
+    ]
+    for name, run in result["runs"].items():
+        claim = run["claim_ms"]
+        lines.append(
+            f"{name:22} {run['clients']:>7} {run['cycles_per_s']:>9,.0f} "
+            f"{claim['p50']:>10.2f} {claim['p99']:>8.2f} {claim['p99.9']:>8.2f}"
+        )
+    p99 = result["runs"]["at the target rate"]["claim_ms"]["p99"]
+    per_s = result["runs"]["as fast as it can"]["cycles_per_s"]
+    lines.append(
+        f"claim P99 {p99:.2f} ms at {TARGET_CYCLES_PER_S:,.0f}/s (target < {TARGET_CLAIM_P99_MS:g}): "
+        f"{'met' if p99 < TARGET_CLAIM_P99_MS else 'MISSED'}; {per_s:,.0f} cycles/s "
+        f"(target > {TARGET_CYCLES_PER_S:,.0f}): {'met' if per_s > TARGET_CYCLES_PER_S else 'MISSED'}"
+    )
+    return "\n".join(lines)
+
+
+async def run(options: argparse.Namespace) -> dict[str, Any]:
+    embedded = EmbeddedRedis()
+    with tempfile.TemporaryDirectory() as folder:
+        url = options.url or await embedded.start(Path(folder))
+        redis = await connect(url, timeout_s=5.0)
+        try:
+            return await measure(redis, options.waiting, options.seconds, options.body_bytes)
+        finally:
+            if options.url:
+                async for key in redis.scan_iter(match=f"pd:{{{NAMESPACE}}}:*", count=5000):
+                    await redis.unlink(key)
+            await redis.aclose()
+            await embedded.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url", help="a running server instead of an embedded one")
+    parser.add_argument("--waiting", type=int, default=1_000_000, help="jobs waiting throughout")
+    parser.add_argument("--seconds", type=float, default=10.0, help="per run")
+    parser.add_argument("--body-bytes", type=int, default=512, help="size of each job's request")
+    parser.add_argument("--json", type=Path, help="write the result here too")
+    options = parser.parse_args()
+    result = uvloop.run(run(options))
+    print(report(result))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
