@@ -1,0 +1,138 @@
+"""From the desired xPyD and the workers that are there to what must be done about it. Pure: no clock, no I/O.
+
+Roles of running workers are changed before any process is started or drained, since a change of role costs a
+drain and a process costs loading the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Union
+
+import msgspec
+
+from orchestrator.types import DesiredRatio, Role, WorkerInfo, WorkerState
+
+
+class SeenWorker(msgspec.Struct, frozen=True):
+    """One worker as far as planning goes.
+
+    `role` is the one it has, or was told to take. `ready` means it serves that role now; a worker that loads, is
+    being restarted or changes role is not. `owned`: this launcher runs its process.
+    """
+
+    id: str
+    role: Role
+    ready: bool
+    leaving: bool = False
+    owned: bool = True
+
+
+class Start(msgspec.Struct, frozen=True):
+    """Start a process of this role."""
+
+    role: Role
+
+
+class Flip(msgspec.Struct, frozen=True):
+    """Tell a running worker to take this role."""
+
+    worker_id: str
+    role: Role
+
+
+class Drain(msgspec.Struct, frozen=True):
+    """Let a worker finish what it has, then end it."""
+
+    worker_id: str
+
+
+Action = Union[Start, Flip, Drain]
+
+
+def see(info: WorkerInfo, ordered_role: Role | None, ordered_drain: bool, owned: bool) -> SeenWorker:
+    """A registered worker and the orders it has not carried out yet."""
+    flipping = ordered_role is not None and ordered_role is not info.role
+    draining = info.state is WorkerState.DRAINING and ordered_role is None
+    return SeenWorker(
+        info.id,
+        ordered_role or info.role,
+        ready=info.state is WorkerState.READY and not flipping and not ordered_drain,
+        leaving=ordered_drain or draining,
+        owned=owned,
+    )
+
+
+def plan(desired: DesiredRatio, workers: Sequence[SeenWorker]) -> list[Action]:
+    """What to do now. What cannot be done yet is left out and comes with a later call, once more are ready.
+
+    A worker that somebody else runs counts where workers are short, and may change role, but is never drained, nor
+    is one of ours drained in its place: whoever starts one by hand adds it. While any decode worker is desired, one
+    that is ready stays so.
+    """
+    staying = {w.id: w for w in workers if not w.leaving}
+    actions: list[Action] = []
+    for role in Role:
+        short = _wanted(desired, role) - _count(staying.values(), role)
+        spare = _count(staying.values(), role.other) - _wanted(desired, role.other)
+        for _ in range(min(short, spare)):
+            chosen = _to_flip(desired, role.other, list(staying.values()))
+            if chosen is None:
+                break
+            actions.append(Flip(chosen.id, role))
+            staying[chosen.id] = SeenWorker(chosen.id, role, ready=False, owned=chosen.owned)
+        # Those that could be flipped, now or once more are ready, need no process.
+        actions += [Start(role)] * max(0, short - max(0, spare))
+    for role in Role:
+        spare = _count(staying.values(), role) - _wanted(desired, role)
+        # Workers of the other role that will be flipped into ours or out of it are settled before any is drained.
+        waiting = max(0, _wanted(desired, role.other) - _count(staying.values(), role.other))
+        owned = sum(worker.owned and worker.role is role for worker in staying.values())
+        for _ in range(min(spare - waiting, owned - _wanted(desired, role))):
+            chosen = _to_drain(desired, role, list(staying.values()))
+            if chosen is None:
+                break
+            actions.append(Drain(chosen.id))
+            del staying[chosen.id]
+    return actions
+
+
+def is_last_decode(worker_id: str, workers: Sequence[SeenWorker]) -> bool:
+    """Whether nobody could start a new request's decoding if this worker were taken away."""
+    ready = {w.id for w in workers if w.role is Role.DECODE and w.ready and not w.leaving}
+    return ready == {worker_id}
+
+
+def _wanted(desired: DesiredRatio, role: Role) -> int:
+    return desired.prefill if role is Role.PREFILL else desired.decode
+
+
+def _count(workers: Iterable[SeenWorker], role: Role) -> int:
+    return sum(worker.role is role for worker in workers)
+
+
+def _expendable(worker: SeenWorker, desired: DesiredRatio, workers: Sequence[SeenWorker]) -> bool:
+    return desired.decode == 0 or not is_last_decode(worker.id, workers)
+
+
+def _to_flip(desired: DesiredRatio, role: Role, workers: Sequence[SeenWorker]) -> SeenWorker | None:
+    """Newest first, so that the same calls always move the same workers; our own before others'."""
+    able = [w for w in workers if w.role is role and w.ready and _expendable(w, desired, workers)]
+    return max(able, key=lambda w: (w.owned, _age_order(w.id)), default=None)
+
+
+def _to_drain(desired: DesiredRatio, role: Role, workers: Sequence[SeenWorker]) -> SeenWorker | None:
+    """Those that do not serve yet first, then newest first."""
+    able = [w for w in workers if w.role is role and w.owned and _expendable(w, desired, workers)]
+    return max(able, key=lambda w: (not w.ready, _age_order(w.id)), default=None)
+
+
+def _age_order(worker_id: str) -> tuple[int, str]:
+    """prefill-10 is newer than prefill-9."""
+    number = worker_id.rpartition("-")[2]
+    return (int(number) if number.isdigit() else -1, worker_id)
+
+
+def new_id(role: Role, taken: set[str]) -> str:
+    """The role's name and the smallest number not in use. The name stays when the role changes."""
+    return next(name for n in range(len(taken) + 1) if (name := f"{role.value}-{n}") not in taken)
