@@ -55,6 +55,7 @@ def server_arguments(config: Config) -> list[str]:
         **{k: v for k, v in config.workers.decode.engine_args.items() if not k.startswith(_ENGINE_ONLY)},
         # Its cache assumes a single engine that has seen what it has sent.
         "mm_processor_cache_gb": 0,
+        "enable_prompt_tokens_details": True,
         **config.frontend.server_args,
     }
     if config.engine == "sim":
@@ -179,6 +180,16 @@ def die_with_parent() -> None:
         sys.exit("the launcher is gone")
 
 
+def log_to_stderr() -> None:
+    """Our own loggers, whatever vLLM and uvicorn do to the root's."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+    ours = logging.getLogger("pd")
+    ours.setLevel(logging.INFO)
+    ours.addHandler(handler)
+    ours.propagate = False
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="orchestrator.frontend", description=__doc__)
     parser.add_argument("--redis", required=True, help="redis://, rediss:// or unix:// URL")
@@ -189,7 +200,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.die_with_parent:
         die_with_parent()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    log_to_stderr()
     try:
         config = load_config(options.config)
         port = config.frontend.port if options.port is None else options.port
