@@ -236,10 +236,10 @@ class SimEngine:
                 WireEvent(EventType.QUEUED, request.queued_at),
                 WireEvent(EventType.SCHEDULED, request.scheduled_at),
             ]
+            # Clients are told of prefix-cache hits only, and there is no prefix cache here: transferred KV is not one.
             output.prefill_stats = WirePrefillStats(
                 num_prompt_tokens=tokens,
                 num_computed_tokens=tokens - external,
-                num_cached_tokens=external,
                 num_external_cached_tokens=external,
             )
         return output
