@@ -1,0 +1,354 @@
+"""Workers for tests, in this process or their own, on a real Redis, and a frontend that does what a test tells it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from orchestrator.config import Config, parse_config
+from orchestrator.engine_wire import FinishReason, SimCodec, WireRequest, WireSampling
+from orchestrator.messages import (
+    Abort,
+    CallReply,
+    Claimed,
+    Outputs,
+    Prefilled,
+    PrefillFailed,
+    Rejected,
+    Submit,
+    Welcome,
+    pack_frames,
+)
+from orchestrator.queue import PrefillQueue
+from orchestrator.redis_client import EmbeddedRedis, Redis, connect
+from orchestrator.registry import Registry
+from orchestrator.transport import Disconnected, FrontendTransport
+from orchestrator.types import KVSource, PrefillJob, Role, WorkerInfo, WorkerLoad, WorkerState
+from workers.agent import Agent
+from workers.sim_engine import SimEngine
+from workers.sim_scheduler import TokenStream
+
+DEADLINE_S = 15.0
+ROOT = Path(__file__).parents[1]
+
+
+def expected(prompt: list[int], count: int, start: int = 0) -> list[int]:
+    stream = TokenStream(prompt)
+    return [stream.token(i) for i in range(start, start + count)]
+
+
+async def until(true: Callable[[], Any], what: str = "") -> Any:
+    """Poll until it is true; fails after DEADLINE_S."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not (value := true()):
+        assert time.monotonic() < deadline, f"not in time: {what or true}"
+        await asyncio.sleep(0.005)
+    return value
+
+
+@dataclass
+class Request:
+    """What the frontend knows of one request."""
+
+    id: str
+    prompt: list[int]
+    max_tokens: int
+    attempt: int = 1
+    decode: str = ""  # the worker to decode on
+    tokens: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    events: list[Any] = field(default_factory=list)  # every message about it but outputs
+
+    def got(self, kind: type) -> Any:
+        return next((event for event in self.events if isinstance(event, kind)), None)
+
+
+class Frontend:
+    """Connects to every worker of the fleet; binds claimed requests to the worker that the test chose."""
+
+    def __init__(self, redis: Redis, config: Config, name: str = "") -> None:
+        self.id = name or f"frontend-{uuid.uuid4().hex[:6]}"
+        self.registry = Registry(redis, config.namespace)
+        self.queue = PrefillQueue(redis, config.namespace, config.queue)
+        self.transport = FrontendTransport(self.id)
+        self.codec = SimCodec()
+        self.requests: dict[str, Request] = {}
+        self.loads: dict[str, WorkerLoad] = {}
+        self.welcomed: set[str] = set()
+        self.disconnected: list[str] = []
+        self.replies: list[CallReply] = []
+        self.decode: str | None = None  # where claims are bound; None: nowhere
+        self.late_outputs = 0
+        self._sequence: dict[str, int] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, register: bool = True) -> None:
+        if register:
+            await self.registry.join_frontend(self.id, "", os.getpid(), 60)
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._receive_loads())]
+
+    async def meet(self, *infos: WorkerInfo) -> None:
+        for info in infos:
+            self.transport.connect(info.id, info.request_address, info.load_address)
+        await until(lambda: all(i.id in self.welcomed and i.id in self.loads for i in infos), "welcome and load")
+
+    async def _receive_loads(self) -> None:
+        while True:
+            load = await self.transport.receive_load()
+            self.loads[load.worker_id] = load
+
+    async def _receive(self) -> None:
+        while True:
+            worker_id, message, payload = await self.transport.receive()
+            if isinstance(message, Welcome):
+                self.welcomed.add(message.worker_id)
+            elif isinstance(message, Disconnected):
+                self.disconnected.append(worker_id)
+            elif isinstance(message, CallReply):
+                self.replies.append(message)
+            elif isinstance(message, Outputs):
+                self._take_outputs(message, payload)
+            else:
+                self._take_event(message)
+
+    def _take_outputs(self, message: Outputs, payload: list[bytes]) -> None:
+        decoded = self.codec.decode_outputs(payload)
+        for output, attempt in zip(decoded.outputs, message.attempts, strict=True):
+            request = self.requests.get(output.request_id)
+            if request is None or request.attempt != attempt or request.finish is not None:
+                self.late_outputs += 1
+                continue
+            request.tokens += output.new_token_ids
+            request.finish = output.finish_reason
+
+    def _take_event(self, message: Claimed | Prefilled | PrefillFailed | Rejected) -> None:
+        request = self.requests.get(message.request_id)
+        if request is None or request.attempt != message.attempt:
+            return
+        request.events.append(message)
+        if isinstance(message, Claimed) and self.decode is not None and not request.decode:
+            request.decode = self.decode
+            self.submit_to(self.decode, request, message.kv_source)
+
+    def new(self, prompt: list[int], max_tokens: int = 8) -> Request:
+        request = Request(f"r-{uuid.uuid4().hex[:8]}", prompt, max_tokens)
+        self.requests[request.id] = request
+        return request
+
+    def frames(self, request: Request) -> list[bytes]:
+        sampling = WireSampling(max_tokens=request.max_tokens)
+        return self.codec.encode_request(WireRequest(request.id, request.prompt, sampling_params=sampling))
+
+    def submit_to(self, worker_id: str, request: Request, source: KVSource | None = None) -> bool:
+        """Also as a retry: what the client has already is resumed after."""
+        request.decode = worker_id
+        sequence = self._sequence[worker_id] = self._sequence.get(worker_id, 0) + 1
+        submit = Submit(request.id, request.attempt, sequence, len(request.prompt), source, list(request.tokens))
+        return self.transport.send(worker_id, submit, self.frames(request))
+
+    def sequence(self, worker_id: str) -> int:
+        return self._sequence.get(worker_id, 0)
+
+    async def enqueue(self, request: Request, body: bytes | None = None) -> None:
+        tokens = len(request.prompt)
+        job = PrefillJob(
+            request_id=request.id,
+            attempt=request.attempt,
+            tokens=tokens,
+            uncached_tokens=tokens,
+            arrived_at=time.time(),
+            reply_to=self.id,
+            body=pack_frames(self.frames(request)) if body is None else body,
+        )
+        await self.queue.enqueue(job)
+
+    def abort(self, worker_id: str, request: Request) -> None:
+        self.transport.send(worker_id, Abort(request.id, request.attempt))
+
+    async def finished(self, *requests: Request) -> None:
+        await until(lambda: all(r.finish is not None for r in requests), "finished")
+        for r in requests:
+            assert r.tokens == expected(r.prompt, r.max_tokens), r
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.transport.close()
+
+
+@dataclass
+class LocalWorker:
+    """An agent in this process."""
+
+    agent: Agent
+    engine: SimEngine
+    task: asyncio.Task[int]
+
+    @property
+    def info(self) -> WorkerInfo:
+        assert self.agent.info is not None
+        return self.agent.info
+
+    @property
+    def id(self) -> str:
+        return self.agent.worker_id
+
+    async def stopped(self) -> int:
+        async with asyncio.timeout(DEADLINE_S):
+            return await self.task
+
+
+class WorkerProcess:
+    """A worker started by its console entry point, its log collected."""
+
+    def __init__(self, worker_id: str, process: asyncio.subprocess.Process) -> None:
+        self.id, self.process = worker_id, process
+        self.log: list[str] = []
+        self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        assert self.process.stderr is not None
+        async for line in self.process.stderr:
+            self.log.append(line.decode(errors="replace").rstrip())
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        self.process.send_signal(number)
+
+    async def stopped(self) -> int:
+        async with asyncio.timeout(DEADLINE_S):
+            code = await self.process.wait()
+            await self._reader
+        return code
+
+
+class Workers:
+    """One namespace on one Redis, with everything started in it."""
+
+    def __init__(self, url: str, server: EmbeddedRedis, redis: Redis, config: Config, tree: dict[str, Any]) -> None:
+        self.url, self.server, self.redis, self.config, self._tree = url, server, redis, config, tree
+        self.registry = Registry(redis, config.namespace)
+        self.queue = PrefillQueue(redis, config.namespace, config.queue)
+        self.local: list[LocalWorker] = []
+        self.processes: list[WorkerProcess] = []
+        self.frontends: list[Frontend] = []
+
+    async def start(self, role: Role, **sim: Any) -> LocalWorker:
+        config = parse_config(self._tree | {"sim": self._tree.get("sim", {}) | sim})
+        engine = SimEngine(config.sim, "sim-model", kv=config.kv)
+        number = len(self.local) + len(self.processes)
+        agent = Agent(engine, self.redis, config, f"{role.value}-{number}", role, "127.0.0.1")
+        worker = LocalWorker(agent, engine, asyncio.create_task(agent.run()))
+        self.local.append(worker)
+        await self.registered(worker.id)
+        return worker
+
+    async def spawn(self, role: Role, *arguments: str, wait: bool = True) -> WorkerProcess:
+        worker_id = f"{role.value}-{len(self.local) + len(self.processes)}"
+        folder = Path(tempfile.mkdtemp(prefix="pd-test-"))
+        (folder / "fleet.yaml").write_text(yaml.safe_dump(self._tree))
+        command = [sys.executable, "-m", "workers.main", role.value, "--redis", self.url, "--id", worker_id]
+        command += ["--config", str(folder / "fleet.yaml"), *arguments]
+        process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
+        worker = WorkerProcess(worker_id, process)
+        self.processes.append(worker)
+        if wait:
+            await self.registered(worker_id)
+        return worker
+
+    async def frontend(self, *workers: LocalWorker | WorkerProcess, name: str = "") -> Frontend:
+        frontend = Frontend(self.redis, self.config, name)
+        self.frontends.append(frontend)
+        await frontend.start()
+        registered = await self.registry.workers()
+        await frontend.meet(*[registered[w.id] for w in workers])
+        return frontend
+
+    async def registered(
+        self, worker_id: str, role: Role | None = None, state: WorkerState = WorkerState.READY
+    ) -> WorkerInfo:
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            info = (await self.registry.workers()).get(worker_id)
+            if info is not None and info.state is state and role in (None, info.role):
+                return info
+            for worker in [*self.local, *self.processes]:
+                if isinstance(worker, LocalWorker) and worker.id == worker_id and worker.task.done():
+                    raise AssertionError(f"{worker_id} ended: {worker.task.exception() or worker.task.result()}")
+                if isinstance(worker, WorkerProcess) and worker.id == worker_id and worker.process.returncode:
+                    raise AssertionError(f"{worker_id} ended:\n" + "\n".join(worker.log))
+            assert time.monotonic() < deadline, f"{worker_id} is {info}"
+            await asyncio.sleep(0.01)
+
+    async def assert_no_leaks(self) -> None:
+        """All blocks free, nothing held, as each worker itself publishes it; queue and claims empty."""
+        for frontend in self.frontends:
+            for worker in [*self.local, *self.processes]:
+                ended = worker.task.done() if isinstance(worker, LocalWorker) else worker.process.returncode is not None
+                if ended or worker.id not in frontend.loads:
+                    continue
+
+                def clean(frontend: Frontend = frontend, worker_id: str = worker.id) -> bool:
+                    load = frontend.loads[worker_id]
+                    return (load.blocks_free, load.running, load.waiting, load.waiting_tokens) == (
+                        load.blocks_total,
+                        0,
+                        0,
+                        0,
+                    )
+
+                await until(clean, f"{worker.id} free: {frontend.loads[worker.id]}")
+        deadline = time.monotonic() + DEADLINE_S
+        while (depth := await self.queue.depth()).requests or depth.claimed or depth.tokens:
+            assert time.monotonic() < deadline, depth
+            await asyncio.sleep(0.01)
+
+    async def close(self) -> None:
+        for frontend in self.frontends:
+            await frontend.close()
+        for worker in self.local:
+            if not worker.task.done():
+                worker.agent.request_stop()
+                worker.agent.request_stop()
+                await worker.stopped()
+        for spawned in self.processes:
+            if spawned.process.returncode is None:
+                spawned.kill()
+            await spawned.stopped()
+
+
+@contextlib.asynccontextmanager
+async def running_workers(server: EmbeddedRedis, **sections: Any) -> AsyncIterator[Workers]:
+    """`sections` are configuration sections; times are short unless said otherwise."""
+    tree = {
+        "model": "sim-model",
+        "engine": "sim",
+        "namespace": f"test-{uuid.uuid4().hex[:8]}",
+        "workers": {"heartbeat_s": 0.2, "timeout_s": 1.0, "drain_timeout_s": 5.0},
+        "queue": {"lease_s": 0.6},
+        "sim": {"speed": 10},
+        "kv": {"transfer": "chunk", "transfer_timeout_s": 5.0},
+        "launcher": {"stop_timeout_s": 4.0},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}  # type: ignore[dict-item]
+    config = parse_config(tree)
+    redis = await connect(server.url, 2.0)
+    workers = Workers(server.url, server, redis, config, tree)
+    try:
+        yield workers
+    finally:
+        await workers.close()
+        await redis.aclose()

@@ -1,0 +1,27 @@
+"""One embedded Redis for all worker tests; each test has a namespace of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from support_workers import Workers, running_workers
+
+from orchestrator.redis_client import EmbeddedRedis
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    server = EmbeddedRedis()
+    folder: Path = tmp_path_factory.mktemp("redis")
+    asyncio.run(server.start(folder))
+    yield server
+    asyncio.run(server.stop())
+
+
+@pytest.fixture
+async def workers(redis_server: EmbeddedRedis) -> AsyncIterator[Workers]:
+    async with running_workers(redis_server) as started:
+        yield started

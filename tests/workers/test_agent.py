@@ -1,0 +1,276 @@
+"""A worker as its frontends see it: submissions, aborts, loads, role changes, drains, and all that can vanish."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from support_workers import Workers, expected, running_workers, until
+
+from orchestrator.messages import Abort, Call, Hello, Rejected, Submit
+from orchestrator.redis_client import EmbeddedRedis
+from orchestrator.registry import IncompatibleWorker
+from orchestrator.types import Role
+
+PROMPT = list(range(100, 400))
+
+
+async def test_serves_decode_requests_of_several_frontends(workers: Workers) -> None:
+    worker = await workers.start(Role.DECODE)
+    one, two = await workers.frontend(worker), await workers.frontend(worker)
+    requests = []
+    for frontend in (one, two):
+        for i in range(20):
+            request = frontend.new([i, *PROMPT], max_tokens=10)
+            frontend.submit_to(worker.id, request)
+            requests.append((frontend, request))
+    for frontend, request in requests:
+        await frontend.finished(request)
+    await workers.assert_no_leaks()
+    assert one.late_outputs == two.late_outputs == 0
+
+
+async def test_load_says_which_submissions_it_includes(workers: Workers) -> None:
+    worker = await workers.start(Role.DECODE, speed=1.0)
+    frontend = await workers.frontend(worker)
+    request = frontend.new(PROMPT, max_tokens=2000)
+    frontend.submit_to(worker.id, request)
+    seen = await until(
+        lambda: (load := frontend.loads[worker.id]).seen.get(frontend.id) == 1 and load, "the submission in the load"
+    )
+    assert seen.running == 1 and seen.blocks_free < seen.blocks_total
+    await until(lambda: frontend.loads[worker.id].prefill_tokens_per_s > 0)
+    assert frontend.loads[worker.id].prefilled_tokens == len(PROMPT)
+    frontend.abort(worker.id, request)
+    await workers.assert_no_leaks()
+
+
+async def test_refuses_what_it_cannot_decode_or_run(workers: Workers) -> None:
+    worker = await workers.start(Role.DECODE)
+    frontend = await workers.frontend(worker)
+    garbage, long = frontend.new(PROMPT), frontend.new(list(range(40_000)))
+    frontend.transport.send(worker.id, Submit(garbage.id, 1, 1, 10), [b"\xc1\xc1"])
+    frontend.submit_to(worker.id, long)
+    await until(lambda: garbage.got(Rejected) and long.got(Rejected))
+    assert garbage.got(Rejected).why.startswith("invalid: not an engine request")
+    assert long.got(Rejected).why.startswith("invalid: the prompt has 40000 tokens")
+    await workers.assert_no_leaks()
+
+
+async def test_a_prefill_worker_refuses_submissions(workers: Workers) -> None:
+    worker = await workers.start(Role.PREFILL)
+    frontend = await workers.frontend(worker)
+    request = frontend.new(PROMPT)
+    frontend.submit_to(worker.id, request)
+    rejected = await until(lambda: request.got(Rejected))
+    assert rejected.why == "this is a prefill worker"
+
+
+async def test_corrupt_messages_disturb_nobody(workers: Workers) -> None:
+    worker = await workers.start(Role.DECODE)
+    frontend = await workers.frontend(worker)
+    context = zmq.asyncio.Context()
+    vandal = context.socket(zmq.DEALER)
+    vandal.connect(worker.info.request_address)
+    try:
+        for frames in ([b""], [b"\xff" * 100], [msgspec.msgpack.encode({"type": "submit"})], [b"", b"", b""]):
+            await vandal.send_multipart(frames)
+        request = frontend.new(PROMPT)
+        frontend.submit_to(worker.id, request)
+        await frontend.finished(request)
+    finally:
+        context.destroy(linger=0)
+    await until(lambda: worker.agent._transport.corrupt == 4)
+    await workers.assert_no_leaks()
+
+
+async def test_a_duplicate_submission_is_answered_once(workers: Workers) -> None:
+    worker = await workers.start(Role.DECODE)
+    frontend = await workers.frontend(worker)
+    request = frontend.new(PROMPT, max_tokens=30)
+    frontend.submit_to(worker.id, request)
+    frontend.submit_to(worker.id, request)
+    await frontend.finished(request)
+    await workers.assert_no_leaks()
+    assert frontend.late_outputs == 0
+
+
+async def test_a_higher_attempt_replaces_the_older(workers: Workers) -> None:
+    worker = await workers.start(Role.DECODE, speed=1.0)
+    frontend = await workers.frontend(worker)
+    request = frontend.new(PROMPT, max_tokens=60)
+    frontend.submit_to(worker.id, request)
+    await until(lambda: len(request.tokens) >= 5)
+    request.attempt = 2
+    frontend.submit_to(worker.id, request)  # resumes after the tokens it has
+    await frontend.finished(request)
+    await workers.assert_no_leaks()
+
+
+async def test_a_stale_abort_leaves_the_newer_attempt_alone(workers: Workers) -> None:
+    worker = await workers.start(Role.DECODE, speed=1.0)
+    frontend = await workers.frontend(worker)
+    request = frontend.new(PROMPT, max_tokens=40)
+    request.attempt = 3
+    frontend.submit_to(worker.id, request)
+    frontend.transport.send(worker.id, Abort(request.id, 2))
+    await frontend.finished(request)
+    await workers.assert_no_leaks()
+
+
+async def test_aborted_requests_free_their_blocks(workers: Workers) -> None:
+    worker = await workers.start(Role.DECODE, speed=1.0)
+    frontend = await workers.frontend(worker)
+    requests = [frontend.new([i, *PROMPT], max_tokens=5000) for i in range(10)]
+    for request in requests:
+        frontend.submit_to(worker.id, request)
+    await until(lambda: all(r.tokens for r in requests))
+    for request in requests:
+        frontend.abort(worker.id, request)
+    await workers.assert_no_leaks()
+    assert all(r.finish is None for r in requests)
+
+
+async def test_requests_of_a_frontend_that_vanished_are_aborted(workers: Workers) -> None:
+    worker = await workers.start(Role.DECODE, speed=1.0)
+    gone, stays = await workers.frontend(worker), await workers.frontend(worker)
+    for i in range(3):
+        gone.submit_to(worker.id, gone.new([i, *PROMPT], max_tokens=20_000))
+    await until(lambda: stays.loads[worker.id].running == 3)
+    workers.frontends.remove(gone)
+    await gone.close()
+    await workers.assert_no_leaks()
+
+
+async def test_control_calls_are_answered(workers: Workers) -> None:
+    worker = await workers.start(Role.DECODE)
+    frontend = await workers.frontend(worker)
+    frontend.transport.send(worker.id, Call(7, "reset_prefix_cache"))
+    frontend.transport.send(worker.id, Call(8, "sleep", [1]))
+    await until(lambda: len(frontend.replies) == 2)
+    by_id = {reply.call_id: reply for reply in frontend.replies}
+    assert by_id[7].result is True and by_id[7].error is None
+    assert by_id[8].error == "sleep: the simulated engine cannot sleep; use --engine vllm"
+
+
+async def test_another_protocol_is_not_welcomed(workers: Workers, caplog: pytest.LogCaptureFixture) -> None:
+    worker = await workers.start(Role.DECODE)
+    frontend = await workers.frontend(worker)
+    frontend.welcomed.clear()
+    with caplog.at_level("ERROR", "pd.worker"):
+        frontend.transport.send(worker.id, Hello(protocol=99))
+        await until(lambda: "speaks protocol 99" in caplog.text)
+    assert not frontend.welcomed
+
+
+# ---- roles -----------------------------------------------------------------------------------------------------
+
+
+async def test_role_changes_in_place_once_its_requests_have_ended(workers: Workers) -> None:
+    worker = await workers.start(Role.DECODE, speed=1.0)
+    frontend = await workers.frontend(worker)
+    request, late = frontend.new(PROMPT, max_tokens=100), frontend.new(PROMPT)
+    frontend.submit_to(worker.id, request)
+    await until(lambda: request.tokens)
+    await workers.registry.order_role(worker.id, Role.PREFILL)
+    await until(lambda: worker.agent.life.refusal() == "draining")
+    frontend.submit_to(worker.id, late)
+    await until(lambda: late.got(Rejected))
+    assert late.got(Rejected).why == "draining"
+    await workers.registered(worker.id, Role.PREFILL)
+    await frontend.finished(request)  # was not cut off
+    orders = await workers.registry.refresh(worker.info, 60)
+    assert orders.role is None
+    await workers.assert_no_leaks()
+
+
+async def test_what_does_not_end_by_the_drain_deadline_is_given_back(redis_server: EmbeddedRedis) -> None:
+    async with running_workers(redis_server, workers={"drain_timeout_s": 0.2}) as workers:
+        worker, other = await workers.start(Role.DECODE, speed=1.0), await workers.start(Role.DECODE)
+        frontend = await workers.frontend(worker, other)
+        request = frontend.new(PROMPT, max_tokens=1000)
+        frontend.submit_to(worker.id, request)
+        await until(lambda: len(request.tokens) > 3)
+        await workers.registry.order_role(worker.id, Role.PREFILL)
+        rejected = await until(lambda: request.got(Rejected))
+        assert rejected.why == "drained"
+        request.attempt = 2
+        frontend.submit_to(other.id, request)
+        await frontend.finished(request)
+        await workers.registered(worker.id, Role.PREFILL)
+        await workers.assert_no_leaks()
+
+
+async def test_ordered_back_while_draining_it_stays_what_it_was(workers: Workers) -> None:
+    worker = await workers.start(Role.DECODE, speed=1.0)
+    frontend = await workers.frontend(worker)
+    request, another = frontend.new(PROMPT, max_tokens=100), frontend.new(PROMPT)
+    frontend.submit_to(worker.id, request)
+    await until(lambda: request.tokens)
+    await workers.registry.order_role(worker.id, Role.PREFILL)
+    await until(lambda: worker.agent.life.refusal() == "draining")
+    await workers.registry.order_role(worker.id, Role.DECODE)
+    await until(lambda: worker.agent.life.refusal() is None)
+    assert worker.agent.life.role is Role.DECODE
+    frontend.submit_to(worker.id, another)
+    await frontend.finished(request, another)
+    await workers.assert_no_leaks()
+
+
+async def test_drain_ends_what_it_has_then_leaves(workers: Workers) -> None:
+    worker = await workers.start(Role.DECODE, speed=1.0)
+    frontend = await workers.frontend(worker)
+    request = frontend.new(PROMPT, max_tokens=50)
+    frontend.submit_to(worker.id, request)
+    await until(lambda: request.tokens)
+    await workers.registry.order_drain(worker.id)
+    assert await worker.stopped() == 0
+    await frontend.finished(request)
+    assert worker.id not in await workers.registry.workers()
+
+
+# ---- what can go away --------------------------------------------------------------------------------------------
+
+
+async def test_a_dead_engine_ends_the_worker(workers: Workers) -> None:
+    worker = await workers.start(Role.DECODE)
+    assert worker.engine._task is not None
+    worker.engine._task.cancel()
+    assert await worker.stopped() == 1
+    assert worker.id not in await workers.registry.workers()
+
+
+async def test_a_worker_that_does_not_fit_is_refused(workers: Workers) -> None:
+    await workers.start(Role.DECODE)
+    with pytest.raises(AssertionError, match="block_size is '32', but the fleet's is '16'"):
+        await workers.start(Role.DECODE, block_size=32)
+    with pytest.raises(IncompatibleWorker):
+        await workers.local[1].stopped()
+
+
+async def test_resubmitting_the_same_key_after_its_end_is_refused_nothing(workers: Workers) -> None:
+    """A request that moved away and comes back with a later attempt starts fresh."""
+    worker = await workers.start(Role.DECODE)
+    frontend = await workers.frontend(worker)
+    request = frontend.new(PROMPT, max_tokens=4)
+    for attempt in (1, 2, 3):
+        request.attempt, request.tokens, request.finish = attempt, [], None
+        frontend.submit_to(worker.id, request)
+        await frontend.finished(request)
+    assert request.tokens == expected(PROMPT, 4)
+    await workers.assert_no_leaks()
+
+
+async def test_many_requests_in_a_small_memory_all_end(workers: Workers) -> None:
+    worker = await workers.start(Role.DECODE, blocks=64, max_model_len=1024, speed=20.0)
+    frontend = await workers.frontend(worker)
+    requests = [frontend.new([i, *PROMPT], max_tokens=20 + i % 7) for i in range(60)]
+    for request in requests:
+        frontend.submit_to(worker.id, request)
+    await frontend.finished(*requests)
+    await workers.assert_no_leaks()
+    await asyncio.sleep(0)
+    assert frontend.late_outputs == 0

@@ -1,0 +1,131 @@
+"""The worker's command line: one engine and one role, from options, a configuration file and vLLM's own arguments.
+
+Turns them into a `WorkerSettings`, or a ConfigError of one line. Starts nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import socket
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from orchestrator.config import Config, ConfigError, PoolConfig, load_config, parse_config
+from orchestrator.types import Role
+
+
+class WorkerSettings(msgspec.Struct, frozen=True):
+    """Everything one worker process needs."""
+
+    worker_id: str
+    role: Role
+    redis_url: str
+    host: str  # address that frontends and other workers reach this worker at
+    config: Config
+    engine_args: dict[str, Any]  # of vLLM
+    kv_port: int = 0  # 0 takes a free one
+    cores: list[int] = []
+    die_with_parent: bool = False
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parse(role: Role, arguments: list[str]) -> WorkerSettings:
+    """What is given here goes before what the --config file says. Raises ConfigError; exits 0 after --help."""
+    options, passed_through = _parser(role).parse_known_args(arguments)
+    if options.redis == "embedded" or "://" not in options.redis:
+        raise ConfigError(f"--redis: expected redis://, rediss:// or unix://, got {options.redis!r}")
+    given = {name: getattr(options, name) for name in ("model", "namespace", "engine")}
+    overrides = {name: value for name, value in given.items() if value is not None}
+    if options.config is not None:
+        config = load_config(options.config, [f"{name}={json.dumps(value)}" for name, value in overrides.items()])
+    elif options.model is None:
+        raise ConfigError("--model: required when no --config names one")
+    else:
+        config = parse_config(overrides)
+    pool: PoolConfig = getattr(config.workers, role.value)
+    engine_args = {**config.workers.engine_args, **pool.engine_args}
+    if config.engine == "vllm":
+        engine_args |= vllm_arguments(passed_through)
+    elif passed_through:
+        raise ConfigError(
+            f"{passed_through[0]}: unknown argument; the simulated engine is set up by `sim:` in the --config file"
+        )
+    return WorkerSettings(
+        worker_id=options.id or f"{role.value}-{socket.gethostname()}-{secrets.token_hex(2)}",
+        role=role,
+        redis_url=options.redis,
+        host=options.host or config.workers.host,
+        config=config,
+        engine_args=engine_args,
+        kv_port=options.kv_port,
+        cores=_cores(options.cores),
+        die_with_parent=options.die_with_parent,
+    )
+
+
+def _parser(role: Role) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=f"{role.value}-worker",
+        description=f"Run one {role.value} worker, which joins its fleet by itself.",
+        epilog="Arguments not listed here are vLLM's: --max-model-len 4096 --enforce-eager ...",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--redis", required=True, help="redis://, rediss:// or unix:// URL of the fleet's Redis")
+    parser.add_argument("--model", help="Hugging Face name, folder, or 'demo'")
+    parser.add_argument("--namespace", help="fleets of different namespaces ignore each other")
+    parser.add_argument("--id", help="unique in the fleet; by default made up")
+    parser.add_argument("--engine", help="vllm or sim")
+    parser.add_argument("--host", help="address that frontends and other workers reach this worker at")
+    parser.add_argument("--config", type=Path, help="the fleet's YAML file")
+    parser.add_argument("--kv-port", type=int, default=0, help="port for KV handshakes; 0 takes a free one")
+    parser.add_argument("--cores", help="CPU cores to compute on, as 0,1")
+    parser.add_argument("--die-with-parent", action="store_true", help="stop when the parent process dies")
+    return parser
+
+
+def environment(config: Config, role: Role) -> dict[str, str]:
+    """What the file sets for workers of this role; an engine reads much of it when it is imported."""
+    pool: PoolConfig = getattr(config.workers, role.value)
+    return {**config.workers.env, **pool.env}
+
+
+def vllm_arguments(arguments: list[str]) -> dict[str, Any]:
+    """Arguments as `vllm serve` spells them, as fields of AsyncEngineArgs: only those given. Raises ConfigError."""
+    if not arguments:
+        return {}
+    # vLLM's own parser knows its hundreds of options, JSON values and dotted keys.
+    from workers import vllm_arguments as vllm
+
+    try:
+        return vllm.parse(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error.argument_name or arguments[0]}: {error.message}") from None
+
+
+def free_port(host: str) -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _cores(text: str | None) -> list[int]:
+    if not text:
+        return []
+    try:
+        cores = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--cores: expected numbers like 0,1, got {text!r}") from None
+    missing = sorted(set(cores) - os.sched_getaffinity(0))
+    if missing:
+        raise ConfigError(f"--cores: core {missing[0]} is not available to this process")
+    return cores

@@ -1,0 +1,93 @@
+"""The attempts that one worker holds, prefilling or decoding, and what they sum up to. No I/O.
+
+An attempt is held from its submission or claim until its end was told to its frontend; its KV may live longer in the
+engine. At most one attempt of a request is held in each phase.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from workers.engine import Phase
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """One attempt. `tokens` are to be computed here: none of a prompt whose KV is received."""
+
+    key: str
+    request_id: str
+    attempt: int
+    frontend_id: str
+    phase: Phase
+    tokens: int
+    since: float  # monotonic seconds
+    computed: bool = False  # its first output has been seen
+    submitted: bool = False  # the engine knows it
+    leased: bool = False  # a claim in the queue stands behind it
+
+
+class Attempts:
+    def __init__(self) -> None:
+        self._by_key: dict[str, Held] = {}
+        self._by_request: dict[tuple[Phase, str], Held] = {}
+        self._claimed: dict[str, Held] = {}
+        self.waiting_tokens = 0  # of all attempts, not yet computed
+        self.claimed_tokens = 0  # of prefills, not yet computed
+        self.changed = asyncio.Event()  # set whenever something is removed; cleared by who waits for it
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def get(self, key: str) -> Held | None:
+        return self._by_key.get(key)
+
+    def find(self, phase: Phase, request_id: str) -> Held | None:
+        return self._by_request.get((phase, request_id))
+
+    def holds(self, held: Held) -> bool:
+        """False once it was removed, even when the key came back."""
+        return self._by_key.get(held.key) is held
+
+    def claimed(self) -> list[Held]:
+        return list(self._claimed.values())
+
+    @property
+    def claims(self) -> int:
+        return len(self._claimed)
+
+    def all(self) -> list[Held]:
+        return list(self._by_key.values())
+
+    def frontends(self) -> set[str]:
+        return {held.frontend_id for held in self._by_key.values()}
+
+    def add(self, held: Held) -> None:
+        if held.key in self._by_key:
+            raise ValueError(f"{held.key} is held already")
+        self._by_key[held.key] = held
+        self._by_request[held.phase, held.request_id] = held
+        self.waiting_tokens += held.tokens
+        if held.phase is Phase.PREFILL:
+            self._claimed[held.key] = held
+            self.claimed_tokens += held.tokens
+
+    def compute(self, held: Held) -> None:
+        """Its prompt has been computed. Idempotent."""
+        if not held.computed:
+            held.computed = True
+            self.waiting_tokens -= held.tokens
+            if held.phase is Phase.PREFILL:
+                self.claimed_tokens -= held.tokens
+
+    def remove(self, held: Held) -> None:
+        """Idempotent."""
+        if not self.holds(held):
+            return
+        self.compute(held)
+        del self._by_key[held.key]
+        self._claimed.pop(held.key, None)
+        if self._by_request.get((held.phase, held.request_id)) is held:
+            del self._by_request[held.phase, held.request_id]
+        self.changed.set()

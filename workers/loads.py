@@ -1,0 +1,160 @@
+"""What a worker publishes about its load: the engine's view, what it holds, and how fast it prefills.
+
+Coalesced, so that a fast engine does not flood the mesh, and exact about which submissions a report includes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from orchestrator.types import WorkerLoad
+from workers.attempts import Attempts
+from workers.engine import EngineLoad
+
+MIN_INTERVAL_S = 0.002
+_RATE_WINDOW_S = 0.1
+_RATE_WEIGHT = 0.3
+
+
+class PrefillRate:
+    """Tokens prefilled per second while there are any to prefill, exponentially weighted over windows of 0.1 s."""
+
+    def __init__(self) -> None:
+        self.tokens_per_s = 0.0
+        self._since: float | None = None
+        self._tokens = 0
+
+    def busy(self, now: float) -> None:
+        """There are tokens to prefill. Idempotent."""
+        if self._since is None:
+            self._since = now
+
+    def prefilled(self, tokens: int, more: bool, now: float) -> None:
+        """`more`: others still wait, so time goes on counting."""
+        if self._since is None:
+            return
+        self._tokens += tokens
+        elapsed_s = now - self._since
+        if self._tokens and elapsed_s > 0 and (elapsed_s >= _RATE_WINDOW_S or not more):
+            sample = self._tokens / elapsed_s
+            # A short window says less: weigh it by its length.
+            weight = _RATE_WEIGHT * min(1.0, elapsed_s / _RATE_WINDOW_S) if self.tokens_per_s else 1.0
+            self.tokens_per_s += weight * (sample - self.tokens_per_s)
+            self._since, self._tokens = now, 0
+        if not more:
+            self.idle()
+
+    def idle(self) -> None:
+        """Nothing waits any more: time stops counting."""
+        self._since, self._tokens = None, 0
+
+
+class _Seen:
+    """Submission numbers of one frontend by how surely the engine's load includes them."""
+
+    __slots__ = ("fresh", "seen", "settling")
+
+    def __init__(self) -> None:
+        self.fresh = self.settling = self.seen = 0
+
+
+class LoadReporter:
+    """Feed it what happens; it publishes by itself. `publish` never waits."""
+
+    def __init__(
+        self, worker_id: str, blocks_total: int, attempts: Attempts, publish: Callable[[WorkerLoad], None]
+    ) -> None:
+        self._worker_id, self.blocks_total = worker_id, blocks_total
+        self._attempts, self._publish = attempts, publish
+        self.rate = PrefillRate()
+        self.engine = EngineLoad(blocks_free=blocks_total, running=0, waiting=0, step_ms=0.0)
+        self.prefilled_tokens = 0
+        self.dirty = asyncio.Event()  # something happened that no step may ever report
+        self.steps = 0
+        self._seen: dict[str, _Seen] = {}
+        self._sequence = 0
+        self._published_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def held(self) -> None:
+        """Call after an attempt was added."""
+        if self._attempts.waiting_tokens:
+            self.rate.busy(time.monotonic())
+        self.dirty.set()
+
+    def submitted(self, frontend_id: str, sequence: int) -> None:
+        """This submission was handed to the engine, or refused: both ways it is accounted for from now on."""
+        numbers = self._seen.setdefault(frontend_id, _Seen())
+        numbers.fresh = max(numbers.fresh, sequence)
+        self.dirty.set()
+
+    def forget(self, frontend_id: str) -> None:
+        self._seen.pop(frontend_id, None)
+
+    def prefilled(self, tokens: int) -> None:
+        """Call after the attempts were updated."""
+        self.prefilled_tokens += tokens
+        self.rate.prefilled(tokens, self._attempts.waiting_tokens > 0, time.monotonic())
+
+    def stepped(self, load: EngineLoad | None) -> None:
+        """A step ended. It may have begun before the latest submissions, the next one cannot have."""
+        self.steps += 1
+        for numbers in self._seen.values():
+            numbers.seen, numbers.settling = numbers.settling, numbers.fresh
+        if load is not None:
+            self.engine = load
+        self.publish_soon()
+
+    def measured(self, load: EngineLoad) -> None:
+        """The engine was asked, after everything submitted so far."""
+        for numbers in self._seen.values():
+            numbers.seen = numbers.settling = numbers.fresh
+        self.engine = load
+        self.publish_soon()
+
+    @property
+    def settled(self) -> bool:
+        """Nothing was submitted that the last report does not include."""
+        return all(numbers.seen == numbers.fresh for numbers in self._seen.values())
+
+    def publish_soon(self) -> None:
+        if self._timer is not None:
+            return
+        wait_s = self._published_at + MIN_INTERVAL_S - time.monotonic()
+        if wait_s <= 0:
+            self._publish_now()
+        else:
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._publish_now)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _publish_now(self) -> None:
+        self._timer = None
+        if not self._attempts.waiting_tokens:
+            self.rate.idle()
+        self._published_at = time.monotonic()
+        self._sequence += 1
+        engine = self.engine
+        self._publish(
+            WorkerLoad(
+                worker_id=self._worker_id,
+                sequence=self._sequence,
+                blocks_total=self.blocks_total,
+                blocks_free=engine.blocks_free,
+                running=engine.running,
+                waiting=engine.waiting,
+                waiting_tokens=self._attempts.waiting_tokens,
+                step_ms=engine.step_ms,
+                seen={frontend_id: numbers.seen for frontend_id, numbers in self._seen.items()},
+                prefill_tokens_per_s=self.rate.tokens_per_s,
+                prefilled_tokens=self.prefilled_tokens,
+                kv_bytes_sent=engine.kv_bytes_sent,
+                kv_transfers=engine.kv_transfers,
+                kv_transfer_s=engine.kv_transfer_s,
+                kv_transfer_failures=engine.kv_transfer_failures,
+            )
+        )

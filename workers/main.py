@@ -1,0 +1,125 @@
+"""Console scripts `prefill-worker` and `decode-worker`: one worker process that joins a fleet by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from typing import Any
+
+import uvloop
+
+from orchestrator.config import ConfigError
+from orchestrator.redis_client import RedisAway, connect
+from orchestrator.registry import IncompatibleWorker
+from orchestrator.types import Role
+from workers.agent import Agent, EngineStartFailed
+from workers.arguments import WorkerSettings, environment, free_port, parse
+from workers.engine import Engine
+
+log = logging.getLogger("pd.worker")
+
+EXIT_FAILED, EXIT_USAGE = 1, 2
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_ORPHAN_POLL_S = 0.5
+
+
+def prefill_main() -> None:
+    """The console script `prefill-worker`."""
+    sys.exit(main(Role.PREFILL, sys.argv[1:]))
+
+
+def decode_main() -> None:
+    """The console script `decode-worker`."""
+    sys.exit(main(Role.DECODE, sys.argv[1:]))
+
+
+def main(role: Role, arguments: list[str]) -> int:
+    """Returns the exit code: 0 left in order, 1 the engine failed, 2 it could never have worked."""
+    name = f"{role.value}-worker"
+    try:
+        parsed = parse(role, arguments)
+        os.environ.update(environment(parsed.config, role))
+        if parsed.die_with_parent:
+            _die_with_parent(parsed.config.launcher.stop_timeout_s)
+        _set_up_logging(parsed.worker_id)
+        return uvloop.run(_run(parsed))
+    except (ConfigError, RedisAway, IncompatibleWorker, ValueError, OSError) as error:
+        why, code = str(error) or type(error).__name__, EXIT_USAGE
+    except EngineStartFailed as error:
+        why, code = str(error), EXIT_FAILED
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    print(f"{name}: {' '.join(why.split())}", file=sys.stderr, flush=True)
+    return code
+
+
+async def _run(parsed: WorkerSettings) -> int:
+    """Raises ConfigError, RedisAway, IncompatibleWorker, EngineStartFailed."""
+    config = parsed.config
+    redis = await connect(parsed.redis_url, config.redis.timeout_s)
+    try:
+        agent = Agent(_engine(parsed), redis, config, parsed.worker_id, parsed.role, parsed.host)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, agent.request_stop)
+        return await agent.run()
+    finally:
+        await redis.aclose()
+
+
+def _engine(parsed: WorkerSettings) -> Engine:
+    config = parsed.config
+    # Unique per process start, so that a restarted worker is never taken for its predecessor.
+    engine_id = f"{parsed.worker_id}-{uuid.uuid4().hex[:8]}"
+    place: dict[str, Any] = {"engine_id": engine_id, "kv_host": parsed.host, "kv": config.kv}
+    if config.engine == "sim":
+        from workers.sim_engine import SimEngine
+
+        if parsed.cores:
+            os.sched_setaffinity(0, parsed.cores)
+        log.info("simulated engine: times and tokens are made up")
+        return SimEngine(config.sim, config.model, kv_port=parsed.kv_port, **place)
+    from orchestrator.demo_model import resolve_model
+    from workers.vllm_engine import VllmEngine
+
+    kv_port = parsed.kv_port or free_port(parsed.host)
+    model = resolve_model(config.model)
+    return VllmEngine(model, parsed.engine_args, kv_port=kv_port, cores=parsed.cores or None, **place)
+
+
+def _set_up_logging(worker_id: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        logging.Formatter(f"%(asctime)s.%(msecs)03d %(levelname)s {worker_id} %(name)s: %(message)s", "%H:%M:%S")
+    )
+    logger = logging.getLogger("pd")
+    logger.handlers = [handler]
+    logger.setLevel(os.environ.get("PD_LOG_LEVEL", "INFO").upper())
+    logger.propagate = False
+
+
+def _die_with_parent(stop_timeout_s: float) -> None:
+    """SIGTERM when the parent dies, so that engines can clean up; the hard way when that takes too long."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_ORPHAN_POLL_S)
+        os.kill(os.getpid(), signal.SIGTERM)  # a second one: nobody is left to drain for
+        time.sleep(stop_timeout_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="orphan-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    # python -m workers.main prefill|decode ...: the same without the console scripts.
+    sys.exit(main(Role(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,96 @@
+"""Which other engines are proven dead, so that KV transfers with them can be ended safely.
+
+Leaving the registry is a hint, not a proof: a worker that Redis lost may still be writing into our memory. Proof is
+that neither its agent nor its engine accepts a connection any more, or that its host stays unreachable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from orchestrator.redis_client import RedisAway
+from orchestrator.registry import Registry
+from orchestrator.types import WorkerInfo
+
+log = logging.getLogger("pd.peers")
+
+PROBE_TIMEOUT_S = 1.0
+PROBE_INTERVAL_S = 0.5
+
+
+class Peers:
+    """Calls `on_dead(engine_id)` once for each engine proven dead."""
+
+    def __init__(
+        self, worker_id: str, registry: Registry, timeout_s: float, on_dead: Callable[[str], Awaitable[None]]
+    ) -> None:
+        """`timeout_s`: how long a host may be unreachable before its engines count as dead."""
+        self._worker_id, self._registry = worker_id, registry
+        self._timeout_s, self._on_dead = timeout_s, on_dead
+        self._known: dict[str, WorkerInfo] = {}  # by engine id
+        self._missing: dict[str, asyncio.Task[None]] = {}
+
+    async def look(self) -> None:
+        """Membership changed somehow: read the registry again, which knows more than the order of events."""
+        try:
+            workers = await self._registry.workers()
+        except RedisAway as error:
+            log.debug("membership not read: %s", error)
+            return
+        present = {info.kv.engine_id: info for info in workers.values() if info.id != self._worker_id}
+        self._known.update(present)
+        for engine_id, info in self._known.items():
+            if engine_id in present:
+                if task := self._missing.pop(engine_id, None):
+                    task.cancel()
+            elif engine_id not in self._missing:
+                self._missing[engine_id] = asyncio.create_task(self._prove(info), name=f"probe-{info.id}")
+
+    async def _prove(self, info: WorkerInfo) -> None:
+        """Runs until the engine is proven dead, or cancelled because it is back."""
+        engine_id = info.kv.engine_id
+        unreachable_since = None
+        while True:
+            answers = [await probe(*_split(info.request_address)), await probe(info.kv.host, info.kv.port)]
+            if not any(answer is True for answer in answers):
+                now = time.monotonic()
+                unreachable_since = unreachable_since or now
+                if all(answer is False for answer in answers) or now - unreachable_since > self._timeout_s:
+                    break
+            else:
+                unreachable_since = None
+            await asyncio.sleep(PROBE_INTERVAL_S)
+        log.warning("worker %s is dead: ending KV transfers with its engine %s", info.id, engine_id)
+        self._known.pop(engine_id, None)
+        self._missing.pop(engine_id, None)
+        await self._on_dead(engine_id)
+
+    async def close(self) -> None:
+        tasks = list(self._missing.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def probe(host: str, port: int) -> bool | None:
+    """True: something listens there. False: refused, so nothing does. None: no answer, which proves nothing yet."""
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return False
+    except (OSError, TimeoutError):
+        return None
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return True
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
