@@ -1,0 +1,5 @@
+"""KV push connector: the prefill engine WRITEs KV blocks into the decode engine's memory over NIXL.
+
+`connector.py` is the facade vLLM loads; `scheduler.py` decides what is registered and shipped; `worker.py` does
+the NIXL calls; `inbound.py` and `outbound.py` are the two ends' state machines, without vLLM, NIXL or a clock.
+"""

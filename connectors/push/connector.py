@@ -1,0 +1,63 @@
+"""The facade vLLM loads (`kv_connector_module_path`): a scheduler half in the engine, a worker half per rank.
+
+Scheduler: on_new_request, get_num_new_matched_tokens, update_state_after_alloc, build_connector_meta,
+request_finished, update_connector_output, has_pending_push_work. Worker: start_load_kv, save_kv_layer,
+wait_for_save, get_transfer_results.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPushConnector
+
+from connectors.push.metadata import PushMetadata
+from connectors.push.scheduler import PushScheduler
+from connectors.push.stats import PushStats
+from connectors.push.worker import PushWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class PushConnector(NixlPushConnector):
+    """Both halves serve either role: which one is said by each request's parameters, not by configuration."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        if vllm_config.parallel_config.decode_context_parallel_size > 1:
+            raise ValueError("decode_context_parallel_size: the KV push connector supports 1 only")
+        # Not the parent's constructor: it would build the stock halves.
+        NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
+        self.connector_scheduler: PushScheduler | None = None
+        self.connector_worker: PushWorker | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self.connector_scheduler = PushScheduler(vllm_config, self.engine_id, kv_cache_config)
+        else:
+            self.connector_worker = PushWorker(vllm_config, self.engine_id, kv_cache_config)
+
+    def fail_engine(self, engine_id: str) -> None:
+        """Scheduler side: `engine_id` is known to be dead."""
+        assert self.connector_scheduler is not None
+        self.connector_scheduler.fail_engine(engine_id)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        assert self.connector_worker is not None
+        self.connector_worker.start_load_kv(self._metadata())
+
+    def wait_for_save(self) -> None:
+        super().wait_for_save()
+        assert self.connector_worker is not None
+        self.connector_worker.on_computed(self._metadata())
+
+    def _metadata(self) -> PushMetadata:
+        metadata = self._connector_metadata
+        assert isinstance(metadata, PushMetadata), type(metadata)
+        return metadata
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return PushStats(data=data) if data is not None else PushStats()

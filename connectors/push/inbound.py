@@ -1,0 +1,207 @@
+"""The decode end of KV transfers in one worker: what waits for KV, from whom, until when.
+
+Calls report what happened and take `now` (monotonic seconds); they return what is to be done, in order. No NIXL,
+no threads, no clock. The promise kept here: a request is only reported finished, and its blocks so given back,
+when no WRITE into them can land any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Union
+
+from connectors.push.states import INBOX, INBOX_ENDS, Inbox, InboxEvent
+from connectors.push.wire import Endpoint, Message, Register, Unregister
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Make `engine` reachable; answered by `connected` or `unreachable`."""
+
+    peer: Endpoint
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send to one peer (an agent name) of `engine`."""
+
+    engine: str
+    peer: str
+    message: Message
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Tell the scheduler; `ok` False means recompute. `why` is empty when ok."""
+
+    request: str
+    ok: bool
+    why: str = ""
+
+
+Action = Union[Connect, Send, Finish]
+
+
+@dataclass
+class _Waiting:
+    order: Register
+    source: Endpoint
+    deadline: float
+    state: Inbox = Inbox.CONNECTING
+    silent: bool = False  # holds no blocks here: nobody is told how it ends
+    why: str = ""
+    unanswered: set[str] = field(default_factory=set)  # peers that may still WRITE
+    refused: bool = False
+    resend_at: float = 0.0
+
+
+class Inbound:
+    """Registrations of one decode worker rank, by request id."""
+
+    def __init__(self, *, timeout_s: float, resend_s: float = 0.5, silent_s: float = 5.0) -> None:
+        self._timeout_s = timeout_s
+        self._resend_s = resend_s
+        self._silent_s = silent_s
+        self._waiting: dict[str, _Waiting] = {}
+        self._peers: dict[str, tuple[str, ...]] = {}  # engine -> agent names, once connected
+        self._dead: set[str] = set()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting)
+
+    def engines(self) -> set[str]:
+        """Engines that something here waits for."""
+        return {waiting.source.engine for waiting in self._waiting.values()}
+
+    # ---- from the scheduler ------------------------------------------------------------------------------------
+
+    def register(self, order: Register, source: Endpoint, now: float) -> list[Action]:
+        """Blocks are reserved: have `order.stream` of `source` pushed into them."""
+        waiting = _Waiting(order=order, source=source, deadline=now + self._timeout_s)
+        self._waiting[order.request] = waiting
+        return self._open(waiting, now)
+
+    def disown(self, order: Unregister, source: Endpoint, now: float) -> list[Action]:
+        """Nothing was reserved and nothing will be: let the prefill engine free what it keeps for us."""
+        if order.request in self._waiting or source.engine in self._dead:
+            return []
+        reserve = Register(order.stream, order.request, order.decode, [], 0)
+        waiting = _Waiting(order=reserve, source=source, deadline=now + self._silent_s, silent=True)
+        self._waiting[order.request] = waiting
+        return self._open(waiting, now)
+
+    def withdraw(self, request: str, why: str, now: float) -> list[Action]:
+        """The blocks are wanted back. Reported by `Finish` as soon as that is safe; unknown requests are ignored."""
+        waiting = self._waiting.get(request)
+        if waiting is None:
+            return []
+        return self._apply(waiting, InboxEvent.WITHDRAW, now, why)
+
+    # ---- from the network --------------------------------------------------------------------------------------
+
+    def connected(self, engine: str, peers: tuple[str, ...], now: float) -> list[Action]:
+        self._peers[engine] = peers
+        actions: list[Action] = []
+        for waiting in self._of(engine):
+            if waiting.state is Inbox.CONNECTING:
+                actions += self._announce(waiting, peers, now)
+        return actions
+
+    def unreachable(self, engine: str, why: str, now: float) -> list[Action]:
+        """A handshake failed. What was already registered is not touched: its WRITEs may still come."""
+        self._peers.pop(engine, None)
+        actions: list[Action] = []
+        for waiting in self._of(engine):
+            actions += self._apply(waiting, InboxEvent.UNREACHABLE, now, why)
+        return actions
+
+    def forget(self, engine: str) -> None:
+        """Its connection was dropped, being unused: the next registration connects anew."""
+        self._peers.pop(engine, None)
+
+    def landed(self, request: str, peer: str, now: float) -> list[Action]:
+        return self._answer(request, peer, now, refused=False, why="")
+
+    def gone(self, request: str, peer: str, why: str, now: float) -> list[Action]:
+        return self._answer(request, peer, now, refused=True, why=why)
+
+    def peer_dead(self, engine: str, now: float) -> list[Action]:
+        """Known dead: nothing it posted can land any more, and nothing new will be sent to it."""
+        self._dead.add(engine)
+        self._peers.pop(engine, None)
+        actions: list[Action] = []
+        for waiting in self._of(engine):
+            actions += self._apply(waiting, InboxEvent.PEER_DEAD, now, f"prefill engine {engine} is dead")
+        return actions
+
+    def tick(self, now: float) -> list[Action]:
+        """Deadlines and repeats; call it at least every `resend_s` while `busy`."""
+        actions: list[Action] = []
+        for waiting in list(self._waiting.values()):
+            if waiting.state is Inbox.WITHDRAWING:
+                if waiting.silent and now >= waiting.deadline:
+                    del self._waiting[waiting.order.request]
+                elif now >= waiting.resend_at:
+                    actions += self._ask_to_stop(waiting, now)
+            elif now >= waiting.deadline:
+                why = f"no KV within {self._timeout_s:g} s of registering"
+                actions += self._apply(waiting, InboxEvent.WITHDRAW, now, why)
+        return actions
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _of(self, engine: str) -> list[_Waiting]:
+        return [waiting for waiting in self._waiting.values() if waiting.source.engine == engine]
+
+    def _open(self, waiting: _Waiting, now: float) -> list[Action]:
+        engine = waiting.source.engine
+        if engine in self._dead:
+            return self._apply(waiting, InboxEvent.PEER_DEAD, now, f"prefill engine {engine} is dead")
+        if peers := self._peers.get(engine):
+            return self._announce(waiting, peers, now)
+        return [Connect(waiting.source)]
+
+    def _announce(self, waiting: _Waiting, peers: tuple[str, ...], now: float) -> list[Action]:
+        waiting.unanswered = set(peers)
+        actions = self._apply(waiting, InboxEvent.SENT, now, "")
+        if waiting.silent:
+            return actions + self._apply(waiting, InboxEvent.WITHDRAW, now, "not needed")
+        # The registration leaves only now: before it, no peer can know these blocks.
+        return actions + [Send(waiting.source.engine, peer, waiting.order) for peer in peers]
+
+    def _ask_to_stop(self, waiting: _Waiting, now: float) -> list[Action]:
+        # Repeated, since a peer that restarts its connection may lose one; the answer is idempotent.
+        waiting.resend_at = now + self._resend_s
+        order = waiting.order
+        message = Unregister(order.stream, order.request, order.decode)
+        return [Send(waiting.source.engine, peer, message) for peer in sorted(waiting.unanswered)]
+
+    def _answer(self, request: str, peer: str, now: float, *, refused: bool, why: str) -> list[Action]:
+        waiting = self._waiting.get(request)
+        if waiting is None or peer not in waiting.unanswered:
+            return []
+        waiting.unanswered.discard(peer)
+        waiting.refused = waiting.refused or refused
+        if not waiting.unanswered:
+            event = InboxEvent.ALL_ANSWERED if waiting.refused else InboxEvent.ALL_LANDED
+            return self._apply(waiting, event, now, why)
+        if refused:
+            return self._apply(waiting, InboxEvent.REFUSED, now, why)
+        return []
+
+    def _apply(self, waiting: _Waiting, event: InboxEvent, now: float, why: str) -> list[Action]:
+        after = INBOX.get((waiting.state, event))
+        if after is None:
+            return []
+        waiting.state = after
+        waiting.why = waiting.why or why
+        if after is Inbox.WITHDRAWING:
+            return self._ask_to_stop(waiting, now)
+        if after in INBOX_ENDS:
+            del self._waiting[waiting.order.request]
+            if waiting.silent:
+                return []
+            ok = after is Inbox.RECEIVED
+            return [Finish(waiting.order.request, ok, "" if ok else waiting.why)]
+        return []

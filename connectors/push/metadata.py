@@ -1,0 +1,111 @@
+"""What the scheduler half tells the worker half each step, and the options both read.
+
+Pickled when workers are separate processes, so plain data only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
+
+from connectors.push.wire import Endpoint, Register, Unregister
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+TRANSFERS = ("chunk", "layer", "whole")
+
+
+@dataclass(frozen=True)
+class PushOptions:
+    """From `kv_connector_extra_config`. Times are seconds."""
+
+    transfer: str = "whole"
+    timeout_s: float = 30.0  # decode waits this long for KV before it recomputes
+    lease_s: float = 30.0  # prefill keeps finished blocks this long for a decode that has not registered
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig) -> PushOptions:
+        """Raises ValueError naming the key."""
+        config = vllm_config.kv_transfer_config
+        assert config is not None
+        transfer = config.get_from_extra_config("transfer", cls.transfer)
+        if transfer not in TRANSFERS:
+            raise ValueError(f"kv.transfer: expected one of {', '.join(TRANSFERS)}, got {transfer!r}")
+        timeout_s = float(config.get_from_extra_config("kv_transfer_timeout_s", cls.timeout_s))
+        if timeout_s <= 0:
+            raise ValueError(f"kv.transfer_timeout_s: expected a number > 0, got {timeout_s}")
+        return cls(transfer, timeout_s, float(config.get_from_extra_config("kv_lease_s", timeout_s)))
+
+
+@dataclass(frozen=True)
+class Started:
+    """A prefill was scheduled for the first time."""
+
+    key: str
+    total_blocks: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class Computed:
+    """This step computes blocks `start ..` of a prefill. `closed`: they are the last.
+
+    `epoch` counts the prefill's restarts. `blocks` are logical ids per KV cache group.
+    """
+
+    key: str
+    epoch: int
+    start: int
+    blocks: tuple[tuple[int, ...], ...]
+    closed: bool
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A prefill ended; `held`: the scheduler keeps its blocks until they are reported sent."""
+
+    key: str
+    ok: bool
+    held: bool
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Decode blocks wait for the KV of `order.stream` from `source`."""
+
+    order: Register
+    source: Endpoint
+
+
+@dataclass(frozen=True)
+class Disowned:
+    """A decode request ended before it reserved blocks: `source` need not keep anything for it."""
+
+    order: Unregister
+    source: Endpoint
+
+
+class PushMetadata(NixlConnectorMetadata):
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[Started] = []
+        self.computed: list[Computed] = []
+        self.finished: list[Finished] = []
+        self.reserved: list[Reserved] = []
+        self.withdrawn: list[str] = []
+        self.disowned: list[Disowned] = []
+        self.dead_engines: list[str] = []
+
+    def has_news(self) -> bool:
+        return bool(
+            self.started
+            or self.computed
+            or self.finished
+            or self.reserved
+            or self.withdrawn
+            or self.disowned
+            or self.dead_engines
+        )

@@ -1,0 +1,367 @@
+"""The prefill end of KV transfers in one worker: which computed blocks go to whom, and when they may be freed.
+
+Calls report what happened and take `now` (monotonic seconds); they return what is to be done, in order. No NIXL,
+no threads, no clock. The promises kept here: decode hears `Landed` only after every WRITE of the last epoch is
+done, and `Gone` only when none is in flight; the scheduler gets its blocks back exactly once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+from connectors.push.inbound import Connect
+from connectors.push.states import STREAM, STREAM_ENDS, Stream, StreamEvent
+from connectors.push.wire import Gone, Landed, Message, Register, Unregister
+
+_REMEMBERED = 8192  # ended streams kept, to answer what comes late
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Blocks whose KV is computed: logical ids per KV cache group, from block `start` of the request.
+
+    `layer` is None for all layers, else one region's index. `ready` is what the poster waits for (a CUDA event).
+    """
+
+    start: int
+    blocks: tuple[tuple[int, ...], ...]
+    layer: int | None = None
+    ready: Any = None
+
+
+@dataclass(frozen=True)
+class Post:
+    """WRITE these chunks to the registration; answered by `posted` per handle, or `write_failed`."""
+
+    stream: str
+    order: Register
+    chunks: tuple[Chunk, ...]
+    total_blocks: int
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send to every peer of the decode engine, or to `peer` alone. Nobody there: nothing to do."""
+
+    engine: str
+    message: Message
+    peer: str | None = None
+
+
+@dataclass(frozen=True)
+class Release:
+    """The scheduler may free this request's blocks."""
+
+    stream: str
+
+
+@dataclass(frozen=True)
+class Abandon:
+    """Let go of WRITEs to a dead engine."""
+
+    engine: str
+    handles: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """For the statistics: `seconds` from the first WRITE to the last, `exposed` from the last chunk to landing."""
+
+    stream: str
+    ok: bool
+    seconds: float
+    exposed: float
+    why: str
+
+
+Action = Union[Connect, Post, Tell, Release, Abandon, Ended]
+
+
+@dataclass
+class _Stream:
+    key: str
+    state: Stream
+    deadline: float | None = None
+    order: Register | None = None
+    epoch: int = 0
+    pending: deque[Chunk] = field(default_factory=deque)
+    inflight: dict[Any, int] = field(default_factory=dict)  # handle -> epoch
+    total_blocks: int = 0
+    prompt_tokens: int = 0
+    held: bool = False  # the scheduler waits for Release
+    computing: bool = False  # the scheduler will still say how the prefill ended
+    why: str = ""
+    first_post_at: float | None = None
+    closed_at: float | None = None
+
+
+@dataclass(frozen=True)
+class _Ended:
+    state: Stream
+    why: str
+    order: Register | None = None
+
+
+class Outbound:
+    """Streams of one prefill worker rank, by request id."""
+
+    def __init__(self, *, lease_s: float, expect_s: float) -> None:
+        self._lease_s = lease_s
+        self._expect_s = expect_s
+        self._streams: dict[str, _Stream] = {}
+        self._connected: dict[str, bool] = {}  # decode engine -> it takes WRITEs chunk by chunk
+        self._dead: set[str] = set()
+        self._ended: OrderedDict[str, _Ended] = OrderedDict()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._streams)
+
+    def engines(self) -> set[str]:
+        return {stream.order.decode.engine for stream in self._streams.values() if stream.order is not None}
+
+    # ---- from the scheduler ------------------------------------------------------------------------------------
+
+    def start(self, key: str, total_blocks: int, prompt_tokens: int, now: float) -> list[Action]:
+        """The prefill was scheduled for the first time."""
+        stream = self._streams.get(key)
+        if stream is None:
+            ended = self._ended.pop(key, None)
+            state = ended.state if ended else Stream.COMPUTING  # withdrawn before it began
+            stream = self._streams[key] = _Stream(key, state, why=ended.why if ended else "")
+        stream.total_blocks, stream.prompt_tokens, stream.computing = total_blocks, prompt_tokens, True
+        actions = self._apply(stream, StreamEvent.START, now, "")
+        return actions + self._check(stream, now)
+
+    def computed(self, key: str, chunks: list[Chunk], epoch: int, closed: bool, now: float) -> list[Action]:
+        """More blocks hold KV. A new epoch means that the prefill was preempted and began again."""
+        stream = self._streams.get(key)
+        if stream is None or stream.state in STREAM_ENDS or stream.state is Stream.DRAINING or epoch < stream.epoch:
+            return []
+        if epoch > stream.epoch:
+            stream.epoch = epoch
+            stream.pending.clear()
+        stream.pending.extend(chunks)
+        actions: list[Action] = []
+        if closed:
+            stream.closed_at = now
+            actions += self._apply(stream, StreamEvent.CLOSE, now, "")
+        return actions + self._pump(stream, now)
+
+    def finish(self, key: str, now: float) -> list[Action]:
+        """The prefill ended well and the scheduler holds its blocks until `Release`."""
+        stream = self._streams.get(key)
+        if stream is None:
+            return [Release(key)]
+        stream.held, stream.computing = True, False
+        if stream.state in STREAM_ENDS:
+            return self._end(stream)
+        return []
+
+    def abort(self, key: str, held: bool, why: str, now: float) -> list[Action]:
+        """The prefill ended otherwise; `held` says that the scheduler keeps its blocks until `Release`."""
+        stream = self._streams.get(key)
+        if stream is None:
+            self._remember(key, _Ended(Stream.DROPPED, why))
+            return [Release(key)] if held else []
+        stream.held, stream.computing = held, False
+        if stream.state in STREAM_ENDS:
+            return self._end(stream)
+        return self._apply(stream, StreamEvent.GIVE_UP, now, why)
+
+    # ---- from the network --------------------------------------------------------------------------------------
+
+    def register(self, order: Register, peer: str, now: float) -> list[Action]:
+        key, engine = order.stream, order.decode.engine
+        if engine in self._dead:
+            return []
+        stream = self._streams.get(key)
+        if stream is None and key in self._ended:
+            return self._answer_late(order, peer)
+        if stream is None:
+            stream = self._streams[key] = _Stream(key, Stream.EXPECTED, deadline=now + self._expect_s, order=order)
+            return self._connect(order)
+        if stream.order is not None:
+            if self._same(stream.order, order):
+                return []  # the other ranks of the same decode engine
+            return self._refuse(order, peer, "another decode engine has registered")
+        if stream.state in STREAM_ENDS or stream.state is Stream.DRAINING:
+            return self._refuse(order, peer, stream.why or "the prefill has ended")
+        stream.order = order
+        actions = self._connect(order)
+        actions += self._apply(stream, StreamEvent.REGISTER, now, "")
+        return actions + self._check(stream, now) + self._pump(stream, now)
+
+    def unregister(self, order: Unregister, peer: str, now: float) -> list[Action]:
+        """Answered in any case, once nothing is in flight or to come for it."""
+        key, engine = order.stream, order.decode.engine
+        if engine in self._dead:
+            return []
+        stream = self._streams.get(key)
+        answer = Register(key, order.request, order.decode, [], 0)
+        if stream is None:
+            # Remembered, so that a registration which this has overtaken, or the prefill to come, finds it.
+            self._ended.setdefault(key, _Ended(Stream.DROPPED, "withdrawn by decode"))
+            return self._answer_late(answer, peer)
+        if stream.order is not None and not self._same(stream.order, answer):
+            return self._refuse(answer, peer, "withdrawn")
+        if stream.state is Stream.LANDED:
+            return [*self._connect(answer), Tell(engine, Landed(order.request), peer)]
+        if stream.state is Stream.DROPPED:
+            return self._refuse(answer, peer, stream.why)
+        stream.order = stream.order or answer
+        actions = self._connect(answer)
+        return actions + self._apply(stream, StreamEvent.GIVE_UP, now, "withdrawn by decode")
+
+    def connected(self, engine: str, chunkwise: bool, now: float) -> list[Action]:
+        self._connected[engine] = chunkwise
+        return [action for stream in self._to(engine) for action in self._pump(stream, now)]
+
+    def unreachable(self, engine: str, why: str, now: float) -> list[Action]:
+        self._connected.pop(engine, None)
+        actions: list[Action] = []
+        for stream in self._to(engine):
+            actions += self._apply(stream, StreamEvent.GIVE_UP, now, f"decode engine {engine} is unreachable: {why}")
+        return actions
+
+    def forget(self, engine: str) -> None:
+        """Its connection was dropped, being unused: the next stream connects anew."""
+        self._connected.pop(engine, None)
+
+    def posted(self, key: str, handle: Any, now: float) -> None:
+        stream = self._streams[key]
+        stream.inflight[handle] = stream.epoch
+        if stream.first_post_at is None:
+            stream.first_post_at = now
+
+    def written(self, key: str, handle: Any, ok: bool, now: float) -> list[Action]:
+        """A WRITE has ended and its handle is released."""
+        stream = self._streams.get(key)
+        if stream is None or stream.inflight.pop(handle, None) is None:
+            return []
+        if not ok:
+            return self._apply(stream, StreamEvent.GIVE_UP, now, "a WRITE failed") + self._pump(stream, now)
+        return self._pump(stream, now)
+
+    def failed(self, key: str, why: str, now: float) -> list[Action]:
+        """This stream cannot go on (a WRITE could not be posted)."""
+        stream = self._streams.get(key)
+        return self._apply(stream, StreamEvent.GIVE_UP, now, why) if stream is not None else []
+
+    def peer_dead(self, engine: str, now: float) -> list[Action]:
+        """Known dead: WRITEs to it can do no harm, so its blocks are freed without waiting for them."""
+        self._dead.add(engine)
+        self._connected.pop(engine, None)
+        actions: list[Action] = []
+        for stream in self._to(engine):
+            handles = tuple(stream.inflight)
+            stream.inflight.clear()
+            if handles:
+                actions.append(Abandon(engine, handles))
+            actions += self._apply(stream, StreamEvent.PEER_DEAD, now, f"decode engine {engine} is dead")
+        return actions
+
+    def tick(self, now: float) -> list[Action]:
+        """Leases. Call it at least every second while `busy`."""
+        actions: list[Action] = []
+        for stream in list(self._streams.values()):
+            if stream.deadline is not None and now >= stream.deadline:
+                leased = stream.state is Stream.LEASED
+                why = f"decode did not register within {self._lease_s:g} s" if leased else "the prefill never came"
+                stream.deadline = None
+                actions += self._apply(stream, StreamEvent.GIVE_UP, now, why)
+        return actions
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _to(self, engine: str) -> list[_Stream]:
+        return [s for s in self._streams.values() if s.order is not None and s.order.decode.engine == engine]
+
+    @staticmethod
+    def _same(mine: Register, theirs: Register) -> bool:
+        return (mine.decode.engine, mine.request) == (theirs.decode.engine, theirs.request)
+
+    def _connect(self, order: Register) -> list[Action]:
+        return [] if order.decode.engine in self._connected else [Connect(order.decode)]
+
+    def _refuse(self, order: Register, peer: str, why: str) -> list[Action]:
+        return [*self._connect(order), Tell(order.decode.engine, Gone(order.request, why), peer)]
+
+    def _check(self, stream: _Stream, now: float) -> list[Action]:
+        """Both ends must mean the same prompt, else the blocks do not line up."""
+        order = stream.order
+        if order is None or not stream.prompt_tokens or order.prompt_tokens in (0, stream.prompt_tokens):
+            return []
+        why = f"decode has {order.prompt_tokens} prompt tokens, prefill {stream.prompt_tokens}"
+        return self._apply(stream, StreamEvent.GIVE_UP, now, why)
+
+    def _pump(self, stream: _Stream, now: float) -> list[Action]:
+        """Post what may be posted; notice that everything is done."""
+        if stream.state is Stream.DRAINING:
+            return [] if stream.inflight else self._apply(stream, StreamEvent.DRAINED, now, "")
+        order = stream.order
+        if stream.state not in (Stream.STREAMING, Stream.FLUSHING) or order is None:
+            return []
+        chunkwise = self._connected.get(order.decode.engine)
+        if chunkwise is None:
+            return []
+        if stream.pending and (chunkwise or stream.state is Stream.FLUSHING):
+            # The epoch fence: a WRITE of before the preemption must not land on top of a newer one.
+            if any(epoch < stream.epoch for epoch in stream.inflight.values()):
+                return []
+            chunks = tuple(stream.pending)
+            stream.pending.clear()
+            return [Post(stream.key, order, chunks, stream.total_blocks)]
+        if stream.state is Stream.FLUSHING and not stream.pending and not stream.inflight:
+            return self._apply(stream, StreamEvent.FLUSHED, now, "")
+        return []
+
+    def settle(self, key: str, now: float) -> list[Action]:
+        """After a `Post` was carried out: everything may be done already."""
+        stream = self._streams.get(key)
+        return self._pump(stream, now) if stream is not None else []
+
+    def _apply(self, stream: _Stream, event: StreamEvent, now: float, why: str) -> list[Action]:
+        after = STREAM.get((stream.state, event))
+        if after is None:
+            return []
+        stream.state = after
+        stream.why = stream.why or why
+        stream.deadline = now + self._lease_s if after is Stream.LEASED else None
+        if after is Stream.DRAINING:
+            stream.pending.clear()
+            return self._pump(stream, now)
+        if after not in STREAM_ENDS:
+            return []
+        ok = after is Stream.LANDED
+        actions: list[Action] = []
+        if (order := stream.order) is not None:
+            message: Message = Landed(order.request) if ok else Gone(order.request, stream.why)
+            actions.append(Tell(order.decode.engine, message))
+            actions.append(self._account(stream, ok, now))
+        return actions + ([] if stream.computing else self._end(stream))
+
+    @staticmethod
+    def _account(stream: _Stream, ok: bool, now: float) -> Ended:
+        since = stream.first_post_at if stream.first_post_at is not None else now
+        exposed = now - stream.closed_at if stream.closed_at is not None else 0.0
+        return Ended(stream.key, ok, now - since, exposed, stream.why)
+
+    def _end(self, stream: _Stream) -> list[Action]:
+        del self._streams[stream.key]
+        self._remember(stream.key, _Ended(stream.state, stream.why, stream.order))
+        return [Release(stream.key)] if stream.held else []
+
+    def _answer_late(self, order: Register, peer: str) -> list[Action]:
+        """A message about a stream that has ended: whose KV landed is told so again, all others that it is gone."""
+        ended = self._ended[order.stream]
+        if ended.state is Stream.LANDED and ended.order is not None and self._same(ended.order, order):
+            return [*self._connect(order), Tell(order.decode.engine, Landed(order.request), peer)]
+        return self._refuse(order, peer, ended.why or "the prefill has ended")
+
+    def _remember(self, key: str, ended: _Ended) -> None:
+        self._ended[key] = ended
+        while len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)

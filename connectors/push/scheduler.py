@@ -1,0 +1,215 @@
+"""The scheduler half: which blocks are reserved for KV to come, which computed blocks are shipped, what is held.
+
+No network here. Everything it decides travels to the worker half in `PushMetadata`; the answers come back as
+finished_sending (blocks may be freed) and finished_recving (KV is here, or failed and is recomputed).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
+from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
+
+from connectors.push.metadata import Computed, Disowned, Finished, PushMetadata, PushOptions, Reserved, Started
+from connectors.push.wire import Endpoint, Register, Unregister
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.pd.push")
+
+
+@dataclass
+class _Prefill:
+    """A request whose KV is to be pushed, while it is computed."""
+
+    request: Request
+    total_blocks: int
+    sent_blocks: int = 0
+    epoch: int = 0  # the request's preemptions so far
+    closed: bool = False
+
+
+class PushScheduler(NixlPushConnectorScheduler):
+    """Hooks in the order vLLM calls them; see `KVConnectorBase_V1`."""
+
+    def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self.options = PushOptions.of(vllm_config)
+        self._endpoint = Endpoint(
+            engine_id, self.side_channel_host, self.side_channel_port, vllm_config.parallel_config.tensor_parallel_size
+        )
+        # One plain attention group, computed on one pipeline stage, can be shipped by block position as it grows.
+        # Anything else is shipped whole, when vLLM hands over the final block lists.
+        self.by_position = (
+            len(kv_cache_config.transfer_groups) == 1
+            and not self._is_hma_required
+            and not self.use_host_buffer
+            and self._prefill_backoff() == 0
+            and vllm_config.parallel_config.pipeline_parallel_size == 1
+        )
+        if not self.by_position and self.options.transfer != "whole":
+            logger.info("This model or topology cannot stream its KV: each prompt is pushed whole (transfer: whole)")
+        self._prefills: dict[str, _Prefill] = {}
+        self._reserved: dict[str, Endpoint] = {}
+        self._dead: set[str] = set()
+        self._next = PushMetadata()
+
+    # ---- decode: before and at allocation ----------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        # No heartbeats: decode registers while prefill computes, and a lease covers the rest.
+        params = request.kv_transfer_params
+        if params is not None and params.get("do_remote_decode"):
+            self._truncate_request_for_prefill(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        params = request.kv_transfer_params
+        if params and params.get("do_remote_prefill") and params["remote_engine_id"] in self._dead:
+            params["do_remote_prefill"] = False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        params = request.kv_transfer_params
+        if not params:
+            return
+        if params.get("do_remote_decode"):
+            if request.request_id not in self._prefills:
+                self._begin(request)
+        elif params.get("do_remote_prefill"):
+            # Once only: after a failed transfer the request comes by again, to be prefilled here.
+            params["do_remote_prefill"] = False
+            if num_external_tokens > 0:
+                self._reserve(request, blocks)
+            else:
+                self._disown(request)
+
+    def _reserve(self, request: Request, blocks: KVCacheBlocks) -> None:
+        params = request.kv_transfer_params
+        assert params is not None
+        ids = self.get_exchange_clipped_blocks(blocks.get_unhashed_block_ids_all_groups())
+        source = _source(params)
+        order = Register(
+            stream=params["remote_request_id"],
+            request=request.request_id,
+            decode=self._endpoint,
+            blocks=[list(group) for group in ids],
+            prompt_tokens=request.num_prompt_tokens,
+        )
+        self._reserved[request.request_id] = source
+        self._next.reserved.append(Reserved(order, source))
+        # vLLM's worker half keeps this to post-process what arrives.
+        params["remote_block_ids"] = ()
+        self._reqs_need_recv[request.request_id] = (request, ids, (), False)
+
+    def _disown(self, request: Request) -> None:
+        params = request.kv_transfer_params
+        assert params is not None
+        order = Unregister(params["remote_request_id"], request.request_id, self._endpoint)
+        self._next.disowned.append(Disowned(order, _source(params)))
+
+    # ---- prefill: while it computes ----------------------------------------------------------------------------
+
+    def _begin(self, request: Request) -> None:
+        total = -(-request.num_prompt_tokens // self.block_size)
+        self._prefills[request.request_id] = _Prefill(request, total, epoch=request.num_preemptions)
+        self._next.started.append(Started(request.request_id, total, request.num_prompt_tokens))
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PushMetadata:
+        state = scheduler_output.kv_connector_block_state
+        if self.by_position and self._prefills and state is not None:
+            for key, tokens in scheduler_output.num_scheduled_tokens.items():
+                if (prefill := self._prefills.get(key)) is not None and not prefill.closed:
+                    self._ship(key, prefill, tokens, state)
+        meta, self._next = self._next, PushMetadata()
+        for key, (request, ids, cached, awaiting) in self._reqs_need_recv.items():
+            assert request.kv_transfer_params is not None
+            meta.add_new_req_to_recv(key, ids, request.kv_transfer_params, cached, awaiting)
+        self._reqs_need_recv.clear()
+        if self.use_host_buffer:
+            self._build_save_meta(meta, scheduler_output)
+        return meta
+
+    def _ship(self, key: str, prefill: _Prefill, scheduled_tokens: int, state: Any) -> None:
+        """Runs before vLLM advances num_computed_tokens: `done` is what holds KV after this step."""
+        request = prefill.request
+        if request.num_preemptions != prefill.epoch:
+            prefill.epoch, prefill.sent_blocks = request.num_preemptions, 0
+        done = min(request.num_computed_tokens + scheduled_tokens, request.num_prompt_tokens)
+        closed = done >= request.num_prompt_tokens
+        full = prefill.total_blocks if closed else done // self.block_size
+        if self.options.transfer == "whole" and not closed:
+            return
+        if full <= prefill.sent_blocks and not closed:
+            return
+        start, prefill.sent_blocks, prefill.closed = prefill.sent_blocks, full, closed
+        blocks = tuple(state.get_block_ids(key)[0][start:full])
+        self._next.computed.append(Computed(key, prefill.epoch, start, (blocks,), closed))
+
+    # ---- both: the end of a request ----------------------------------------------------------------------------
+
+    def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """True keeps the blocks until the worker half reports them sent."""
+        params = request.kv_transfer_params
+        if not params:
+            return False, None
+        key = request.request_id
+        if key in self._reserved:
+            # Aborted while KV may still arrive. vLLM keeps the blocks until finished_recving.
+            self._next.withdrawn.append(key)
+            return False, None
+        if params.get("do_remote_prefill"):
+            params["do_remote_prefill"] = False
+            self._disown(request)
+            return False, None
+        if not params.get("do_remote_decode"):
+            return False, None
+        return self._finish_prefill(request, block_ids), None
+
+    def _finish_prefill(self, request: Request, block_ids: Any) -> bool:
+        key = request.request_id
+        prefill = self._prefills.pop(key, None)
+        held = any(len(group) > 0 for group in block_ids)
+        ended_well = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        ok = ended_well and prefill is not None and held
+        self._reqs_need_save.pop(key, None)
+        if ok and not self.by_position:
+            blocks = tuple(tuple(group) for group in self.get_exchange_clipped_blocks(block_ids))
+            assert prefill is not None
+            self._next.computed.append(Computed(key, prefill.epoch, 0, blocks, True))
+        # Also when it failed: WRITEs of its blocks may be in flight, and decode must hear of it.
+        self._next.finished.append(Finished(key, ok, held))
+        return held
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        for key in connector_output.finished_recving or ():
+            self._reserved.pop(key, None)
+
+    # ---- the fleet ---------------------------------------------------------------------------------------------
+
+    def fail_engine(self, engine_id: str) -> None:
+        """`engine_id` is known to be dead. Takes effect with the next step, which this makes happen."""
+        if engine_id not in self._dead and engine_id != self.engine_id:
+            self._dead.add(engine_id)
+            self._next.dead_engines.append(engine_id)
+
+    def has_pending_push_work(self) -> bool:
+        return self._next.has_news()
+
+
+def _source(params: dict[str, Any]) -> Endpoint:
+    return Endpoint(
+        params["remote_engine_id"],
+        params["remote_host"],
+        params["remote_port"],
+        params["tp_size"],
+        params.get("pp_size", 1),
+    )

@@ -1,0 +1,90 @@
+"""The legal states of both ends of a KV transfer, one table each. Nothing else: no data, no I/O.
+
+An event that a state does not list is late or repeated, and has no effect.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Inbox(enum.Enum):
+    """A decode request whose blocks wait for KV."""
+
+    CONNECTING = "connecting"  # the prefill engine does not know of us: no WRITE can come
+    REGISTERED = "registered"  # WRITEs may land at any time
+    WITHDRAWING = "withdrawing"  # asked to stop; WRITEs may land until every peer has answered
+    RECEIVED = "received"  # end: all KV is here
+    FAILED = "failed"  # end: no WRITE can land any more, the KV is incomplete
+
+
+class InboxEvent(enum.Enum):
+    SENT = "sent"  # the registration left
+    UNREACHABLE = "unreachable"  # it cannot leave
+    ALL_LANDED = "all_landed"  # every peer has said so
+    ALL_ANSWERED = "all_answered"  # every peer has answered, some with "gone"
+    REFUSED = "refused"  # one peer said "gone", others have not answered
+    WITHDRAW = "withdraw"  # aborted here, or waited too long
+    PEER_DEAD = "peer_dead"
+
+
+INBOX: dict[tuple[Inbox, InboxEvent], Inbox] = {
+    (Inbox.CONNECTING, InboxEvent.SENT): Inbox.REGISTERED,
+    (Inbox.CONNECTING, InboxEvent.UNREACHABLE): Inbox.FAILED,
+    (Inbox.CONNECTING, InboxEvent.WITHDRAW): Inbox.FAILED,
+    (Inbox.CONNECTING, InboxEvent.PEER_DEAD): Inbox.FAILED,
+    (Inbox.REGISTERED, InboxEvent.ALL_LANDED): Inbox.RECEIVED,
+    (Inbox.REGISTERED, InboxEvent.ALL_ANSWERED): Inbox.FAILED,
+    (Inbox.REGISTERED, InboxEvent.REFUSED): Inbox.WITHDRAWING,
+    (Inbox.REGISTERED, InboxEvent.WITHDRAW): Inbox.WITHDRAWING,
+    (Inbox.REGISTERED, InboxEvent.PEER_DEAD): Inbox.FAILED,
+    (Inbox.WITHDRAWING, InboxEvent.ALL_LANDED): Inbox.RECEIVED,  # it crossed our withdrawal
+    (Inbox.WITHDRAWING, InboxEvent.ALL_ANSWERED): Inbox.FAILED,
+    (Inbox.WITHDRAWING, InboxEvent.PEER_DEAD): Inbox.FAILED,
+}
+
+
+class Stream(enum.Enum):
+    """A prefill request whose KV is to be pushed."""
+
+    EXPECTED = "expected"  # decode has registered, prefill has not been scheduled yet
+    COMPUTING = "computing"  # prefill runs, decode has not registered
+    STREAMING = "streaming"  # both are known: computed blocks are posted as they come
+    LEASED = "leased"  # prefill is done, decode has not registered: blocks are kept for a while
+    FLUSHING = "flushing"  # prefill is done and registered: the last WRITEs are on their way
+    DRAINING = "draining"  # given up: nothing new is posted, WRITEs in flight end first
+    LANDED = "landed"  # end: decode has everything and was told
+    DROPPED = "dropped"  # end: decode was told that nothing will come
+
+
+class StreamEvent(enum.Enum):
+    REGISTER = "register"
+    START = "start"  # the first chunk was scheduled
+    CLOSE = "close"  # the last chunk is computed
+    FLUSHED = "flushed"  # nothing pending, nothing in flight
+    GIVE_UP = "give_up"  # withdrawn, aborted, a WRITE failed, the lease ended
+    DRAINED = "drained"  # given up, and nothing in flight
+    PEER_DEAD = "peer_dead"
+
+
+STREAM: dict[tuple[Stream, StreamEvent], Stream] = {
+    (Stream.EXPECTED, StreamEvent.START): Stream.STREAMING,
+    (Stream.EXPECTED, StreamEvent.GIVE_UP): Stream.DRAINING,
+    (Stream.EXPECTED, StreamEvent.PEER_DEAD): Stream.DROPPED,
+    (Stream.COMPUTING, StreamEvent.REGISTER): Stream.STREAMING,
+    (Stream.COMPUTING, StreamEvent.CLOSE): Stream.LEASED,
+    (Stream.COMPUTING, StreamEvent.GIVE_UP): Stream.DRAINING,
+    (Stream.STREAMING, StreamEvent.CLOSE): Stream.FLUSHING,
+    (Stream.STREAMING, StreamEvent.GIVE_UP): Stream.DRAINING,
+    (Stream.STREAMING, StreamEvent.PEER_DEAD): Stream.DROPPED,
+    (Stream.LEASED, StreamEvent.REGISTER): Stream.FLUSHING,
+    (Stream.LEASED, StreamEvent.GIVE_UP): Stream.DRAINING,
+    (Stream.FLUSHING, StreamEvent.FLUSHED): Stream.LANDED,
+    (Stream.FLUSHING, StreamEvent.GIVE_UP): Stream.DRAINING,
+    (Stream.FLUSHING, StreamEvent.PEER_DEAD): Stream.DROPPED,
+    (Stream.DRAINING, StreamEvent.DRAINED): Stream.DROPPED,
+    (Stream.DRAINING, StreamEvent.PEER_DEAD): Stream.DROPPED,
+}
+
+INBOX_ENDS = frozenset({Inbox.RECEIVED, Inbox.FAILED})
+STREAM_ENDS = frozenset({Stream.LANDED, Stream.DROPPED})

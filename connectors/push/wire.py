@@ -1,0 +1,89 @@
+"""Messages between a decode worker and a prefill worker, carried as NIXL notifications.
+
+Not the KV itself, and not vLLM's own notifications (`"<request>:<ranks>"`), which `parse` hands back as `Landed`.
+"""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+# Raised with any change below: a peer of another version is refused message by message.
+VERSION = 1
+PREFIX = b"PDKV%d:" % VERSION
+
+
+class WireError(ValueError):
+    """A notification that is not one of ours, or not of this version."""
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """Where an engine answers NIXL handshakes. `engine` is unique per process start."""
+
+    engine: str
+    host: str
+    port: int
+    tp_size: int = 1
+    pp_size: int = 1
+
+
+class Register(msgspec.Struct, tag="reg", frozen=True):
+    """Decode to prefill: WRITE the KV of `stream` here. Sent once the blocks are reserved.
+
+    `blocks` are the decode engine's logical block ids per KV cache group, without what its prefix cache holds.
+    """
+
+    stream: str  # the request as the prefill engine knows it
+    request: str  # the request as the decode engine knows it
+    decode: Endpoint
+    blocks: list[list[int]]
+    prompt_tokens: int
+
+
+class Unregister(msgspec.Struct, tag="unreg", frozen=True):
+    """Decode to prefill: do not WRITE any more. Answered with `Gone` once no WRITE is in flight or to come."""
+
+    stream: str
+    request: str
+    decode: Endpoint
+
+
+class Landed(msgspec.Struct, tag="landed", frozen=True):
+    """Prefill to decode: every WRITE of this request has landed, none will follow."""
+
+    request: str
+
+
+class Gone(msgspec.Struct, tag="gone", frozen=True):
+    """Prefill to decode: the KV will not come; no WRITE is in flight or to come."""
+
+    request: str
+    why: str
+
+
+Message = Union[Register, Unregister, Landed, Gone]
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def pack(message: Message) -> bytes:
+    return PREFIX + _encoder.encode(message)
+
+
+def parse(notification: bytes) -> Message:
+    """Raises WireError for anything malformed, naming what came."""
+    if notification.startswith(PREFIX):
+        try:
+            return _decoder.decode(memoryview(notification)[len(PREFIX) :])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise WireError(f"malformed KV notification of {len(notification)} bytes: {error}") from error
+    # vLLM's completion notice rides on the WRITE itself in topologies that cannot stream.
+    request, colon, ranks = notification.rpartition(b":")
+    if colon and ranks.isdigit() and not notification.startswith(b"PDKV"):
+        try:
+            return Landed(request.decode())
+        except UnicodeDecodeError:
+            pass
+    raise WireError(f"unknown KV notification {notification[:24]!r}; is the peer of another version?")

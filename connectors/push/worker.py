@@ -1,0 +1,394 @@
+"""The worker half: one thread that owns NIXL and carries out what `Inbound` and `Outbound` decide.
+
+The engine's thread only hands over each step's metadata and collects results. Handshakes run in a small pool.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+from vllm.logger import init_logger
+
+from connectors.push import outbound as out
+from connectors.push import stats, wire, writer
+from connectors.push.inbound import Connect, Finish, Inbound, Send
+from connectors.push.metadata import PushMetadata, PushOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger("vllm.pd.push")
+
+_BUSY_POLL_S = 0.0005  # without a progress thread, WRITEs and notifications move only when polled
+_IDLE_POLL_S = 0.05  # a message that comes unannounced waits this long; costs under 1% of a core
+_TICK_S = 0.1
+_HANDSHAKES_AT_ONCE = 8
+_UNDELIVERED_MAX = 4096  # messages kept per engine while its handshake runs
+
+Event = Callable[[float], Iterable[Any]]
+
+
+class PushWorker(NixlPushConnectorWorker):
+    """Replaces the threads and bookkeeping of vLLM's push worker; uses its memory registration and transfer plans."""
+
+    # Part of vLLM's compatibility hash: peers of another protocol are refused at the handshake.
+    _TRANSFER_MODE: str = f"pd-push-{wire.VERSION}"
+
+    def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
+        cores = os.sched_getaffinity(0)
+        original = base_worker.nixl_agent_config
+        base_worker.nixl_agent_config = _quiet(original)
+        try:
+            super().__init__(vllm_config, engine_id, kv_cache_config)
+        finally:
+            base_worker.nixl_agent_config = original
+        if self.device_type == "cpu":
+            os.sched_setaffinity(0, cores)  # vLLM has just pinned the compute thread to the last core
+        self.options = PushOptions.of(vllm_config)
+        self.xfer_stats = stats.PushStats()
+        self._inbound = Inbound(timeout_s=self.options.timeout_s)
+        self._outbound = out.Outbound(lease_s=self.options.lease_s, expect_s=self.options.lease_s)
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Finish | out.Release] = queue.SimpleQueue()
+        self._records: queue.SimpleQueue[Callable[[stats.PushStats], None]] = queue.SimpleQueue()
+        self._writes: dict[int, tuple[str, Any]] = {}  # handle number -> (stream, NIXL handle)
+        self._abandoned: list[Any] = []
+        self._handle_count = 0
+        self._connecting: set[str] = set()
+        self._dead: set[str] = set()
+        self._to_forget: set[str] = set()
+        self._undelivered: dict[str, list[tuple[str | None, wire.Message]]] = {}
+        self._agents_lock = threading.Lock()
+        self._handshake_initiation_executor.shutdown(wait=False)
+        self._handshake_initiation_executor: ThreadPoolExecutor = ThreadPoolExecutor(
+            _HANDSHAKES_AT_ONCE, "pd-kv-handshake"
+        )
+
+    # ---- the engine's thread -----------------------------------------------------------------------------------
+
+    def start_load_kv(self, metadata: PushMetadata) -> None:
+        for request, meta in metadata.reqs_to_recv.items():
+            meta.local_physical_block_ids = self._logical_to_kernel_block_ids(
+                meta.local_block_ids, self._physical_blocks_per_logical_kv_block
+            )
+            self._recving_metadata[request] = meta
+        for engine in metadata.dead_engines:
+            self._submit(functools.partial(self._on_dead, engine))
+        for started in metadata.started:
+            self._submit(
+                functools.partial(self._outbound.start, started.key, started.total_blocks, started.prompt_tokens)
+            )
+        for reserved in metadata.reserved:
+            self._submit(functools.partial(self._inbound.register, reserved.order, reserved.source))
+        for disowned in metadata.disowned:
+            self._submit(functools.partial(self._inbound.disown, disowned.order, disowned.source))
+        for request in metadata.withdrawn:
+            self._submit(functools.partial(self._inbound.withdraw, request, "aborted"))
+        for finished in metadata.finished:
+            if finished.ok:
+                self._submit(functools.partial(self._outbound.finish, finished.key))
+            else:
+                abort = functools.partial(self._outbound.abort, finished.key, finished.held, "the prefill was aborted")
+                self._submit(abort)
+
+    def on_computed(self, metadata: PushMetadata) -> None:
+        """After the forward pass was launched (CUDA) or has run (CPU)."""
+        if not metadata.computed:
+            return
+        ready = None
+        if self.device_type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record()
+        for computed in metadata.computed:
+            chunk = out.Chunk(computed.start, computed.blocks, None, ready)
+            end = (computed.epoch, computed.closed)
+            self._submit(functools.partial(self._outbound.computed, computed.key, [chunk], *end))
+
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        while not self._records.empty():
+            self._records.get()(self.xfer_stats)
+        # vLLM's base class collects; the stock push bookkeeping in between is not used here.
+        return NixlBaseConnectorWorker.get_transfer_results(self)
+
+    def _get_new_notifs(self) -> set[str]:
+        released: set[str] = set()
+        while not self._results.empty():
+            result = self._results.get()
+            if isinstance(result, out.Release):
+                released.add(result.stream)
+            elif result.ok:
+                self._recving_transfers.setdefault(result.request, [])
+            else:
+                logger.warning("KV of %s will be computed here: %s", result.request, result.why)
+                self._failed_recv_reqs.put(result.request)
+        return released
+
+    def _submit(self, event: Event) -> None:
+        self._events.put(event)
+        self._push_writer_wake.set()
+
+    # ---- the writer thread -------------------------------------------------------------------------------------
+
+    def _push_writer_loop(self) -> None:
+        tick_at = 0.0
+        while not self._push_writer_stop.is_set():
+            try:
+                while not self._events.empty():
+                    self._run(self._events.get())
+                self._receive()
+                self._poll_writes()
+                if (now := time.monotonic()) >= tick_at:
+                    tick_at = now + _TICK_S
+                    self._run(self._inbound.tick)
+                    self._run(self._outbound.tick)
+                    self._forget_dead()
+            except Exception:
+                logger.exception("KV transfer: unexpected error; the writer goes on")
+            busy = self._inbound.busy or self._outbound.busy or self._writes
+            self._push_writer_wake.wait(_BUSY_POLL_S if busy else _IDLE_POLL_S)
+            self._push_writer_wake.clear()
+
+    def _run(self, event: Event) -> None:
+        now = time.monotonic()
+        for action in event(now):
+            self._carry_out(action)
+
+    def _carry_out(self, action: Any) -> None:
+        match action:
+            case Finish():
+                if not action.ok:
+                    self._records.put(lambda s: s.record(stats.RECEIVES_FAILED))
+                self._results.put(action)
+            case out.Release():
+                self._results.put(action)
+            case Connect(peer=peer):
+                self._connect(peer)
+            case Send(engine=engine, peer=peer, message=message):
+                self._send(engine, peer, message)
+            case out.Tell(engine=engine, message=message, peer=peer):
+                self._tell(engine, message, peer)
+            case out.Post():
+                self._post(action)
+            case out.Abandon(handles=handles):
+                for number in handles:
+                    self._abandoned.append(self._writes.pop(number)[1])
+            case out.Ended():
+                self._account(action)
+
+    def _account(self, ended: out.Ended) -> None:
+        if ended.ok:
+            self._records.put(lambda s: s.record(stats.STREAM_SECONDS, ended.seconds))
+            self._records.put(lambda s: s.record(stats.EXPOSED_SECONDS, ended.exposed))
+        else:
+            logger.warning("KV of %s was not pushed: %s", ended.stream, ended.why)
+            self._records.put(lambda s: s.record(stats.STREAMS_FAILED))
+
+    # ---- WRITEs ------------------------------------------------------------------------------------------------
+
+    def _post(self, post: out.Post) -> None:
+        engine = post.order.decode.engine
+        self._engine_last_active[engine] = time.perf_counter()
+        try:
+            chunkwise = writer.takes_chunks(self, engine)
+            handles = (writer.post_chunks if chunkwise else writer.post_whole)(self, post)
+        except Exception as error:
+            why = f"the WRITE could not be posted: {error}"
+            self._run(functools.partial(self._outbound.failed, post.stream, why))
+            return
+        now = time.monotonic()
+        for handle in handles:
+            self._handle_count += 1
+            self._writes[self._handle_count] = (post.stream, handle)
+            self._outbound.posted(post.stream, self._handle_count, now)
+        if not handles:
+            self._run(functools.partial(self._outbound.settle, post.stream))
+
+    def _poll_writes(self) -> None:
+        for number, (stream, handle) in list(self._writes.items()):
+            try:
+                state = self.nixl_wrapper.check_xfer_state(handle)
+            except Exception as error:
+                logger.error("WRITE of %s: %s", stream, error)
+                state = "ERR"
+            if state == "PROC":
+                continue
+            telemetry = self._telemetry(handle) if state == "DONE" else None
+            if not self._let_go(handle):
+                continue  # not proven over: it counts as in flight until it is
+            del self._writes[number]
+            ok = state == "DONE"
+            if ok:
+                self._records.put(functools.partial(stats.PushStats.record_transfer, res=telemetry))
+            else:
+                self._records.put(lambda s: s.record_failed_transfer())
+            self._run(functools.partial(self._outbound.written, stream, number, ok))
+        self._abandoned = [handle for handle in self._abandoned if not self._let_go(handle)]
+
+    def _telemetry(self, handle: Any) -> Any:
+        try:
+            return self.nixl_wrapper.get_xfer_telemetry(handle)
+        except Exception:
+            logger.debug("no telemetry of a WRITE", exc_info=True)
+            return None
+
+    def _let_go(self, handle: Any) -> bool:
+        try:
+            self.nixl_wrapper.release_xfer_handle(handle)
+        except Exception:
+            logger.debug("NIXL keeps a transfer handle", exc_info=True)
+            return False
+        return True
+
+    # ---- messages ----------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        for agent, notifications in self.nixl_wrapper.get_new_notifs().items():
+            for notification in notifications:
+                try:
+                    message = wire.parse(notification)
+                except wire.WireError as error:
+                    logger.warning("KV message from %s dropped: %s", agent, error)
+                    self._records.put(lambda s: s.record(stats.BAD_MESSAGES))
+                    continue
+                self._run(functools.partial(self._on_message, message, agent))
+
+    def _on_message(self, message: wire.Message, agent: str, now: float) -> Iterable[Any]:
+        match message:
+            case wire.Register():
+                return self._outbound.register(message, agent, now)
+            case wire.Unregister():
+                return self._outbound.unregister(message, agent, now)
+            case wire.Landed(request=request):
+                return self._inbound.landed(request, agent, now)
+            case wire.Gone(request=request, why=why):
+                return self._inbound.gone(request, agent, why, now)
+
+    def _send(self, engine: str, agent: str, message: wire.Message) -> None:
+        self._engine_last_active[engine] = time.perf_counter()
+        try:
+            self.nixl_wrapper.send_notif(agent, notif_msg=wire.pack(message))
+        except Exception as error:
+            # Repeated where it matters (Unregister); elsewhere the other side's deadline covers it.
+            logger.warning("KV message %s to %s was not sent: %s", type(message).__name__, engine, error)
+            self._records.put(lambda s: s.record_failed_notification())
+
+    def _tell(self, engine: str, message: wire.Message, agent: str | None) -> None:
+        if engine in self._connecting:
+            waiting = self._undelivered.setdefault(engine, [])
+            if len(waiting) < _UNDELIVERED_MAX:
+                waiting.append((agent, message))
+            return
+        for name in self._agents(engine):
+            if agent is None or agent == name:
+                self._send(engine, name, message)
+
+    # ---- connections -------------------------------------------------------------------------------------------
+
+    def _connect(self, peer: wire.Endpoint) -> None:
+        engine = peer.engine
+        if engine in self._connecting:
+            return
+        if engine in self._dead:
+            self._run(functools.partial(self._on_unreachable, engine, "it is dead"))
+            return
+        # Full handshakes wherever possible: today's decode peer writes to us once roles have changed.
+        future = self._ensure_handshake(
+            engine, peer.host, peer.port, peer.tp_size, pp_size=peer.pp_size, notif_agents_only=peer.pp_size > 1
+        )
+        self._connecting.add(engine)
+        if future is None:
+            self._run(functools.partial(self._on_connected, engine))
+        else:
+            future.add_done_callback(functools.partial(self._handshake_done, engine))
+
+    def _handshake_done(self, engine: str, future: Future[Any]) -> None:
+        error = future.exception()
+        if error is None:
+            self._submit(functools.partial(self._on_connected, engine))
+        else:
+            self._submit(functools.partial(self._on_unreachable, engine, str(error) or type(error).__name__))
+
+    def _agents(self, engine: str) -> tuple[str, ...]:
+        with self._handshake_lock:
+            names = list((self._remote_agents.get(engine) or {}).values())
+        # NIXL returns bytes where it loads an agent, and text where it names a notification's sender.
+        return tuple(name.decode() if isinstance(name, bytes) else name for name in names)
+
+    def _on_connected(self, engine: str, now: float) -> Iterable[Any]:
+        self._connecting.discard(engine)
+        if engine in self._dead:
+            self._to_forget.add(engine)
+            return self._on_unreachable(engine, "it is dead", now)
+        agents = self._agents(engine)
+        for agent, message in self._undelivered.pop(engine, []):
+            self._tell(engine, message, agent)
+        chunkwise = writer.takes_chunks(self, engine)
+        if not chunkwise and self.options.transfer != "whole":
+            logger.info_once("KV for engine %s is pushed whole: its block size or rank layout differs", engine)
+        return [*self._inbound.connected(engine, agents, now), *self._outbound.connected(engine, chunkwise, now)]
+
+    def _on_unreachable(self, engine: str, why: str, now: float) -> Iterable[Any]:
+        self._connecting.discard(engine)
+        self._undelivered.pop(engine, None)
+        return [*self._inbound.unreachable(engine, why, now), *self._outbound.unreachable(engine, why, now)]
+
+    def _on_dead(self, engine: str, now: float) -> Iterable[Any]:
+        self._dead.add(engine)
+        self._to_forget.add(engine)
+        return [*self._inbound.peer_dead(engine, now), *self._outbound.peer_dead(engine, now)]
+
+    def _forget_dead(self) -> None:
+        """NIXL's state for dead engines goes once nothing refers to it."""
+        for engine in self._to_forget - self._engines_with_inflight_transfers():
+            if engine in self._connecting or self._abandoned:
+                continue
+            self._to_forget.discard(engine)
+            if engine in self._remote_agents:
+                self._cleanup_remote_engine(engine)
+
+    def _engines_with_inflight_transfers(self) -> set[str]:
+        receiving = {meta.remote.engine_id for meta in list(self._recving_metadata.values()) if meta.remote is not None}
+        return receiving | self._inbound.engines() | self._outbound.engines()
+
+    def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
+        super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
+        self._inbound.forget(engine_id)
+        self._outbound.forget(engine_id)
+
+    def add_remote_agent(self, *args: Any, **kwargs: Any) -> str:
+        with self._agents_lock:  # handshakes fetch in parallel, and load one at a time
+            return super().add_remote_agent(*args, **kwargs)
+
+    def _add_notif_only_remote_agent(self, *args: Any, **kwargs: Any) -> str:
+        with self._agents_lock:
+            return super()._add_notif_only_remote_agent(*args, **kwargs)
+
+    def shutdown(self) -> None:
+        self._push_writer_stop.set()
+        self._push_writer_wake.set()
+        if self._push_writer_thread is not None:
+            self._push_writer_thread.join(timeout=2)
+        for _, handle in getattr(self, "_writes", {}).values():
+            self._let_go(handle)
+        super().shutdown()
+
+
+def _quiet(config: Any) -> Any:
+    """NIXL's agent configuration without a progress thread, which spins a whole core per idle engine, and with
+    strict locking, since three threads call NIXL."""
+    strict = vars(sys.modules[config.__module__])["nixl_thread_sync_t"].NIXL_THREAD_SYNC_STRICT
+    return functools.partial(config, enable_prog_thread=False, sync_mode=strict)

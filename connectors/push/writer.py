@@ -1,0 +1,152 @@
+"""Posting WRITEs: from chunks of computed blocks to NIXL descriptors and handles.
+
+Knows vLLM's memory layout (through its NIXL worker), nothing of who waits for what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemoteMeta, ReqMeta
+
+from connectors.push.outbound import Chunk, Post
+
+if TYPE_CHECKING:
+    from connectors.push.worker import PushWorker
+
+
+class LayoutError(ValueError):
+    """The two ends' blocks do not line up."""
+
+
+def takes_chunks(worker: PushWorker, engine: str) -> bool:
+    """Whether blocks of a connected engine can be written one by one: same rank layout and block size, one group."""
+    topology = worker.transfer_topo
+    if topology is None or engine not in worker.tp_mappings or len(worker.dst_xfer_side_handles[engine]) != 1:
+        return False
+    info = topology.get_engine_info(engine)
+    return bool(
+        topology.tp_ratio(info.remote_tp_size) == 1
+        and info.remote_block_size == worker.block_size
+        and info.remote_physical_blocks_per_logical == worker._physical_blocks_per_logical_kv_block
+        and len(worker.dst_region_num_blocks[engine]) == len(worker.dst_region_num_blocks[worker.engine_id])
+        and len(worker.kv_cache_config.transfer_groups) == 1
+        and not worker._has_mamba
+        and not worker._transfer_layer_group_ids
+        and not worker.use_host_buffer
+        and worker.pp_size == 1
+    )
+
+
+def pair_blocks(chunks: Sequence[Chunk], total_blocks: int, remote: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Local and remote block ids of what `remote` still needs; it holds the request's last `len(remote)` blocks.
+
+    What comes before is in the decode engine's prefix cache. Raises LayoutError.
+    """
+    skip = total_blocks - len(remote)
+    if skip < 0:
+        raise LayoutError(f"decode reserved {len(remote)} blocks for a prompt of {total_blocks}")
+    mine: list[int] = []
+    theirs: list[int] = []
+    for chunk in chunks:
+        (blocks,) = chunk.blocks
+        first = max(0, skip - chunk.start)
+        end = chunk.start + len(blocks) - skip
+        if end > len(remote):
+            raise LayoutError(f"blocks {chunk.start}..{chunk.start + len(blocks)} of a prompt of {total_blocks}")
+        if first < len(blocks):
+            mine.extend(blocks[first:])
+            theirs.extend(remote[chunk.start + first - skip : end])
+    return mine, theirs
+
+
+def descriptors(blocks: np.ndarray, region_blocks: Sequence[int], layer: int | None) -> np.ndarray:
+    """NIXL descriptor indices: region-major, one descriptor per kernel block and region (base_worker.py)."""
+    offsets = np.cumsum([0, *region_blocks[:-1]], dtype=np.int64)
+    if layer is not None:
+        offsets = offsets[layer : layer + 1]
+    return (offsets[:, None] + blocks[None, :]).ravel()
+
+
+def post_chunks(worker: PushWorker, post: Post) -> list[Any]:
+    """One WRITE for all of `post`, one per layer where chunks come by layer. Raises LayoutError, NIXL's errors."""
+    engine = post.order.decode.engine
+    if len(post.order.blocks) != 1:
+        raise LayoutError(f"decode has {len(post.order.blocks)} KV cache groups, prefill 1")
+    mine_total, theirs_total = worker.dst_region_num_blocks[worker.engine_id], worker.dst_region_num_blocks[engine]
+    ratio = worker._physical_blocks_per_logical_kv_block
+    local: list[np.ndarray] = []
+    remote: list[np.ndarray] = []
+    for layer, chunks in _by_layer(post.chunks):
+        for chunk in chunks:
+            if chunk.ready is not None:
+                chunk.ready.synchronize()  # this chunk's KV is written; nothing else of the device is waited for
+        mine, theirs = (
+            _kernel_blocks(ids, ratio) for ids in pair_blocks(chunks, post.total_blocks, post.order.blocks[0])
+        )
+        if not mine.size:
+            continue
+        if theirs.min() < 0 or theirs.max() >= min(theirs_total):
+            raise LayoutError(f"decode named block {theirs.max()} of {min(theirs_total)}")
+        local.append(descriptors(mine, mine_total, layer))
+        remote.append(descriptors(theirs, theirs_total, layer))
+    if not local:
+        return []
+    (side,) = worker.dst_xfer_side_handles[engine].values()
+    handle = worker.nixl_wrapper.make_prepped_xfer(
+        "WRITE",
+        worker.src_xfer_handles_by_block_size[worker.block_size],
+        np.concatenate(local),
+        side,
+        np.concatenate(remote),
+    )
+    worker.nixl_wrapper.transfer(handle)
+    return [handle]
+
+
+def post_whole(worker: PushWorker, post: Post) -> list[Any]:
+    """All of the prompt by vLLM's own plan, which knows unequal block sizes, ranks and cache groups.
+
+    Its WRITEs notify decode by themselves. Raises LayoutError.
+    """
+    for chunk in post.chunks:
+        if chunk.ready is not None:
+            chunk.ready.synchronize()
+    groups = range(len(post.chunks[0].blocks))
+    local = tuple([block for chunk in post.chunks for block in chunk.blocks[group]] for group in groups)
+    ratio = worker._physical_blocks_per_logical_kv_block
+    meta = ReqMeta(
+        local_block_ids=local,
+        local_physical_block_ids=worker._logical_to_kernel_block_ids(local, ratio),
+        tp_size=worker.world_size,
+        remote=RemoteMeta(
+            block_ids=tuple(post.order.blocks),
+            host="",
+            port=0,
+            engine_id=post.order.decode.engine,
+            request_id=post.order.request,
+        ),
+    )
+    worker._xfer_blocks_for_req(post.stream, meta)
+    with worker._sending_transfers_lock:
+        handles = worker._sending_transfers.pop(post.stream, [])
+        failed = post.stream in worker._send_failures
+        worker._send_failures.discard(post.stream)
+    if failed and not handles:
+        raise LayoutError("vLLM could not post the WRITE; see the log above")
+    return list(handles)
+
+
+def _by_layer(chunks: Sequence[Chunk]) -> list[tuple[int | None, list[Chunk]]]:
+    layers: dict[int | None, list[Chunk]] = {}
+    for chunk in chunks:
+        layers.setdefault(chunk.layer, []).append(chunk)
+    return list(layers.items())
+
+
+def _kernel_blocks(blocks: Sequence[int], ratio: int) -> np.ndarray:
+    """A logical block is `ratio` consecutive kernel blocks where the attention kernel wants smaller ones."""
+    ids = np.asarray(blocks, dtype=np.int64)
+    return ids if ratio == 1 else (ids[:, None] * ratio + np.arange(ratio)).ravel()

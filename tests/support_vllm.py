@@ -1,0 +1,191 @@
+"""Real engines for tests: a tiny model with random weights, and helpers that drive an `Engine` by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config import KVConfig
+from orchestrator.types import KVSource
+from workers.engine import EngineInfo, EngineLoad, EngineRequest, Phase
+
+BLOCK_SIZE = 32
+VOCABULARY = 512
+
+
+def tiny_model(folder: Path, *, layers: int = 2, heads: int = 4, kv_heads: int = 2, head_dim: int = 32) -> Path:
+    """A Llama of random float32 weights, a few MB; written once per folder."""
+    import torch
+    from safetensors.torch import save_file
+
+    if (folder / "config.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    hidden, inner = heads * head_dim, 4 * head_dim
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    generator = torch.Generator().manual_seed(7)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.2
+
+    tensors = {"model.embed_tokens.weight": weight(VOCABULARY, hidden), "lm_head.weight": weight(VOCABULARY, hidden)}
+    tensors["model.norm.weight"] = torch.ones(hidden)
+    for index in range(layers):
+        prefix = f"model.layers.{index}."
+        tensors[prefix + "self_attn.q_proj.weight"] = weight(heads * head_dim, hidden)
+        tensors[prefix + "self_attn.k_proj.weight"] = weight(kv_heads * head_dim, hidden)
+        tensors[prefix + "self_attn.v_proj.weight"] = weight(kv_heads * head_dim, hidden)
+        tensors[prefix + "self_attn.o_proj.weight"] = weight(hidden, heads * head_dim)
+        tensors[prefix + "mlp.gate_proj.weight"] = weight(inner, hidden)
+        tensors[prefix + "mlp.up_proj.weight"] = weight(inner, hidden)
+        tensors[prefix + "mlp.down_proj.weight"] = weight(hidden, inner)
+        tensors[prefix + "input_layernorm.weight"] = torch.ones(hidden)
+        tensors[prefix + "post_attention_layernorm.weight"] = torch.ones(hidden)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def frames(prompt: list[int], max_tokens: int = 8, **sampling: Any) -> list[bytes]:
+    """An engine request as a frontend encodes it."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.serial_utils import MsgpackEncoder
+
+    params = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True} | sampling)
+    request = EngineCoreRequest("from-the-frontend", prompt, None, params, None, time.time(), None, None, None)
+    return [bytes(frame) for frame in MsgpackEncoder().encode(request)]
+
+
+async def until(condition: Callable[[], Any], timeout_s: float = 20.0, what: str = "a condition") -> Any:
+    """Polls a function, plain or async, until it is true; its value is returned."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if isinstance(value, Awaitable):
+            value = await value
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"{what} did not come true within {timeout_s} s"
+        await asyncio.sleep(0.02)
+
+
+class Driver:
+    """One engine with its outputs collected per request."""
+
+    def __init__(self, engine: Any, info: EngineInfo) -> None:
+        self.engine, self.info = engine, info
+        self.tokens: dict[str, list[int]] = {}
+        self.finished: dict[str, Any] = {}
+        self.stats: dict[str, Any] = {}
+        self.loads: list[EngineLoad] = []
+        self.error: BaseException | None = None
+        self._task = asyncio.create_task(self._collect())
+
+    @classmethod
+    async def start(cls, model: Path, *, kv: KVConfig | None = None, name: str = "e", **args: Any) -> Driver:
+        from workers.vllm_engine import VllmEngine
+
+        cores = args.pop("cores", None)
+        defaults = {
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "block_size": BLOCK_SIZE,
+            "max_model_len": 2048,
+            "max_num_batched_tokens": 256,
+            "max_num_seqs": 16,
+            "kv_cache_memory_bytes": 16 << 20,
+        }
+        engine = VllmEngine(
+            str(model),
+            defaults | args,
+            engine_id=f"{name}-{uuid.uuid4().hex[:8]}",
+            kv_host="127.0.0.1",
+            kv_port=free_port(),
+            kv=kv or KVConfig(),
+            cores=cores,
+        )
+        return cls(engine, await engine.start())
+
+    async def _collect(self) -> None:
+        try:
+            while True:
+                step = await self.engine.next_step()
+                if step.load is not None:
+                    self.loads.append(step.load)
+                for output in step.outputs:
+                    key = output.request_id
+                    self.tokens.setdefault(key, []).extend(output.new_token_ids)
+                    if output.prefill_stats is not None:
+                        self.stats[key] = output.prefill_stats
+                    if output.finish_reason is not None:
+                        self.finished[key] = output.finish_reason
+        except Exception as error:
+            self.error = error
+
+    def source(self, key: str) -> KVSource:
+        return KVSource(self.info.kv, key)
+
+    async def prefill(self, key: str, body: list[bytes]) -> None:
+        await self.engine.submit(EngineRequest(key, Phase.PREFILL, body))
+
+    async def decode(self, key: str, body: list[bytes], source: KVSource | None = None, **more: Any) -> None:
+        await self.engine.submit(EngineRequest(key, Phase.DECODE, body, source, **more))
+
+    async def done(self, key: str, timeout_s: float = 30.0) -> list[int]:
+        await until(lambda: key in self.finished or self.error, timeout_s, f"the end of {key}")
+        assert self.error is None, self.error
+        return self.tokens[key]
+
+    async def idle(self, timeout_s: float = 20.0) -> None:
+        """Nothing runs, nothing waits, and every block is free."""
+
+        async def empty() -> bool:
+            load = await self.engine.load()
+            return (load.running, load.waiting, load.blocks_free) == (0, 0, self.info.blocks_total)
+
+        await until(empty, timeout_s, f"all blocks of {self.info.kv.engine_id} free")
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self.engine.stop()
+
+
+def engine_pid(driver: Driver) -> int:
+    """The engine core's process."""
+    (process,) = driver.engine._client.resources.engine_manager.processes
+    pid = process.pid
+    assert pid and os.path.exists(f"/proc/{pid}")
+    return int(pid)

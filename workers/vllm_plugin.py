@@ -1,0 +1,162 @@
+"""What runs inside vLLM's engine process: our engine utilities, and dying with the process that started it.
+
+`run_engine_core` stands in for vLLM's process target, by fork and by spawn; `register` is the entry point that
+vLLM loads as a general plugin, for engines started by other means.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+_PARENT = "PD_ENGINE_PARENT"  # pid of the process that the engine must not outlive
+_CORES = "PD_ENGINE_CORES"  # "0,1": cores the engine computes on
+_vllm_target = EngineCoreProc.run_engine_core
+_vllm_step = EngineCoreProc._process_engine_step
+
+
+@contextmanager
+def engine_process(cores: list[int] | None) -> Iterator[None]:
+    """While open, engine processes that vLLM starts are ours."""
+    before = {name: os.environ.get(name) for name in (_PARENT, _CORES)}
+    os.environ[_PARENT] = str(os.getpid())
+    os.environ[_CORES] = ",".join(map(str, cores or []))
+    EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
+    try:
+        yield
+    finally:
+        EngineCoreProc.run_engine_core = staticmethod(_vllm_target)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def run_engine_core(*args: Any, **kwargs: Any) -> None:
+    """Target of the engine process."""
+    _die_with(int(os.environ[_PARENT]))
+    _use_cores([int(core) for core in os.environ.get(_CORES, "").split(",") if core])
+    register()
+    EngineCoreProc._process_engine_step = _process_engine_step
+    _vllm_target(*args, **kwargs)
+
+
+def register() -> None:
+    """Add the engine utilities, callable as `call_utility_async(name, ...)`. Harmless to repeat."""
+    EngineCore.pd_load = _pd_load
+    EngineCore.pd_describe = _pd_describe
+    EngineCore.pd_fail_peer = _pd_fail_peer
+
+
+# ---- utilities ---------------------------------------------------------------------------------------------------
+
+
+def _pd_load(engine: Any) -> list[int]:
+    """[free blocks, running, waiting] of this moment, also when no step has run since something was freed."""
+    scheduler = engine.scheduler
+    running, waiting = scheduler.get_request_counts()
+    return [scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), running, waiting]
+
+
+def _pd_describe(engine: Any) -> dict[str, int]:
+    """Usable KV blocks and bytes of KV per token over all layers and ranks' worth of one engine."""
+    config = engine.scheduler.kv_cache_config
+    tokens = config.num_blocks * engine.vllm_config.cache_config.block_size
+    ranks = engine.vllm_config.parallel_config.world_size
+    total = sum(tensor.size for tensor in config.kv_cache_tensors) * ranks
+    return {"blocks_total": config.num_blocks - 1, "kv_bytes_per_token": total // max(1, tokens)}
+
+
+def _pd_fail_peer(engine: Any, engine_id: str) -> None:
+    connector = engine.scheduler.get_kv_connector()
+    if (fail := getattr(connector, "fail_engine", None)) is not None:
+        fail(engine_id)
+
+
+# ---- the engine's loop -------------------------------------------------------------------------------------------
+
+
+def _process_engine_step(engine: Any) -> bool:
+    """vLLM's, but a step that only polls for KV says nothing unless the load has changed.
+
+    While requests wait for remote KV the loop turns about a thousand times a second; a message each would cost
+    the agent more than its work.
+    """
+    began = time.monotonic()
+    outputs, executed = engine.step_fn()
+    elapsed_ms = (time.monotonic() - began) * 1000.0
+    for client, output in outputs.items() if outputs else ():
+        if output.scheduler_stats is not None and output.scheduler_stats.iteration_details is not None:
+            # vLLM's own figure leaves out what an executor in this very process computes.
+            output.scheduler_stats.iteration_details.elapsed_ms = elapsed_ms
+        if executed or _has_news(engine, output):
+            engine.output_queue.put_nowait((client, output))
+    engine.post_step(executed)
+    if not executed and engine.scheduler.has_requests():
+        time.sleep(0.001)
+    return bool(executed)
+
+
+def _has_news(engine: Any, output: EngineCoreOutputs) -> bool:
+    stats = output.scheduler_stats
+    if output.outputs or output.finished_requests or stats is None or stats.kv_connector_stats:
+        return True
+    seen = (
+        stats.num_running_reqs,
+        stats.num_waiting_reqs,
+        stats.num_skipped_waiting_reqs,
+        stats.kv_cache_usage,
+    )
+    if getattr(engine, "_pd_last_said", None) == seen:
+        return False
+    engine._pd_last_said = seen
+    return True
+
+
+# ---- the process -------------------------------------------------------------------------------------------------
+
+
+def _die_with(parent: int) -> None:
+    """SIGKILL this process as soon as `parent` is gone, however that went.
+
+    Not PR_SET_PDEATHSIG: that fires when the *thread* that started us ends (prctl(2)).
+    """
+    try:
+        gone: int | None = os.pidfd_open(parent)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+    except (AttributeError, OSError):
+        gone = None  # an older kernel, or not Linux: watch by looking
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def watch() -> None:
+        if gone is not None:
+            select.select([gone], [], [])
+        else:
+            while os.getppid() == parent:
+                time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="pd-die-with-parent", daemon=True).start()
+
+
+def _use_cores(cores: list[int]) -> None:
+    """Before any compute thread exists, so that all of them inherit it."""
+    if not cores:
+        return
+    import torch
+
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))

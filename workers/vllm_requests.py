@@ -1,0 +1,108 @@
+"""From the frontend's engine request to the one this worker's engine runs: phase, KV parameters, continuation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackDecoder
+
+from orchestrator.types import KVSource
+from workers.engine import EngineRequest, InvalidEngineRequest, Phase
+
+
+class RequestCodec:
+    """Decodes and adapts. Raises InvalidEngineRequest, naming the request and what is wrong with it."""
+
+    def __init__(self) -> None:
+        self._decoder = MsgpackDecoder(EngineCoreRequest)
+
+    def decode(self, request: EngineRequest) -> EngineCoreRequest:
+        try:
+            core: EngineCoreRequest = self._decoder.decode(request.frames)
+        except Exception as error:  # msgspec, numpy and torch each raise their own
+            raise InvalidEngineRequest(f"{request.key}: undecodable engine request: {error}") from error
+        core.request_id = request.key
+        core.external_req_id = None
+        if request.resume_tokens:
+            _continue(core, request.resume_tokens)
+        if request.phase is Phase.PREFILL:
+            _prefill_only(core)
+        elif request.kv_source is not None:
+            _set_kv(core, _receive(request.kv_source))
+        return core
+
+
+def _sampling(core: EngineCoreRequest, what: str) -> SamplingParams:
+    if core.sampling_params is None:
+        raise InvalidEngineRequest(f"{core.request_id}: a pooling request cannot be {what}")
+    return core.sampling_params
+
+
+def _set_kv(core: EngineCoreRequest, params: dict[str, Any]) -> None:
+    sampling = _sampling(core, "prefilled elsewhere")
+    sampling.extra_args = {**(sampling.extra_args or {}), "kv_transfer_params": params}
+
+
+def _receive(source: KVSource) -> dict[str, Any]:
+    endpoint = source.endpoint
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": endpoint.engine_id,
+        "remote_host": endpoint.host,
+        "remote_port": endpoint.port,
+        "tp_size": endpoint.tp_size,
+        "pp_size": endpoint.pp_size,
+        "remote_request_id": source.key,
+    }
+
+
+def _prefill_only(core: EngineCoreRequest) -> None:
+    """One token, whatever it is: the request ends by length and its KV is pushed; decode samples the real one."""
+    sampling = _sampling(core, "prefilled only")
+    if core.prompt_token_ids is None:
+        raise InvalidEngineRequest(f"{core.request_id}: a prompt of embeddings cannot be prefilled elsewhere")
+    sampling.n = 1
+    sampling.max_tokens = 1
+    sampling.min_tokens = 0
+    sampling.ignore_eos = True
+    sampling.stop = []
+    sampling.stop_token_ids = []
+    sampling._eos_token_id = None
+    sampling._all_stop_token_ids = set()
+    sampling.logprobs = None
+    sampling.logprob_token_ids = None
+    sampling.prompt_logprobs = None
+    sampling.structured_outputs = None
+    sampling.bad_words = []
+    sampling._bad_words_token_ids = None
+    sampling.thinking_token_budget = None
+    sampling.repetition_detection = None
+    sampling.output_kind = RequestOutputKind.FINAL_ONLY
+    _set_kv(core, {"do_remote_decode": True, "do_remote_prefill": False})
+
+
+def _continue(core: EngineCoreRequest, tokens: list[int]) -> None:
+    """Go on after `tokens`: they join the prompt, and the limits shrink by them.
+
+    Exact for greedy sampling; a seeded request draws on from a fresh generator, and penalties see `tokens` as
+    prompt.
+    """
+    sampling = _sampling(core, "continued")
+    if core.prompt_token_ids is None:
+        raise InvalidEngineRequest(f"{core.request_id}: a prompt of embeddings cannot be continued")
+    if sampling.structured_outputs is not None:
+        raise InvalidEngineRequest(f"{core.request_id}: structured output cannot be continued mid-way")
+    core.prompt_token_ids = [*core.prompt_token_ids, *tokens]
+    if core.prompt_is_token_ids is not None:
+        core.prompt_is_token_ids = [*core.prompt_is_token_ids, *([True] * len(tokens))]
+    if sampling.max_tokens is not None:
+        if sampling.max_tokens <= len(tokens):
+            raise InvalidEngineRequest(
+                f"{core.request_id}: {len(tokens)} tokens are out already, of at most {sampling.max_tokens}"
+            )
+        sampling.max_tokens -= len(tokens)
+    sampling.min_tokens = max(0, sampling.min_tokens - len(tokens))
+    sampling.prompt_logprobs = None
