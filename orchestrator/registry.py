@@ -127,6 +127,15 @@ class Registry:
                 self._complain(worker_id, f"{type(error).__name__}: {error}")
         return found
 
+    async def orders(self) -> dict[str, WorkerOrders]:
+        """What live workers were told and have not done yet; those with nothing to do are left out."""
+        found = {}
+        for worker_id, fields in await self._members("worker"):
+            orders = _orders(fields.get("order_role"), fields.get("order_drain"), fields.get("order_sequence"))
+            if orders.role is not None or orders.drain:
+                found[worker_id] = orders
+        return found
+
     async def order_role(self, worker_id: str, role: Role) -> None:
         """Tell a worker to take a role; kept until it clears the order. Raises UnknownWorker."""
         await self._order(worker_id, "order_role", role.value)
@@ -149,9 +158,7 @@ class Registry:
                 f"worker {info.id}: {field} is {fields[field]!r}, but the fleet's is {theirs!r} (worker {other}); "
                 f"start it with the same {field}, or under another namespace"
             )
-        role, drain, sequence = (_text(part) for part in reply[1:4])
-        known_role = Role(role) if role in {known.value for known in Role} else None
-        return WorkerOrders(known_role, drain == "yes", int(sequence) if sequence.isdigit() else 0)
+        return _orders(*(_text(part) for part in reply[1:4]))
 
     async def _order(self, worker_id: str, field: str, value: str) -> None:
         if not await self._run("order", worker_id, field, value):
@@ -263,6 +270,11 @@ class Registry:
 
     async def _run(self, script: str, *args: Any) -> Any:
         return await self._redis.run(self._scripts[script], self.keys.prefix, *args)
+
+
+def _orders(role: str | None, drain: str | None, sequence: str | None) -> WorkerOrders:
+    known_role = Role(role) if role in {known.value for known in Role} else None
+    return WorkerOrders(known_role, drain == "yes", int(sequence) if sequence and sequence.isdigit() else 0)
 
 
 def _text(value: bytes) -> str:

@@ -1,0 +1,153 @@
+"""One child process on this machine: its own session, its output line by line, and an end that leaves nothing behind.
+
+Not responsible for whether it should run (supervise.py) nor for what it is (commands.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_READ_BYTES = 1 << 16
+_MAX_LINE_BYTES = 1 << 16
+_KEPT_LINES = 30
+# Helpers of a dead process (its engine, Python's resource tracker) end by themselves; then they are killed.
+_GROUP_PATIENCE_S = 3.0
+_POLL_S = 0.02
+
+
+class ProcessSpec(msgspec.Struct, frozen=True):
+    """What to start. `env` goes on top of our own environment."""
+
+    name: str
+    command: list[str]
+    env: dict[str, str] = {}
+
+
+def adopt_orphans() -> None:
+    """Have orphaned grandchildren become children of this process, so that they can be waited for (Linux)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def started_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot (proc(5), field 22); None when there is none, or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+class LocalProcess:
+    """`start` it in the main thread: the kernel ties a child's parent-death signal to the thread that forked it."""
+
+    def __init__(self, spec: ProcessSpec, on_line: Callable[[str, str], None]) -> None:
+        self.name = spec.name
+        self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._spec = spec
+        self._on_line = on_line
+        self._process: asyncio.subprocess.Process | None = None
+        self._pump: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Raises OSError."""
+        self._process = await asyncio.create_subprocess_exec(
+            *self._spec.command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **self._spec.env},
+            # Ctrl-C reaches the launcher alone, which ends the fleet in order.
+            start_new_session=True,
+        )
+        self._pump = asyncio.create_task(self._read(self._process), name=f"log-{self.name}")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def wait(self) -> int:
+        """Until it has ended and everything of its process group too. Returns the exit code, negative for a signal."""
+        assert self._process is not None and self._pump is not None
+        code = await self._process.wait()
+        await self._end_group()
+        with contextlib.suppress(asyncio.TimeoutError, asyncio.CancelledError):
+            # Somebody outside the group may hold the pipe; its lines are not worth waiting for.
+            await asyncio.wait_for(self._pump, 1.0)
+        return code
+
+    async def stop(self, timeout_s: float) -> None:
+        """SIGTERM, then after `timeout_s` SIGKILL. Returns when it is gone. Idempotent."""
+        if self._process is None:
+            return
+        self.signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self._process.wait(), timeout_s)
+        except TimeoutError:
+            self.kill()
+            await self._process.wait()
+        await self._end_group()
+
+    def signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """It and its process group, at once."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _end_group(self) -> None:
+        deadline = asyncio.get_running_loop().time() + _GROUP_PATIENCE_S
+        killed = False
+        while group_alive(self.pid):
+            if not killed and asyncio.get_running_loop().time() > deadline:
+                self.kill()
+                killed = True
+            await asyncio.sleep(_POLL_S)
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        rest = b""
+        while data := await process.stdout.read(_READ_BYTES):
+            *lines, rest = (rest + data).split(b"\n")
+            if len(rest) > _MAX_LINE_BYTES:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                self._say(line)
+        if rest:
+            self._say(rest)
+
+    def _say(self, line: bytes) -> None:
+        # Of a progress bar that redraws itself only what it showed last.
+        text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace").rstrip()
+        if text:
+            self.last_lines.append(text)
+            self._on_line(self.name, text)
+
+
+def group_alive(pgid: int) -> bool:
+    """Whether a process group has members left; those that only wait to be reaped are reaped."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-pgid, os.WNOHANG)[0]:
+            pass
+    try:
+        os.killpg(pgid, 0)
+    except ProcessLookupError:
+        return False
+    return True
