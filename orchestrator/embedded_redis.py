@@ -68,8 +68,8 @@ class EmbeddedRedis:
             return self.url
         binary = server_binary()
         run_dir.mkdir(parents=True, exist_ok=True)
-        why = ""
-        for _ in range(1 if port else _PORT_TRIES):
+        why = "" if not port or _can_bind(port) else "the port is in use"
+        for _ in range(0 if why else 1 if port else _PORT_TRIES):
             chosen = port or _free_port()
             self._process = _spawn(binary, run_dir, chosen)
             try:
@@ -167,6 +167,16 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _can_bind(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: TIME_WAIT is no obstacle
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def _last_line(path: Path) -> str:

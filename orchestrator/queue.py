@@ -174,7 +174,7 @@ class PrefillQueue:
 
     async def peek(self, limit: int) -> list[dict[str, Any]]:
         """The head of the queue, for people: id, tokens, uncached, age_s, score, attempt, reply_to."""
-        rows = await self._run("peek", max(0, min(limit, MAX_PEEK)))
+        rows = await self._run("peek", min(limit, MAX_PEEK)) if limit > 0 else []
         return [
             {
                 "id": _text(request_id),

@@ -157,6 +157,7 @@ class Redis(redis.asyncio.Redis):
         except (RedisError, OSError) as error:
             await self._break(self._pipe, str(error) or type(error).__name__)
         except BaseException as error:
+            # Whatever it was, nobody is left waiting for an answer.
             await self._break(self._pipe, f"the client stopped ({type(error).__name__}: {error})")
             raise
 
@@ -186,6 +187,8 @@ class Redis(redis.asyncio.Redis):
         if pipe is not None and not pipe.callers:
             # A connection that a restarted server closed is replaced before, not after, a command is lost on it.
             idle_s = asyncio.get_running_loop().time() - pipe.used_at
+            if idle_s > _IDLE_CHECK_S:
+                await asyncio.sleep(0)  # lets the loop see that it was closed
             if not pipe.connection.is_connected or (idle_s > _IDLE_CHECK_S and await _stale(pipe.connection)):
                 await pipe.connection.disconnect(nowait=True)
                 pipe = self._pipe = None
@@ -280,7 +283,7 @@ async def connect(url: str, timeout_s: float) -> Redis:
             protocol=2,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
-            socket_keepalive=True,
+            **({} if url.startswith("unix:") else {"socket_keepalive": True}),
             retry=Retry(NoBackoff(), 0),
             health_check_interval=0,
             driver_info=None,

@@ -1,0 +1,148 @@
+"""What the Redis tests share: a real server of their own, jobs, and checks that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from orchestrator.config import QueueConfig
+from orchestrator.embedded_redis import EmbeddedRedis
+from orchestrator.queue import PrefillQueue
+from orchestrator.redis_client import Keys, Redis
+from orchestrator.types import EngineIdentity, KVEndpoint, PrefillJob, Role, WorkerInfo, WorkerState
+
+DEADLINE_S = 15.0
+T = TypeVar("T")
+
+
+class Server:
+    """The embedded server for synchronous fixtures; the same port after a restart."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._embedded = EmbeddedRedis()
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return self._embedded.url
+
+    @property
+    def pid(self) -> int | None:
+        return self._embedded.pid
+
+    def start(self) -> None:
+        port = int(self.url.rpartition(":")[2]) if self.url else 0
+        _finish(self._embedded.start(self._folder, port))
+
+    def stop(self) -> None:
+        _finish(self._embedded.stop())
+
+
+def _finish(work: Awaitable[object]) -> None:
+    """Run to its end here, also under a running loop: the server's few waits are short."""
+
+    async def main() -> None:
+        await work
+
+    running = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        asyncio.run(main())
+    finally:
+        asyncio._set_running_loop(running)
+
+
+@contextlib.contextmanager
+def running_server(folder: Path) -> Iterator[Server]:
+    server = Server(folder)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+async def eventually(attempt: Callable[[], Awaitable[T]], what: str) -> T:
+    """Call until the result is truthy; fail after the deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        if result := await attempt():
+            return result
+        assert time.monotonic() < deadline, f"not within {DEADLINE_S:g} s: {what}"
+        await asyncio.sleep(0.01)
+
+
+def fresh_namespace() -> str:
+    return f"test-{uuid.uuid4().hex[:8]}"
+
+
+def job(request_id: str, tokens: int = 100, attempt: int = 1, reply_to: str = "f1", body: bytes = b"b") -> PrefillJob:
+    return PrefillJob(request_id, attempt, tokens, tokens, 0.0, reply_to, body)
+
+
+def queue_config(**changes: object) -> QueueConfig:
+    return QueueConfig(**({"weight": 0.0, "lease_s": 30.0} | changes))  # type: ignore[arg-type]
+
+
+async def expire_lease(redis: Redis, queue: PrefillQueue, *request_ids: str) -> None:
+    """Let leases have run out, without waiting for it."""
+    for request_id in request_ids:
+        assert await redis.zscore(queue.keys.leases, request_id) is not None, f"{request_id} is not claimed"
+        await redis.zadd(queue.keys.leases, {request_id: 1.0})
+
+
+async def make_old(redis: Redis, queue: PrefillQueue, *request_ids: str) -> None:
+    """Let jobs have arrived long ago, so that a missing frontend counts."""
+    for request_id in request_ids:
+        await redis.hset(queue.keys.job(request_id), "arrived_at", "1000.0")
+
+
+async def keys_of(redis: Redis, namespace: str) -> set[str]:
+    prefix = Keys(namespace).prefix
+    return {key.decode().removeprefix(prefix) async for key in redis.scan_iter(match=f"{prefix}*", count=1000)}
+
+
+async def assert_no_leaks(redis: Redis, namespace: str) -> None:
+    """Nothing of any job is left: what stays is the fleet and the statistics."""
+    left = {
+        key
+        for key in await keys_of(redis, namespace)
+        if key not in ("dropped", "idle", "workers", "frontends", "desired", "sweep_cursor")
+        and not key.startswith(("worker:", "frontend:"))
+    }
+    assert not left, f"left in Redis: {sorted(left)}"
+
+
+def worker(worker_id: str, role: Role = Role.PREFILL, **identity: object) -> WorkerInfo:
+    fields = {
+        "model": "demo",
+        "dtype": "float32",
+        "kv_cache_dtype": "auto",
+        "block_size": 16,
+        "max_model_len": 4096,
+        "engine": "sim",
+        "engine_version": "1",
+        "protocol": 1,
+    }
+    return WorkerInfo(
+        id=worker_id,
+        role=role,
+        state=WorkerState.READY,
+        host="127.0.0.1",
+        pid=1234,
+        request_address="tcp://127.0.0.1:5000",
+        load_address="tcp://127.0.0.1:5001",
+        identity=EngineIdentity(**(fields | identity)),  # type: ignore[arg-type]
+        kv=KVEndpoint(f"engine-{worker_id}", "127.0.0.1", 5002, tp_size=2),
+        blocks_total=512,
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+        kv_bytes_per_token=1024,
+        started_at=1_700_000_000.25,
+        supported_tasks=("generate", "embed"),
+    )
