@@ -7,9 +7,13 @@ engine. At most one attempt of a request is held in each phase.
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from workers.engine import Phase
+
+# An engine frees what nobody fetches by itself, in bounded time; this many are freed sooner when aborted.
+MAX_PUSHING = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -29,10 +33,13 @@ class Held:
 
 
 class Attempts:
+    """`pushing` remembers prefills that ended here lately: their KV may still wait in the engine to be fetched."""
+
     def __init__(self) -> None:
         self._by_key: dict[str, Held] = {}
         self._by_request: dict[tuple[Phase, str], Held] = {}
         self._claimed: dict[str, Held] = {}
+        self._pushing: OrderedDict[str, Held] = OrderedDict()
         self.waiting_tokens = 0  # of all attempts, not yet computed
         self.claimed_tokens = 0  # of prefills, not yet computed
         self.changed = asyncio.Event()  # set whenever something is removed; cleared by who waits for it
@@ -91,3 +98,22 @@ class Attempts:
         if self._by_request.get((held.phase, held.request_id)) is held:
             del self._by_request[held.phase, held.request_id]
         self.changed.set()
+
+    def note_pushing(self, held: Held) -> None:
+        """Its prefill has ended well."""
+        self._pushing[held.request_id] = held
+        if len(self._pushing) > MAX_PUSHING:
+            self._pushing.popitem(last=False)
+
+    def end_pushing(self, request_id: str, attempt: int) -> list[str]:
+        """Engine keys whose KV is not wanted any more."""
+        held = self._pushing.get(request_id)
+        if held is None or held.attempt > attempt:
+            return []
+        del self._pushing[request_id]
+        return [held.key]
+
+    def end_pushing_to(self, frontend_id: str) -> list[str]:
+        """The same, of all requests of one frontend."""
+        ended = [held for held in self._pushing.values() if held.frontend_id == frontend_id]
+        return [key for held in ended for key in self.end_pushing(held.request_id, held.attempt)]

@@ -184,6 +184,7 @@ class ClaimLoop:
     def finished(self, held: Held, output: EngineOutput) -> None:
         """The engine computed it, or gave it up; it is not in the attempts any more."""
         if int(output.finish_reason) in _ENDED_WELL:
+            self._attempts.note_pushing(held)
             stats = getattr(output, "prefill_stats", None)
             message: Prefilled | PrefillFailed = Prefilled(
                 held.request_id,

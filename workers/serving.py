@@ -157,6 +157,9 @@ class Serving:
             held = self._attempts.find(phase, abort.request_id)
             if held is not None and held.attempt <= abort.attempt:
                 await self._drop([held])
+        if keys := self._attempts.end_pushing(abort.request_id, abort.attempt):
+            self._load.dirty.set()
+            await self._engine.abort(keys)
 
     async def abort_frontend(self, frontend_id: str) -> None:
         """That frontend is gone: nobody waits for its requests."""
@@ -164,6 +167,9 @@ class Serving:
         if held:
             log.warning("aborted %d attempts of frontend %s, which is gone", len(held), frontend_id)
             await self._drop(held)
+        if keys := self._attempts.end_pushing_to(frontend_id):
+            self._load.dirty.set()
+            await self._engine.abort(keys)
         for known in (self._greeted, self._unreachable_since, self._undelivered):
             known.pop(frontend_id, None)
         self._load.forget(frontend_id)

@@ -1,0 +1,295 @@
+"""Prefill jobs from the queue to their acknowledgement: hand-over, budget, leases, aborts, corrupt jobs, Redis away."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+from support_workers import Frontend, Workers, running_workers, until
+
+from orchestrator.messages import Claimed, Prefilled, PrefillFailed, Rejected
+from orchestrator.redis_client import EmbeddedRedis
+from orchestrator.types import Role
+from workers.claims import claim_budget
+
+PROMPT = list(range(100, 400))
+
+
+async def pair(workers: Workers, **sim: object) -> tuple[Frontend, str, str]:
+    """A prefill and a decode worker, and a frontend that binds what is claimed to the latter."""
+    prefill, decode = await workers.start(Role.PREFILL, **sim), await workers.start(Role.DECODE, **sim)
+    frontend = await workers.frontend(prefill, decode)
+    frontend.decode = decode.id
+    return frontend, prefill.id, decode.id
+
+
+async def test_prefills_here_and_decodes_there(workers: Workers) -> None:
+    frontend, prefill, _ = await pair(workers)
+    requests = [frontend.new([i, *PROMPT]) for i in range(20)]
+    for request in requests:
+        await frontend.enqueue(request)
+    await frontend.finished(*requests)
+    await until(lambda: all(r.got(Prefilled) for r in requests))
+    for request in requests:
+        assert request.got(Claimed).worker_id == prefill and request.got(Claimed).queued_s >= 0
+        assert request.got(Prefilled).prefill_s > 0
+        assert not request.got(PrefillFailed)
+    await workers.assert_no_leaks()
+    load = frontend.loads[prefill]
+    assert load.kv_transfers == 20 and load.prefilled_tokens == 20 * len([0, *PROMPT])
+
+
+async def test_claims_only_what_its_budget_allows(redis_server: EmbeddedRedis) -> None:
+    async with running_workers(
+        redis_server, sim={"max_num_batched_tokens": 1000, "prefill_us_per_token": 200}
+    ) as workers:
+        frontend, prefill, _ = await pair(workers, speed=1.0)
+        requests = [frontend.new([i, *PROMPT]) for i in range(30)]
+        for request in requests:
+            await frontend.enqueue(request)
+        await until(lambda: requests[0].got(Claimed))
+        most = 0
+        while not all(r.finish for r in requests):
+            claimed = [r for r in requests if r.got(Claimed) and not r.got(Prefilled) and not r.got(PrefillFailed)]
+            most = max(most, sum(len(r.prompt) for r in claimed))
+            await asyncio.sleep(0.002)
+        # 2 batches of 1000 tokens; the claim that crosses the line may be the last one that fits by one job.
+        assert 1000 < most <= 2000 + 301
+        await workers.assert_no_leaks()
+
+
+@pytest.mark.parametrize(
+    ("claimed", "held", "free", "expected"),
+    [
+        (0, 0, 10_000, 4096),
+        (3000, 3, 10_000, 1096),
+        (5000, 1, 10_000, -904),
+        (0, 0, 0, 1),  # an idle engine takes one, which waits for memory in the engine
+        (1000, 1, 1000, 0),
+        (1000, 1, 3000, 2000),
+    ],
+)
+def test_claim_budget(claimed: int, held: int, free: int, expected: int) -> None:
+    assert claim_budget(2.0, 2048, claimed, held, free) == expected
+
+
+async def test_a_job_longer_than_the_budget_is_prefilled_alone(redis_server: EmbeddedRedis) -> None:
+    async with running_workers(redis_server, sim={"max_num_batched_tokens": 64}) as workers:
+        frontend, _, _ = await pair(workers)
+        requests = [frontend.new([i, *range(1000)]) for i in range(3)]
+        for request in requests:
+            await frontend.enqueue(request)
+        await frontend.finished(*requests)
+        await workers.assert_no_leaks()
+
+
+async def test_a_corrupt_job_fails_alone(workers: Workers) -> None:
+    frontend, _, _ = await pair(workers)
+    frames, request, good = frontend.new(PROMPT), frontend.new(PROMPT), frontend.new(PROMPT)
+    await frontend.enqueue(frames, body=b"\xc1 no frames")
+    await frontend.enqueue(request, body=b"\x91\xc4\x02\xc1\xc1")  # frames, but no request in them
+    await frontend.enqueue(good)
+    await frontend.finished(good)
+    await until(lambda: frames.got(PrefillFailed) and request.got(PrefillFailed))
+    assert frames.got(PrefillFailed).why.startswith("invalid: not a framed request")
+    assert request.got(PrefillFailed).why.startswith("invalid: not an engine request")
+    # Decode, already bound to it, computes by itself once told; here the test's frontend gives it up.
+    for bad in (frames, request):
+        if bad.decode:
+            frontend.abort(bad.decode, bad)
+    await workers.assert_no_leaks()
+
+
+@pytest.mark.parametrize("stage", ["claimed", "prefilled"])
+async def test_abort_frees_both_sides(workers: Workers, stage: str) -> None:
+    slow = {"speed": 1.0, "prefill_us_per_token": 300.0, "kv_bytes_per_token": 1_000_000, "link_gb_per_s": 1.0}
+    frontend, prefill, decode = await pair(workers, **slow)
+    request = frontend.new(PROMPT)
+    await frontend.enqueue(request)
+    await until(lambda: request.got(Claimed if stage == "claimed" else Prefilled))
+    frontend.abort(prefill, request)
+    frontend.abort(decode, request)
+    await workers.assert_no_leaks()
+    assert request.finish is None
+
+
+async def test_a_claim_for_an_unknown_frontend_is_released(workers: Workers) -> None:
+    """The frontend is registered, but has not greeted this worker: its job waits for a worker that it knows."""
+    prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
+    frontend = await workers.frontend(decode)
+    frontend.decode = decode.id
+    request = frontend.new(PROMPT)
+    await frontend.enqueue(request)
+    await until(lambda: prefill.agent._attempts.claims == 1)
+    await frontend.meet(prefill.info)
+    await frontend.finished(request)
+    await workers.assert_no_leaks()
+
+
+async def test_kill_of_the_prefill_worker_while_decode_waits(redis_server: EmbeddedRedis) -> None:
+    slow = {"speed": 1.0, "prefill_us_per_token": 3000.0}
+    async with running_workers(redis_server, sim=slow, kv={"transfer_timeout_s": 60.0}) as workers:
+        prefill, decode = await workers.spawn(Role.PREFILL), await workers.start(Role.DECODE, speed=20.0)
+        frontend = await workers.frontend(prefill, decode)
+        frontend.decode = decode.id
+        request = frontend.new(PROMPT)
+        await frontend.enqueue(request)
+        await until(lambda: request.got(Claimed) and frontend.loads[decode.id].waiting == 1)
+        prefill.kill()
+        await frontend.finished(request)  # decode recomputed it, long before the transfer would time out
+        assert not request.got(Prefilled)
+        # Its lease runs out, the sweep of the one that is left returns the job to the queue, where the frontend,
+        # whose request has ended, cancels it.
+        async with asyncio.timeout(15):
+            while await frontend.queue.cancel(request.id, request.attempt) == "claimed":
+                await asyncio.sleep(0.05)
+        await workers.assert_no_leaks()
+
+
+async def test_a_stopped_prefill_worker_loses_its_claim_to_another(redis_server: EmbeddedRedis) -> None:
+    """SIGSTOP: leases run out, another worker takes the job over; woken up, the first one gives way."""
+    slow = {"speed": 1.0, "prefill_us_per_token": 2000.0}
+    async with running_workers(redis_server, sim=slow) as workers:
+        first = await workers.spawn(Role.PREFILL)
+        decode = await workers.start(Role.DECODE, speed=20.0)
+        frontend = await workers.frontend(first, decode)
+        request = frontend.new(PROMPT)
+        await frontend.enqueue(request)
+        claim = await until(lambda: request.got(Claimed))
+        first.kill(signal.SIGSTOP)
+        second = await workers.start(Role.PREFILL, speed=20.0)
+        await frontend.meet(second.info)
+        again = await until(
+            lambda: next((e for e in request.events if isinstance(e, Claimed) and e.worker_id == second.id), None)
+        )
+        assert again.kv_source.key != claim.kv_source.key  # the two deliveries cannot be mistaken for each other
+        frontend.submit_to(decode.id, request, again.kv_source)
+        await frontend.finished(request)
+        first.kill(signal.SIGCONT)
+        # As the router answers a claim that it does not want.
+        frontend.abort(first.id, request)
+        await workers.assert_no_leaks()
+
+
+async def test_role_flips_under_load_lose_nothing(workers: Workers) -> None:
+    one, two, three = [await workers.start(role) for role in (Role.PREFILL, Role.PREFILL, Role.DECODE)]
+    frontend = await workers.frontend(one, two, three)
+    frontend.decode = three.id
+    requests = []
+
+    async def load() -> None:
+        for i in range(150):
+            request = frontend.new([i, *PROMPT], max_tokens=4)
+            requests.append(request)
+            await frontend.enqueue(request)
+            await asyncio.sleep(0.005)
+
+    loading = asyncio.create_task(load())
+    for role in (Role.DECODE, Role.PREFILL, Role.DECODE, Role.PREFILL):
+        await workers.registry.order_role(two.id, role)
+        await workers.registered(two.id, role)
+    await loading
+    await frontend.finished(*requests)
+    await workers.assert_no_leaks()
+    assert not any(r.got(PrefillFailed) or r.got(Rejected) for r in requests)
+
+
+async def test_a_draining_prefill_worker_hands_over_what_it_computed(workers: Workers) -> None:
+    slow = {"speed": 1.0, "kv_bytes_per_token": 1_000_000, "link_gb_per_s": 1.0}
+    prefill, decode = await workers.start(Role.PREFILL, **slow), await workers.start(Role.DECODE)
+    frontend = await workers.frontend(prefill, decode)
+    frontend.decode = decode.id
+    request = frontend.new(PROMPT)
+    await frontend.enqueue(request)
+    await until(lambda: request.got(Claimed))
+    await workers.registry.order_drain(prefill.id)
+    assert await prefill.stopped() == 0
+    await frontend.finished(request)
+    assert request.got(Prefilled)
+    assert (await decode.engine.load()).kv_transfer_failures == 0  # the push, 300 ms long, was waited for
+    await workers.assert_no_leaks()
+
+
+async def test_what_is_not_prefilled_by_the_drain_deadline_is_given_back(redis_server: EmbeddedRedis) -> None:
+    slow = {"speed": 1.0, "prefill_us_per_token": 20_000.0}
+    async with running_workers(redis_server, workers={"drain_timeout_s": 0.2}) as workers:
+        prefill, decode = await workers.start(Role.PREFILL, **slow), await workers.start(Role.DECODE)
+        frontend = await workers.frontend(prefill, decode)
+        frontend.decode = decode.id
+        request = frontend.new(PROMPT)
+        await frontend.enqueue(request)
+        await until(lambda: request.got(Claimed))
+        await workers.registry.order_role(prefill.id, Role.DECODE)
+        failed = await until(lambda: request.got(PrefillFailed))
+        assert failed.why == "drained"
+        await frontend.finished(request)  # decode was told through the KV link, and computed it
+        await workers.assert_no_leaks()
+
+
+async def test_redis_away_and_back(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Its own server, stopped and continued like a host that hangs, then restarted empty."""
+    server = EmbeddedRedis()
+    await server.start(tmp_path_factory.mktemp("redis"))
+    port = int(server.url.rsplit(":", 1)[1])
+    try:
+        async with running_workers(server, redis={"timeout_s": 0.3}) as workers:
+            frontend, prefill, decode = await pair(workers)
+            assert server.pid is not None
+            os.kill(server.pid, signal.SIGSTOP)
+            local = frontend.new(PROMPT, max_tokens=50)
+            frontend.submit_to(decode, local)
+            await frontend.finished(local)  # serving goes on
+            os.kill(server.pid, signal.SIGCONT)
+            await server.stop()
+            again = frontend.new(PROMPT)
+            frontend.submit_to(decode, again)
+            await frontend.finished(again)
+            await server.start(tmp_path_factory.mktemp("redis2"), port)
+            for worker_id in (prefill, decode):
+                await workers.registered(worker_id)  # by themselves
+            await frontend.registry.join_frontend(frontend.id, "", 1, 60)
+            remote = frontend.new(PROMPT)
+            await frontend.enqueue(remote)
+            await frontend.finished(remote)
+            assert remote.got(Claimed)
+            await workers.assert_no_leaks()
+    finally:
+        await server.stop()
+
+
+async def test_redis_lost_its_data_while_a_prefill_runs(workers: Workers) -> None:
+    frontend, _, _ = await pair(workers, speed=1.0, prefill_us_per_token=4000.0)
+    request = frontend.new(PROMPT)
+    await frontend.enqueue(request)
+    await until(lambda: request.got(Claimed))
+    for key in await workers.redis.execute_command("KEYS", f"{workers.queue.keys.prefix}*"):
+        await workers.redis.execute_command("DEL", key)
+    await frontend.finished(request)
+    assert request.got(Prefilled)  # 1.2 s of work, across two renewals that found nothing, were not thrown away
+    await workers.assert_no_leaks()
+
+
+async def test_a_retried_request_is_prefilled_again(workers: Workers) -> None:
+    frontend, _, decode = await pair(workers, speed=1.0, prefill_us_per_token=1000.0)
+    request = frontend.new(PROMPT)
+    await frontend.enqueue(request)
+    await until(lambda: request.got(Claimed))
+    frontend.abort(decode, request)
+    request.attempt, request.decode, request.events = 2, "", []
+    await frontend.enqueue(request)  # replaces the first attempt, which still computes
+    await frontend.finished(request)
+    await workers.assert_no_leaks()
+
+
+async def test_jobs_whose_claims_died_too_often_are_told_to_their_frontend(redis_server: EmbeddedRedis) -> None:
+    async with running_workers(redis_server, queue={"lease_s": 0.2, "max_deliveries": 1}) as workers:
+        decode = await workers.start(Role.DECODE)
+        frontend = await workers.frontend(decode)
+        request = frontend.new(PROMPT)
+        await frontend.enqueue(request)
+        assert await frontend.queue.claim("one-that-dies", 1000, 1)
+        failed = await until(lambda: request.got(PrefillFailed))
+        assert failed.why == "its claims died too often"
+        await workers.assert_no_leaks()

@@ -1,0 +1,201 @@
+"""The console scripts as real processes: arguments, one-line errors, signals, and the death of a parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support_workers import ROOT, Workers, until
+
+from orchestrator.redis_client import EmbeddedRedis
+from orchestrator.types import Role, WorkerState
+from workers.main import main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "prefill-worker: the following arguments are required: --redis"),
+        (["--redis", "nowhere"], "--redis: expected redis://, rediss:// or unix://, got 'nowhere'"),
+        (["--redis", "embedded", "--model", "m"], "--redis: expected redis://"),
+        (["--redis", "redis://h"], "--model: required when no --config names one"),
+        (["--redis", "redis://h", "--model", "m", "--engine", "tpu"], "engine: "),
+        (["--redis", "redis://h", "--model", "m", "--namespace", "a b"], "namespace: "),
+        (["--redis", "redis://h", "--config", "/no/such.yaml"], "/no/such.yaml: cannot be read"),
+        (["--redis", "redis://h", "--model", "m", "--engine", "sim", "--enforce-eager"], "--enforce-eager: unknown"),
+        (["--redis", "redis://h", "--model", "m", "--cores", "x"], "--cores: expected numbers like 0,1, got 'x'"),
+        (["--redis", "redis://h", "--model", "m", "--cores", "99999"], "--cores: core 99999 is not available"),
+        (["--redis", "redis://h", "--model", "m", "--kv-port", "x"], "--kv-port: invalid int value: 'x'"),
+        (["--redis", "redis://127.0.0.1:1", "--model", "m", "--engine", "sim"], "Redis at redis://127.0.0.1:1 cannot"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_exit_code_2(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(Role.PREFILL, arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("prefill-worker: ")
+    assert line in err
+
+
+def test_the_configuration_file_is_overridden_by_options(
+    tmp_path: Path, redis_server: EmbeddedRedis, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from workers.arguments import environment, parse
+
+    file = tmp_path / "fleet.yaml"
+    file.write_text(
+        "model: from-file\nengine: sim\nworkers: {env: {A: '1', B: '1'}, prefill: {env: {B: '2'}, engine_args: {x: 2}},"
+        " engine_args: {x: 1, y: 1}}\n"
+    )
+    parsed = parse(Role.PREFILL, ["--redis", "redis://h", "--config", str(file), "--model", "007", "--id", "me"])
+    assert parsed.config.model == "007" and parsed.config.engine == "sim" and parsed.worker_id == "me"
+    assert parsed.engine_args == {"x": 2, "y": 1}
+    assert environment(parsed.config, Role.PREFILL) == {"A": "1", "B": "2"}
+    made_up = parse(Role.DECODE, ["--redis", "redis://h", "--config", str(file)])
+    assert made_up.worker_id.startswith("decode-") and made_up.config.model == "from-file"
+
+
+async def test_a_sequence_longer_than_the_memory_is_refused_at_start(workers: Workers) -> None:
+    workers._tree["sim"] = {"blocks": 10}
+    worker = await workers.spawn(Role.DECODE, wait=False)
+    assert await worker.stopped() == 2
+    assert worker.log == [
+        "decode-worker: sim.max_model_len: expected at most 160 (sim.blocks x sim.block_size), got 32768"
+    ] or worker.log[-1].startswith("decode-worker: sim.max_model_len: expected at most 160")
+
+
+async def test_an_incompatible_worker_exits_with_2(workers: Workers) -> None:
+    await workers.spawn(Role.DECODE)
+    worker = await workers.spawn(Role.DECODE, "--model", "another", wait=False)
+    assert await worker.stopped() == 2
+    assert worker.log[-1].startswith(
+        "decode-worker: worker decode-1: model is 'another', but the fleet's is 'sim-model'"
+    )
+
+
+async def test_a_taken_kv_port_exits_with_2(workers: Workers) -> None:
+    first = await workers.spawn(Role.PREFILL)
+    info = await workers.registered(first.id)
+    worker = await workers.spawn(Role.PREFILL, "--kv-port", str(info.kv.port), wait=False)
+    assert await worker.stopped() == 2
+    assert str(info.kv.port) in worker.log[-1]
+
+
+async def test_processes_hand_kv_over_and_leave_in_order(workers: Workers) -> None:
+    prefill, decode = await workers.spawn(Role.PREFILL), await workers.spawn(Role.DECODE)
+    frontend = await workers.frontend(prefill, decode)
+    frontend.decode = decode.id
+    requests = [frontend.new([i, *range(300)]) for i in range(10)]
+    for request in requests:
+        await frontend.enqueue(request)
+    await frontend.finished(*requests)
+    await workers.assert_no_leaks()
+    assert frontend.loads[prefill.id].kv_transfers == 10
+    for worker in (prefill, decode):
+        worker.kill(signal.SIGTERM)
+        assert await worker.stopped() == 0
+        assert worker.id not in await workers.registry.workers()
+        assert any(f" INFO {worker.id} pd.worker: ready: {worker.id.split('-')[0]}" in line for line in worker.log)
+
+
+async def test_sigterm_lets_a_short_request_end_and_a_second_does_not_wait(workers: Workers) -> None:
+    workers._tree["sim"] = {"speed": 1.0}
+    worker, other = await workers.spawn(Role.DECODE), await workers.spawn(Role.DECODE)
+    frontend = await workers.frontend(worker, other)
+    short, endless = frontend.new([1, 2, 3], max_tokens=150), frontend.new([4, 5, 6], max_tokens=30_000)
+    frontend.submit_to(worker.id, short)
+    frontend.submit_to(other.id, endless)
+    await until(lambda: short.tokens and endless.tokens)
+    worker.kill(signal.SIGTERM)
+    assert await worker.stopped() == 0
+    await frontend.finished(short)
+    other.kill(signal.SIGTERM)
+    await workers.registered(other.id, state=WorkerState.DRAINING)
+    other.kill(signal.SIGTERM)
+    assert await other.stopped() == 0
+    assert endless.finish is None
+
+
+async def test_stops_while_its_engine_or_its_redis_is_not_there(redis_server: EmbeddedRedis, tmp_path: Path) -> None:
+    """SIGTERM is obeyed in every state; here: joined, with Redis away."""
+    server = EmbeddedRedis()
+    url = await server.start(tmp_path / "redis")
+    command = [sys.executable, "-m", "workers.main", "decode", "--redis", url, "--model", "m", "--engine", "sim"]
+    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(15):
+            while b"ready:" not in await process.stderr.readline():
+                pass
+            await server.stop()
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == 0
+    finally:
+        await server.stop()
+        if process.returncode is None:
+            process.kill()
+
+
+_PARENT = """
+import subprocess, sys, time
+command = [sys.executable, "-m", "workers.main", "decode", "--engine", "sim", "--model", "m", "--id", "child"]
+worker = subprocess.Popen([*command, "--die-with-parent", *sys.argv[1:]])
+print(worker.pid, flush=True)
+time.sleep(60)
+"""
+
+
+async def test_dies_with_its_parent(workers: Workers) -> None:
+    """A launcher that is killed leaves no worker behind."""
+    arguments = ["--namespace", workers.config.namespace, "--redis", workers.url]
+    parent = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _PARENT, *arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert parent.stdout is not None
+    pid = int(await parent.stdout.readline())
+    try:
+        await workers.registered("child")
+    finally:
+        parent.kill()
+        await parent.wait()
+    await until(lambda: not _alive(pid), "the child's end")
+    assert "child" not in await workers.registry.workers()  # it left in order
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_both_console_scripts_are_installed() -> None:
+    folder = Path(sys.executable).parent
+    for name in ("prefill-worker", "decode-worker"):
+        done = subprocess.run([folder / name, "--help"], capture_output=True, text=True, timeout=30, env=os.environ)
+        assert done.returncode == 0 and f"usage: {name}" in done.stdout and "vLLM" in done.stdout
+
+
+@pytest.mark.vllm
+def test_vllm_arguments_are_parsed_by_vllm() -> None:
+    from orchestrator.config import ConfigError
+    from workers.arguments import vllm_arguments
+
+    given = ["--max-model-len", "4k", "--enforce-eager", "--kv-cache-memory-bytes=1G", "--no-enable-prefix-caching"]
+    assert vllm_arguments(given) == {
+        "max_model_len": 4000,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 1 << 30,
+        "enable_prefix_caching": False,
+    }
+    assert vllm_arguments([]) == {}
+    with pytest.raises(ConfigError, match="--max-model-len"):
+        vllm_arguments(["--max-model-len", "many"])
+    with pytest.raises(ConfigError, match="--no-such-thing"):
+        vllm_arguments(["--no-such-thing", "1"])
