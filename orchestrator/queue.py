@@ -97,7 +97,14 @@ class PrefillQueue:
             return []
         lease_s = self._config.lease_s
         reply = await self._run(
-            "claim", worker_id, max_tokens, min(max_jobs, MAX_CLAIM_JOBS), lease_s, JOB_TTL_S, lease_s
+            "claim",
+            worker_id,
+            max_tokens,
+            min(max_jobs, MAX_CLAIM_JOBS),
+            lease_s,
+            JOB_TTL_S,
+            lease_s,
+            self._waiter_id,
         )
         now, lease_until = float(reply[0]), float(reply[1])
         claims = []

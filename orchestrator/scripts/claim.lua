@@ -1,4 +1,4 @@
--- ARGV: worker, max tokens, max jobs, lease seconds, ttl, orphan grace.
+-- ARGV: worker, max tokens, max jobs, lease seconds, ttl, orphan grace, waiter.
 -- Returns now, lease end, then per job: id, attempt, tokens, uncached, arrived_at, deliveries, reply_to, body.
 local worker, budget, room, ttl, grace = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[5], tonumber(ARGV[6])
 local now = clock()
@@ -6,6 +6,9 @@ local lease_until = now + tonumber(ARGV[4])
 local reply = { seconds(now), seconds(lease_until) }
 local taken, leases, used, looked = {}, {}, 0, 0
 local claims = claims_key(worker)
+
+-- Whoever claims is awake: a wake-up meant for an idle worker must not go to it.
+redis.call('ZREM', IDLE, ARGV[7])
 
 -- `looked` bounds the time that a long row of unusable jobs can take; the next call goes on after them.
 while #taken < room and budget > 0 and looked < room + 200 do
@@ -41,7 +44,7 @@ if #taken > 0 then
   redis.call('ZREM', QUEUE, unpack(taken))
   redis.call('ZADD', LEASES, unpack(leases))
   redis.call('ZADD', claims, unpack(leases))
-  removed = removed + used
+  removed = (removed or 0) + used
   keep(LEASES, ttl)
   keep(claims, ttl)
 end

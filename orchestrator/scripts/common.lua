@@ -41,10 +41,10 @@ end
 -- What a script took from the queue; `settle` at its end brings the counter of waiting tokens up to date.
 -- A job whose hash was lost or spoilt took an unknown number with it: then the counter is counted afresh, as long
 -- as few jobs wait, and at the latest when the queue runs empty.
-local removed, damaged = 0, false
+local removed, damaged = nil, false
 
 local function settle()
-  local left = removed > 0 and redis.call('DECRBY', QUEUED_TOKENS, removed) or 1
+  local left = removed and redis.call('DECRBY', QUEUED_TOKENS, removed) or 1
   if left > 0 and not damaged then return end
   local waiting = redis.call('ZCARD', QUEUE)
   if waiting == 0 then
@@ -100,7 +100,7 @@ local function remove(id, job)
   redis.call('DEL', job_key(id))
   if not job or job.state == 'claimed' then unclaim(id, job and job.claimed_by) end
   if redis.call('ZREM', QUEUE, id) == 1 then
-    if job then removed = removed + job.uncached else damaged = true end
+    if job then removed = (removed or 0) + job.uncached else damaged = true end
   end
 end
 

@@ -22,5 +22,5 @@ end
 redis.call('HSET', job_key(id), 'state', 'waiting', 'tokens', ARGV[3], 'uncached', uncached,
   'arrived_at', seconds(arrived_at), 'attempt', ARGV[2], 'deliveries', 0, 'reply_to', ARGV[8], 'body', ARGV[9])
 queue_up(id, arrived_at + tonumber(ARGV[5]), uncached, ttl, now)
-if removed > 0 or damaged then settle() end
+settle()
 return 'queued'

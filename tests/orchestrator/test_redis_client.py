@@ -35,6 +35,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def spawn(*command: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
+
+
 def gone(pid: int) -> bool:
     try:
         return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
@@ -164,10 +168,7 @@ def test_masked():
 
 async def test_unix_sockets(tmp_path):
     path = tmp_path / "r.sock"
-    process = subprocess.Popen(
-        [server_binary(), "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(tmp_path)],
-        stdout=subprocess.DEVNULL,
-    )
+    process = spawn(server_binary(), "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(tmp_path))
     try:
         await eventually(lambda: asyncio.sleep(0, path.exists()), "the socket is there")
         redis = await connect(f"unix://{path}", 2.0)
@@ -176,7 +177,7 @@ async def test_unix_sockets(tmp_path):
         await redis.aclose()
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 async def test_old_servers_are_refused():
@@ -280,10 +281,9 @@ async def test_the_embedded_server_dies_with_its_parent(tmp_path):
         "print(server.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    parent = spawn(sys.executable, "-c", program)
     pid = int(parent.stdout.readline())
     assert not gone(pid)
     parent.kill()
-    parent.wait()
-    parent.stdout.close()
+    parent.communicate()
     await eventually(lambda: asyncio.sleep(0, gone(pid)), "the server is gone too")
