@@ -156,6 +156,9 @@ class SimScheduler:
             request = self.running[index]
             tokens = min(request.context - request.computed, budget)
             while not self._reserve(request, request.computed + tokens):
+                # Alone, it would preempt itself again and again while waiting requests hold what it needs.
+                if len(self.running) == 1 and self._reclaim(request):
+                    continue
                 victim = self.running.pop()
                 self._preempt(victim)
                 preempted = True
