@@ -32,7 +32,7 @@ log = logging.getLogger("pd.worker")
 
 IDLE_REPORT_S = 0.25
 UNREPORTED_S = 0.025  # after something that no step may report, ask the engine this soon
-ENGINE_CALL_TIMEOUT_S = 5.0
+ENGINE_HUNG_S = 120.0  # no step is as long as this
 PUSHED_POLL_S = 0.02
 JOIN_RETRY_S = 0.25
 EXIT_LEFT, EXIT_ENGINE_DEAD = 0, 1
@@ -282,15 +282,18 @@ class Agent:
                 self._load.publish_soon()
 
     async def _measure(self) -> None:
+        """Raises EngineDead, also for an engine that has not answered for ENGINE_HUNG_S."""
+        asking = asyncio.create_task(self._engine.load(), name="engine-load")
+        deadline = time.monotonic() + ENGINE_HUNG_S
         try:
-            async with asyncio.timeout(ENGINE_CALL_TIMEOUT_S):
-                load = await self._engine.load()
-        except TimeoutError:
-            log.debug("the engine is in a long step")
-            self._load.publish_soon()
-        else:
-            self._load.measured(load)
-            self._claims.wake()
+            while not (await asyncio.wait({asking}, timeout=IDLE_REPORT_S))[0]:
+                if time.monotonic() > deadline:
+                    raise EngineDead(f"the engine has not answered for {ENGINE_HUNG_S:g} s")
+                self._load.publish_soon()  # a sign of life through a long step
+        finally:
+            asking.cancel()
+        self._load.measured(asking.result())
+        self._claims.wake()
 
     async def _pushed(self, deadline: float) -> None:
         """Until receivers have the KV that is still being pushed: leaving before would cost them a prefill."""
