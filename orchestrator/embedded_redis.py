@@ -116,8 +116,9 @@ def _spawn(binary: str, run_dir: Path, port: int) -> subprocess.Popen[bytes]:
         "appendonly": "no",
         "daemonize": "no",
         "maxmemory-policy": "noeviction",
-        # A job's hash stays one compact value with a body of up to 2 kB: a third less memory than as a table.
-        "hash-max-listpack-value": "2048",
+        # A job's hash stays one compact value with a body of up to 2 kB: a third less memory than as a table. The
+        # name is the one that both old and new servers know.
+        "hash-max-ziplist-value": "2048",
     }
     arguments = [part for key, value in options.items() for part in (f"--{key}", value)]
     with (run_dir / "redis.log").open("ab") as log_file:

@@ -7,6 +7,7 @@ Not responsible for what a job's body means, nor for when to claim.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from typing import Any, Literal
@@ -240,8 +241,9 @@ class PrefillQueue:
 
     async def _listen(self) -> None:
         # A reconnection wakes too: what was published while the connection was down is lost.
-        async for _ in self._redis.listen(self.keys.wake(self._waiter_id)):
-            self._woken.set()
+        async with contextlib.aclosing(self._redis.listen(self.keys.wake(self._waiter_id))) as wake_ups:
+            async for _ in wake_ups:
+                self._woken.set()
 
     async def _run(self, script: str, *args: Any) -> Any:
         return await self._redis.run(self._scripts[script], self.keys.prefix, *args)

@@ -7,6 +7,7 @@ load (published over ZMQ every engine step) nor for acting on orders.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator
 from typing import Any, Union
@@ -221,17 +222,18 @@ class Registry:
         """Changes from now on, without end; a Resync first and after each reconnection. Never raises RedisAway."""
         pruner = asyncio.create_task(self._prune(), name="registry-pruner")
         try:
-            async for payload in self._redis.listen(self.keys.events):
-                if payload is None:
-                    yield Resync()
-                    continue
-                try:
-                    event = _events.decode(payload)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    self.corrupt += 1
-                    log.warning("dropped a corrupt event %r: %s", payload[:80], error)
-                else:
-                    yield event
+            async with contextlib.aclosing(self._redis.listen(self.keys.events)) as payloads:
+                async for payload in payloads:
+                    if payload is None:
+                        yield Resync()
+                        continue
+                    try:
+                        event = _events.decode(payload)
+                    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                        self.corrupt += 1
+                        log.warning("dropped a corrupt event %r: %s", payload[:80], error)
+                    else:
+                        yield event
         finally:
             pruner.cancel()
             await asyncio.gather(pruner, return_exceptions=True)
