@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -178,6 +180,37 @@ async def test_unix_sockets(tmp_path):
     finally:
         process.kill()
         process.communicate()
+
+
+async def test_tls(server, tmp_path):
+    if not (openssl := shutil.which("openssl")):
+        assert not os.environ.get("CI"), "install openssl: in CI this test must run"
+        pytest.skip("openssl makes the certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    options = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    made = spawn(openssl, *options.split(), "-keyout", str(key), "-out", str(certificate))
+    made.communicate()
+    assert made.returncode == 0
+
+    async def pump(reader, writer):
+        while data := await reader.read(65536):
+            writer.write(data)
+        writer.close()
+
+    async def serve(reader, writer):
+        upstream, downstream = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+        await asyncio.gather(pump(reader, downstream), pump(upstream, writer), return_exceptions=True)
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    proxy = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    url = f"rediss://localhost:{proxy.sockets[0].getsockname()[1]}"
+    with pytest.raises(RedisAway, match="certificate verify failed"):
+        await connect(url, 2.0)
+    redis = await connect(f"{url}?ssl_ca_certs={certificate}", 2.0)
+    assert await redis.set("a", b"x" * 100_000) and len(await redis.get("a")) == 100_000
+    await redis.aclose()
+    proxy.close()
 
 
 async def test_old_servers_are_refused():
