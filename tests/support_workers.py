@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -32,7 +33,7 @@ from orchestrator.messages import (
     pack_frames,
 )
 from orchestrator.queue import PrefillQueue
-from orchestrator.redis_client import EmbeddedRedis, Redis, connect
+from orchestrator.redis_client import EmbeddedRedis, Redis, RedisAway, connect
 from orchestrator.registry import Registry
 from orchestrator.transport import Disconnected, FrontendTransport
 from orchestrator.types import KVSource, PrefillJob, Role, WorkerInfo, WorkerLoad, WorkerState
@@ -244,19 +245,19 @@ class Workers:
         self.local: list[LocalWorker] = []
         self.processes: list[WorkerProcess] = []
         self.frontends: list[Frontend] = []
+        self._numbers = itertools.count()
 
     async def start(self, role: Role, **sim: Any) -> LocalWorker:
         config = parse_config(self._tree | {"sim": self._tree.get("sim", {}) | sim})
         engine = SimEngine(config.sim, "sim-model", kv=config.kv)
-        number = len(self.local) + len(self.processes)
-        agent = Agent(engine, self.redis, config, f"{role.value}-{number}", role, "127.0.0.1")
+        agent = Agent(engine, self.redis, config, f"{role.value}-{next(self._numbers)}", role, "127.0.0.1")
         worker = LocalWorker(agent, engine, asyncio.create_task(agent.run()))
         self.local.append(worker)
         await self.registered(worker.id)
         return worker
 
     async def spawn(self, role: Role, *arguments: str, wait: bool = True) -> WorkerProcess:
-        worker_id = f"{role.value}-{len(self.local) + len(self.processes)}"
+        worker_id = f"{role.value}-{next(self._numbers)}"
         folder = Path(tempfile.mkdtemp(prefix="pd-test-"))
         (folder / "fleet.yaml").write_text(yaml.safe_dump(self._tree))
         command = [sys.executable, "-m", "workers.main", role.value, "--redis", self.url, "--id", worker_id]
@@ -281,7 +282,9 @@ class Workers:
     ) -> WorkerInfo:
         deadline = time.monotonic() + DEADLINE_S
         while True:
-            info = (await self.registry.workers()).get(worker_id)
+            info = None
+            with contextlib.suppress(RedisAway):
+                info = (await self.registry.workers()).get(worker_id)
             if info is not None and info.state is state and role in (None, info.role):
                 return info
             for worker in [*self.local, *self.processes]:

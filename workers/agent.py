@@ -13,7 +13,7 @@ import time
 
 import msgspec
 
-from orchestrator.config import Config
+from orchestrator.config import Config, ConfigError
 from orchestrator.queue import PrefillQueue
 from orchestrator.redis_client import Redis, RedisAway
 from orchestrator.registry import IncompatibleWorker, Left, Ordered, Registry, Resync
@@ -25,7 +25,7 @@ from workers.engine import Engine, EngineDead, EngineInfo
 from workers.lifecycle import Life, Lifecycle
 from workers.loads import LoadReporter
 from workers.moves import Moves
-from workers.peers import Peers
+from workers.peers import Peers, listening
 from workers.serving import Serving
 
 log = logging.getLogger("pd.worker")
@@ -40,6 +40,10 @@ EXIT_LEFT, EXIT_ENGINE_DEAD = 0, 1
 
 class EngineStartFailed(RuntimeError):
     """The engine did not start. One line."""
+
+
+class IdInUse(RuntimeError):
+    """Another living worker has this id. One line."""
 
 
 class Agent:
@@ -61,7 +65,7 @@ class Agent:
     async def run(self) -> int:
         """Serve until drained, stopped or the engine dies. Returns the exit code: 0 left in order, 1 engine dead.
 
-        Raises IncompatibleWorker, EngineStartFailed.
+        Raises IncompatibleWorker, IdInUse, EngineStartFailed, ConfigError, OSError.
         """
         started_at = time.time()
         engine = await self._start_engine()
@@ -102,7 +106,7 @@ class Agent:
             lambda: self.life.claims and not self._redis_away,
         )
         self._serving.prefills = self._claims
-        self._peers = Peers(self.worker_id, self._registry, self._config.workers.timeout_s, self._engine.fail_peer)
+        self._peers = Peers(self.worker_id, self._registry, self._config.workers.timeout_s, self._peer_died)
         self._moves = Moves(
             self.worker_id,
             self.life,
@@ -128,6 +132,8 @@ class Agent:
                 return starting.result()
         except EngineDead as error:
             raise EngineStartFailed(f"the engine did not start: {error}") from error
+        except (ValueError, TypeError) as error:  # what vLLM raises for arguments that cannot work
+            raise ConfigError(str(error)) from error
         finally:
             stopped.cancel()
             starting.cancel()
@@ -164,7 +170,7 @@ class Agent:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         if isinstance(error, IncompatibleWorker):
-            raise error
+            raise error  # found when it entered again after Redis had lost it
         self._exit_code = EXIT_ENGINE_DEAD
         if isinstance(error, EngineDead):
             log.error("leaving: %s", error)
@@ -193,10 +199,11 @@ class Agent:
     # ---- joining and staying -----------------------------------------------------------------------------------
 
     async def _join(self) -> None:
-        """Raises IncompatibleWorker. While Redis is away it is tried again: the engine is loaded already."""
+        """Raises IncompatibleWorker, IdInUse. While Redis is away it is tried again: the engine is loaded already."""
         self.life.enter(Life.READY)
         while not self._ended.is_set():
             try:
+                await self._refuse_twin()
                 await self._registry.join(self._current(), self._config.workers.timeout_s)
                 break
             except RedisAway as error:
@@ -207,6 +214,14 @@ class Agent:
             "ready: %s worker, engine %s, %d KV blocks of %d tokens",
             *(self.life.role.value, self.info.identity.engine, self.info.blocks_total, self.info.identity.block_size),
         )
+
+    async def _refuse_twin(self) -> None:
+        """A predecessor's entry outlives it by seconds; a living twin would fight over the entry for ever."""
+        other = (await self._registry.workers()).get(self.worker_id)
+        if other is not None and await listening(other.request_address):
+            raise IdInUse(
+                f"worker id {self.worker_id!r} is in use by process {other.pid} on {other.host}; choose another --id"
+            )
 
     def _current(self) -> WorkerInfo:
         assert self.info is not None
@@ -248,6 +263,13 @@ class Agent:
             elif isinstance(event, Resync) or getattr(event, "kind", "") == "worker":
                 await self._peers.look()
 
+    async def _peer_died(self, engine_id: str) -> None:
+        try:
+            await self._engine.fail_peer(engine_id)
+        except EngineDead as error:
+            log.debug("its own engine is dead too: %s", error)
+        self._load.dirty.set()
+
     # ---- the data path -----------------------------------------------------------------------------------------
 
     async def _receive(self) -> None:
@@ -263,20 +285,19 @@ class Agent:
         measured_at_step = -1
         while True:
             steps = self._load.steps
-            wait_s = IDLE_REPORT_S if self._load.settled else UNREPORTED_S
             try:
-                async with asyncio.timeout(wait_s):
+                async with asyncio.timeout(IDLE_REPORT_S if self._load.settled else UNREPORTED_S):
                     await self._load.dirty.wait()
                 self._load.dirty.clear()
                 await asyncio.sleep(UNREPORTED_S)  # several at once are one question
             except TimeoutError:
                 pass
+            if self._load.steps != steps:
+                continue  # steps are running, and report themselves
             load = self._load.engine
-            busy = len(self._attempts) or load.blocks_free < self._load.blocks_total or load.running or load.waiting
-            if self._load.steps != steps and self._load.settled:
-                continue  # a step has just reported
-            if busy or not self._load.settled or measured_at_step != self._load.steps:
-                measured_at_step = self._load.steps
+            unsure = len(self._attempts) or load.blocks_free < self._load.blocks_total or load.running or load.waiting
+            if unsure or not self._load.settled or measured_at_step != steps:
+                measured_at_step = steps
                 await self._measure()
             else:
                 self._load.publish_soon()

@@ -170,6 +170,8 @@ class ClaimLoop:
                 self._attempts.remove(held)
                 await self._release(held)
                 return
+            if not self._attempts.holds(held):
+                return  # given back meanwhile
         if not self._attempts.holds(held):
             return  # aborted meanwhile
         held.since = time.monotonic()

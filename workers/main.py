@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import logging
 import os
 import signal
@@ -19,7 +20,7 @@ from orchestrator.config import ConfigError
 from orchestrator.redis_client import RedisAway, connect
 from orchestrator.registry import IncompatibleWorker
 from orchestrator.types import Role
-from workers.agent import Agent, EngineStartFailed
+from workers.agent import Agent, EngineStartFailed, IdInUse
 from workers.arguments import WorkerSettings, environment, free_port, parse
 from workers.engine import Engine
 
@@ -50,8 +51,11 @@ def main(role: Role, arguments: list[str]) -> int:
             _die_with_parent(parsed.config.launcher.stop_timeout_s)
         _set_up_logging(parsed.worker_id)
         return uvloop.run(_run(parsed))
-    except (ConfigError, RedisAway, IncompatibleWorker, ValueError, OSError) as error:
-        why, code = str(error) or type(error).__name__, EXIT_USAGE
+    except (ConfigError, RedisAway, IncompatibleWorker, IdInUse) as error:
+        why, code = str(error), EXIT_USAGE
+    except OSError as error:
+        mend = "; free it, or choose another --kv-port" if error.errno == errno.EADDRINUSE else ""
+        why, code = f"{error}{mend}", EXIT_USAGE
     except EngineStartFailed as error:
         why, code = str(error), EXIT_FAILED
     except KeyboardInterrupt:
@@ -61,9 +65,10 @@ def main(role: Role, arguments: list[str]) -> int:
 
 
 async def _run(parsed: WorkerSettings) -> int:
-    """Raises ConfigError, RedisAway, IncompatibleWorker, EngineStartFailed."""
+    """Raises ConfigError, RedisAway, IncompatibleWorker, IdInUse, EngineStartFailed, OSError."""
     config = parsed.config
     redis = await connect(parsed.redis_url, config.redis.timeout_s)
+    await redis.aclose()  # it connects again when needed: an engine process may be forked now, and inherit the socket
     try:
         agent = Agent(_engine(parsed), redis, config, parsed.worker_id, parsed.role, parsed.host)
         loop = asyncio.get_running_loop()

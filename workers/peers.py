@@ -55,7 +55,7 @@ class Peers:
         engine_id = info.kv.engine_id
         unreachable_since = None
         while True:
-            answers = [await probe(*_split(info.request_address)), await probe(info.kv.host, info.kv.port)]
+            answers = [await listening(info.request_address), await probe(info.kv.host, info.kv.port)]
             if not any(answer is True for answer in answers):
                 now = time.monotonic()
                 unreachable_since = unreachable_since or now
@@ -91,6 +91,7 @@ async def probe(host: str, port: int) -> bool | None:
     return True
 
 
-def _split(address: str) -> tuple[str, int]:
+async def listening(address: str) -> bool | None:
+    """`probe` of a tcp:// address."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    return host.strip("[]"), int(port)
+    return await probe(host.strip("[]"), int(port))

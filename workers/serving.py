@@ -104,6 +104,7 @@ class Serving:
             )
             return
         self.send(frontend_id, Welcome(self._worker_id))
+        self._load.dirty.set()  # a report soon: the new frontend has none yet
         self._unreachable_since.pop(frontend_id, None)
         if event := self._greeted.pop(frontend_id, None):
             event.set()

@@ -43,10 +43,10 @@ async def test_prefills_here_and_decodes_there(workers: Workers) -> None:
 
 async def test_claims_only_what_its_budget_allows(redis_server: EmbeddedRedis) -> None:
     async with running_workers(
-        redis_server, sim={"max_num_batched_tokens": 1000, "prefill_us_per_token": 200}
+        redis_server, sim={"max_num_batched_tokens": 1000, "prefill_us_per_token": 50}
     ) as workers:
         frontend, prefill, _ = await pair(workers, speed=1.0)
-        requests = [frontend.new([i, *PROMPT]) for i in range(30)]
+        requests = [frontend.new([i, *PROMPT], max_tokens=2) for i in range(20)]
         for request in requests:
             await frontend.enqueue(request)
         await until(lambda: requests[0].got(Claimed))

@@ -84,7 +84,23 @@ async def test_a_taken_kv_port_exits_with_2(workers: Workers) -> None:
     info = await workers.registered(first.id)
     worker = await workers.spawn(Role.PREFILL, "--kv-port", str(info.kv.port), wait=False)
     assert await worker.stopped() == 2
-    assert str(info.kv.port) in worker.log[-1]
+    assert str(info.kv.port) in worker.log[-1] and worker.log[-1].endswith("choose another --kv-port")
+
+
+async def test_a_second_worker_of_the_same_id_is_refused_and_a_restarted_one_is_not(workers: Workers) -> None:
+    first = await workers.spawn(Role.DECODE)
+    before = await workers.registered(first.id)
+    twin = await workers.spawn(Role.DECODE, "--id", first.id, wait=False)
+    assert await twin.stopped() == 2
+    assert f"worker id '{first.id}' is in use by process {first.process.pid} on 127.0.0.1" in twin.log[-1]
+    first.kill()
+    await first.stopped()
+    again = await workers.spawn(Role.DECODE, "--id", first.id, wait=False)
+    async with asyncio.timeout(15):
+        while (info := (await workers.registry.workers()).get(first.id)) is None or info.kv == before.kv:
+            await asyncio.sleep(0.02)
+    again.kill(signal.SIGTERM)
+    assert await again.stopped() == 0
 
 
 async def test_processes_hand_kv_over_and_leave_in_order(workers: Workers) -> None:

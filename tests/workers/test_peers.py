@@ -1,0 +1,156 @@
+"""When a peer counts as dead: proof by its ports, not by what Redis says of it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+from support_workers import until
+
+from orchestrator.redis_client import RedisAway
+from orchestrator.types import EngineIdentity, KVEndpoint, Role, WorkerInfo, WorkerState
+from workers import peers as peers_module
+from workers.peers import Peers, listening, probe
+
+IDENTITY = EngineIdentity("m", "f", "auto", 16, 4096, "sim", "1", 1)
+
+
+class Listener:
+    """A port that accepts, until closed."""
+
+    def __init__(self) -> None:
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
+
+
+class FakeRegistry:
+    """Answers `workers()`; may be away."""
+
+    def __init__(self, *infos: WorkerInfo) -> None:
+        self.infos, self.away = list(infos), False
+
+    async def workers(self) -> dict[str, WorkerInfo]:
+        if self.away:
+            raise RedisAway("gone")
+        return {info.id: info for info in self.infos}
+
+
+def info_of(name: str, request_port: int, kv_port: int, engine_id: str = "") -> WorkerInfo:
+    return WorkerInfo(
+        name, Role.DECODE, WorkerState.READY, "127.0.0.1", 1, f"tcp://127.0.0.1:{request_port}", "tcp://127.0.0.1:1",
+        IDENTITY, KVEndpoint(engine_id or f"engine-{name}", "127.0.0.1", kv_port), 100, 8, 64, 1, 1.0,
+    )  # fmt: skip
+
+
+class Watched:
+    def __init__(self, registry: FakeRegistry, timeout_s: float = 60.0) -> None:
+        self.registry, self.dead = registry, list[str]()
+        self.peers = Peers("me", registry, timeout_s, self._died)  # type: ignore[arg-type]
+
+    async def _died(self, engine_id: str) -> None:
+        self.dead.append(engine_id)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "PROBE_INTERVAL_S", 0.01)
+
+
+@pytest.fixture
+async def alive() -> AsyncIterator[tuple[Listener, Listener]]:
+    ports = Listener(), Listener()
+    yield ports
+    for port in ports:
+        port.socket.close()
+
+
+async def test_missing_but_listening_is_alive_until_both_ports_are_gone(alive: tuple[Listener, Listener]) -> None:
+    agent, engine = alive
+    watched = Watched(FakeRegistry(info_of("a", agent.port, engine.port)))
+    await watched.peers.look()
+    watched.registry.infos.clear()
+    await watched.peers.look()
+    agent.socket.close()
+    # Its agent is gone; its engine still listens, so it could still write.
+    await until(lambda: asyncio.all_tasks())
+    for _ in range(20):
+        await asyncio.sleep(0.005)
+    assert watched.dead == []
+    engine.socket.close()
+    await until(lambda: watched.dead == ["engine-a"])
+    await watched.peers.look()
+    assert watched.dead == ["engine-a"]
+    await watched.peers.close()
+
+
+async def test_one_that_comes_back_is_not_probed_any_more(alive: tuple[Listener, Listener]) -> None:
+    agent, engine = alive
+    info = info_of("a", agent.port, engine.port)
+    watched = Watched(FakeRegistry(info))
+    await watched.peers.look()
+    watched.registry.infos = []
+    await watched.peers.look()
+    watched.registry.infos = [info]
+    await watched.peers.look()
+    agent.socket.close()
+    engine.socket.close()
+    for _ in range(20):
+        await asyncio.sleep(0.005)
+    assert watched.dead == []
+    await watched.peers.close()
+
+
+async def test_a_successor_of_the_same_id_does_not_hide_the_dead(alive: tuple[Listener, Listener]) -> None:
+    agent, engine = alive
+    gone = Listener()
+    gone.socket.close()
+    watched = Watched(FakeRegistry(info_of("a", gone.port, gone.port, "old")))
+    await watched.peers.look()
+    watched.registry.infos = [info_of("a", agent.port, engine.port, "new")]
+    await watched.peers.look()
+    await until(lambda: watched.dead == ["old"])
+    await watched.peers.close()
+
+
+async def test_redis_away_proves_nothing() -> None:
+    watched = Watched(FakeRegistry(info_of("a", 1, 1)))
+    await watched.peers.look()
+    watched.registry.away = True
+    await watched.peers.look()
+    assert watched.dead == [] and not watched.peers._missing
+    await watched.peers.close()
+
+
+async def test_an_unreachable_host_is_dead_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_answer(host: str, port: int) -> None:
+        return None
+
+    monkeypatch.setattr(peers_module, "probe", no_answer)
+    watched = Watched(FakeRegistry(info_of("a", 1, 1)), timeout_s=0.1)
+    await watched.peers.look()
+    watched.registry.infos = []
+    await watched.peers.look()
+    await asyncio.sleep(0)
+    assert watched.dead == []
+    await until(lambda: watched.dead == ["engine-a"])
+    await watched.peers.close()
+
+
+async def test_itself_is_no_peer() -> None:
+    watched = Watched(FakeRegistry(info_of("me", 1, 1)))
+    await watched.peers.look()
+    watched.registry.infos = []
+    await watched.peers.look()
+    assert not watched.peers._missing
+    await watched.peers.close()
+
+
+async def test_probe(alive: tuple[Listener, Listener]) -> None:
+    port = alive[0].port
+    assert await probe("127.0.0.1", port) is True
+    assert await listening(f"tcp://127.0.0.1:{port}") is True
+    alive[0].socket.close()
+    assert await probe("127.0.0.1", port) is False
+    assert await probe("no-such-host.invalid", 1) is None

@@ -1,0 +1,94 @@
+"""Worker processes under the real router: killed, flipped and asked at once, a fleet still answers everything."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from support_router import RouterClient
+from support_workers import WorkerProcess, running_workers, until
+
+from orchestrator import metrics
+from orchestrator.redis_client import EmbeddedRedis
+from orchestrator.registry import UnknownWorker
+from orchestrator.types import Role
+
+pytestmark = pytest.mark.slow
+
+SECTIONS = {
+    "sim": {"speed": 5.0, "blocks": 2048},
+    "workers": {"timeout_s": 2.0},
+    "routing": {"remote_prefill_min_tokens": 100},
+    "queue": {"lease_s": 2.0},
+}
+
+
+async def ask_many(clients: list[RouterClient], count: int, at_once: int = 128) -> None:
+    random_ = random.Random(1)
+    limit = asyncio.Semaphore(at_once)
+
+    async def one(number: int) -> None:
+        prompt = [number, *range(random_.choice([20, 150, 300, 600]))]
+        async with limit, asyncio.timeout(60):
+            await clients[number % len(clients)].ask(prompt, random_.choice([1, 4, 16, 64]))
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(count):
+            tasks.create_task(one(number))
+
+
+@pytest.mark.timeout(180)
+async def test_kills_and_flips_lose_no_request(redis_server: EmbeddedRedis) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        for role in [Role.PREFILL] * 3 + [Role.DECODE] * 3:
+            await workers.spawn(role, wait=False)
+        for worker in workers.processes:
+            await workers.registered(worker.id)
+        clients = [RouterClient(workers.redis, workers.config) for _ in range(2)]
+        for client in clients:
+            await client.start()
+        watcher = await workers.frontend(*workers.processes)
+        await until(lambda: all(client.link.fleet.ready(Role.DECODE) == 3 for client in clients), "greetings")
+        first, second, third, *decodes = workers.processes
+
+        async def faults() -> None:
+            await answered(500)
+            first.kill()
+            await flip(second, Role.DECODE)
+            await answered(1000)
+            decodes[0].kill()
+            await flip(second, Role.PREFILL)
+            await answered(1500)
+            await flip(decodes[1], Role.PREFILL)
+            await flip(decodes[1], Role.DECODE)
+            third.kill()
+
+        async def answered(count: int) -> None:
+            await until(lambda: finished() - before >= count, f"{count} answers")
+
+        async def flip(worker: WorkerProcess, role: Role) -> None:
+            try:
+                await workers.registry.order_role(worker.id, role)
+            except UnknownWorker as error:
+                raise AssertionError(f"{worker.id} is gone: {worker.log}") from error
+            await workers.registered(worker.id, role)
+
+        before = finished()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(faults())
+            tasks.create_task(ask_many(clients, 2000))
+        assert finished() - before == 2000
+        assert sum(client.unexpected for client in clients) == 0
+        for client in clients:
+            assert not client.link.router.requests
+        for killed in (first, third, decodes[0]):
+            await killed.stopped()
+        await workers.assert_no_leaks()
+        assert watcher.id  # keeps hearing the loads that the line above judges by
+        for client in clients:
+            await client.close()
+
+
+def finished() -> float:
+    return metrics.requests.labels("finished")._value.get()
