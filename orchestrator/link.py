@@ -46,6 +46,7 @@ class FrontendLink:
             self.registry, self.fleet, self.transport, config.workers.timeout_s, self._worker_lost
         )
         self.desired: DesiredRatio | None = None
+        self._beaten = asyncio.Event()
         self.prefill.on_away = self.router.queue_lost
         self.prefill.on_failed = self._job_failed
         self._url = ""
@@ -61,7 +62,9 @@ class FrontendLink:
             tasks.create_task(self._heartbeat())
 
     async def synced(self) -> None:
-        await self.membership.synced()
+        """Waits until registry, queue and desired ratio have been asked once: what is decided now is well-founded."""
+        for known in (self.membership.synced, self.prefill.polled, self._beaten):
+            await known.wait()
 
     async def supported_tasks(self) -> tuple[str, ...]:
         """What the fleet's engines can do; waits for the first worker."""
@@ -113,6 +116,7 @@ class FrontendLink:
             self.desired = await self.registry.desired()
         except RedisAway as error:
             log.debug("heartbeat missed: %s", error)
+        self._beaten.set()
 
     def _worker_lost(self, worker_id: str) -> None:
         self.router.worker_lost(worker_id)

@@ -40,7 +40,7 @@ class Membership:
         self._transport = transport
         self._silence_s = silence_s
         self._on_lost = on_lost
-        self._synced = asyncio.Event()
+        self.synced = asyncio.Event()  # the registry has been asked once
 
     async def run(self) -> None:
         """Runs until cancelled."""
@@ -48,10 +48,6 @@ class Membership:
             tasks.create_task(self._watch())
             tasks.create_task(self._hear_loads())
             tasks.create_task(self._tick())
-
-    async def synced(self) -> None:
-        """Waits until the registry has been read once."""
-        await self._synced.wait()
 
     def welcomed(self, worker_id: str) -> None:
         """The worker has answered the greeting: it can be sent requests."""
@@ -65,6 +61,7 @@ class Membership:
 
     async def _watch(self) -> None:
         await self._resync()
+        self.synced.set()
         async for _ in self._registry.watch():
             # Whatever happened, the registry is the truth: read it again rather than trust the order of events.
             await self._resync()
@@ -103,7 +100,6 @@ class Membership:
             # A Redis that lost its data must not take the fleet down with it: believe what is still heard.
             if now - self._fleet.workers[worker_id].heard_at > 2 * TICK_S + self._heartbeat_slack():
                 self._lose(worker_id, "it left the registry")
-        self._synced.set()
 
     def _heartbeat_slack(self) -> float:
         return min(1.0, self._silence_s / 4)

@@ -32,6 +32,7 @@ class PrefillLink:
         self._frontend_id = frontend_id
         self._sweep_s = lease_s / 2
         self._depth: QueueDepth | None = None
+        self.polled = asyncio.Event()  # asked once, whatever the answer
         self.on_away: Callable[[], None] = lambda: None
         self.on_failed: Callable[[str, int], None] = lambda request_id, attempt: None
 
@@ -72,6 +73,7 @@ class PrefillLink:
                             self.on_failed(request_id, attempt)
             except RedisAway as error:
                 self._lost(error)
+            self.polled.set()
             await asyncio.sleep(POLL_S)
 
     def _lost(self, error: RedisAway) -> None:

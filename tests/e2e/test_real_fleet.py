@@ -9,7 +9,7 @@ import signal
 import time
 
 import pytest
-from running_fleet import RunningFleet, running_fleet, token_prompt
+from support_fleet import RunningFleet, running_fleet, token_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 

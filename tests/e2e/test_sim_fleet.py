@@ -6,7 +6,7 @@ import signal
 
 import aiohttp
 import pytest
-from running_fleet import RunningFleet, running_fleet, token_prompt
+from support_fleet import RunningFleet, running_fleet, token_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 START_TIMEOUT_S = 180
 SETTLE_TIMEOUT_S = 60
 
