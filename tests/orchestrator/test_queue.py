@@ -204,6 +204,19 @@ async def test_release_goes_back_to_the_old_place_and_costs_no_delivery(make):
     assert not await queue.release("w", "a", 1)
 
 
+async def test_what_goes_back_keeps_its_score(make, redis):
+    queue = make(weight=1e6)
+    for request_id, tokens in (("long", 900), ("short", 10)):
+        await queue.enqueue(job(request_id, tokens))
+    before = [(row["id"], row["score"]) for row in await queue.peek(2)]
+    await queue.claim("w", ALL, 2)
+    assert await queue.release("w", "long", 1)
+    await expire_lease(redis, queue, "short")
+    assert (await queue.sweep()).returned == ["short"]
+    assert [(row["id"], row["score"]) for row in await queue.peek(2)] == before
+    assert before[0][0] == "short"
+
+
 async def test_renew_extends_and_names_what_is_lost(make, redis):
     queue = make(lease_s=30.0)
     await queue.enqueue(job("a"))
