@@ -185,6 +185,6 @@ def _check_memory(config: Config) -> None:
     if needed > total:
         raise ConfigError(
             f"workers: {config.workers.prefill.replicas} prefill and {config.workers.decode.replicas} decode replicas "
-            f"with their kv_cache_memory_bytes need {needed / 2**30:.1f} GiB, this machine has {total / 2**30:.1f} GiB; "
-            "lower replicas or kv_cache_memory_bytes"
+            f"with their kv_cache_memory_bytes need {needed / 2**30:.1f} GiB, this machine has "
+            f"{total / 2**30:.1f} GiB; lower replicas or kv_cache_memory_bytes"
         )

@@ -45,7 +45,9 @@ class Console:
     def stage(self, name: str, stage: str, done: bool = False) -> None:
         """A part of the fleet has come to this stage; `done` ends its clock."""
         now = time.monotonic()
-        _, since, _ = self._rows.get(name, ("", now, None))
+        _, since, until = self._rows.get(name, ("", now, None))
+        if until is not None:
+            since = now  # it had come to an end, and begins again
         self._rows[name] = (stage, since, now if done else None)
         if self._live is None:
             took = f" after {now - since:.1f} s" if done and now - since >= 0.1 else ""

@@ -52,8 +52,8 @@ class GpuShares:
         fitting = [gpu for gpu, free in self._free.items() if free >= share - 1e-9]
         if len(fitting) < ranks:
             raise ConfigError(
-                f"{owner}: needs {ranks} GPU(s) with {share:.0%} of the memory free, this machine has {len(fitting)} left "
-                f"of {len(self._free)}; lower replicas or tensor_parallel_size, or set gpu_memory_utilization "
+                f"{owner}: needs {ranks} GPU(s) with {share:.0%} of the memory free, this machine has {len(fitting)} "
+                f"left of {len(self._free)}; lower replicas or tensor_parallel_size, or set gpu_memory_utilization "
                 "so that workers share GPUs"
             )
         # Emptiest first, then in the machine's order: neighbours are connected best.

@@ -95,8 +95,8 @@ def _names(file: str, classes: tuple[str, ...]) -> frozenset[str]:
     except (OSError, SyntaxError):
         return frozenset()
     if not classes:
-        texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
-        return frozenset(text[2:].replace("-", "_") for text in texts if text.startswith("--"))
+        values = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+        return frozenset(v[2:].replace("-", "_") for v in values if isinstance(v, str) and v.startswith("--"))
     bodies = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name in classes]
     return frozenset(
         field.target.id

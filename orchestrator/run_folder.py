@@ -23,6 +23,7 @@ _CONFIG = "config.yaml"
 _REDIS = "redis.url"
 _READY = "ready.json"
 _PROCESSES = "processes.json"
+_LOG = "launcher.log"
 _WAIT_POLL_S = 0.05
 # Whoever only asks whether a folder is held, holds it for a moment.
 _CLAIM_PATIENCE_S = 0.5
@@ -54,6 +55,7 @@ class RunFolder:
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
         self.path = base_folder() / namespace
+        self.previous_start = 0.0  # unix seconds; when the launcher that left it was started
         self._lock: IO[str] | None = None
 
     # ---- the launcher's side -----------------------------------------------------------------------------------
@@ -74,6 +76,8 @@ class RunFolder:
             raise ConfigError(f"{self.path}: cannot be written ({error.strerror}); set XDG_RUNTIME_DIR") from None
         self._lock = lock
         left = self._started()
+        status = os.fstat(lock.fileno())
+        self.previous_start = status.st_mtime if status.st_size else 0.0
         for name in (_CONFIG, _REDIS, _READY, _PROCESSES):
             (self.path / name).unlink(missing_ok=True)
         lock.truncate(0)
@@ -149,6 +153,12 @@ class RunFolder:
         """None until the fleet is ready."""
         text = self._read(_READY)
         return msgspec.json.decode(text, type=Ready) if text else None
+
+    def make_log(self) -> Path:
+        """A file in the folder for a launcher that is about to start in the background; removed with the folder."""
+        _own_base_folder()
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        return self.path / _LOG
 
     def wait_until_free(self, timeout_s: float) -> bool:
         """Whether no launcher holds it any more within the time."""

@@ -77,6 +77,11 @@ class Supervised:
         """0 while nothing runs."""
         return self._process.pid if self._process is not None and self._process.running else 0
 
+    @property
+    def last_pid(self) -> int:
+        """Of what runs, or ran last."""
+        return self._process.pid if self._process is not None else 0
+
     def mark_ready(self) -> None:
         if self.stage is Stage.STARTING:
             self._ready_at = time.monotonic()
@@ -108,6 +113,7 @@ class Supervised:
 
     async def run(self) -> None:
         """Until stopped, or it ended as expected. Leaves no process behind, however it ends."""
+        self._on_stage(self)
         try:
             while self._wanted:
                 code = await self._run_once()

@@ -1,0 +1,152 @@
+"""How the command line shows a fleet, a queue and the configuration keys: rich tables from plain data. No I/O."""
+
+from __future__ import annotations
+
+import enum
+import types
+import typing
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Union
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+_STATE_STYLE = {"ready": "green", "draining": "yellow", "unreachable": "red"}
+_BAR_CELLS = 6
+
+
+def fleet_view(seen: dict[str, Any]) -> RenderableType:
+    """`/fleet` as a table and two lines. A load that is not known is a dash."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    for name, justify in (
+        *(("worker", "left"), ("role", "left"), ("state", "left"), ("engine", "left"), ("KV blocks used", "left")),
+        *(("run", "right"), ("wait", "right"), ("step", "right"), ("pid", "right"), ("host", "left")),
+    ):
+        # What a narrow terminal has no room for is taken from the host.
+        table.add_column(name, justify=typing.cast(Literal["left", "right"], justify), no_wrap=name != "host")
+    for worker in seen["workers"]:
+        step_ms = worker["step_ms"]
+        table.add_row(
+            worker["id"],
+            worker["role"],
+            Text(worker["state"], style=_STATE_STYLE.get(worker["state"], "")),
+            worker["engine"],
+            _blocks(worker["blocks_total"], worker["blocks_free"]),
+            _count(worker["running"]),
+            _count(worker["waiting"]),
+            "-" if step_ms is None else f"{step_ms:.1f} ms",
+            str(worker["pid"]),
+            worker["host"],
+        )
+    queue, desired = seen["queue"], seen["desired"]
+    lines: list[RenderableType] = [Text(f"model {seen['model'] or 'unknown'}", style="bold"), table]
+    if not seen["workers"]:
+        lines.append(Text("no worker is registered", style="yellow"))
+    lines.append(Text(_queue_line(queue)))
+    if desired:
+        lines.append(Text(f"desired: {desired['prefill']} prefill, {desired['decode']} decode"))
+    return Group(*lines)
+
+
+def queue_view(rows: list[dict[str, Any]], depth: dict[str, int]) -> RenderableType:
+    """The head of the prefill queue, next first."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("request", "tokens", "uncached", "waiting", "attempt", "frontend"):
+        table.add_column(name, justify="left" if name in ("request", "frontend") else "right")
+    for row in rows:
+        table.add_row(
+            row["id"],
+            str(row["tokens"]),
+            str(row["uncached"]),
+            f"{row['age_s']:.2f} s",
+            str(row["attempt"]),
+            row["reply_to"],
+        )
+    return Group(Text(_queue_line(depth)), *([table] if rows else []))
+
+
+def fields_view(fields: dict[str, Any]) -> RenderableType:
+    """One thing's fields, a line each."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in fields.items():
+        table.add_row(name, str(value))
+    return table
+
+
+def keys_view(struct: type[msgspec.Struct]) -> RenderableType:
+    """Every configuration key with its type and default."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("key", "type", "default"):
+        table.add_column(name, overflow="fold")
+    for key, kind, default in config_keys(struct):
+        table.add_row(Text(key), Text(kind), Text(default))
+    return table
+
+
+def config_keys(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """(a.b.c, type, default as YAML would spell it, or "required"), sections opened."""
+    hints = typing.get_type_hints(struct, include_extras=True)
+    for field in msgspec.structs.fields(struct):
+        key, kind = prefix + field.name, hints[field.name]
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            yield from config_keys(kind, key + ".")
+        else:
+            yield key, _kind(kind), _default(field)
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return _plain(field.default_factory())
+    return "required" if field.default is msgspec.NODEFAULT else _plain(field.default)
+
+
+def _plain(value: Any) -> str:
+    if value is None or value == "":
+        return "none" if value is None else '""'
+    if isinstance(value, enum.Enum):
+        return str(value.value)
+    return str(value) if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+_NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "none", Any: "anything"}
+
+
+def _kind(kind: Any) -> str:
+    origin = typing.get_origin(kind)
+    if origin is Annotated:
+        base, *metas = typing.get_args(kind)
+        return " ".join([_kind(base), *(_bounds(meta) for meta in metas if isinstance(meta, msgspec.Meta))]).strip()
+    if origin is Literal:
+        return " | ".join(map(str, typing.get_args(kind)))
+    if origin in (Union, types.UnionType):
+        return " or ".join(_kind(part) for part in typing.get_args(kind))
+    if origin is dict:
+        return "section of any keys"
+    if origin in (list, tuple):
+        return f"list of {_kind(typing.get_args(kind)[0])}"
+    return _NAMES.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def _bounds(meta: msgspec.Meta) -> str:
+    signs = ((">=", meta.ge), (">", meta.gt), ("<=", meta.le), ("<", meta.lt))
+    return " ".join(f"{sign} {bound}" for sign, bound in signs if bound is not None)
+
+
+def _blocks(total: int, free: int | None) -> Text:
+    if free is None:
+        return Text(f"- / {total}")
+    used = total - free
+    full = round(_BAR_CELLS * used / total) if total else 0
+    return Text(f"{'█' * full}{'░' * (_BAR_CELLS - full)} {used} / {total}")
+
+
+def _count(number: int | None) -> str:
+    return "-" if number is None else str(number)
+
+
+def _queue_line(queue: dict[str, int] | None) -> str:
+    if queue is None:
+        return "queue: unknown, Redis is away"
+    return f"queue: {queue['requests']} prefills wait ({queue['tokens']} tokens), {queue['claimed']} claimed"
