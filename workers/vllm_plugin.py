@@ -15,13 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
+_KV_POLL_S = 0.002  # also how long a new request may wait to be noticed by an engine that waits for KV
 _PARENT = "PD_ENGINE_PARENT"  # pid of the process that the engine must not outlive
 _CORES = "PD_ENGINE_CORES"  # "0,1": cores the engine computes on
 _vllm_target = EngineCoreProc.run_engine_core
-_vllm_step = EngineCoreProc._process_engine_step
 
 
 @contextmanager
@@ -103,8 +104,19 @@ def _process_engine_step(engine: Any) -> bool:
             engine.output_queue.put_nowait((client, output))
     engine.post_step(executed)
     if not executed and engine.scheduler.has_requests():
-        time.sleep(0.001)
+        _wait_for_kv()
     return bool(executed)
+
+
+def _wait_for_kv() -> None:
+    """vLLM sleeps a millisecond; where the worker half lives in this process it wakes us when KV has come."""
+    worker = getattr(get_kv_transfer_group(), "connector_worker", None) if has_kv_transfer_group() else None
+    news = getattr(worker, "news", None)
+    if news is None:
+        time.sleep(0.001)
+    else:
+        news.wait(_KV_POLL_S)
+        news.clear()
 
 
 def _has_news(engine: Any, output: EngineCoreOutputs) -> bool:

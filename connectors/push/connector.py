@@ -48,6 +48,14 @@ class PushConnector(NixlPushConnector):
         assert self.connector_worker is not None
         self.connector_worker.start_load_kv(self._metadata())
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return extra_config.get("transfer") == "layer"  # a full graph would never call save_kv_layer
+
+    def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
+        assert self.connector_worker is not None
+        self.connector_worker.on_layer(layer_name, self._metadata())
+
     def wait_for_save(self) -> None:
         super().wait_for_save()
         assert self.connector_worker is not None

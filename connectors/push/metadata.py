@@ -53,7 +53,8 @@ class Started:
 class Computed:
     """This step computes blocks `start ..` of a prefill. `closed`: they are the last.
 
-    `epoch` counts the prefill's restarts. `blocks` are logical ids per KV cache group.
+    `epoch` counts the prefill's restarts. `blocks` are logical ids per KV cache group. `whole`: they are all that
+    is to be pushed, in groups that `start` and block positions do not describe.
     """
 
     key: str
@@ -61,6 +62,7 @@ class Computed:
     start: int
     blocks: tuple[tuple[int, ...], ...]
     closed: bool
+    whole: bool = False
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,15 @@ _REMEMBERED = 8192  # ended streams kept, to answer what comes late
 class Chunk:
     """Blocks whose KV is computed: logical ids per KV cache group, from block `start` of the request.
 
-    `layer` is None for all layers, else one region's index. `ready` is what the poster waits for (a CUDA event).
+    `layer` is None for all layers, else one of `Outbound.layers`. `ready` is what the poster waits for (a CUDA
+    event).
     """
 
     start: int
     blocks: tuple[tuple[int, ...], ...]
     layer: int | None = None
     ready: Any = None
+    whole: bool = False  # all that decode needs, in groups that block positions do not describe
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class _Stream:
     prompt_tokens: int = 0
     held: bool = False  # the scheduler waits for Release
     computing: bool = False  # the scheduler will still say how the prefill ended
+    covered: int = 0  # blocks shipped in all layers, from the first on
+    covered_layers: dict[int, int] = field(default_factory=dict)  # and beyond that, by layer
     why: str = ""
     first_post_at: float | None = None
     closed_at: float | None = None
@@ -108,6 +112,7 @@ class Outbound:
     """Streams of one prefill worker rank, by request id."""
 
     def __init__(self, *, lease_s: float, expect_s: float) -> None:
+        self.layers = 0  # how many layers a block consists of, where chunks come by layer
         self._lease_s = lease_s
         self._expect_s = expect_s
         self._streams: dict[str, _Stream] = {}
@@ -143,12 +148,18 @@ class Outbound:
         if epoch > stream.epoch:
             stream.epoch = epoch
             stream.pending.clear()
-        stream.pending.extend(chunks)
-        actions: list[Action] = []
-        if closed:
-            stream.closed_at = now
-            actions += self._apply(stream, StreamEvent.CLOSE, now, "")
-        return actions + self._pump(stream, now)
+            stream.covered = 0
+            stream.covered_layers.clear()
+        for chunk in chunks:
+            self._cover(stream, chunk)
+            stream.pending.append(chunk)
+        if not closed:
+            return self._pump(stream, now)
+        stream.closed_at = now
+        if not self._is_covered(stream):
+            why = f"only {stream.covered} of {stream.total_blocks} blocks were shipped"
+            return self._apply(stream, StreamEvent.GIVE_UP, now, why)
+        return self._apply(stream, StreamEvent.CLOSE, now, "") + self._pump(stream, now)
 
     def finish(self, key: str, now: float) -> list[Action]:
         """The prefill ended well and the scheduler holds its blocks until `Release`."""
@@ -296,6 +307,21 @@ class Outbound:
             return []
         why = f"decode has {order.prompt_tokens} prompt tokens, prefill {stream.prompt_tokens}"
         return self._apply(stream, StreamEvent.GIVE_UP, now, why)
+
+    def _cover(self, stream: _Stream, chunk: Chunk) -> None:
+        if chunk.whole:
+            stream.covered = stream.total_blocks
+        elif chunk.start <= stream.covered and chunk.layer is None:
+            stream.covered = max(stream.covered, chunk.start + len(chunk.blocks[0]))
+        elif chunk.start <= stream.covered and chunk.layer is not None:
+            stream.covered_layers[chunk.layer] = chunk.start + len(chunk.blocks[0])
+
+    def _is_covered(self, stream: _Stream) -> bool:
+        """Nothing may be called landed that was never shipped, whatever order the engine's hooks came in."""
+        if stream.covered >= stream.total_blocks:
+            return True
+        ends = stream.covered_layers.values()
+        return len(ends) == self.layers > 0 and min(ends) >= stream.total_blocks
 
     def _pump(self, stream: _Stream, now: float) -> list[Action]:
         """Post what may be posted; notice that everything is done."""

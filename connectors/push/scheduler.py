@@ -184,7 +184,7 @@ class PushScheduler(NixlPushConnectorScheduler):
         if ok and not self.by_position:
             blocks = tuple(tuple(group) for group in self.get_exchange_clipped_blocks(block_ids))
             assert prefill is not None
-            self._next.computed.append(Computed(key, prefill.epoch, 0, blocks, True))
+            self._next.computed.append(Computed(key, prefill.epoch, 0, blocks, closed=True, whole=True))
         # Also when it failed: WRITEs of its blocks may be in flight, and decode must hear of it.
         self._next.finished.append(Finished(key, ok, held))
         return held

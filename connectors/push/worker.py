@@ -63,11 +63,14 @@ class PushWorker(NixlPushConnectorWorker):
         self._inbound = Inbound(timeout_s=self.options.timeout_s)
         self._outbound = out.Outbound(lease_s=self.options.lease_s, expect_s=self.options.lease_s)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.news = threading.Event()  # set with every result, for an engine loop that would rather wait than poll
         self._results: queue.SimpleQueue[Finish | out.Release] = queue.SimpleQueue()
         self._records: queue.SimpleQueue[Callable[[stats.PushStats], None]] = queue.SimpleQueue()
         self._writes: dict[int, tuple[str, Any]] = {}  # handle number -> (stream, NIXL handle)
         self._abandoned: list[Any] = []
         self._handle_count = 0
+        self._layers: dict[str, int] = {}  # layer name -> region, in layer mode
+        self._layers_seen: set[int] = set()
         self._connecting: set[str] = set()
         self._dead: set[str] = set()
         self._to_forget: set[str] = set()
@@ -88,10 +91,7 @@ class PushWorker(NixlPushConnectorWorker):
             self._recving_metadata[request] = meta
         for engine in metadata.dead_engines:
             self._submit(functools.partial(self._on_dead, engine))
-        for started in metadata.started:
-            self._submit(
-                functools.partial(self._outbound.start, started.key, started.total_blocks, started.prompt_tokens)
-            )
+        self._begin(metadata)
         for reserved in metadata.reserved:
             self._submit(functools.partial(self._inbound.register, reserved.order, reserved.source))
         for disowned in metadata.disowned:
@@ -105,18 +105,53 @@ class PushWorker(NixlPushConnectorWorker):
                 abort = functools.partial(self._outbound.abort, finished.key, finished.held, "the prefill was aborted")
                 self._submit(abort)
 
+    def _begin(self, metadata: PushMetadata) -> None:
+        """vLLM calls `start_load_kv` after the forward pass, unless something is loaded for it: layers come first."""
+        for started in metadata.started:
+            start = functools.partial(self._outbound.start, started.key, started.total_blocks, started.prompt_tokens)
+            self._submit(start)
+        metadata.started.clear()
+
+    def on_layer(self, layer_name: str, metadata: PushMetadata) -> None:
+        """One layer's KV of this step is written, or on its way on the device: ship the last chunks' part of it."""
+        layer = self._layers.get(layer_name)
+        if layer is None:
+            return
+        self._layers_seen.add(layer)
+        closing = [computed for computed in metadata.computed if computed.closed and not computed.whole]
+        if closing:
+            self._begin(metadata)
+        ready = self._device_event() if closing else None
+        for computed in closing:
+            chunk = out.Chunk(computed.start, computed.blocks, layer, ready)
+            self._submit(functools.partial(self._outbound.computed, computed.key, [chunk], computed.epoch, False))
+
     def on_computed(self, metadata: PushMetadata) -> None:
         """After the forward pass was launched (CUDA) or has run (CPU)."""
+        shipped_by_layer = len(self._layers_seen) == self.num_regions > 0
+        self._layers_seen.clear()
         if not metadata.computed:
             return
-        ready = None
-        if self.device_type == "cuda":
-            ready = torch.cuda.Event()
-            ready.record()
+        ready = self._device_event()
         for computed in metadata.computed:
-            chunk = out.Chunk(computed.start, computed.blocks, None, ready)
+            chunk = out.Chunk(computed.start, computed.blocks, None, ready, computed.whole)
+            chunks = [] if computed.closed and shipped_by_layer and not computed.whole else [chunk]
             end = (computed.epoch, computed.closed)
-            self._submit(functools.partial(self._outbound.computed, computed.key, [chunk], *end))
+            self._submit(functools.partial(self._outbound.computed, computed.key, chunks, *end))
+
+    def _device_event(self) -> Any:
+        """What the writer waits for before it posts: this stream's work up to now, never the whole device."""
+        if self.device_type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        self._outbound.layers = self.num_regions
+        if self.options.transfer == "layer" and len(self.region_names) == len(kv_caches):
+            self._layers = {name: index for index, name in enumerate(self.region_names)}
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         while not self._records.empty():
@@ -172,9 +207,9 @@ class PushWorker(NixlPushConnectorWorker):
             case Finish():
                 if not action.ok:
                     self._records.put(lambda s: s.record(stats.RECEIVES_FAILED))
-                self._results.put(action)
+                self._report(action)
             case out.Release():
-                self._results.put(action)
+                self._report(action)
             case Connect(peer=peer):
                 self._connect(peer)
             case Send(engine=engine, peer=peer, message=message):
@@ -188,6 +223,10 @@ class PushWorker(NixlPushConnectorWorker):
                     self._abandoned.append(self._writes.pop(number)[1])
             case out.Ended():
                 self._account(action)
+
+    def _report(self, result: Finish | out.Release) -> None:
+        self._results.put(result)
+        self.news.set()
 
     def _account(self, ended: out.Ended) -> None:
         if ended.ok:

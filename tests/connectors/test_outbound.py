@@ -1,0 +1,207 @@
+"""The prefill end, step by step: what is posted when, who is told what, and when blocks are given back."""
+
+from __future__ import annotations
+
+import pytest
+
+from connectors.push.inbound import Connect
+from connectors.push.outbound import Abandon, Chunk, Ended, Outbound, Post, Release, Tell
+from connectors.push.states import STREAM, STREAM_ENDS, Stream, StreamEvent
+from connectors.push.wire import Endpoint, Gone, Landed, Register, Unregister
+
+DECODE = Endpoint("D", "host", 1)
+OTHER = Endpoint("D2", "host", 2)
+ORDER = Register("s", "r", DECODE, [[10, 11, 12, 13]], 100)
+ORDER_OF_OTHER = Register("s", "r2", OTHER, [[5, 6, 7, 8]], 100)
+BACK = Unregister("s", "r", DECODE)
+
+
+def chunk(start: int, *blocks: int, layer: int | None = None) -> Chunk:
+    return Chunk(start, (blocks,), layer)
+
+
+def told(actions: list) -> list:
+    return [action.message for action in actions if isinstance(action, Tell)]
+
+
+def posts(actions: list) -> list[tuple[Chunk, ...]]:
+    return [action.chunks for action in actions if isinstance(action, Post)]
+
+
+@pytest.fixture
+def end() -> Outbound:
+    """Prefill of four blocks has started, decode is registered and connected."""
+    end = Outbound(lease_s=10, expect_s=10)
+    assert end.start("s", 4, 100, 0.0) == []
+    assert end.register(ORDER, "D", 0.0) == [Connect(DECODE)]
+    assert end.connected("D", True, 0.0) == []
+    return end
+
+
+def test_each_chunk_is_posted_as_it_comes_and_landed_is_told_when_all_are_done(end: Outbound) -> None:
+    first, second = chunk(0, 1, 2), chunk(2, 3, 4)
+    assert posts(end.computed("s", [first], 0, False, 1.0)) == [(first,)]
+    end.posted("s", 1, 1.0)
+    assert posts(end.computed("s", [second], 0, True, 2.0)) == [(second,)]
+    end.posted("s", 2, 2.0)
+    assert end.written("s", 2, True, 3.0) == []  # the first is still in flight
+    assert end.finish("s", 3.5) == []
+    actions = end.written("s", 1, True, 4.0)
+    assert told(actions) == [Landed("r")]
+    assert actions[-1] == Release("s")
+    assert [a for a in actions if isinstance(a, Ended)] == [Ended("s", True, 3.0, 2.0, "")]
+    assert not end.busy
+
+
+def test_blocks_are_released_only_after_the_scheduler_has_them(end: Outbound) -> None:
+    end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
+    end.posted("s", 1, 1.0)
+    assert told(end.written("s", 1, True, 2.0)) == [Landed("r")]
+    assert end.finish("s", 3.0) == [Release("s")]
+
+
+def test_a_registration_may_come_last() -> None:
+    end = Outbound(lease_s=10, expect_s=10)
+    end.start("s", 4, 100, 0.0)
+    end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
+    end.finish("s", 2.0)
+    end.register(ORDER, "D", 3.0)
+    assert posts(end.connected("D", True, 4.0)) == [(chunk(0, 1, 2, 3, 4),)]
+
+
+def test_an_unwanted_prefill_is_released_when_its_lease_ends() -> None:
+    end = Outbound(lease_s=10, expect_s=10)
+    end.start("s", 4, 100, 0.0)
+    end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
+    end.finish("s", 1.5)
+    assert end.tick(10.9) == []
+    assert end.tick(11.1) == [Release("s")]
+    # Decode never reads KV that was released: who comes later is refused.
+    assert told(end.register(ORDER, "D", 12.0)) == [Gone("r", "decode did not register within 10 s")]
+
+
+def test_a_preempted_prefill_posts_nothing_new_until_its_old_writes_are_over(end: Outbound) -> None:
+    end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
+    end.posted("s", 1, 1.0)
+    again = chunk(0, 7, 8)
+    assert end.computed("s", [again], 1, False, 2.0) == []
+    assert posts(end.written("s", 1, True, 3.0)) == [(again,)]
+    end.posted("s", 2, 3.0)
+    assert end.computed("s", [chunk(2, 9)], 0, False, 4.0) == []  # late news of the old epoch
+    last = chunk(2, 9, 6)
+    assert posts(end.computed("s", [last], 1, True, 5.0)) == [(last,)]
+
+
+def test_a_restart_that_ships_too_little_is_not_called_landed(end: Outbound) -> None:
+    end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
+    end.posted("s", 1, 1.0)
+    end.computed("s", [chunk(2, 3, 4)], 1, True, 2.0)
+    assert told(end.written("s", 1, True, 3.0)) == [Gone("r", "only 0 of 4 blocks were shipped")]
+
+
+def test_layers_count_as_shipped_only_when_all_of_them_are() -> None:
+    for shipped, message in [((0, 1, 2), Landed("r")), ((0, 2), Gone("r", "only 2 of 4 blocks were shipped"))]:
+        end = Outbound(lease_s=10, expect_s=10)
+        end.layers = 3
+        end.start("s", 4, 100, 0.0)
+        end.register(ORDER, "D", 0.0)
+        end.connected("D", True, 0.0)
+        posted = end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
+        for layer in shipped:
+            posted += end.computed("s", [chunk(2, 3, 4, layer=layer)], 0, False, 1.0)
+        closing = end.computed("s", [], 0, True, 2.0)
+        assert len(posts(posted)) == 1 + len(shipped)
+        assert told(closing) == [message]
+
+
+def test_a_withdrawal_is_answered_after_the_writes_in_flight(end: Outbound) -> None:
+    end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
+    end.posted("s", 1, 1.0)
+    assert end.unregister(BACK, "D", 2.0) == []
+    assert end.computed("s", [chunk(2, 3, 4)], 0, True, 3.0) == []  # nothing more is posted
+    assert told(end.written("s", 1, True, 4.0)) == [Gone("r", "withdrawn by decode")]
+    assert told(end.unregister(BACK, "D", 5.0)) == [Gone("r", "withdrawn by decode")]  # repeated, answered again
+    assert end.finish("s", 6.0) == [Release("s")]
+
+
+def test_a_withdrawal_that_comes_first_stops_the_prefill_to_come() -> None:
+    end = Outbound(lease_s=10, expect_s=10)
+    assert told(end.unregister(BACK, "D", 0.0)) == [Gone("r", "withdrawn by decode")]
+    assert told(end.register(ORDER, "D", 1.0)) == [Gone("r", "withdrawn by decode")]  # overtaken on the way
+    end.start("s", 4, 100, 2.0)
+    assert end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 3.0) == []
+    assert end.finish("s", 4.0) == [Release("s")]
+
+
+def test_a_withdrawal_after_landing_is_answered_with_landed_to_its_owner_only(end: Outbound) -> None:
+    end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
+    end.posted("s", 1, 1.0)
+    end.written("s", 1, True, 2.0)
+    end.finish("s", 2.0)
+    assert told(end.unregister(BACK, "D", 3.0)) == [Landed("r")]
+    assert told(end.unregister(Unregister("s", "r2", OTHER), "D2", 3.0)) == [Gone("r2", "the prefill has ended")]
+
+
+def test_only_the_first_decode_engine_gets_the_kv(end: Outbound) -> None:
+    assert told(end.register(ORDER_OF_OTHER, "D2", 1.0)) == [Gone("r2", "another decode engine has registered")]
+    assert end.register(ORDER, "D/1", 1.0) == []  # another rank of the same
+
+
+def test_an_aborted_prefill_is_told_and_released_after_its_writes(end: Outbound) -> None:
+    end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
+    end.posted("s", 1, 1.0)
+    assert end.abort("s", True, "the prefill was aborted", 2.0) == []
+    actions = end.written("s", 1, True, 3.0)
+    assert told(actions) == [Gone("r", "the prefill was aborted")]
+    assert actions[-1] == Release("s")
+
+
+def test_a_failed_write_fails_the_transfer_not_the_prefill(end: Outbound) -> None:
+    end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
+    end.posted("s", 1, 1.0)
+    assert told(end.written("s", 1, False, 2.0)) == [Gone("r", "a WRITE failed")]
+    assert end.finish("s", 3.0) == [Release("s")]
+
+
+def test_a_dead_decode_engine_frees_everything_at_once(end: Outbound) -> None:
+    end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
+    end.posted("s", 1, 1.0)
+    end.finish("s", 2.0)
+    actions = end.peer_dead("D", 3.0)
+    assert actions[0] == Abandon("D", (1,))
+    assert actions[-1] == Release("s")
+    assert end.register(Register("t", "r3", DECODE, [[1]], 9), "D", 4.0) == []
+
+
+def test_an_unreachable_decode_engine_ends_the_stream(end: Outbound) -> None:
+    end = Outbound(lease_s=10, expect_s=10)
+    end.register(ORDER, "D", 0.0)
+    end.start("s", 4, 100, 0.0)
+    end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
+    end.finish("s", 1.0)
+    assert end.unreachable("D", "no answer", 2.0)[-1] == Release("s")
+
+
+def test_prompts_that_differ_are_not_mixed_up() -> None:
+    end = Outbound(lease_s=10, expect_s=10)
+    end.start("s", 4, 99, 0.0)
+    assert told(end.register(ORDER, "D", 1.0)) == [Gone("r", "decode has 100 prompt tokens, prefill 99")]
+
+
+def test_a_peer_that_takes_no_chunks_gets_everything_at_the_end() -> None:
+    end = Outbound(lease_s=10, expect_s=10)
+    end.start("s", 4, 100, 0.0)
+    end.register(ORDER, "D", 0.0)
+    end.connected("D", False, 0.0)
+    first, second = chunk(0, 1, 2), chunk(2, 3, 4)
+    assert end.computed("s", [first], 0, False, 1.0) == []
+    assert posts(end.computed("s", [second], 0, True, 2.0)) == [(first, second)]
+
+
+def test_the_table_is_sound() -> None:
+    """Every state can end, ends have no way out, and only what was registered streams."""
+    assert not [pair for pair in STREAM if pair[0] in STREAM_ENDS]
+    for state in set(Stream) - STREAM_ENDS:
+        assert StreamEvent.GIVE_UP in {event for before, event in STREAM if before is state} or state is Stream.DRAINING
+    assert {after for (_, event), after in STREAM.items() if event is StreamEvent.GIVE_UP} == {Stream.DRAINING}
+    assert [before for (before, _), after in STREAM.items() if after is Stream.LANDED] == [Stream.FLUSHING]

@@ -1,0 +1,44 @@
+"""What comes from the network is checked message by message."""
+
+from __future__ import annotations
+
+import pytest
+
+from connectors.push import wire
+
+HERE = wire.Endpoint("engine-1", "127.0.0.1", 5600)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.Register("s", "r", HERE, [[1, 2, 3]], 40),
+        wire.Unregister("s", "r", HERE),
+        wire.Landed("r"),
+        wire.Gone("r", "aborted"),
+    ],
+)
+def test_messages_survive_the_wire(message: wire.Message) -> None:
+    assert wire.parse(wire.pack(message)) == message
+
+
+def test_vllms_own_completion_notice_is_understood() -> None:
+    assert wire.parse(b"chat-1:with:colons#2:4") == wire.Landed("chat-1:with:colons#2")
+
+
+@pytest.mark.parametrize(
+    "notification",
+    [
+        b"",
+        b"HB:a,b",
+        b"PUSH_REG:junk",
+        b"PDKV0:" + wire.pack(wire.Landed("r"))[len(wire.PREFIX) :],
+        wire.PREFIX,
+        wire.PREFIX + b"\x81\xa4type\xa3xyz",
+        wire.pack(wire.Landed("r"))[:-2],
+        b"\xff\xfe:1",
+    ],
+)
+def test_anything_else_is_refused(notification: bytes) -> None:
+    with pytest.raises(wire.WireError):
+        wire.parse(notification)
