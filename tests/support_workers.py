@@ -149,7 +149,7 @@ class Frontend:
         return request
 
     def frames(self, request: Request) -> list[bytes]:
-        sampling = WireSampling(max_tokens=request.max_tokens)
+        sampling = WireSampling(max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True)
         return self.codec.encode_request(WireRequest(request.id, request.prompt, sampling_params=sampling))
 
     def submit_to(self, worker_id: str, request: Request, source: KVSource | None = None) -> bool:
@@ -179,9 +179,15 @@ class Frontend:
         self.transport.send(worker_id, Abort(request.id, request.attempt))
 
     async def finished(self, *requests: Request) -> None:
-        await until(lambda: all(r.finish is not None for r in requests), "finished")
+        """With the tokens that a simulated engine gives."""
+        await self.ended(*requests)
         for r in requests:
             assert r.tokens == expected(r.prompt, r.max_tokens), r
+
+    async def ended(self, *requests: Request) -> None:
+        await until(lambda: all(r.finish is not None for r in requests), "finished")
+        for r in requests:
+            assert r.finish is FinishReason.LENGTH and len(r.tokens) == r.max_tokens, r
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -278,9 +284,13 @@ class Workers:
         return frontend
 
     async def registered(
-        self, worker_id: str, role: Role | None = None, state: WorkerState = WorkerState.READY
+        self,
+        worker_id: str,
+        role: Role | None = None,
+        state: WorkerState = WorkerState.READY,
+        timeout_s: float = DEADLINE_S,
     ) -> WorkerInfo:
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + timeout_s
         while True:
             info = None
             with contextlib.suppress(RedisAway):

@@ -91,7 +91,13 @@ class Agent:
         )
         self._load = LoadReporter(self.worker_id, engine.blocks_total, self._attempts, self._transport.publish)
         self._serving = Serving(
-            self.worker_id, self._engine, self._attempts, self._load, self._transport.send, self.life.refusal
+            self.worker_id,
+            self._engine,
+            self._attempts,
+            self._load,
+            self._transport.send,
+            self.life.refusal,
+            engine.identity.max_model_len,
         )
         self._claims = ClaimLoop(
             self.worker_id,

@@ -175,7 +175,7 @@ class ClaimLoop:
         if not self._attempts.holds(held):
             return  # aborted meanwhile
         held.since = time.monotonic()
-        why = await self._serving.start(held, EngineRequest(held.key, Phase.PREFILL, frames))
+        why = await self._serving.start(held, EngineRequest(held.key, Phase.PREFILL, frames), job.tokens)
         if why is not None:
             await self._fail(held, why)
         elif not self._attempts.holds(held):

@@ -55,11 +55,12 @@ class Serving:
         load: LoadReporter,
         send: Callable[[str, ToFrontend, Sequence[bytes]], bool],
         refusal: Callable[[], str | None],
+        max_model_len: int,
     ) -> None:
-        """`refusal`: why no submission is taken now, or None."""
+        """`refusal`: why no submission is taken now, or None. `max_model_len`: prompt and answer, in tokens."""
         self._worker_id, self._engine = worker_id, engine
         self._attempts, self._load = attempts, load
-        self._send_frames, self._refusal = send, refusal
+        self._send_frames, self._refusal, self._max_model_len = send, refusal, max_model_len
         self._greeted: dict[str, asyncio.Event] = {}
         self._unreachable_since: dict[str, float] = {}
         self._undelivered: dict[str, list[tuple[str, int]]] = {}
@@ -134,13 +135,16 @@ class Serving:
         self._attempts.add(held)
         self._load.held()
         request = EngineRequest(key, Phase.DECODE, payload, submit.kv_source, submit.resume_tokens)
-        why = await self.start(held, request)
+        why = await self.start(held, request, submit.prompt_tokens + len(submit.resume_tokens))
         if why is not None:
             self._attempts.remove(held)
         return why
 
-    async def start(self, held: Held, request: EngineRequest) -> str | None:
+    async def start(self, held: Held, request: EngineRequest, context_tokens: int) -> str | None:
         """Hand an attempt to the engine. Returns why it was not taken. Raises EngineDead."""
+        # Frontends check this too, but one with another configuration must not crash the engine of everybody.
+        if context_tokens >= self._max_model_len:
+            return f"invalid: {context_tokens} tokens, the longest sequence here has {self._max_model_len}"
         try:
             await self._engine.submit(request)
         except InvalidEngineRequest as error:

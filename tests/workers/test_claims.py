@@ -115,6 +115,18 @@ async def test_abort_frees_both_sides(workers: Workers, stage: str) -> None:
     assert request.finish is None
 
 
+async def test_abort_reaches_kv_that_nobody_has_fetched(redis_server: EmbeddedRedis) -> None:
+    async with running_workers(redis_server, kv={"transfer_timeout_s": 600.0}) as workers:
+        prefill = await workers.start(Role.PREFILL)
+        frontend = await workers.frontend(prefill)
+        request = frontend.new(PROMPT)
+        await frontend.enqueue(request)
+        await until(lambda: request.got(Prefilled))
+        await until(lambda: frontend.loads[prefill.id].blocks_free < frontend.loads[prefill.id].blocks_total)
+        frontend.abort(prefill.id, request)
+        await workers.assert_no_leaks()
+
+
 async def test_a_claim_for_an_unknown_frontend_is_released(workers: Workers) -> None:
     """The frontend is registered, but has not greeted this worker: its job waits for a worker that it knows."""
     prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
