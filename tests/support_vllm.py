@@ -20,7 +20,16 @@ BLOCK_SIZE = 32
 VOCABULARY = 512
 
 
-def tiny_model(folder: Path, *, layers: int = 2, heads: int = 4, kv_heads: int = 2, head_dim: int = 32) -> Path:
+def tiny_model(
+    folder: Path,
+    *,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    positions: int = 4096,
+    vocabulary: int = VOCABULARY,
+) -> Path:
     """A Llama of random float32 weights, a few MB; written once per folder."""
     import torch
     from safetensors.torch import save_file
@@ -28,7 +37,7 @@ def tiny_model(folder: Path, *, layers: int = 2, heads: int = 4, kv_heads: int =
     if (folder / "config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    hidden, inner = heads * head_dim, 4 * head_dim
+    hidden, inner = 128, 128  # of no interest here: KV is what is tested
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -38,8 +47,8 @@ def tiny_model(folder: Path, *, layers: int = 2, heads: int = 4, kv_heads: int =
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 4096,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": positions,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "hidden_act": "silu",
@@ -53,7 +62,7 @@ def tiny_model(folder: Path, *, layers: int = 2, heads: int = 4, kv_heads: int =
     def weight(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) * 0.2
 
-    tensors = {"model.embed_tokens.weight": weight(VOCABULARY, hidden), "lm_head.weight": weight(VOCABULARY, hidden)}
+    tensors = {"model.embed_tokens.weight": weight(vocabulary, hidden), "lm_head.weight": weight(vocabulary, hidden)}
     tensors["model.norm.weight"] = torch.ones(hidden)
     for index in range(layers):
         prefix = f"model.layers.{index}."
