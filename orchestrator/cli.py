@@ -26,7 +26,7 @@ from orchestrator.detach import start_detached
 from orchestrator.launcher import launch
 from orchestrator.leftovers import end_processes, remove_shared_memory
 from orchestrator.operations import Fleet, FleetHandle, Refused, find_fleet, open_fleet
-from orchestrator.run_folder import RunFolder, held_namespaces
+from orchestrator.run_folder import RunFolder, abandoned_namespaces, held_namespaces
 from orchestrator.types import Role
 
 app = typer.Typer(
@@ -75,11 +75,17 @@ def up(
 @app.command()
 def down(namespace: NamespaceOption = None) -> None:
     """End the fleet that runs here, and wait until it is gone."""
-    if namespace is None:
-        held = held_namespaces()
-        if len(held) > 1:
-            raise Refused(f"several fleets run here ({', '.join(held)}); name one with --namespace")
-        namespace = held[0] if held else "default"
+    held = held_namespaces()
+    if namespace is None and len(held) > 1:
+        raise Refused(f"several fleets run here ({', '.join(held)}); name one with --namespace")
+    if namespace is None and not held:
+        abandoned = abandoned_namespaces()
+        if not abandoned:
+            raise Refused("no fleet runs here")
+        for name in abandoned:
+            _remove_killed(RunFolder(name))
+        return
+    namespace = namespace or held[0]
     folder = RunFolder(namespace)
     pid = folder.launcher_pid()
     if not folder.is_held:

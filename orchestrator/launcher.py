@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
+import shlex
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -130,8 +132,9 @@ def _announce(fleet: LocalFleet, device: str, folder: RunFolder, console: Consol
     folder.note_ready(ready)
     console.stop_progress()
     console.say(f"Ready  {ready.url}  model {ready.model}  fleet {ready.fleet}")
-    question = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
-    console.say(f"curl {fleet.url}/v1/chat/completions -H 'content-type: application/json' -d '{question}'")
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    body = json.dumps({"model": name, "messages": messages, "temperature": 0})
+    console.say(f"curl {fleet.url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(body)}")
 
 
 def _clean_up_after_killed(folder: RunFolder, left: list[StartedProcess], console: Console) -> None:

@@ -81,7 +81,7 @@ class LocalProcess:
 
     async def wait(self) -> int:
         """Until it has ended and everything of its process group too. Returns the exit code, negative for a signal."""
-        assert self._process is not None and self._pump is not None
+        assert self._process is not None and self._pump is not None, "start it first"
         code = await self._process.wait()
         await self._end_group()
         with contextlib.suppress(asyncio.TimeoutError, asyncio.CancelledError):

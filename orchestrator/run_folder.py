@@ -78,8 +78,9 @@ class RunFolder:
         left = self._started()
         status = os.fstat(lock.fileno())
         self.previous_start = status.st_mtime if status.st_size else 0.0
-        for name in (_CONFIG, _REDIS, _READY, _PROCESSES):
-            (self.path / name).unlink(missing_ok=True)
+        for path in self.path.iterdir():
+            if path.name not in (_LOCK, _LOG) and not path.is_dir():
+                path.unlink(missing_ok=True)
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()
@@ -199,6 +200,14 @@ def _own_base_folder() -> None:
 
 def held_namespaces() -> list[str]:
     """Namespaces whose launcher is alive."""
+    return [name for name in _namespaces() if RunFolder(name).is_held]
+
+
+def abandoned_namespaces() -> list[str]:
+    """Namespaces whose launcher was killed and has left its folder."""
+    return [name for name in _namespaces() if not (folder := RunFolder(name)).is_held and folder.launcher_pid()]
+
+
+def _namespaces() -> list[str]:
     base = base_folder()
-    folders = sorted(path.name for path in base.iterdir() if path.is_dir()) if base.is_dir() else []
-    return [name for name in folders if RunFolder(name).is_held]
+    return sorted(path.name for path in base.iterdir() if path.is_dir()) if base.is_dir() else []

@@ -137,9 +137,8 @@ class Supervised:
         try:
             await self._process.start()
         except OSError as error:
-            self._process.last_lines.append(f"{error.filename or self._spec().command[0]}: {error.strerror}")
-            self._process = None
-            return 127
+            self._process.last_lines.append(f"{self._spec().command[0]}: {error.strerror}")
+            return 127  # as a shell says it
         exited = asyncio.create_task(self._process.wait())
         stop = asyncio.create_task(self._stopping.wait())
         late = asyncio.create_task(self._too_late())
