@@ -7,9 +7,11 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -19,6 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
+from support_vllm import tiny_model
+
+from orchestrator.demo_model import resolve_model
 
 ROOT = Path(__file__).parents[1]
 START_TIMEOUT_S = 180
@@ -53,6 +59,7 @@ class RunningFleet:
         command = [sys.executable, "-m", "orchestrator.cli", "up", str(ROOT / "configs" / config)]
         for item in arguments:
             command += ["--set", item]
+        self.log_file = Path(tempfile.gettempdir()) / f"pd-{self.namespace}.log"
         # Its own session: a test that kills the launcher's group must not end pytest.
         self.process = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -69,8 +76,11 @@ class RunningFleet:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.log.append(line.rstrip("\n"))
+        with self.log_file.open("w") as file:
+            for line in self.process.stdout:
+                self.log.append(line.rstrip("\n"))
+                file.write(line)
+                file.flush()
 
     def wait_for_line(self, pattern: str, timeout_s: float) -> re.Match[str]:
         seen = 0
@@ -142,7 +152,12 @@ class RunningFleet:
                 if value := condition():
                     return value
             time.sleep(0.1)
-        raise FleetFailed(f"not within {timeout_s:g} s: {what}; fleet: {self.fleet()}\n" + "\n".join(self.log[-40:]))
+        try:
+            seen: object = self.fleet()
+        except httpx.HTTPError as error:
+            seen = repr(error)
+        log = f"log: {self.log_file}\n" + "\n".join(self.log[-40:])
+        raise FleetFailed(f"not within {timeout_s:g} s: {what}; fleet: {seen}; {log}")
 
     def assert_no_leaks(self) -> None:
         """Every block of every worker free, nothing running or waiting, queue and claims empty."""
@@ -237,16 +252,33 @@ class RunningFleet:
 
 @contextlib.contextmanager
 def running_fleet(config: str, *sets: str) -> Iterator[RunningFleet]:
-    """Ends with: the launcher stopped cleanly, none of its processes left."""
+    """Ends with: the launcher stopped cleanly, none of its processes left. The log is kept when something failed."""
     fleet = RunningFleet(config, *sets)
     try:
         yield fleet
     finally:
-        pids = [w["pid"] for w in fleet.fleet()["workers"]] if fleet.process.poll() is None else []
+        family = descendants(fleet.process.pid)
         fleet.http.close()
         fleet.stop()
-        left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-        assert not left, f"processes left behind: {left}"
+        left = [pid for pid in family if Path(f"/proc/{pid}").exists()]
+        assert not left, f"processes left behind: {left}; log: {fleet.log_file}"
+    fleet.log_file.unlink()
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids of all children of a process, and theirs."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return []
+
+
+def small_model(folder: Path) -> str:
+    """Random float32 weights behind the demo model's tokenizer: as real to every moving part, and quick on one core."""
+    tiny_model(folder, layers=4, heads=4, kv_heads=4, vocabulary=49_152)
+    demo = Path(resolve_model("demo"))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(demo / name, folder / name)
+    return str(folder)
 
 
 def token_prompt(length: int, seed: int = 0) -> list[int]:

@@ -1,0 +1,53 @@
+"""What `make up` serves: the demo model, really computed on one engine and decoded on the other."""
+
+import json
+
+import pytest
+from support_fleet import RunningFleet, running_fleet
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+QUESTION = "You are a helpful assistant who answers in few words. " * 30 + "What is the capital of France?"
+
+
+@pytest.fixture(scope="module")
+def fleet():
+    with running_fleet("demo-1p1d-cpu.yaml") as running:
+        yield running
+        running.assert_no_leaks()
+
+
+async def test_chat_answers_and_explains_itself(fleet: RunningFleet):
+    async with fleet.client() as client:
+        body = {"model": fleet.model, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 24}
+        response = await client.post("/v1/chat/completions", json={**body, "temperature": 0})
+    assert "Paris" in response.json()["choices"][0]["message"]["content"]
+    request_id = response.headers["x-request-id"]
+    line = fleet.until(lambda: [x for x in fleet.request_lines() if x["id"] == request_id], "its log line")[0]
+    assert line["decision"] == "remote" and line["outcome"] == "finished" and line["exposed_ms"] >= 0
+    assert line["prefill_worker"] == "prefill-0" and line["decode_worker"] == "decode-0" and line["attempts"] == 1
+
+
+async def test_streaming_logprobs_structured_output_and_responses_work_over_two_engines(fleet: RunningFleet):
+    """vLLM's own endpoints, each on a prompt long enough to be prefilled remotely."""
+    before = fleet.metric("pd_placements_total", decision="remote")
+    messages = [{"role": "user", "content": QUESTION}]
+    async with fleet.client() as client:
+        body = {"model": fleet.model, "messages": messages, "max_tokens": 8, "temperature": 0}
+        pieces = []
+        async with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    pieces += [c["delta"].get("content") or "" for c in json.loads(line[6:])["choices"]]
+        assert "Paris" in "".join(pieces)
+        answer = (await client.post("/v1/chat/completions", json={**body, "logprobs": True, "top_logprobs": 2})).json()
+        assert len(answer["choices"][0]["logprobs"]["content"]) == answer["usage"]["completion_tokens"]
+        choice = {"structured_outputs": {"choice": ["Berlin", "Madrid"]}}
+        answer = (await client.post("/v1/chat/completions", json={**body, **choice})).json()
+        assert answer["choices"][0]["message"]["content"] in ("Berlin", "Madrid")
+        answer = await client.post(
+            "/v1/responses",
+            json={"model": fleet.model, "input": QUESTION, "max_output_tokens": 12, "temperature": 0},
+        )
+        assert answer.status_code == 200 and "Paris" in answer.text
+    assert fleet.metric("pd_placements_total", decision="remote") == before + 4
