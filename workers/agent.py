@@ -61,6 +61,7 @@ class Agent:
         self._ended = asyncio.Event()
         self._exit_code = EXIT_LEFT
         self._redis_away = False
+        self._joined = False
 
     async def run(self) -> int:
         """Serve until drained, stopped or the engine dies. Returns the exit code: 0 left in order, 1 engine dead.
@@ -190,7 +191,8 @@ class Agent:
         await self._serving.close()
         self._load.close()
         try:
-            await self._registry.leave(self.worker_id)
+            if self._joined:  # else the entry of this id, if any, is another's
+                await self._registry.leave(self.worker_id)
         except RedisAway as error:
             log.warning("left without notice: %s", error)
         try:
@@ -211,6 +213,7 @@ class Agent:
             try:
                 await self._refuse_twin()
                 await self._registry.join(self._current(), self._config.workers.timeout_s)
+                self._joined = True
                 break
             except RedisAway as error:
                 self._note_redis(error)

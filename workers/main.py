@@ -67,6 +67,12 @@ def main(role: Role, arguments: list[str]) -> int:
 async def _run(parsed: WorkerSettings) -> int:
     """Raises ConfigError, RedisAway, IncompatibleWorker, IdInUse, EngineStartFailed, OSError."""
     config = parsed.config
+    try:
+        free_port(parsed.host)
+    except OSError as error:
+        raise ConfigError(
+            f"--host (workers.host): cannot listen on {parsed.host!r} ({error.strerror}); name an address of its own"
+        ) from None
     redis = await connect(parsed.redis_url, config.redis.timeout_s)
     await redis.aclose()  # it connects again when needed: an engine process may be forked now, and inherit the socket
     try:

@@ -66,7 +66,6 @@ class Serving:
         self._undelivered: dict[str, list[tuple[str, int]]] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self.prefills: Prefills | None = None
-        self.rejected = 0
 
     def send(self, frontend_id: str, message: ToFrontend) -> bool:
         return self._send_frames(frontend_id, message, ())
@@ -205,7 +204,6 @@ class Serving:
             self.send(frontend_id, CallReply(call.call_id, self._worker_id, error=f"{call.method}: {why}"))
 
     def _reject(self, frontend_id: str, request_id: str, attempt: int, why: str) -> None:
-        self.rejected += 1
         log.log(logging.DEBUG if why == "draining" else logging.WARNING, "rejected %s#%d: %s", request_id, attempt, why)
         if not self.send(frontend_id, Rejected(request_id, attempt, self._worker_id, why)):
             self._remember_undelivered(frontend_id, request_id, attempt)

@@ -31,6 +31,10 @@ from workers.main import main
         (["--redis", "redis://h", "--model", "m", "--cores", "x"], "--cores: expected numbers like 0,1, got 'x'"),
         (["--redis", "redis://h", "--model", "m", "--cores", "99999"], "--cores: core 99999 is not available"),
         (["--redis", "redis://h", "--model", "m", "--kv-port", "x"], "--kv-port: invalid int value: 'x'"),
+        (
+            ["--redis", "redis://127.0.0.1:1", "--model", "m", "--engine", "sim", "--host", "192.0.2.7"],
+            "--host (workers.host): cannot listen on '192.0.2.7'",
+        ),
         (["--redis", "redis://127.0.0.1:1", "--model", "m", "--engine", "sim"], "Redis at redis://127.0.0.1:1 cannot"),
     ],
 )
@@ -93,6 +97,7 @@ async def test_a_second_worker_of_the_same_id_is_refused_and_a_restarted_one_is_
     twin = await workers.spawn(Role.DECODE, "--id", first.id, wait=False)
     assert await twin.stopped() == 2
     assert f"worker id '{first.id}' is in use by process {first.process.pid} on 127.0.0.1" in twin.log[-1]
+    assert (await workers.registry.workers())[first.id].kv == before.kv  # the twin did not take the entry with it
     first.kill()
     await first.stopped()
     again = await workers.spawn(Role.DECODE, "--id", first.id, wait=False)
