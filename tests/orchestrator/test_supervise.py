@@ -93,7 +93,8 @@ async def test_a_kill_is_a_crash_and_the_next_start_has_another_process():
 
 
 async def test_one_that_was_ready_and_left_in_order_is_not_started_again():
-    child = Child("import signal, sys; signal.signal(15, lambda *a: sys.exit(0)); print('up', flush=True); signal.pause()")
+    code = "import signal, sys\nsignal.signal(15, lambda *a: sys.exit(0))\nprint('up', flush=True)\nsignal.pause()"
+    child = Child(code)
     await until(lambda: child.lines)
     child.process.mark_ready()
     os.kill(child.process.pid, signal.SIGTERM)
