@@ -145,6 +145,24 @@ async def test_requests_of_a_frontend_that_vanished_are_aborted(workers: Workers
     await workers.assert_no_leaks()
 
 
+async def test_outputs_lost_with_a_connection_are_owned_up_to(workers: Workers) -> None:
+    """A frontend that reconnects is told which requests it missed tokens of, and continues them after what it has."""
+    worker = await workers.start(Role.DECODE, speed=1.0)
+    frontend = await workers.frontend(worker)
+    request = frontend.new(PROMPT, max_tokens=300)
+    frontend.submit_to(worker.id, request)
+    await until(lambda: len(request.tokens) > 3)
+    frontend.transport.disconnect(worker.id)
+    await until(lambda: not len(worker.agent._attempts), "giving up what cannot be delivered")
+    frontend.transport.connect(worker.id, worker.info.request_address, worker.info.load_address)
+    rejected = await until(lambda: request.got(Rejected))
+    assert rejected.why == "its outputs were lost with the connection"
+    request.attempt = 2
+    frontend.submit_to(worker.id, request)
+    await frontend.finished(request)
+    await workers.assert_no_leaks()
+
+
 async def test_control_calls_are_answered(workers: Workers) -> None:
     worker = await workers.start(Role.DECODE)
     frontend = await workers.frontend(worker)
