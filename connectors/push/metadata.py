@@ -22,7 +22,7 @@ TRANSFERS = ("chunk", "layer", "whole")
 class PushOptions:
     """From `kv_connector_extra_config`. Times are seconds."""
 
-    transfer: str = "whole"
+    transfer: str = "chunk"
     timeout_s: float = 30.0  # decode waits this long for KV before it recomputes
     lease_s: float = 30.0  # prefill keeps finished blocks this long for a decode that has not registered
 

@@ -1,0 +1,287 @@
+"""What a KV transfer adds to the time to first token: ours by chunk, layer and whole, and vLLM's own connectors.
+
+One prefill and one decode engine per variant, same settings, one request at a time. `exposed` is decode's first
+token minus the end of prefill compute, less one decode step. Prints a table, saves JSON and a PNG.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests")]
+
+from support_vllm import frames, free_port, tiny_model  # noqa: E402
+
+from orchestrator.config import KVConfig  # noqa: E402
+from orchestrator.demo_model import resolve_model  # noqa: E402
+from orchestrator.types import KVSource  # noqa: E402
+from workers.engine import EngineRequest, Phase  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    transfer: str | None = None  # ours
+    connector: str | None = None  # vLLM's
+    module: str | None = None
+    pull: bool = False
+
+
+VARIANTS = [
+    Variant("chunk", transfer="chunk"),
+    Variant("layer", transfer="layer"),
+    Variant("whole", transfer="whole"),
+    Variant("stock push, repaired", connector="RepairedPush", module="kv_stock"),
+    Variant("stock pull, repaired", connector="RepairedPull", module="kv_stock", pull=True),
+    Variant("stock push", connector="NixlPushConnector"),
+    Variant("stock pull", connector="NixlConnector", pull=True),
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    model: str
+    variant: str
+    tokens: int
+    bytes: int
+    prefill_s: float  # submit to the end of prefill compute
+    exposed_s: float
+    decode_step_s: float
+    raw_write_s: float
+    runs: int
+
+
+class Pair:
+    """A prefill and a decode engine of one variant, and the timing of single requests through them."""
+
+    def __init__(self, prefill: Any, decode: Any, variant: Variant) -> None:
+        self.prefill, self.decode, self.variant = prefill, decode, variant
+
+    async def run(self, prompt: list[int]) -> tuple[float, float, float]:
+        """(prefill, exposed, decode step) in seconds, by the engines' own clock, which this host's processes share."""
+        key, body = uuid.uuid4().hex, frames(prompt, 6)
+        began = time.monotonic()
+        source = KVSource(self.prefill.info.kv, key)
+        if self.variant.pull:
+            await self.prefill.submit(EngineRequest(key, Phase.PREFILL, body))
+            prefilled, output = await _collect(self.prefill, key)
+            await _submit_pull(self.decode, key, body, output.kv_transfer_params)
+        else:
+            # As in the fleet: both are submitted when the job is claimed.
+            await self.decode.submit(EngineRequest(key, Phase.DECODE, body, source))
+            await self.prefill.submit(EngineRequest(key, Phase.PREFILL, body))
+            prefilled, _ = await _collect(self.prefill, key)
+        tokens, _ = await _collect(self.decode, key)
+        step = statistics.median(after - before for before, after in zip(tokens, tokens[1:], strict=False))
+        return prefilled[-1] - began, tokens[0] - prefilled[-1] - step, step
+
+    async def stop(self) -> None:
+        await self.prefill.stop()
+        await self.decode.stop()
+
+
+async def _collect(engine: Any, key: str) -> tuple[list[float], Any]:
+    """The times of a request's tokens, and its last output."""
+    times = []
+    async with asyncio.timeout(300):
+        while True:
+            step = await engine.next_step()
+            for output in step.outputs:
+                if output.request_id == key:
+                    times += [step.timestamp] * len(output.new_token_ids)
+                    if output.finish_reason is not None:
+                        return times, output
+
+
+async def _submit_pull(engine: Any, key: str, body: list[bytes], params: dict[str, Any]) -> None:
+    """vLLM's pull takes the prefill side's answer as its parameters."""
+    request = engine._codec.decode(EngineRequest(key, Phase.DECODE, body))
+    request.sampling_params.extra_args = {"kv_transfer_params": params}
+    await engine._client.add_request_async(request)
+
+
+def _engine_class(variant: Variant) -> Any:
+    from workers.vllm_engine import VllmEngine
+    from workers.vllm_launch import build_config, start_client
+
+    class BenchEngine(VllmEngine):
+        info: Any = None
+
+        def _start_blocking(self) -> Any:
+            config = build_config(
+                self._model,
+                self._engine_args,
+                engine_id=self._engine_id,
+                kv_host=self._kv_host,
+                kv_port=self._kv_port,
+                kv=self._kv,
+            )
+            if variant.connector is not None:
+                config.kv_transfer_config.kv_connector = variant.connector
+                config.kv_transfer_config.kv_connector_module_path = variant.module
+                config.kv_transfer_config.kv_connector_extra_config = {}
+            return start_client(config, kv_host=self._kv_host, kv_port=self._kv_port, cores=self._cores), config
+
+    return BenchEngine
+
+
+async def start(variant: Variant, model: str, args: dict[str, Any], cuda: bool) -> Pair:
+    cores = sorted(os.sched_getaffinity(0))
+    halves = [cores[: len(cores) // 2] or cores, cores[len(cores) // 2 :]]
+    engines = []
+    for index, name in enumerate(["prefill", "decode"]):
+        if cuda:
+            import torch
+
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(index % max(1, torch.cuda.device_count()))
+        engine = _engine_class(variant)(
+            model,
+            args,
+            engine_id=f"{name}-{uuid.uuid4().hex[:8]}",
+            kv_host="127.0.0.1",
+            kv_port=free_port(),
+            kv=KVConfig(transfer=variant.transfer or "whole"),
+            cores=None if cuda else halves[index],
+        )
+        engine.info = await engine.start()
+        engines.append(engine)
+    return Pair(*engines, variant)
+
+
+def _prompt(tokens: int) -> list[int]:
+    return [random.randrange(3, 500) for _ in range(tokens)]
+
+
+async def measure(model: str, path: str, args: dict[str, Any], options: argparse.Namespace) -> list[Row]:
+    rows = []
+    raw: dict[int, float] = {}
+    for variant in options.variants:
+        pair = await start(variant, path, args, options.cuda)
+        try:
+            await pair.run(_prompt(300))  # the handshakes
+            per_token = pair.prefill.info.kv_bytes_per_token
+            for tokens in options.tokens:
+                size = tokens * per_token
+                if size not in raw:
+                    raw[size] = await asyncio.to_thread(_raw, size, options.cuda)
+                runs = [await pair.run(_prompt(tokens)) for _ in range(options.runs)]
+                medians = [statistics.median(column) for column in zip(*runs, strict=True)]
+                rows.append(Row(model, variant.name, tokens, size, *medians, raw[size], len(runs)))
+                print(_line(rows[-1]), flush=True)
+        finally:
+            await pair.stop()
+    return rows
+
+
+def _raw(size: int, cuda: bool) -> float:
+    """In a process of its own: it pins itself and keeps NIXL's threads."""
+    import subprocess
+
+    cores = sorted(os.sched_getaffinity(0))
+    call = f"raw_write_s([{size}], device={'cuda:0' if cuda else 'cpu'!r}, cores={(cores[0], cores[-1])})[{size}]"
+    code = f"import sys; sys.path.insert(0, {str(HERE)!r})\nfrom kv_raw import raw_write_s\n"
+    code += f"if __name__ == '__main__':\n    print('seconds', {call})\n"
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
+        script.write(code)
+        script.flush()
+        done = subprocess.run([sys.executable, script.name], capture_output=True, text=True, timeout=120, check=True)
+    return float(done.stdout.rpartition("seconds")[2])
+
+
+def _line(row: Row) -> str:
+    return (
+        f"{row.model:<10} {row.variant:<22} {row.tokens:>6} tokens {row.bytes / 1e6:>8.1f} MB   "
+        f"prefill {row.prefill_s * 1e3:>9.1f} ms   exposed {row.exposed_s * 1e3:>8.1f} ms   "
+        f"decode step {row.decode_step_s * 1e3:>6.1f} ms   raw WRITE {row.raw_write_s * 1e3:>7.1f} ms"
+    )
+
+
+def save(rows: list[Row], device: str, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    document = {"device": device, "python": platform.python_version(), "rows": [asdict(row) for row in rows]}
+    (out / "bench_kv.json").write_text(json.dumps(document, indent=1) + "\n")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    models = sorted({row.model for row in rows})
+    figure, axes = plt.subplots(1, len(models), figsize=(7 * len(models), 5), squeeze=False)
+    for axis, model in zip(axes[0], models, strict=True):
+        mine = [row for row in rows if row.model == model]
+        for variant in dict.fromkeys(row.variant for row in mine):
+            line = [row for row in mine if row.variant == variant]
+            axis.plot([r.tokens for r in line], [max(r.exposed_s, 1e-4) * 1e3 for r in line], "o-", label=variant)
+        sizes = {row.tokens: row.raw_write_s for row in mine}
+        axis.plot(list(sizes), [seconds * 1e3 for seconds in sizes.values()], "k--", label="raw NIXL WRITE")
+        axis.set(title=model, xlabel="prompt tokens", ylabel="exposed transfer, ms", xscale="log", yscale="log")
+        axis.legend(fontsize=8)
+    figure.suptitle(f"Time from the end of prefill to decode's first token, less one decode step ({device})")
+    figure.tight_layout()
+    figure.savefig(out / "bench_kv.png", dpi=120)
+    print(f"saved {out / 'bench_kv.json'} and .png")
+
+
+def _models(options: argparse.Namespace, scratch: Path) -> dict[str, tuple[str, dict[str, Any]]]:
+    longest = max(options.tokens)
+    common = {
+        "enable_prefix_caching": False,
+        "max_num_batched_tokens": options.chunk,
+        "max_num_seqs": 4,
+        "skip_tokenizer_init": True,
+    }
+    if options.cuda:
+        common |= {"gpu_memory_utilization": 0.4}
+    chosen = {}
+    if "smollm2" in options.models:
+        room = {} if options.cuda else {"kv_cache_memory_bytes": (longest + 2048) * 23_040}
+        chosen["smollm2"] = (resolve_model("demo"), common | room | {"max_model_len": 8192})
+    if "kv-heavy" in options.models:
+        # 128 KiB of KV per token, and as little else to compute as that allows.
+        path = tiny_model(scratch / "heavy", layers=8, heads=16, kv_heads=16, head_dim=128, positions=16384)
+        room = {} if options.cuda else {"kv_cache_memory_bytes": (longest + 2048) << 17}
+        heavy = common | room | {"max_model_len": longest + 64, "dtype": "float32"}
+        chosen["kv-heavy"] = (str(path), heavy)
+    return chosen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8000])
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--chunk", type=int, default=512, help="tokens per engine step")
+    parser.add_argument("--models", nargs="+", default=["smollm2", "kv-heavy"], choices=["smollm2", "kv-heavy"])
+    parser.add_argument("--variants", nargs="+", default=None, choices=[variant.name for variant in VARIANTS])
+    parser.add_argument("--cuda", action="store_true", help="on GPUs: prefill on the first, decode on the next")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    options.variants = [v for v in VARIANTS if options.variants is None or v.name in options.variants]
+    random.seed(3)
+    device = f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+    if options.cuda:
+        import torch
+
+        device = torch.cuda.get_device_name()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, (path, args) in _models(options, Path(scratch)).items():
+            rows += asyncio.run(measure(name, path, args, options))
+    save(rows, device, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""vLLM's own NIXL connectors with its two CPU defaults repaired, so that what streaming gains is told apart from it.
+
+Loaded by the engines of `bench_kv.py`; nothing here is used outside the benchmark.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector, NixlPushConnector
+from vllm.platforms import current_platform
+
+
+@contextmanager
+def repaired() -> Iterator[None]:
+    """No progress thread that spins a core, and the compute thread keeps the cores it had."""
+    cores = os.sched_getaffinity(0)
+    original = base_worker.nixl_agent_config
+    base_worker.nixl_agent_config = functools.partial(original, enable_prog_thread=False)
+    try:
+        yield
+    finally:
+        base_worker.nixl_agent_config = original
+        if current_platform.is_cpu():
+            os.sched_setaffinity(0, cores)
+
+
+class RepairedPush(NixlPushConnector):
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        with repaired():
+            super().__init__(vllm_config, role, kv_cache_config)
+
+
+class RepairedPull(NixlPullConnector):
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        with repaired():
+            super().__init__(vllm_config, role, kv_cache_config)
