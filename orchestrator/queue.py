@@ -62,8 +62,8 @@ class PrefillQueue:
         self._waiter_id = uuid.uuid4().hex[:12]
         self._listener: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
-        names = ("enqueue", "claim", "renew", "ack", "release", "cancel", "sweep", "depth", "peek", "show", "wait")
-        self._scripts = {name: Script(name) for name in names}
+        names = "enqueue claim renew ack release return_unknown cancel sweep depth peek show wait"
+        self._scripts = {name: Script(name) for name in names.split()}
 
     async def enqueue(self, job: PrefillJob) -> None:
         """Add a job; the server's clock dates it. Raises QueueFull.
@@ -144,6 +144,14 @@ class PrefillQueue:
     async def release(self, worker_id: str, request_id: str, attempt: int) -> bool:
         """Give a job back to its old place in the queue. False when this worker did not hold this attempt."""
         return bool(await self._run("release", worker_id, request_id, attempt, JOB_TTL_S))
+
+    async def return_unknown(self, worker_id: str, known: list[str]) -> list[str]:
+        """Give back what this worker holds without knowing: claims whose answer was lost on the way. Returns their ids.
+
+        `known`: every id that the worker is answering for, acknowledgements under way included.
+        """
+        returned = await self._run("return_unknown", worker_id, JOB_TTL_S, *known)
+        return [request_id.decode() for request_id in returned]
 
     async def cancel(self, request_id: str, attempt: int) -> Literal["waiting", "claimed", "absent"]:
         """Remove this attempt, or an older one, whoever holds it. Returns what it was."""

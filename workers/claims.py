@@ -94,6 +94,7 @@ class ClaimLoop:
         )
 
     async def _claim_forever(self) -> None:
+        claim_lost = False
         while True:
             budget, room = self._budget(), self._info.max_num_seqs - self._attempts.claims
             if not self._active() or budget <= 0 or room <= 0:
@@ -101,17 +102,27 @@ class ClaimLoop:
                 continue
             self._claiming = True
             try:
+                if claim_lost and not self._tasks:
+                    await self._return_unknown()
+                    claim_lost = False
                 claims = await self._queue.claim(self._worker_id, budget, room)
                 for claim in claims:
                     self._take(claim)
             except RedisAway as error:
                 log.debug("claims pause: %s", error)
+                claim_lost = True  # Redis may have granted what we never heard of
                 await asyncio.sleep(AWAY_PAUSE_S)
                 continue
             finally:
                 self._claiming = False
             if not claims:
                 await self._queue.wait_for_work(WAIT_S)
+
+    async def _return_unknown(self) -> None:
+        """Raises RedisAway. Without it such a job would wait for its lease to run out."""
+        known = [held.request_id for held in self._attempts.claimed()]
+        for request_id in await self._queue.return_unknown(self._worker_id, [*known, *self._unacked]):
+            log.info("gave %s back: its claim was answered while Redis could not be heard", request_id)
 
     def wake(self) -> None:
         """Something changed that may allow claiming."""

@@ -190,6 +190,21 @@ async def test_ack_forgets_the_job_for_good(make, redis):
     assert await queue.depth() == QueueDepth(0, 0, 0)
 
 
+async def test_claims_that_their_worker_never_heard_of_are_given_back(make):
+    queue = make()
+    for name in ("known", "unheard", "others"):
+        await queue.enqueue(job(name))
+    assert await ids(queue, max_jobs=2) == ["known", "unheard"]
+    assert await ids(queue, worker="other") == ["others"]
+    assert await queue.return_unknown("w", ["known"]) == ["unheard"]
+    assert await queue.depth() == QueueDepth(requests=1, tokens=job("unheard").uncached_tokens, claimed=2)
+    again = (await queue.claim("w", ALL, 10))[0]
+    assert again.job.request_id == "unheard" and again.job.deliveries == 1
+    assert await queue.return_unknown("w", ["known", "unheard"]) == []
+    for name, worker in (("known", "w"), ("unheard", "w"), ("others", "other")):
+        assert await queue.ack(worker, name, 1)
+
+
 async def test_release_goes_back_to_the_old_place_and_costs_no_delivery(make):
     queue = make()
     for request_id in "abc":
