@@ -61,9 +61,23 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     claim_batches: Annotated[float, Meta(ge=1)] = 2.0
 
 
+class SLOConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Latency objectives of the fleet, which the predicting policies aim at."""
+
+    ttft_s: Seconds = 2.0
+    tpot_s: Seconds = 0.1
+    # What is done with a request whose predicted TTFT is beyond the objective: nothing, 429, or to the queue's end.
+    admission: Literal["off", "reject", "queue"] = "off"
+    admission_slack: Annotated[float, Meta(gt=0)] = 1.0  # in objectives: 2 tolerates a predicted TTFT twice as long
+
+
 class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    decode_choice: Literal["kv_blocks"] = "kv_blocks"
-    remote_prefill_min_tokens: Count = 256  # uncached prompt tokens from which prefill goes remote
+    decode_choice: Literal[
+        "kv_blocks", "kv_prefix", "round_robin", "least_requests", "power_of_two", "least_tokens", "dynamo_cost"
+    ] = "kv_blocks"
+    placement: Literal["threshold", "cost"] = "threshold"  # local or remote by length, or by predicted times
+    itl_weight: NonNegative = 0.02  # `cost`: price of delaying those that decode where a prompt is prefilled
+    remote_prefill_min_tokens: Count = 256  # `threshold`: uncached prompt tokens from which prefill goes remote
     max_queued_prefill_tokens: Count = 200_000  # beyond it prompts are prefilled where they decode
     claim_timeout_s: Seconds = 15.0  # a job unclaimed this long is prefilled locally
     max_waiting_per_worker: Positive = 128  # requests waiting in a decode engine that make it full
@@ -82,7 +96,7 @@ class QueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class KVConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    transfer: Literal["chunk", "layer", "whole"] = "whole"
+    transfer: Literal["chunk", "layer", "whole"] = "chunk"
     transfer_timeout_s: Seconds = 30.0  # decode recomputes what has not arrived by then
 
 
@@ -117,6 +131,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     frontend: FrontendConfig = FrontendConfig()
     workers: WorkersConfig = WorkersConfig()
     routing: RoutingConfig = RoutingConfig()
+    slo: SLOConfig = SLOConfig()
     queue: QueueConfig = QueueConfig()
     kv: KVConfig = KVConfig()
     sim: SimConfig = SimConfig()

@@ -11,11 +11,15 @@ from typing import Union
 
 import msgspec
 
-from orchestrator.config import RoutingConfig
+from orchestrator.config import RoutingConfig, SLOConfig
 from orchestrator.policy.decode_choice import Candidate, DecodeChoice, blocks_for
+from orchestrator.policy.predict import Predictor
 from orchestrator.types import QueueDepth, RequestInfo
 
 RETRY_AFTER_S = 1.0  # when nothing better is known
+# Local workers whose predicted TTFT is this close to the best are equal, and the decode choice picks among them.
+TTFT_TOLERANCE = 1.1
+ITL_MARGIN = 0.9  # of the TPOT objective: predictions are means, the objective is a tail
 
 
 class PrefillView(msgspec.Struct, frozen=True):
@@ -23,6 +27,7 @@ class PrefillView(msgspec.Struct, frozen=True):
 
     workers_ready: int
     queue: QueueDepth | None
+    cached_tokens: int = 0  # this request's best prefix-cache hit on a prefill worker
 
 
 class Local(msgspec.Struct, tag="local", frozen=True):
@@ -50,28 +55,25 @@ def place(
     prefill: PrefillView,
     routing: RoutingConfig,
     choose: DecodeChoice,
+    predictor: Predictor | None = None,
+    slo: SLOConfig = SLOConfig(),
 ) -> Decision:
     """Decide for a request that has just arrived, or whose earlier attempt failed.
 
-    Reasons. Local: `short_prompt`, `no_prefill_worker`, `queue_unavailable`, `queue_full`, or the request's
-    own `local_only`. Remote: `long_prompt`, or `decode_full` for a short prompt that no decode worker can
+    `routing.placement` is `threshold` (by uncached length) or `cost` (by predicted times; needs a predictor).
+    Reasons. Local: `short_prompt`, `cost`, `no_prefill_worker`, `queue_unavailable`, `queue_full`, or the request's
+    own `local_only`. Remote: `long_prompt`, `cost`, or `decode_full` for a short prompt that no decode worker can
     take now. Reject: `decode_full`, `no_decode_worker`.
     """
     if not candidates:
         return Reject("no_decode_worker", RETRY_AFTER_S)
-    blocker = _why_not_remote(request, candidates, prefill, routing)
     open_ones = [c for c in candidates if not is_full(request, c, routing)]
-
     if request.local_only is not None:
         return _local(request, open_ones, choose, request.local_only)
-    # Only workers that hold enough of the prompt's prefix make it short.
-    near = [c for c in open_ones if uncached_tokens(request, c) < routing.remote_prefill_min_tokens]
-    if near and (chosen := choose(request, near)) is not None:
-        return Local(chosen.worker_id, "short_prompt")
-    if blocker is None:
-        short = request.prompt_tokens < routing.remote_prefill_min_tokens
-        return Remote("decode_full" if short else "long_prompt")
-    return _local(request, open_ones, choose, blocker)
+    blocker = _why_not_remote(request, candidates, prefill, routing)
+    if predictor is not None and routing.placement == "cost":
+        return _by_cost(request, open_ones, prefill, blocker, routing, choose, predictor, slo)
+    return _by_threshold(request, open_ones, blocker, routing, choose)
 
 
 def is_full(request: RequestInfo, candidate: Candidate, routing: RoutingConfig) -> bool:
@@ -86,6 +88,66 @@ def uncached_tokens(request: RequestInfo, candidate: Candidate) -> int:
     return max(0, request.prompt_tokens - candidate.cached_tokens)
 
 
+def _by_threshold(
+    request: RequestInfo,
+    open_ones: Sequence[Candidate],
+    blocker: str | None,
+    routing: RoutingConfig,
+    choose: DecodeChoice,
+) -> Decision:
+    # Only workers that hold enough of the prompt's prefix make it short.
+    near = [c for c in open_ones if uncached_tokens(request, c) < routing.remote_prefill_min_tokens]
+    if near and (chosen := choose(request, near)) is not None:
+        return Local(chosen.worker_id, "short_prompt")
+    if blocker is None:
+        short = request.prompt_tokens < routing.remote_prefill_min_tokens
+        return Remote("decode_full" if short else "long_prompt")
+    return _local(request, open_ones, choose, blocker)
+
+
+def _by_cost(
+    request: RequestInfo,
+    open_ones: Sequence[Candidate],
+    prefill: PrefillView,
+    blocker: str | None,
+    routing: RoutingConfig,
+    choose: DecodeChoice,
+    predictor: Predictor,
+    slo: SLOConfig,
+) -> Decision:
+    """The way with the lower predicted TTFT, where local also pays for the ITL it costs those decoding there.
+
+    That price: each of the `running` sequences loses the prefill's seconds out of the slack it has to the TPOT
+    objective over the tokens before it, and the loss is counted in TTFT objectives, by `routing.itl_weight`.
+    A worker whose ITL would leave the objective is no choice at all while the queue takes jobs.
+    """
+    if not open_ones:
+        return Remote("decode_full") if blocker is None else Reject("decode_full", RETRY_AFTER_S)
+    ahead_tokens = max(16.0, predictor.output_tokens / 2)
+    ttft: list[float] = []
+    cost: list[float] = []
+    for candidate in open_ones:
+        tokens = uncached_tokens(request, candidate)
+        ttft_s = predictor.local_ttft_s(candidate, tokens)
+        slack_s = (ITL_MARGIN * slo.tpot_s - predictor.itl_after_s(candidate, tokens)) * ahead_tokens
+        ttft.append(ttft_s)
+        if slack_s <= 0 and candidate.running:
+            cost.append(float("inf"))
+        else:
+            lost = candidate.running * predictor.prefill_s(tokens) / max(slack_s, 1e-3)
+            cost.append(ttft_s + routing.itl_weight * slo.ttft_s * lost)
+    if blocker is None and prefill.queue is not None:
+        compute = max(0, request.prompt_tokens - prefill.cached_tokens)
+        remote_s = predictor.remote_ttft_s(compute, request.prompt_tokens, prefill.queue, prefill.workers_ready)
+        if min(cost) >= remote_s:
+            return Remote("cost")
+        bound = max(min(cost) * TTFT_TOLERANCE, min(cost) + predictor.itl_s(open_ones[0].worker_id))
+        near = [c for c, cost_s in zip(open_ones, cost, strict=True) if cost_s <= min(bound, remote_s)]
+        return _local(request, near, choose, "cost")
+    bound = min(ttft) * TTFT_TOLERANCE
+    return _local(request, [c for c, s in zip(open_ones, ttft, strict=True) if s <= bound], choose, blocker or "cost")
+
+
 def _why_not_remote(
     request: RequestInfo, candidates: Sequence[Candidate], prefill: PrefillView, routing: RoutingConfig
 ) -> str | None:
@@ -93,8 +155,8 @@ def _why_not_remote(
         return "no_prefill_worker"
     if prefill.queue is None:
         return "queue_unavailable"
-    cost = min(uncached_tokens(request, candidate) for candidate in candidates)
-    if prefill.queue.tokens + cost > routing.max_queued_prefill_tokens:
+    cached = max(prefill.cached_tokens, max(c.cached_tokens for c in candidates))
+    if prefill.queue.tokens + max(0, request.prompt_tokens - cached) > routing.max_queued_prefill_tokens:
         return "queue_full"
     return None
 

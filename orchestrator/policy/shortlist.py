@@ -54,9 +54,9 @@ class Shortlist:
         """The best of each class, and every worker in `cached_tokens` with its hit filled in."""
         hits = cached_tokens or {}
         picked = {
-            worker_id: msgspec.structs.replace(entry[1], cached_tokens=tokens)
+            worker_id: msgspec.structs.replace(known[1], cached_tokens=tokens)
             for worker_id, tokens in hits.items()
-            if (entry := self._current.get(worker_id))
+            if (known := self._current.get(worker_id))
         }
         for pool_class, heap in list(self._heaps.items()):
             best: list[tuple[float, int, str]] = []

@@ -2,9 +2,10 @@
 
 import pytest
 
-from orchestrator.config import RoutingConfig
+from orchestrator.config import RoutingConfig, SLOConfig
 from orchestrator.policy.decode_choice import Candidate, decode_choice
 from orchestrator.policy.placement import Local, PrefillView, Reject, Remote, place
+from orchestrator.policy.predict import Predictor
 from orchestrator.types import QueueDepth, RequestInfo
 
 ROUTING = RoutingConfig(remote_prefill_min_tokens=256, max_queued_prefill_tokens=10_000, max_waiting_per_worker=4)
@@ -30,7 +31,9 @@ def test_length_decides_between_local_and_remote():
 
 
 def test_a_cached_prefix_makes_a_long_prompt_short_only_where_it_is_cached():
-    assert decide(request(2000), worker("a", free=900), worker("b", free=500, cached=1900)) == Local("b", "short_prompt")
+    assert decide(request(2000), worker("a", free=900), worker("b", free=500, cached=1900)) == Local(
+        "b", "short_prompt"
+    )
     full = worker("b", free=0, waiting=4, cached=1900)
     assert decide(request(2000), worker("a"), full) == Remote("long_prompt")
 
@@ -65,3 +68,33 @@ def test_only_a_full_fleet_rejects_and_only_what_cannot_go_remote():
 def test_no_worker_at_all_rejects():
     decision = decide(request(10))
     assert isinstance(decision, Reject) and decision.reason == "no_decode_worker"
+
+
+def by_cost(tokens: int, *workers: Candidate, queued: int = 0, prefill: PrefillView | None = None, itl_s: float = 0.02):
+    predictor = Predictor(prior_s_per_token=0.001, prior_itl_s=itl_s)
+    routing = RoutingConfig(placement="cost", max_waiting_per_worker=4)
+    view = prefill or PrefillView(1, QueueDepth(1, queued, 0))
+    slo = SLOConfig(ttft_s=2.0, tpot_s=0.1)
+    return place(request(tokens), workers, view, routing, decode_choice("kv_blocks"), predictor, slo)
+
+
+def decoding(name: str, running: int, waiting_tokens: int = 0) -> Candidate:
+    return Candidate(name, 1000, 900, 16, running, 0, waiting_tokens, max_num_seqs=64)
+
+
+def test_cost_takes_the_shorter_way():
+    assert by_cost(1000, worker()) == Remote("cost")  # the pool is idle, and local pays for a decode step as well
+    assert by_cost(1000, worker(), queued=5000) == Local("d0", "cost")
+    assert by_cost(1000, worker("a", cached=900)) == Local("a", "cost")
+
+
+def test_cost_counts_those_who_decode_there():
+    assert by_cost(4000, decoding("busy", 60), queued=1000) == Remote("cost")
+    assert by_cost(4000, decoding("idle", 0), queued=1000) == Local("idle", "cost")
+    # beyond the TPOT objective no queue is long enough
+    assert by_cost(4000, decoding("busy", 10), queued=50_000, itl_s=0.095) == Remote("cost")
+
+
+def test_cost_without_a_queue_takes_the_worker_with_the_least_before_it():
+    away = PrefillView(1, None)
+    assert by_cost(1000, decoding("a", 5, 9000), decoding("b", 5, 0), prefill=away) == Local("b", "queue_unavailable")

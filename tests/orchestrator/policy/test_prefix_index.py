@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.policy.prefix_index import EventTranslator, PrefixEvents, PrefixIndex, prefix_keys
+from orchestrator.policy.prefix_index import PrefixEvents, PrefixIndex
+from orchestrator.policy.prefix_keys import EventTranslator, prefix_keys
 
 
 def test_the_deepest_holder_is_found_exactly():

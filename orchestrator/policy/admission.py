@@ -1,0 +1,78 @@
+"""Whether a placed request may start now: its predicted TTFT against the objective, and its priority.
+
+Runs after `placement`, on its decision. What is not admitted is answered with 429 and an honest `Retry-After`, or
+kept and deferred behind those that can still be in time, as configured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Union
+
+import msgspec
+
+from orchestrator.config import SLOConfig
+from orchestrator.policy.decode_choice import Candidate
+from orchestrator.policy.placement import Decision, Local, PrefillView, Reject, Remote, uncached_tokens
+from orchestrator.policy.predict import Predictor
+from orchestrator.types import RequestInfo
+
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+
+
+class Admitted(msgspec.Struct, frozen=True):
+    """`deferred`: it cannot be in time, and goes behind those that can (`slack.score`'s `late`)."""
+
+    decision: Local | Remote
+    predicted_ttft_s: float
+    deferred: bool = False
+
+
+Admission = Union[Admitted, Reject]
+
+
+def predicted_ttft_s(
+    decision: Local | Remote,
+    request: RequestInfo,
+    candidates: Sequence[Candidate],
+    prefill: PrefillView,
+    predictor: Predictor,
+) -> float:
+    """TTFT by the way decided, from now."""
+    if isinstance(decision, Remote):
+        if prefill.queue is None:
+            return predictor.prefill_s(request.prompt_tokens)
+        compute = max(0, request.prompt_tokens - prefill.cached_tokens)
+        return predictor.remote_ttft_s(compute, request.prompt_tokens, prefill.queue, prefill.workers_ready)
+    candidate = next(c for c in candidates if c.worker_id == decision.worker_id)
+    return predictor.local_ttft_s(candidate, uncached_tokens(request, candidate))
+
+
+def admit(
+    decision: Decision,
+    request: RequestInfo,
+    candidates: Sequence[Candidate],
+    prefill: PrefillView,
+    slo: SLOConfig,
+    predictor: Predictor,
+) -> Admission:
+    """Admit, defer or reject. `Retry-After` is when the excess over the objective will have been worked off.
+
+    As in vLLM a lower priority number is more important: each step below 0 tolerates one more TTFT objective, each
+    step above 0 gives up a quarter of it, so that the unimportant is refused first.
+    """
+    if isinstance(decision, Reject):
+        return decision
+    ttft_s = predicted_ttft_s(decision, request, candidates, prefill, predictor)
+    if slo.admission == "off":
+        return Admitted(decision, ttft_s)
+    bound_s = slo.ttft_s * slo.admission_slack * _patience(request.priority)
+    if ttft_s <= bound_s:
+        return Admitted(decision, ttft_s)
+    if slo.admission == "queue":
+        return Admitted(decision, ttft_s, deferred=True)
+    return Reject("slo_ttft", min(MAX_RETRY_S, max(MIN_RETRY_S, ttft_s - bound_s)))
+
+
+def _patience(priority: int) -> float:
+    return 1.0 - priority if priority <= 0 else 0.75**priority

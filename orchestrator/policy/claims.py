@@ -1,0 +1,59 @@
+"""Which waiting jobs a prefill worker claims: from the head of the queue, to its token budget, by prefix affinity.
+
+Pure: the window is what the caller read at the head of the queue, in score order. The claim itself, and losing a
+race for a job, are the queue's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+
+class WindowJob(msgspec.Struct, frozen=True):
+    """A waiting job as one prefill worker sees it. Cached tokens are prefix-cache hits, by the prefix index."""
+
+    request_id: str
+    score: float
+    tokens: int  # prompt tokens
+    waited_s: float
+    cached_here: int = 0
+    cached_elsewhere: int = 0  # on the prefill worker, other than this one, that holds most of it
+
+
+def choose_claims(
+    window: Sequence[WindowJob],
+    budget_tokens: int,
+    idle: bool,
+    seconds_per_token: float,
+    affinity: float = 1.0,
+) -> list[str]:
+    """Ids to claim, best first, until their uncached tokens fill `budget_tokens`.
+
+    The order is the score, moved by the time that claiming here saves (or, against the worker that holds more, loses).
+    A job that belongs elsewhere is left there while waiting costs less than recomputing; an idle worker takes one
+    (steals) all the same, and any worker takes what has waited longer than recomputing would take. A single job
+    larger than the budget is claimed alone by an idle worker: otherwise nobody would ever take it.
+    """
+    ranked = sorted(window, key=lambda job: job.score - affinity * seconds_per_token * _gain(job))
+    chosen: list[str] = []
+    left = budget_tokens
+    for job in ranked:
+        cost = max(1, job.tokens - job.cached_here)
+        starving = idle and not chosen
+        if cost > left and not starving:
+            continue
+        belongs_elsewhere = affinity > 0 and -_gain(job) * seconds_per_token > job.waited_s
+        if belongs_elsewhere and not starving:
+            continue
+        chosen.append(job.request_id)
+        left -= cost
+        if left <= 0:
+            break
+    return chosen
+
+
+def _gain(job: WindowJob) -> int:
+    """Tokens that claiming here saves over claiming where most is cached; negative when that is elsewhere."""
+    return job.cached_here if job.cached_here >= job.cached_elsewhere else job.cached_here - job.cached_elsewhere

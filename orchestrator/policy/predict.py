@@ -1,0 +1,196 @@
+"""Predictions of TTFT and ITL from coefficients fitted online, per worker, to what was measured.
+
+Fed by whoever measures (router or simulator), read by `placement` and `admission`. Nothing here decides.
+Without measurements it answers from priors, so that a fleet that has just started is not blind.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from orchestrator.policy.decode_choice import EXPECTED_OUTPUT_TOKENS, Candidate
+from orchestrator.types import QueueDepth
+
+
+class LineFit:
+    """y = intercept + slope * x by least squares with exponential forgetting; both never negative.
+
+    `memory` is the number of observations after which one has faded to 1/e. Until x has varied enough to tell
+    slope from intercept, all is slope (or all is intercept, where x was 0).
+    """
+
+    __slots__ = ("_decay", "_n", "_x", "_xx", "_xy", "_y", "intercept", "samples", "slope")
+
+    def __init__(self, slope: float, intercept: float = 0.0, memory: float = 200.0) -> None:
+        self.slope, self.intercept = slope, intercept
+        self.samples = 0
+        self._decay = math.exp(-1.0 / memory)
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    def at(self, x: float) -> float:
+        return self.intercept + self.slope * x
+
+    def observe(self, x: float, y: float) -> None:
+        decay = self._decay
+        self.samples += 1
+        self._n = n = self._n * decay + 1
+        self._x = sx = self._x * decay + x
+        self._y = sy = self._y * decay + y
+        self._xx = sxx = self._xx * decay + x * x
+        self._xy = sxy = self._xy * decay + x * y
+        spread = n * sxx - sx * sx  # n squared times the variance of x
+        if self.samples >= 8 and spread > 0.01 * sx * sx:
+            slope = (n * sxy - sx * sy) / spread
+            intercept = (sy - slope * sx) / n
+            if slope >= 0 and intercept >= 0:
+                self.slope, self.intercept = slope, intercept
+                return
+            if slope < 0:
+                self.slope, self.intercept = 0.0, sy / n
+                return
+        if sxx > 0:
+            self.slope, self.intercept = sxy / sxx, 0.0
+        else:
+            self.intercept = sy / n
+
+
+class Smoothed:
+    """An exponentially weighted mean that starts at its first value."""
+
+    __slots__ = ("_weight", "samples", "value")
+
+    def __init__(self, value: float, weight: float) -> None:
+        self.value, self._weight, self.samples = value, weight, 0
+
+    def observe(self, value: float) -> None:
+        self.samples += 1
+        self.value += max(self._weight, 1.0 / self.samples) * (value - self.value)
+
+
+class Coefficients(msgspec.Struct, frozen=True):
+    """What has been fitted, to be shown: seconds and seconds per token."""
+
+    prefill_s: dict[str, tuple[float, float]]  # by worker: (fixed, per token)
+    local_s: dict[str, tuple[float, float]]
+    transfer_s: tuple[float, float]
+    wait_s: dict[int, tuple[float, float]]  # by power of two of the length: (fixed, per second of backlog)
+    itl_s: dict[str, float]
+    output_tokens: float
+
+
+class Predictor:
+    """Fitted times of one fleet. `prior_s_per_token` is a prefill worker's rate before any was measured."""
+
+    def __init__(self, prior_s_per_token: float = 0.0005, prior_itl_s: float = 0.02) -> None:
+        self._prior_s_per_token = prior_s_per_token
+        self._prior_itl_s = prior_itl_s
+        self._pool = LineFit(prior_s_per_token)
+        self._prefill: dict[str, LineFit] = {}
+        self._local: dict[str, LineFit] = {}
+        self._transfer = LineFit(0.0)
+        self._wait: dict[int, LineFit] = {}
+        self._itl: dict[str, Smoothed] = {}
+        self._output = Smoothed(EXPECTED_OUTPUT_TOKENS, weight=0.01)
+
+    # ---- measured --------------------------------------------------------------------------------------------
+
+    def observe_prefill(self, worker_id: str, tokens: int, seconds: float) -> None:
+        """A prefill worker computed this many uncached tokens in this time."""
+        self._pool.observe(tokens, seconds)
+        self._fit(self._prefill, worker_id).observe(tokens, seconds)
+
+    def observe_local(self, worker_id: str, tokens: int, seconds: float) -> None:
+        """A request prefilled where it decodes: its uncached tokens plus those ahead of it there, and its TTFT."""
+        self._fit(self._local, worker_id).observe(tokens, seconds)
+
+    def observe_transfer(self, tokens: int, seconds: float) -> None:
+        """From the end of prefill to the first token: what of the transfer was not hidden."""
+        self._transfer.observe(tokens, seconds)
+
+    def observe_wait(self, tokens: int, backlog_s: float, seconds: float) -> None:
+        """A job of this many uncached tokens waited this long, from enqueued to computing, behind `backlog_s`."""
+        bucket = tokens.bit_length()
+        fit = self._wait.get(bucket)
+        if fit is None:
+            fit = self._wait[bucket] = LineFit(1.0, memory=50.0)
+        fit.observe(backlog_s, seconds)
+
+    def observe_itl(self, worker_id: str, seconds: float) -> None:
+        """Time per output token of the sequences decoding on a worker, local prefills between included."""
+        smoothed = self._itl.get(worker_id)
+        if smoothed is None:
+            smoothed = self._itl[worker_id] = Smoothed(seconds, weight=0.1)
+        smoothed.observe(seconds)
+
+    def observe_output(self, tokens: int) -> None:
+        self._output.observe(tokens)
+
+    def forget(self, worker_id: str) -> None:
+        for fits in (self._prefill, self._local, self._itl):
+            fits.pop(worker_id, None)
+
+    # ---- predicted -------------------------------------------------------------------------------------------
+
+    @property
+    def output_tokens(self) -> float:
+        return self._output.value
+
+    def prefill_s(self, tokens: int) -> float:
+        """Computing this many tokens on a prefill worker of the pool."""
+        return self._pool.at(tokens)
+
+    def backlog_s(self, queue: QueueDepth, workers_ready: int) -> float:
+        """Time in which the pool computes what waits in the queue."""
+        return self._pool.slope * queue.tokens / max(1, workers_ready)
+
+    def wait_s(self, tokens: int, backlog_s: float) -> float:
+        """Queue wait of a job of this length behind this backlog, in the order that the queue has."""
+        fit = self._wait.get(tokens.bit_length())
+        # A line fitted to an idle queue says nothing of a long one; the backlog itself is the bound then.
+        return min(fit.at(backlog_s), 2.0 * backlog_s + fit.intercept) if fit and fit.samples >= 8 else backlog_s
+
+    def remote_ttft_s(self, tokens: int, transfer_tokens: int, queue: QueueDepth, workers_ready: int) -> float:
+        """TTFT by way of the queue: `tokens` to compute there, `transfer_tokens` of KV to receive."""
+        waited = self.wait_s(tokens, self.backlog_s(queue, workers_ready))
+        return waited + self._pool.at(tokens) + self._transfer.at(transfer_tokens)
+
+    def local_ttft_s(self, candidate: Candidate, tokens: int) -> float:
+        """TTFT of `tokens` uncached prompt tokens prefilled by this decode worker, after those waiting there."""
+        fit = self._local.get(candidate.worker_id)
+        if fit is None or fit.samples < 8:
+            fit = self._pool
+        return fit.at(candidate.waiting_tokens + candidate.placed_tokens + tokens) + self.itl_s(candidate.worker_id)
+
+    def itl_s(self, worker_id: str) -> float:
+        smoothed = self._itl.get(worker_id)
+        return smoothed.value if smoothed else self._prior_itl_s
+
+    def itl_after_s(self, candidate: Candidate, tokens: int) -> float:
+        """ITL of the sequences decoding there if `tokens` more are prefilled between their steps.
+
+        Each has on average half of its output before it, and every prefill second delays each by a second.
+        """
+        pending_tokens = candidate.waiting_tokens + candidate.placed_tokens + tokens
+        ahead_tokens = max(16.0, self._output.value / 2)
+        return self.itl_s(candidate.worker_id) + self._pool.slope * pending_tokens / ahead_tokens
+
+    def coefficients(self) -> Coefficients:
+        def pairs(fits: dict) -> dict:
+            return {name: (fit.intercept, fit.slope) for name, fit in fits.items()}
+
+        return Coefficients(
+            prefill_s=pairs(self._prefill),
+            local_s=pairs(self._local),
+            transfer_s=(self._transfer.intercept, self._transfer.slope),
+            wait_s=pairs(self._wait),
+            itl_s={name: smoothed.value for name, smoothed in self._itl.items()},
+            output_tokens=self._output.value,
+        )
+
+    def _fit(self, fits: dict[str, LineFit], worker_id: str) -> LineFit:
+        fit = fits.get(worker_id)
+        if fit is None:
+            fit = fits[worker_id] = LineFit(self._pool.slope, self._pool.intercept)
+        return fit

@@ -1,0 +1,100 @@
+"""One simulated worker's KV memory: blocks in use, and the prefix cache in the blocks that are not.
+
+As in vLLM: blocks of a prefix are shared by reference counts, and stay as a cache, evicted least recently used, when
+nobody uses them. A prefix key names a *unit*, one or more whole blocks (512 tokens in Mooncake's trace).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class KVPool:
+    """`used` counts referenced blocks; cached ones count as free, since they yield to any allocation."""
+
+    __slots__ = ("_cached", "_refs", "dirty", "total", "unit_blocks", "used")
+
+    def __init__(self, total: int, unit_blocks: int = 1) -> None:
+        self.total = total
+        self.unit_blocks = unit_blocks
+        self.used = 0
+        self._refs: dict[int, int] = {}
+        self._cached: dict[int, None] = {}  # oldest first
+        self.dirty: set[int] = set()  # keys that came or went since the last report
+
+    @property
+    def free(self) -> int:
+        return self.total - self.used
+
+    def holds(self, key: int) -> bool:
+        return key in self._refs or key in self._cached
+
+    def hit_units(self, keys: Sequence[int]) -> int:
+        """Leading units of a prompt that are here."""
+        refs, cached = self._refs, self._cached
+        for depth, key in enumerate(keys):
+            if key not in refs and key not in cached:
+                return depth
+        return len(keys)
+
+    def acquire(self, keys: Sequence[int], blocks: int) -> int:
+        """Take `blocks` in all for a prompt with these whole units; the units that were cached, or -1 for no room."""
+        if not keys:
+            if blocks > self.total - self.used:
+                return -1
+            self.used += blocks
+            if self._cached:
+                self._evict()
+            return 0
+        refs, cached, unit = self._refs, self._cached, self.unit_blocks
+        shared = sum(key in refs for key in keys)
+        need = blocks - shared * unit
+        if need > self.total - self.used:
+            return -1
+        hits = self.hit_units(keys)
+        for key in keys:
+            if key in refs:
+                refs[key] += 1
+            else:
+                refs[key] = 1
+                if key in cached:
+                    del cached[key]
+                else:
+                    self.dirty.add(key)
+        self.used += need
+        self._evict()
+        return hits
+
+    def grow(self, blocks: int) -> None:
+        """More blocks for sequences already here. The caller has asked `free` first."""
+        self.used += blocks
+        if self._cached:
+            self._evict()
+
+    def release(self, keys: Sequence[int], blocks: int) -> None:
+        """Give back what `acquire` and `grow` took: `blocks` in all, those of `keys` among them."""
+        refs, cached, unit = self._refs, self._cached, self.unit_blocks
+        freed = blocks - len(keys) * unit
+        # A prefix's last units become the oldest in the cache, so that eviction shortens it from its end.
+        for key in reversed(keys):
+            left = refs[key] - 1
+            if left:
+                refs[key] = left
+            else:
+                del refs[key]
+                cached[key] = None
+                freed += unit
+        self.used -= freed
+
+    def clear(self) -> None:
+        self.dirty.update(self._refs, self._cached)
+        self._refs.clear()
+        self._cached.clear()
+        self.used = 0
+
+    def _evict(self) -> None:
+        cached, unit = self._cached, self.unit_blocks
+        while cached and self.used + len(cached) * unit > self.total:
+            key = next(iter(cached))
+            del cached[key]
+            self.dirty.add(key)

@@ -1,0 +1,161 @@
+"""What happens to a simulated fleet beside its load: role changes by the ratio policy, failures and restarts."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.policy.predict import LineFit
+from orchestrator.policy.ratio import LoadSample, RatioLimits, desired_ratio
+from orchestrator.simulator.job import FleetError
+from orchestrator.simulator.stay import Stay
+from orchestrator.simulator.view import PoolView
+from orchestrator.simulator.worker import Worker
+from orchestrator.types import DesiredRatio
+
+if TYPE_CHECKING:
+    from orchestrator.simulator.simulation import Simulation
+
+SAMPLE_S = 5.0
+WINDOW = 12  # samples; also the warm-up, since the first to end are the short ones
+# What decode memory is filled to: sequences grow. Prefill needs no such room, since prompts can go local.
+TARGET_USAGE = 0.8
+
+
+class RatioControl:
+    """Samples the load, asks `policy.ratio`, and changes roles by draining, as the launcher does."""
+
+    def __init__(self, sim: Simulation, limits: RatioLimits = RatioLimits(cool_down_s=30.0, gain=0.2)) -> None:
+        self._sim = sim
+        self._limits = limits
+        self._window: deque[LoadSample] = deque(maxlen=WINDOW)
+        self._current = DesiredRatio(sim.settings.prefill, sim.settings.decode, set_at=-1e9)
+        self._next_at = SAMPLE_S
+        self._offered = (0, 0)
+        self._itl = LineFit(0.0, sim.settings.profile.step_s)  # seconds by sequences decoding
+        self._context = 0.0  # tokens per sequence
+        self._moving: list[tuple[Worker, PoolView]] = []
+        self.changes: list[tuple[float, int, int]] = []
+        sim.on_tick.append(self.tick)
+
+    def tick(self, now: float) -> None:
+        self._finish_moves()
+        if now < self._next_at:
+            return
+        self._next_at = now + SAMPLE_S
+        self._window.append(self._sample(now))
+        if self._moving or len(self._window) < WINDOW:
+            return
+        desired = desired_ratio(list(self._window), self._current, self._limits)
+        if desired is not None:
+            self._apply(desired)
+            self.changes.append((now, desired.prefill, desired.decode))
+
+    def _sample(self, now: float) -> LoadSample:
+        router, profile = self._sim.router, self._sim.settings.profile
+        offered = (router.offered_requests, router.offered_tokens)
+        requests, tokens = offered[0] - self._offered[0], offered[1] - self._offered[1]
+        self._offered = offered
+        workers = router.decode.workers()
+        running = sum(len(worker.running) for worker in workers)
+        for worker in workers:
+            self._itl.observe(len(worker.running), router.predictor.itl_s(worker.name))
+        holding = running + sum(len(worker.receiving) + len(worker.arrived) for worker in workers)
+        if holding:
+            used_tokens = sum(worker.used_blocks(now) for worker in workers) * profile.block_size
+            self._context += 0.3 * (used_tokens / holding - self._context)
+        room = TARGET_USAGE * profile.blocks * profile.block_size / max(1.0, self._context)
+        fit = self._itl
+        in_time = (router.slo.tpot_s - fit.intercept) / fit.slope if fit.slope > 0 else room
+        concurrency = max(1.0, min(profile.max_num_seqs, room, in_time))
+        mean_tokens = tokens // requests if requests else 1024
+        return LoadSample(
+            at=now,
+            period_s=SAMPLE_S,
+            offered_requests=requests,
+            offered_prefill_tokens=tokens,
+            offered_output_tokens=requests * router.predictor.output_tokens,
+            queued_prefill_tokens=router.queue_tokens,
+            decode_held=(holding + sum(len(worker.waiting) for worker in workers)) / concurrency,
+            prefill_s_per_token=router.predictor.prefill_s(mean_tokens) / max(1, mean_tokens),
+            decode_tokens_per_s=concurrency / fit.at(concurrency),
+        )
+
+    def _apply(self, desired: DesiredRatio) -> None:
+        router = self._sim.router
+        more = desired.prefill - self._current.prefill
+        source, target = (router.decode, router.prefill) if more > 0 else (router.prefill, router.decode)
+        # Those with the least to finish are ready soonest.
+        for worker in sorted(source.workers(), key=_load)[: abs(more)]:
+            source.remove(worker.name)
+            self._moving.append((worker, target))
+        self._current = desired
+
+    def _finish_moves(self) -> None:
+        for move in list(self._moving):
+            worker, target = move
+            if worker.idle and worker.alive:
+                self._moving.remove(move)
+                target.add(worker, self._sim.now)
+                self._sim.router.claim(worker)
+
+
+class Faults:
+    """Kills workers at given times and brings them back. Nobody is told but by what a router would notice."""
+
+    def __init__(self, sim: Simulation, noticed_s: float = 1.0) -> None:
+        self._sim = sim
+        self._noticed_s = noticed_s
+
+    def kill(self, name: str, at: float, down_s: float) -> None:
+        """Raises FleetError for a worker that is not there."""
+        if name not in self._sim.workers:
+            raise FleetError(f"worker {name}: not in this fleet; expected one of {', '.join(self._sim.workers)}")
+        self._sim.at(at, self._kill, name, down_s)
+
+    def _kill(self, name: str, down_s: float) -> None:
+        sim, worker = self._sim, self._sim.workers[name]
+        view = sim.router.prefill if name in sim.router.prefill else sim.router.decode
+        view.remove(name)
+        if sim.router.index is not None:
+            sim.router.index.forget(name)
+        lost = worker.fail()
+        sim.at(sim.now + self._noticed_s, self._noticed, worker, lost)
+        sim.at(sim.now + max(down_s, self._noticed_s), self._restart, worker, view)
+
+    def _noticed(self, worker: Worker, lost: list[Stay]) -> None:
+        """Whoever received from it computes for itself; whoever decoded there goes on elsewhere."""
+        sim = self._sim
+        for other in sim.workers.values():
+            for receiver in [*other.receiving, *other.waiting]:
+                source = receiver.peer
+                if source is not None and source.worker is worker:
+                    source.peer = receiver.peer = None
+                    other.kv_lost(receiver, sim.now)
+        for stay in lost:
+            job, peer = stay.request, stay.peer
+            if stay.phase == "prefill":
+                sim.router.claimed -= 1
+                if not stay.started:
+                    sim.at(sim.now, sim.replace, job)
+                continue
+            job.generated = min(job.generated + stay.emitted, job.arrival.output_tokens - 1)
+            if job.first_at is not None and job.first_at > sim.now:
+                job.first_at = None
+            if peer is None:
+                sim.at(sim.now, sim.replace, job)
+                continue
+            peer.peer = stay.peer = None
+            if peer.computed_at is not None:  # else the prefill worker places it again when it has computed it
+                sim.at(sim.now, sim.release, peer)
+                sim.at(sim.now, sim.replace, job)
+
+    def _restart(self, worker: Worker, view: PoolView) -> None:
+        worker.alive = True
+        view.add(worker, self._sim.now)
+        if view is self._sim.router.prefill:
+            self._sim.router.claim(worker)
+
+
+def _load(worker: Worker) -> Any:
+    return (worker.pending_tokens + worker.kv.used, worker.name)

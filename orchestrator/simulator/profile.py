@@ -1,0 +1,61 @@
+"""How fast and how large one worker is: the coefficients of its step time, its KV memory and its link.
+
+Read from a JSON file that says where its numbers come from. Measuring one is `orchestrator profile`'s business.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(ge=0)]
+
+
+class ProfileError(ValueError):
+    """One line: file, key, value, mend."""
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One engine step that computes p prompt tokens (each after c earlier ones) beside n decoding sequences takes
+
+    `step_s + p * prefill_s_per_token + p * c * attention_s + n * decode_s_per_seq + kv_s_per_token * (their KV tokens)`
+    """
+
+    name: str
+    origin: str  # how these numbers were obtained: measured on what, or computed from what
+    step_s: Seconds
+    prefill_s_per_token: Annotated[float, Meta(gt=0)]
+    attention_s: Seconds = 0.0
+    decode_s_per_seq: Seconds = 0.0
+    kv_s_per_token: Seconds = 0.0
+    blocks: Count
+    block_size: Count = 16  # tokens
+    max_num_seqs: Count = 256
+    max_num_batched_tokens: Count = 8192
+    max_model_len: Count = 131_072  # tokens
+    kv_bytes_per_token: Count
+    link_bytes_per_s: Annotated[float, Meta(gt=0)]
+    link_latency_s: Seconds = 0.0
+    router_s: Seconds = 0.001  # a request's way from the client to a worker and its first token's way back
+    ttft_slo_s: Annotated[float, Meta(gt=0)] = 2.0
+    tpot_slo_s: Annotated[float, Meta(gt=0)] = 0.1
+
+    def prefill_s(self, tokens: int, cached: int = 0) -> float:
+        """Computing `tokens` prompt tokens after `cached` ones, alone on a worker."""
+        steps = -(-tokens // self.max_num_batched_tokens)
+        attention = self.attention_s * tokens * (cached + tokens / 2)
+        return steps * self.step_s + tokens * self.prefill_s_per_token + attention
+
+
+def load_profile(path: Path) -> Profile:
+    """Raises ProfileError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Profile)
+    except OSError as error:
+        raise ProfileError(f"{path}: cannot be read ({error.strerror}); name a profile's JSON file") from None
+    except msgspec.DecodeError as error:
+        raise ProfileError(f"{path}: not a profile: {error}") from None

@@ -1,0 +1,170 @@
+"""The figures of one simulated run, and the goodput: the highest rate at which most requests meet both objectives.
+
+Requests that were rejected, failed or never finished count as missed in every figure of attainment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+import msgspec
+
+from orchestrator.simulator.simulation import Simulation
+from orchestrator.simulator.worker import ITL_BUCKETS_PER_OCTAVE, Worker
+
+ATTAINMENT = 0.9
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Times in seconds; percentiles over finished requests (TTFT: over all that got a first token)."""
+
+    policy: str
+    load: str
+    fleet: str
+    profile: str
+    rate: float  # requests per second offered
+    requests: int
+    finished: int
+    rejected: int
+    unfinished: int
+    attained: float  # share of all requests that met both objectives
+    attained_ttft: float
+    attained_tpot: float
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    itl_p50_s: float
+    itl_p99_s: float
+    tpot_p50_s: float
+    tpot_p90_s: float
+    tpot_p99_s: float
+    imbalance: float  # mean over time of max / mean block usage over decode workers
+    usage: float  # mean block usage of decode workers
+    preemptions: int
+    prefix_hit: float  # share of prompt tokens not computed
+    output_tokens_per_s: float
+    prefill_busy: float  # share of the time in which prefill workers computed
+    decode_busy: float
+    reasons: dict[str, int]
+
+
+def report(sim: Simulation) -> Report:
+    slo, settings = sim.router.slo, sim.settings
+    finished = [job for job in sim.jobs if job.outcome == "ok" and job.first_at is not None and job.done_at is not None]
+    ttft = sorted(job.first_at - job.arrival.at for job in sim.jobs if job.first_at is not None)
+    tpot = []
+    met = met_ttft = met_tpot = 0
+    for job in finished:
+        assert job.first_at is not None and job.done_at is not None
+        tpot_s = (job.done_at - job.first_at) / max(1, job.arrival.output_tokens - 1)
+        tpot.append(tpot_s)
+        in_ttft, in_tpot = job.first_at - job.arrival.at <= slo.ttft_s, tpot_s <= slo.tpot_s
+        met_ttft += in_ttft
+        met_tpot += in_tpot
+        met += in_ttft and in_tpot
+    tpot.sort()
+    outcomes = Counter(job.outcome for job in sim.jobs)
+    total = len(sim.jobs)
+    # The middle of the arrivals: neither the empty fleet at the start nor the drain at the end.
+    last = sim.jobs[-1].arrival.at
+    middle = [(top, mean) for time, top, mean in sim.usage if 0.2 * last <= time <= last and mean > 0]
+    pools = (sim.router.prefill.workers(), sim.router.decode.workers())
+    workers = list(sim.workers.values())
+    span = max(sim.now, 1e-9)
+    prompt_tokens = sum(job.arrival.prompt_tokens for job in finished)
+    computed = sum(worker.computed_tokens for worker in workers)
+    return Report(
+        policy=settings.stack.name,
+        load=sim.load.name,
+        fleet=f"{settings.prefill}P{settings.decode}D",
+        profile=settings.profile.name,
+        rate=sim.load.rate,
+        requests=total,
+        finished=len(finished),
+        rejected=outcomes["rejected"] + outcomes["too_long"],
+        unfinished=sim.left,
+        attained=met / total,
+        attained_ttft=met_ttft / total,
+        attained_tpot=met_tpot / total,
+        ttft_p50_s=percentile(ttft, 0.5),
+        ttft_p90_s=percentile(ttft, 0.9),
+        ttft_p99_s=percentile(ttft, 0.99),
+        itl_p50_s=_itl_percentile(workers, 0.5),
+        itl_p99_s=_itl_percentile(workers, 0.99),
+        tpot_p50_s=percentile(tpot, 0.5),
+        tpot_p90_s=percentile(tpot, 0.9),
+        tpot_p99_s=percentile(tpot, 0.99),
+        imbalance=sum(top / mean for top, mean in middle) / len(middle) if middle else 1.0,
+        usage=sum(mean for _, mean in middle) / len(middle) if middle else 0.0,
+        preemptions=sum(worker.preemptions for worker in workers),
+        prefix_hit=1 - computed / prompt_tokens if prompt_tokens else 0.0,
+        output_tokens_per_s=sum(job.arrival.output_tokens for job in finished) / span,
+        prefill_busy=_busy(sim, pools[0]),
+        decode_busy=_busy(sim, pools[1]),
+        reasons=dict(sim.router.reasons),
+    )
+
+
+def percentile(ordered: list[float], share: float) -> float:
+    """Nearest rank; 0.0 of nothing."""
+    return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
+
+
+class Goodput(msgspec.Struct, frozen=True):
+    """`rate` is 0 when even the lowest rate tried misses. `runs` are all rates tried, in order of the rate."""
+
+    rate: float
+    at: Report | None
+    runs: list[Report]
+
+
+def goodput(run: Callable[[float], Report], low: float, high: float, tolerance: float = 0.03) -> Goodput:
+    """Bisect for the highest rate at which 90% of all requests meet both objectives, to within `tolerance`.
+
+    `run` simulates one rate. The bounds are widened as needed (each by at most 2 to the 6th).
+    """
+    runs: dict[float, Report] = {}
+
+    def meets(rate: float) -> bool:
+        if rate not in runs:
+            runs[rate] = run(rate)
+        return runs[rate].attained >= ATTAINMENT
+
+    for _ in range(6):
+        if meets(low):
+            break
+        low, high = low / 2, low
+    for _ in range(6):
+        if not meets(high):
+            break
+        low, high = high, high * 2
+    while high / low > 1 + tolerance and meets(low):
+        middle = math.sqrt(low * high)
+        if meets(middle):
+            low = middle
+        else:
+            high = middle
+    ordered = [runs[rate] for rate in sorted(runs)]
+    good = meets(low)
+    return Goodput(low if good else 0.0, runs[low] if good else None, ordered)
+
+
+def _busy(sim: Simulation, workers: list[Worker]) -> float:
+    """While requests arrived."""
+    span = sim.jobs[-1].arrival.at * len(workers)
+    return sum(sim.busy_s.get(worker.name, 0.0) for worker in workers) / span if span else 0.0
+
+
+def _itl_percentile(workers: list[Worker], share: float) -> float:
+    """Over all gaps between tokens, from the workers' histograms; the bucket's middle, within 2.2%."""
+    counts: Counter[int] = Counter()
+    for worker in workers:
+        counts.update(worker.itl_buckets)
+    left = share * sum(counts.values())
+    for bucket in sorted(counts):
+        left -= counts[bucket]
+        if left <= 0:
+            return float(2 ** ((bucket + 0.5) / ITL_BUCKETS_PER_OCTAVE))
+    return 0.0

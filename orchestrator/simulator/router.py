@@ -1,0 +1,234 @@
+"""The simulated router and queue: every decision is made by `orchestrator.policy`, on reports of a given age."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from orchestrator.config import RoutingConfig, SLOConfig
+from orchestrator.policy import queue_order, slack
+from orchestrator.policy.admission import admit
+from orchestrator.policy.claims import WindowJob, choose_claims
+from orchestrator.policy.decode_choice import KVBlocks, decode_choice
+from orchestrator.policy.placement import Local, PrefillView, Reject, place
+from orchestrator.policy.predict import Predictor
+from orchestrator.policy.prefix_index import PrefixEvents, PrefixIndex
+from orchestrator.simulator.job import Job, Settings
+from orchestrator.simulator.stay import Stay
+from orchestrator.simulator.view import PoolView
+from orchestrator.simulator.worker import Worker
+from orchestrator.types import QueueDepth
+
+REFRESH_HITS_S = 1.0  # a waiting job's prefix hits are looked up again when older than this
+
+
+class Clock(Protocol):
+    now: float
+
+
+class Router:
+    """`end(job, outcome)` is called for what is refused."""
+
+    def __init__(self, settings: Settings, unit_tokens: int, clock: Clock, end: Callable[[Job, str], None]) -> None:
+        profile, stack = settings.profile, settings.stack
+        self.stack, self.profile = stack, profile
+        self._unit_tokens = unit_tokens
+        self._clock, self._end = clock, end
+        slo = settings.slo or SLOConfig(ttft_s=profile.ttft_slo_s, tpot_s=profile.tpot_slo_s)
+        self.slo = msgspec.structs.replace(slo, admission=stack.admission)
+        self.routing = RoutingConfig(
+            placement="cost" if stack.placement == "cost" else "threshold",
+            remote_prefill_min_tokens=0 if stack.placement == "remote" else settings.remote_prefill_min_tokens,
+            max_queued_prefill_tokens=settings.max_queued_prefill_tokens,
+            max_waiting_per_worker=settings.max_waiting_per_worker,
+            itl_weight=settings.itl_weight,
+        )
+        self.choose = decode_choice(stack.decode_choice, settings.seed)
+        self.choose_prefill = decode_choice(stack.decode_choice, settings.seed + 1)
+        self.decode = PoolView(self.choose)
+        self.prefill = PoolView(self.choose_prefill)
+        self._seconds_per_token = profile.prefill_s(2048) / 2048
+        self.predictor = Predictor(self._seconds_per_token, profile.step_s)
+        self.index = PrefixIndex() if stack.prefix_index and unit_tokens else None
+        self._claim_tokens = int(settings.claim_batches * profile.max_num_batched_tokens)
+        self.queue: list[tuple[float, int, Job]] = []
+        self.queue_tokens = 0
+        self.claimed = 0
+        self.reasons: Counter[str] = Counter()
+        # Offered since the start: requests, and prompt tokens that no prefill worker had cached.
+        self.offered_requests = self.offered_tokens = 0
+        self._index_sequence: Counter[str] = Counter()
+        self._itl_seen: dict[str, tuple[float, int]] = {}
+
+    # ---- placement -------------------------------------------------------------------------------------------
+
+    def place(self, job: Job) -> None:
+        """A request that has arrived, or lost its worker."""
+        if self.stack.dispatch == "push":
+            self._push(job)
+            return
+        hits = self.look_up(job)
+        request = job.info()
+        candidates = self.decode.candidates(hits)
+        cached = 0
+        for name, tokens in hits.items():
+            if tokens > cached and name in self.prefill:
+                cached = tokens
+        self.offered_requests += 1
+        self.offered_tokens += max(1, job.prompt_tokens - cached)
+        view = PrefillView(len(self.prefill), QueueDepth(len(self.queue), self.queue_tokens, self.claimed), cached)
+        decision = place(request, candidates, view, self.routing, self.choose, self.predictor, self.slo)
+        late = False
+        if self.slo.admission != "off":
+            admission = admit(decision, request, candidates, view, self.slo, self.predictor)
+            if isinstance(admission, Reject):
+                decision = admission
+            else:
+                decision, late = admission.decision, admission.deferred
+        self.reasons[f"{type(decision).__name__.lower()}:{decision.reason}"] += 1
+        if isinstance(decision, Reject):
+            self._end(job, "rejected")
+        elif isinstance(decision, Local) and not (late and len(self.prefill)):
+            candidate = next(c for c in candidates if c.worker_id == decision.worker_id)
+            compute = max(1, job.prompt_tokens - candidate.cached_tokens)
+            job.local_tokens = candidate.waiting_tokens + candidate.placed_tokens + compute
+            job.placed_at = self._clock.now
+            self._submit(job, decision.worker_id, "local", compute)
+        else:
+            self._enqueue(job, max(1, job.prompt_tokens - cached), late)
+
+    def _push(self, job: Job) -> None:
+        """The field's way: both workers are chosen at arrival, and the prompt waits in the prefill worker."""
+        hits = self.look_up(job)
+        request = job.info()
+        prefill = self.choose_prefill(request, self.prefill.candidates(hits))
+        decode = self.choose(request, self.decode.candidates(hits))
+        if prefill is None or decode is None:
+            self.reasons["reject:no_worker"] += 1
+            self._end(job, "rejected")
+            return
+        self.reasons["remote:push"] += 1
+        job.bound = decode.worker_id
+        self.prefill.placed(prefill.worker_id, job.prompt_tokens, job.prompt_tokens - prefill.cached_tokens)
+        self.decode.promised(decode.worker_id, job.prompt_tokens)
+        self._start_prefill(job, self.prefill.worker(prefill.worker_id))
+
+    def bind(self, job: Job, stay: Stay) -> None:
+        """A prefill starts: its decode worker is chosen now (or was, at arrival) and allocates while it computes."""
+        name = job.bound
+        if name is not None:
+            self.decode.promised(name, job.prompt_tokens, -1)
+            job.bound = None
+        if name is None or name not in self.decode:
+            chosen = self.choose(job.info(), self.decode.candidates(self.look_up(job)))
+            if chosen is None:
+                stay.peer = None
+                return
+            name = chosen.worker_id
+        self.decode.placed(name, job.prompt_tokens, 0)
+        receiver = Stay(job, "remote", job.prompt_tokens, job.output_tokens, job.arrival.keys)
+        receiver.peer, stay.peer = stay, receiver
+        job.stay = receiver
+        self.decode.worker(name).submit(receiver, self._clock.now)
+
+    def _submit(self, job: Job, name: str, phase: str, compute: int) -> None:
+        stay = Stay(job, phase, job.prompt_tokens, job.output_tokens, job.arrival.keys)
+        job.stay = stay
+        self.decode.placed(name, job.prompt_tokens, compute)
+        self.decode.worker(name).submit(stay, self._clock.now)
+
+    def look_up(self, job: Job) -> dict[str, int]:
+        """Cached tokens of the job's prompt by worker, as far as known."""
+        if self.index is not None and job.arrival.keys:
+            unit = self._unit_tokens
+            job.hits = {name: depth * unit for name, depth in self.index.match(job.arrival.keys).items()}
+            job.hits_at = self._clock.now
+        return job.hits
+
+    # ---- the prefill queue -----------------------------------------------------------------------------------
+
+    def _enqueue(self, job: Job, uncached: int, late: bool) -> None:
+        stack, at, per_token = self.stack, job.arrival.at, self._seconds_per_token
+        if stack.order == "slack":
+            score = slack.score(at, uncached, per_token, self.slo.ttft_s, job.arrival.priority, stack.weight, late)
+        else:
+            score = queue_order.score(at, uncached, stack.weight, per_token)
+        depth = QueueDepth(len(self.queue), self.queue_tokens, self.claimed)
+        job.uncached = uncached
+        job.enqueued_at = self._clock.now
+        job.backlog_s = self.predictor.backlog_s(depth, len(self.prefill))
+        self.queue_tokens += uncached
+        insort(self.queue, (score, job.id, job))
+        # Whoever has room asks at once; the one that would gain most asks first, the emptiest among equals.
+        asking = [
+            (-job.hits.get(worker.name, 0), worker.pending_tokens, worker.name)
+            for worker in self.prefill.workers()
+            if worker.pending_tokens < self._claim_tokens
+        ]
+        for _, _, name in sorted(asking):
+            self.claim(self.prefill.worker(name))
+            if job.claimed:
+                break
+
+    def claim(self, worker: Worker) -> None:
+        """A prefill worker takes from the head of the queue what its budget allows."""
+        if not self.queue or worker.name not in self.prefill:
+            return
+        budget = self._claim_tokens - worker.pending_tokens
+        if budget <= 0:
+            return
+        affinity = self.stack.affinity if self.index is not None else 0.0
+        now = self._clock.now
+        head = self.queue[: self.stack.window]
+        window = []
+        for score, number, job in head:
+            here = elsewhere = 0
+            if affinity:
+                if now - job.hits_at > REFRESH_HITS_S:
+                    self.look_up(job)
+                for name, tokens in job.hits.items():
+                    if name == worker.name:
+                        here = tokens
+                    elif tokens > elsewhere and name in self.prefill:
+                        elsewhere = tokens
+            window.append(WindowJob(str(number), score, job.prompt_tokens, now - job.enqueued_at, here, elsewhere))
+        chosen = choose_claims(window, budget, worker.pending_tokens == 0, self._seconds_per_token, affinity)
+        by_id = {str(number): (score, number, job) for score, number, job in head}
+        for job_id in chosen:
+            entry = by_id[job_id]
+            del self.queue[bisect_left(self.queue, entry[:2])]
+            self.queue_tokens -= entry[2].uncached
+            entry[2].claimed = True
+            self._start_prefill(entry[2], worker)
+
+    def _start_prefill(self, job: Job, worker: Worker) -> None:
+        self.claimed += 1
+        job.placed_at = self._clock.now
+        worker.submit(Stay(job, "prefill", job.prompt_tokens, 0, job.arrival.keys), self._clock.now)
+
+    # ---- what the router is told -----------------------------------------------------------------------------
+
+    def report(self, view: PoolView, worker: Worker, now: float) -> None:
+        """A load report, and the cache events since the last one."""
+        view.reported(worker, now)
+        if self.index is not None and worker.kv.dirty:
+            dirty, worker.kv.dirty = worker.kv.dirty, set()
+            stored = [key for key in dirty if worker.kv.holds(key)]
+            removed = [key for key in dirty if not worker.kv.holds(key)]
+            self._index_sequence[worker.name] += 1
+            self.index.apply(PrefixEvents(worker.name, self._index_sequence[worker.name], stored, removed))
+        if view is self.decode:
+            seconds, steps = self._itl_seen.get(worker.name, (0.0, 0))
+            if worker.decode_steps > steps:
+                self.predictor.observe_itl(worker.name, (worker.decode_s - seconds) / (worker.decode_steps - steps))
+                self._itl_seen[worker.name] = (worker.decode_s, worker.decode_steps)
+
+    def ended(self, job: Job) -> None:
+        self.predictor.observe_output(job.arrival.output_tokens)
+        for choose in (self.choose, self.choose_prefill):
+            if isinstance(choose, KVBlocks):
+                choose.expected_output_tokens = int(self.predictor.output_tokens)

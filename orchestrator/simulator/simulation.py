@@ -1,0 +1,219 @@
+"""The event loop: one `Simulation` runs one load once, on one fleet.
+
+The router's decisions are `router`'s, a worker's steps `worker`'s, faults and role changes `operations`', and the
+figures `report`'s.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+from orchestrator.simulator.job import FleetError, Job, Settings
+from orchestrator.simulator.operations import RatioControl
+from orchestrator.simulator.router import Router
+from orchestrator.simulator.stay import Stay
+from orchestrator.simulator.trace import Load
+from orchestrator.simulator.view import PoolView
+from orchestrator.simulator.worker import Worker
+
+DRAIN_S = 120.0  # simulated after the last arrival; what is unfinished then counts as missed
+
+
+class Simulation:
+    """Raises FleetError for what cannot be simulated."""
+
+    def __init__(self, settings: Settings, load: Load) -> None:
+        profile = settings.profile
+        fleet = f"fleet {settings.prefill}P{settings.decode}D"
+        if settings.decode < 1 or settings.prefill < 0:
+            raise FleetError(f"{fleet}: expected at least one decode worker")
+        if settings.stack.dispatch == "push" and settings.prefill == 0:
+            raise FleetError(f"{fleet}: policy {settings.stack.name} pushes prompts to prefill workers, and has none")
+        if load.unit_tokens % profile.block_size:
+            raise FleetError(
+                f"profile {profile.name}: block_size {profile.block_size} does not divide the load's prefix unit "
+                f"of {load.unit_tokens} tokens"
+            )
+        if not load.arrivals:
+            raise FleetError(f"load {load.name}: no requests in it")
+        self.settings, self.load = settings, load
+        self.now = 0.0
+        self.router = Router(settings, load.unit_tokens, self, self._end)
+        self.jobs = [Job(n, arrival) for n, arrival in enumerate(load.arrivals)]
+        self.left = len(self.jobs)
+        self.busy_s: dict[str, float] = {}  # by worker, at the last arrival
+        self.usage: list[tuple[float, float, float]] = []  # (time, max, mean) block usage over decode workers
+        self.on_tick: list[Callable[[float], None]] = []
+        self._events: list[tuple[float, int, Callable[..., None], Any, Any]] = []
+        self._order = count()
+        self.workers: dict[str, Worker] = {}
+        for n in range(settings.prefill):
+            self.add_worker(f"p{n}", self.router.prefill)
+        for n in range(settings.decode):
+            self.add_worker(f"d{n}", self.router.decode)
+        if settings.stack.ratio and settings.prefill + settings.decode > 2:
+            self.ratio = RatioControl(self)
+
+    def add_worker(self, name: str, view: PoolView) -> Worker:
+        worker = Worker(name, self.settings.profile, self.load.unit_tokens, self, self._wake_at)
+        self.workers[name] = worker
+        view.add(worker, self.now)
+        return worker
+
+    # ---- the loop --------------------------------------------------------------------------------------------
+
+    def at(self, time: float, action: Callable[..., None], a: Any = None, b: Any = None) -> None:
+        heapq.heappush(self._events, (time, next(self._order), action, a, b))
+
+    def run(self, progress: Callable[[int], None] | None = None) -> Simulation:
+        """Until every request has ended, or `DRAIN_S` after the last arrival. `progress` gets finished requests."""
+        events, jobs = self._events, self.jobs
+        upcoming, total = 0, len(jobs)
+        end = jobs[-1].arrival.at + DRAIN_S
+        next_tick, age = 0.0, self.settings.report_age_s
+        never = float("inf")
+        while self.left:
+            arrives = jobs[upcoming].arrival.at if upcoming < total else never
+            due = events[0][0] if events else never
+            if next_tick <= arrives and next_tick <= due:
+                if next_tick > end:
+                    break
+                self.now = next_tick
+                self._tick(next_tick)
+                next_tick += age
+                if progress is not None:
+                    progress(total - self.left)
+            elif arrives <= due:
+                self.now = arrives
+                self._arrive(jobs[upcoming])
+                upcoming += 1
+                if upcoming == total:
+                    self.busy_s = {name: worker.busy_s for name, worker in self.workers.items()}
+            else:
+                self.now, _, action, a, b = heapq.heappop(events)
+                action(a, b)
+        return self
+
+    def _wake_at(self, time: float, worker: Worker, version: int) -> None:
+        heapq.heappush(self._events, (time, next(self._order), self._wake, worker, version))
+
+    def _wake(self, worker: Worker, version: int) -> None:
+        if version == worker.version:
+            worker.wake(self.now)
+
+    def _tick(self, now: float) -> None:
+        """Load reports and cache events reach the router."""
+        router = self.router
+        for worker in router.prefill.workers():
+            router.report(router.prefill, worker, now)
+        top = total = 0.0
+        decode = router.decode.workers()
+        for worker in decode:
+            router.report(router.decode, worker, now)
+            used = worker.used_blocks(now) / worker.kv.total
+            total += used
+            if used > top:
+                top = used
+        self.usage.append((now, top, total / max(1, len(decode))))
+        for action in self.on_tick:
+            action(now)
+
+    def _arrive(self, job: Job) -> None:
+        profile = self.settings.profile
+        tokens = job.arrival.prompt_tokens + job.arrival.output_tokens
+        if tokens > min(profile.max_model_len, profile.blocks * profile.block_size):
+            self._end(job, "too_long")
+        else:
+            self.router.place(job)
+
+    def _end(self, job: Job, outcome: str) -> None:
+        job.outcome = outcome
+        job.done_at = self.now
+        self.left -= 1
+
+    # ---- called by workers -----------------------------------------------------------------------------------
+
+    def on_start(self, worker: Worker, stay: Stay, now: float) -> None:
+        """Blocks are allocated: a prefill begins and binds its decode worker, or a decode worker can receive."""
+        if stay.phase == "prefill":
+            job = stay.request
+            if job.enqueued_at >= 0:
+                self.router.predictor.observe_wait(job.uncached, job.backlog_s, now - job.enqueued_at)
+                job.enqueued_at = -1.0
+            self.router.bind(job, stay)
+        elif stay.phase == "remote" and stay.peer is not None and stay.peer.computed_at is not None:
+            self._transfer(stay.peer, stay)
+
+    def on_prefilled(self, worker: Worker, stay: Stay, now: float) -> None:
+        """A prompt is computed: its KV goes out as soon as the decode worker has room for it."""
+        self.router.claimed -= 1
+        stay.computed_at = now
+        receiver = stay.peer
+        if receiver is None:
+            # No decode worker took it when it started, or the one that did has died: the prompt is placed again.
+            self.at(now, self.release, stay)
+            self.at(now, self.replace, stay.request)
+        elif receiver.started:
+            self._transfer(stay, receiver)
+
+    def _transfer(self, stay: Stay, receiver: Stay) -> None:
+        """Blocks that the receiver has not cached, over both workers' links. In chunks it began with the prefill."""
+        profile, now = self.settings.profile, self.now
+        source, target = stay.worker, receiver.worker
+        assert source is not None and target is not None
+        tokens = receiver.context - receiver.hit_tokens
+        seconds = tokens * profile.kv_bytes_per_token / profile.link_bytes_per_s
+        links_free = max(source.link_free_at, target.link_free_at)
+        if self.settings.transfer == "chunk":
+            begins = max(links_free, min(now, max(stay.started_at, receiver.started_at)))
+            last = min(tokens, profile.max_num_batched_tokens) * profile.kv_bytes_per_token / profile.link_bytes_per_s
+            ends = max(begins + seconds, now + last)
+        else:
+            begins = max(links_free, now)
+            ends = begins + seconds
+        source.link_free_at = target.link_free_at = begins + seconds
+        self.at(ends + profile.link_latency_s, self._transferred, stay, receiver)
+
+    def _transferred(self, stay: Stay, receiver: Stay) -> None:
+        if stay.peer is not receiver or receiver.peer is not stay:
+            return  # either side has died meanwhile
+        source, target = stay.worker, receiver.worker
+        assert source is not None and target is not None
+        if not (source.alive and target.alive):
+            return  # it has, and nobody has noticed yet
+        stay.peer = receiver.peer = None
+        job = receiver.request
+        self.router.predictor.observe_transfer(job.prompt_tokens, self.now - (stay.computed_at or self.now))
+        target.kv_arrived(receiver, self.now)
+        source.release(stay, self.now)
+
+    def release(self, stay: Stay, _: Any) -> None:
+        if stay.worker is not None and stay.worker.alive:
+            stay.worker.release(stay, self.now)
+
+    def replace(self, job: Job, _: Any) -> None:
+        if not job.outcome:
+            self.router.place(job)
+
+    def on_first(self, worker: Worker, stay: Stay, at: float) -> None:
+        job = stay.request
+        if job.first_at is None:
+            job.first_at = at + self.settings.profile.router_s
+            if stay.phase == "local":
+                self.router.predictor.observe_local(worker.name, job.local_tokens, at - job.placed_at)
+
+    def on_done(self, worker: Worker, stay: Stay, now: float) -> None:
+        job = stay.request
+        job.outcome = "ok"
+        job.done_at = now + self.settings.profile.router_s
+        self.left -= 1
+        self.router.ended(job)
+
+    def on_boundary(self, worker: Worker, tokens: int, seconds: float, now: float) -> None:
+        """A step that computed prompt tokens has ended."""
+        if worker.name in self.router.prefill:
+            self.router.predictor.observe_prefill(worker.name, tokens, seconds)
+            self.router.claim(worker)

@@ -1,0 +1,66 @@
+"""Named stacks: which policy a simulated router uses for each of its decisions.
+
+A decode choice alone is one decision. The field's routers are modelled whole as well (`field:NAME`): they bind a
+prefill and a decode worker at arrival by the same policy, and know neither local prefill nor a global queue.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from orchestrator.policy.decode_choice import POLICY_NAMES
+
+
+class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    name: str
+    decode_choice: str = "kv_prefix"
+    # Prefill work is claimed by free workers from one queue, or pushed to the worker that `decode_choice` picks.
+    dispatch: Literal["queue", "push"] = "queue"
+    placement: Literal["remote", "threshold", "cost"] = "cost"
+    order: Literal["length", "slack"] = "length"
+    weight: float = 1.0  # of the length in the order; 0 is first come, first served
+    affinity: float = 1.0  # of claims to cached prefixes; 0 claims in order
+    window: int = 16  # jobs at the head of the queue that a claim chooses from
+    prefix_index: bool = True
+    admission: Literal["off", "reject", "queue"] = "off"
+    ratio: bool = False
+
+
+FIELD = "field:"
+_OURS = Stack(name="ours", order="slack", weight=8.0, admission="queue", ratio=True)
+_NAMED = {
+    "ours": _OURS,
+    "ours:fixed": msgspec.structs.replace(_OURS, name="ours:fixed", ratio=False),
+    "ours:fcfs": Stack(name="ours:fcfs", order="length", weight=0.0),
+    "ours:reject": msgspec.structs.replace(_OURS, name="ours:reject", admission="reject"),
+}
+# What knows of prefixes in the field; the others route blind.
+_PREFIX_AWARE = {"dynamo_cost", "kv_prefix"}
+
+
+def stack_names() -> list[str]:
+    return [*_NAMED, *POLICY_NAMES, *(FIELD + name for name in POLICY_NAMES)]
+
+
+def stack(name: str) -> Stack:
+    """`ours` and its variants; a decode choice's name for ours with that choice; `field:NAME` for the field's way.
+
+    Raises ValueError.
+    """
+    if name in _NAMED:
+        return _NAMED[name]
+    if name in POLICY_NAMES:
+        return msgspec.structs.replace(_NAMED["ours:fixed"], name=name, decode_choice=name)
+    choice = name.removeprefix(FIELD)
+    if name.startswith(FIELD) and choice in POLICY_NAMES:
+        return Stack(
+            name=name,
+            decode_choice=choice,
+            dispatch="push",
+            placement="remote",
+            affinity=0.0,
+            prefix_index=choice in _PREFIX_AWARE,
+        )
+    raise ValueError(f"policy: expected one of {', '.join(stack_names())}, got {name!r}")

@@ -1,0 +1,145 @@
+"""Requests to simulate, read from the traces that others have published.
+
+Mooncake (kvcache-ai/Mooncake, FAST25-release/traces): JSON lines with `timestamp` (ms), `input_length`,
+`output_length` and `hash_ids`, one per 512 prompt tokens. Azure (AzurePublicDataset): CSV with TIMESTAMP,
+ContextTokens, GeneratedTokens. A malformed line is an error that names file and line.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+MOONCAKE_UNIT_TOKENS = 512
+
+
+class TraceError(ValueError):
+    """One line: file and line number, what was expected, what was found."""
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """One request of a load. `keys` name its prefix, one per whole `unit_tokens` of the load."""
+
+    at: float  # seconds from the start
+    prompt_tokens: int
+    output_tokens: int
+    keys: tuple[int, ...] = ()
+    priority: int = 0
+
+
+class Load(msgspec.Struct, frozen=True):
+    """Arrivals in order of time. Without prefixes `unit_tokens` is 0."""
+
+    name: str
+    arrivals: list[Arrival]
+    unit_tokens: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Mean requests per second."""
+        span = self.arrivals[-1].at - self.arrivals[0].at if len(self.arrivals) > 1 else 0.0
+        return (len(self.arrivals) - 1) / span if span > 0 else 0.0
+
+
+class _MooncakeLine(msgspec.Struct):
+    timestamp: Annotated[float, Meta(ge=0)]
+    input_length: Annotated[int, Meta(ge=1)]
+    output_length: Annotated[int, Meta(ge=0)]
+    hash_ids: list[int]
+
+
+def read_trace(path: Path, seed: int = 0) -> Load:
+    """Mooncake or Azure, told apart by the first line. Raises TraceError."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: cannot be read ({error}); name a Mooncake .jsonl or an Azure .csv file") from None
+    lines = text.splitlines()
+    first = next((line for line in lines if line.strip()), "")
+    if first.lstrip().startswith("{"):
+        arrivals, unit_tokens = _spread_bursts(list(_mooncake(path, lines)), seed), MOONCAKE_UNIT_TOKENS
+    elif "ContextTokens" in first:
+        arrivals, unit_tokens = list(_azure(path, lines)), 0
+    else:
+        expected = "JSON (Mooncake) or a header with ContextTokens (Azure)"
+        raise TraceError(f"{path}, line 1: expected {expected}, got {first[:60]!r}")
+    if not arrivals:
+        raise TraceError(f"{path}: no requests in it")
+    arrivals.sort(key=lambda arrival: arrival.at)
+    return Load(path.stem, arrivals, unit_tokens)
+
+
+def _mooncake(path: Path, lines: Sequence[str]) -> Iterator[Arrival]:
+    decoder = msgspec.json.Decoder(_MooncakeLine)
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise TraceError(f"{path}, line {number}: {error}") from None
+        # The last id names a partial block, which no cache holds.
+        keys = tuple(entry.hash_ids[: entry.input_length // MOONCAKE_UNIT_TOKENS])
+        yield Arrival(entry.timestamp / 1000, entry.input_length, max(1, entry.output_length), keys)
+
+
+def _azure(path: Path, lines: Sequence[str]) -> Iterator[Arrival]:
+    header = [name.strip() for name in lines[0].split(",")]
+    try:
+        columns = [header.index(name) for name in ("TIMESTAMP", "ContextTokens", "GeneratedTokens")]
+    except ValueError as error:
+        raise TraceError(f"{path}, line 1: {error}; expected TIMESTAMP, ContextTokens, GeneratedTokens") from None
+    start: datetime | None = None
+    for number, line in enumerate(lines[1:], 2):
+        if not line.strip():
+            continue
+        fields = line.split(",")
+        try:
+            stamp, prompt, output = (fields[column].strip() for column in columns)
+            moment = datetime.fromisoformat(stamp[:26])  # seven digits of a second's fraction; Python reads six
+            prompt_tokens, output_tokens = int(prompt), int(output)
+        except (ValueError, IndexError) as error:
+            raise TraceError(f"{path}, line {number}: {error}; got {line[:80]!r}") from None
+        if prompt_tokens < 1 or output_tokens < 0:
+            raise TraceError(f"{path}, line {number}: expected at least one prompt token, got {line[:80]!r}")
+        start = start or moment
+        yield Arrival((moment - start).total_seconds(), prompt_tokens, max(1, output_tokens))
+
+
+def _spread_bursts(arrivals: list[Arrival], seed: int) -> list[Arrival]:
+    """Mooncake's clock ticks about every 3 s: spread each tick's requests evenly at random over it."""
+    rng = random.Random(seed)
+    times = sorted({arrival.at for arrival in arrivals})
+    following = dict(zip(times, [*times[1:], times[-1] + 3.0 if times else 0.0], strict=True))
+    return [msgspec.structs.replace(a, at=a.at + rng.random() * min(3.0, following[a.at] - a.at)) for a in arrivals]
+
+
+def at_rate(load: Load, rate: float) -> Load:
+    """The same requests, their arrival times stretched or squeezed to this mean rate (requests per second)."""
+    if rate <= 0:
+        raise TraceError(f"rate: expected more than 0 requests per second, got {rate}")
+    factor = load.rate / rate
+    arrivals = [msgspec.structs.replace(a, at=a.at * factor) for a in load.arrivals]
+    return Load(load.name, arrivals, load.unit_tokens)
+
+
+def first(load: Load, requests: int) -> Load:
+    return Load(load.name, load.arrivals[:requests], load.unit_tokens)
+
+
+def repeated(load: Load, times: int) -> Load:
+    """One copy after another, each with prefixes of its own, for fleets that a short trace would not fill."""
+    span = load.arrivals[-1].at + (1.0 / load.rate if load.rate else 1.0)
+    top = 1 + max((key for a in load.arrivals for key in a.keys), default=0)
+    arrivals = [
+        msgspec.structs.replace(a, at=a.at + n * span, keys=tuple(key + n * top for key in a.keys))
+        for n in range(times)
+        for a in load.arrivals
+    ]
+    return Load(load.name, arrivals, load.unit_tokens)

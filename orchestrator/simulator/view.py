@@ -1,0 +1,122 @@
+"""What the simulated router knows of a pool of workers: reports of a given age, plus what it placed since.
+
+The counterpart of `orchestrator.fleet`, over simulated workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from orchestrator.policy.decode_choice import Candidate, DecodeChoice, KVBlocks, blocks_for
+from orchestrator.policy.shortlist import Shortlist
+from orchestrator.simulator.worker import Worker
+
+SHORTLIST_FROM = 24  # workers; below it a plain list is as fast
+
+
+class _Entry:
+    __slots__ = (
+        "candidate",
+        "placed",
+        "placed_blocks",
+        "placed_tokens",
+        "promised",
+        "promised_blocks",
+        "report",
+        "worker",
+    )
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.report = (worker.profile.blocks, 0, 0, 0)  # free, running, waiting, waiting tokens
+        self.placed = self.placed_blocks = self.placed_tokens = 0
+        self.promised = self.promised_blocks = 0
+        self.candidate: Candidate | None = None
+
+
+class PoolView:
+    """`reported` takes a worker's state as of now; until the next call that is all that is known of it."""
+
+    def __init__(self, choose: DecodeChoice) -> None:
+        self._entries: dict[str, _Entry] = {}
+        self._shortlist = Shortlist(choose.standing) if isinstance(choose, KVBlocks) else None
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def worker(self, name: str) -> Worker:
+        return self._entries[name].worker
+
+    def workers(self) -> list[Worker]:
+        return [entry.worker for entry in self._entries.values()]
+
+    def add(self, worker: Worker, now: float) -> None:
+        self._entries[worker.name] = _Entry(worker)
+        self.reported(worker, now)
+
+    def remove(self, name: str) -> None:
+        if self._entries.pop(name, None) is not None and self._shortlist is not None:
+            self._shortlist.remove(name)
+
+    def reported(self, worker: Worker, now: float) -> None:
+        entry = self._entries[worker.name]
+        free = worker.kv.total - worker.used_blocks(now) + worker.uncomputed_blocks()
+        waiting = len(worker.waiting) + len(worker.receiving) + len(worker.arrived)
+        report = (free, len(worker.running), waiting, worker.pending_tokens)
+        if report == entry.report and not entry.placed and entry.candidate is not None:
+            return
+        entry.report = report
+        entry.placed = entry.placed_blocks = entry.placed_tokens = 0
+        self._changed(entry)
+
+    def placed(self, name: str, prompt_tokens: int, compute_tokens: int) -> None:
+        entry = self._entries.get(name)
+        if entry is None:
+            return
+        entry.placed += 1
+        entry.placed_blocks += blocks_for(prompt_tokens, entry.worker.profile.block_size)
+        entry.placed_tokens += compute_tokens
+        self._changed(entry)
+
+    def promised(self, name: str, prompt_tokens: int, sign: int = 1) -> None:
+        """A request bound to this worker that has yet to reach it, or (sign -1) has now: counted until then."""
+        entry = self._entries.get(name)
+        if entry is not None:
+            entry.promised += sign
+            entry.promised_blocks += sign * blocks_for(prompt_tokens, entry.worker.profile.block_size)
+            self._changed(entry)
+
+    def candidates(self, cached_tokens: Mapping[str, int]) -> list[Candidate]:
+        if self._shortlist is not None and len(self._entries) >= SHORTLIST_FROM:
+            return self._shortlist.pick({name: n for name, n in cached_tokens.items() if name in self._entries})
+        found = []
+        for name, entry in self._entries.items():
+            candidate = entry.candidate or self._changed(entry)
+            if name in cached_tokens:
+                candidate = msgspec.structs.replace(candidate, cached_tokens=cached_tokens[name])
+            found.append(candidate)
+        return found
+
+    def _changed(self, entry: _Entry) -> Candidate:
+        free, running, waiting, waiting_tokens = entry.report
+        profile = entry.worker.profile
+        entry.candidate = candidate = Candidate(
+            entry.worker.name,
+            profile.blocks,
+            max(0, free - entry.placed_blocks - entry.promised_blocks),
+            profile.block_size,
+            running,
+            waiting + entry.placed + entry.promised,
+            waiting_tokens,
+            profile.max_num_seqs,
+            0,
+            entry.placed_tokens,
+        )
+        if self._shortlist is not None:
+            self._shortlist.update(candidate)
+        return candidate

@@ -1,0 +1,58 @@
+"""Admission by predicted TTFT, and the deadline order that deferred requests go into."""
+
+import pytest
+
+from orchestrator.config import SLOConfig
+from orchestrator.policy import slack
+from orchestrator.policy.admission import Admitted, admit
+from orchestrator.policy.decode_choice import Candidate
+from orchestrator.policy.placement import Local, PrefillView, Reject, Remote
+from orchestrator.policy.predict import Predictor
+from orchestrator.types import QueueDepth, RequestInfo
+
+PREDICTOR = Predictor(prior_s_per_token=0.001, prior_itl_s=0.0)
+WORKER = Candidate("d", 1000, 1000, 16, 0, 0, waiting_tokens=0, max_num_seqs=8)
+
+
+def decide(decision, tokens=1000, queued=0, admission="reject", priority=0):
+    request = RequestInfo("r", tokens, 10, 0.0, priority)
+    view = PrefillView(1, QueueDepth(1, queued, 0))
+    return admit(decision, request, [WORKER], view, SLOConfig(ttft_s=2.0, admission=admission), PREDICTOR)
+
+
+def test_in_time_is_admitted_with_its_prediction():
+    assert decide(Remote("long_prompt")) == Admitted(Remote("long_prompt"), pytest.approx(1.0))
+    assert decide(Local("d", "cost")).predicted_ttft_s == pytest.approx(1.0)
+
+
+def test_too_late_is_rejected_with_the_time_it_takes_to_be_in_time_again():
+    rejected = decide(Remote("long_prompt"), queued=6000)
+    assert isinstance(rejected, Reject) and rejected.reason == "slo_ttft"
+    assert rejected.retry_after_s == pytest.approx(5.0)
+
+
+def test_or_deferred_or_let_be_as_configured():
+    assert decide(Remote("long_prompt"), queued=6000, admission="queue").deferred
+    assert not decide(Remote("long_prompt"), queued=6000, admission="off").deferred
+
+
+def test_priority_is_patience():
+    assert isinstance(decide(Remote("x"), queued=6000, priority=-3), Admitted)
+    assert isinstance(decide(Remote("x"), queued=500), Admitted)
+    assert isinstance(decide(Remote("x"), queued=900, priority=2), Reject)
+
+
+def test_a_rejection_stays_one():
+    rejection = Reject("decode_full", 3.0)
+    assert decide(rejection) is rejection
+
+
+def test_slack_order():
+    def score(at=0.0, tokens=1000, **more):
+        return slack.score(at, tokens, 0.001, 2.0, **more)
+
+    assert score(tokens=1500) < score(tokens=100)  # least slack first
+    assert score(tokens=1500, weight=2.0) > score(tokens=100, weight=2.0)  # unless length weighs more
+    assert score(priority=-1) < score() < score(priority=1)
+    assert score(late=True) > score(at=10.0)
+    assert score(at=100.0) > score(late=True)  # even the late are not put off for ever

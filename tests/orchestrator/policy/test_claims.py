@@ -1,0 +1,40 @@
+"""Which jobs a prefill worker claims."""
+
+from orchestrator.policy.claims import WindowJob, choose_claims
+
+S_PER_TOKEN = 0.001
+
+
+def job(name: str, score: float, tokens: int = 1000, waited: float = 0.0, here: int = 0, elsewhere: int = 0):
+    return WindowJob(name, score, tokens, waited, here, elsewhere)
+
+
+def claim(*window, budget=8000, idle=True, affinity=1.0):
+    return choose_claims(window, budget, idle, S_PER_TOKEN, affinity)
+
+
+def test_in_score_order_up_to_the_budget():
+    assert claim(job("b", 2.0), job("a", 1.0), job("c", 3.0), budget=2000) == ["a", "b"]
+
+
+def test_a_small_job_fills_what_a_large_one_leaves():
+    assert claim(job("a", 1), job("big", 2, tokens=5000), job("c", 3), budget=2500) == ["a", "c"]
+
+
+def test_a_job_larger_than_the_budget_is_taken_alone_by_an_idle_worker_only():
+    assert claim(job("big", 1, tokens=50_000), budget=8000) == ["big"]
+    assert claim(job("big", 1, tokens=50_000), budget=8000, idle=False) == []
+
+
+def test_a_cached_prefix_moves_a_job_forward_and_costs_less_budget():
+    assert claim(job("a", 1.0), job("mine", 1.5, tokens=4000, here=3500), budget=1500) == ["mine", "a"]
+    assert claim(job("a", 1.0), job("mine", 1.5, tokens=4000, here=3500), budget=1500, affinity=0) == ["a", "mine"]
+
+
+def test_what_belongs_elsewhere_is_left_there_unless_it_waits_or_this_worker_idles():
+    other = job("other", 1.0, tokens=4000, elsewhere=3500)
+    assert claim(other, job("b", 2.0), idle=False) == ["b"]
+    assert claim(other, job("b", 2.0)) == ["b"]  # idle, but there is work without a home
+    assert claim(other) == ["other"]  # stolen: affinity never idles a worker
+    assert claim(other, idle=False) == []
+    assert claim(job("other", 1.0, tokens=4000, waited=4.0, elsewhere=3500), idle=False) == ["other"]

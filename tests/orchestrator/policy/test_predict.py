@@ -1,0 +1,54 @@
+"""Coefficients fitted online."""
+
+import random
+
+import pytest
+
+from orchestrator.policy.decode_choice import Candidate
+from orchestrator.policy.predict import LineFit, Predictor
+from orchestrator.types import QueueDepth
+
+
+def test_a_line_is_found_through_noise_and_followed_when_it_moves():
+    rng = random.Random(1)
+    fit = LineFit(1.0, memory=50)
+    for _ in range(300):
+        x = rng.uniform(0, 1000)
+        fit.observe(x, 0.5 + 0.002 * x + rng.gauss(0, 0.01))
+    assert fit.intercept == pytest.approx(0.5, abs=0.02) and fit.slope == pytest.approx(0.002, rel=0.03)
+    for _ in range(300):
+        x = rng.uniform(0, 1000)
+        fit.observe(x, 0.1 + 0.004 * x)
+    assert fit.slope == pytest.approx(0.004, rel=0.03)
+
+
+@pytest.mark.parametrize("points", [[(100, 1.0)] * 20, [(0, 0.3)] * 20, [(1, 5.0), (1000, 1.0)] * 10])
+def test_degenerate_data_never_give_a_negative_coefficient(points):
+    fit = LineFit(0.1)
+    for x, y in points:
+        fit.observe(x, y)
+    assert fit.slope >= 0 and fit.intercept >= 0
+    assert fit.at(points[0][0]) > 0
+
+
+def test_predictions_come_from_priors_and_then_from_measurements():
+    predictor = Predictor(prior_s_per_token=0.001, prior_itl_s=0.02)
+    worker = Candidate("d", 1000, 1000, 16, 0, 0, waiting_tokens=500, max_num_seqs=8)
+    assert predictor.local_ttft_s(worker, 500) == pytest.approx(1.02)
+    assert predictor.remote_ttft_s(1000, 1000, QueueDepth(2, 4000, 0), 2) == pytest.approx(3.0)
+    for tokens in range(100, 4000, 100):
+        predictor.observe_prefill("p", tokens, 0.01 + tokens * 0.0002)
+        predictor.observe_local("d", tokens, 0.05 + tokens * 0.0003)
+        predictor.observe_itl("d", 0.03)
+    assert predictor.local_ttft_s(worker, 500) == pytest.approx(0.05 + 0.3 + 0.03, rel=0.05)
+    assert predictor.prefill_s(1000) == pytest.approx(0.21, rel=0.05)
+    shown = predictor.coefficients()
+    assert shown.prefill_s["p"] == pytest.approx((0.01, 0.0002), rel=0.05)
+    predictor.forget("d")
+    assert "d" not in predictor.coefficients().local_s
+
+
+def test_a_local_prefill_costs_those_that_decode_there():
+    predictor = Predictor(prior_s_per_token=0.001, prior_itl_s=0.02)
+    worker = Candidate("d", 1000, 1000, 16, 8, 0, waiting_tokens=0, max_num_seqs=8)
+    assert predictor.itl_after_s(worker, 1280) == pytest.approx(0.02 + 1.28 / 128)

@@ -1,0 +1,129 @@
+"""Whole simulated fleets: exact where a formula exists, complete and without leaks where not."""
+
+import msgspec
+import pytest
+
+from orchestrator.simulator.job import FleetError, Settings
+from orchestrator.simulator.operations import Faults
+from orchestrator.simulator.profile import Profile
+from orchestrator.simulator.report import goodput, report
+from orchestrator.simulator.simulation import Simulation
+from orchestrator.simulator.stack import stack, stack_names
+from orchestrator.simulator.synthetic import synthetic
+from orchestrator.simulator.trace import Arrival, Load, at_rate
+
+PROFILE = Profile(
+    name="test", origin="made up", step_s=0.01, prefill_s_per_token=0.0001, decode_s_per_seq=0.0005,
+    kv_s_per_token=1e-7, blocks=2000, block_size=16, max_num_seqs=32, max_num_batched_tokens=2048, max_model_len=30_000,
+    kv_bytes_per_token=1000, link_bytes_per_s=1e9, router_s=0.0, ttft_slo_s=1.0, tpot_slo_s=0.1,
+)  # fmt: skip
+
+
+def simulate(load: Load, policy="ours", prefill=2, decode=2, profile=PROFILE, **more) -> Simulation:
+    settings = Settings(prefill=prefill, decode=decode, profile=profile, stack=stack(policy), **more)
+    return Simulation(settings, load)
+
+
+def assert_no_leaks(sim: Simulation) -> None:
+    assert sim.left == 0 and all(job.outcome for job in sim.jobs)
+    assert sim.router.queue == [] and sim.router.queue_tokens == 0 and sim.router.claimed == 0
+    for worker in sim.workers.values():
+        assert worker.idle and worker.kv.used == 0 and worker.pending_tokens == 0, worker.name
+        assert not any(worker._phase) and worker._context_sum == 0
+
+
+def test_one_request_alone_takes_what_the_formula_says():
+    load = Load("one", [Arrival(0.0, 1000, 101)])
+    sim = simulate(load, "field:round_robin", 1, 1).run()
+    job = sim.jobs[0]
+    step = PROFILE.step_s + PROFILE.decode_s_per_seq
+    prefill = PROFILE.step_s + 0.1
+    transfer = 1000 * 1000 / 1e9
+    assert job.first_at == pytest.approx(prefill + transfer + step + 999e-7)
+    # 100 more tokens, the context growing from 1000 to 1099
+    assert job.done_at - job.first_at == pytest.approx(100 * step + 1e-7 * (1000 + 1099) / 2 * 100)
+    assert_no_leaks(sim)
+
+
+def test_runs_of_steps_cost_what_single_steps_cost():
+    """The closed form against the same load simulated with every run cut to one step."""
+    load = at_rate(synthetic("bursty", 300, seed=3), 40)
+    # A policy that predicts nothing: the two differ in how often they report an ITL.
+    quick = simulate(load, "field:least_tokens").run()
+    slow = simulate(load, "field:least_tokens")
+    for worker in slow.workers.values():
+        worker._run_length = lambda: 1
+    slow.run()
+    for a, b in zip(quick.jobs, slow.jobs, strict=True):
+        assert a.first_at == pytest.approx(b.first_at, abs=1e-6) and a.done_at == pytest.approx(b.done_at, abs=1e-6)
+
+
+@pytest.mark.parametrize("policy", stack_names())
+def test_every_policy_serves_everything_and_leaves_nothing_behind(policy):
+    sim = simulate(at_rate(synthetic("bursty", 600, seed=1), 12), policy).run()
+    figures = report(sim)
+    assert_no_leaks(sim)
+    assert figures.finished + figures.rejected == 600
+    assert 0 < figures.ttft_p50_s <= figures.ttft_p99_s and 0 < figures.itl_p50_s <= figures.itl_p99_s
+    assert figures.imbalance >= 1 and 0 < figures.usage < 1
+
+
+def test_a_run_can_be_repeated_exactly():
+    load = at_rate(synthetic("heavy_tailed", 400, seed=2), 15)
+    first, second = (report(simulate(load, seed=7).run()) for _ in range(2))
+    assert first == second
+
+
+def test_memory_pressure_preempts_and_still_finishes():
+    tight = msgspec.structs.replace(PROFILE, blocks=300)
+    load = at_rate(Load("long", [Arrival(i / 10, 300, 600) for i in range(60)]), 5)
+    sim = simulate(load, "field:round_robin", 1, 1, profile=tight).run()
+    assert report(sim).preemptions > 0
+    assert_no_leaks(sim)
+
+
+def test_cached_prefixes_are_not_computed_again():
+    keys = (1, 2, 3)
+    load = Load("same", [Arrival(i * 2.0, 1600, 5, keys) for i in range(10)], unit_tokens=512)
+    figures = report(simulate(load, "kv_prefix").run())
+    assert figures.prefix_hit > 0.6
+
+
+@pytest.mark.parametrize("victim", ["p0", "d0"])
+def test_a_killed_worker_loses_no_request(victim):
+    sim = simulate(at_rate(synthetic("bursty", 600, seed=4), 12), "ours:fixed")
+    faults = Faults(sim)
+    for at in (5.0, 20.0, 35.0):
+        faults.kill(victim, at, down_s=4.0)
+    sim.run()
+    assert report(sim).finished == 600
+    assert_no_leaks(sim)
+
+
+def test_the_ratio_follows_the_load():
+    prompts_only = at_rate(Load("prompts", [Arrival(i, 3000, 2) for i in range(3000)]), 12)
+    sim = simulate(prompts_only, prefill=2, decode=6).run()
+    assert sim.ratio.changes and sim.ratio.changes[-1][1] > 2
+    assert_no_leaks(sim)
+
+
+def test_goodput_is_the_edge_of_attainment():
+    load = synthetic("bursty", 300, seed=5)
+    found = goodput(lambda rate: report(simulate(at_rate(load, rate), "least_requests").run()), 5, 10, tolerance=0.1)
+    assert found.at is not None and found.at.attained >= 0.9
+    above = [run for run in found.runs if run.rate > found.rate * 1.01]
+    assert above and above[0].attained < 0.9
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "policy", "word"),
+    [(1, 0, "ours", "1P0D"), (-1, 2, "ours", "decode worker"), (0, 2, "field:round_robin", "pushes")],
+)
+def test_impossible_fleets_are_refused(prefill, decode, policy, word):
+    with pytest.raises(FleetError, match=word):
+        simulate(synthetic("bursty", 5), policy, prefill, decode)
+
+
+def test_a_request_that_no_worker_can_hold_is_refused_at_once():
+    sim = simulate(Load("huge", [Arrival(0.0, 40_000, 5), Arrival(0.1, 100, 5)])).run()
+    assert [job.outcome for job in sim.jobs] == ["too_long", "ok"]

@@ -1,0 +1,83 @@
+"""Trace readers: two formats, and errors that name file and line."""
+
+import pytest
+
+from orchestrator.simulator.profile import ProfileError, load_profile
+from orchestrator.simulator.stack import stack
+from orchestrator.simulator.synthetic import synthetic
+from orchestrator.simulator.trace import TraceError, at_rate, first, read_trace, repeated
+
+MOONCAKE = """\
+{"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}
+{"timestamp": 0, "input_length": 100, "output_length": 0, "hash_ids": [4]}
+{"timestamp": 3000, "input_length": 600, "output_length": 7, "hash_ids": [1, 9]}
+"""
+AZURE = """\
+TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+"""
+
+
+def write(folder, text, name="trace"):
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_mooncake(tmp_path):
+    load = read_trace(write(tmp_path, MOONCAKE))
+    assert load.unit_tokens == 512
+    assert sorted(a.keys for a in load.arrivals) == [(), (1,), (1, 2)]  # whole blocks only
+    early = [a.at for a in load.arrivals if a.at < 3.0]
+    assert len(set(early)) == 2 and all(0 <= at < 3 for at in early)  # a burst is spread over its tick
+    assert min(a.output_tokens for a in load.arrivals) == 1
+
+
+def test_azure(tmp_path):
+    load = read_trace(write(tmp_path, AZURE))
+    assert [(a.prompt_tokens, a.output_tokens) for a in load.arrivals] == [(374, 44), (396, 109)]
+    assert load.arrivals[0].at == 0 and load.arrivals[1].at == pytest.approx(4.314579, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (MOONCAKE.replace('"input_length": 600', '"input_length": "x"'), "line 3"),
+        (MOONCAKE.replace('"output_length": 5, ', ""), "line 1"),
+        (AZURE.replace("396", "many"), "line 3"),
+        (AZURE.replace(",374,44", ""), "line 2"),
+        (AZURE.replace("GeneratedTokens", "Tokens"), "line 1"),
+        ("hello\n", "line 1"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "no requests"),
+    ],
+)
+def test_a_malformed_trace_is_named_by_file_and_line(tmp_path, text, line):
+    path = write(tmp_path, text, "bad.csv")
+    with pytest.raises(TraceError, match=rf"bad\.csv.*{line}"):
+        read_trace(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(TraceError, match="nowhere"):
+        read_trace(tmp_path / "nowhere")
+
+
+def test_loads_can_be_squeezed_cut_and_repeated():
+    load = synthetic("bursty", 500, seed=1)
+    assert at_rate(load, 20).rate == pytest.approx(20)
+    assert len(first(load, 10).arrivals) == 10
+    twice = repeated(load, 2)
+    assert len(twice.arrivals) == 1000 and twice.rate == pytest.approx(load.rate, rel=0.01)
+    keys = [set(a.keys) for a in twice.arrivals]
+    assert not set().union(*keys[:500]) & set().union(*keys[500:])
+    assert synthetic("bursty", 500, seed=1) == load and synthetic("bursty", 500, seed=2) != load
+
+
+def test_unknown_names_are_refused_with_the_known_ones(tmp_path):
+    with pytest.raises(TraceError, match="bursty"):
+        synthetic("calm", 5)
+    with pytest.raises(ValueError, match="kv_prefix"):
+        stack("best")
+    with pytest.raises(ProfileError, match=r"p\.json.*step"):
+        load_profile(write(tmp_path, '{"name": "x", "step": 1}', "p.json"))
