@@ -23,6 +23,9 @@ from orchestrator.types import Role
 # What vLLM calls its local sockets; a socket's whole path may have 107 bytes (unix(7)).
 _SOCKET_NAME_BYTES, _SOCKET_PATH_BYTES = 37, 107
 
+# vLLM's many informative lines would hide ours; say VLLM_LOGGING_LEVEL=INFO to read them.
+_QUIET = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}
+
 
 def check_config(config: Config) -> None:
     """Everything that can be known to be wrong from the file alone. Raises ConfigError."""
@@ -114,7 +117,7 @@ def worker_spec(
     if len(sockets.encode()) + _SOCKET_NAME_BYTES <= _SOCKET_PATH_BYTES:
         environment = {"VLLM_RPC_BASE_PATH": sockets, **environment}
     explicit = {**config.workers.env, **pool(config, role).env}
-    return ProcessSpec(worker_id, command, {**environment, **explicit})
+    return ProcessSpec(worker_id, command, {**_QUIET, **environment, **explicit})
 
 
 def frontend_spec(config: Config, index: int, config_file: Path) -> ProcessSpec:
@@ -126,7 +129,14 @@ def frontend_spec(config: Config, index: int, config_file: Path) -> ProcessSpec:
         *("--port", str(config.frontend.port)),
         "--die-with-parent",
     ]
-    return ProcessSpec(f"frontend-{index}", command)
+    environment = dict(_QUIET)
+    if config.frontend.replicas > 1:
+        # Counters of all frontends in one place, so that whichever is scraped answers for all; it must be there
+        # before they import prometheus_client. Another launcher's are not ours to add to.
+        metrics = config_file.parent / f"metrics-{os.getpid()}"
+        metrics.mkdir(mode=0o700, exist_ok=True)
+        environment["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
+    return ProcessSpec(f"frontend-{index}", command, environment)
 
 
 def hold_port(host: str, port: int) -> tuple[socket.socket, int]:
