@@ -14,6 +14,7 @@ from connectors.push.outbound import Outbound
 from connectors.push.wire import Endpoint, Gone, Landed, Register, Unregister
 
 TIMEOUT_S = 10.0
+MAX_DELAY_S = 5.0  # the network loses what is older, and a WRITE takes no longer
 DECODE_BLOCKS = 24
 
 
@@ -49,7 +50,6 @@ class PrefillRank:
         self.connecting: set[str] = set()
         self.undelivered: list[out.Tell] = []
         self.writes: dict[int, Write] = {}
-        self.dead_peers: set[str] = set()
 
     def run(self, actions: list[Any]) -> None:
         for action in actions:
@@ -71,9 +71,7 @@ class PrefillRank:
                     raise AssertionError(action)
 
     def _connect(self, engine: str) -> None:
-        if engine in self.dead_peers:
-            self.run(self.outbound.unreachable(engine, "dead", self.world.now))
-        elif engine in self.connected:
+        if engine in self.connected:
             self.run(self.outbound.connected(engine, self.world.chunkwise, self.world.now))
         elif engine not in self.connecting:
             self.connecting.add(engine)
@@ -83,7 +81,7 @@ class PrefillRank:
         self.connecting.discard(engine)
         mine = [tell for tell in self.undelivered if tell.engine == engine]
         self.undelivered = [tell for tell in self.undelivered if tell.engine != engine]
-        if ok and engine not in self.dead_peers:
+        if ok:
             self.connected.add(engine)
             for tell in mine:
                 self._tell(tell)
@@ -195,7 +193,6 @@ class DecodeEngine:
         self.outcomes: dict[str, bool] = {}
         self.connected: set[str] = set()
         self.connecting: set[str] = set()
-        self.dead_peers: set[str] = set()
 
     def reserve(self, request: str, stream: str, total: int, cached: int, source: PrefillEngine) -> bool:
         needed = total - cached
@@ -228,9 +225,7 @@ class DecodeEngine:
                     raise AssertionError(action)
 
     def _connect(self, engine: str) -> None:
-        if engine in self.dead_peers:
-            self.run(self.inbound.unreachable(engine, "dead", self.world.now))
-        elif engine in self.connected:
+        if engine in self.connected:
             self.handshaken(engine, True)
         elif engine not in self.connecting:
             self.connecting.add(engine)
@@ -238,7 +233,7 @@ class DecodeEngine:
 
     def handshaken(self, engine: str, ok: bool) -> None:
         self.connecting.discard(engine)
-        if ok and engine not in self.dead_peers:
+        if ok:
             self.connected.add(engine)
             agents = tuple(rank.agent for rank in self.world.prefills[engine].ranks)
             self.run(self.inbound.connected(engine, agents, self.world.now))
@@ -300,6 +295,9 @@ class World:
         side.handshaken(engine, ok and alive)
 
     def tick(self, seconds: float) -> None:
+        if seconds > MAX_DELAY_S:
+            self.network.clear()
+            self.end_writes()
         self.now += seconds
         for decode in self.decodes.values():
             decode.run(decode.inbound.tick(self.now))
@@ -308,6 +306,11 @@ class World:
                 for rank in engine.ranks:
                     rank.run(rank.outbound.tick(self.now))
 
+    def end_writes(self) -> None:
+        while writes := self.writes():
+            writes[0].land()
+            writes[0].rank.end_write(writes[0], ok=True)
+
     def kill(self, name: str) -> None:
         if name in self.prefills:
             self.prefills[name].dead = True
@@ -315,20 +318,17 @@ class World:
             del self.decodes[name]
         self.unannounced.append(name)
 
-    def announce(self) -> None:
-        name = self.unannounced.pop(0)
+    def announce(self, name: str) -> None:
         for decode in self.decodes.values():
-            decode.dead_peers.add(name)
-            decode.run(decode.inbound.peer_dead(name, self.now))
+            decode.run(decode.inbound.declared_dead(name, self.now))
         for engine in self.prefills.values():
             for rank in engine.ranks if not engine.dead else []:
-                rank.dead_peers.add(name)
-                rank.run(rank.outbound.peer_dead(name, self.now))
+                rank.run(rank.outbound.declared_dead(name, self.now))
 
     def settle(self) -> None:
         """Let everything that was begun come to its end; then nothing may be left anywhere."""
         while self.unannounced:
-            self.announce()
+            self.announce(self.unannounced.pop())
         for engine in self.prefills.values():
             for stream, request in engine.requests.items():
                 if not engine.dead and request.started and not request.ended:
@@ -338,10 +338,7 @@ class World:
                 self.shake(0, ok=True)
             while self.network:
                 self.deliver(0)
-            for write in self.writes():
-                if not write.over:
-                    write.land()
-                    write.rank.end_write(write, ok=True)
+            self.end_writes()
             if not self.network and not self.handshakes:
                 self.tick(1.0)
         self.check_empty()

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Union
 
+import msgspec
+
 from connectors.push.states import INBOX, INBOX_ENDS, Inbox, InboxEvent
 from connectors.push.wire import Endpoint, Message, Register, Unregister
 
@@ -53,18 +55,29 @@ class _Waiting:
     unanswered: set[str] = field(default_factory=set)  # peers that may still WRITE
     refused: bool = False
     resend_at: float = 0.0
+    give_up_at: float = 0.0  # no answer by then is taken as proof of death
 
 
 class Inbound:
     """Registrations of one decode worker rank, by request id."""
 
-    def __init__(self, *, timeout_s: float, resend_s: float = 0.5, silent_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        resend_s: float = 0.5,
+        grace_s: float = 1.0,
+        dead_s: float = 15.0,
+        silent_s: float = 5.0,
+    ) -> None:
         self._timeout_s = timeout_s
         self._resend_s = resend_s
+        self._grace_s = grace_s  # a peer declared dead may still answer this long: the fleet can be wrong
+        self._dead_s = dead_s  # and is not asked for anything this long
         self._silent_s = silent_s
         self._waiting: dict[str, _Waiting] = {}
         self._peers: dict[str, tuple[str, ...]] = {}  # engine -> agent names, once connected
-        self._dead: set[str] = set()
+        self._dead: dict[str, float] = {}  # engine -> until when it is left alone
 
     @property
     def busy(self) -> bool:
@@ -84,7 +97,7 @@ class Inbound:
 
     def disown(self, order: Unregister, source: Endpoint, now: float) -> list[Action]:
         """Nothing was reserved and nothing will be: let the prefill engine free what it keeps for us."""
-        if order.request in self._waiting or source.engine in self._dead:
+        if order.request in self._waiting or self._is_dead(source.engine, now):
             return []
         reserve = Register(order.stream, order.request, order.decode, [], 0)
         waiting = _Waiting(order=reserve, source=source, deadline=now + self._silent_s, silent=True)
@@ -126,13 +139,24 @@ class Inbound:
     def gone(self, request: str, peer: str, why: str, now: float) -> list[Action]:
         return self._answer(request, peer, now, refused=True, why=why)
 
-    def peer_dead(self, engine: str, now: float) -> list[Action]:
-        """Known dead: nothing it posted can land any more, and nothing new will be sent to it."""
-        self._dead.add(engine)
-        self._peers.pop(engine, None)
+    def declared_dead(self, engine: str, now: float) -> list[Action]:
+        """The fleet says so. Peers are asked to stop all the same, and have `grace_s` to show that they live."""
+        self._dead[engine] = now + self._dead_s
+        why = f"prefill engine {engine} is dead"
         actions: list[Action] = []
         for waiting in self._of(engine):
-            actions += self._apply(waiting, InboxEvent.PEER_DEAD, now, f"prefill engine {engine} is dead")
+            actions += self._apply(waiting, InboxEvent.WITHDRAW, now, why)
+            waiting.give_up_at = min(waiting.give_up_at or now + self._grace_s, now + self._grace_s)
+        return actions
+
+    def unsendable(self, engine: str, peer: str, now: float) -> list[Action]:
+        """A message to `peer` could not be sent. Of an engine that was declared dead, that is the proof."""
+        if engine not in self._dead:
+            return []
+        actions: list[Action] = []
+        for waiting in self._of(engine):
+            if peer in waiting.unanswered:
+                actions += self._apply(waiting, InboxEvent.PEER_DEAD, now, f"prefill engine {engine} is dead")
         return actions
 
     def tick(self, now: float) -> list[Action]:
@@ -140,8 +164,9 @@ class Inbound:
         actions: list[Action] = []
         for waiting in list(self._waiting.values()):
             if waiting.state is Inbox.WITHDRAWING:
-                if waiting.silent and now >= waiting.deadline:
-                    del self._waiting[waiting.order.request]
+                if now >= (waiting.deadline if waiting.silent else waiting.give_up_at):
+                    why = "the prefill engine does not answer"
+                    actions += self._apply(waiting, InboxEvent.PEER_DEAD, now, why)
                 elif now >= waiting.resend_at:
                     actions += self._ask_to_stop(waiting, now)
             elif now >= waiting.deadline:
@@ -154,10 +179,15 @@ class Inbound:
     def _of(self, engine: str) -> list[_Waiting]:
         return [waiting for waiting in self._waiting.values() if waiting.source.engine == engine]
 
+    def _is_dead(self, engine: str, now: float) -> bool:
+        if now >= self._dead.get(engine, now):
+            self._dead.pop(engine, None)
+        return engine in self._dead
+
     def _open(self, waiting: _Waiting, now: float) -> list[Action]:
         engine = waiting.source.engine
-        if engine in self._dead:
-            return self._apply(waiting, InboxEvent.PEER_DEAD, now, f"prefill engine {engine} is dead")
+        if self._is_dead(engine, now):
+            return self._apply(waiting, InboxEvent.WITHDRAW, now, f"prefill engine {engine} is dead")
         if peers := self._peers.get(engine):
             return self._announce(waiting, peers, now)
         return [Connect(waiting.source)]
@@ -168,7 +198,8 @@ class Inbound:
         if waiting.silent:
             return actions + self._apply(waiting, InboxEvent.WITHDRAW, now, "not needed")
         # The registration leaves only now: before it, no peer can know these blocks.
-        return actions + [Send(waiting.source.engine, peer, waiting.order) for peer in peers]
+        order = msgspec.structs.replace(waiting.order, valid_s=max(0.0, waiting.deadline - now))
+        return actions + [Send(waiting.source.engine, peer, order) for peer in peers]
 
     def _ask_to_stop(self, waiting: _Waiting, now: float) -> list[Action]:
         # Repeated, since a peer that restarts its connection may lose one; the answer is idempotent.
@@ -197,6 +228,8 @@ class Inbound:
         waiting.state = after
         waiting.why = waiting.why or why
         if after is Inbox.WITHDRAWING:
+            # Peers post nothing once the registration has run out; this long after it nothing can be on its way.
+            waiting.give_up_at = now + max(self._timeout_s, self._grace_s)
             return self._ask_to_stop(waiting, now)
         if after in INBOX_ENDS:
             del self._waiting[waiting.order.request]

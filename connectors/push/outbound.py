@@ -85,7 +85,9 @@ Action = Union[Connect, Post, Tell, Release, Abandon, Ended]
 class _Stream:
     key: str
     state: Stream
-    deadline: float | None = None
+    deadline: float | None = None  # of the state
+    valid_until: float | None = None  # of the registration
+    abandon_at: float | None = None  # WRITEs to an engine declared dead are not waited for beyond it
     order: Register | None = None
     epoch: int = 0
     pending: deque[Chunk] = field(default_factory=deque)
@@ -111,13 +113,13 @@ class _Ended:
 class Outbound:
     """Streams of one prefill worker rank, by request id."""
 
-    def __init__(self, *, lease_s: float, expect_s: float) -> None:
+    def __init__(self, *, lease_s: float, expect_s: float, abandon_s: float = 60.0) -> None:
         self.layers = 0  # how many layers a block consists of, where chunks come by layer
         self._lease_s = lease_s
         self._expect_s = expect_s
+        self._abandon_s = abandon_s
         self._streams: dict[str, _Stream] = {}
         self._connected: dict[str, bool] = {}  # decode engine -> it takes WRITEs chunk by chunk
-        self._dead: set[str] = set()
         self._ended: OrderedDict[str, _Ended] = OrderedDict()
 
     @property
@@ -169,7 +171,7 @@ class Outbound:
         stream.held, stream.computing = True, False
         if stream.state in STREAM_ENDS:
             return self._end(stream)
-        return []
+        return self._let_go_early(stream)
 
     def abort(self, key: str, held: bool, why: str, now: float) -> list[Action]:
         """The prefill ended otherwise; `held` says that the scheduler keeps its blocks until `Release`."""
@@ -180,19 +182,19 @@ class Outbound:
         stream.held, stream.computing = held, False
         if stream.state in STREAM_ENDS:
             return self._end(stream)
-        return self._apply(stream, StreamEvent.GIVE_UP, now, why)
+        return self._apply(stream, StreamEvent.GIVE_UP, now, why) + self._let_go_early(stream)
 
     # ---- from the network --------------------------------------------------------------------------------------
 
     def register(self, order: Register, peer: str, now: float) -> list[Action]:
-        key, engine = order.stream, order.decode.engine
-        if engine in self._dead:
-            return []
+        key = order.stream
         stream = self._streams.get(key)
         if stream is None and key in self._ended:
             return self._answer_late(order, peer)
         if stream is None:
-            stream = self._streams[key] = _Stream(key, Stream.EXPECTED, deadline=now + self._expect_s, order=order)
+            deadline = now + min(self._expect_s, order.valid_s)
+            stream = self._streams[key] = _Stream(key, Stream.EXPECTED, deadline=deadline, order=order)
+            stream.valid_until = now + order.valid_s
             return self._connect(order)
         if stream.order is not None:
             if self._same(stream.order, order):
@@ -201,6 +203,7 @@ class Outbound:
         if stream.state in STREAM_ENDS or stream.state is Stream.DRAINING:
             return self._refuse(order, peer, stream.why or "the prefill has ended")
         stream.order = order
+        stream.valid_until = now + order.valid_s
         actions = self._connect(order)
         actions += self._apply(stream, StreamEvent.REGISTER, now, "")
         return actions + self._check(stream, now) + self._pump(stream, now)
@@ -208,8 +211,6 @@ class Outbound:
     def unregister(self, order: Unregister, peer: str, now: float) -> list[Action]:
         """Answered in any case, once nothing is in flight or to come for it."""
         key, engine = order.stream, order.decode.engine
-        if engine in self._dead:
-            return []
         stream = self._streams.get(key)
         answer = Register(key, order.request, order.decode, [], 0)
         if stream is None:
@@ -261,21 +262,21 @@ class Outbound:
         stream = self._streams.get(key)
         return self._apply(stream, StreamEvent.GIVE_UP, now, why) if stream is not None else []
 
-    def peer_dead(self, engine: str, now: float) -> list[Action]:
-        """Known dead: WRITEs to it can do no harm, so its blocks are freed without waiting for them."""
-        self._dead.add(engine)
+    def declared_dead(self, engine: str, now: float) -> list[Action]:
+        """The fleet says that this decode engine is dead: blocks are freed at once, since reading them does no harm.
+
+        WRITEs in flight still end before anything is called gone, in case it lives after all.
+        """
         self._connected.pop(engine, None)
         actions: list[Action] = []
         for stream in self._to(engine):
-            handles = tuple(stream.inflight)
-            stream.inflight.clear()
-            if handles:
-                actions.append(Abandon(engine, handles))
-            actions += self._apply(stream, StreamEvent.PEER_DEAD, now, f"decode engine {engine} is dead")
+            stream.abandon_at = now + self._abandon_s
+            actions += self._apply(stream, StreamEvent.GIVE_UP, now, f"decode engine {engine} is dead")
+            actions += self._let_go_early(stream)
         return actions
 
     def tick(self, now: float) -> list[Action]:
-        """Leases. Call it at least every second while `busy`."""
+        """Leases and deadlines. Call it at least every second while `busy`."""
         actions: list[Action] = []
         for stream in list(self._streams.values()):
             if stream.deadline is not None and now >= stream.deadline:
@@ -283,6 +284,15 @@ class Outbound:
                 why = f"decode did not register within {self._lease_s:g} s" if leased else "the prefill never came"
                 stream.deadline = None
                 actions += self._apply(stream, StreamEvent.GIVE_UP, now, why)
+            if stream.valid_until is not None and now >= stream.valid_until:
+                stream.valid_until = None
+                actions += self._apply(stream, StreamEvent.GIVE_UP, now, "decode has given up by now")
+            if stream.abandon_at is not None and now >= stream.abandon_at:
+                assert stream.order is not None
+                handles, stream.abandon_at = tuple(stream.inflight), None
+                stream.inflight.clear()
+                actions.append(Abandon(stream.order.decode.engine, handles))
+                actions += self._apply(stream, StreamEvent.PEER_DEAD, now, "")
         return actions
 
     # ---- inside ------------------------------------------------------------------------------------------------
@@ -365,9 +375,16 @@ class Outbound:
         actions: list[Action] = []
         if (order := stream.order) is not None:
             message: Message = Landed(order.request) if ok else Gone(order.request, stream.why)
-            actions.append(Tell(order.decode.engine, message))
+            if event is not StreamEvent.PEER_DEAD:
+                actions.append(Tell(order.decode.engine, message))
             actions.append(self._account(stream, ok, now))
         return actions + ([] if stream.computing else self._end(stream))
+
+    def _let_go_early(self, stream: _Stream) -> list[Action]:
+        if stream.abandon_at is None or not stream.held or stream.key not in self._streams:
+            return []
+        stream.held = False
+        return [Release(stream.key)]
 
     @staticmethod
     def _account(stream: _Stream, ok: bool, now: float) -> Ended:

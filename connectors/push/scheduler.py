@@ -6,6 +6,7 @@ finished_sending (blocks may be freed) and finished_recving (KV is here, or fail
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.pd.push")
+
+_DEAD_S = 15.0  # a request that names an engine later than this after its death means that it lives
 
 
 @dataclass
@@ -60,7 +63,7 @@ class PushScheduler(NixlPushConnectorScheduler):
             logger.info("This model or topology cannot stream its KV: each prompt is pushed whole (transfer: whole)")
         self._prefills: dict[str, _Prefill] = {}
         self._reserved: dict[str, Endpoint] = {}
-        self._dead: set[str] = set()
+        self._dead: dict[str, float] = {}  # engine -> until when its KV is not asked for
         self._next = PushMetadata()
 
     # ---- decode: before and at allocation ----------------------------------------------------------------------
@@ -73,7 +76,7 @@ class PushScheduler(NixlPushConnectorScheduler):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         params = request.kv_transfer_params
-        if params and params.get("do_remote_prefill") and params["remote_engine_id"] in self._dead:
+        if params and params.get("do_remote_prefill") and self._is_dead(params["remote_engine_id"]):
             params["do_remote_prefill"] = False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
@@ -196,10 +199,15 @@ class PushScheduler(NixlPushConnectorScheduler):
     # ---- the fleet ---------------------------------------------------------------------------------------------
 
     def fail_engine(self, engine_id: str) -> None:
-        """`engine_id` is known to be dead. Takes effect with the next step, which this makes happen."""
-        if engine_id not in self._dead and engine_id != self.engine_id:
-            self._dead.add(engine_id)
+        """The fleet takes `engine_id` for dead. Takes effect with the next step, which this makes happen."""
+        if engine_id != self.engine_id and not self._is_dead(engine_id):
+            self._dead[engine_id] = time.monotonic() + _DEAD_S
             self._next.dead_engines.append(engine_id)
+
+    def _is_dead(self, engine_id: str) -> bool:
+        if time.monotonic() >= self._dead.get(engine_id, 0.0):
+            self._dead.pop(engine_id, None)
+        return engine_id in self._dead
 
     def has_pending_push_work(self) -> bool:
         return self._next.has_news()

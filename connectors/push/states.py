@@ -25,14 +25,13 @@ class InboxEvent(enum.Enum):
     ALL_ANSWERED = "all_answered"  # every peer has answered, some with "gone"
     REFUSED = "refused"  # one peer said "gone", others have not answered
     WITHDRAW = "withdraw"  # aborted here, or waited too long
-    PEER_DEAD = "peer_dead"
+    PEER_DEAD = "peer_dead"  # proven, or as good as
 
 
 INBOX: dict[tuple[Inbox, InboxEvent], Inbox] = {
     (Inbox.CONNECTING, InboxEvent.SENT): Inbox.REGISTERED,
     (Inbox.CONNECTING, InboxEvent.UNREACHABLE): Inbox.FAILED,
     (Inbox.CONNECTING, InboxEvent.WITHDRAW): Inbox.FAILED,
-    (Inbox.CONNECTING, InboxEvent.PEER_DEAD): Inbox.FAILED,
     (Inbox.REGISTERED, InboxEvent.ALL_LANDED): Inbox.RECEIVED,
     (Inbox.REGISTERED, InboxEvent.ALL_ANSWERED): Inbox.FAILED,
     (Inbox.REGISTERED, InboxEvent.REFUSED): Inbox.WITHDRAWING,
@@ -64,24 +63,21 @@ class StreamEvent(enum.Enum):
     FLUSHED = "flushed"  # nothing pending, nothing in flight
     GIVE_UP = "give_up"  # withdrawn, aborted, a WRITE failed, the lease ended
     DRAINED = "drained"  # given up, and nothing in flight
-    PEER_DEAD = "peer_dead"
+    PEER_DEAD = "peer_dead"  # declared dead, and its WRITEs do not end
 
 
 STREAM: dict[tuple[Stream, StreamEvent], Stream] = {
     (Stream.EXPECTED, StreamEvent.START): Stream.STREAMING,
     (Stream.EXPECTED, StreamEvent.GIVE_UP): Stream.DRAINING,
-    (Stream.EXPECTED, StreamEvent.PEER_DEAD): Stream.DROPPED,
     (Stream.COMPUTING, StreamEvent.REGISTER): Stream.STREAMING,
     (Stream.COMPUTING, StreamEvent.CLOSE): Stream.LEASED,
     (Stream.COMPUTING, StreamEvent.GIVE_UP): Stream.DRAINING,
     (Stream.STREAMING, StreamEvent.CLOSE): Stream.FLUSHING,
     (Stream.STREAMING, StreamEvent.GIVE_UP): Stream.DRAINING,
-    (Stream.STREAMING, StreamEvent.PEER_DEAD): Stream.DROPPED,
     (Stream.LEASED, StreamEvent.REGISTER): Stream.FLUSHING,
     (Stream.LEASED, StreamEvent.GIVE_UP): Stream.DRAINING,
     (Stream.FLUSHING, StreamEvent.FLUSHED): Stream.LANDED,
     (Stream.FLUSHING, StreamEvent.GIVE_UP): Stream.DRAINING,
-    (Stream.FLUSHING, StreamEvent.PEER_DEAD): Stream.DROPPED,
     (Stream.DRAINING, StreamEvent.DRAINED): Stream.DROPPED,
     (Stream.DRAINING, StreamEvent.PEER_DEAD): Stream.DROPPED,
 }

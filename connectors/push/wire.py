@@ -9,8 +9,8 @@ from typing import Union
 
 import msgspec
 
-# Raised with any change below: a peer of another version is refused message by message.
-VERSION = 1
+# Raised with any change below: a peer of another version is refused at the handshake, and message by message.
+VERSION = 2
 PREFIX = b"PDKV%d:" % VERSION
 
 
@@ -32,6 +32,8 @@ class Register(msgspec.Struct, tag="reg", frozen=True):
     """Decode to prefill: WRITE the KV of `stream` here. Sent once the blocks are reserved.
 
     `blocks` are the decode engine's logical block ids per KV cache group, without what its prefix cache holds.
+    No WRITE may be posted `valid_s` after this was received: decode has given up by then, and takes an answer that
+    does not come as proof that none will.
     """
 
     stream: str  # the request as the prefill engine knows it
@@ -39,6 +41,7 @@ class Register(msgspec.Struct, tag="reg", frozen=True):
     decode: Endpoint
     blocks: list[list[int]]
     prompt_tokens: int
+    valid_s: float = 0.0  # set when it is sent
 
 
 class Unregister(msgspec.Struct, tag="unreg", frozen=True):

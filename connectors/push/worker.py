@@ -72,7 +72,6 @@ class PushWorker(NixlPushConnectorWorker):
         self._layers: dict[str, int] = {}  # layer name -> region, in layer mode
         self._layers_seen: set[int] = set()
         self._connecting: set[str] = set()
-        self._dead: set[str] = set()
         self._to_forget: set[str] = set()
         self._undelivered: dict[str, list[tuple[str | None, wire.Message]]] = {}
         self._agents_lock = threading.Lock()
@@ -182,9 +181,9 @@ class PushWorker(NixlPushConnectorWorker):
         tick_at = 0.0
         while not self._push_writer_stop.is_set():
             try:
+                self._receive()  # first: after a long stall, a withdrawal counts before anything more is posted
                 while not self._events.empty():
                     self._run(self._events.get())
-                self._receive()
                 self._poll_writes()
                 if (now := time.monotonic()) >= tick_at:
                     tick_at = now + _TICK_S
@@ -306,6 +305,8 @@ class PushWorker(NixlPushConnectorWorker):
                 self._run(functools.partial(self._on_message, message, agent))
 
     def _on_message(self, message: wire.Message, agent: str, now: float) -> Iterable[Any]:
+        if isinstance(message, wire.Register | wire.Unregister):
+            self._to_forget.discard(message.decode.engine)  # it lives
         match message:
             case wire.Register():
                 return self._outbound.register(message, agent, now)
@@ -324,6 +325,7 @@ class PushWorker(NixlPushConnectorWorker):
             # Repeated where it matters (Unregister); elsewhere the other side's deadline covers it.
             logger.warning("KV message %s to %s was not sent: %s", type(message).__name__, engine, error)
             self._records.put(lambda s: s.record_failed_notification())
+            self._run(functools.partial(self._inbound.unsendable, engine, agent))
 
     def _tell(self, engine: str, message: wire.Message, agent: str | None) -> None:
         if engine in self._connecting:
@@ -340,9 +342,6 @@ class PushWorker(NixlPushConnectorWorker):
     def _connect(self, peer: wire.Endpoint) -> None:
         engine = peer.engine
         if engine in self._connecting:
-            return
-        if engine in self._dead:
-            self._run(functools.partial(self._on_unreachable, engine, "it is dead"))
             return
         # Full handshakes wherever possible: today's decode peer writes to us once roles have changed.
         future = self._ensure_handshake(
@@ -369,9 +368,6 @@ class PushWorker(NixlPushConnectorWorker):
 
     def _on_connected(self, engine: str, now: float) -> Iterable[Any]:
         self._connecting.discard(engine)
-        if engine in self._dead:
-            self._to_forget.add(engine)
-            return self._on_unreachable(engine, "it is dead", now)
         agents = self._agents(engine)
         for agent, message in self._undelivered.pop(engine, []):
             self._tell(engine, message, agent)
@@ -386,9 +382,8 @@ class PushWorker(NixlPushConnectorWorker):
         return [*self._inbound.unreachable(engine, why, now), *self._outbound.unreachable(engine, why, now)]
 
     def _on_dead(self, engine: str, now: float) -> Iterable[Any]:
-        self._dead.add(engine)
         self._to_forget.add(engine)
-        return [*self._inbound.peer_dead(engine, now), *self._outbound.peer_dead(engine, now)]
+        return [*self._inbound.declared_dead(engine, now), *self._outbound.declared_dead(engine, now)]
 
     def _forget_dead(self) -> None:
         """NIXL's state for dead engines goes once nothing refers to it."""

@@ -17,9 +17,10 @@ BACK = Unregister("s", "r", HERE)
 @pytest.fixture
 def end() -> Inbound:
     """Registered with two ranks of P."""
-    end = Inbound(timeout_s=10, resend_s=1, silent_s=5)
+    end = Inbound(timeout_s=10, resend_s=1, grace_s=2, dead_s=15, silent_s=5)
     assert end.register(ORDER, SOURCE, 0.0) == [Connect(SOURCE)]
-    assert end.connected("P", ("P/0", "P/1"), 0.5) == [Send("P", "P/0", ORDER), Send("P", "P/1", ORDER)]
+    sent = Register("s", "r", HERE, [[1, 2]], 50, valid_s=9.5)
+    assert end.connected("P", ("P/0", "P/1"), 0.5) == [Send("P", "P/0", sent), Send("P", "P/1", sent)]
     return end
 
 
@@ -66,7 +67,7 @@ def test_what_was_never_registered_is_given_back_at_once() -> None:
     for ending in (
         lambda end: end.withdraw("r", "aborted", 1.0),
         lambda end: end.unreachable("P", "no answer", 1.0),
-        lambda end: end.peer_dead("P", 1.0),
+        lambda end: end.declared_dead("P", 1.0),
         lambda end: end.tick(11.0),
     ):
         end = Inbound(timeout_s=10)
@@ -76,10 +77,26 @@ def test_what_was_never_registered_is_given_back_at_once() -> None:
         assert not end.busy
 
 
-def test_a_dead_peer_ends_what_waits_for_it_and_what_comes_later(end: Inbound) -> None:
-    assert end.peer_dead("P", 1.0) == [Finish("r", False, "prefill engine P is dead")]
-    assert end.register(ORDER, SOURCE, 2.0) == [Finish("r", False, "prefill engine P is dead")]
-    assert end.landed("r", "P/0", 3.0) == []
+def test_a_peer_declared_dead_has_a_moment_to_show_that_it_lives(end: Inbound) -> None:
+    assert end.declared_dead("P", 1.0) == [Send("P", "P/0", BACK), Send("P", "P/1", BACK)]
+    assert not any(isinstance(action, Finish) for action in end.tick(2.9))
+    assert end.tick(3.0) == [Finish("r", False, "prefill engine P is dead")]
+    # Left alone for a while; named again after that, it must live.
+    assert end.register(ORDER, SOURCE, 4.0) == [Finish("r", False, "prefill engine P is dead")]
+    assert all(isinstance(action, Send) for action in end.register(ORDER, SOURCE, 16.1))
+
+
+def test_a_message_that_cannot_be_sent_is_the_proof_of_a_declared_death(end: Inbound) -> None:
+    assert end.unsendable("P", "P/1", 1.0) == []  # the network alone proves nothing
+    end.declared_dead("P", 2.0)
+    assert end.unsendable("P", "P/1", 2.0) == [Finish("r", False, "prefill engine P is dead")]
+
+
+def test_a_withdrawal_that_is_never_answered_ends_too(end: Inbound) -> None:
+    end.withdraw("r", "aborted", 1.0)
+    for second in range(2, 11):
+        assert not any(isinstance(action, Finish) for action in end.tick(float(second)))
+    assert end.tick(11.0) == [Finish("r", False, "aborted")]
 
 
 def test_an_unreachable_answer_does_not_free_what_is_registered(end: Inbound) -> None:
@@ -110,4 +127,5 @@ def test_the_table_is_sound() -> None:
         assert before not in INBOX_ENDS
         if before in (Inbox.REGISTERED, Inbox.WITHDRAWING) and after in INBOX_ENDS:
             assert event in proofs
-    assert {before for (before, event) in INBOX if event is InboxEvent.PEER_DEAD} == set(Inbox) - INBOX_ENDS
+    proven = {before for (before, event) in INBOX if event is InboxEvent.PEER_DEAD}
+    assert proven == {Inbox.REGISTERED, Inbox.WITHDRAWING}

@@ -11,8 +11,8 @@ from connectors.push.wire import Endpoint, Gone, Landed, Register, Unregister
 
 DECODE = Endpoint("D", "host", 1)
 OTHER = Endpoint("D2", "host", 2)
-ORDER = Register("s", "r", DECODE, [[10, 11, 12, 13]], 100)
-ORDER_OF_OTHER = Register("s", "r2", OTHER, [[5, 6, 7, 8]], 100)
+ORDER = Register("s", "r", DECODE, [[10, 11, 12, 13]], 100, valid_s=30.0)
+ORDER_OF_OTHER = Register("s", "r2", OTHER, [[5, 6, 7, 8]], 100, valid_s=30.0)
 BACK = Unregister("s", "r", DECODE)
 
 
@@ -163,14 +163,30 @@ def test_a_failed_write_fails_the_transfer_not_the_prefill(end: Outbound) -> Non
     assert end.finish("s", 3.0) == [Release("s")]
 
 
-def test_a_dead_decode_engine_frees_everything_at_once(end: Outbound) -> None:
+def test_a_decode_engine_declared_dead_frees_the_blocks_at_once_but_hears_gone_only_after_its_writes(end) -> None:
     end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
     end.posted("s", 1, 1.0)
     end.finish("s", 2.0)
-    actions = end.peer_dead("D", 3.0)
-    assert actions[0] == Abandon("D", (1,))
-    assert actions[-1] == Release("s")
-    assert end.register(Register("t", "r3", DECODE, [[1]], 9), "D", 4.0) == []
+    assert end.declared_dead("D", 3.0) == [Release("s")]
+    # It lives after all, and asks: the answer comes when the WRITE is over, not before.
+    assert told(end.unregister(BACK, "D", 4.0)) == []
+    assert told(end.written("s", 1, True, 5.0)) == [Gone("r", "decode engine D is dead")]
+    assert not end.busy
+
+
+def test_writes_to_a_dead_engine_that_never_end_are_abandoned(end: Outbound) -> None:
+    end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
+    end.posted("s", 1, 1.0)
+    assert end.declared_dead("D", 3.0) == []
+    assert end.abort("s", True, "aborted", 4.0) == [Release("s")]
+    assert end.tick(62.9) == []
+    assert end.tick(63.1)[0] == Abandon("D", (1,))
+    assert not end.busy
+
+
+def test_nothing_is_posted_once_the_registration_has_run_out(end: Outbound) -> None:
+    assert told(end.tick(30.0)) == [Gone("r", "decode has given up by now")]
+    assert end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 31.0) == []
 
 
 def test_an_unreachable_decode_engine_ends_the_stream(end: Outbound) -> None:

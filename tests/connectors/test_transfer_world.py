@@ -59,7 +59,7 @@ class Transfers(RuleBasedStateMachine):
     def decode_reserves(self, index: int, decode: str, cached: int) -> None:
         name, stream = self.streams[index % len(self.streams)]
         engine, target = self.world.prefills[name], self.world.decodes.get(decode)
-        if target is None or name in target.dead_peers:
+        if target is None:
             return
         self.count += 1
         total = engine.requests[stream].total
@@ -153,6 +153,13 @@ class Transfers(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.world.tick(seconds)
 
+    def a_false_alarm(self, index: int) -> None:
+        """The fleet takes a living engine for dead; it answers within the grace it is given."""
+        self.world.announce(("P0", "P1", "D0", "D1")[index % 4])
+        self.everything_is_delivered()
+        self.world.end_writes()
+        self.everything_is_delivered()
+
     def an_engine_dies(self, index: int) -> None:
         name = ("P0", "P1", "D0", "D1")[index % 4]
         if name in self.world.decodes or (name in self.world.prefills and not self.world.prefills[name].dead):
@@ -160,7 +167,15 @@ class Transfers(RuleBasedStateMachine):
 
     @rule(
         what=st.sampled_from(
-            ["decode_disowns", "decode_aborts", "prefill_is_preempted", "prefill_aborts", "drop", "an_engine_dies"]
+            [
+                "decode_disowns",
+                "decode_aborts",
+                "prefill_is_preempted",
+                "prefill_aborts",
+                "drop",
+                "an_engine_dies",
+                "a_false_alarm",
+            ]
         ),
         index=INDEX,
     )
@@ -170,7 +185,7 @@ class Transfers(RuleBasedStateMachine):
     @precondition(lambda self: self.world.unannounced)
     @rule()
     def a_death_is_noticed(self) -> None:
-        self.world.announce()
+        self.world.announce(self.world.unannounced.pop(0))
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
@@ -178,4 +193,4 @@ class Transfers(RuleBasedStateMachine):
 
 
 TestTransfers = Transfers.TestCase
-TestTransfers.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
+TestTransfers.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
