@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -26,6 +27,7 @@ from orchestrator.detach import start_detached
 from orchestrator.launcher import launch
 from orchestrator.leftovers import end_processes, remove_shared_memory
 from orchestrator.operations import Fleet, FleetHandle, Refused, find_fleet, open_fleet
+from orchestrator.process import started_ticks
 from orchestrator.run_folder import RunFolder, abandoned_namespaces, held_namespaces
 from orchestrator.types import Role
 
@@ -55,6 +57,7 @@ WorkerArgument = Annotated[str, typer.Argument(help="A worker's id, as `orchestr
 T = TypeVar("T")
 _out = RichConsole(width=None if sys.stdout.isatty() else 200)
 _KILL_AFTER_S = 60.0
+_EXIT_AFTER_S = 5.0  # the interpreter, after the fleet
 _WATCH_EVERY_S = 1.0
 
 
@@ -95,12 +98,16 @@ def down(namespace: NamespaceOption = None) -> None:
         return
     if pid is None:
         raise Refused(f"the fleet in namespace {namespace!r} is just starting or ending; try again")
+    ticks = started_ticks(pid)
     os.kill(pid, signal.SIGTERM)
     if not folder.wait_until_free(_KILL_AFTER_S):
         _out.print(f"process {pid} did not end within {_KILL_AFTER_S:g} s; killing it")
         os.kill(pid, signal.SIGKILL)
         folder.wait_until_free(_KILL_AFTER_S)
         _remove_killed(folder)
+    deadline = time.monotonic() + _EXIT_AFTER_S
+    while ticks is not None and started_ticks(pid) == ticks and time.monotonic() < deadline:
+        time.sleep(0.01)
     _out.print(f"fleet {namespace!r} ended")
 
 
