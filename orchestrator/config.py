@@ -98,6 +98,7 @@ class QueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class KVConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     transfer: Literal["chunk", "layer", "whole"] = "chunk"
     transfer_timeout_s: Seconds = 30.0  # decode recomputes what has not arrived by then
+    verify: bool = False  # compare checksums of both ends' blocks after every transfer; slow, to look for faults
 
 
 class SimConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
