@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -53,13 +54,15 @@ class VllmEngine:
         self._engine_id, self._kv_host, self._kv_port, self._kv = engine_id, kv_host, kv_port, kv
         self._cores = cores
         self._client: Any = None
-        self._codec = RequestCodec()
+        self._codec: RequestCodec | None = None
         self._encoder = MsgpackEncoder()
         self._steps: asyncio.Queue[EngineStep | None] = asyncio.Queue()
         self._reader: asyncio.Task[None] | None = None
         self._dead: asyncio.Future[None] | None = None
         self._blocks_total = 0
         self._last = EngineLoad(0, 0, 0, 0.0)
+        # All that the connector counts, summed: bytes_transferred, num_descriptors, pd_exposed_seconds ...
+        self.kv_totals: Counter[str] = Counter()
 
     # ---- life --------------------------------------------------------------------------------------------------
 
@@ -95,15 +98,17 @@ class VllmEngine:
         facts = await self.call_engine("pd_describe")
         tasks = await self.call_engine("get_supported_tasks")
         self._blocks_total = facts["blocks_total"]
+        model = config.model_config
+        self._codec = RequestCodec(model.max_model_len, model.get_vocab_size())
         parallel = config.parallel_config
         cache = config.cache_config
         return EngineInfo(
             identity=EngineIdentity(
                 model=self._model,
-                dtype=str(config.model_config.dtype).removeprefix("torch."),
+                dtype=str(model.dtype).removeprefix("torch."),
                 kv_cache_dtype=str(cache.cache_dtype),
                 block_size=cache.block_size,
-                max_model_len=config.model_config.max_model_len,
+                max_model_len=model.max_model_len,
                 engine="vllm",
                 engine_version=vllm.__version__,
                 protocol=PROTOCOL_VERSION,
@@ -147,8 +152,9 @@ class VllmEngine:
     # ---- requests ----------------------------------------------------------------------------------------------
 
     async def submit(self, request: EngineRequest) -> None:
-        engine_request = self._codec.decode(request)
-        await self._sending(self._alive().add_request_async(engine_request))
+        client = self._alive()
+        assert self._codec is not None  # set by start(), as the client is
+        await self._sending(client.add_request_async(self._codec.decode(request)))
 
     async def abort(self, keys: list[str]) -> None:
         await self._sending(self._alive().abort_requests_async(keys))
@@ -240,19 +246,19 @@ class VllmEngine:
             return None
         details = stats.iteration_details
         worked = details is not None and not details.is_dummy and details.elapsed_ms > 0
-        kv = stats.kv_connector_stats or {}
-        last = self._last
+        for name, values in (stats.kv_connector_stats or {}).items():
+            self.kv_totals[name] += sum(values)
+            self.kv_totals[f"{name}_count"] += len(values)
+        kv = self.kv_totals
         self._last = EngineLoad(
             blocks_free=round((1.0 - stats.kv_cache_usage) * self._blocks_total),
             running=stats.num_running_reqs,
             waiting=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
-            step_ms=details.elapsed_ms if worked else last.step_ms,
-            kv_bytes_sent=last.kv_bytes_sent + int(sum(kv.get("bytes_transferred", ()))),
-            kv_transfers=last.kv_transfers + len(kv.get("pd_stream_seconds", ())),
-            kv_transfer_s=last.kv_transfer_s + sum(kv.get("pd_stream_seconds", ())),
-            kv_transfer_failures=last.kv_transfer_failures
-            + len(kv.get("pd_streams_failed", ()))
-            + len(kv.get("pd_receives_failed", ())),
+            step_ms=details.elapsed_ms if worked else self._last.step_ms,
+            kv_bytes_sent=int(kv["bytes_transferred"]),
+            kv_transfers=kv["pd_stream_seconds_count"],
+            kv_transfer_s=kv["pd_stream_seconds"],
+            kv_transfer_failures=kv["pd_streams_failed_count"] + kv["pd_receives_failed_count"],
         )
         return self._last
 

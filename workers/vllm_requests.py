@@ -15,7 +15,9 @@ from workers.engine import EngineRequest, InvalidEngineRequest, Phase
 class RequestCodec:
     """Decodes and adapts. Raises InvalidEngineRequest, naming the request and what is wrong with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_model_len: int, vocabulary: int) -> None:
+        """Lengths and token ids that this engine can take: beyond them it would not fail the request but itself."""
+        self._max_model_len, self._vocabulary = max_model_len, vocabulary
         self._decoder = MsgpackDecoder(EngineCoreRequest)
 
     def decode(self, request: EngineRequest) -> EngineCoreRequest:
@@ -27,11 +29,27 @@ class RequestCodec:
         core.external_req_id = None
         if request.resume_tokens:
             _continue(core, request.resume_tokens)
+        self._check_prompt(core)
         if request.phase is Phase.PREFILL:
             _prefill_only(core)
         elif request.kv_source is not None:
             _set_kv(core, _receive(request.kv_source))
         return core
+
+    def _check_prompt(self, core: EngineCoreRequest) -> None:
+        tokens = core.prompt_token_ids
+        if tokens is None:
+            return  # embeddings: vLLM's frontend has measured them
+        longest = self._max_model_len - (1 if core.sampling_params is not None else 0)  # room for one new token
+        if not 0 < len(tokens) <= longest:
+            raise InvalidEngineRequest(
+                f"{core.request_id}: expected a prompt of 1 to {longest} tokens, got {len(tokens)}"
+            )
+        if core.prompt_is_token_ids is None and not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
+            raise InvalidEngineRequest(
+                f"{core.request_id}: expected token ids of 0 to {self._vocabulary - 1}, "
+                f"got {min(tokens)} to {max(tokens)}"
+            )
 
 
 def _sampling(core: EngineCoreRequest, what: str) -> SamplingParams:

@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["chunk", "layer", "whole"])
 async def pair(model: Path, request: pytest.FixtureRequest) -> AsyncIterator[tuple[Driver, Driver]]:
     """A prefill and a decode engine. Every test leaves both with all blocks free."""
-    kv = KVConfig(transfer=request.param, transfer_timeout_s=TIMEOUT_S)
+    kv = KVConfig(transfer=request.param, transfer_timeout_s=TIMEOUT_S, verify=True)
     prefill = await Driver.start(model, name="prefill", kv=kv)
     decode = await Driver.start(model, name="decode", kv=kv)
     yield prefill, decode
@@ -67,6 +67,7 @@ async def transfer(prefill: Driver, decode: Driver, key: str, body: list[bytes],
 async def assert_no_leaks(*drivers: Driver) -> None:
     for driver in drivers:
         await driver.idle()
+        assert not driver.engine.kv_totals["pd_corrupt"]
 
 
 @pytest.mark.parametrize("length", [5, 31, 32, 33, 64, 255, 256, 257, 700, 1500])
@@ -157,6 +158,48 @@ async def test_an_aborted_prefill_is_recomputed_by_decode(pair, reference) -> No
     await assert_no_leaks(prefill, decode)
 
 
+async def test_a_preempted_prefill_pushes_the_right_kv(pair, reference) -> None:
+    prefill, decode = pair
+    for index in range(6):
+        key, body = f"preempt-{index}", frames(prompt(1800, 500 + index), 4)
+        await transfer(prefill, decode, key, body)
+        await asyncio.sleep(0.01 + index * 0.004)
+        # vLLM preempts what runs, and the request begins again in other blocks.
+        await prefill.engine.call("reset_prefix_cache", [True])
+        assert await decode.done(key) == await expected(reference, key, body)
+    await assert_no_leaks(prefill, decode)
+
+
+async def test_hundreds_of_requests_with_aborts_on_both_sides(pair, reference) -> None:
+    """No wrong token, no leaked block, and the bytes of every completed transfer are the same at both ends."""
+    prefill, decode = pair
+    chance = random.Random(11)
+    verified = decode.engine.kv_totals["pd_verified"]
+    bodies = {index: frames(prompt(60 + 50 * index, 900), 4) for index in range(12)}
+    right = {index: await expected(reference, f"right-{index}", body) for index, body in bodies.items()}
+    aborted = set()
+
+    async def one(number: int) -> None:
+        key, index = f"soak-{number}", chance.randrange(len(bodies))
+        await transfer(prefill, decode, key, bodies[index], decode_first=chance.random() < 0.5)
+        fate = chance.random()
+        if fate < 0.15:
+            await asyncio.sleep(chance.random() * 0.05)
+            if fate < 0.1:
+                aborted.add(key)
+                await decode.engine.abort([key])
+            if fate >= 0.1 or chance.random() < 0.5:
+                await prefill.engine.abort([key])
+        if key not in aborted:
+            assert await decode.done(key) == right[index], key
+
+    for start in range(0, 240, 12):
+        await asyncio.gather(*(one(number) for number in range(start, start + 12)))
+    await assert_no_leaks(prefill, decode)
+    assert len(aborted) > 10
+    assert decode.engine.kv_totals["pd_verified"] - verified > 100
+
+
 async def test_a_prefill_that_never_runs_ends_in_recompute_after_the_timeout(pair, reference) -> None:
     prefill, decode = pair
     body = frames(prompt(300, 5))
@@ -203,6 +246,14 @@ async def test_what_cannot_be_run_is_refused_by_name(pair) -> None:
         await decode.decode("broken", [b"\x93junk"])
     with pytest.raises(InvalidEngineRequest, match="over: 9 tokens are out already, of at most 8"):
         await decode.decode("over", frames(prompt(20), 8), resume_tokens=list(range(9)))
+    # vLLM's engine core would not refuse these: it would die of them.
+    longest = decode.info.identity.max_model_len - 1
+    with pytest.raises(InvalidEngineRequest, match=f"long: expected a prompt of 1 to {longest} tokens, got 9000"):
+        await decode.decode("long", frames([1] * 9000))
+    with pytest.raises(InvalidEngineRequest, match="foreign: expected token ids of 0 to"):
+        await decode.decode("foreign", frames([1, 2, 10**6]))
+    with pytest.raises(InvalidEngineRequest, match="empty: expected a prompt of 1"):
+        await decode.decode("empty", frames([]))
     with pytest.raises(ValueError, match="shutdown: not an engine control method"):
         await decode.engine.call("shutdown", [])
     assert await decode.engine.call("reset_prefix_cache", []) is True
