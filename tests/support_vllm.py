@@ -118,6 +118,7 @@ class Driver:
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, Any] = {}
         self.stats: dict[str, Any] = {}
+        self.preempted: set[str] = set()
         self.loads: list[EngineLoad] = []
         self.error: BaseException | None = None
         self._task = asyncio.create_task(self._collect())
@@ -156,6 +157,8 @@ class Driver:
                 for output in step.outputs:
                     key = output.request_id
                     self.tokens.setdefault(key, []).extend(output.new_token_ids)
+                    if any(event.type.name == "PREEMPTED" for event in output.events or ()):
+                        self.preempted.add(key)
                     if output.prefill_stats is not None:
                         self.stats[key] = output.prefill_stats
                     if output.finish_reason is not None:

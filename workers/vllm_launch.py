@@ -56,7 +56,11 @@ def build_config(
         engine_id=engine_id,
         kv_role="kv_both",  # roles change while the engine runs
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"transfer": kv.transfer, "kv_transfer_timeout_s": kv.transfer_timeout_s},
+        kv_connector_extra_config={
+            "transfer": kv.transfer,
+            "kv_transfer_timeout_s": kv.transfer_timeout_s,
+            "verify": kv.verify,
+        },
     )
     with _environment, _set_env(_connector_env(kv_host, kv_port)):
         return AsyncEngineArgs(model=model, **args).create_engine_config()

@@ -87,6 +87,11 @@ class Inbound:
         """Engines that something here waits for."""
         return {waiting.source.engine for waiting in self._waiting.values()}
 
+    def blocks_of(self, request: str) -> list[list[int]]:
+        """The blocks that wait for KV; none for a request that does not."""
+        waiting = self._waiting.get(request)
+        return waiting.order.blocks if waiting is not None else []
+
     # ---- from the scheduler ------------------------------------------------------------------------------------
 
     def register(self, order: Register, source: Endpoint, now: float) -> list[Action]:

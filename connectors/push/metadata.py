@@ -25,6 +25,7 @@ class PushOptions:
     transfer: str = "chunk"
     timeout_s: float = 30.0  # decode waits this long for KV before it recomputes
     lease_s: float = 30.0  # prefill keeps finished blocks this long for a decode that has not registered
+    verify: bool = False  # compare checksums of both ends' blocks
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> PushOptions:
@@ -37,7 +38,8 @@ class PushOptions:
         timeout_s = float(config.get_from_extra_config("kv_transfer_timeout_s", cls.timeout_s))
         if timeout_s <= 0:
             raise ValueError(f"kv.transfer_timeout_s: expected a number > 0, got {timeout_s}")
-        return cls(transfer, timeout_s, float(config.get_from_extra_config("kv_lease_s", timeout_s)))
+        lease_s = float(config.get_from_extra_config("kv_lease_s", timeout_s))
+        return cls(transfer, timeout_s, lease_s, bool(config.get_from_extra_config("verify", cls.verify)))
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,10 @@ class Unregister(msgspec.Struct, tag="unreg", frozen=True):
 
 
 class Landed(msgspec.Struct, tag="landed", frozen=True):
-    """Prefill to decode: every WRITE of this request has landed, none will follow."""
+    """Prefill to decode: every WRITE of this request has landed, none will follow. `digest`: CRC-32 of the blocks."""
 
     request: str
+    digest: int | None = None
 
 
 class Gone(msgspec.Struct, tag="gone", frozen=True):

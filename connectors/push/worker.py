@@ -71,6 +71,7 @@ class PushWorker(NixlPushConnectorWorker):
         self._handle_count = 0
         self._layers: dict[str, int] = {}  # layer name -> region, in layer mode
         self._layers_seen: set[int] = set()
+        self._shipped: dict[str, dict[int, int]] = {}  # decode request -> position -> block, to verify
         self._connecting: set[str] = set()
         self._to_forget: set[str] = set()
         self._undelivered: dict[str, list[tuple[str | None, wire.Message]]] = {}
@@ -214,7 +215,7 @@ class PushWorker(NixlPushConnectorWorker):
             case Send(engine=engine, peer=peer, message=message):
                 self._send(engine, peer, message)
             case out.Tell(engine=engine, message=message, peer=peer):
-                self._tell(engine, message, peer)
+                self._tell(engine, self._sign(message), peer)
             case out.Post():
                 self._post(action)
             case out.Abandon(handles=handles):
@@ -243,6 +244,8 @@ class PushWorker(NixlPushConnectorWorker):
         try:
             chunkwise = writer.takes_chunks(self, engine)
             handles = (writer.post_chunks if chunkwise else writer.post_whole)(self, post)
+            if self.options.verify and chunkwise:
+                self._shipped.setdefault(post.order.request, {}).update(writer.shipped_blocks(post))
         except Exception as error:
             why = f"the WRITE could not be posted: {error}"
             self._run(functools.partial(self._outbound.failed, post.stream, why))
@@ -312,10 +315,29 @@ class PushWorker(NixlPushConnectorWorker):
                 return self._outbound.register(message, agent, now)
             case wire.Unregister():
                 return self._outbound.unregister(message, agent, now)
-            case wire.Landed(request=request):
+            case wire.Landed(request=request, digest=digest):
+                if digest is not None and not self._verify(request, digest):
+                    return self._inbound.gone(request, agent, "the KV that came differs from what was sent", now)
                 return self._inbound.landed(request, agent, now)
             case wire.Gone(request=request, why=why):
                 return self._inbound.gone(request, agent, why, now)
+
+    def _sign(self, message: wire.Message) -> wire.Message:
+        if not isinstance(message, wire.Landed | wire.Gone) or message.request not in self._shipped:
+            return message
+        blocks = self._shipped.pop(message.request)
+        if isinstance(message, wire.Gone):
+            return message
+        return wire.Landed(message.request, writer.digest(self, [blocks[position] for position in sorted(blocks)]))
+
+    def _verify(self, request: str, digest: int) -> bool:
+        if not (groups := self._inbound.blocks_of(request)):
+            return True  # nobody waits for it any more
+        same = writer.digest(self, groups[0]) == digest
+        if not same:
+            logger.error("KV of %s is corrupt", request)
+        self._records.put(functools.partial(stats.PushStats.record, name=stats.VERIFIED if same else stats.CORRUPT))
+        return same
 
     def _send(self, engine: str, agent: str, message: wire.Message) -> None:
         self._engine_last_active[engine] = time.perf_counter()

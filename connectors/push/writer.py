@@ -5,10 +5,12 @@ Knows vLLM's memory layout (through its NIXL worker), nothing of who waits for w
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemoteMeta, ReqMeta
 
 from connectors.push.outbound import Chunk, Post
@@ -137,6 +139,24 @@ def post_whole(worker: PushWorker, post: Post) -> list[Any]:
     if failed and not handles:
         raise LayoutError("vLLM could not post the WRITE; see the log above")
     return list(handles)
+
+
+def shipped_blocks(post: Post) -> dict[int, int]:
+    """Position in the prompt to local block, of what `post_chunks` writes."""
+    skip = post.total_blocks - len(post.order.blocks[0])
+    blocks = {chunk.start + at: block for chunk in post.chunks for at, block in enumerate(chunk.blocks[0])}
+    return {position: block for position, block in blocks.items() if position >= skip}
+
+
+def digest(worker: PushWorker, blocks: Sequence[int]) -> int:
+    """CRC-32 over all layers of these logical blocks, in order."""
+    kernel_blocks = _kernel_blocks(blocks, worker._physical_blocks_per_logical_kv_block).tolist()
+    crc = 0
+    for name in worker.region_names:
+        cache = worker.device_kv_caches[name]
+        for block in kernel_blocks:
+            crc = zlib.crc32(cache[block].contiguous().view(torch.uint8).cpu().numpy(), crc)
+    return crc
 
 
 def _by_layer(chunks: Sequence[Chunk]) -> list[tuple[int | None, list[Chunk]]]:
