@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from orchestrator.config import ConfigError, SLOConfig
@@ -114,7 +114,11 @@ def _run(every: list[Settings], load: Load, rates: list[float], search: bool, as
                 continue
             for number, at in enumerate(rates):
                 before = number * len(load.arrivals)
-                reports.append(run(at, lambda n, before=before, task=task: progress.update(task, completed=before + n)))
+
+                def done(finished: int, before: int = before, task: TaskID = task) -> None:
+                    progress.update(task, completed=before + finished)
+
+                reports.append(run(at, done))
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(reports), indent=2).decode() + "\n")
     else:
