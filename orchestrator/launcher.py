@@ -27,6 +27,8 @@ from orchestrator.redis_server import RedisServer
 from orchestrator.registry import Registry
 from orchestrator.run_folder import Ready, RunFolder, StartedProcess
 
+# One Ctrl-C can arrive twice: from the terminal, and passed on by the program that started us.
+_SAME_SIGNAL_S = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -90,16 +92,21 @@ class _Stop:
     def __init__(self, console: Console) -> None:
         self.at_once: Callable[[], None] = lambda: None
         self._event = asyncio.Event()
+        self._first_at = 0.0  # monotonic
         self._console = console
         for number in _SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._signalled)
 
     def _signalled(self) -> None:
         self._console.stop_progress()
+        now = time.monotonic()
         if self._event.is_set():
+            if now - self._first_at < _SAME_SIGNAL_S:
+                return
             self._console.say("Stopping at once")
             self.at_once()
         else:
+            self._first_at = now
             self._console.say("Stopping; again to stop at once")
             self._event.set()
 

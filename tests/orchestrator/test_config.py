@@ -38,8 +38,14 @@ def test_there_are_examples_for_each_topology():
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("model: demo\nworkers: {prefill: {replicas: two}}", "workers.prefill.replicas: expected an integer, got 'two'"),
-        ("model: demo\nworkers: {prefill: {replicas: -1}}", "workers.prefill.replicas: expected an integer >= 0, got -1"),
+        (
+            "model: demo\nworkers: {prefill: {replicas: two}}",
+            "workers.prefill.replicas: expected an integer, got 'two'",
+        ),
+        (
+            "model: demo\nworkers: {prefill: {replicas: -1}}",
+            "workers.prefill.replicas: expected an integer >= 0, got -1",
+        ),
         (
             "model: demo\nworkers: {decode: {replicas: 0}}",
             "workers.decode.replicas: expected an integer >= 1 (decode workers answer requests), got 0",

@@ -58,7 +58,8 @@ def test_the_demo_model_answers():
         folder = sys.argv[1]
         tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
         question = [{"role": "user", "content": "What is the capital of France?"}]
-        prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        prompt = tokenizer.apply_chat_template(question, **options)
         output = model.generate(**prompt, max_new_tokens=16, do_sample=False)
         print(model.dtype, tokenizer.decode(output[0][prompt["input_ids"].shape[1]:], skip_special_tokens=True))
     """

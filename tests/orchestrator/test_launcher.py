@@ -59,7 +59,9 @@ def test_the_curl_after_ready_works_when_pasted(fleet):
     ready = next(line for line in fleet.log if line.startswith("Ready"))
     assert "model demo" in ready and "1P1D (simulated" in ready
     # A terminal's user pastes it into a shell; -s only hides the progress meter.
-    done = subprocess.run(["bash", "-c", line.replace("curl ", "curl -s ", 1)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", line.replace("curl ", "curl -s ", 1)], capture_output=True, text=True, timeout=60
+    )
     assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant", done.stdout + done.stderr
 
 
@@ -166,7 +168,13 @@ def test_a_terminal_shows_a_live_table(tmp_path):
     command = [sys.executable, "-m", "orchestrator.cli", "up", "configs/sim-2p2d.yaml"]
     command += [part for item in sets for part in ("--set", item)]
     process = subprocess.Popen(
-        command, cwd=ROOT, stdin=child, stdout=child, stderr=child, start_new_session=True, env={**os.environ, "TERM": "xterm"}
+        command,
+        cwd=ROOT,
+        stdin=child,
+        stdout=child,
+        stderr=child,
+        start_new_session=True,
+        env={**os.environ, "TERM": "xterm"},
     )
     os.close(child)
     shown = bytearray()

@@ -13,7 +13,7 @@ P, D = Role.PREFILL, Role.DECODE
 
 
 def seen(*names: str, ready: bool = True, owned: bool = True, leaving: bool = False) -> list[SeenWorker]:
-    """"p0" is prefill-0."""
+    """ "p0" is prefill-0."""
     return [
         SeenWorker(f"{'prefill' if n[0] == 'p' else 'decode'}-{n[1:]}", P if n[0] == "p" else D, ready, leaving, owned)
         for n in names
@@ -84,9 +84,9 @@ def test_new_ids_fill_gaps():
     assert new_id(D, {"decode-0", "decode-2", "prefill-1"}) == "decode-1"
 
 
-fleets = st.lists(
-    st.tuples(st.sampled_from([P, D]), st.booleans(), st.booleans(), st.booleans()), max_size=8
-).map(lambda rows: [SeenWorker(f"w-{i}", *row) for i, row in enumerate(rows)])
+fleets = st.lists(st.tuples(st.sampled_from([P, D]), st.booleans(), st.booleans(), st.booleans()), max_size=8).map(
+    lambda rows: [SeenWorker(f"w-{i}", *row) for i, row in enumerate(rows)]
+)
 counts = st.integers(0, 5)
 
 

@@ -11,7 +11,14 @@ import pytest
 from orchestrator.config import parse_config
 from orchestrator.leftovers import end_processes, remove_shared_memory
 from orchestrator.process import started_ticks
-from orchestrator.run_folder import FleetRunning, Ready, RunFolder, StartedProcess, abandoned_namespaces, held_namespaces
+from orchestrator.run_folder import (
+    FleetRunning,
+    Ready,
+    RunFolder,
+    StartedProcess,
+    abandoned_namespaces,
+    held_namespaces,
+)
 
 
 @pytest.fixture(autouse=True)

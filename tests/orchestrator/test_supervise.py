@@ -139,10 +139,7 @@ async def test_a_program_that_cannot_be_started_is_a_crash():
 
 async def test_stopping_one_that_ignores_it_kills_its_whole_group():
     code = (
-        "import os, signal, time\n"
-        "signal.signal(15, signal.SIG_IGN)\n"
-        "os.write(1, b'%d\\n' % os.fork())\n"
-        "time.sleep(60)"
+        "import os, signal, time\nsignal.signal(15, signal.SIG_IGN)\nos.write(1, b'%d\\n' % os.fork())\ntime.sleep(60)"
     )
     lines: list[str] = []
     process = LocalProcess(python(code), lambda name, line: lines.append(line))

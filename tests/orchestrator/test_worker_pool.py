@@ -76,7 +76,12 @@ async def running_pool(tmp_path: Path, prefill: int, decode: int) -> AsyncIterat
             "engine": "sim",
             "namespace": f"pool-{os.getpid()}",
             "redis": {"url": url, "timeout_s": 5},
-            "workers": {"heartbeat_s": 0.2, "timeout_s": 4, "prefill": {"replicas": prefill}, "decode": {"replicas": decode}},
+            "workers": {
+                "heartbeat_s": 0.2,
+                "timeout_s": 4,
+                "prefill": {"replicas": prefill},
+                "decode": {"replicas": decode},
+            },
             "launcher": {"restart_backoff_s": 0.1, "stop_timeout_s": 5},
         }
     )
@@ -146,7 +151,10 @@ async def test_role_and_drain_move_the_desired_ratio_with_them(tmp_path):
 
 async def test_the_last_decode_worker_is_taken_away_only_by_force(tmp_path):
     async with running_pool(tmp_path, 0, 1) as running:
-        for command in (running.fleet.change_role("decode-0", Role.PREFILL, False), running.fleet.drain("decode-0", False)):
+        for command in (
+            running.fleet.change_role("decode-0", Role.PREFILL, False),
+            running.fleet.drain("decode-0", False),
+        ):
             with pytest.raises(Refused, match="last decode worker.*--force"):
                 await command
         with pytest.raises(Refused, match="decode=0: expected an integer >= 1"):
