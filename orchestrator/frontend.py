@@ -35,7 +35,7 @@ from orchestrator.config import Config, ConfigError, load_config
 from orchestrator.demo_model import resolve_model
 from orchestrator.frontend_codec import VllmCodec
 from orchestrator.frontend_engine import FleetCore, FleetLLM
-from orchestrator.http_edge import RequestIdMiddleware, fleet_routes
+from orchestrator.http_edge import EdgeMiddleware, fleet_routes
 from orchestrator.link import FrontendLink
 from orchestrator.metrics import FleetCollector
 from orchestrator.redis_client import RedisAway, connect
@@ -110,7 +110,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 async def build_server_app(
     args: argparse.Namespace, vllm_config: VllmConfig, config: Config, link: FrontendLink
-) -> RequestIdMiddleware:
+) -> EdgeMiddleware:
     """vLLM's app with all of its routes, over the fleet, plus ours."""
     tasks = ("generate",) if vllm_config.model_config.runner_type == "generate" else await link.supported_tasks()
     calls: FleetCalls = link.calls
@@ -122,7 +122,7 @@ async def build_server_app(
     registry.register(FleetCollector(link.fleet.workers.values, lambda: link.prefill.depth))
     ours = fleet_routes(served_name(config), link.fleet, lambda: link.prefill.depth, lambda: link.desired, registry)
     app.router.routes[:0] = ours.routes  # ahead of vLLM's own /metrics, which does not know the fleet
-    return RequestIdMiddleware(app)
+    return EdgeMiddleware(app)
 
 
 class QuietServer(uvicorn.Server):

@@ -42,12 +42,10 @@ class FleetRefused(GracefulHTTPError):
     """429 or 503, with Retry-After set on the HTTP response."""
 
     def __init__(self, error: Overloaded) -> None:
-        super().__init__(
-            f"{_REASONS.get(error.reason, error.reason)}; try again in {error.retry_after_s:.1f} s",
-            HTTPStatus(error.status),
-        )
+        message = f"{_REASONS.get(error.reason, error.reason)}; try again in {error.retry_after_s:.1f} s"
+        super().__init__(message, HTTPStatus(error.status))
         if (context := http_edge.current.get()) is not None:
-            context.retry_after_s = error.retry_after_s
+            context.refusal = http_edge.Refusal(error.status, message, error.retry_after_s)
 
 
 class FleetCore:

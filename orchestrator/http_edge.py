@@ -9,8 +9,10 @@ import math
 import uuid
 from collections.abc import Callable, MutableMapping
 from contextvars import ContextVar
+from http import HTTPStatus
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -21,21 +23,33 @@ from orchestrator.types import DesiredRatio, QueueDepth, Role
 MAX_REQUEST_ID_LENGTH = 200
 
 
-class RequestContext:
-    """One HTTP request's id, and how long its client should wait if it is refused."""
+class Refusal(msgspec.Struct, frozen=True):
+    """Why a request was not taken, as an HTTP answer."""
 
-    __slots__ = ("request_id", "retry_after_s")
+    status: int  # 429 or 503
+    message: str
+    retry_after_s: float
+
+
+class RequestContext:
+    """One HTTP request's id, and its refusal if it was refused."""
+
+    __slots__ = ("refusal", "request_id")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
-        self.retry_after_s: float | None = None
+        self.refusal: Refusal | None = None
 
 
 current: ContextVar[RequestContext | None] = ContextVar("pd_request_context", default=None)
 
 
-class RequestIdMiddleware:
-    """Takes the client's `x-request-id` or makes one, shows it to the app, and returns it with every response."""
+class EdgeMiddleware:
+    """Takes the client's `x-request-id` or makes one, shows it to the app, and returns it with every response.
+
+    The start of an event stream is held back until its first event: a request that is refused when it is placed,
+    which is after vLLM has begun to answer with 200, then still gets its 429 and `Retry-After`.
+    """
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -51,20 +65,53 @@ class RequestIdMiddleware:
         scope = {**scope, "headers": [*headers, (b"x-request-id", request_id)]}
         context = RequestContext(request_id.decode())
         token = current.set(context)
-
-        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                extra = [(b"x-request-id", request_id)]
-                if context.retry_after_s is not None and message["status"] in (429, 503):
-                    extra.append((b"retry-after", str(max(1, math.ceil(context.retry_after_s))).encode()))
-                kept = [pair for pair in message.get("headers", []) if pair[0].lower() != b"x-request-id"]
-                message = {**message, "headers": [*kept, *extra]}
-            await send(message)
-
         try:
-            await self._app(scope, receive, send_with_headers)
+            await self._app(scope, receive, _Reply(context, send))
         finally:
             current.reset(token)
+
+
+class _Reply:
+    """The send side of one response."""
+
+    def __init__(self, context: RequestContext, send: Any) -> None:
+        self._context, self._send = context, send
+        self._held: MutableMapping[str, Any] | None = None
+        self._refused = False
+
+    async def __call__(self, message: MutableMapping[str, Any]) -> None:
+        if self._refused:
+            return  # what the app goes on to say of an error that has been answered
+        if message["type"] == "http.response.start":
+            if any(k.lower() == b"content-type" and v.startswith(b"text/event-stream") for k, v in message["headers"]):
+                self._held = message
+            else:
+                await self._start(message)
+            return
+        if (start := self._held) is not None:
+            self._held = None
+            if self._context.refusal is not None:
+                self._refused = True
+                await self._refuse(self._context.refusal)
+                return
+            await self._start(start)
+        await self._send(message)
+
+    async def _start(self, message: MutableMapping[str, Any]) -> None:
+        headers = [pair for pair in message.get("headers", []) if pair[0].lower() != b"x-request-id"]
+        headers.append((b"x-request-id", self._context.request_id.encode()))
+        refusal = self._context.refusal
+        if refusal is not None and message["status"] == refusal.status:
+            headers.append((b"retry-after", str(max(1, math.ceil(refusal.retry_after_s))).encode()))
+        await self._send({**message, "headers": headers})
+
+    async def _refuse(self, refusal: Refusal) -> None:
+        phrase = HTTPStatus(refusal.status).phrase
+        error = {"message": refusal.message, "type": phrase, "param": None, "code": refusal.status}
+        body = msgspec.json.encode({"error": error})
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await self._start({"type": "http.response.start", "status": refusal.status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def describe_worker(view: WorkerView) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     error: str | None = None
     request_id: str = ""
+    retry_after_s: int = 0
     usage: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -193,6 +194,7 @@ class RunningFleet:
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 answer.status = response.status_code
                 answer.request_id = response.headers.get("x-request-id", "")
+                answer.retry_after_s = int(response.headers.get("retry-after", 0))
                 if response.status_code != 200:
                     answer.error = (await response.aread()).decode()
                     return answer

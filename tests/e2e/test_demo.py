@@ -7,7 +7,7 @@ from support_fleet import RunningFleet, running_fleet
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
-QUESTION = "You are a helpful assistant who answers in few words. " * 30 + "What is the capital of France?"
+QUESTION = "You answer briefly. " * 60 + "What is the capital of France?"
 
 
 @pytest.fixture(scope="module")

@@ -215,3 +215,23 @@ async def test_ten_thousand_requests_through_4p4d_and_two_frontends():
         assert fleet.metric("pd_requests_total", outcome="finished") - already == total
         assert fleet.metric("pd_requests_total") - already == total
         fleet.assert_no_leaks()
+
+
+async def test_a_full_fleet_answers_429_with_retry_after_and_forgets_nobody():
+    with running_fleet(
+        "sim-2p2d.yaml",
+        "workers.prefill.replicas=1",
+        "workers.decode.replicas=1",
+        "routing.max_waiting_per_worker=2",
+        "routing.max_queued_prefill_tokens=0",
+        "sim.blocks=80",
+        "sim.max_model_len=1024",
+    ) as fleet:
+        prompts = [token_prompt(900, seed=i) for i in range(40)]
+        answers = await fleet.ask_all(prompts, concurrency=40, max_tokens=50)
+        refused = [answer for answer in answers if answer.status == 429]
+        assert refused and any(answer.ok for answer in answers)
+        assert all(answer.ok or answer.status == 429 for answer in answers)
+        assert all("try again" in answer.error and answer.retry_after_s >= 1 for answer in refused)
+        assert fleet.metric("pd_requests_total", outcome="finished") == sum(answer.ok for answer in answers)
+        fleet.assert_no_leaks()

@@ -3,6 +3,7 @@
 import httpx
 import pytest
 from fastapi import FastAPI, Response
+from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry
 
 from orchestrator import http_edge
@@ -43,15 +44,26 @@ async def client(fleet):
 
     @app.get("/refuse")
     async def refuse() -> Response:
-        http_edge.current.get().retry_after_s = 2.2
+        http_edge.current.get().refusal = http_edge.Refusal(429, "full; try again", 2.2)
         return Response(status_code=429)
+
+    @app.get("/stream")
+    async def stream(refused: bool) -> StreamingResponse:
+        async def events():
+            if refused:
+                http_edge.current.get().refusal = http_edge.Refusal(429, "full; try again", 2.2)
+            yield "data: one\n\n"
+            yield "data: two\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
 
     @app.get("/echo")
     async def echo() -> str:
         return http_edge.current.get().request_id
 
-    app.add_middleware(http_edge.RequestIdMiddleware)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(http_edge.EdgeMiddleware(app)), base_url="http://test"
+    ) as client:
         yield client
 
 
@@ -69,6 +81,17 @@ async def test_a_refusal_says_when_to_come_back(client):
     response = await client.get("/refuse")
     assert response.status_code == 429 and response.headers["retry-after"] == "3"
     assert "retry-after" not in (await client.get("/echo")).headers
+
+
+async def test_a_stream_refused_before_its_first_event_is_a_refusal_not_a_200(client):
+    refused = await client.get("/stream", params={"refused": True})
+    assert refused.status_code == 429 and refused.headers["retry-after"] == "3"
+    assert refused.json()["error"] == {
+        "message": "full; try again", "type": "Too Many Requests", "param": None, "code": 429,
+    }  # fmt: skip
+    taken = await client.get("/stream", params={"refused": False})
+    assert taken.status_code == 200 and taken.text == "data: one\n\ndata: two\n\n"
+    assert taken.headers["x-request-id"] and "retry-after" not in taken.headers
 
 
 async def test_ready_means_somebody_can_decode(client, fleet):
