@@ -120,7 +120,14 @@ async def build_server_app(
     await init_app_state(engine, app.state, args, tasks)
     registry = get_prometheus_registry()
     registry.register(FleetCollector(link.fleet.workers.values, lambda: link.prefill.depth))
-    ours = fleet_routes(served_name(config), link.fleet, lambda: link.prefill.depth, lambda: link.desired, registry)
+    ours = fleet_routes(
+        served_name(config),
+        link.fleet,
+        lambda: link.prefill.depth,
+        lambda: link.desired,
+        registry,
+        link.router.learning.predictor,
+    )
     app.router.routes[:0] = ours.routes  # ahead of vLLM's own /metrics, which does not know the fleet
     return EdgeMiddleware(app)
 

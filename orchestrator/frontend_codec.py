@@ -10,8 +10,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from orchestrator import http_edge
+from orchestrator.codec import Batch
 from orchestrator.messages import MessageError
-from orchestrator.router import Batch
 from orchestrator.types import RequestInfo
 
 

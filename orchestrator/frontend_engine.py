@@ -35,6 +35,7 @@ STATS_INTERVAL_S = 0.5
 _REASONS = {
     "decode_full": "every decode worker is full",
     "no_decode_worker": "no decode worker is ready",
+    "slo_ttft": "the first token would come later than slo.ttft_s allows",
 }
 
 

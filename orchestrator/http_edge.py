@@ -18,6 +18,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from orchestrator.fleet import Fleet, WorkerView
+from orchestrator.policy.predict import Predictor
 from orchestrator.types import DesiredRatio, QueueDepth, Role
 
 MAX_REQUEST_ID_LENGTH = 200
@@ -137,8 +138,9 @@ def fleet_routes(
     depth: Callable[[], QueueDepth | None],
     desired: Callable[[], DesiredRatio | None],
     registry: CollectorRegistry,
+    predictor: Predictor,
 ) -> APIRouter:
-    """`/ready`, `/fleet` and `/metrics`."""
+    """`/ready`, `/fleet`, `/predictions` and `/metrics`."""
     routes = APIRouter()
 
     @routes.get("/ready")
@@ -160,6 +162,12 @@ def fleet_routes(
             "queue": {"requests": queue.requests, "tokens": queue.tokens, "claimed": queue.claimed} if queue else None,
             "desired": {"prefill": wanted.prefill, "decode": wanted.decode} if wanted else None,
         }
+
+    @routes.get("/predictions")
+    async def show_predictions() -> dict[str, Any]:
+        """The coefficients that `routing.placement: cost` decides with, in seconds, as fitted so far."""
+        shown: dict[str, Any] = msgspec.to_builtins(predictor.coefficients(), str_keys=True)
+        return shown
 
     @routes.get("/metrics")
     async def show_metrics() -> Response:

@@ -10,6 +10,7 @@ import logging
 import time
 
 from orchestrator.calls import FleetCalls
+from orchestrator.codec import Codec
 from orchestrator.config import Config
 from orchestrator.fleet import Fleet
 from orchestrator.membership import Membership
@@ -19,7 +20,7 @@ from orchestrator.prefill_link import PrefillLink
 from orchestrator.queue import PrefillQueue
 from orchestrator.redis_client import Redis, RedisAway
 from orchestrator.registry import Registry
-from orchestrator.router import Codec, Router
+from orchestrator.router import Router
 from orchestrator.transport import Disconnected, FrontendTransport
 from orchestrator.types import DesiredRatio
 

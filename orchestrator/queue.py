@@ -71,7 +71,7 @@ class PrefillQueue:
         Idempotent. A higher attempt of the same request replaces the older one at its place; an older one changes
         nothing.
         """
-        offset_s = score(0.0, job.uncached_tokens, self._config.weight, self._config.seconds_per_token)
+        offset_s = job.delay_s + score(0.0, job.uncached_tokens, self._config.weight, self._config.seconds_per_token)
         outcome = await self._run(
             "enqueue",
             job.request_id,

@@ -60,6 +60,9 @@ class ActiveRequest:
     tokens: list[int] = field(default_factory=list)  # delivered to the client
     avoid: set[str] = field(default_factory=set)  # decode workers that refused or lost it
     retries: list[str] = field(default_factory=list)
+    backlog_s: float = 0.0  # predicted work ahead of it in the queue when it was enqueued
+    deferred: bool = False  # predicted to miss its objective: waits behind those that can be in time
+    ahead_tokens: int = 0  # prompt tokens waiting at its decode worker when it was sent there
     queued_s: float = 0.0
     prefill_s: float = 0.0
     submitted_at: float | None = None

@@ -11,13 +11,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from orchestrator import metrics
+from orchestrator.codec import Batch, Codec
 from orchestrator.config import Config
 from orchestrator.fleet import Fleet
+from orchestrator.learning import Learning
 from orchestrator.messages import (
     Abort,
     Claimed,
@@ -29,8 +31,11 @@ from orchestrator.messages import (
     ToFrontend,
     pack_frames,
 )
+from orchestrator.policy.admission import admit
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.placement import Local, PrefillView, Reject, Remote, place
+from orchestrator.policy.predict import Predictor
+from orchestrator.policy.slack import LATE_S
 from orchestrator.prefill_link import PrefillLink
 from orchestrator.queue import QueueFull
 from orchestrator.redis_client import RedisAway
@@ -46,31 +51,6 @@ REPLACE_INTERVAL_S = 0.1
 STALL_CHECK_S = 1.0
 # vLLM's FinishReason: an engine that ends a request this way has not answered it.
 FINISH_ABORT, FINISH_ERROR = 2, 3
-
-
-class Batch(msgspec.Struct):
-    """Outputs of one engine step that belong to current attempts, in the engine's own type."""
-
-    outputs: list[Any]
-    timestamp: float  # this process's monotonic clock, seconds
-
-
-class Codec(Protocol):
-    """What the router needs to know of the engine's request and output types."""
-
-    def describe(self, request: Any) -> tuple[RequestInfo, bool, str]:
-        """(what policies see, whether it can be continued elsewhere after tokens were sent, the client's id)."""
-        ...
-
-    def encode(self, request: Any) -> list[bytes]: ...
-
-    def decode_outputs(self, frames: list[bytes], sent_at: float, now: float) -> Batch:
-        """Raises messages.MessageError. Timestamps are rebased from the sender's clock to `now`'s."""
-        ...
-
-    def failure(self, request_id: str) -> Any:
-        """An output that ends the request as failed."""
-        ...
 
 
 class Overloaded(Exception):
@@ -94,7 +74,9 @@ class Router:
         self._transport = transport
         self._prefill = prefill
         self._codec = codec
+        self._slo = config.slo
         self._choose = decode_choice(config.routing.decode_choice)
+        self.learning = Learning(Predictor(prior_s_per_token=config.queue.seconds_per_token))
         self._tasks: set[asyncio.Task[None]] = set()
         self.requests: dict[str, ActiveRequest] = {}
         self.batches: asyncio.Queue[Batch] = asyncio.Queue()
@@ -104,7 +86,7 @@ class Router:
     def admit(self) -> None:
         """Refuse early, before a response has begun. Raises Overloaded."""
         probe = RequestInfo(id="", prompt_tokens=1, max_new_tokens=1, arrived_at=time.time())
-        decision = self._decide(probe, ())
+        decision = self._decide(probe)
         if isinstance(decision, Reject):
             self._count_rejected(decision)
             raise _overloaded(decision)
@@ -145,15 +127,25 @@ class Router:
 
     # ---- placing -----------------------------------------------------------------------------------------------
 
-    def _decide(self, info: RequestInfo, avoid: Iterable[str]) -> Local | Remote | Reject:
+    def _decide(self, info: RequestInfo, active: ActiveRequest | None = None) -> Local | Remote | Reject:
+        """For a request, or (without one) for a probe that asks whether any could be taken."""
         view = PrefillView(workers_ready=self._fleet.ready(Role.PREFILL), queue=self._prefill.depth)
-        return place(info, self._fleet.decode_candidates(avoid), view, self._routing, self._choose)
+        candidates = self._fleet.decode_candidates(active.avoid if active else ())
+        predictor = self.learning.predictor
+        decision = place(info, candidates, view, self._routing, self._choose, predictor, self._slo)
+        if active is None or active.attempt > 1:
+            return decision  # what was accepted once is not refused when it moves
+        admission = admit(decision, info, candidates, view, self._slo, predictor)
+        if isinstance(admission, Reject):
+            return admission
+        active.deferred = admission.deferred
+        return admission.decision
 
     async def _place(self, active: ActiveRequest, deadline: float | None) -> Reject | None:
         """Move a PLACING request on. With a deadline it waits for room until then and fails; without, the rejection is
         returned to the caller, who has not told the client anything yet."""
         while active.state is State.PLACING:
-            decision = self._decide(active.info, active.avoid)
+            decision = self._decide(active.info, active)
             if isinstance(decision, Reject):
                 if deadline is None:
                     return decision
@@ -181,7 +173,10 @@ class Router:
             arrived_at=info.arrived_at,
             reply_to=self._transport.frontend_id,
             body=pack_frames(active.frames),
+            delay_s=LATE_S if active.deferred else 0.0,
         )
+        if (depth := self._prefill.depth) is not None:
+            active.backlog_s = self.learning.predictor.backlog_s(depth, self._fleet.ready(Role.PREFILL))
         # QUEUED before the enqueue returns: a worker's claim may be here first.
         active.move(State.QUEUED)
         active.decision, active.reason = "remote", reason
@@ -204,6 +199,7 @@ class Router:
         """Submit to a decode worker. False when it cannot be reached; it is then avoided."""
         view = self._fleet.workers[worker_id]
         info = active.info
+        active.ahead_tokens = view.candidate.waiting_tokens + view.candidate.placed_tokens
         submit = Submit(
             request_id=info.id,
             attempt=active.attempt,
@@ -237,6 +233,7 @@ class Router:
             elif isinstance(message, Prefilled):
                 active.prefilled_at, active.prefill_s = now, message.prefill_s
                 metrics.prefill_s.observe(message.prefill_s)
+                self.learning.prefilled(active, worker_id, message.cached_tokens, message.prefill_s)
             elif isinstance(message, PrefillFailed):
                 if active.state in (State.QUEUED, State.TRANSFERRING):
                     self._retry(active, "prefill_failed")
@@ -256,6 +253,7 @@ class Router:
         active.prefill_worker, active.kv_source = claimed.worker_id, claimed.kv_source
         active.queued_s = claimed.queued_s
         metrics.queue_wait_s.observe(claimed.queued_s)
+        self.learning.claimed(active, claimed.queued_s)
         # Bound only now, on load as fresh as the last engine step: no decode block is held while a job waits.
         while candidates := self._fleet.decode_candidates(active.avoid):
             chosen = self._choose(active.info, candidates) or candidates[0]
@@ -291,6 +289,7 @@ class Router:
     def _first_token(self, active: ActiveRequest, now: float) -> None:
         if active.first_token_at is None:
             active.first_token_at = now
+            self.learning.first_token(active, now)
             if active.state is State.TRANSFERRING and active.prefilled_at is not None:
                 metrics.kv_exposed_s.observe(now - active.prefilled_at)
         active.move(State.DECODING)
@@ -304,6 +303,7 @@ class Router:
     def worker_lost(self, worker_id: str) -> None:
         """Continue elsewhere what the worker was decoding. What it was prefilling is recomputed by the decode worker
         that waits for it (it watches membership too), or is returned to the queue by its lease."""
+        self.learning.predictor.forget(worker_id)
         for active in list(self.requests.values()):
             if active.decode_worker == worker_id:
                 self._retry(active, "decode_worker_lost", avoid=worker_id)
@@ -360,6 +360,8 @@ class Router:
     # ---- endings -----------------------------------------------------------------------------------------------
 
     def _end(self, active: ActiveRequest, state: State) -> None:
+        if state is State.FINISHED:
+            self.learning.finished(active, time.monotonic())
         active.move(state)
         del self.requests[active.info.id]
         metrics.requests.labels(state.value).inc()

@@ -138,6 +138,7 @@ class PrefillJob(msgspec.Struct, frozen=True):
     reply_to: str  # frontend id
     body: bytes  # `messages.pack_frames` of the engine request
     deliveries: int = 0
+    delay_s: float = 0.0  # added to its score: how far behind others that arrived with it it may wait
 
 
 class QueueDepth(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ from orchestrator.config import Config
 from orchestrator.engine_wire import FinishReason, SimCodec, WireOutput, WireRequest, WireSampling
 from orchestrator.link import FrontendLink
 from orchestrator.redis_client import Redis
-from orchestrator.router import Batch
+from orchestrator.codec import Batch
 from orchestrator.types import RequestInfo
 
 

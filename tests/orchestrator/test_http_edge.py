@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from orchestrator import http_edge
 from orchestrator.fleet import Fleet
 from orchestrator.metrics import FleetCollector
+from orchestrator.policy.predict import Predictor
 from orchestrator.types import (
     DesiredRatio,
     EngineIdentity,
@@ -40,7 +41,7 @@ async def client(fleet):
     registry = CollectorRegistry()
     registry.register(FleetCollector(fleet.workers.values, lambda: QueueDepth(3, 4000, 1)))
     depth, desired = (lambda: QueueDepth(3, 4000, 1)), (lambda: DesiredRatio(1, 2))
-    app.router.routes[:0] = http_edge.fleet_routes("demo", fleet, depth, desired, registry).routes
+    app.router.routes[:0] = http_edge.fleet_routes("demo", fleet, depth, desired, registry, Predictor()).routes
 
     @app.get("/refuse")
     async def refuse() -> Response:
@@ -111,6 +112,11 @@ async def test_the_fleet_page_has_the_promised_fields(client, fleet):
             "blocks_total": 100, "blocks_free": 60, "running": 2, "waiting": 1, "step_ms": 5.0,
         }
     ]  # fmt: skip
+
+
+async def test_predictions_show_the_fitted_coefficients(client):
+    page = (await client.get("/predictions")).json()
+    assert page["output_tokens"] > 0 and {"prefill_s", "local_s", "transfer_s", "wait_s", "itl_s"} <= page.keys()
 
 
 async def test_metrics_have_the_promised_names(client):

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
+from orchestrator.codec import Batch
 from orchestrator.config import parse_config
 from orchestrator.fleet import Fleet
 from orchestrator.messages import Abort, Claimed, Outputs, Prefilled, PrefillFailed, Rejected, Submit
 from orchestrator.queue import QueueFull
 from orchestrator.redis_client import RedisAway
 from orchestrator.request import SUCCESSORS, State
-from orchestrator.router import FINISH_ABORT, FINISH_ERROR, Batch, Overloaded, Router
+from orchestrator.router import FINISH_ABORT, FINISH_ERROR, Overloaded, Router
 from orchestrator.types import (
     EngineIdentity,
     KVEndpoint,
@@ -95,8 +96,9 @@ class FakePrefill:
 class Bench:
     """A router with decode workers d0, d1 and prefill worker p0, and the means to speak for them."""
 
-    def __init__(self, **routing):
-        self.config = parse_config({"model": "m", "routing": {"remote_prefill_min_tokens": 100, **routing}})
+    def __init__(self, slo=None, **routing):
+        routing = {"remote_prefill_min_tokens": 100, **routing}
+        self.config = parse_config({"model": "m", "routing": routing, "slo": slo or {}})
         self.fleet = Fleet("f")
         self.transport, self.prefill = FakeTransport(), FakePrefill()
         self.router = Router(self.config, self.fleet, self.transport, self.prefill, FakeCodec())
@@ -397,6 +399,48 @@ async def test_a_burst_does_not_herd_onto_the_worker_that_looked_emptiest():
         await bench.router.submit(FakeRequest(f"r{i}", prompt_tokens=90))
     placed = [worker for worker, _ in bench.submits()]
     assert 7 <= placed.count("d1") <= 13
+
+
+async def test_stages_are_learned_from(monkeypatch):
+    bench = Bench()
+    predictor = bench.router.learning.predictor
+    for i in range(8):
+        await bench.router.submit(FakeRequest(f"r{i}"))
+        bench.claim(f"r{i}")
+        bench.say("p0", Prefilled(f"r{i}", 1, "p0", 2.0, cached_tokens=500))
+        bench.tokens(bench.bound_to(), f"r{i}", [1])
+        bench.tokens(bench.bound_to(), f"r{i}", [1] * 9, finish=1)
+    assert predictor.prefill_s(500) == pytest.approx(2.0) and predictor.output_tokens == pytest.approx(10)
+    assert set(predictor.coefficients().itl_s) <= {"d0", "d1"}
+    bench.router.worker_lost("p0")
+    assert "p0" not in predictor.coefficients().prefill_s
+
+
+async def test_cost_placement_keeps_a_prompt_from_a_queue_that_would_take_longer():
+    bench = Bench(placement="cost")
+    bench.prefill.depth = QueueDepth(50, 100_000, 1)
+    await bench.router.submit(FakeRequest("r"))
+    assert bench.router.requests["r"].reason == "cost" and bench.submits()
+    bench.prefill.depth = QueueDepth(0, 0, 0)
+    for name in ("d0", "d1"):
+        load = WorkerLoad(name, 1, 1000, 900, running=9, waiting=0, waiting_tokens=500_000, step_ms=1.0)
+        bench.fleet.take_load(load, time.monotonic())
+    await bench.router.submit(FakeRequest("s"))
+    assert bench.router.requests["s"].decision == "remote" and bench.router.requests["s"].reason == "cost"
+
+
+@pytest.mark.parametrize("admission", ["reject", "queue"])
+async def test_a_request_that_cannot_be_in_time_is_refused_or_deferred_as_configured(admission):
+    bench = Bench(slo={"ttft_s": 0.5, "admission": admission})
+    bench.prefill.depth = QueueDepth(50, 100_000, 1)
+    if admission == "reject":
+        with pytest.raises(Overloaded) as refused:
+            await bench.router.submit(FakeRequest("r"))
+        assert refused.value.reason == "slo_ttft" and refused.value.status == 429 and refused.value.retry_after_s > 1
+        bench.assert_no_leaks()
+    else:
+        await bench.router.submit(FakeRequest("r"))
+        assert bench.prefill.jobs[0].delay_s > 0
 
 
 def test_every_state_can_be_left_or_is_an_end():

@@ -1,0 +1,37 @@
+"""The seam between the router and the engine's request and output types, so that it needs to know neither.
+
+`frontend_codec` implements it for vLLM; tests have their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from orchestrator.types import RequestInfo
+
+
+class Batch(msgspec.Struct):
+    """Outputs of one engine step that belong to current attempts, in the engine's own type."""
+
+    outputs: list[Any]
+    timestamp: float  # this process's monotonic clock, seconds
+
+
+class Codec(Protocol):
+    """What the router needs to know of the engine's request and output types."""
+
+    def describe(self, request: Any) -> tuple[RequestInfo, bool, str]:
+        """(what policies see, whether it can be continued elsewhere after tokens were sent, the client's id)."""
+        ...
+
+    def encode(self, request: Any) -> list[bytes]: ...
+
+    def decode_outputs(self, frames: list[bytes], sent_at: float, now: float) -> Batch:
+        """Raises messages.MessageError. Timestamps are rebased from the sender's clock to `now`'s."""
+        ...
+
+    def failure(self, request_id: str) -> Any:
+        """An output that ends the request as failed."""
+        ...
