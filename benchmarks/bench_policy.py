@@ -1,0 +1,283 @@
+"""`make bench-policy`: policies against the field's in the simulator, ADP balance, a decision's cost, and the queue.
+
+Writes benchmarks/results/policy.json, policy.md and plots. Every part is saved as it ends, so that a run can be cut
+short or taken up again with --parts. Traces are read from --traces where they are there; made loads need nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from orchestrator.config import RoutingConfig, SLOConfig
+from orchestrator.policy.decode_choice import Candidate, KVBlocks
+from orchestrator.policy.placement import PrefillView, place
+from orchestrator.policy.predict import Predictor
+from orchestrator.policy.prefix_index import PrefixIndex
+from orchestrator.policy.prefix_keys import prefix_keys
+from orchestrator.policy.shortlist import Shortlist
+from orchestrator.simulator.adp import AdpSettings, simulate_adp
+from orchestrator.simulator.cli import PROFILES
+from orchestrator.simulator.job import Settings
+from orchestrator.simulator.plot import PlotError, line_chart
+from orchestrator.simulator.profile import load_profile
+from orchestrator.simulator.report import Report, goodput, report
+from orchestrator.simulator.simulation import Simulation
+from orchestrator.simulator.stack import stack
+from orchestrator.simulator.synthetic import LOADS, synthetic
+from orchestrator.simulator.trace import Load, at_rate, first, read_trace, repeated
+from orchestrator.types import QueueDepth, RequestInfo
+
+RESULTS = Path(__file__).parent / "results"
+WARM_UP = 0.25  # of each run's time, left out for every policy alike: an empty fleet says nothing
+REFERENCES = ["round_robin", "least_requests", "power_of_two", "least_tokens", "dynamo_cost"]
+
+
+class Case(msgspec.Struct, frozen=True):
+    """A load with the profile and objectives it is judged by. `rate` is where the search begins, for 8P8D."""
+
+    name: str
+    file: str
+    profile: str
+    ttft_s: float
+    tpot_s: float
+    rate: float
+    requests: int
+
+
+CASES = [
+    # Objectives of the Mooncake paper, on its kind of machine.
+    Case("mooncake", "mooncake_conversation_trace.jsonl", "a100x8-llama-70b", 30.0, 0.1, 5.0, 12_000),
+    Case("azure", "azure2023_conv.csv", "h100-llama-8b", 1.0, 0.05, 130.0, 19_366),
+    Case("bursty", "", "h100-llama-8b", 1.0, 0.05, 150.0, 20_000),
+    Case("heavy_tailed", "", "h100-llama-8b", 2.0, 0.05, 100.0, 24_000),
+]
+
+
+def load_of(case: Case, traces: Path, requests: int) -> Load | None:
+    if case.name in LOADS:
+        return synthetic(case.name, requests)
+    path = traces / case.file
+    if not path.exists():
+        return None
+    load = read_trace(path)
+    return first(repeated(load, -(-requests // len(load.arrivals))), requests)
+
+
+def simulate(case: Case, load: Load, fleet: int, policy: str, rate: float) -> Report:
+    settings = Settings(
+        prefill=fleet,
+        decode=fleet,
+        profile=load_profile(PROFILES / f"{case.profile}.json"),
+        stack=stack(policy),
+        slo=SLOConfig(ttft_s=case.ttft_s, tpot_s=case.tpot_s),
+    )
+    return report(Simulation(settings, at_rate(load, rate)).run(), WARM_UP)
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------
+
+
+def bench_goodput(results: dict[str, Any], traces: Path, fleets: list[int], quick: bool) -> None:
+    """Goodput of every policy on every load; whole stacks, the field's and ours."""
+    for fleet in fleets:
+        for case in CASES:
+            large = fleet > 16
+            share = 2.0 if large else max(0.5, fleet / 8)
+            load = load_of(case, traces, int(case.requests * share * (0.2 if quick else 1)))
+            if load is None:
+                say(f"goodput {case.name}: {case.file} is not in {traces}; give its folder with --traces")
+                continue
+            fields = ["round_robin", "least_requests", "dynamo_cost"] if large else REFERENCES
+            # Short runs of a large fleet end before the ratio policy has seen a window.
+            ours = ["ours:fixed"] if large else ["ours:fixed", "ours"]
+            for policy in [*(f"field:{name}" for name in fields), *ours]:
+                key = f"{fleet}P{fleet}D/{case.name}/{policy}"
+                if key in results:
+                    continue
+                start = case.rate * fleet / 8
+                began = time.monotonic()
+                found = goodput(lambda rate: simulate(case, load, fleet, policy, rate), start * 0.8, start * 1.3, 0.04)  # noqa: B023
+                at = found.at
+                results[key] = {
+                    "goodput": found.rate,
+                    "at": msgspec.to_builtins(at),
+                    "curve": [[run.rate, run.attained] for run in found.runs],
+                    "requests": len(load.arrivals),
+                    "wall_s": round(time.monotonic() - began, 1),
+                }
+                save("goodput", results)
+                say(f"goodput {key}: {found.rate:.4g}/s ({results[key]['wall_s']:.0f} s)")
+
+
+def bench_choice(results: dict[str, Any], traces: Path, quick: bool) -> None:
+    """The decode choice alone: our queue and placement for all, at one rate that all sustain."""
+    for case in CASES:
+        load = load_of(case, traces, case.requests // (10 if quick else 2))
+        if load is None:
+            continue
+        for policy in [*REFERENCES, "kv_blocks", "kv_prefix"]:
+            at = simulate(case, load, 8, policy, case.rate)
+            results[f"{case.name}/{policy}"] = msgspec.to_builtins(at)
+            save("choice", results)
+        say(f"choice {case.name}: done")
+
+
+def bench_adp(results: dict[str, Any]) -> None:
+    rows: dict[str, dict[str, Any]] = {
+        "round robin": {"strategy": "round_robin"},
+        "gate, timeout_iters=50": {"strategy": "gate"},
+        "gate, timeout_iters=50, batching_wait_iters=10": {"strategy": "gate", "batching_wait_iters": 10},
+        "level chunks (ours)": {"strategy": "level"},
+    }
+    for name, settings in rows.items():
+        results[name] = msgspec.to_builtins(simulate_adp(AdpSettings(**settings)))
+        say(f"adp {name}: {results[name]['tokens_per_s']:.0f} tokens/s, balance {results[name]['balance']:.1%}")
+    save("adp", results)
+
+
+def bench_decision(results: dict[str, Any], workers: int = 1000) -> None:
+    """Prefix look-up, shortlist, placement and decode choice for one request, among a thousand workers."""
+    rng = random.Random(0)
+    choose = KVBlocks(overlap_weight=2.0)
+    shortlist, index, predictor = Shortlist(choose.standing), PrefixIndex(), Predictor()
+
+    def worker(number: int) -> Candidate:
+        free, running, waiting = rng.randrange(2000, 24_800), rng.randrange(100), rng.randrange(9000)
+        return Candidate(f"d{number}", 24_800, free, 16, running, rng.randrange(3), waiting, 256)
+
+    prompts = []
+    for number in range(workers):
+        shortlist.update(worker(number))
+    for number in range(500):
+        keys = [hash((number, block)) for block in range(750)]  # 12,000 tokens
+        prompts.append(keys)
+        for holder in rng.sample(range(workers), 8):
+            index.stored(f"d{holder}", keys[: rng.randrange(1, 750)])
+    view = PrefillView(workers // 2, QueueDepth(10, 50_000, 5))
+    for mode in ("threshold", "cost"):
+        routing = RoutingConfig(placement=mode)
+        decided, updated = [], []
+        for number in range(20_000):
+            keys, request = rng.choice(prompts), RequestInfo(f"r{number}", 12_000, 4096, 0.0)
+            started = time.perf_counter()
+            hits = {name: depth * 16 for name, depth in index.match(keys).items()}
+            place(request, shortlist.pick(hits), view, routing, choose, predictor)
+            decided.append(time.perf_counter() - started)
+            changed = worker(rng.randrange(workers))
+            started = time.perf_counter()
+            shortlist.update(changed)
+            updated.append(time.perf_counter() - started)
+        decided.sort()
+        updated.sort()
+        results[mode] = {
+            "workers": workers,
+            "median_us": decided[10_000] * 1e6,
+            "p99_us": decided[19_800] * 1e6,
+            "load_update_median_us": updated[10_000] * 1e6,
+        }
+        say(f"decision {mode}: median {results[mode]['median_us']:.1f} us, P99 {results[mode]['p99_us']:.1f} us")
+    tokens = [rng.randrange(50_000) for _ in range(12_000)]
+    started = time.perf_counter()
+    for _ in range(50):
+        prefix_keys(tokens, 16)
+    results["hash_12000_tokens_us"] = (time.perf_counter() - started) / 50 * 1e6
+    save("decision", results)
+
+
+def bench_speed(results: dict[str, Any], traces: Path) -> None:
+    """The simulator itself: requests per minute of one core, and a fleet of a thousand."""
+    cases = [(case, 8, case.requests) for case in CASES] + [(CASES[2], 500, 60_000)]
+    for case, fleet, requests in cases:
+        load = load_of(case, traces, requests)
+        if load is None:
+            continue
+        started = time.perf_counter()
+        simulate(case, load, fleet, "ours", case.rate * fleet / 8)
+        per_minute = len(load.arrivals) / (time.perf_counter() - started) * 60
+        results[f"{fleet}P{fleet}D/{case.name}"] = {"requests": len(load.arrivals), "requests_per_minute": per_minute}
+        say(f"speed {fleet}P{fleet}D {case.name}: {per_minute:,.0f} requests per minute")
+        save("speed", results)
+
+
+def bench_queue() -> None:
+    """The prefill queue's own benchmark, a million jobs waiting."""
+    script = Path(__file__).parent / "bench_queue.py"
+    subprocess.run([sys.executable, str(script), "--json", str(RESULTS / "queue.json")], check=True)
+
+
+# ---- results ---------------------------------------------------------------------------------------------------
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def load_results() -> dict[str, Any]:
+    path = RESULTS / "policy.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def save(part: str, results: dict[str, Any]) -> None:
+    everything = load_results()
+    everything[part] = results
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "policy.json").write_text(json.dumps(everything, indent=1) + "\n")
+
+
+def write_plots(everything: dict[str, Any]) -> None:
+    curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for key, entry in everything.get("goodput", {}).items():
+        fleet, case, policy = key.split("/")
+        curves.setdefault(f"{case}-{fleet}", {})[policy] = [(rate, share) for rate, share in entry["curve"]]
+    for name, series in curves.items():
+        path = RESULTS / f"goodput-{name}.png"
+        title = f"{name}: requests that meet TTFT and TPOT objectives"
+        line_chart(path, title, "requests per second", "share of all requests", series, mark_y=0.9)
+
+
+def main() -> None:
+    parts = ["decision", "adp", "speed", "choice", "goodput", "queue"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, default=Path(__file__).parent / "traces", help="folder of public traces")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--fleets", nargs="+", type=int, default=[8, 4, 64], help="8 is 8P8D")
+    parser.add_argument("--quick", action="store_true", help="a fifth of the requests: a smoke test, not a result")
+    parser.add_argument("--fresh", action="store_true", help="forget saved results of these parts first")
+    options = parser.parse_args()
+    saved = {} if options.fresh else load_results()
+    for part in options.parts:
+        results = saved.get(part, {}) if part == "goodput" else {}
+        if part == "decision":
+            bench_decision(results)
+        elif part == "adp":
+            bench_adp(results)
+        elif part == "speed":
+            bench_speed(results, options.traces)
+        elif part == "choice":
+            bench_choice(results, options.traces, options.quick)
+        elif part == "goodput":
+            bench_goodput(results, options.traces, options.fleets, options.quick)
+        else:
+            bench_queue()
+    everything = load_results()
+    from policy_tables import markdown
+
+    (RESULTS / "policy.md").write_text(markdown(everything))
+    try:
+        write_plots(everything)
+    except PlotError as error:
+        say(str(error))
+    say(f"wrote {RESULTS / 'policy.md'}")
+
+
+if __name__ == "__main__":
+    main()
