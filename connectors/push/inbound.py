@@ -43,6 +43,8 @@ class Finish:
 
 Action = Union[Connect, Send, Finish]
 
+_RESEND_MAX_S = 4.0
+
 
 @dataclass
 class _Waiting:
@@ -54,6 +56,7 @@ class _Waiting:
     why: str = ""
     unanswered: set[str] = field(default_factory=set)  # peers that may still WRITE
     refused: bool = False
+    resend_s: float = 0.5  # doubles with each repeat
     resend_at: float = 0.0
     give_up_at: float = 0.0  # no answer by then is taken as proof of death
 
@@ -97,6 +100,7 @@ class Inbound:
     def register(self, order: Register, source: Endpoint, now: float) -> list[Action]:
         """Blocks are reserved: have `order.stream` of `source` pushed into them."""
         waiting = _Waiting(order=order, source=source, deadline=now + self._timeout_s)
+        waiting.resend_s = self._resend_s
         self._waiting[order.request] = waiting
         return self._open(waiting, now)
 
@@ -106,6 +110,7 @@ class Inbound:
             return []
         reserve = Register(order.stream, order.request, order.decode, [], 0)
         waiting = _Waiting(order=reserve, source=source, deadline=now + self._silent_s, silent=True)
+        waiting.resend_s = self._resend_s
         self._waiting[order.request] = waiting
         return self._open(waiting, now)
 
@@ -133,6 +138,15 @@ class Inbound:
         for waiting in self._of(engine):
             actions += self._apply(waiting, InboxEvent.UNREACHABLE, now, why)
         return actions
+
+    def incompatible(self, engine: str, peers: tuple[str, ...], why: str, now: float) -> list[Action]:
+        """Connected, but its KV cannot be taken: it need not keep any for us."""
+        sends: list[Action] = []
+        for waiting in self._of(engine):
+            order = waiting.order
+            back = Unregister(order.stream, order.request, order.decode)
+            sends += [Send(engine, peer, back) for peer in peers if waiting.state is Inbox.CONNECTING]
+        return self.unreachable(engine, why, now) + sends
 
     def forget(self, engine: str) -> None:
         """Its connection was dropped, being unused: the next registration connects anew."""
@@ -208,7 +222,8 @@ class Inbound:
 
     def _ask_to_stop(self, waiting: _Waiting, now: float) -> list[Action]:
         # Repeated, since a peer that restarts its connection may lose one; the answer is idempotent.
-        waiting.resend_at = now + self._resend_s
+        waiting.resend_at = now + waiting.resend_s
+        waiting.resend_s = min(2 * waiting.resend_s, _RESEND_MAX_S)
         order = waiting.order
         message = Unregister(order.stream, order.request, order.decode)
         return [Send(waiting.source.engine, peer, message) for peer in sorted(waiting.unanswered)]

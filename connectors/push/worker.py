@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
+import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
@@ -73,6 +74,7 @@ class PushWorker(NixlPushConnectorWorker):
         self._layers_seen: set[int] = set()
         self._shipped: dict[str, dict[int, int]] = {}  # decode request -> position -> block, to verify
         self._connecting: set[str] = set()
+        self._unwritable: dict[str, str] = {}  # connected for messages only, and why
         self._to_forget: set[str] = set()
         self._undelivered: dict[str, list[tuple[str | None, wire.Message]]] = {}
         self._agents_lock = threading.Lock()
@@ -242,6 +244,8 @@ class PushWorker(NixlPushConnectorWorker):
         engine = post.order.decode.engine
         self._engine_last_active[engine] = time.perf_counter()
         try:
+            if engine in self._unwritable:
+                raise writer.LayoutError(self._unwritable[engine])
             chunkwise = writer.takes_chunks(self, engine)
             handles = (writer.post_chunks if chunkwise else writer.post_whole)(self, post)
             if self.options.verify and chunkwise:
@@ -362,25 +366,37 @@ class PushWorker(NixlPushConnectorWorker):
     # ---- connections -------------------------------------------------------------------------------------------
 
     def _connect(self, peer: wire.Endpoint) -> None:
-        engine = peer.engine
-        if engine in self._connecting:
-            return
-        # Full handshakes wherever possible: today's decode peer writes to us once roles have changed.
-        future = self._ensure_handshake(
-            engine, peer.host, peer.port, peer.tp_size, pp_size=peer.pp_size, notif_agents_only=peer.pp_size > 1
-        )
-        self._connecting.add(engine)
-        if future is None:
-            self._run(functools.partial(self._on_connected, engine))
-        else:
-            future.add_done_callback(functools.partial(self._handshake_done, engine))
+        if peer.engine not in self._connecting:
+            self._connecting.add(peer.engine)
+            # Full handshakes wherever possible: today's decode peer writes to us once roles have changed.
+            self._handshake(peer, messages_only=peer.pp_size > 1)
 
-    def _handshake_done(self, engine: str, future: Future[Any]) -> None:
+    def _handshake(self, peer: wire.Endpoint, messages_only: bool) -> None:
+        future = self._ensure_handshake(
+            peer.engine, peer.host, peer.port, peer.tp_size, pp_size=peer.pp_size, notif_agents_only=messages_only
+        )
+        if future is None:
+            self._run(functools.partial(self._on_connected, peer.engine))
+        else:
+            future.add_done_callback(functools.partial(self._handshake_done, peer, messages_only))
+
+    def _handshake_done(self, peer: wire.Endpoint, messages_only: bool, future: Future[Any]) -> None:
         error = future.exception()
         if error is None:
-            self._submit(functools.partial(self._on_connected, engine))
+            self._submit(functools.partial(self._on_connected, peer.engine))
+            return
+        why = str(error) or type(error).__name__
+        if messages_only or isinstance(error, zmq.Again):
+            self._submit(functools.partial(self._on_unreachable, peer.engine, why))
         else:
-            self._submit(functools.partial(self._on_unreachable, engine, str(error) or type(error).__name__))
+            # It answers, but its memory layout is not one that we can write to. It may be able to write to ours,
+            # and has to be told what we cannot do.
+            self._submit(functools.partial(self._handshake_for_messages, peer, why))
+
+    def _handshake_for_messages(self, peer: wire.Endpoint, why: str, now: float) -> Iterable[Any]:
+        self._unwritable[peer.engine] = why
+        self._handshake(peer, messages_only=True)
+        return ()
 
     def _agents(self, engine: str) -> tuple[str, ...]:
         with self._handshake_lock:
@@ -395,8 +411,15 @@ class PushWorker(NixlPushConnectorWorker):
             self._tell(engine, message, agent)
         chunkwise = writer.takes_chunks(self, engine)
         if not chunkwise and self.options.transfer != "whole":
-            logger.info_once("KV for engine %s is pushed whole: its block size or rank layout differs", engine)
-        return [*self._inbound.connected(engine, agents, now), *self._outbound.connected(engine, chunkwise, now)]
+            logger.info_once("KV for engine %s is pushed whole: its rank layout differs", engine)
+        theirs = self.transfer_topo.get_engine_info(engine).remote_block_size
+        if theirs == self.block_size:
+            receiving = self._inbound.connected(engine, agents, now)
+        else:
+            # vLLM's push cannot write to smaller blocks, nor sort out what comes in larger ones.
+            why = f"prefill engine {engine} has KV blocks of {theirs} tokens, this one of {self.block_size}"
+            receiving = self._inbound.incompatible(engine, agents, why, now)
+        return [*receiving, *self._outbound.connected(engine, chunkwise, now)]
 
     def _on_unreachable(self, engine: str, why: str, now: float) -> Iterable[Any]:
         self._connecting.discard(engine)
@@ -422,6 +445,7 @@ class PushWorker(NixlPushConnectorWorker):
 
     def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
         super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
+        self._unwritable.pop(engine_id, None)
         self._inbound.forget(engine_id)
         self._outbound.forget(engine_id)
 

@@ -48,8 +48,9 @@ def test_an_abort_waits_for_every_answer_and_asks_again(end: Inbound) -> None:
     assert end.tick(1.5) == []
     assert end.tick(2.1) == both
     assert end.landed("r", "P/0", 2.2) == []
-    assert end.tick(3.2) == [Send("P", "P/1", BACK)]
-    assert end.gone("r", "P/1", "withdrawn", 3.3) == [Finish("r", False, "aborted")]
+    assert end.tick(3.2) == []  # less and less often
+    assert end.tick(4.2) == [Send("P", "P/1", BACK)]
+    assert end.gone("r", "P/1", "withdrawn", 4.3) == [Finish("r", False, "aborted")]
 
 
 def test_kv_that_crosses_the_withdrawal_is_received(end: Inbound) -> None:
@@ -102,6 +103,13 @@ def test_a_withdrawal_that_is_never_answered_ends_too(end: Inbound) -> None:
 def test_an_unreachable_answer_does_not_free_what_is_registered(end: Inbound) -> None:
     assert end.unreachable("P", "no answer", 1.0) == []
     assert end.busy
+
+
+def test_kv_that_cannot_be_taken_is_not_kept_for_us() -> None:
+    end = Inbound(timeout_s=10)
+    end.register(ORDER, SOURCE, 0.0)
+    actions = end.incompatible("P", ("P/0",), "other blocks", 1.0)
+    assert actions == [Finish("r", False, "other blocks"), Send("P", "P/0", BACK)]
 
 
 def test_disowning_tells_the_prefill_engine_and_nobody_here() -> None:

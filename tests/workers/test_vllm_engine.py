@@ -372,3 +372,27 @@ async def test_no_engine_process_outlives_its_parent(model: Path, tmp_path: Path
     finally:
         parent.kill()
     await until(lambda: not any(_running(pid) for pid in family), what="the end of every process")
+
+
+async def test_engines_that_differ_still_answer(model: Path, tmp_path: Path, pair, reference) -> None:
+    """KV of another block size or of another model is not taken: decode computes it without waiting."""
+    first, second = pair
+    bodies = {f"differ-{length}": frames(prompt(length, 9), 6) for length in (40, 300, 1100)}
+    coarse = await Driver.start(model, name="coarse", block_size=64)
+    for key, body in bodies.items():
+        right = await expected(reference, key, body)
+        await transfer(coarse, first, f"fine-{key}", body)
+        assert await first.done(f"fine-{key}", timeout_s=10.0) == right
+        await transfer(second, coarse, f"coarse-{key}", body)
+        assert await coarse.done(f"coarse-{key}", timeout_s=10.0) == right
+    assert coarse.engine.kv_totals["pd_receives_failed"] == len(bodies)
+    await assert_no_leaks(first, second, coarse)
+    await coarse.stop()
+
+    stranger = await Driver.start(tiny_model(tmp_path / "other", layers=3), name="stranger")
+    for key, body in bodies.items():
+        await transfer(first, stranger, f"strange-{key}", body)
+        assert len(await stranger.done(f"strange-{key}", timeout_s=10.0)) == 6
+    assert stranger.engine.kv_totals["pd_receives_failed"] == len(bodies)
+    await assert_no_leaks(first, stranger)
+    await stranger.stop()
