@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import uvicorn
 import uvloop
 from vllm.config import VllmConfig
@@ -33,6 +32,7 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 from orchestrator.calls import FleetCalls
 from orchestrator.config import Config, ConfigError, load_config
 from orchestrator.demo_model import resolve_model
+from orchestrator.engine_args import to_command_line
 from orchestrator.frontend_codec import VllmCodec
 from orchestrator.frontend_engine import FleetCore, FleetLLM
 from orchestrator.http_edge import EdgeMiddleware, fleet_routes
@@ -60,17 +60,7 @@ def server_arguments(config: Config) -> list[str]:
     }
     if config.engine == "sim":
         options.setdefault("max_model_len", config.sim.max_model_len)
-    arguments = []
-    for name, value in options.items():
-        flag = "--" + name.replace("_", "-")
-        if value is True:
-            arguments.append(flag)
-        elif value is False:
-            arguments.append(flag.replace("--", "--no-", 1))
-        elif value is not None:
-            text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-            arguments += [flag, text]
-    return arguments
+    return to_command_line(options)
 
 
 def served_name(config: Config) -> str:
@@ -86,8 +76,8 @@ def build_vllm_config(config: Config) -> tuple[argparse.Namespace, VllmConfig]:
         args = parser.parse_args(server_arguments(config))
         validate_parsed_serve_args(args)
         return args, AsyncEngineArgs.from_cli_args(args).create_engine_config()
-    except (ValueError, TypeError, OSError) as error:
-        raise ConfigError(f"model {config.model!r} or its arguments were refused by vLLM: {error}") from error
+    except Exception as error:  # vLLM refuses in many ways, all of them the configuration's doing
+        raise _refused(config, error) from error
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -108,16 +98,26 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _refused(config: Config, error: Exception) -> ConfigError:
+    line = " ".join(str(error).split()) or type(error).__name__
+    return ConfigError(
+        f"vLLM's server refuses model {config.model!r}, workers.engine_args or frontend.server_args: {line}"
+    )
+
+
 async def build_server_app(
     args: argparse.Namespace, vllm_config: VllmConfig, config: Config, link: FrontendLink
 ) -> EdgeMiddleware:
-    """vLLM's app with all of its routes, over the fleet, plus ours."""
+    """vLLM's app with all of its routes, over the fleet, plus ours. Raises ConfigError."""
     tasks = ("generate",) if vllm_config.model_config.runner_type == "generate" else await link.supported_tasks()
     calls: FleetCalls = link.calls
     core = FleetCore(link.router, link.fleet, calls, tasks)
     engine = FleetLLM(vllm_config, core, config.frontend.replicas)
-    app = build_app(args, tasks, vllm_config.model_config)
-    await init_app_state(engine, app.state, args, tasks)
+    try:
+        app = build_app(args, tasks, vllm_config.model_config)
+        await init_app_state(engine, app.state, args, tasks)
+    except Exception as error:
+        raise _refused(config, error) from error
     registry = get_prometheus_registry()
     registry.register(FleetCollector(link.fleet.workers.values, lambda: link.prefill.depth))
     ours = fleet_routes(
