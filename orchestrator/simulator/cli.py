@@ -61,9 +61,9 @@ def simulate_command(
 ) -> None:
     """Simulate a fleet under a load with the router's own policies, without engines."""
     try:
-        load = _load(trace, requests, seed)
-        worker = _profile(profile)
-        prefill, decode = _fleet(fleet)
+        load = parse_load(trace, requests, seed)
+        worker = parse_profile(profile)
+        prefill, decode = parse_fleet(fleet)
         stacks = [stack(name) for name in policy or ["ours"]]
         rates, search = _rates(sweep, rate, load)
         if transfer not in ("whole", "chunk"):
@@ -177,7 +177,8 @@ def _progress() -> Progress:
     return Progress(*bar, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _load(trace: str, requests: int | None, seed: int) -> Load:
+def parse_load(trace: str, requests: int | None, seed: int) -> Load:
+    """Raises ConfigError or TraceError."""
     if requests is not None and requests < 2:
         raise ConfigError(f"--requests: expected at least 2, got {requests}")
     if trace in LOADS:
@@ -188,7 +189,8 @@ def _load(trace: str, requests: int | None, seed: int) -> Load:
     return first(repeated(load, -(-requests // len(load.arrivals))), requests)
 
 
-def _profile(name: str) -> Profile:
+def parse_profile(name: str) -> Profile:
+    """Raises ConfigError or ProfileError."""
     shipped = {path.stem: path for path in sorted(PROFILES.glob("*.json"))}
     if name in shipped:
         return load_profile(shipped[name])
@@ -197,7 +199,8 @@ def _profile(name: str) -> Profile:
     return load_profile(Path(name))
 
 
-def _fleet(text: str) -> tuple[int, int]:
+def parse_fleet(text: str) -> tuple[int, int]:
+    """Prefill and decode workers of `8P8D`. Raises ConfigError."""
     match = re.fullmatch(r"(\d+)[pP](\d+)[dD]", text)
     if match is None:
         raise ConfigError(f"--fleet: expected prefill and decode workers as in 8P8D, got {text!r}")

@@ -50,10 +50,13 @@ class Report(msgspec.Struct, frozen=True):
     reasons: dict[str, int]
 
 
-def report(sim: Simulation) -> Report:
+def report(sim: Simulation, warm_up: float = 0.0) -> Report:
+    """`warm_up` is the share of the load's time whose arrivals are left out of the latencies and the attainment."""
     slo, settings = sim.router.slo, sim.settings
-    finished = [job for job in sim.jobs if job.outcome == "ok" and job.first_at is not None and job.done_at is not None]
-    ttft = sorted(job.first_at - job.arrival.at for job in sim.jobs if job.first_at is not None)
+    since = warm_up * sim.jobs[-1].arrival.at
+    jobs = [job for job in sim.jobs if job.arrival.at >= since]
+    finished = [job for job in jobs if job.outcome == "ok" and job.first_at is not None and job.done_at is not None]
+    ttft = sorted(job.first_at - job.arrival.at for job in jobs if job.first_at is not None)
     tpot = []
     met = met_ttft = met_tpot = 0
     for job in finished:
@@ -65,15 +68,15 @@ def report(sim: Simulation) -> Report:
         met_tpot += in_tpot
         met += in_ttft and in_tpot
     tpot.sort()
-    outcomes = Counter(job.outcome for job in sim.jobs)
-    total = len(sim.jobs)
+    outcomes = Counter(job.outcome for job in jobs)
+    total = len(jobs)
     # The middle of the arrivals: neither the empty fleet at the start nor the drain at the end.
     last = sim.jobs[-1].arrival.at
     middle = [(top, mean) for time, top, mean in sim.usage if 0.2 * last <= time <= last and mean > 0]
     pools = (sim.router.prefill.workers(), sim.router.decode.workers())
     workers = list(sim.workers.values())
     span = max(sim.now, 1e-9)
-    prompt_tokens = sum(job.arrival.prompt_tokens for job in finished)
+    prompt_tokens = sum(job.arrival.prompt_tokens for job in sim.jobs if job.outcome == "ok")
     computed = sum(worker.computed_tokens for worker in workers)
     return Report(
         policy=settings.stack.name,
@@ -84,7 +87,7 @@ def report(sim: Simulation) -> Report:
         requests=total,
         finished=len(finished),
         rejected=outcomes["rejected"] + outcomes["too_long"],
-        unfinished=sim.left,
+        unfinished=outcomes[""],
         attained=met / total,
         attained_ttft=met_ttft / total,
         attained_tpot=met_tpot / total,
@@ -100,7 +103,7 @@ def report(sim: Simulation) -> Report:
         usage=sum(mean for _, mean in middle) / len(middle) if middle else 0.0,
         preemptions=sum(worker.preemptions for worker in workers),
         prefix_hit=1 - computed / prompt_tokens if prompt_tokens else 0.0,
-        output_tokens_per_s=sum(job.arrival.output_tokens for job in finished) / span,
+        output_tokens_per_s=sum(job.arrival.output_tokens for job in sim.jobs if job.outcome == "ok") / span,
         prefill_busy=_busy(sim, pools[0]),
         decode_busy=_busy(sim, pools[1]),
         reasons=dict(sim.router.reasons),

@@ -133,6 +133,22 @@ def first(load: Load, requests: int) -> Load:
     return Load(load.name, load.arrivals[:requests], load.unit_tokens)
 
 
+def scaled(load: Load, factor: float) -> Load:
+    """The same arrivals with lengths multiplied by a factor; shared prefixes are kept only at factor 1."""
+    if factor == 1.0:
+        return load
+    arrivals = [
+        msgspec.structs.replace(
+            a,
+            prompt_tokens=max(1, round(a.prompt_tokens * factor)),
+            output_tokens=max(1, round(a.output_tokens * factor)),
+            keys=(),
+        )
+        for a in load.arrivals
+    ]
+    return Load(load.name, arrivals, 0)
+
+
 def repeated(load: Load, times: int) -> Load:
     """One copy after another, each with prefixes of its own, for fleets that a short trace would not fill."""
     span = load.arrivals[-1].at + (1.0 / load.rate if load.rate else 1.0)

@@ -1,0 +1,93 @@
+"""Profiles from measurements, and real runs beside simulated ones, against a small server of known behaviour."""
+
+import asyncio
+import json
+
+import pytest
+
+from orchestrator.config import ConfigError
+from orchestrator.simulator.calibrate import Measured, fit_profile
+from orchestrator.simulator.cli import PROFILES
+from orchestrator.simulator.job import Settings
+from orchestrator.simulator.measure import MeasureError, Target, replay
+from orchestrator.simulator.profile import load_profile
+from orchestrator.simulator.real_cli import comparison, profile_command
+from orchestrator.simulator.report import report
+from orchestrator.simulator.simulation import Simulation
+from orchestrator.simulator.stack import stack
+from orchestrator.simulator.trace import Arrival, Load
+
+BASE = load_profile(PROFILES / "h100-llama-8b.json")
+
+
+def test_known_coefficients_are_found_again():
+    ttft = [(n, 0.012 + 0.0004 * n + 1e-8 * n * n) for n in (32, 128, 512, 1024, 2048)]
+    batches = [(n, 0.01 + 0.002 * n) for n in (1, 2, 4, 8)]
+    contexts = [(50, 0.012 + 50e-7), (2050, 0.012 + 2050e-7)]
+    profile = fit_profile(Measured(ttft, batches, contexts), BASE, "x", "made up")
+    assert profile.prefill_s_per_token == pytest.approx(0.0004, rel=0.01)
+    assert profile.attention_s == pytest.approx(2e-8, rel=0.02)
+    assert profile.decode_s_per_seq == pytest.approx(0.002, rel=0.01)
+    assert profile.kv_s_per_token == pytest.approx(1e-7, rel=0.01)
+    assert profile.step_s + profile.router_s == pytest.approx(0.012, rel=0.01)
+
+
+def test_noise_never_makes_a_coefficient_negative():
+    measured = Measured([(32, 0.05), (512, 0.03), (1024, 0.06)], [(1, 0.02), (8, 0.015)], [(50, 0.02), (1000, 0.018)])
+    profile = fit_profile(measured, BASE, "x", "made up")
+    assert min(profile.attention_s, profile.decode_s_per_seq, profile.kv_s_per_token, profile.router_s) >= 0
+    assert profile.prefill_s_per_token > 0 and profile.step_s > 0
+
+
+async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """One answer per connection, as an OpenAI server streams it."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    if head.startswith("GET /v1/models"):
+        body = b'{"data": [{"id": "m"}]}'
+        kind = "application/json"
+    elif head.startswith("POST"):
+        length = next(
+            int(line.split(":")[1]) for line in head.splitlines() if line.lower().startswith("content-length")
+        )
+        asked = json.loads(await reader.readexactly(length))
+        events = [{"choices": [{"text": "x"}]}] * asked["max_tokens"]
+        events.append({"choices": [], "usage": {"completion_tokens": asked["max_tokens"]}})
+        body = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+        kind = "text/event-stream"
+    else:
+        body, kind = b"{}", "application/json"
+    writer.write(
+        f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n".encode()
+    )
+    writer.write(body)
+    await writer.drain()
+    writer.close()
+
+
+async def test_a_load_is_replayed_and_laid_beside_its_simulation():
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    load = Load("tiny", [Arrival(i / 50, 600, 5, (i % 2,)) for i in range(10)], unit_tokens=512)
+    async with server, Target(f"http://127.0.0.1:{port}/") as target:
+        shared = [target.prompt(600, (7,), 512, seed) for seed in (1, 2)]
+        assert shared[0][:512] == shared[1][:512] and shared[0][512:] != shared[1][512:] and len(shared[0]) == 600
+        timings = await replay(target, load)
+    assert [timing.output_tokens for timing in timings] == [5] * 10
+    predicted = report(Simulation(Settings(prefill=1, decode=1, profile=BASE, stack=stack("default")), load).run())
+    result = comparison(predicted, [*timings, None])
+    assert result["failed"] == 1 and result["requests"] == 11
+    assert set(result["figures"]) == {"ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90"}
+    with pytest.raises(MeasureError, match="no real request"):
+        comparison(predicted, [None])
+
+
+async def test_no_server_is_said_in_one_line():
+    with pytest.raises(MeasureError, match="start a fleet first"):
+        async with Target("http://127.0.0.1:9"):
+            pass
+
+
+@pytest.mark.parametrize("lengths", ["a,b", "100", "0,5"])
+def test_bad_lengths_are_refused(lengths, tmp_path):
+    with pytest.raises(ConfigError, match="--lengths"):
+        profile_command("http://127.0.0.1:9", tmp_path / "out.json", lengths=lengths)
