@@ -1,5 +1,5 @@
-"""`orchestrator profile` measures a worker's profile from a running server; `orchestrator compare` runs one load for real
-and in the simulator, and saves both side by side.
+"""`orchestrator profile` measures a worker's profile from a running server; `orchestrator compare` runs one load for
+real and in the simulator, and saves both side by side.
 """
 
 from __future__ import annotations
