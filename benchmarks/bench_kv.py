@@ -172,13 +172,16 @@ async def measure(model: str, path: str, args: dict[str, Any], options: argparse
     for variant in options.variants:
         pair = await start(variant, path, args, options.cuda)
         try:
-            await pair.run(_prompt(300))  # the handshakes
+            # Handshakes, and every KV page touched once, as in an engine that has served for a minute.
+            await pair.run(_prompt(max(options.tokens)))
+            await pair.run(_prompt(2048))
             per_token = pair.prefill.info.kv_bytes_per_token
             for tokens in options.tokens:
                 size = tokens * per_token
                 if size not in raw:
                     raw[size] = await asyncio.to_thread(_raw, size, options.cuda)
-                runs = [await pair.run(_prompt(tokens)) for _ in range(options.runs)]
+                times = options.runs if tokens <= 4096 else 1
+                runs = [await pair.run(_prompt(tokens)) for _ in range(times)]
                 medians = [statistics.median(column) for column in zip(*runs, strict=True)]
                 rows.append(Row(model, variant.name, tokens, size, *medians, raw[size], len(runs)))
                 print(_line(rows[-1]), flush=True)
@@ -247,15 +250,15 @@ def _models(options: argparse.Namespace, scratch: Path) -> dict[str, tuple[str, 
     if options.cuda:
         common |= {"gpu_memory_utilization": 0.4}
     chosen = {}
-    if "smollm2" in options.models:
-        room = {} if options.cuda else {"kv_cache_memory_bytes": (longest + 2048) * 23_040}
-        chosen["smollm2"] = (resolve_model("demo"), common | room | {"max_model_len": 8192})
     if "kv-heavy" in options.models:
         # 128 KiB of KV per token, and as little else to compute as that allows.
         path = tiny_model(scratch / "heavy", layers=8, heads=16, kv_heads=16, head_dim=128, positions=16384)
         room = {} if options.cuda else {"kv_cache_memory_bytes": (longest + 2048) << 17}
         heavy = common | room | {"max_model_len": longest + 64, "dtype": "float32"}
         chosen["kv-heavy"] = (str(path), heavy)
+    if "smollm2" in options.models:
+        room = {} if options.cuda else {"kv_cache_memory_bytes": (longest + 2048) * 23_040}
+        chosen["smollm2"] = (resolve_model("demo"), common | room | {"max_model_len": longest + 64})
     return chosen
 
 
@@ -263,7 +266,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8000])
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--chunk", type=int, default=512, help="tokens per engine step")
+    parser.add_argument("--chunk", type=int, default=256, help="tokens per engine step")
     parser.add_argument("--models", nargs="+", default=["smollm2", "kv-heavy"], choices=["smollm2", "kv-heavy"])
     parser.add_argument("--variants", nargs="+", default=None, choices=[variant.name for variant in VARIANTS])
     parser.add_argument("--cuda", action="store_true", help="on GPUs: prefill on the first, decode on the next")
@@ -271,16 +274,16 @@ def main() -> None:
     options = parser.parse_args()
     options.variants = [v for v in VARIANTS if options.variants is None or v.name in options.variants]
     random.seed(3)
+    rows: list[Row] = []
     device = f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores"
     if options.cuda:
         import torch
 
         device = torch.cuda.get_device_name()
-    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
         for name, (path, args) in _models(options, Path(scratch)).items():
             rows += asyncio.run(measure(name, path, args, options))
-    save(rows, device, options.out)
+            save(rows, device, options.out)  # after each model: a long run that is broken off has something to show
 
 
 if __name__ == "__main__":
