@@ -115,8 +115,12 @@ class Faults:
 
     def _kill(self, name: str, down_s: float) -> None:
         sim, worker = self._sim, self._sim.workers[name]
-        view = sim.router.prefill if name in sim.router.prefill else sim.router.decode
-        view.remove(name)
+        if not worker.alive:
+            return
+        # A worker between two roles is in no view; whoever moves it will put it into one.
+        view = next((view for view in (sim.router.prefill, sim.router.decode) if name in view), None)
+        if view is not None:
+            view.remove(name)
         if sim.router.index is not None:
             sim.router.index.forget(name)
         lost = worker.fail()
@@ -150,10 +154,10 @@ class Faults:
                 sim.at(sim.now, sim.release, peer)
                 sim.at(sim.now, sim.replace, job)
 
-    def _restart(self, worker: Worker, view: PoolView) -> None:
+    def _restart(self, worker: Worker, view: PoolView | None) -> None:
         worker.alive = True
-        view.add(worker, self._sim.now)
-        if view is self._sim.router.prefill:
+        if view is not None:
+            view.add(worker, self._sim.now)
             self._sim.router.claim(worker)
 
 

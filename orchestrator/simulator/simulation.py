@@ -97,6 +97,12 @@ class Simulation:
                 action(a, b)
         return self
 
+    def finish_events(self) -> None:
+        """What is still due once all requests have ended: restarts, releases."""
+        while self._events:
+            self.now, _, action, a, b = heapq.heappop(self._events)
+            action(a, b)
+
     def _wake_at(self, time: float, worker: Worker, version: int) -> None:
         heapq.heappush(self._events, (time, next(self._order), self._wake, worker, version))
 
