@@ -9,11 +9,11 @@ from typing import Any
 
 from support_workers import expected
 
+from orchestrator.codec import Batch
 from orchestrator.config import Config
 from orchestrator.engine_wire import FinishReason, SimCodec, WireOutput, WireRequest, WireSampling
 from orchestrator.link import FrontendLink
 from orchestrator.redis_client import Redis
-from orchestrator.codec import Batch
 from orchestrator.types import RequestInfo
 
 
