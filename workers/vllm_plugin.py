@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-_KV_POLL_S = 0.002  # also how long a new request may wait to be noticed by an engine that waits for KV
+_KV_POLL_S = 0.005  # an engine with nothing to compute looks after its waiting requests this often
 _PARENT = "PD_ENGINE_PARENT"  # pid of the process that the engine must not outlive
 _CORES = "PD_ENGINE_CORES"  # "0,1": cores the engine computes on
 _vllm_target = EngineCoreProc.run_engine_core
@@ -93,6 +93,9 @@ def _process_engine_step(engine: Any) -> bool:
     While requests wait for remote KV the loop turns about a thousand times a second; a message each would cost
     the agent more than its work.
     """
+    news = _news(engine)
+    if news is not None:
+        news.clear()  # before the step collects: what comes later wakes the wait below at once
     began = time.monotonic()
     outputs, executed = engine.step_fn()
     elapsed_ms = (time.monotonic() - began) * 1000.0
@@ -104,19 +107,28 @@ def _process_engine_step(engine: Any) -> bool:
             engine.output_queue.put_nowait((client, output))
     engine.post_step(executed)
     if not executed and engine.scheduler.has_requests():
-        _wait_for_kv()
+        if news is None:
+            time.sleep(0.001)
+        elif engine.input_queue.empty():
+            news.wait(_KV_POLL_S)
     return bool(executed)
 
 
-def _wait_for_kv() -> None:
-    """vLLM sleeps a millisecond; where the worker half lives in this process it wakes us when KV has come."""
-    worker = getattr(get_kv_transfer_group(), "connector_worker", None) if has_kv_transfer_group() else None
-    news = getattr(worker, "news", None)
-    if news is None:
-        time.sleep(0.001)
-    else:
-        news.wait(_KV_POLL_S)
-        news.clear()
+def _news(engine: Any) -> threading.Event | None:
+    """Set when KV or a request has come; None where the connector's worker half lives in another process."""
+    if not hasattr(engine, "_pd_news"):
+        worker = getattr(get_kv_transfer_group(), "connector_worker", None) if has_kv_transfer_group() else None
+        engine._pd_news = news = getattr(worker, "news", None)
+        if news is not None:
+            put = engine.input_queue.put_nowait
+
+            def put_and_wake(item: Any) -> None:
+                put(item)
+                news.set()
+
+            engine.input_queue.put_nowait = put_and_wake
+    found: threading.Event | None = engine._pd_news
+    return found
 
 
 def _has_news(engine: Any, output: EngineCoreOutputs) -> bool:

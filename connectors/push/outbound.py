@@ -126,6 +126,11 @@ class Outbound:
     def busy(self) -> bool:
         return bool(self._streams)
 
+    @property
+    def hurried(self) -> bool:
+        """Somebody waits for WRITEs in flight to end."""
+        return any(stream.state in (Stream.FLUSHING, Stream.DRAINING) for stream in self._streams.values())
+
     def engines(self) -> set[str]:
         return {stream.order.decode.engine for stream in self._streams.values() if stream.order is not None}
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.pd.push")
 
-_BUSY_POLL_S = 0.0005  # without a progress thread, WRITEs and notifications move only when polled
-_IDLE_POLL_S = 0.05  # a message that comes unannounced waits this long; costs under 1% of a core
 _TICK_S = 0.1
 _HANDSHAKES_AT_ONCE = 8
 _UNDELIVERED_MAX = 4096  # messages kept per engine while its handshake runs
@@ -195,9 +193,18 @@ class PushWorker(NixlPushConnectorWorker):
                     self._forget_dead()
             except Exception:
                 logger.exception("KV transfer: unexpected error; the writer goes on")
-            busy = self._inbound.busy or self._outbound.busy or self._writes
-            self._push_writer_wake.wait(_BUSY_POLL_S if busy else _IDLE_POLL_S)
+            self._push_writer_wake.wait(self._poll_s())
             self._push_writer_wake.clear()
+
+    def _poll_s(self) -> float:
+        """Without a progress thread things move only when polled; but each turn is taken from the computing core."""
+        if self._outbound.hurried:
+            return 0.0005
+        if self._inbound.busy:
+            return 0.001
+        if self._outbound.busy or self._writes:
+            return 0.005  # while prefill computes: registrations come in, WRITEs go out
+        return 0.05  # what comes unannounced waits this long; well under 1% of a core
 
     def _run(self, event: Event) -> None:
         now = time.monotonic()
