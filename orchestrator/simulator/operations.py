@@ -25,7 +25,7 @@ TARGET_USAGE = 0.8
 class RatioControl:
     """Samples the load, asks `policy.ratio`, and changes roles by draining, as the launcher does."""
 
-    def __init__(self, sim: Simulation, limits: RatioLimits = RatioLimits(cool_down_s=30.0, gain=0.2)) -> None:
+    def __init__(self, sim: Simulation, limits: RatioLimits = RatioLimits(cool_down_s=30.0, gain=0.1)) -> None:
         self._sim = sim
         self._limits = limits
         self._window: deque[LoadSample] = deque(maxlen=WINDOW)

@@ -4,34 +4,36 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 
 from orchestrator.simulator.trace import Arrival, Load, TraceError
 
 UNIT_TOKENS = 512
 
 
-def bursty(requests: int, seed: int = 0) -> Load:
-    """Arrivals from a two-state Markov-modulated Poisson process: a quarter of the time at 4 times the calm rate.
+def bursty(requests: int, seed: int = 0, rate: float = 1.0) -> Load:
+    """Arrivals from a two-state Markov-modulated Poisson process: calm for 30 s on average, then four times as many
+    for 10 s on average; `rate` is the mean over both (requests per second).
 
-    Calm periods last 30 s on average at a mean rate of 1, bursts 10 s. Lengths are log-normal: prompts with median
-    700 and sigma 1, outputs with median 200 and sigma 0.7. A third of the prompts start with one of 40 system prompts
-    of 512 or 1,024 tokens.
+    Lengths are log-normal: prompts with median 700 and sigma 1, outputs with median 200 and sigma 0.7. A third of the
+    prompts start with one of 40 system prompts of 512 or 1,024 tokens.
     """
-    rng = random.Random(seed)
-    calm_rate = 1 / (0.75 + 0.25 * 4)
-    now, in_burst, until = 0.0, False, rng.expovariate(1 / 30)
+    # Periods are drawn apart from requests: the same ones at every rate.
+    rng, periods = random.Random(seed), random.Random(f"periods {seed}")
+    calm_rate = rate / (0.75 + 0.25 * 4)
+    now, in_burst, until = 0.0, False, periods.expovariate(1 / 30)
     arrivals = []
     for n in range(requests):
-        gap = rng.expovariate(1.0)  # of unit work, spent at the state's rate
+        work = rng.expovariate(1.0)
         while True:
-            rate = calm_rate * (4 if in_burst else 1)
-            if now + gap / rate <= until:
-                now += gap / rate
+            current = calm_rate * (4 if in_burst else 1)
+            if now + work / current <= until:
+                now += work / current
                 break
-            gap -= (until - now) * rate
+            work -= (until - now) * current
             now = until
             in_burst = not in_burst
-            until = now + rng.expovariate(1 / (10 if in_burst else 30))
+            until = now + periods.expovariate(1 / (10 if in_burst else 30))
         prompt = _lognormal(rng, 700, 1.0, 16, 32_000)
         keys: tuple[int, ...] = ()
         if rng.random() < 1 / 3:
@@ -42,7 +44,7 @@ def bursty(requests: int, seed: int = 0) -> Load:
             own = prompt // UNIT_TOKENS - units
             keys += tuple(1_000_000 + n * 100 + unit for unit in range(own))
         arrivals.append(Arrival(now, prompt, _lognormal(rng, 200, 0.7, 4, 4_000), keys))
-    return Load("bursty", arrivals, UNIT_TOKENS)
+    return Load("bursty", arrivals, UNIT_TOKENS, partial(bursty, requests, seed))
 
 
 def heavy_tailed(requests: int, seed: int = 0) -> Load:

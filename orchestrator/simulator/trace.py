@@ -8,7 +8,7 @@ ContextTokens, GeneratedTokens. A malformed line is an error that names file and
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -34,11 +34,15 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """Arrivals in order of time. Without prefixes `unit_tokens` is 0."""
+    """Arrivals in order of time. Without prefixes `unit_tokens` is 0.
+
+    A made load has periods in seconds that a change of rate must not squeeze: `at` makes it anew for a rate.
+    """
 
     name: str
     arrivals: list[Arrival]
     unit_tokens: int = 0
+    at: Callable[[float], Load] | None = None
 
     @property
     def rate(self) -> float:
@@ -121,9 +125,11 @@ def _spread_bursts(arrivals: list[Arrival], seed: int) -> list[Arrival]:
 
 
 def at_rate(load: Load, rate: float) -> Load:
-    """The same requests, their arrival times stretched or squeezed to this mean rate (requests per second)."""
+    """A load at this mean rate (requests per second): a trace's times are stretched or squeezed."""
     if rate <= 0:
         raise TraceError(f"rate: expected more than 0 requests per second, got {rate}")
+    if load.at is not None:
+        return load.at(rate)
     factor = load.rate / rate
     arrivals = [msgspec.structs.replace(a, at=a.at * factor) for a in load.arrivals]
     return Load(load.name, arrivals, load.unit_tokens)

@@ -18,7 +18,7 @@ def run(*args: str):
 
 
 def test_json_is_one_report_per_run():
-    result = run("--trace", "bursty", "--requests", "200", "--fleet", "2P2D", "--sweep", "rate=2,4", "--json")
+    result = run("--trace", "heavy_tailed", "--requests", "200", "--fleet", "2P2D", "--sweep", "rate=2,4", "--json")
     assert result.exit_code == 0, result.output
     reports = json.loads(result.stdout)
     assert [round(r["rate"]) for r in reports] == [2, 4]

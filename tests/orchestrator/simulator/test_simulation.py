@@ -108,7 +108,7 @@ def test_the_ratio_follows_the_load():
 
 
 def test_goodput_is_the_edge_of_attainment():
-    load = synthetic("bursty", 300, seed=5)
+    load = synthetic("heavy_tailed", 300, seed=5)
     found = goodput(lambda rate: report(simulate(at_rate(load, rate), "least_requests").run()), 5, 10, tolerance=0.1)
     assert found.at is not None and found.at.attained >= 0.9
     above = [run for run in found.runs if run.rate > found.rate * 1.01]

@@ -5,7 +5,7 @@ import pytest
 from orchestrator.simulator.profile import ProfileError, load_profile
 from orchestrator.simulator.stack import stack
 from orchestrator.simulator.synthetic import synthetic
-from orchestrator.simulator.trace import TraceError, at_rate, first, read_trace, repeated
+from orchestrator.simulator.trace import Arrival, Load, TraceError, at_rate, first, read_trace, repeated
 
 MOONCAKE = """\
 {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}
@@ -64,14 +64,25 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_loads_can_be_squeezed_cut_and_repeated():
-    load = synthetic("bursty", 500, seed=1)
+    load = synthetic("heavy_tailed", 500, seed=1)
     assert at_rate(load, 20).rate == pytest.approx(20)
     assert len(first(load, 10).arrivals) == 10
     twice = repeated(load, 2)
     assert len(twice.arrivals) == 1000 and twice.rate == pytest.approx(load.rate, rel=0.01)
-    keys = [set(a.keys) for a in twice.arrivals]
-    assert not set().union(*keys[:500]) & set().union(*keys[500:])
-    assert synthetic("bursty", 500, seed=1) == load and synthetic("bursty", 500, seed=2) != load
+    keyed = Load("keyed", [Arrival(float(n), 600, 1, (n,)) for n in range(3)], 512)
+    assert [a.keys for a in repeated(keyed, 2).arrivals] == [(0,), (1,), (2,), (3,), (4,), (5,)]
+    assert synthetic("heavy_tailed", 500, seed=1) == load and synthetic("heavy_tailed", 500, seed=2) != load
+
+
+def test_bursts_last_as_long_at_any_rate():
+    """Arrivals in the busiest ten seconds against the mean: a burst is four times as dense as the calm around it."""
+    for rate in (5, 50):
+        load = at_rate(synthetic("bursty", 200 * rate, seed=3), rate)
+        assert load.rate == pytest.approx(rate, rel=0.5)
+        tens = [0] * (int(load.arrivals[-1].at / 10) + 1)
+        for arrival in load.arrivals:
+            tens[int(arrival.at / 10)] += 1
+        assert max(tens) > 1.5 * len(load.arrivals) / len(tens)
 
 
 def test_unknown_names_are_refused_with_the_known_ones(tmp_path):
