@@ -22,7 +22,6 @@ from orchestrator.simulator.job import FleetError, Settings
 from orchestrator.simulator.plot import PlotError, line_chart
 from orchestrator.simulator.profile import Profile, ProfileError, load_profile
 from orchestrator.simulator.report import Report, goodput, report
-from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.stack import stack
 from orchestrator.simulator.synthetic import LOADS, synthetic
 from orchestrator.simulator.trace import Load, TraceError, at_rate, first, read_trace, repeated
@@ -55,6 +54,9 @@ def simulate_command(
     tpot_s: Annotated[float | None, _option("--tpot", "TPOT objective, seconds; default the profile's.")] = None,
     report_age_s: Annotated[float, _option("--report-age", "Age of load reports, seconds.")] = 0.1,
     transfer: Annotated[str, _option("--transfer", "KV after prefill (whole) or during it (chunk).")] = "whole",
+    kill: Annotated[
+        list[str] | None, _option("--kill", "A worker, when and for how long (seconds): d0@30:10. Repeatable.")
+    ] = None,
     seed: Annotated[int, _option("--seed", "Of whatever is drawn at random.")] = 0,
     as_json: Annotated[bool, _option("--json", "JSON instead of a table.")] = False,
     plot: Annotated[Path | None, _option("--plot", "A PNG: attainment by rate, or block usage by time.")] = None,
@@ -85,9 +87,10 @@ def simulate_command(
             )
             for chosen in stacks
         ]
+        kills = [_kill(text) for text in kill or []]
         for settings in every:
-            Simulation(settings, first(load, 1))  # refuses what is impossible
-        _run(every, load, rates, search, as_json, plot)
+            _simulation(settings, first(load, 1), kills)  # refuses what is impossible
+        _run(every, load, kills, rates, search, as_json, plot)
     except (TraceError, ProfileError, FleetError, PlotError, ValueError) as error:
         raise ConfigError(str(error)) from None
 
@@ -101,7 +104,7 @@ def _run(every: list[Settings], load: Load, rates: list[float], search: bool, as
             task = progress.add_task(name, total=len(load.arrivals) * (1 if search else len(rates)))
 
             def run(at: float, done: Callable[[int], None] | None = None, settings: Settings = settings) -> Report:
-                sim = Simulation(settings, at_rate(load, at)).run(done)
+                sim = _simulation(settings, at_rate(load, at), kills).run(done)
                 usage[settings.stack.name] = [
                     (time, mean) for time, _, mean in sim.usage[:: max(1, len(sim.usage) // 400)]
                 ]
@@ -205,6 +208,13 @@ def parse_fleet(text: str) -> tuple[int, int]:
     if match is None:
         raise ConfigError(f"--fleet: expected prefill and decode workers as in 8P8D, got {text!r}")
     return int(match[1]), int(match[2])
+
+
+def _kill(text: str) -> _Kill:
+    match = re.fullmatch(r"(\w+)@(\d+(?:\.\d+)?):(\d+(?:\.\d+)?)", text)
+    if match is None:
+        raise ConfigError(f"--kill: expected a worker, a time and a duration as in d0@30:10, got {text!r}")
+    return _Kill(match[1], float(match[2]), float(match[3]))
 
 
 def _rates(sweep: str | None, rate: float | None, load: Load) -> tuple[list[float], bool]:

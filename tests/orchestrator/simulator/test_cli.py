@@ -34,6 +34,14 @@ def test_a_table_and_a_plot(tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+def test_workers_can_be_killed_on_the_way():
+    args = ["--trace", "heavy_tailed", "--requests", "200", "--fleet", "2P2D", "--rate", "10", "--json"]
+    calm, killed = (run(*args, *more) for more in ([], ["--kill", "d0@5:5", "--kill", "p1@8:5"]))
+    assert killed.exit_code == 0, killed.output
+    before, after = json.loads(calm.stdout)[0], json.loads(killed.stdout)[0]
+    assert after["finished"] == 200 and after["ttft_p99_s"] > before["ttft_p99_s"]
+
+
 @pytest.mark.parametrize(
     ("args", "word"),
     [
@@ -45,6 +53,8 @@ def test_a_table_and_a_plot(tmp_path):
         (["--rate", "-1"], "more than 0"),
         (["--requests", "1"], "at least 2"),
         (["--transfer", "magic"], "whole or chunk"),
+        (["--kill", "d0"], "d0@30:10"),
+        (["--kill", "x9@1:1"], "not in this fleet"),
         (["--ttft", "-2"], "more than 0 seconds"),
     ],
 )
