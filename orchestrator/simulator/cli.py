@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import typer
@@ -19,9 +19,11 @@ from rich.table import Table
 
 from orchestrator.config import ConfigError, SLOConfig
 from orchestrator.simulator.job import FleetError, Settings
+from orchestrator.simulator.operations import Faults
 from orchestrator.simulator.plot import PlotError, line_chart
 from orchestrator.simulator.profile import Profile, ProfileError, load_profile
 from orchestrator.simulator.report import Report, goodput, report
+from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.stack import stack
 from orchestrator.simulator.synthetic import LOADS, synthetic
 from orchestrator.simulator.trace import Load, TraceError, at_rate, first, read_trace, repeated
@@ -95,7 +97,28 @@ def simulate_command(
         raise ConfigError(str(error)) from None
 
 
-def _run(every: list[Settings], load: Load, rates: list[float], search: bool, as_json: bool, plot: Path | None) -> None:
+class _Kill(NamedTuple):
+    worker: str
+    at: float  # seconds from the start
+    down_s: float
+
+
+def _simulation(settings: Settings, load: Load, kills: list[_Kill]) -> Simulation:
+    sim = Simulation(settings, load)
+    for kill in kills:
+        Faults(sim).kill(*kill)
+    return sim
+
+
+def _run(
+    every: list[Settings],
+    load: Load,
+    kills: list[_Kill],
+    rates: list[float],
+    search: bool,
+    as_json: bool,
+    plot: Path | None,
+) -> None:
     reports: list[Report] = []
     usage: dict[str, list[tuple[float, float]]] = {}
     with _progress() as progress:
