@@ -6,11 +6,15 @@ A view only: `membership` feeds it from the registry and the mesh, `router` read
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from orchestrator.policy.decode_choice import Candidate, blocks_for
+from orchestrator.policy.shortlist import Shortlist
 from orchestrator.types import Role, WorkerInfo, WorkerLoad, WorkerState
+
+# Below this many decode workers looking at each is as quick, and needs no two of them to be compared as if equal.
+SHORTLIST_FROM = 32
 
 
 @dataclass(slots=True)
@@ -20,32 +24,69 @@ class _Placed:
     tokens: int
 
 
-@dataclass(slots=True, eq=False)
 class WorkerView:
     """One worker as this frontend sees it. `heard_at` is the frontend's monotonic clock, seconds."""
 
-    info: WorkerInfo
-    heard_at: float
-    load: WorkerLoad | None = None
-    connected: bool = False  # greeted, and the connection stands
-    disconnected_at: float | None = None
-    sequence: int = 0  # of the last submission sent to it
-    _placed: deque[_Placed] = field(default_factory=deque)
-    _placed_blocks: int = 0
-    _placed_tokens: int = 0
-    _candidate: Candidate | None = None
+    __slots__ = (
+        "_candidate",
+        "_changed",
+        "_connected",
+        "_info",
+        "_placed",
+        "_placed_blocks",
+        "_placed_tokens",
+        "disconnected_at",
+        "heard_at",
+        "load",
+        "sequence",
+    )
+
+    def __init__(self, info: WorkerInfo, heard_at: float, changed: set[str]) -> None:
+        """`changed` collects the ids of workers whose usability or load is not what it was."""
+        self.heard_at = heard_at
+        self.load: WorkerLoad | None = None
+        self.disconnected_at: float | None = None
+        self.sequence = 0  # of the last submission sent to it
+        self._info, self._changed, self._connected = info, changed, False
+        self._placed: deque[_Placed] = deque()
+        self._placed_blocks = self._placed_tokens = 0
+        self._candidate: Candidate | None = None
+        self._touch()
+
+    def _touch(self) -> None:
+        self._candidate = None
+        self._changed.add(self._info.id)
+
+    @property
+    def info(self) -> WorkerInfo:
+        return self._info
+
+    @info.setter
+    def info(self, info: WorkerInfo) -> None:
+        self._info = info
+        self._touch()
+
+    @property
+    def connected(self) -> bool:
+        """Greeted, and the connection stands."""
+        return self._connected
+
+    @connected.setter
+    def connected(self, connected: bool) -> None:
+        self._connected = connected
+        self._touch()
 
     def usable(self, role: Role) -> bool:
-        return self.connected and self.info.role is role and self.info.state is WorkerState.READY
+        return self._connected and self._info.role is role and self._info.state is WorkerState.READY
 
     def note_placed(self, prompt_tokens: int) -> int:
         """Count a submission against this worker until a load report has seen it. Returns its sequence number."""
         self.sequence += 1
-        blocks = blocks_for(prompt_tokens, self.info.identity.block_size)
+        blocks = blocks_for(prompt_tokens, self._info.identity.block_size)
         self._placed.append(_Placed(self.sequence, blocks, prompt_tokens))
         self._placed_blocks += blocks
         self._placed_tokens += prompt_tokens
-        self._candidate = None
+        self._touch()
         return self.sequence
 
     def note_load(self, load: WorkerLoad, seen: int, now: float) -> None:
@@ -58,61 +99,73 @@ class WorkerView:
             old = self._placed.popleft()
             self._placed_blocks -= old.blocks
             self._placed_tokens -= old.tokens
-        self._candidate = None
+        self._touch()
 
     @property
     def candidate(self) -> Candidate:
         """The worker for the policies: its report corrected by what this frontend has placed since."""
         if self._candidate is None:
             load = self.load
-            total = load.blocks_total if load else self.info.blocks_total
+            total = load.blocks_total if load else self._info.blocks_total
             free = load.blocks_free if load else total
             self._candidate = Candidate(
-                worker_id=self.info.id,
+                worker_id=self._info.id,
                 blocks_total=total,
                 blocks_free=max(0, free - self._placed_blocks),
-                block_size=self.info.identity.block_size,
+                block_size=self._info.identity.block_size,
                 running=load.running if load else 0,
                 waiting=(load.waiting if load else 0) + len(self._placed),
                 waiting_tokens=load.waiting_tokens if load else 0,
-                max_num_seqs=self.info.max_num_seqs,
+                max_num_seqs=self._info.max_num_seqs,
                 placed_tokens=self._placed_tokens,
             )
         return self._candidate
 
 
 class Fleet:
-    """All workers that are not known to be gone."""
+    """All workers that are not known to be gone.
 
-    def __init__(self, frontend_id: str) -> None:
+    Asking for candidates costs what has changed since the last time, not the number of workers: with a `standing`
+    (see `policy.shortlist`) a large fleet is asked for its few best.
+    """
+
+    def __init__(self, frontend_id: str, standing: Callable[[Candidate], float] | None = None) -> None:
         self.frontend_id = frontend_id
         self.workers: dict[str, WorkerView] = {}
+        self._changed: set[str] = set()
+        # Dictionaries as sets that keep their order.
+        self._usable: dict[Role, dict[str, None]] = {role: {} for role in Role}
+        self._shortlist = Shortlist(standing) if standing is not None else None
 
     def upsert(self, info: WorkerInfo, now: float) -> bool:
         """Add or update. True when this is a new process: what an older one of the same id held is lost."""
         view = self.workers.get(info.id)
         if view is not None and view.info.kv.engine_id == info.kv.engine_id:
             view.info = info
-            view._candidate = None
             return False
-        self.workers[info.id] = WorkerView(info, heard_at=now)
+        self.workers[info.id] = WorkerView(info, now, self._changed)
         return True
 
     def remove(self, worker_id: str) -> WorkerView | None:
+        self._changed.add(worker_id)
         return self.workers.pop(worker_id, None)
 
     def take_load(self, load: WorkerLoad, now: float) -> None:
         if view := self.workers.get(load.worker_id):
             view.note_load(load, load.seen.get(self.frontend_id, 0), now)
 
-    def decode_candidates(self, avoid: Iterable[str] = ()) -> list[Candidate]:
-        """Decode workers that take requests now; those to avoid only when there is no other."""
-        usable = [view.candidate for view in self.workers.values() if view.usable(Role.DECODE)]
-        avoid = set(avoid)
-        return [c for c in usable if c.worker_id not in avoid] or usable if avoid else usable
+    def decode_candidates(self, avoid: Collection[str] = ()) -> list[Candidate]:
+        """Decode workers that take requests now, or the best of many; those to avoid only when there is no other."""
+        self._apply_changes()
+        usable = self._usable[Role.DECODE]
+        if self._shortlist is not None and not avoid and len(usable) >= SHORTLIST_FROM:
+            return self._shortlist.pick()
+        kept = [name for name in usable if name not in avoid] if avoid else usable
+        return [self.workers[name].candidate for name in kept or usable]
 
     def ready(self, role: Role) -> int:
-        return sum(view.usable(role) for view in self.workers.values())
+        self._apply_changes()
+        return len(self._usable[role])
 
     def silent(self, now: float, timeout_s: float, reconnect_s: float) -> list[str]:
         """Workers to give up: fell silent for `timeout_s`, or stayed disconnected for `reconnect_s`."""
@@ -122,3 +175,18 @@ class Fleet:
             if (view.load is not None and now - view.heard_at > timeout_s)
             or (view.disconnected_at is not None and now - view.disconnected_at > reconnect_s)
         ]
+
+    def _apply_changes(self) -> None:
+        for worker_id in self._changed:
+            view = self.workers.get(worker_id)
+            for role, usable in self._usable.items():
+                if view is not None and view.usable(role):
+                    usable[worker_id] = None
+                else:
+                    usable.pop(worker_id, None)
+            if self._shortlist is not None:
+                if view is not None and view.usable(Role.DECODE):
+                    self._shortlist.update(view.candidate)
+                else:
+                    self._shortlist.remove(worker_id)
+        self._changed.clear()

@@ -16,6 +16,7 @@ from orchestrator.fleet import Fleet
 from orchestrator.membership import Membership
 from orchestrator.messages import CallReply, MessageError, PrefillFailed, Welcome
 from orchestrator.metrics import dropped
+from orchestrator.policy.decode_choice import KVBlocks, decode_choice
 from orchestrator.prefill_link import PrefillLink
 from orchestrator.queue import PrefillQueue
 from orchestrator.redis_client import Redis, RedisAway
@@ -36,13 +37,14 @@ class FrontendLink:
     def __init__(self, frontend_id: str, config: Config, redis: Redis, codec: Codec) -> None:
         self.frontend_id = frontend_id
         self.registry = Registry(redis, config.namespace)
-        self.fleet = Fleet(frontend_id)
+        choose = decode_choice(config.routing.decode_choice)
+        self.fleet = Fleet(frontend_id, choose.standing if isinstance(choose, KVBlocks) else None)
         self.transport = FrontendTransport(frontend_id)
         self.calls = FleetCalls(self.fleet, self.transport)
         self.prefill = PrefillLink(
             PrefillQueue(redis, config.namespace, config.queue), frontend_id, config.queue.lease_s
         )
-        self.router = Router(config, self.fleet, self.transport, self.prefill, codec)
+        self.router = Router(config, self.fleet, self.transport, self.prefill, codec, choose)
         self.membership = Membership(
             self.registry, self.fleet, self.transport, config.workers.timeout_s, self._worker_lost
         )

@@ -32,7 +32,7 @@ from orchestrator.messages import (
     pack_frames,
 )
 from orchestrator.policy.admission import admit
-from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.policy.decode_choice import DecodeChoice
 from orchestrator.policy.placement import Local, PrefillView, Reject, Remote, place
 from orchestrator.policy.predict import Predictor
 from orchestrator.policy.slack import LATE_S
@@ -67,7 +67,13 @@ class Router:
     """One per frontend process. All methods run on one event loop; none blocks."""
 
     def __init__(
-        self, config: Config, fleet: Fleet, transport: FrontendTransport, prefill: PrefillLink, codec: Codec
+        self,
+        config: Config,
+        fleet: Fleet,
+        transport: FrontendTransport,
+        prefill: PrefillLink,
+        codec: Codec,
+        choose: DecodeChoice,
     ) -> None:
         self._routing = config.routing
         self._fleet = fleet
@@ -75,7 +81,7 @@ class Router:
         self._prefill = prefill
         self._codec = codec
         self._slo = config.slo
-        self._choose = decode_choice(config.routing.decode_choice)
+        self._choose = choose
         self.learning = Learning(Predictor(prior_s_per_token=config.queue.seconds_per_token))
         self._tasks: set[asyncio.Task[None]] = set()
         self.requests: dict[str, ActiveRequest] = {}

@@ -1,7 +1,16 @@
 """The live view: exact correction between load reports, new processes behind old names, and who counts as gone."""
 
 from orchestrator.fleet import Fleet
-from orchestrator.types import EngineIdentity, KVEndpoint, Role, WorkerInfo, WorkerLoad, WorkerState
+from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.types import (
+    EngineIdentity,
+    KVEndpoint,
+    RequestInfo,
+    Role,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerState,
+)
 
 IDENTITY = EngineIdentity("m", "float32", "auto", 16, 4096, "sim", "1", 1)
 
@@ -64,6 +73,33 @@ def test_candidates_are_ready_connected_decode_workers_and_avoidance_is_a_prefer
     assert names == {"d0", "d1"} and fleet.ready(Role.PREFILL) == 1
     assert [c.worker_id for c in fleet.decode_candidates(avoid={"d0"})] == ["d1"]
     assert len(fleet.decode_candidates(avoid={"d0", "d1"})) == 2
+
+
+def test_a_large_fleet_answers_with_its_best_and_follows_what_changes():
+    choose = decode_choice("kv_blocks")
+    fleet = Fleet("f", choose.standing)
+    for i in range(200):
+        fleet.upsert(worker(f"d{i}"), now=0.0)
+        fleet.workers[f"d{i}"].connected = True
+        fleet.take_load(load(f"d{i}", 1, free=50), now=0.0)
+    request = RequestInfo("r", prompt_tokens=160, max_new_tokens=16, arrived_at=0.0)
+    fleet.take_load(load("d150", 2, free=99), now=1.0)
+    candidates = fleet.decode_candidates()
+    assert len(candidates) < 32 and choose(request, candidates).worker_id == "d150"
+    fleet.workers["d150"].note_placed(16 * 60)  # no longer the emptiest, before any report says so
+    assert choose(request, fleet.decode_candidates()).worker_id != "d150"
+    fleet.take_load(load("d7", 2, free=98), now=1.0)
+    fleet.workers["d7"].connected = False
+    assert "d7" not in {c.worker_id for c in fleet.decode_candidates()} and fleet.ready(Role.DECODE) == 199
+    fleet.upsert(worker("d8", state=WorkerState.DRAINING), now=1.0)
+    fleet.remove("d9")
+    assert fleet.ready(Role.DECODE) == 197
+    spread = []
+    for _ in range(100):
+        chosen = choose(request, fleet.decode_candidates())
+        fleet.workers[chosen.worker_id].note_placed(request.prompt_tokens)
+        spread.append(chosen.worker_id)
+    assert max(spread.count(name) for name in set(spread)) <= 3
 
 
 def test_silence_and_broken_connections_end_a_worker_but_not_one_that_never_spoke():

@@ -11,6 +11,7 @@ from orchestrator.codec import Batch
 from orchestrator.config import parse_config
 from orchestrator.fleet import Fleet
 from orchestrator.messages import Abort, Claimed, Outputs, Prefilled, PrefillFailed, Rejected, Submit
+from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.queue import QueueFull
 from orchestrator.redis_client import RedisAway
 from orchestrator.request import SUCCESSORS, State
@@ -101,7 +102,8 @@ class Bench:
         self.config = parse_config({"model": "m", "routing": routing, "slo": slo or {}})
         self.fleet = Fleet("f")
         self.transport, self.prefill = FakeTransport(), FakePrefill()
-        self.router = Router(self.config, self.fleet, self.transport, self.prefill, FakeCodec())
+        choose = decode_choice("kv_blocks")
+        self.router = Router(self.config, self.fleet, self.transport, self.prefill, FakeCodec(), choose)
         for name, role in (("d0", Role.DECODE), ("d1", Role.DECODE), ("p0", Role.PREFILL)):
             self.add_worker(name, role)
 
