@@ -97,9 +97,9 @@ def _adp(results: dict[str, Any]) -> Iterable[str]:
     yield (
         "8 ranks, 16,000 requests, 803 in and 3,653 out on average, 5,120 at once, at most 512 a rank. The spread of "
         "the lengths and the two times of an iteration were set so that the baseline's published throughput, its share "
-        "of the speed of light and the 1.31x come out about right; the rest is the model's. Chunking a prompt is taken "
-        "to cost nothing but its tokens. `balance` is the mean over iterations of mean/max tokens; `of SOL` is tokens/s "
-        "over the speed of light, which is the balance weighted by time."
+        "of the speed of light (SOL) and the 1.31x come out about right; the rest is the model's. Chunking a prompt is "
+        "taken to cost nothing but its tokens. `balance` is the mean over iterations of mean/max tokens; `of SOL` is "
+        "throughput over SOL, which is the balance weighted by time."
     )
     base = results.get("round robin", {}).get("tokens_per_s", 1.0)
     rows = [
