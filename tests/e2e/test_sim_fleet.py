@@ -40,7 +40,7 @@ async def test_both_ways_are_taken_and_explained(fleet):
     assert all(answer.ok for answer in answers)
     assert fleet.metric("pd_placements_total", decision="local", reason="short_prompt") >= 1
     assert fleet.metric("pd_placements_total", decision="remote", reason="long_prompt") >= 1
-    assert fleet.metric("pd_kv_transfer_bytes_total") > 0
+    fleet.until(lambda: fleet.metric("pd_kv_transfer_bytes_total") > 0, "a load report tells of the bytes")
     ids = {answer.request_id for answer in answers}
     lines = fleet.until(
         lambda: [x for x in fleet.request_lines() if x["id"] in ids][1:] and fleet.request_lines(), "lines"
