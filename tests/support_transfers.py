@@ -8,8 +8,9 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-from connectors.push import outbound as out
-from connectors.push.inbound import Connect, Finish, Inbound, Send
+from connectors.push import actions as do
+from connectors.push.actions import Connect, Finish, Send
+from connectors.push.inbound import Inbound
 from connectors.push.outbound import Outbound
 from connectors.push.wire import Endpoint, Gone, Landed, Register, Unregister
 
@@ -48,7 +49,7 @@ class PrefillRank:
         self.outbound = Outbound(lease_s=TIMEOUT_S, expect_s=TIMEOUT_S)
         self.connected: set[str] = set()
         self.connecting: set[str] = set()
-        self.undelivered: list[out.Tell] = []
+        self.undelivered: list[do.Tell] = []
         self.writes: dict[int, Write] = {}
 
     def run(self, actions: list[Any]) -> None:
@@ -56,16 +57,16 @@ class PrefillRank:
             match action:
                 case Connect(peer=peer):
                     self._connect(peer.engine)
-                case out.Tell():
+                case do.Tell():
                     self._tell(action)
-                case out.Post():
+                case do.Post():
                     self._post(action)
-                case out.Release(stream=stream):
+                case do.Release(stream=stream):
                     self.engine.released(stream, self.index)
-                case out.Abandon(handles=handles):
+                case do.Abandon(handles=handles):
                     for handle in handles:
                         self.writes.pop(handle).over = True
-                case out.Ended():
+                case do.Ended():
                     pass
                 case _:
                     raise AssertionError(action)
@@ -89,7 +90,7 @@ class PrefillRank:
         else:
             self.run(self.outbound.unreachable(engine, "no answer", self.world.now))
 
-    def _tell(self, tell: out.Tell) -> None:
+    def _tell(self, tell: do.Tell) -> None:
         if tell.engine in self.connecting:
             self.undelivered.append(tell)
         elif tell.engine in self.connected and tell.peer in (None, tell.engine):
@@ -98,7 +99,7 @@ class PrefillRank:
                     assert write.order.request != tell.message.request, f"Gone with a WRITE in flight: {tell}"
             self.world.network.append((self, tell.engine, tell.message))
 
-    def _post(self, post: out.Post) -> None:
+    def _post(self, post: do.Post) -> None:
         remote = post.order.blocks[0]
         skip = post.total_blocks - len(remote)
         pairs = [
@@ -155,7 +156,7 @@ class PrefillEngine:
         request = self.requests[stream]
         first, request.done = request.done, min(request.total, request.done + blocks)
         closed = request.done == request.total
-        chunk = out.Chunk(first, (tuple(range(first, request.done)),))
+        chunk = do.Chunk(first, (tuple(range(first, request.done)),))
         for rank in self.ranks:
             rank.run(rank.outbound.computed(stream, [chunk], request.epoch, closed, self.world.now))
 

@@ -12,34 +12,9 @@ from typing import Union
 
 import msgspec
 
+from connectors.push.actions import Connect, Finish, Send
 from connectors.push.states import INBOX, INBOX_ENDS, Inbox, InboxEvent
-from connectors.push.wire import Endpoint, Message, Register, Unregister
-
-
-@dataclass(frozen=True)
-class Connect:
-    """Make `engine` reachable; answered by `connected` or `unreachable`."""
-
-    peer: Endpoint
-
-
-@dataclass(frozen=True)
-class Send:
-    """Send to one peer (an agent name) of `engine`."""
-
-    engine: str
-    peer: str
-    message: Message
-
-
-@dataclass(frozen=True)
-class Finish:
-    """Tell the scheduler; `ok` False means recompute. `why` is empty when ok."""
-
-    request: str
-    ok: bool
-    why: str = ""
-
+from connectors.push.wire import Endpoint, Register, Unregister
 
 Action = Union[Connect, Send, Finish]
 

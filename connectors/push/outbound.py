@@ -11,71 +11,11 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any, Union
 
-from connectors.push.inbound import Connect
+from connectors.push.actions import Abandon, Chunk, Connect, Ended, Post, Release, Tell
 from connectors.push.states import STREAM, STREAM_ENDS, Stream, StreamEvent
 from connectors.push.wire import Gone, Landed, Message, Register, Unregister
 
 _REMEMBERED = 8192  # ended streams kept, to answer what comes late
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Blocks whose KV is computed: logical ids per KV cache group, from block `start` of the request.
-
-    `layer` is None for all layers, else one of `Outbound.layers`. `ready` is what the poster waits for (a CUDA
-    event).
-    """
-
-    start: int
-    blocks: tuple[tuple[int, ...], ...]
-    layer: int | None = None
-    ready: Any = None
-    whole: bool = False  # all that decode needs, in groups that block positions do not describe
-
-
-@dataclass(frozen=True)
-class Post:
-    """WRITE these chunks to the registration; answered by `posted` per handle, or `write_failed`."""
-
-    stream: str
-    order: Register
-    chunks: tuple[Chunk, ...]
-    total_blocks: int
-
-
-@dataclass(frozen=True)
-class Tell:
-    """Send to every peer of the decode engine, or to `peer` alone. Nobody there: nothing to do."""
-
-    engine: str
-    message: Message
-    peer: str | None = None
-
-
-@dataclass(frozen=True)
-class Release:
-    """The scheduler may free this request's blocks."""
-
-    stream: str
-
-
-@dataclass(frozen=True)
-class Abandon:
-    """Let go of WRITEs to a dead engine."""
-
-    engine: str
-    handles: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Ended:
-    """For the statistics: `seconds` from the first WRITE to the last, `exposed` from the last chunk to landing."""
-
-    stream: str
-    ok: bool
-    seconds: float
-    exposed: float
-    why: str
 
 
 Action = Union[Connect, Post, Tell, Release, Abandon, Ended]

@@ -6,27 +6,21 @@ The engine's thread only hands over each step's metadata and collects results. H
 from __future__ import annotations
 
 import functools
-import os
 import queue
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.logger import init_logger
 
-from connectors.push import outbound as out
+from connectors.push import actions as do
 from connectors.push import stats, wire, writer
-from connectors.push.inbound import Connect, Finish, Inbound, Send
-from connectors.push.metadata import PushMetadata, PushOptions
+from connectors.push.links import Links
+from connectors.push.metadata import PushMetadata
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,51 +29,22 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.pd.push")
 
 _TICK_S = 0.1
-_HANDSHAKES_AT_ONCE = 8
-_UNDELIVERED_MAX = 4096  # messages kept per engine while its handshake runs
-
-Event = Callable[[float], Iterable[Any]]
 
 
-class PushWorker(NixlPushConnectorWorker):
+class PushWorker(Links):
     """Replaces the threads and bookkeeping of vLLM's push worker; uses its memory registration and transfer plans."""
 
-    # Part of vLLM's compatibility hash: peers of another protocol are refused at the handshake.
-    _TRANSFER_MODE: str = f"pd-push-{wire.VERSION}"
-
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
-        cores = os.sched_getaffinity(0)
-        original = base_worker.nixl_agent_config
-        base_worker.nixl_agent_config = _quiet(original)
-        try:
-            super().__init__(vllm_config, engine_id, kv_cache_config)
-        finally:
-            base_worker.nixl_agent_config = original
-        if self.device_type == "cpu":
-            os.sched_setaffinity(0, cores)  # vLLM has just pinned the compute thread to the last core
-        self.options = PushOptions.of(vllm_config)
+        super().__init__(vllm_config, engine_id, kv_cache_config)
         self.xfer_stats = stats.PushStats()
-        self._inbound = Inbound(timeout_s=self.options.timeout_s)
-        self._outbound = out.Outbound(lease_s=self.options.lease_s, expect_s=self.options.lease_s)
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.news = threading.Event()  # set with every result, for an engine loop that would rather wait than poll
-        self._results: queue.SimpleQueue[Finish | out.Release] = queue.SimpleQueue()
-        self._records: queue.SimpleQueue[Callable[[stats.PushStats], None]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[do.Finish | do.Release] = queue.SimpleQueue()
         self._writes: dict[int, tuple[str, Any]] = {}  # handle number -> (stream, NIXL handle)
         self._abandoned: list[Any] = []
         self._handle_count = 0
         self._layers: dict[str, int] = {}  # layer name -> region, in layer mode
         self._layers_seen: set[int] = set()
         self._shipped: dict[str, dict[int, int]] = {}  # decode request -> position -> block, to verify
-        self._connecting: set[str] = set()
-        self._unwritable: dict[str, str] = {}  # connected for messages only, and why
-        self._to_forget: set[str] = set()
-        self._undelivered: dict[str, list[tuple[str | None, wire.Message]]] = {}
-        self._agents_lock = threading.Lock()
-        self._handshake_initiation_executor.shutdown(wait=False)
-        self._handshake_initiation_executor: ThreadPoolExecutor = ThreadPoolExecutor(
-            _HANDSHAKES_AT_ONCE, "pd-kv-handshake"
-        )
 
     # ---- the engine's thread -----------------------------------------------------------------------------------
 
@@ -123,7 +88,7 @@ class PushWorker(NixlPushConnectorWorker):
             self._begin(metadata)
         ready = self._device_event() if closing else None
         for computed in closing:
-            chunk = out.Chunk(computed.start, computed.blocks, layer, ready)
+            chunk = do.Chunk(computed.start, computed.blocks, layer, ready)
             self._submit(functools.partial(self._outbound.computed, computed.key, [chunk], computed.epoch, False))
 
     def on_computed(self, metadata: PushMetadata) -> None:
@@ -134,7 +99,7 @@ class PushWorker(NixlPushConnectorWorker):
             return
         ready = self._device_event()
         for computed in metadata.computed:
-            chunk = out.Chunk(computed.start, computed.blocks, None, ready, computed.whole)
+            chunk = do.Chunk(computed.start, computed.blocks, None, ready, computed.whole)
             chunks = [] if computed.closed and shipped_by_layer and not computed.whole else [chunk]
             end = (computed.epoch, computed.closed)
             self._submit(functools.partial(self._outbound.computed, computed.key, chunks, *end))
@@ -163,7 +128,7 @@ class PushWorker(NixlPushConnectorWorker):
         released: set[str] = set()
         while not self._results.empty():
             result = self._results.get()
-            if isinstance(result, out.Release):
+            if isinstance(result, do.Release):
                 released.add(result.stream)
             elif result.ok:
                 self._recving_transfers.setdefault(result.request, [])
@@ -172,13 +137,11 @@ class PushWorker(NixlPushConnectorWorker):
                 self._failed_recv_reqs.put(result.request)
         return released
 
-    def _submit(self, event: Event) -> None:
-        self._events.put(event)
-        self._push_writer_wake.set()
-
     # ---- the writer thread -------------------------------------------------------------------------------------
 
     def _push_writer_loop(self) -> None:
+        if self.device_type == "cuda":
+            torch.cuda.set_device(self.device_id)
         tick_at = 0.0
         while not self._push_writer_stop.is_set():
             try:
@@ -206,38 +169,33 @@ class PushWorker(NixlPushConnectorWorker):
             return 0.005  # while prefill computes: registrations come in, WRITEs go out
         return 0.05  # what comes unannounced waits this long; well under 1% of a core
 
-    def _run(self, event: Event) -> None:
-        now = time.monotonic()
-        for action in event(now):
-            self._carry_out(action)
-
     def _carry_out(self, action: Any) -> None:
         match action:
-            case Finish():
+            case do.Finish():
                 if not action.ok:
                     self._records.put(lambda s: s.record(stats.RECEIVES_FAILED))
                 self._report(action)
-            case out.Release():
+            case do.Release():
                 self._report(action)
-            case Connect(peer=peer):
+            case do.Connect(peer=peer):
                 self._connect(peer)
-            case Send(engine=engine, peer=peer, message=message):
+            case do.Send(engine=engine, peer=peer, message=message):
                 self._send(engine, peer, message)
-            case out.Tell(engine=engine, message=message, peer=peer):
+            case do.Tell(engine=engine, message=message, peer=peer):
                 self._tell(engine, self._sign(message), peer)
-            case out.Post():
+            case do.Post():
                 self._post(action)
-            case out.Abandon(handles=handles):
+            case do.Abandon(handles=handles):
                 for number in handles:
                     self._abandoned.append(self._writes.pop(number)[1])
-            case out.Ended():
+            case do.Ended():
                 self._account(action)
 
-    def _report(self, result: Finish | out.Release) -> None:
+    def _report(self, result: do.Finish | do.Release) -> None:
         self._results.put(result)
         self.news.set()
 
-    def _account(self, ended: out.Ended) -> None:
+    def _account(self, ended: do.Ended) -> None:
         if ended.ok:
             self._records.put(lambda s: s.record(stats.STREAM_SECONDS, ended.seconds))
             self._records.put(lambda s: s.record(stats.EXPOSED_SECONDS, ended.exposed))
@@ -247,7 +205,7 @@ class PushWorker(NixlPushConnectorWorker):
 
     # ---- WRITEs ------------------------------------------------------------------------------------------------
 
-    def _post(self, post: out.Post) -> None:
+    def _post(self, post: do.Post) -> None:
         engine = post.order.decode.engine
         self._engine_last_active[engine] = time.perf_counter()
         try:
@@ -350,120 +308,6 @@ class PushWorker(NixlPushConnectorWorker):
         self._records.put(functools.partial(stats.PushStats.record, name=stats.VERIFIED if same else stats.CORRUPT))
         return same
 
-    def _send(self, engine: str, agent: str, message: wire.Message) -> None:
-        self._engine_last_active[engine] = time.perf_counter()
-        try:
-            self.nixl_wrapper.send_notif(agent, notif_msg=wire.pack(message))
-        except Exception as error:
-            # Repeated where it matters (Unregister); elsewhere the other side's deadline covers it.
-            logger.warning("KV message %s to %s was not sent: %s", type(message).__name__, engine, error)
-            self._records.put(lambda s: s.record_failed_notification())
-            self._run(functools.partial(self._inbound.unsendable, engine, agent))
-
-    def _tell(self, engine: str, message: wire.Message, agent: str | None) -> None:
-        if engine in self._connecting:
-            waiting = self._undelivered.setdefault(engine, [])
-            if len(waiting) < _UNDELIVERED_MAX:
-                waiting.append((agent, message))
-            return
-        for name in self._agents(engine):
-            if agent is None or agent == name:
-                self._send(engine, name, message)
-
-    # ---- connections -------------------------------------------------------------------------------------------
-
-    def _connect(self, peer: wire.Endpoint) -> None:
-        if peer.engine not in self._connecting:
-            self._connecting.add(peer.engine)
-            # Full handshakes wherever possible: today's decode peer writes to us once roles have changed.
-            self._handshake(peer, messages_only=peer.pp_size > 1)
-
-    def _handshake(self, peer: wire.Endpoint, messages_only: bool) -> None:
-        future = self._ensure_handshake(
-            peer.engine, peer.host, peer.port, peer.tp_size, pp_size=peer.pp_size, notif_agents_only=messages_only
-        )
-        if future is None:
-            self._run(functools.partial(self._on_connected, peer.engine))
-        else:
-            future.add_done_callback(functools.partial(self._handshake_done, peer, messages_only))
-
-    def _handshake_done(self, peer: wire.Endpoint, messages_only: bool, future: Future[Any]) -> None:
-        error = future.exception()
-        if error is None:
-            self._submit(functools.partial(self._on_connected, peer.engine))
-            return
-        why = str(error) or type(error).__name__
-        if messages_only or isinstance(error, zmq.Again):
-            self._submit(functools.partial(self._on_unreachable, peer.engine, why))
-        else:
-            # It answers, but its memory layout is not one that we can write to. It may be able to write to ours,
-            # and has to be told what we cannot do.
-            self._submit(functools.partial(self._handshake_for_messages, peer, why))
-
-    def _handshake_for_messages(self, peer: wire.Endpoint, why: str, now: float) -> Iterable[Any]:
-        self._unwritable[peer.engine] = why
-        self._handshake(peer, messages_only=True)
-        return ()
-
-    def _agents(self, engine: str) -> tuple[str, ...]:
-        with self._handshake_lock:
-            names = list((self._remote_agents.get(engine) or {}).values())
-        # NIXL returns bytes where it loads an agent, and text where it names a notification's sender.
-        return tuple(name.decode() if isinstance(name, bytes) else name for name in names)
-
-    def _on_connected(self, engine: str, now: float) -> Iterable[Any]:
-        self._connecting.discard(engine)
-        agents = self._agents(engine)
-        for agent, message in self._undelivered.pop(engine, []):
-            self._tell(engine, message, agent)
-        chunkwise = writer.takes_chunks(self, engine)
-        if not chunkwise and self.options.transfer != "whole":
-            logger.info_once("KV for engine %s is pushed whole: its rank layout differs", engine)
-        theirs = self.transfer_topo.get_engine_info(engine).remote_block_size
-        if theirs == self.block_size:
-            receiving = self._inbound.connected(engine, agents, now)
-        else:
-            # vLLM's push cannot write to smaller blocks, nor sort out what comes in larger ones.
-            why = f"prefill engine {engine} has KV blocks of {theirs} tokens, this one of {self.block_size}"
-            receiving = self._inbound.incompatible(engine, agents, why, now)
-        return [*receiving, *self._outbound.connected(engine, chunkwise, now)]
-
-    def _on_unreachable(self, engine: str, why: str, now: float) -> Iterable[Any]:
-        self._connecting.discard(engine)
-        self._undelivered.pop(engine, None)
-        return [*self._inbound.unreachable(engine, why, now), *self._outbound.unreachable(engine, why, now)]
-
-    def _on_dead(self, engine: str, now: float) -> Iterable[Any]:
-        self._to_forget.add(engine)
-        return [*self._inbound.declared_dead(engine, now), *self._outbound.declared_dead(engine, now)]
-
-    def _forget_dead(self) -> None:
-        """NIXL's state for dead engines goes once nothing refers to it."""
-        for engine in self._to_forget - self._engines_with_inflight_transfers():
-            if engine in self._connecting or self._abandoned:
-                continue
-            self._to_forget.discard(engine)
-            if engine in self._remote_agents:
-                self._cleanup_remote_engine(engine)
-
-    def _engines_with_inflight_transfers(self) -> set[str]:
-        receiving = {meta.remote.engine_id for meta in list(self._recving_metadata.values()) if meta.remote is not None}
-        return receiving | self._inbound.engines() | self._outbound.engines()
-
-    def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
-        super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
-        self._unwritable.pop(engine_id, None)
-        self._inbound.forget(engine_id)
-        self._outbound.forget(engine_id)
-
-    def add_remote_agent(self, *args: Any, **kwargs: Any) -> str:
-        with self._agents_lock:  # handshakes fetch in parallel, and load one at a time
-            return super().add_remote_agent(*args, **kwargs)
-
-    def _add_notif_only_remote_agent(self, *args: Any, **kwargs: Any) -> str:
-        with self._agents_lock:
-            return super()._add_notif_only_remote_agent(*args, **kwargs)
-
     def shutdown(self) -> None:
         self._push_writer_stop.set()
         self._push_writer_wake.set()
@@ -472,10 +316,3 @@ class PushWorker(NixlPushConnectorWorker):
         for _, handle in getattr(self, "_writes", {}).values():
             self._let_go(handle)
         super().shutdown()
-
-
-def _quiet(config: Any) -> Any:
-    """NIXL's agent configuration without a progress thread, which spins a whole core per idle engine, and with
-    strict locking, since three threads call NIXL."""
-    strict = vars(sys.modules[config.__module__])["nixl_thread_sync_t"].NIXL_THREAD_SYNC_STRICT
-    return functools.partial(config, enable_prog_thread=False, sync_mode=strict)

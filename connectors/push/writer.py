@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemoteMeta, ReqMeta
+from vllm.logger import init_logger
 
-from connectors.push.outbound import Chunk, Post
+from connectors.push.actions import Chunk, Post
 
 if TYPE_CHECKING:
     from connectors.push.worker import PushWorker
+
+logger = init_logger("vllm.pd.push")
 
 
 class LayoutError(ValueError):
@@ -104,7 +107,11 @@ def post_chunks(worker: PushWorker, post: Post) -> list[Any]:
         side,
         np.concatenate(remote),
     )
-    worker.nixl_wrapper.transfer(handle)
+    try:
+        worker.nixl_wrapper.transfer(handle)
+    except Exception:
+        # Part of it may be under way: the handle's own state says when it is over, and how.
+        logger.exception("NIXL could not post a WRITE of %s", post.stream)
     return [handle]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from connectors.push.inbound import Connect, Finish, Inbound, Send
+from connectors.push.actions import Connect, Finish, Send
+from connectors.push.inbound import Inbound
 from connectors.push.states import INBOX, INBOX_ENDS, Inbox, InboxEvent
 from connectors.push.wire import Endpoint, Register, Unregister
 

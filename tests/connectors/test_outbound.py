@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from connectors.push.inbound import Connect
-from connectors.push.outbound import Abandon, Chunk, Ended, Outbound, Post, Release, Tell
+from connectors.push.actions import Abandon, Chunk, Connect, Ended, Post, Release, Tell
+from connectors.push.outbound import Outbound
 from connectors.push.states import STREAM, STREAM_ENDS, Stream, StreamEvent
 from connectors.push.wire import Endpoint, Gone, Landed, Register, Unregister
 

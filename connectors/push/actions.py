@@ -1,0 +1,93 @@
+"""What the two ends' state machines ask to be done. Plain data; `PushWorker` and the tests' fake NIXL carry it out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from connectors.push.wire import Endpoint, Message, Register
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Make `engine` reachable; answered by `connected` or `unreachable`."""
+
+    peer: Endpoint
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send to one peer (an agent name) of `engine`."""
+
+    engine: str
+    peer: str
+    message: Message
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Tell the scheduler; `ok` False means recompute. `why` is empty when ok."""
+
+    request: str
+    ok: bool
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Blocks whose KV is computed: logical ids per KV cache group, from block `start` of the request.
+
+    `layer` is None for all layers, else one of `Outbound.layers`. `ready` is what the poster waits for (a CUDA
+    event).
+    """
+
+    start: int
+    blocks: tuple[tuple[int, ...], ...]
+    layer: int | None = None
+    ready: Any = None
+    whole: bool = False  # all that decode needs, in groups that block positions do not describe
+
+
+@dataclass(frozen=True)
+class Post:
+    """WRITE these chunks to the registration; answered by `posted` per handle, or `write_failed`."""
+
+    stream: str
+    order: Register
+    chunks: tuple[Chunk, ...]
+    total_blocks: int
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send to every peer of the decode engine, or to `peer` alone. Nobody there: nothing to do."""
+
+    engine: str
+    message: Message
+    peer: str | None = None
+
+
+@dataclass(frozen=True)
+class Release:
+    """The scheduler may free this request's blocks."""
+
+    stream: str
+
+
+@dataclass(frozen=True)
+class Abandon:
+    """Let go of WRITEs to a dead engine."""
+
+    engine: str
+    handles: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """For the statistics: `seconds` from the first WRITE to the last, `exposed` from the last chunk to landing."""
+
+    stream: str
+    ok: bool
+    seconds: float
+    exposed: float
+    why: str

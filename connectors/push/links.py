@@ -1,0 +1,214 @@
+"""Connections of a worker to its peers: handshakes in parallel and bounded, messages, forgetting dead engines.
+
+Below `worker.py`, which decides nothing here either: it is told of each connection made or failed through events.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import zmq
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+from vllm.logger import init_logger
+
+from connectors.push import stats, wire, writer
+from connectors.push.inbound import Inbound
+from connectors.push.metadata import PushOptions
+from connectors.push.outbound import Outbound
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger("vllm.pd.push")
+
+_HANDSHAKES_AT_ONCE = 8
+_UNDELIVERED_MAX = 4096  # messages kept per engine while its handshake runs
+
+Event = Callable[[float], Iterable[Any]]
+Record = Callable[[stats.PushStats], None]
+
+
+class Links(NixlPushConnectorWorker):
+    """vLLM's push worker with our connections in place of its own."""
+
+    # Part of vLLM's compatibility hash: peers of another protocol are refused at the handshake.
+    _TRANSFER_MODE: str = f"pd-push-{wire.VERSION}"
+
+    def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
+        cores = os.sched_getaffinity(0)
+        original = base_worker.nixl_agent_config
+        base_worker.nixl_agent_config = _quiet(original)
+        try:
+            super().__init__(vllm_config, engine_id, kv_cache_config)
+        finally:
+            base_worker.nixl_agent_config = original
+        if self.device_type == "cpu":
+            os.sched_setaffinity(0, cores)  # vLLM has just pinned the compute thread to the last core
+        self.options = PushOptions.of(vllm_config)
+        self._inbound = Inbound(timeout_s=self.options.timeout_s)
+        self._outbound = Outbound(lease_s=self.options.lease_s, expect_s=self.options.lease_s)
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._records: queue.SimpleQueue[Record] = queue.SimpleQueue()
+        self._connecting: set[str] = set()
+        self._unwritable: dict[str, str] = {}  # connected for messages only, and why
+        self._to_forget: set[str] = set()
+        self._undelivered: dict[str, list[tuple[str | None, wire.Message]]] = {}
+        self._agents_lock = threading.Lock()
+        self._handshake_initiation_executor.shutdown(wait=False)
+        self._handshake_initiation_executor: ThreadPoolExecutor = ThreadPoolExecutor(
+            _HANDSHAKES_AT_ONCE, "pd-kv-handshake"
+        )
+
+    def _submit(self, event: Event) -> None:
+        """From any thread: to be run by the writer."""
+        self._events.put(event)
+        self._push_writer_wake.set()
+
+    def _run(self, event: Event) -> None:
+        """On the writer thread: let it happen now, and carry out what follows, each on its own."""
+        try:
+            actions = list(event(time.monotonic()))
+        except Exception:
+            logger.exception("KV transfer: unexpected error; the writer goes on")
+            return
+        for action in actions:
+            try:
+                self._carry_out(action)
+            except Exception:
+                logger.exception("KV transfer: %s was not carried out", type(action).__name__)
+
+    def _carry_out(self, action: Any) -> None:
+        raise TypeError(f"{type(self).__name__} carries out no {type(action).__name__}")
+
+    # ---- messages ----------------------------------------------------------------------------------------------
+
+    def _send(self, engine: str, agent: str, message: wire.Message) -> None:
+        self._engine_last_active[engine] = time.perf_counter()
+        try:
+            self.nixl_wrapper.send_notif(agent, notif_msg=wire.pack(message))
+        except Exception as error:
+            # Repeated where it matters (Unregister); elsewhere the other side's deadline covers it.
+            logger.warning("KV message %s to %s was not sent: %s", type(message).__name__, engine, error)
+            self._records.put(lambda s: s.record_failed_notification())
+            self._run(functools.partial(self._inbound.unsendable, engine, agent))
+
+    def _tell(self, engine: str, message: wire.Message, agent: str | None) -> None:
+        if engine in self._connecting:
+            waiting = self._undelivered.setdefault(engine, [])
+            if len(waiting) < _UNDELIVERED_MAX:
+                waiting.append((agent, message))
+            return
+        for name in self._agents(engine):
+            if agent is None or agent == name:
+                self._send(engine, name, message)
+
+    # ---- connections -------------------------------------------------------------------------------------------
+
+    def _connect(self, peer: wire.Endpoint) -> None:
+        if peer.engine not in self._connecting:
+            self._connecting.add(peer.engine)
+            # Full handshakes wherever possible: today's decode peer writes to us once roles have changed.
+            self._handshake(peer, messages_only=peer.pp_size > 1)
+
+    def _handshake(self, peer: wire.Endpoint, messages_only: bool) -> None:
+        future = self._ensure_handshake(
+            peer.engine, peer.host, peer.port, peer.tp_size, pp_size=peer.pp_size, notif_agents_only=messages_only
+        )
+        if future is None:
+            self._run(functools.partial(self._on_connected, peer.engine))
+        else:
+            future.add_done_callback(functools.partial(self._handshake_done, peer, messages_only))
+
+    def _handshake_done(self, peer: wire.Endpoint, messages_only: bool, future: Future[Any]) -> None:
+        error = future.exception()
+        if error is None:
+            self._submit(functools.partial(self._on_connected, peer.engine))
+            return
+        why = str(error) or type(error).__name__
+        if messages_only or isinstance(error, zmq.Again):
+            self._submit(functools.partial(self._on_unreachable, peer.engine, why))
+        else:
+            # It answers, but its memory layout is not one that we can write to. It may be able to write to ours,
+            # and has to be told what we cannot do.
+            self._submit(functools.partial(self._handshake_for_messages, peer, why))
+
+    def _handshake_for_messages(self, peer: wire.Endpoint, why: str, now: float) -> Iterable[Any]:
+        self._unwritable[peer.engine] = why
+        self._handshake(peer, messages_only=True)
+        return ()
+
+    def _agents(self, engine: str) -> tuple[str, ...]:
+        with self._handshake_lock:
+            names = list((self._remote_agents.get(engine) or {}).values())
+        # NIXL returns bytes where it loads an agent, and text where it names a notification's sender.
+        return tuple(name.decode() if isinstance(name, bytes) else name for name in names)
+
+    def _on_connected(self, engine: str, now: float) -> Iterable[Any]:
+        self._connecting.discard(engine)
+        agents = self._agents(engine)
+        for agent, message in self._undelivered.pop(engine, []):
+            self._tell(engine, message, agent)
+        chunkwise = writer.takes_chunks(self, engine)
+        if not chunkwise and self.options.transfer != "whole":
+            logger.info_once("KV for engine %s is pushed whole: its rank layout differs", engine)
+        theirs = self.transfer_topo.get_engine_info(engine).remote_block_size
+        if theirs == self.block_size:
+            receiving = self._inbound.connected(engine, agents, now)
+        else:
+            # vLLM's push cannot write to smaller blocks, nor sort out what comes in larger ones.
+            why = f"prefill engine {engine} has KV blocks of {theirs} tokens, this one of {self.block_size}"
+            receiving = self._inbound.incompatible(engine, agents, why, now)
+        return [*receiving, *self._outbound.connected(engine, chunkwise, now)]
+
+    def _on_unreachable(self, engine: str, why: str, now: float) -> Iterable[Any]:
+        self._connecting.discard(engine)
+        self._undelivered.pop(engine, None)
+        return [*self._inbound.unreachable(engine, why, now), *self._outbound.unreachable(engine, why, now)]
+
+    def _on_dead(self, engine: str, now: float) -> Iterable[Any]:
+        self._to_forget.add(engine)
+        return [*self._inbound.declared_dead(engine, now), *self._outbound.declared_dead(engine, now)]
+
+    def _forget_dead(self) -> None:
+        """NIXL's state for dead engines goes once nothing refers to it."""
+        for engine in self._to_forget - self._engines_with_inflight_transfers():
+            if engine in self._connecting or self._abandoned:
+                continue
+            self._to_forget.discard(engine)
+            if engine in self._remote_agents:
+                self._cleanup_remote_engine(engine)
+
+    def _engines_with_inflight_transfers(self) -> set[str]:
+        receiving = {meta.remote.engine_id for meta in list(self._recving_metadata.values()) if meta.remote is not None}
+        return receiving | self._inbound.engines() | self._outbound.engines()
+
+    def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
+        super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
+        self._unwritable.pop(engine_id, None)
+        self._inbound.forget(engine_id)
+        self._outbound.forget(engine_id)
+
+    def add_remote_agent(self, *args: Any, **kwargs: Any) -> str:
+        with self._agents_lock:  # handshakes fetch in parallel, and load one at a time
+            return super().add_remote_agent(*args, **kwargs)
+
+    def _add_notif_only_remote_agent(self, *args: Any, **kwargs: Any) -> str:
+        with self._agents_lock:
+            return super()._add_notif_only_remote_agent(*args, **kwargs)
+
+
+def _quiet(config: Any) -> Any:
+    """NIXL's agent configuration without a progress thread, which spins a whole core per idle engine, and with
+    strict locking, since three threads call NIXL."""
+    strict = vars(sys.modules[config.__module__])["nixl_thread_sync_t"].NIXL_THREAD_SYNC_STRICT
+    return functools.partial(config, enable_prog_thread=False, sync_mode=strict)
