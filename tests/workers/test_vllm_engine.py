@@ -396,3 +396,16 @@ async def test_engines_that_differ_still_answer(model: Path, tmp_path: Path, pai
     assert stranger.engine.kv_totals["pd_receives_failed"] == len(bodies)
     await assert_no_leaks(first, stranger)
     await stranger.stop()
+
+
+async def test_a_false_alarm_about_a_living_engine_corrupts_nothing(pair, reference) -> None:
+    """Last of the tests with this pair: for a while decode does not ask this prefill engine for KV."""
+    prefill, decode = pair
+    for index in range(4):
+        key, body = f"alarm-{index}", frames(prompt(1500, 600 + index), 4)
+        await transfer(prefill, decode, key, body)
+        await asyncio.sleep(0.01 * index)
+        await decode.engine.fail_peer(prefill.info.kv.engine_id)
+        await prefill.engine.fail_peer(decode.info.kv.engine_id)
+        assert await decode.done(key) == await expected(reference, key, body)
+    await assert_no_leaks(prefill, decode)
