@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -226,6 +227,22 @@ async def test_an_unreachable_prefill_engine_ends_in_recompute(pair, reference) 
     await decode.decode("nowhere", body, nowhere)
     assert await decode.done("nowhere") == await expected(reference, "nowhere", body)
     await assert_no_leaks(decode)
+
+
+async def test_a_silent_peer_does_not_delay_handshakes_with_others(model: Path, pair, reference) -> None:
+    _, decode = pair
+    fresh = await Driver.start(model, name="fresh")
+    body = frames(prompt(200, 10))
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, never says a word
+        nowhere = KVSource(KVEndpoint("silent-engine", "127.0.0.1", silent.getsockname()[1]), "silent")
+        await decode.decode("silent", body, nowhere)
+        await transfer(fresh, decode, "prompt-answer", body)
+        right = await expected(reference, "prompt-answer", body)
+        assert await decode.done("prompt-answer") == right
+        assert "silent" not in decode.finished
+        assert await decode.done("silent") == right
+    await assert_no_leaks(fresh, decode)
+    await fresh.stop()
 
 
 async def test_a_continuation_goes_on_where_the_tokens_end(pair, reference) -> None:
