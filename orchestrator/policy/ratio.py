@@ -28,12 +28,19 @@ class LoadSample(msgspec.Struct, frozen=True):
 
 
 class RatioLimits(msgspec.Struct, frozen=True):
-    """`gain` is the least relative improvement of the busier side worth a change (hysteresis)."""
+    """`gain` is the least relative improvement of the busier side worth a change (hysteresis), and nothing is changed
+    while that side is less than `busy`.
+
+    `decode_load` is how busy a decode side may be left that gives workers away. Where prompts can be prefilled on
+    decode workers (`cost` placement) less than 1: prefill overflows to decode, but decode cannot overflow to prefill.
+    """
 
     min_prefill: int = 1
     min_decode: int = 1
     cool_down_s: float = 60.0
     gain: float = 0.15
+    busy: float = 0.7
+    decode_load: float = 1.0
     max_step: int = 0  # workers changed at once; 0: an eighth of the fleet, at least one
     backlog_s: float = 30.0  # a backlog is to be worked off within this
 
@@ -79,20 +86,40 @@ def desired_ratio(
     now = window[-1].at
     if now - current.set_at < limits.cool_down_s:
         return None
-    need = demand(window, limits)
-    if need.prefill + need.decode <= 0:
+    # Both halves of the window must ask for the same: a burst, or its backlog, is no reason to move.
+    middle = len(window) // 2
+    wanted = [_best(part, current, limits) for part in (window, window[:middle], window[middle:]) if part]
+    best = wanted[0]
+    if best == current.prefill or any((want > current.prefill) != (best > current.prefill) for want in wanted):
         return None
-
-    def busiest(prefill: int) -> float:
-        decode = total - prefill
-        return max(need.prefill / prefill, need.decode / decode) if prefill and decode else float("inf")
-
-    options = range(limits.min_prefill, total - limits.min_decode + 1)
-    best = min(options, key=lambda prefill: (busiest(prefill), abs(prefill - current.prefill)))
-    if busiest(best) > (1 - limits.gain) * busiest(current.prefill):
+    if any(want == current.prefill for want in wanted):
         return None
     step = limits.max_step or max(1, total // 8)
     prefill = max(current.prefill - step, min(current.prefill + step, best))
     if prefill == current.prefill:
         return None
     return DesiredRatio(prefill, total - prefill, set_by="ratio", set_at=now)
+
+
+def _best(window: Sequence[LoadSample], current: DesiredRatio, limits: RatioLimits) -> int:
+    """The number of prefill workers that keeps the busier side least busy; the current one unless that is a gain."""
+    total = current.prefill + current.decode
+    need = demand(window, limits)
+    if need.prefill + need.decode <= 0:
+        return current.prefill
+
+    def busiest(prefill: int) -> float:
+        decode = total - prefill
+        return max(need.prefill / prefill, need.decode / decode) if prefill and decode else float("inf")
+
+    if busiest(current.prefill) < limits.busy:
+        return current.prefill
+    options = [
+        prefill
+        for prefill in range(limits.min_prefill, total - limits.min_decode + 1)
+        if prefill <= current.prefill or need.decode <= limits.decode_load * (total - prefill)
+    ]
+    if not options:
+        return current.prefill
+    best = min(options, key=lambda prefill: (busiest(prefill), abs(prefill - current.prefill)))
+    return best if busiest(best) <= (1 - limits.gain) * busiest(current.prefill) else current.prefill

@@ -25,14 +25,16 @@ TARGET_USAGE = 0.8
 class RatioControl:
     """Samples the load, asks `policy.ratio`, and changes roles by draining, as the launcher does."""
 
-    def __init__(self, sim: Simulation, limits: RatioLimits = RatioLimits(cool_down_s=30.0, gain=0.1)) -> None:
+    def __init__(self, sim: Simulation) -> None:
         self._sim = sim
-        self._limits = limits
+        overflows = sim.settings.stack.placement == "cost"
+        self._limits = RatioLimits(cool_down_s=30.0, gain=0.1, decode_load=0.5 if overflows else 1.0)
         self._window: deque[LoadSample] = deque(maxlen=WINDOW)
         self._current = DesiredRatio(sim.settings.prefill, sim.settings.decode, set_at=-1e9)
         self._next_at = SAMPLE_S
         self._offered = (0, 0)
         self._itl = LineFit(0.0, sim.settings.profile.step_s)  # seconds by sequences decoding
+        self._plain: dict[str, tuple[float, int]] = {}  # by worker: seconds and steps that only decoded, so far
         self._context = 0.0  # tokens per sequence
         self._moving: list[tuple[Worker, PoolView]] = []
         self.changes: list[tuple[float, int, int]] = []
@@ -59,7 +61,11 @@ class RatioControl:
         workers = router.decode.workers()
         running = sum(len(worker.running) for worker in workers)
         for worker in workers:
-            self._itl.observe(len(worker.running), router.predictor.itl_s(worker.name))
+            # Steps that also prefill are left out: that work is counted as prefill.
+            seconds, steps = self._plain.get(worker.name, (0.0, 0))
+            if worker.plain_steps > steps:
+                self._itl.observe(len(worker.running), (worker.plain_s - seconds) / (worker.plain_steps - steps))
+                self._plain[worker.name] = (worker.plain_s, worker.plain_steps)
         holding = running + sum(len(worker.receiving) + len(worker.arrived) for worker in workers)
         if holding:
             used_tokens = sum(worker.used_blocks(now) for worker in workers) * profile.block_size

@@ -40,6 +40,8 @@ class Worker:
         self.busy_s = 0.0
         self.decode_s = 0.0  # time in steps in which something decoded
         self.decode_steps = 0
+        self.plain_s = 0.0  # of that, in steps without prompts
+        self.plain_steps = 0
         self.itl_buckets: dict[int, int] = {}
         self.link_free_at = 0.0
         self.waiting: deque[Stay] = deque()
@@ -155,6 +157,8 @@ class Worker:
         self.busy_s += duration
         if decoding:
             if not self._chunks:
+                self.plain_s += duration
+                self.plain_steps += k
                 crossed = self._crossings(k)
                 if crossed:
                     self.kv.grow(crossed)

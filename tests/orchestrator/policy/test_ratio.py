@@ -26,7 +26,7 @@ def test_the_split_follows_demand_in_bounded_steps():
 
 
 def test_a_side_is_never_emptied():
-    only_decode = msgspec.structs.replace(SAMPLE, offered_prefill_tokens=0)
+    only_decode = msgspec.structs.replace(SAMPLE, offered_prefill_tokens=0, offered_output_tokens=40_000)
     assert desired_ratio([only_decode], EVEN, RatioLimits(max_step=8)).prefill == 1
     assert desired_ratio([SAMPLE], DesiredRatio(1, 1, set_at=-1000.0)) is None
 
@@ -48,3 +48,24 @@ def test_offered_load_counts_even_when_nothing_is_served_and_backlogs_too():
         is None
     )
     assert desired_ratio([], EVEN) is None
+
+
+def test_a_burst_is_no_reason_to_move():
+    calm = msgspec.structs.replace(SAMPLE, prefill_s_per_token=0.0001, at=60.0)  # one prefill worker's worth
+    even = msgspec.structs.replace(calm, offered_output_tokens=10_000)
+    burst = msgspec.structs.replace(even, offered_prefill_tokens=900_000, at=100.0)
+    assert desired_ratio([burst] * 6, EVEN) is not None
+    assert desired_ratio([even] * 3 + [burst] * 3, EVEN) is None
+
+
+def test_decode_gives_workers_away_only_while_it_has_room_to_spare():
+    limits = RatioLimits(max_step=8, decode_load=0.5)
+    assert desired_ratio([SAMPLE], EVEN, limits) is None  # two workers' worth of decode fill half of four
+    idle = msgspec.structs.replace(SAMPLE, offered_output_tokens=5_000)
+    assert desired_ratio([idle], EVEN, limits).decode == 1
+
+
+def test_a_fleet_that_is_not_busy_is_left_alone():
+    light = msgspec.structs.replace(SAMPLE, prefill_s_per_token=0.0002, offered_output_tokens=1_000)  # 2.0 and 0.1 of 4
+    assert desired_ratio([light], EVEN) is None
+    assert desired_ratio([light], EVEN, RatioLimits(busy=0.3)) is not None
