@@ -53,7 +53,7 @@ def line_chart(
         (left, level), (right, _) = at(xs[0], mark_y), at(xs[-1], mark_y)
         for start in range(int(left), int(right), 10):
             draw.line([(start, level), (start + 5, level)], fill="#888888")
-    draw.text((LEFT, 14), title, fill="black", font=ImageFont.load_default(16))
+    draw.text((LEFT, 4), title, fill="black", font=ImageFont.load_default(16))
     draw.text(((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 26), x_name, fill="black", font=font, anchor="ma")
     draw.text((LEFT, TOP - 6), y_name, fill="black", font=font, anchor="ls")
     for number, (name, line) in enumerate(series.items()):
