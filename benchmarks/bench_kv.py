@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import random
+import socket
 import statistics
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests")]
 
-from support_vllm import frames, free_port, tiny_model  # noqa: E402
+from support_vllm import frames, tiny_model  # noqa: E402
 
 from orchestrator.config import KVConfig  # noqa: E402
 from orchestrator.demo_model import resolve_model  # noqa: E402
@@ -155,13 +156,19 @@ async def start(variant: Variant, model: str, args: dict[str, Any], cuda: bool) 
             args,
             engine_id=f"{name}-{uuid.uuid4().hex[:8]}",
             kv_host="127.0.0.1",
-            kv_port=free_port(),
+            kv_port=_free_port(),
             kv=KVConfig(transfer=variant.transfer or "whole"),
             cores=None if cuda else halves[index],
         )
         engine.info = await engine.start()
         engines.append(engine)
     return Pair(*engines, variant)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _prompt(tokens: int) -> list[int]:
