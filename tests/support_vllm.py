@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -15,6 +14,7 @@ from typing import Any
 from orchestrator.config import KVConfig
 from orchestrator.types import KVSource
 from workers.engine import EngineInfo, EngineLoad, EngineRequest, Phase
+from workers.ports import free_port
 
 BLOCK_SIZE = 32
 VOCABULARY = 512
@@ -80,12 +80,6 @@ def tiny_model(
     return folder
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def frames(prompt: list[int], max_tokens: int = 8, **sampling: Any) -> list[bytes]:
     """An engine request as a frontend encodes it."""
     from vllm.sampling_params import SamplingParams
@@ -128,6 +122,7 @@ class Driver:
         from workers.vllm_engine import VllmEngine
 
         cores = args.pop("cores", None)
+        kv_port = args.pop("kv_port", None) or free_port("127.0.0.1")
         defaults = {
             "skip_tokenizer_init": True,
             "dtype": "float32",
@@ -142,7 +137,7 @@ class Driver:
             defaults | args,
             engine_id=f"{name}-{uuid.uuid4().hex[:8]}",
             kv_host="127.0.0.1",
-            kv_port=free_port(),
+            kv_port=kv_port,
             kv=kv or KVConfig(),
             cores=cores,
         )

@@ -111,13 +111,6 @@ def vllm_arguments(arguments: list[str]) -> dict[str, Any]:
         raise ConfigError(f"{error.argument_name or arguments[0]}: {error.message}") from None
 
 
-def free_port(host: str) -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 def _cores(text: str | None) -> list[int]:
     if not text:
         return []

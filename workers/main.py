@@ -21,8 +21,9 @@ from orchestrator.redis_client import RedisAway, connect
 from orchestrator.registry import IncompatibleWorker
 from orchestrator.types import Role
 from workers.agent import Agent, EngineStartFailed, IdInUse
-from workers.arguments import WorkerSettings, environment, free_port, parse
+from workers.arguments import WorkerSettings, environment, parse
 from workers.engine import Engine
+from workers.ports import free_port
 
 log = logging.getLogger("pd.worker")
 

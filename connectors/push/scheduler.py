@@ -6,6 +6,7 @@ finished_sending (blocks may be freed) and finished_recving (KV is here, or fail
 
 from __future__ import annotations
 
+import socket
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,20 @@ class PushScheduler(NixlPushConnectorScheduler):
         self._reserved: dict[str, Endpoint] = {}
         self._dead: dict[str, float] = {}  # engine -> until when its KV is not asked for
         self._next = PushMetadata()
+
+    def set_xfer_handshake_metadata(self, metadata: Any) -> None:
+        """Raises RuntimeError for a taken port: vLLM's listener would die of it, and its starter wait for ever."""
+        host, port = self.side_channel_host, self.side_channel_port
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ZMQ binds
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise RuntimeError(
+                    f"KV handshakes cannot be served at {host}:{port} ({error.strerror}); "
+                    "free it or give another --kv-port"
+                ) from error
+        super().set_xfer_handshake_metadata(metadata)
 
     # ---- decode: before and at allocation ----------------------------------------------------------------------
 

@@ -426,3 +426,11 @@ async def test_a_false_alarm_about_a_living_engine_corrupts_nothing(pair, refere
         await prefill.engine.fail_peer(decode.info.kv.engine_id)
         assert await decode.done(key) == await expected(reference, key, body)
     await assert_no_leaks(prefill, decode)
+
+
+async def test_a_taken_kv_port_is_an_error_and_not_a_wait(model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(EngineDead, match="did not start"):
+            await Driver.start(model, name="late", kv_port=taken.getsockname()[1])
