@@ -1,4 +1,4 @@
-"""The command line: `orchestrator up`, `down`, `status`, `scale`, `role`, `drain`, `queue`, `config`.
+"""The command line: `orchestrator up`, `down`, `status`, `scale`, `role`, `drain`, `queue`, `config`, `simulate`.
 
 Parses, asks, prints. Every user error is one line on standard error and exit code 2. Imports no engine.
 """
@@ -29,6 +29,8 @@ from orchestrator.leftovers import end_processes, remove_shared_memory
 from orchestrator.operations import Fleet, FleetHandle, Refused, find_fleet, open_fleet
 from orchestrator.process import started_ticks
 from orchestrator.run_folder import RunFolder, abandoned_namespaces, held_namespaces
+from orchestrator.simulator.cli import simulate_command
+from orchestrator.simulator.real_cli import compare_command, profile_command
 from orchestrator.types import Role
 
 app = typer.Typer(
@@ -247,6 +249,11 @@ def _remove_killed(folder: RunFolder) -> None:
 def _fail(line: str) -> NoReturn:
     print(f"orchestrator: {' '.join(line.split())}", file=sys.stderr, flush=True)
     sys.exit(2)
+
+
+app.command("simulate")(simulate_command)
+app.command("profile")(profile_command)
+app.command("compare")(compare_command)
 
 
 def main() -> None:
