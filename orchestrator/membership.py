@@ -22,6 +22,7 @@ log = logging.getLogger("pd.membership")
 RECONNECT_S = 0.5
 TICK_S = 0.1
 RESYNC_S = 5.0
+COALESCE_S = 0.05  # a large fleet that starts makes many events at once: reading it once serves them all
 
 
 class Membership:
@@ -40,12 +41,14 @@ class Membership:
         self._transport = transport
         self._silence_s = silence_s
         self._on_lost = on_lost
+        self._stirred = asyncio.Event()
         self.synced = asyncio.Event()  # the registry has been asked once
 
     async def run(self) -> None:
         """Runs until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch())
+            tasks.create_task(self._follow())
             tasks.create_task(self._hear_loads())
             tasks.create_task(self._tick())
 
@@ -60,11 +63,18 @@ class Membership:
             view.connected, view.disconnected_at = False, time.monotonic()
 
     async def _watch(self) -> None:
+        async for _ in self._registry.watch():
+            self._stirred.set()
+
+    async def _follow(self) -> None:
+        """Whatever happened, the registry is the truth: read it again rather than trust the order of events."""
         await self._resync()
         self.synced.set()
-        async for _ in self._registry.watch():
-            # Whatever happened, the registry is the truth: read it again rather than trust the order of events.
+        while True:
+            await self._stirred.wait()
+            self._stirred.clear()
             await self._resync()
+            await asyncio.sleep(COALESCE_S)
 
     async def _tick(self) -> None:
         next_resync = time.monotonic() + RESYNC_S
