@@ -23,6 +23,8 @@ from orchestrator.run_folder import RunFolder
 from orchestrator.types import Role, WorkerState
 from orchestrator.worker_pool import WorkerPool
 
+pytestmark = pytest.mark.slow  # real worker processes
+
 DEADLINE_S = 40.0
 
 
