@@ -14,7 +14,7 @@ from orchestrator.codec import Codec
 from orchestrator.config import Config
 from orchestrator.fleet import Fleet
 from orchestrator.membership import Membership
-from orchestrator.messages import CallReply, MessageError, PrefillFailed, Welcome
+from orchestrator.messages import CallReply, PrefillFailed, Welcome
 from orchestrator.metrics import dropped
 from orchestrator.policy.decode_choice import KVBlocks, decode_choice
 from orchestrator.prefill_link import PrefillLink
@@ -99,9 +99,6 @@ class FrontendLink:
             else:
                 try:
                     self.router.handle(worker_id, message, payload, time.monotonic())
-                except MessageError as error:
-                    dropped.labels("corrupt").inc()
-                    log.warning("dropped a message from worker %s: %s", worker_id, error)
                 except Exception:
                     # A defect that one message meets must not end every other request with this process.
                     dropped.labels("error").inc()

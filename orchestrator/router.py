@@ -23,6 +23,7 @@ from orchestrator.learning import Learning
 from orchestrator.messages import (
     Abort,
     Claimed,
+    MessageError,
     Outputs,
     Prefilled,
     PrefillFailed,
@@ -105,8 +106,8 @@ class Router:
         self.requests[info.id] = active
         try:
             rejected = await self._place(active, deadline=None)
-        except asyncio.CancelledError:
-            self.abort([info.id])  # the client left while its request was being placed
+        except BaseException:
+            self.abort([info.id])  # the client left while its request was being placed, or placing it met a defect
             raise
         if rejected is not None:
             self._count_rejected(rejected)
@@ -268,7 +269,11 @@ class Router:
         self._retry(active, "no_decode_worker")
 
     def _on_outputs(self, worker_id: str, message: Outputs, payload: list[bytes], now: float) -> None:
-        batch = self._codec.decode_outputs(payload, message.sent_at, now)
+        try:
+            batch = self._codec.decode_outputs(payload, message.sent_at, now)
+        except MessageError as error:
+            self._on_lost_outputs(worker_id, error)
+            return
         current = []
         for output, attempt in zip(batch.outputs, message.attempts, strict=True):
             active = self.requests.get(output.request_id)
@@ -291,6 +296,14 @@ class Router:
         if current:
             batch.outputs = current
             self.batches.put_nowait(batch)
+
+    def _on_lost_outputs(self, worker_id: str, error: MessageError) -> None:
+        """Whose tokens these were cannot be read, and an answer with a gap is a wrong one: all of them move on."""
+        metrics.dropped.labels("corrupt").inc()
+        log.error("worker %s sent outputs that cannot be read: %s", worker_id, error)
+        for active in list(self.requests.values()):
+            if active.decode_worker == worker_id:
+                self._retry(active, "corrupt_outputs")
 
     def _first_token(self, active: ActiveRequest, now: float) -> None:
         if active.first_token_at is None:
@@ -347,7 +360,12 @@ class Router:
         self._background(self._replace(active))
 
     async def _replace(self, active: ActiveRequest) -> None:
-        await self._place(active, deadline=time.monotonic() + self._routing.placement_timeout_s)
+        try:
+            await self._place(active, deadline=time.monotonic() + self._routing.placement_timeout_s)
+        except Exception:
+            log.exception("request %s could not be placed again", active.label)
+            if not active.ended:  # nobody else would ever end it
+                self._fail(active, "placing it again met a defect")
 
     def _withdraw(self, active: ActiveRequest) -> None:
         """Tell everybody who holds something of the current attempt to let go."""

@@ -10,7 +10,7 @@ import pytest
 from orchestrator.codec import Batch
 from orchestrator.config import parse_config
 from orchestrator.fleet import Fleet
-from orchestrator.messages import Abort, Claimed, Outputs, Prefilled, PrefillFailed, Rejected, Submit
+from orchestrator.messages import Abort, Claimed, MessageError, Outputs, Prefilled, PrefillFailed, Rejected, Submit
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.queue import QueueFull
 from orchestrator.redis_client import RedisAway
@@ -303,6 +303,42 @@ async def test_an_engine_that_gives_up_is_not_the_clients_problem(reason):
     bench.tokens(bench.bound_to(), "r", [], finish=reason)
     await bench.settle()
     assert bench.received() == [] and bench.submits()[-1][1].attempt == 2
+
+
+async def test_outputs_that_cannot_be_read_leave_no_gap_in_anybodys_answer(monkeypatch):
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    worker = bench.bound_to()
+    bench.tokens(worker, "r", [5])
+
+    def unreadable(*args):
+        raise MessageError("not outputs")
+
+    monkeypatch.setattr(FakeCodec, "decode_outputs", unreadable)
+    bench.tokens(worker, "r", [6])
+    monkeypatch.undo()
+    bench.tokens(worker, "r", [7])  # of the old attempt: after the gap
+    await bench.settle()
+    assert bench.submits()[-1][1].resume_tokens == [5] and bench.submits()[-1][1].attempt == 2
+    bench.tokens(bench.bound_to(), "r", [6], attempt=2, finish=1)
+    assert bench.received() == [("r", [5], None), ("r", [6], 1)]
+    bench.assert_no_leaks()
+
+
+async def test_a_defect_while_moving_a_request_ends_it_visibly(monkeypatch):
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+
+    def broken(*args):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(bench.router, "_decide", broken)
+    bench.say(bench.bound_to(), Rejected("r", 1, bench.bound_to(), "draining"))
+    await bench.settle()
+    assert bench.received() == [("r", [], FINISH_ERROR)]
+    with pytest.raises(ZeroDivisionError):
+        await bench.router.submit(FakeRequest("s"))
+    bench.assert_no_leaks()
 
 
 async def test_attempts_are_bounded():
