@@ -139,6 +139,7 @@ class PrefillJob(msgspec.Struct, frozen=True):
     body: bytes  # `messages.pack_frames` of the engine request
     deliveries: int = 0
     delay_s: float = 0.0  # added to its score: how far behind others that arrived with it it may wait
+    cached: dict[str, int] = {}  # prefill worker id -> prompt tokens cached there when it was enqueued; at most 4
 
 
 class QueueDepth(msgspec.Struct, frozen=True):
