@@ -32,6 +32,18 @@ class Codec(Protocol):
         """Raises messages.MessageError. Timestamps are rebased from the sender's clock to `now`'s."""
         ...
 
+    def determined(self, request: Any) -> bool:
+        """Whether its first token is the same on whichever engine it is sampled, but for rounding."""
+        ...
+
+    def as_first(self, output: Any) -> Any:
+        """Prefill's last output as the first of an answer that goes on: its token, and what belongs to that."""
+        ...
+
+    def drop_first(self, output: Any) -> None:
+        """Take the first token out of decode's first output, and what was told with prefill's already."""
+        ...
+
     def failure(self, request_id: str) -> Any:
         """An output that ends the request as failed."""
         ...

@@ -81,6 +81,8 @@ class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_queued_prefill_tokens: Count = 200_000  # beyond it prompts are prefilled where they decode
     claim_timeout_s: Seconds = 15.0  # a job unclaimed this long is prefilled locally
     max_waiting_per_worker: Positive = 128  # requests waiting in a decode engine that make it full
+    # The first token of a remote prefill: prefill's own at once, where decode would sample the same; or decode's.
+    first_token: Literal["prefill", "decode"] = "decode"
     max_attempts: Positive = 4
     placement_timeout_s: Seconds = 60.0  # a request that lost its worker waits this long for another
     stall_timeout_s: Seconds = 600.0  # without any output for this long a request is started again elsewhere

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, SamplingType
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -54,6 +54,37 @@ class VllmCodec:
             for event in output.events or ():
                 event.timestamp += shift
         return Batch(decoded.outputs, decoded.timestamp + shift)
+
+    def determined(self, request: EngineCoreRequest) -> bool:
+        sampling = request.sampling_params
+        return (
+            sampling is not None
+            and sampling.sampling_type is not SamplingType.RANDOM  # greedy, or seeded
+            # State that is carried from token to token, which the prefill engine does not have.
+            and sampling.structured_outputs is None
+            and sampling.thinking_token_budget is None
+        )
+
+    def as_first(self, output: EngineCoreOutput) -> EngineCoreOutput:
+        return EngineCoreOutput(
+            request_id=output.request_id,
+            new_token_ids=output.new_token_ids,
+            new_logprobs=output.new_logprobs,
+            events=output.events,
+            trace_headers=output.trace_headers,
+            prefill_stats=output.prefill_stats,
+            num_nans_in_logits=output.num_nans_in_logits,
+            new_sampling_mask=output.new_sampling_mask,
+        )
+
+    def drop_first(self, output: EngineCoreOutput) -> None:
+        output.events = output.prefill_stats = None
+        left = len(output.new_token_ids) - 1
+        output.new_token_ids = output.new_token_ids[1:]
+        if output.new_logprobs is not None:
+            output.new_logprobs = output.new_logprobs.slice_request(1, left) if left else None
+        if output.new_sampling_mask is not None:
+            output.new_sampling_mask = output.new_sampling_mask.slice_request(1, left) if left else None
 
     def failure(self, request_id: str) -> Any:
         return EngineCoreOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.ERROR)

@@ -36,5 +36,5 @@ class Learning:
         if count == 0:
             return
         self.predictor.observe_output(count)
-        if count > 1 and request.first_token_at is not None and request.decode_worker and request.attempt == 1:
-            self.predictor.observe_itl(request.decode_worker, (now - request.first_token_at) / (count - 1))
+        if count > 1 and request.decoding_at is not None and request.decode_worker and request.attempt == 1:
+            self.predictor.observe_itl(request.decode_worker, (now - request.decoding_at) / (count - 1))

@@ -13,7 +13,7 @@ import msgspec
 from orchestrator.types import KVSource, WorkerLoad
 
 # Raised whenever a message below changes meaning; part of EngineIdentity, so mixed fleets are refused.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class MessageError(ValueError):
@@ -82,13 +82,17 @@ class Claimed(msgspec.Struct, tag="claimed", frozen=True):
 
 
 class Prefilled(msgspec.Struct, tag="prefilled", frozen=True):
-    """Prefill compute has ended; the last blocks may still be in flight. `prefill_s`: claim to last chunk."""
+    """Prefill compute has ended; the last blocks may still be in flight. `prefill_s`: claim to last chunk.
+
+    Payload, as that of `Outputs`: the engine's last output, with the token that it sampled.
+    """
 
     request_id: str
     attempt: int
     worker_id: str
     prefill_s: float
     cached_tokens: int = 0  # the prefill worker's own prefix-cache hit
+    sent_at: float = 0.0  # the worker's monotonic clock, to rebase engine timestamps
 
 
 class PrefillFailed(msgspec.Struct, tag="prefill_failed", frozen=True):

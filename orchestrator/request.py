@@ -58,6 +58,8 @@ class ActiveRequest:
     prefill_worker: str | None = None
     kv_source: KVSource | None = None
     tokens: list[int] = field(default_factory=list)  # delivered to the client
+    early_wanted: bool = False  # its first token may come from prefill
+    early: int | None = None  # the token that did, until decode's own first one has come
     avoid: set[str] = field(default_factory=set)  # decode workers that refused or lost it
     retries: list[str] = field(default_factory=list)
     backlog_s: float = 0.0  # predicted work ahead of it in the queue when it was enqueued
@@ -67,7 +69,8 @@ class ActiveRequest:
     prefill_s: float = 0.0
     submitted_at: float | None = None
     prefilled_at: float | None = None
-    first_token_at: float | None = None
+    first_token_at: float | None = None  # the client's
+    decoding_at: float | None = None  # decode's first
     last_heard_at: float = 0.0
     timer: asyncio.TimerHandle | None = None
 

@@ -38,7 +38,7 @@ def _ms(seconds: float | None) -> float | None:
 
 def describe(request: ActiveRequest, now: float) -> RequestLine:
     """The line of a request that has just ended. `now`: the router's monotonic clock, seconds."""
-    first, prefilled = request.first_token_at, request.prefilled_at
+    first, decoding, prefilled = request.first_token_at, request.decoding_at, request.prefilled_at
     remote = request.prefill_worker is not None
     local_prefill_s = first - request.submitted_at if first and request.submitted_at and not remote else None
     return RequestLine(
@@ -55,7 +55,7 @@ def describe(request: ActiveRequest, now: float) -> RequestLine:
         ttft_ms=_ms(first - request.accepted_at) if first else None,
         queued_ms=_ms(request.queued_s) if remote else None,
         prefill_ms=_ms(request.prefill_s) if remote else _ms(local_prefill_s),
-        exposed_ms=_ms(first - prefilled) if first and prefilled else None,
+        exposed_ms=_ms(decoding - prefilled) if decoding and prefilled else None,
         decode_ms=_ms(now - first) if first else None,
         retries=request.retries,
     )

@@ -18,6 +18,7 @@ import msgspec
 from orchestrator import metrics
 from orchestrator.codec import Batch, Codec
 from orchestrator.config import Config
+from orchestrator.first_token import FirstToken
 from orchestrator.fleet import Fleet
 from orchestrator.learning import Learning
 from orchestrator.messages import (
@@ -81,6 +82,7 @@ class Router:
         self._transport = transport
         self._prefill = prefill
         self._codec = codec
+        self._first_token = FirstToken(codec, config.routing.first_token == "prefill")
         self._slo = config.slo
         self._choose = choose
         self.learning = Learning(Predictor(prior_s_per_token=config.queue.seconds_per_token))
@@ -103,6 +105,7 @@ class Router:
         info, resumable, label = self._codec.describe(request)
         now = time.monotonic()
         active = ActiveRequest(info, self._codec.encode(request), resumable, label, accepted_at=now, last_heard_at=now)
+        active.early_wanted = self._first_token.wanted(request, active)
         self.requests[info.id] = active
         try:
             rejected = await self._place(active, deadline=None)
@@ -238,9 +241,7 @@ class Router:
             elif isinstance(message, Claimed):
                 self._on_claimed(active, message)
             elif isinstance(message, Prefilled):
-                active.prefilled_at, active.prefill_s = now, message.prefill_s
-                metrics.prefill_s.observe(message.prefill_s)
-                self.learning.prefilled(active, worker_id, message.cached_tokens, message.prefill_s)
+                self._on_prefilled(active, message, payload, now)
             elif isinstance(message, PrefillFailed):
                 if active.state in (State.QUEUED, State.TRANSFERRING):
                     self._retry(active, "prefill_failed")
@@ -268,6 +269,13 @@ class Router:
                 return
         self._retry(active, "no_decode_worker")
 
+    def _on_prefilled(self, active: ActiveRequest, message: Prefilled, payload: list[bytes], now: float) -> None:
+        active.prefilled_at, active.prefill_s = now, message.prefill_s
+        metrics.prefill_s.observe(message.prefill_s)
+        self.learning.prefilled(active, message.worker_id, message.cached_tokens, message.prefill_s)
+        if (batch := self._first_token.of_prefill(active, message, payload, now)) is not None:
+            self.batches.put_nowait(batch)
+
     def _on_outputs(self, worker_id: str, message: Outputs, payload: list[bytes], now: float) -> None:
         try:
             batch = self._codec.decode_outputs(payload, message.sent_at, now)
@@ -286,10 +294,14 @@ class Router:
                 self._retry(active, "engine_abort" if output.finish_reason == FINISH_ABORT else "engine_error")
                 continue
             active.last_heard_at = now
-            if output.new_token_ids:
-                active.tokens.extend(output.new_token_ids)
-                if active.state is not State.DECODING:
-                    self._first_token(active, now)
+            if output.new_token_ids and active.state is not State.DECODING:
+                if not self._first_token.agreed(active, output):
+                    self._diverged(active)
+                    continue
+                self._decoding(active, now)
+                if not output.new_token_ids and output.finish_reason is None:
+                    continue  # the client has it from prefill
+            active.tokens.extend(output.new_token_ids)
             current.append(output)
             if output.finish_reason is not None:
                 self._end(active, State.FINISHED)
@@ -305,12 +317,14 @@ class Router:
             if active.decode_worker == worker_id:
                 self._retry(active, "corrupt_outputs")
 
-    def _first_token(self, active: ActiveRequest, now: float) -> None:
-        if active.first_token_at is None:
-            active.first_token_at = now
+    def _decoding(self, active: ActiveRequest, now: float) -> None:
+        """Decode's first token has come."""
+        if active.decoding_at is None:
+            active.decoding_at = now
             self.learning.first_token(active, now)
             if active.state is State.TRANSFERRING and active.prefilled_at is not None:
                 metrics.kv_exposed_s.observe(now - active.prefilled_at)
+        active.first_token_at = active.first_token_at or now
         active.move(State.DECODING)
 
     def _drop_stale(self, worker_id: str, request_id: str, attempt: int) -> None:
@@ -341,9 +355,7 @@ class Router:
         """Give the current attempt up and start the next. What went wrong remotely is done locally then."""
         if active.ended:
             return
-        metrics.retries.labels(why).inc()
-        active.retries.append(why)
-        self._withdraw(active)
+        self._give_up(active, why)
         if active.tokens and not active.resumable:
             self._fail(active, f"its worker was lost ({why}) and its output cannot be continued elsewhere")
             return
@@ -352,12 +364,29 @@ class Router:
             return
         if avoid is not None:
             active.avoid.add(avoid)
+        self._next_attempt(active, why)
+        self._background(self._replace(active))
+
+    def _diverged(self, active: ActiveRequest) -> None:
+        """Decode sampled another first token than the client has: it goes on after that one, if it can where it is,
+        since the prompt's KV is cached there. No fault of anybody's, so no attempt is counted against it."""
+        worker_id, decision, reason = active.decode_worker, active.decision, active.reason
+        self._give_up(active, "first_token_mismatch")
+        self._next_attempt(active, "first_token_mismatch")
+        if worker_id not in self._fleet.workers or not self._send(active, worker_id, State.LOCAL, decision, reason):
+            self._background(self._replace(active))
+
+    def _give_up(self, active: ActiveRequest, why: str) -> None:
+        metrics.retries.labels(why).inc()
+        active.retries.append(why)
+        self._withdraw(active)
+
+    def _next_attempt(self, active: ActiveRequest, why: str) -> None:
         active.move(State.PLACING)
         active.attempt += 1
         if active.info.local_only is None:
             active.info = msgspec.structs.replace(active.info, local_only=why)
-        active.decode_worker = active.prefill_worker = active.kv_source = active.prefilled_at = None
-        self._background(self._replace(active))
+        active.decode_worker = active.prefill_worker = active.kv_source = active.prefilled_at = active.early = None
 
     async def _replace(self, active: ActiveRequest) -> None:
         try:

@@ -36,6 +36,15 @@ class SimRouterCodec:
         decoded = self._codec.decode_outputs(frames)
         return Batch(decoded.outputs, decoded.timestamp + now - sent_at)
 
+    def determined(self, request: WireRequest) -> bool:
+        return True  # simulated tokens depend on prompt and position only
+
+    def as_first(self, output: WireOutput) -> WireOutput:
+        return WireOutput(output.request_id, output.new_token_ids)
+
+    def drop_first(self, output: WireOutput) -> None:
+        output.new_token_ids = output.new_token_ids[1:]
+
     def failure(self, request_id: str) -> Any:
         return WireOutput(request_id, [], finish_reason=FinishReason.ERROR)
 

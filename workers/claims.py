@@ -194,23 +194,28 @@ class ClaimLoop:
 
     # ---- ends --------------------------------------------------------------------------------------------------
 
-    def finished(self, held: Held, output: EngineOutput) -> None:
-        """The engine computed it, or gave it up; it is not in the attempts any more."""
+    def finished(self, held: Held, output: EngineOutput, timestamp: float) -> None:
+        """The engine computed it, or gave it up; it is not in the attempts any more. `timestamp`: its step's."""
+        payload: list[bytes] = []
         if int(output.finish_reason) in _ENDED_WELL:
             self._attempts.note_pushing(held)
             stats = getattr(output, "prefill_stats", None)
+            output.request_id = held.request_id
+            payload = self._engine.encode_outputs([output], timestamp)
+            now = time.monotonic()
             message: Prefilled | PrefillFailed = Prefilled(
                 held.request_id,
                 held.attempt,
                 self._worker_id,
-                prefill_s=time.monotonic() - held.since,
+                prefill_s=now - held.since,
                 cached_tokens=stats.num_cached_tokens if stats is not None else 0,
+                sent_at=now,
             )
         else:
             why = f"the engine ended it: {output.finish_reason!s}"
             log.warning("prefill of %s failed: %s", held.key, why)
             message = PrefillFailed(held.request_id, held.attempt, self._worker_id, why)
-        self._serving.send(held.frontend_id, message)
+        self._serving.send(held.frontend_id, message, payload)
         self._start(self._ack(held.request_id, held.attempt))
 
     def aborted(self, held: Held) -> None:

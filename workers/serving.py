@@ -39,7 +39,7 @@ _UNDELIVERED_PER_FRONTEND = 10_000
 class Prefills(Protocol):
     """Where prefill attempts end: the claim loop."""
 
-    def finished(self, held: Held, output: EngineOutput) -> None: ...
+    def finished(self, held: Held, output: EngineOutput, timestamp: float) -> None: ...
 
     def aborted(self, held: Held) -> None: ...
 
@@ -67,8 +67,8 @@ class Serving:
         self._calls: set[asyncio.Task[None]] = set()
         self.prefills: Prefills | None = None
 
-    def send(self, frontend_id: str, message: ToFrontend) -> bool:
-        return self._send_frames(frontend_id, message, ())
+    def send(self, frontend_id: str, message: ToFrontend, payload: Sequence[bytes] = ()) -> bool:
+        return self._send_frames(frontend_id, message, payload)
 
     async def greeted(self, frontend_id: str, timeout_s: float) -> bool:
         """Wait until that frontend says hello, next time."""
@@ -230,7 +230,7 @@ class Serving:
                 if output.finish_reason is not None:
                     self._attempts.remove(held)
                     if self.prefills is not None:
-                        self.prefills.finished(held, output)
+                        self.prefills.finished(held, output, step.timestamp)
                 continue
             output.request_id = held.request_id
             outputs.setdefault(held.frontend_id, []).append(output)

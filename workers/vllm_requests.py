@@ -78,24 +78,16 @@ def _receive(source: KVSource) -> dict[str, Any]:
 
 
 def _prefill_only(core: EngineCoreRequest) -> None:
-    """One token, whatever it is: the request ends by length and its KV is pushed; decode samples the real one."""
+    """One token, under all that determines it, so that it is the one decode samples too. Not so with what carries
+    state from token to token (a grammar, a thinking budget): for those, decode's is the only true one."""
     sampling = _sampling(core, "prefilled only")
     if core.prompt_token_ids is None:
         raise InvalidEngineRequest(f"{core.request_id}: a prompt of embeddings cannot be prefilled elsewhere")
     sampling.n = 1
     sampling.max_tokens = 1
-    sampling.min_tokens = 0
-    sampling.ignore_eos = True
-    sampling.stop = []
-    sampling.stop_token_ids = []
-    sampling._eos_token_id = None
-    sampling._all_stop_token_ids = set()
-    sampling.logprobs = None
-    sampling.logprob_token_ids = None
+    sampling.min_tokens = min(1, sampling.min_tokens)
     sampling.prompt_logprobs = None
     sampling.structured_outputs = None
-    sampling.bad_words = []
-    sampling._bad_words_token_ids = None
     sampling.thinking_token_budget = None
     sampling.repetition_detection = None
     sampling.output_kind = RequestOutputKind.FINAL_ONLY

@@ -1,0 +1,159 @@
+"""A router against scripted workers: the means to speak for them, and to see what it did."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from orchestrator.codec import Batch
+from orchestrator.config import parse_config
+from orchestrator.fleet import Fleet
+from orchestrator.messages import Claimed, MessageError, Outputs, Submit
+from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.router import FINISH_ERROR, Router
+from orchestrator.types import (
+    EngineIdentity,
+    KVEndpoint,
+    KVSource,
+    QueueDepth,
+    RequestInfo,
+    Role,
+    WorkerInfo,
+    WorkerState,
+)
+
+IDENTITY = EngineIdentity("m", "float32", "auto", 16, 4096, "sim", "1", 1)
+
+
+@dataclass
+class FakeRequest:
+    id: str
+    prompt_tokens: int = 1000
+    local_only: str | None = None
+    resumable: bool = True
+    determined: bool = True
+    max_new_tokens: int = 100
+
+
+@dataclass
+class FakeOutput:
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: int | None = None
+
+
+class FakeCodec:
+    def describe(self, request):
+        info = RequestInfo(
+            request.id, request.prompt_tokens, request.max_new_tokens, time.time(), local_only=request.local_only
+        )
+        return info, request.resumable, request.id
+
+    def encode(self, request):
+        return [request.id.encode()]
+
+    def decode_outputs(self, frames, sent_at, now):
+        try:
+            return Batch([FakeOutput(*fields) for fields in msgspec.msgpack.decode(frames[0])], now)
+        except msgspec.DecodeError as error:
+            raise MessageError(str(error)) from error
+
+    def determined(self, request):
+        return request.determined
+
+    def as_first(self, output):
+        return FakeOutput(output.request_id, output.new_token_ids)
+
+    def drop_first(self, output):
+        output.new_token_ids = output.new_token_ids[1:]
+
+    def failure(self, request_id):
+        return FakeOutput(request_id, [], FINISH_ERROR)
+
+
+class FakeTransport:
+    frontend_id = "f"
+
+    def __init__(self):
+        self.sent = []
+        self.unreachable = set()
+
+    def send(self, worker_id, message, payload=()):
+        if worker_id in self.unreachable:
+            return False
+        self.sent.append((worker_id, message))
+        return True
+
+    def of(self, kind):
+        return [(worker_id, message) for worker_id, message in self.sent if isinstance(message, kind)]
+
+
+@dataclass
+class FakePrefill:
+    depth: QueueDepth | None = field(default_factory=lambda: QueueDepth(0, 0, 0))
+    jobs: list = field(default_factory=list)
+    cancelled: list = field(default_factory=list)
+    error: Exception | None = None
+
+    async def enqueue(self, job):
+        if self.error is not None:
+            raise self.error
+        self.jobs.append(job)
+
+    async def cancel(self, request_id, attempt):
+        self.cancelled.append((request_id, attempt))
+
+
+class Bench:
+    """A router with decode workers d0, d1 and prefill worker p0, and the means to speak for them."""
+
+    def __init__(self, slo=None, **routing):
+        routing = {"remote_prefill_min_tokens": 100, **routing}
+        self.config = parse_config({"model": "m", "routing": routing, "slo": slo or {}})
+        self.fleet = Fleet("f")
+        self.transport, self.prefill = FakeTransport(), FakePrefill()
+        choose = decode_choice("kv_blocks")
+        self.router = Router(self.config, self.fleet, self.transport, self.prefill, FakeCodec(), choose)
+        for name, role in (("d0", Role.DECODE), ("d1", Role.DECODE), ("p0", Role.PREFILL)):
+            self.add_worker(name, role)
+
+    def add_worker(self, name, role):
+        endpoint = KVEndpoint(f"{name}-engine", "127.0.0.1", 1)
+        info = WorkerInfo(
+            name, role, WorkerState.READY, "h", 1, "tcp://a", "tcp://b", IDENTITY, endpoint, 1000, 64, 2048, 100, 1.0
+        )
+        self.fleet.upsert(info, time.monotonic())
+        self.fleet.workers[name].connected = True
+
+    def say(self, worker_id, message, payload=()):
+        self.router.handle(worker_id, message, list(payload), time.monotonic())
+
+    def claim(self, request_id, attempt=1, worker="p0"):
+        source = KVSource(KVEndpoint(f"{worker}-engine", "127.0.0.1", 1), f"{request_id}#{attempt}")
+        self.say(worker, Claimed(request_id, attempt, worker, source, 0.01))
+
+    def tokens(self, worker_id, request_id, tokens, attempt=1, finish=None):
+        payload = msgspec.msgpack.encode([[request_id, tokens, finish]])
+        self.say(worker_id, Outputs(worker_id, [attempt], 0.0), [payload])
+
+    def received(self):
+        got = []
+        while not self.router.batches.empty():
+            got += [(o.request_id, o.new_token_ids, o.finish_reason) for o in self.router.batches.get_nowait().outputs]
+        return got
+
+    def submits(self):
+        return self.transport.of(Submit)
+
+    def bound_to(self):
+        return self.submits()[-1][0]
+
+    async def settle(self):
+        while self.router._tasks:
+            await asyncio.wait(set(self.router._tasks), timeout=5)
+
+    def assert_no_leaks(self):
+        assert not self.router.requests
