@@ -19,6 +19,8 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
+from workers.vllm_gloo import share_device
+
 _KV_POLL_S = 0.005  # an engine with nothing to compute looks after its waiting requests this often
 _PARENT = "PD_ENGINE_PARENT"  # pid of the process that the engine must not outlive
 _CORES = "PD_ENGINE_CORES"  # "0,1": cores the engine computes on
@@ -48,6 +50,7 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
     _die_with(int(os.environ[_PARENT]))
     _use_cores([int(core) for core in os.environ.get(_CORES, "").split(",") if core])
     register()
+    share_device()
     EngineCoreProc._process_engine_step = _process_engine_step
     _vllm_target(*args, **kwargs)
 

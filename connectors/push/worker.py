@@ -167,7 +167,7 @@ class PushWorker(Links):
             return 0.001
         if self._outbound.busy or self._writes:
             return 0.005  # while prefill computes: registrations come in, WRITEs go out
-        return 0.05  # what comes unannounced waits this long; well under 1% of a core
+        return 0.25  # what comes unannounced waits this long; a fifth of a percent of a core
 
     def _carry_out(self, action: Any) -> None:
         match action:

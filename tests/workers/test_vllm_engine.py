@@ -296,10 +296,16 @@ def _cpu_seconds(pid: int) -> float:
 
 async def test_an_idle_engine_uses_little_of_a_core(pair) -> None:
     pids = [engine_pid(driver) for driver in pair]
-    before, began = [_cpu_seconds(pid) for pid in pids], time.monotonic()
-    await asyncio.sleep(4.0)
-    spent = [(_cpu_seconds(pid) - start) / (time.monotonic() - began) for pid, start in zip(pids, before, strict=True)]
-    assert max(spent) < 0.02, spent
+    seen = []
+    # The best of a few looks: an engine that spins does so in each, while leases of earlier tests end in time.
+    for _ in range(8):
+        before, began = [_cpu_seconds(pid) for pid in pids], time.monotonic()
+        await asyncio.sleep(2.0)
+        elapsed = time.monotonic() - began
+        seen.append(max((_cpu_seconds(pid) - start) / elapsed for pid, start in zip(pids, before, strict=True)))
+        if seen[-1] < 0.02:
+            return
+    pytest.fail(f"shares of a core used while idle: {seen}")
 
 
 async def test_a_killed_prefill_engine_costs_no_request_and_no_block(model: Path, pair, reference) -> None:
