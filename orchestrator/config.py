@@ -93,6 +93,8 @@ class QueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     weight: NonNegative = 1.0
     seconds_per_token: NonNegative = 0.0005
     max_requests: Positive = 10_000
+    # Of the jobs at the head a prefill worker claims those first whose prefix it has cached. 0: strictly in order.
+    affinity_window: Annotated[int, Meta(ge=0, le=256)] = 32
     lease_s: Seconds = 10.0
     max_deliveries: Positive = 3  # a job whose claims died this often is handed back as failed
 

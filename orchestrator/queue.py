@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from orchestrator.config import QueueConfig
+from orchestrator.policy.claims import WindowJob
 from orchestrator.policy.queue_order import score
 from orchestrator.redis_client import Keys, Redis, RedisAway, Script
 from orchestrator.types import PrefillJob, QueueDepth
@@ -54,16 +55,18 @@ class SweepResult(msgspec.Struct, frozen=True):
 class PrefillQueue:
     """Verbs of the queue. Every method but `wait_for_work` raises RedisAway."""
 
-    def __init__(self, redis: Redis, namespace: str, config: QueueConfig) -> None:
+    def __init__(self, redis: Redis, namespace: str, config: QueueConfig, waiter_id: str = "") -> None:
+        """`waiter_id`: the worker's, for whom jobs that are cached there are woken up for first."""
         self.keys = Keys(namespace)
         self.corrupt = 0
         self._redis = redis
         self._config = config
-        self._waiter_id = uuid.uuid4().hex[:12]
+        self._waiter_id = waiter_id or uuid.uuid4().hex[:12]
         self._listener: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
-        names = "enqueue claim renew ack release return_unknown cancel sweep depth peek show wait"
+        names = "enqueue renew ack release return_unknown cancel sweep depth peek show wait"
         self._scripts = {name: Script(name) for name in names.split()}
+        self._scripts |= {name: Script(name, "claim_common") for name in ("claim", "claim_chosen")}
 
     async def enqueue(self, job: PrefillJob) -> None:
         """Add a job; the server's clock dates it. Raises QueueFull.
@@ -83,6 +86,7 @@ class PrefillQueue:
             JOB_TTL_S,
             job.reply_to,
             job.body,
+            cached_text(job.cached),
         )
         if outcome == b"full":
             raise QueueFull(
@@ -94,23 +98,40 @@ class PrefillQueue:
 
         Jobs that cannot be read, or whose frontend is gone, are dropped and counted instead.
         """
+        return (await self.claim_or_look(worker_id, max_tokens, max_jobs, 0))[0]
+
+    async def claim_or_look(
+        self, worker_id: str, max_tokens: int, max_jobs: int, window: int
+    ) -> tuple[list[Claim], list[WindowJob]]:
+        """`claim`, unless a claiming worker has cached some of one of the first `window` jobs: then nothing is claimed,
+        and those jobs are returned, to choose from for `claim_chosen`."""
         if max_tokens <= 0 or max_jobs <= 0:
-            return []
+            return [], []
+        room = min(max_jobs, MAX_CLAIM_JOBS)
+        claimed, rows = await self._run("claim", *self._claimer(worker_id), max_tokens, room, window)
+        try:
+            jobs = [
+                WindowJob(request_id.decode(), float(place), tokens, float(waited_s), here, elsewhere)
+                for request_id, place, tokens, waited_s, here, elsewhere in rows
+            ]
+        except UnicodeDecodeError:  # no id of ours: claimed plainly, which drops it
+            return await self.claim_or_look(worker_id, max_tokens, max_jobs, 0)
+        return await self._read_claims(worker_id, claimed), jobs
+
+    async def claim_chosen(self, worker_id: str, request_ids: list[str]) -> list[Claim]:
+        """Take those of these jobs that still wait. With none, an idle worker is told of what is left."""
+        claimed = await self._run("claim_chosen", *self._claimer(worker_id), *request_ids)
+        return await self._read_claims(worker_id, claimed)
+
+    def _claimer(self, worker_id: str) -> tuple[object, ...]:
         lease_s = self._config.lease_s
-        reply = await self._run(
-            "claim",
-            worker_id,
-            max_tokens,
-            min(max_jobs, MAX_CLAIM_JOBS),
-            lease_s,
-            JOB_TTL_S,
-            lease_s,
-            self._waiter_id,
-        )
+        return worker_id, lease_s, JOB_TTL_S, lease_s, self._waiter_id
+
+    async def _read_claims(self, worker_id: str, reply: list[Any]) -> list[Claim]:
         now, lease_until = float(reply[0]), float(reply[1])
         claims = []
-        for at in range(2, len(reply), 8):
-            request_id, attempt, tokens, uncached, arrived_at, deliveries, reply_to, body = reply[at : at + 8]
+        for at in range(2, len(reply), 9):
+            request_id, attempt, tokens, uncached, arrived_at, deliveries, reply_to, cached, body = reply[at : at + 9]
             try:
                 job = PrefillJob(
                     request_id=request_id.decode(),
@@ -121,6 +142,7 @@ class PrefillQueue:
                     reply_to=reply_to.decode(),
                     body=body,
                     deliveries=int(deliveries),
+                    cached=read_cached(cached.decode()),
                 )
             except UnicodeDecodeError as error:
                 self.corrupt += 1
@@ -216,9 +238,10 @@ class PrefillQueue:
             shown["age_s"] = round(float(reply[0]) - shown["arrived_at"], 3)
         return {**shown, "body_bytes": reply[1]}
 
-    async def wait_for_work(self, timeout_s: float) -> None:
+    async def wait_for_work(self, timeout_s: float, doing: Literal["idle", "busy", "left"] = "idle") -> None:
         """Return when a job was enqueued since the last call, at once if some wait already, else after `timeout_s`.
 
+        Idle workers are woken before busy ones. `left`: busy, and what waits already is left to others.
         Early returns without work happen. Waits out the time when Redis is away. Ask only with budget to claim.
         """
         loop = asyncio.get_running_loop()
@@ -226,7 +249,7 @@ class PrefillQueue:
         if self._listener is None or self._listener.done():
             self._listener = asyncio.create_task(self._listen(), name="queue-listener")
         try:
-            if not self._woken.is_set() and await self._run("wait", self._waiter_id, timeout_s):
+            if not self._woken.is_set() and await self._run("wait", self._waiter_id, timeout_s, doing):
                 return
         except RedisAway as error:
             log.debug("waiting for work without Redis: %s", error)
@@ -239,6 +262,10 @@ class PrefillQueue:
             return
         finally:
             self._woken.clear()
+
+    def look_again(self) -> None:
+        """End `wait_for_work`, or the next one: whoever waits has other reasons to look."""
+        self._woken.set()
 
     async def aclose(self) -> None:
         """Ends the subscription behind `wait_for_work`; the connection belongs to the caller."""
@@ -255,6 +282,17 @@ class PrefillQueue:
 
     async def _run(self, script: str, *args: Any) -> Any:
         return await self._redis.run(self._scripts[script], self.keys.prefix, *args)
+
+
+def cached_text(cached: dict[str, int]) -> str:
+    """Tokens by worker as redis-cli shows them, most first: "w1=512 w2=256"."""
+    return " ".join(f"{name}={tokens}" for name, tokens in sorted(cached.items(), key=lambda item: -item[1]))
+
+
+def read_cached(text: str) -> dict[str, int]:
+    """What is not of that form is left out."""
+    pairs = (part.rpartition("=") for part in text.split())
+    return {name: int(tokens) for name, _, tokens in pairs if name and tokens.isdecimal()}
 
 
 def _text(value: bytes) -> str:

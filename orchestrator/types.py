@@ -141,6 +141,10 @@ class PrefillJob(msgspec.Struct, frozen=True):
     delay_s: float = 0.0  # added to its score: how far behind others that arrived with it it may wait
     cached: dict[str, int] = {}  # prefill worker id -> prompt tokens cached there when it was enqueued; at most 4
 
+    def tokens_at(self, worker_id: str) -> int:
+        """Prompt tokens to compute there."""
+        return max(1, self.tokens - self.cached.get(worker_id, 0)) if self.cached else self.uncached_tokens
+
 
 class QueueDepth(msgspec.Struct, frozen=True):
     """The prefill queue at one moment. Tokens are uncached prompt tokens of waiting jobs."""

@@ -118,7 +118,7 @@ async def assert_no_leaks(redis: Redis, namespace: str) -> None:
     left = {
         key
         for key in await keys_of(redis, namespace)
-        if key not in ("dropped", "idle", "workers", "frontends", "desired", "sweep_cursor")
+        if key not in ("affine", "dropped", "idle", "workers", "frontends", "desired", "sweep_cursor")
         and not key.startswith(("worker:", "frontend:"))
     }
     assert not left, f"left in Redis: {sorted(left)}"

@@ -56,7 +56,7 @@ class Agent:
         self.info: WorkerInfo | None = None
         self._engine, self._config, self._host = engine, config, host
         self._registry = Registry(redis, config.namespace)
-        self._queue = PrefillQueue(redis, config.namespace, config.queue)
+        self._queue = PrefillQueue(redis, config.namespace, config.queue, worker_id)
         self._attempts = Attempts()
         self._beat_now = asyncio.Event()
         self._peers_changed = asyncio.Event()

@@ -15,6 +15,7 @@ from typing import Any
 
 from orchestrator.config import QueueConfig
 from orchestrator.messages import Claimed, MessageError, Prefilled, PrefillFailed, unpack_frames
+from orchestrator.policy.claims import choose_claims
 from orchestrator.queue import Claim, PrefillQueue
 from orchestrator.redis_client import RedisAway
 from orchestrator.types import KVEndpoint, KVSource, PrefillJob, engine_key
@@ -26,6 +27,7 @@ from workers.serving import Serving
 log = logging.getLogger("pd.claims")
 
 WAIT_S = 0.5  # for work, before looking again
+LEFT_WAIT_S = 0.2  # the same, where jobs were left to workers that have their prefixes cached
 MEMORY_WAIT_S = 0.05  # for KV blocks to come free
 GREETING_TIMEOUT_S = 1.0  # for a frontend that has not said hello to this worker yet
 AWAY_PAUSE_S = 0.25
@@ -62,6 +64,7 @@ class ClaimLoop:
         """`active`: whether this worker may claim now."""
         self._worker_id, self._info, self._queue = worker_id, info, queue
         self._lease_s, self._claim_batches = queue_config.lease_s, claim_batches
+        self._window, self._prior_s_per_token = queue_config.affinity_window, queue_config.seconds_per_token
         self._engine, self._attempts, self._load, self._serving = engine, attempts, load, serving
         self._active = active
         self._unacked: dict[str, int] = {}  # request id -> attempt that ended while Redis was away
@@ -105,7 +108,7 @@ class ClaimLoop:
                 if claim_lost and not self._tasks:
                     await self._return_unknown()
                     claim_lost = False
-                claims = await self._queue.claim(self._worker_id, budget, room)
+                claims, left = await self._claim(budget, room)
                 for claim in claims:
                     self._take(claim)
             except RedisAway as error:
@@ -115,8 +118,21 @@ class ClaimLoop:
                 continue
             finally:
                 self._claiming = False
-            if not claims:
-                await self._queue.wait_for_work(WAIT_S)
+            if left:
+                await self._queue.wait_for_work(LEFT_WAIT_S, "left")
+            elif not claims:
+                await self._queue.wait_for_work(WAIT_S, "busy" if len(self._attempts) else "idle")
+
+    async def _claim(self, budget: int, room: int) -> tuple[list[Claim], bool]:
+        """Claims, and whether all that was seen was left to others. Raises RedisAway."""
+        claims, window = await self._queue.claim_or_look(self._worker_id, budget, room, self._window)
+        if not window:
+            return claims, False
+        rate = self._load.rate.tokens_per_s
+        s_per_token = 1 / rate if rate else self._prior_s_per_token
+        chosen = choose_claims(window, budget, len(self._attempts) == 0, s_per_token)[:room]
+        # Another may have been quicker: then those that are left are looked at afresh.
+        return await self._queue.claim_chosen(self._worker_id, chosen), not chosen
 
     async def _return_unknown(self) -> None:
         """Raises RedisAway. Without it such a job would wait for its lease to run out."""
@@ -153,7 +169,7 @@ class ClaimLoop:
             job.attempt,
             job.reply_to,
             Phase.PREFILL,
-            job.uncached_tokens,
+            job.tokens_at(self._worker_id),
             time.monotonic(),
             leased=True,
         )
@@ -302,6 +318,8 @@ class ClaimLoop:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._attempts.changed.set()
+        if not len(self._attempts):
+            self._queue.look_again()  # idle now: what was left to others is this worker's too
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a claim ended with an error: %s: %s", type(error).__name__, error)
 

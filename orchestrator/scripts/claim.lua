@@ -1,52 +1,56 @@
--- ARGV: worker, max tokens, max jobs, lease seconds, ttl, orphan grace, waiter.
--- Returns now, lease end, then per job: id, attempt, tokens, uncached, arrived_at, deliveries, reply_to, body.
-local worker, budget, room, ttl, grace = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[5], tonumber(ARGV[6])
-local now = clock()
-local lease_until = now + tonumber(ARGV[4])
-local reply = { seconds(now), seconds(lease_until) }
-local taken, leases, used, looked = {}, {}, 0, 0
-local claims = claims_key(worker)
+-- ARGV[6..8]: max tokens, max jobs, window. Returns the claims from the head of the queue, and no jobs to choose from.
+-- Where one of the first `window` jobs is cached on a worker that claims: no claims, and per job of those: id, score,
+-- tokens, seconds waited, tokens cached here, most tokens cached on another worker.
+local budget, room, window = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+local claiming = {}
 
--- Whoever claims is awake: a wake-up meant for an idle worker must not go to it.
-redis.call('ZREM', IDLE, ARGV[7])
+-- What is cached on a worker that claims no more belongs to nobody.
+local function claims_now(worker)
+  if claiming[worker] == nil then
+    local member = redis.pcall('HMGET', PREFIX .. 'worker:' .. worker, 'role', 'state')
+    claiming[worker] = not member.err and member[1] == 'prefill' and member[2] == 'ready'
+  end
+  return claiming[worker]
+end
 
--- `looked` bounds the time that a long row of unusable jobs can take; the next call goes on after them.
-while #taken < room and budget > 0 and looked < room + 200 do
-  local window = redis.call('ZRANGE', QUEUE, #taken, room - 1, 'WITHSCORES')
-  if #window == 0 then break end
-  local full = false
-  for i = 1, #window, 2 do
-    local id = window[i]
-    local job = read_job(id, true)
-    looked = looked + 1
-    if not job or job.state ~= 'waiting' then
-      drop(id, nil, 'corrupt')
-    elseif orphaned(job, grace, now) then
-      drop(id, job, 'orphaned')
-    elseif #taken > 0 and used + job.uncached > budget then
-      full = true
-      break
-    else
-      taken[#taken + 1], used = id, used + job.uncached
-      redis.call('HSET', job_key(id), 'state', 'claimed', 'claimed_by', worker, 'lease_until', seconds(lease_until),
-        'score', window[i + 1], 'deliveries', job.deliveries + 1)
-      leases[#leases + 1], leases[#leases + 2] = lease_until, id
-      for _, value in ipairs({ id, job.attempt, job.tokens, job.uncached, seconds(job.arrived_at), job.deliveries + 1,
-        job.reply_to, job.body }) do
-        reply[#reply + 1] = value
+if window > 0 and redis.call('EXISTS', AFFINE) == 1 then
+  local head, rows, affine = redis.call('ZRANGE', QUEUE, 0, window - 1, 'WITHSCORES'), {}, false
+  for i = 1, #head, 2 do
+    local job = usable(head[i])
+    if job then
+      local here, elsewhere = 0, 0
+      for worker, tokens in string.gmatch(job.cached, '(%S+)=(%d+)') do
+        tokens = math.min(tonumber(tokens), job.tokens)
+        if worker == WORKER then
+          here = tokens
+        elseif tokens > elsewhere and claims_now(worker) then
+          elsewhere = tokens
+        end
       end
+      affine = affine or here > 0 or elsewhere > 0
+      rows[#rows + 1] = { head[i], head[i + 1], job.tokens, seconds(now - job.arrived_at), here, elsewhere }
     end
   end
-  if full then break end
+  if affine then
+    settle()
+    return { claimed, rows }
+  end
 end
 
-if #taken > 0 then
-  redis.call('ZREM', QUEUE, unpack(taken))
-  redis.call('ZADD', LEASES, unpack(leases))
-  redis.call('ZADD', claims, unpack(leases))
-  removed = (removed or 0) + used
-  keep(LEASES, ttl)
-  keep(claims, ttl)
+-- `looked` bounds the time that a long row of unusable jobs can take; the next call goes on after them.
+local looked, full = 0, false
+while not full and #taken < room and budget > 0 and looked < room + 200 do
+  local head = redis.call('ZRANGE', QUEUE, #taken, room - 1, 'WITHSCORES')
+  if #head == 0 then break end
+  for i = 1, #head, 2 do
+    local job = usable(head[i], true)
+    looked = looked + 1
+    if job then
+      full = #taken > 0 and used + job.uncached > budget
+      if full then break end
+      take(head[i], head[i + 1], job)
+    end
+  end
 end
-settle()
-return reply
+book()
+return { claimed, {} }

@@ -3,6 +3,7 @@
 local PREFIX = KEYS[1]
 local QUEUE, LEASES = PREFIX .. 'queue', PREFIX .. 'leases'
 local QUEUED_TOKENS, DROPPED, IDLE = PREFIX .. 'queued_tokens', PREFIX .. 'dropped', PREFIX .. 'idle'
+local AFFINE = PREFIX .. 'affine' -- exists while jobs come whose prompts are cached somewhere
 
 local function job_key(id) return PREFIX .. 'job:' .. id end
 local function claims_key(worker) return PREFIX .. 'claims:' .. worker end
@@ -24,12 +25,12 @@ end
 -- A job as a table, or nil when there is none, or none that can be trusted; then also whether something is there.
 local function read_job(id, with_body)
   local fields = redis.pcall('HMGET', job_key(id), 'state', 'attempt', 'tokens', 'uncached', 'arrived_at',
-    'deliveries', 'reply_to', 'claimed_by', 'score', with_body and 'body' or 'state')
+    'deliveries', 'reply_to', 'claimed_by', 'score', with_body and 'body' or 'state', 'cached')
   if fields.err then return nil, true end
   local job = {
     state = fields[1], attempt = count(fields[2]), tokens = count(fields[3]), uncached = count(fields[4]),
     arrived_at = tonumber(fields[5] or ''), deliveries = count(fields[6]), reply_to = fields[7],
-    claimed_by = fields[8], score = fields[9], body = fields[10]
+    claimed_by = fields[8], score = fields[9], body = fields[10], cached = fields[11] or ''
   }
   if job.attempt and job.tokens and job.uncached and job.arrived_at and job.deliveries and job.reply_to
       and job.body and (job.state == 'waiting' or (job.state == 'claimed' and job.claimed_by)) then
@@ -65,26 +66,38 @@ local function unclaim(id, worker)
   if worker then redis.call('ZREM', claims_key(worker), id) end
 end
 
--- One idle worker is told, not all of them: with a thousand workers the others would only find an empty queue.
-local function wake(now)
+-- Added to the deadline of a waiter that has something to do, so that all idle ones come before it.
+local BUSY = 10000000000
+
+-- One waiting worker is told, not all of them: with a thousand workers the others would only find an empty queue. First
+-- one that has some of the prompt (`cached`), then an idle one, then (unless `only_idle`) any.
+local function wake(now, cached, only_idle)
+  local function told(waiter, score)
+    return tonumber(score) % BUSY > now and redis.call('PUBLISH', PREFIX .. 'wake:' .. waiter, '') > 0
+  end
+  for waiter in string.gmatch(cached, '(%S+)=%d+') do
+    local score = redis.call('ZSCORE', IDLE, waiter)
+    if score and redis.call('ZREM', IDLE, waiter) and told(waiter, score) then return end
+  end
   while true do
-    local waiter = redis.call('ZPOPMIN', IDLE)
-    if not waiter[1] then return end
-    if tonumber(waiter[2]) > now and redis.call('PUBLISH', PREFIX .. 'wake:' .. waiter[1], '') > 0 then return end
+    local waiter = redis.call('ZRANGE', IDLE, 0, 0, 'WITHSCORES')
+    if not waiter[1] or (only_idle and tonumber(waiter[2]) > BUSY) then return end
+    redis.call('ZREM', IDLE, waiter[1])
+    if told(waiter[1], waiter[2]) then return end
   end
 end
 
 -- Indexes get their time to live when they are made, and again from every sweep: without a fleet they run out.
 local function keep(key, ttl) redis.call('EXPIRE', key, ttl) end
 
-local function queue_up(id, score, uncached, ttl, now)
+local function queue_up(id, score, uncached, cached, ttl, now)
   if redis.call('ZADD', QUEUE, score, id) == 0 then damaged = true end
   if redis.call('INCRBY', QUEUED_TOKENS, uncached) == tonumber(uncached) then
     keep(QUEUE, ttl)
     keep(QUEUED_TOKENS, ttl)
   end
   redis.call('EXPIRE', job_key(id), ttl)
-  wake(now)
+  wake(now, cached)
 end
 
 -- From claimed back to waiting, at its old place.
@@ -92,7 +105,7 @@ local function requeue(id, job, deliveries, ttl, now)
   unclaim(id, job.claimed_by)
   redis.call('HDEL', job_key(id), 'claimed_by', 'lease_until', 'score')
   redis.call('HSET', job_key(id), 'state', 'waiting', 'deliveries', deliveries)
-  queue_up(id, tonumber(job.score or '') or job.arrived_at, job.uncached, ttl, now)
+  queue_up(id, tonumber(job.score or '') or job.arrived_at, job.uncached, job.cached, ttl, now)
 end
 
 -- Forget a job, whatever it is. `job` is nil when its hash could not be read. `settle` must follow.

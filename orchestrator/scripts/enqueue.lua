@@ -1,4 +1,4 @@
--- ARGV: id, attempt, tokens, uncached, score offset, bound, ttl, reply_to, body. Returns 'queued', 'known' or 'full'.
+-- ARGV: id, attempt, tokens, uncached, score offset, bound, ttl, reply_to, body, cached. Returns 'queued', 'known' or 'full'.
 local id, attempt, uncached, ttl = ARGV[1], tonumber(ARGV[2]), ARGV[4], ARGV[7]
 local now = clock()
 local arrived_at = now
@@ -21,6 +21,11 @@ end
 
 redis.call('HSET', job_key(id), 'state', 'waiting', 'tokens', ARGV[3], 'uncached', uncached,
   'arrived_at', seconds(arrived_at), 'attempt', ARGV[2], 'deliveries', 0, 'reply_to', ARGV[8], 'body', ARGV[9])
-queue_up(id, arrived_at + tonumber(ARGV[5]), uncached, ttl, now)
+local cached = ARGV[10]
+if cached ~= '' then
+  redis.call('HSET', job_key(id), 'cached', cached)
+  redis.call('SET', AFFINE, 1, 'EX', 60)
+end
+queue_up(id, arrived_at + tonumber(ARGV[5]), uncached, cached, ttl, now)
 settle()
 return 'queued'

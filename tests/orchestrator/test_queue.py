@@ -131,6 +131,97 @@ async def test_a_claim_carries_the_job_unchanged(make):
     assert claim.lease_until == pytest.approx(claim.job.arrived_at + claim.queued_s + 30.0, abs=0.01)
 
 
+# ---- affinity --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def claimers(redis, make):
+    """Makes workers that count as claiming."""
+    keys, known = make().keys, []
+
+    async def claimers(*names, role="prefill", state="ready"):
+        for name in names:
+            known.append(keys.worker(name))
+            await redis.hset(known[-1], mapping={"role": role, "state": state})
+
+    yield claimers
+    if known:
+        await redis.delete(*known)
+
+
+def cached_job(request_id, tokens=100, **cached):
+    return msgspec.structs.replace(job(request_id, tokens), cached=cached)
+
+
+async def test_without_a_cached_prefix_in_the_window_jobs_are_claimed_at_once(make, claimers):
+    queue = make()
+    await claimers("w", "other")
+    for number in range(4):
+        await queue.enqueue(job(f"r{number}", 10))
+    await queue.enqueue(cached_job("r4", other=80))
+    claims, window = await queue.claim_or_look("w", 20, 5, 4)
+    assert [claim.job.request_id for claim in claims] == ["r0", "r1"] and window == []
+    claims, window = await queue.claim_or_look("w", 20, 5, 4)
+    assert claims == [] and [job.request_id for job in window] == ["r2", "r3", "r4"]
+
+
+async def test_a_window_says_what_is_cached_here_and_most_elsewhere(make, claimers, redis):
+    queue = make()
+    await claimers("w", "w2", "w3")
+    await claimers("drains", state="draining")
+    await claimers("decodes", role="decode")
+    await queue.enqueue(cached_job("a", 1000, w=100, w2=300, w3=200))
+    await queue.enqueue(cached_job("b", 1000, drains=800, decodes=700, gone=600))
+    await queue.enqueue(cached_job("c", 50, w=500))
+    assert await redis.hget(queue.keys.job("a"), "cached") == b"w2=300 w3=200 w=100", "as redis-cli shows it"
+    assert (await queue.show("a"))["cached"] == "w2=300 w3=200 w=100"
+    _, window = await queue.claim_or_look("w", 10, 1, 32)
+    assert [(job.request_id, job.tokens, job.cached_here, job.cached_elsewhere) for job in window] == [
+        ("a", 1000, 100, 300),
+        ("b", 1000, 0, 0),
+        ("c", 50, 50, 0),
+    ]
+    assert all(0 <= job.waited_s < 15 for job in window)
+    assert [job.score for job in window] == [row["score"] for row in await queue.peek(3)]
+    assert await queue.depth() == QueueDepth(3, 2050, 0), "looking takes nothing"
+
+
+async def test_where_nobody_claims_what_is_cached_jobs_are_claimed_in_order(make):
+    queue = make()
+    await queue.enqueue(cached_job("a", gone=80))
+    claims, window = await queue.claim_or_look("w", ALL, 9, 32)
+    assert [claim.job.request_id for claim in claims] == ["a"] and window == []
+    assert claims[0].job.cached == {"gone": 80}, "a claim carries it too"
+
+
+async def test_chosen_jobs_are_claimed_once_and_the_rest_stays(make):
+    queue = make()
+    for request_id in "abc":
+        await queue.enqueue(job(request_id))
+    assert [claim.job.request_id for claim in await queue.claim_chosen("w", ["c", "a"])] == ["c", "a"]
+    assert [claim.job.request_id for claim in await queue.claim_chosen("w2", ["a", "b", "never"])] == ["b"]
+    assert await queue.claim_chosen("w2", []) == []
+    assert await queue.depth() == QueueDepth(0, 0, 3)
+    assert await queue.renew("w", ["a", "b", "c"]) == ["b"]
+    assert await queue.release("w", "a", 1)
+    assert await ids(queue) == ["a"]
+
+
+async def test_a_window_drops_what_is_corrupt_or_orphaned(make, claimers, redis):
+    queue = make()
+    await claimers("w2")
+    for request_id in "abcd":
+        await queue.enqueue(cached_job(request_id, w2=50))
+    await redis.hdel(queue.keys.job("a"), "state")
+    await redis.hset(queue.keys.job("b"), "reply_to", "gone")
+    await make_old(redis, queue, "b")
+    await redis.hset(queue.keys.job("c"), "cached", "w2= =5 w2=x nonsense")
+    claims, window = await queue.claim_or_look("w", ALL, 9, 3)
+    assert window == [], "of the first three only c is left, and nothing is known of it"
+    assert [(claim.job.request_id, claim.job.cached) for claim in claims] == [("c", {}), ("d", {"w2": 50})]
+    assert await queue.dropped() == {"corrupt": 1, "orphaned": 1}
+
+
 # ---- attempts --------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -26,8 +27,8 @@ MAX_REQUESTS, MAX_DELIVERIES = 4, 2
 
 
 class Job:
-    def __init__(self, attempt, tokens, place):
-        self.attempt, self.tokens, self.place = attempt, tokens, place
+    def __init__(self, attempt, tokens, place, cached):
+        self.attempt, self.tokens, self.place, self.cached = attempt, tokens, place, cached
         self.holder, self.deliveries, self.expired = None, 0, False
 
 
@@ -43,6 +44,7 @@ class QueueMachine(RuleBasedStateMachine):
         config = queue_config(max_requests=MAX_REQUESTS, max_deliveries=MAX_DELIVERIES, weight=0.0)
         self.queue = PrefillQueue(self.redis, self.namespace, config)
         self.do(self.redis.hset(self.queue.keys.frontend("f1"), "pid", 1))
+        self.do(self.redis.hset(self.queue.keys.worker("w2"), mapping={"role": "prefill", "state": "ready"}))
         self.jobs: dict[str, Job] = {}
         self.places = itertools.count()
 
@@ -56,8 +58,9 @@ class QueueMachine(RuleBasedStateMachine):
         found = [(known.place, request_id) for request_id, known in self.jobs.items() if known.holder is None]
         return [request_id for _, request_id in sorted(found)]
 
-    @rule(request_id=IDS, attempt=st.integers(1, 3), tokens=st.integers(0, 500))
-    def enqueue(self, request_id, attempt, tokens):
+    @rule(request_id=IDS, attempt=st.integers(1, 3), tokens=st.integers(0, 500), cached=st.booleans())
+    def enqueue(self, request_id, attempt, tokens, cached):
+        cached = cached and tokens > 0
         known, place = self.jobs.get(request_id), next(self.places)
         expected = "queued"
         if known and known.attempt >= attempt:
@@ -69,12 +72,13 @@ class QueueMachine(RuleBasedStateMachine):
             if len(self.waiting()) >= MAX_REQUESTS:
                 expected = "full"
         try:
-            self.do(self.queue.enqueue(job(request_id, tokens, attempt)))
+            new = job(request_id, tokens, attempt)
+            self.do(self.queue.enqueue(msgspec.structs.replace(new, cached={"w2": 1} if cached else {})))
             assert expected != "full"
         except QueueFull:
             assert expected == "full"
         if expected == "queued":
-            self.jobs[request_id] = Job(attempt, tokens, place)
+            self.jobs[request_id] = Job(attempt, tokens, place, cached)
 
     @rule(worker=WORKERS, max_tokens=st.integers(0, 1500), max_jobs=st.integers(0, 5))
     def claim(self, worker, max_tokens, max_jobs):
@@ -85,7 +89,20 @@ class QueueMachine(RuleBasedStateMachine):
                 break
             expected.append(request_id)
             used += known.tokens
-        claims = self.do(self.queue.claim(worker, max_tokens, max_jobs))
+        self.claimed(worker, expected, self.do(self.queue.claim(worker, max_tokens, max_jobs)))
+
+    @rule(worker=WORKERS, window=st.integers(1, 5), chosen=st.lists(IDS, unique=True))
+    def look_and_choose(self, worker, window, chosen):
+        """Of what waits now, and of what waited a moment ago."""
+        waiting = self.waiting()
+        affine = any(self.jobs[request_id].cached for request_id in waiting[:window])
+        claims, seen = self.do(self.queue.claim_or_look(worker, 1, 1, window))
+        assert [known.request_id for known in seen] == (waiting[:window] if affine else [])
+        self.claimed(worker, [] if affine else waiting[:1], claims)
+        expected = [request_id for request_id in chosen if request_id in self.waiting()]
+        self.claimed(worker, expected, self.do(self.queue.claim_chosen(worker, chosen)))
+
+    def claimed(self, worker, expected, claims):
         assert [claim.job.request_id for claim in claims] == expected
         for claim in claims:
             known = self.jobs[claim.job.request_id]

@@ -7,9 +7,11 @@ import random
 import signal
 import time
 
+import msgspec
 import pytest
 from support_redis import assert_no_leaks, eventually, expire_lease, fresh_namespace, job, queue_config, running_server
 
+from orchestrator.policy.claims import choose_claims
 from orchestrator.queue import PrefillQueue
 from orchestrator.redis_client import RedisAway, connect
 from orchestrator.types import QueueDepth
@@ -28,9 +30,9 @@ async def queues(server):
     """Makes queues with connections of their own, as processes have them."""
     made, namespace = [], fresh_namespace()
 
-    async def make(**changes):
+    async def make(waiter="", **changes):
         redis = await connect(server.url, 2.0)
-        made.append((PrefillQueue(redis, namespace, queue_config(**changes)), redis))
+        made.append((PrefillQueue(redis, namespace, queue_config(**changes), waiter), redis))
         return made[-1][0]
 
     make.redis = await connect(server.url, 5.0)
@@ -64,6 +66,36 @@ async def test_many_claimers_lose_nothing_and_share_nothing(queues):
         )
     assert len(handed) == total and set(handed.values()) == {1}
     assert await producers[0].depth() == QueueDepth(0, 0, 0)
+    await assert_no_leaks(queues.redis, queues.namespace)
+
+
+async def test_claimers_that_choose_from_one_window_share_nothing(queues):
+    total, handed, lost = 400, collections.Counter(), 0
+    producer, names = await queues(), [f"w{number}" for number in range(6)]
+    for name in names:
+        await queues.redis.hset(producer.keys.worker(name), mapping={"role": "prefill", "state": "ready"})
+    for number in range(total):
+        home = {names[number % len(names)]: 50} if number % 3 else {}
+        await producer.enqueue(msgspec.structs.replace(job(f"r{number}"), cached=home))
+
+    async def consume(name):
+        nonlocal lost
+        mine = await queues()
+        while sum(handed.values()) < total:
+            claims, window = await mine.claim_or_look(name, 300, 5, 32)
+            if window:
+                chosen = choose_claims(window, 300, True, 0.001)
+                claims = await mine.claim_chosen(name, chosen)
+                lost += len(chosen) - len(claims)
+            for claim in claims:
+                handed[claim.job.request_id] += 1
+                assert await mine.ack(name, claim.job.request_id, 1)
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(consume(name) for name in names))
+    assert len(handed) == total and set(handed.values()) == {1}
+    assert lost > 0, "races were lost, and cost nothing"
+    assert await producer.depth() == QueueDepth(0, 0, 0)
     await assert_no_leaks(queues.redis, queues.namespace)
 
 
@@ -178,6 +210,65 @@ async def test_one_job_wakes_one_of_many(queues):
     for task in pending:
         task.cancel()
     await asyncio.gather(*pending, return_exceptions=True)
+
+
+async def wakes(queues, *waiters):
+    """`waiters` as (name, what it does); they wait in this order. Returns their tasks by name."""
+    tasks = {}
+    for name, doing in waiters:
+        queue = await queues(waiter=name)
+        await queue.wait_for_work(10)
+        tasks[name] = asyncio.create_task(queue.wait_for_work(60 + len(tasks), doing), name=name)
+        await idle(queues, len(tasks))
+    return tasks
+
+
+async def first_of(tasks):
+    done, _ = await asyncio.wait(tasks.values(), timeout=15, return_when=asyncio.FIRST_COMPLETED)
+    [first] = done
+    return tasks.pop(first.get_name()) and first.get_name()
+
+
+async def end(tasks):
+    for task in tasks.values():
+        task.cancel()
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+async def test_idle_workers_are_woken_before_busy_ones_and_those_with_the_prefix_first(queues):
+    tasks = await wakes(queues, ("busy", "busy"), ("idle", "idle"), ("home", "busy"), ("second", "idle"))
+    producer = await queues()
+    await producer.enqueue(msgspec.structs.replace(job("a"), cached={"second": 10, "absent": 90, "home": 80}))
+    assert await first_of(tasks) == "home"
+    await producer.enqueue(job("b"))
+    assert await first_of(tasks) == "idle"
+    await producer.enqueue(job("c"))
+    assert await first_of(tasks) == "second"
+    await producer.enqueue(job("d"))
+    assert await first_of(tasks) == "busy"
+
+
+async def test_what_a_busy_worker_leaves_an_idle_one_is_told_of(queues):
+    leaver, producer = await queues(), await queues()
+    await producer.enqueue(job("a"))
+    tasks = await wakes(queues, ("busy", "left"), ("other", "left"))
+    assert await leaver.claim_chosen("w", []) == []
+    assert await queues.redis.zcard(f"pd:{{{queues.namespace}}}:idle") == 2, "they would leave it too"
+    await end(tasks)
+    await producer.cancel("a", 1)
+    tasks = await wakes(queues, ("idler", "idle"))
+    await queues.redis.zadd(producer.keys.queue, {"a": 1.0})
+    assert await leaver.claim_chosen("w", []) == []
+    assert await first_of(tasks) == "idler"
+
+
+async def test_a_waiter_can_be_told_to_look_again(queues):
+    queue = await queues()
+    await queue.wait_for_work(10)
+    waiting = asyncio.create_task(waits(queue, 30))
+    await idle(queues, 1)
+    queue.look_again()
+    assert await waiting < 15
 
 
 async def test_a_dead_waiter_is_passed_over(queues):

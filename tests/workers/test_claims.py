@@ -60,6 +60,59 @@ async def test_claims_only_what_its_budget_allows(redis_server: EmbeddedRedis) -
         await workers.assert_no_leaks()
 
 
+async def test_jobs_go_to_who_has_their_prefix_and_cost_its_budget_less(workers: Workers) -> None:
+    one, two, decode = [await workers.start(role) for role in (Role.PREFILL, Role.PREFILL, Role.DECODE)]
+    frontend = await workers.frontend(one, two, decode)
+    frontend.decode = decode.id
+    requests = [frontend.new([i, *PROMPT], max_tokens=1) for i in range(20)]
+    for request in requests:
+        await frontend.enqueue(request, cached={one.id: 16, two.id: 256})
+        await frontend.finished(request)
+    claimed = [request.got(Claimed).worker_id for request in requests]
+    assert claimed.count(two.id) >= 15  # all but those that the other one met when it looked by itself
+    await workers.assert_no_leaks()
+    there = claimed.count(two.id)
+    assert frontend.loads[two.id].prefilled_tokens == there * (len([0, *PROMPT]) - 256)
+
+
+async def test_a_busy_worker_leaves_what_belongs_elsewhere_and_an_idle_one_steals_it(
+    redis_server: EmbeddedRedis,
+) -> None:
+    """Of two jobs that belong to a worker without room the other takes one when it has nothing to do, and only then."""
+    slow = {"speed": 1.0, "prefill_us_per_token": 1000.0, "max_num_batched_tokens": 150}
+    async with running_workers(redis_server, sim=slow) as workers:
+        home, other, decode = [await workers.start(role) for role in (Role.PREFILL, Role.PREFILL, Role.DECODE)]
+        frontend = await workers.frontend(home, other, decode)
+        frontend.decode = decode.id
+        first = frontend.new(PROMPT)
+        await frontend.enqueue(first, cached={home.id: 16})
+        await until(lambda: first.got(Claimed))
+        thief = other if first.got(Claimed).worker_id == home.id else home
+        rich = home if thief is other else other
+        wanted = [frontend.new([i, *PROMPT]) for i in range(2)]
+        for request in wanted:
+            await frontend.enqueue(request, cached={rich.id: 280})
+        await until(lambda: any(request.got(Claimed) for request in wanted))
+        [stolen] = [request for request in wanted if request.got(Claimed)]
+        assert stolen.got(Claimed).worker_id == thief.id
+        await frontend.finished(first, *wanted)
+        await workers.assert_no_leaks()
+
+
+async def test_what_a_draining_worker_has_cached_is_anybodys(workers: Workers) -> None:
+    home, other, decode = [await workers.start(role) for role in (Role.PREFILL, Role.PREFILL, Role.DECODE)]
+    frontend = await workers.frontend(home, other, decode)
+    frontend.decode = decode.id
+    await workers.registry.order_drain(home.id)
+    assert await home.stopped() == 0
+    requests = [frontend.new([i, *PROMPT], max_tokens=1) for i in range(5)]
+    for request in requests:
+        await frontend.enqueue(request, cached={home.id: 300})
+    await frontend.finished(*requests)
+    assert {request.got(Claimed).worker_id for request in requests} == {other.id}
+    await workers.assert_no_leaks()
+
+
 @pytest.mark.parametrize(
     ("claimed", "held", "free", "expected"),
     [

@@ -26,6 +26,13 @@ def test_a_job_larger_than_the_budget_is_taken_alone_by_an_idle_worker_only():
     assert claim(job("big", 1, tokens=50_000), budget=8000, idle=False) == []
 
 
+def test_what_does_not_fit_is_not_overtaken_for_ever():
+    fresh, old = job("big", 1, tokens=5000, waited=4.0), job("big", 1, tokens=5000, waited=6.0)
+    assert claim(fresh, job("c", 2), budget=2500, idle=False) == ["c"]
+    assert claim(old, job("c", 2), budget=2500, idle=False) == ["big"]
+    assert claim(job("a", 0), old, job("c", 2), budget=2500, idle=False) == ["a"], "room is kept for it"
+
+
 def test_a_cached_prefix_moves_a_job_forward_and_costs_less_budget():
     assert claim(job("a", 1.0), job("mine", 1.5, tokens=4000, here=3500), budget=1500) == ["mine", "a"]
     assert claim(job("a", 1.0), job("mine", 1.5, tokens=4000, here=3500), budget=1500, affinity=0) == ["a", "mine"]

@@ -1,0 +1,49 @@
+-- After common.lua in the scripts that claim. ARGV[1..5]: worker, lease seconds, ttl, orphan grace, waiter.
+-- Claims are told as now, lease end, then per job: id, attempt, tokens, uncached, arrived_at, deliveries, reply_to,
+-- cached, body.
+local WORKER, TTL, GRACE = ARGV[1], ARGV[3], tonumber(ARGV[4])
+local now = clock()
+local lease_until = now + tonumber(ARGV[2])
+local claimed = { seconds(now), seconds(lease_until) }
+local taken, leases, used = {}, {}, 0
+
+-- Whoever claims is awake: a wake-up meant for an idle worker must not go to it.
+redis.call('ZREM', IDLE, ARGV[5])
+
+-- A job of the queue, or nil: one that cannot be read, or that nobody waits for, is dropped.
+local function usable(id, with_body)
+  local job = read_job(id, with_body)
+  if not job or job.state ~= 'waiting' then
+    drop(id, nil, 'corrupt')
+  elseif orphaned(job, GRACE, now) then
+    drop(id, job, 'orphaned')
+  else
+    return job
+  end
+  return nil
+end
+
+local function take(id, score, job)
+  taken[#taken + 1], used = id, used + job.uncached
+  redis.call('HSET', job_key(id), 'state', 'claimed', 'claimed_by', WORKER, 'lease_until', seconds(lease_until),
+    'score', score, 'deliveries', job.deliveries + 1)
+  leases[#leases + 1], leases[#leases + 2] = lease_until, id
+  for _, value in ipairs({ id, job.attempt, job.tokens, job.uncached, seconds(job.arrived_at), job.deliveries + 1,
+    job.reply_to, job.cached, job.body }) do
+    claimed[#claimed + 1] = value
+  end
+end
+
+-- Enters what was taken into the books. Call once, at the end.
+local function book()
+  if #taken > 0 then
+    local claims = claims_key(WORKER)
+    redis.call('ZREM', QUEUE, unpack(taken))
+    redis.call('ZADD', LEASES, unpack(leases))
+    redis.call('ZADD', claims, unpack(leases))
+    removed = (removed or 0) + used
+    keep(LEASES, TTL)
+    keep(claims, TTL)
+  end
+  settle()
+end
