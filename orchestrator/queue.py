@@ -119,7 +119,7 @@ class PrefillQueue:
         return await self._read_claims(worker_id, claimed), jobs
 
     async def claim_chosen(self, worker_id: str, request_ids: list[str]) -> list[Claim]:
-        """Take those of these jobs that still wait. With none, an idle worker is told of what is left."""
+        """Take those of these jobs that still wait. An idle worker is told of what is left."""
         claimed = await self._run("claim_chosen", *self._claimer(worker_id), *request_ids)
         return await self._read_claims(worker_id, claimed)
 

@@ -162,7 +162,7 @@ class Frontend:
     def sequence(self, worker_id: str) -> int:
         return self._sequence.get(worker_id, 0)
 
-    async def enqueue(self, request: Request, body: bytes | None = None, cached: dict[str, int] = {}) -> None:
+    async def enqueue(self, request: Request, body: bytes | None = None, cached: dict[str, int] | None = None) -> None:
         tokens = len(request.prompt)
         job = PrefillJob(
             request_id=request.id,
@@ -172,7 +172,7 @@ class Frontend:
             arrived_at=time.time(),
             reply_to=self.id,
             body=pack_frames(self.frames(request)) if body is None else body,
-            cached=cached,
+            cached=cached or {},
         )
         await self.queue.enqueue(job)
 

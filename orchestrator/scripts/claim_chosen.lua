@@ -5,6 +5,6 @@ for i = 6, #ARGV do
   if job then take(ARGV[i], score, job) end
 end
 book()
--- What a worker with other things to do leaves behind is an idle one's, whoever it would suit best.
-if #taken == 0 then wake(now, '', true) end
+-- What is left behind is an idle worker's, whoever it would suit best.
+if redis.call('ZCARD', QUEUE) > 0 then wake(now, '', true) end
 return claimed
