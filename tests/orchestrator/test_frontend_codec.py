@@ -1,0 +1,88 @@
+"""What the router needs of vLLM's requests and outputs: which first tokens are certain, and cut at the first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def codec() -> Any:
+    from orchestrator.frontend_codec import VllmCodec
+
+    return VllmCodec()
+
+
+def request(**sampling: Any) -> Any:
+    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    if grammar := sampling.pop("grammar", None):
+        sampling["structured_outputs"] = StructuredOutputsParams(regex=grammar)
+    params = SamplingParams(**sampling)
+    return EngineCoreRequest("r", [1, 2], None, params, None, 0.0, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "certain"),
+    [
+        ({"temperature": 0.0}, True),
+        ({"temperature": 0.7, "seed": 3}, True),
+        ({"temperature": 0.7}, False),
+        ({"temperature": 0.0, "grammar": "[ab]+"}, False),
+        ({"temperature": 0.0, "thinking_token_budget": 5}, False),
+        ({"temperature": 0.0, "logprobs": 2, "min_tokens": 1, "logit_bias": {5: 1.0}, "stop": ["x"]}, True),
+    ],
+)
+def test_a_first_token_is_certain_when_greedy_or_seeded_and_free_of_state(codec, sampling, certain: bool) -> None:
+    assert codec.determined(request(**sampling)) is certain
+
+
+def test_a_pooling_request_has_no_first_token(codec) -> None:
+    from vllm.pooling_params import PoolingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    assert not codec.determined(EngineCoreRequest("r", [1], None, None, PoolingParams(), 0.0, None, None, None))
+
+
+def output(tokens: list[int], **more: Any) -> Any:
+    """With two log-probabilities per token, recognisable by their numbers, through the wire's own encoding."""
+    import numpy as np
+    from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.outputs import LogprobsLists
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    ids = np.array([[token, token + 1] for token in tokens])
+    made = EngineCoreOutput(
+        "r",
+        tokens,
+        new_logprobs=LogprobsLists(ids, -ids.astype(np.float32), np.arange(len(tokens))),
+        events=[EngineCoreEvent(EngineCoreEventType.QUEUED, 1.0)],
+        **more,
+    )
+    encoded = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[made]))
+    return MsgpackDecoder(EngineCoreOutputs).decode(encoded).outputs[0]
+
+
+def test_prefills_last_output_becomes_a_first_one(codec) -> None:
+    from vllm.v1.engine import FinishReason
+
+    last = output([7], finish_reason=FinishReason.LENGTH, kv_transfer_params={"remote": 1}, stop_reason=3)
+    first = codec.as_first(last)
+    assert (first.request_id, first.new_token_ids, first.finish_reason, first.stop_reason) == ("r", [7], None, None)
+    assert first.kv_transfer_params is None  # the client would be told of it
+    assert first.new_logprobs.logprob_token_ids.tolist() == [[7, 8]] and len(first.events) == 1
+
+
+def test_decodes_first_output_loses_one_token_and_what_belongs_to_it(codec) -> None:
+    several = output([7, 8, 9])
+    codec.drop_first(several)
+    assert several.new_token_ids == [8, 9] and several.events is None
+    assert several.new_logprobs.logprob_token_ids.tolist() == [[8, 9], [9, 10]]
+    assert several.new_logprobs.sampled_token_ranks.tolist() == [1, 2]
+    alone = output([7])
+    codec.drop_first(alone)
+    assert alone.new_token_ids == [] and alone.new_logprobs is None

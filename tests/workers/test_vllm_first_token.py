@@ -1,0 +1,82 @@
+"""Prefill's one token on a real engine: under all that determines it, it is the token that decode begins with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from support_vllm import Driver, frames, tiny_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+
+
+def prompt(length: int) -> list[int]:
+    return random.Random(length).choices(range(3, 500), k=length)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Driver, Driver]]:
+    model = tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    prefill = await Driver.start(model, name="prefill")
+    decode = await Driver.start(model, name="decode")
+    yield prefill, decode
+    await prefill.stop()
+    await decode.stop()
+
+
+async def both(pair: tuple[Driver, Driver], key: str, body: list[bytes]) -> tuple[list[int], list[int]]:
+    prefill, decode = pair
+    await decode.decode(key, body, prefill.source(key))
+    await prefill.prefill(key, body)
+    early, answer = await prefill.done(key), await decode.done(key)
+    await prefill.idle()
+    await decode.idle()
+    return early, answer
+
+
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 1234}
+
+
+@pytest.mark.parametrize("length", [40, 1500], ids=["one step", "many steps"])
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [
+        ("greedy", GREEDY),
+        ("seeded", SEEDED),
+        ("nucleus", SEEDED | {"top_p": 0.8, "top_k": 50, "min_p": 0.001}),
+        ("penalties", SEEDED | {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5}),
+        ("bias", GREEDY | {"logit_bias": {77: 100.0}}),
+        ("allowed", SEEDED | {"allowed_token_ids": [9, 10, 11, 12]}),
+        ("logprobs", SEEDED | {"logprobs": 3}),
+    ],
+)
+async def test_it_is_decodes_first_token(pair, name: str, length: int, sampling: dict[str, Any]) -> None:
+    early, answer = await both(pair, f"{name}-{length}", frames(prompt(length), 5, **sampling))
+    assert early == answer[:1] and len(answer) == 5
+    assert str(pair[0].finished[f"{name}-{length}"]) == "length"
+
+
+async def test_what_forbids_a_token_forbids_it_in_prefill_too(pair) -> None:
+    _, (would, *_) = await both(pair, "free", frames(prompt(100), 5))
+    bad = frames(prompt(100), 5, bad_words=["x"], _bad_words_token_ids=[[would]])
+    early, answer = await both(pair, "bad-words", bad)
+    assert early == answer[:1] != [would]
+    stop = {"stop_token_ids": [would], "min_tokens": 3}
+    early, answer = await both(pair, "min-tokens", frames(prompt(100), 5, **stop))
+    assert early == answer[:1] != [would]
+
+
+async def test_a_token_that_ends_the_answer_is_said_to_and_its_kv_is_pushed_all_the_same(pair) -> None:
+    _, decode = pair
+    _, (would, *_) = await both(pair, "goes-on", frames(prompt(200), 5))
+    for driver in pair:
+        assert await driver.engine.call("reset_prefix_cache", [])
+    early, answer = await both(pair, "stops", frames(prompt(200), 5, stop_token_ids=[would]))
+    assert early == answer == [would]
+    assert {str(driver.finished["stops"]) for driver in pair} == {"stop"}
+    assert decode.stats["stops"].num_external_cached_tokens == 200
+    assert not decode.engine.kv_totals["pd_receives_failed"]
