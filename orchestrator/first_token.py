@@ -49,6 +49,7 @@ class FirstToken:
         (active.early,) = output.new_token_ids
         active.tokens.append(active.early)
         active.first_token_at = now
+        metrics.first_tokens_early.inc()
         batch.outputs = [self._codec.as_first(output)]
         return batch
 

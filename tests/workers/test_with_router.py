@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 SECTIONS = {
     "sim": {"speed": 5.0, "blocks": 2048},
     "workers": {"timeout_s": 2.0},
-    "routing": {"remote_prefill_min_tokens": 100},
+    "routing": {"remote_prefill_min_tokens": 100, "first_token": "prefill"},
     "queue": {"lease_s": 2.0},
 }
 

@@ -1,0 +1,90 @@
+"""The first token from prefill, over real sockets and the whole path: sent early, sent once, survived when wrong."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from support_router import RouterClient
+from support_workers import LocalWorker, Workers, expected, running_workers, until
+
+from orchestrator import metrics
+from orchestrator.redis_client import EmbeddedRedis
+from orchestrator.types import Role
+from workers.sim_scheduler import SimRequest
+
+# A fifth of a second of KV on the wire for every 500 tokens: decode's own token comes well after prefill's.
+SECTIONS = {
+    "routing": {"remote_prefill_min_tokens": 100, "first_token": "prefill"},
+    "kv": {"transfer": "whole"},
+    "sim": {"kv_bytes_per_token": 4_000_000, "link_gb_per_s": 1.0},
+}
+
+
+async def fleet(workers: Workers) -> tuple[RouterClient, LocalWorker, LocalWorker]:
+    prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
+    client = RouterClient(workers.redis, workers.config)
+    await client.start()
+    await workers.frontend(prefill, decode)
+    await until(lambda: client.link.fleet.ready(Role.DECODE) and client.link.fleet.ready(Role.PREFILL), "greetings")
+    return client, prefill, decode
+
+
+def count(counter: object) -> float:
+    return counter._value.get()  # type: ignore[attr-defined]
+
+
+async def test_it_is_there_while_the_kv_is_on_its_way_and_comes_once(redis_server: EmbeddedRedis) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        client, _, _ = await fleet(workers)
+        early, wrong = count(metrics.first_tokens_early), count(metrics.first_token_mismatches)
+        asking = [asyncio.create_task(client.ask([i, *range(500)], 8)) for i in range(4)]
+        await until(lambda: count(metrics.first_tokens_early) == early + 4, "first tokens")
+        waiting = list(client.link.router.requests.values())
+        assert any(active.decoding_at is None for active in waiting)
+        await asyncio.gather(*asking)
+        assert count(metrics.first_token_mismatches) == wrong and not client.unexpected
+        await workers.assert_no_leaks()
+        await client.close()
+
+
+@pytest.mark.parametrize("max_tokens", [2, 8])
+async def test_where_decode_samples_another_the_answer_goes_on_after_the_one_sent(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, max_tokens: int
+) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        client, prefill, _ = await fleet(workers)
+        wrong = count(metrics.first_token_mismatches)
+        admit = prefill.engine._admit
+
+        def admit_rounded(request: object) -> SimRequest:
+            admitted = admit(request)  # type: ignore[arg-type]
+            token = admitted.stream.token
+            monkeypatch.setattr(admitted.stream, "token", lambda position: token(position) + 1000)
+            return admitted
+
+        monkeypatch.setattr(prefill.engine, "_admit", admit_rounded)
+        prompts = [[i, *range(500)] for i in range(6)]
+        answers = await asyncio.gather(*(client.answer(prompt, max_tokens) for prompt in prompts))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            right = expected(prompt, max_tokens)
+            assert answer == [right[0] + 1000, *right[1:]]
+        assert count(metrics.first_token_mismatches) == wrong + 6
+        await workers.assert_no_leaks()
+        await client.close()
+
+
+async def test_a_client_that_leaves_between_the_two_frees_both_sides(redis_server: EmbeddedRedis) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        client, _, _ = await fleet(workers)
+        early = count(metrics.first_tokens_early)
+        asking = [asyncio.create_task(client.ask([i, *range(500)], 8)) for i in range(4)]
+        await until(lambda: count(metrics.first_tokens_early) > early, "a first token")
+        router = client.link.router
+        router.abort(list(router.requests))
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        assert not router.requests
+        await workers.assert_no_leaks()
+        await client.close()
