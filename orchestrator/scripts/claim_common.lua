@@ -3,8 +3,8 @@
 -- cached, body.
 local WORKER, TTL, GRACE = ARGV[1], ARGV[3], tonumber(ARGV[4])
 local now = clock()
-local lease_until = now + tonumber(ARGV[2])
-local claimed = { seconds(now), seconds(lease_until) }
+local lease_until = seconds(now + tonumber(ARGV[2]))
+local claimed = { seconds(now), lease_until }
 local taken, leases, used = {}, {}, 0
 
 -- Whoever claims is awake: a wake-up meant for an idle worker must not go to it.
@@ -24,14 +24,14 @@ local function usable(id, with_body)
 end
 
 local function take(id, score, job)
+  local deliveries, at = job.deliveries + 1, #claimed
   taken[#taken + 1], used = id, used + job.uncached
-  redis.call('HSET', job_key(id), 'state', 'claimed', 'claimed_by', WORKER, 'lease_until', seconds(lease_until),
-    'score', score, 'deliveries', job.deliveries + 1)
   leases[#leases + 1], leases[#leases + 2] = lease_until, id
-  for _, value in ipairs({ id, job.attempt, job.tokens, job.uncached, seconds(job.arrived_at), job.deliveries + 1,
-    job.reply_to, job.cached, job.body }) do
-    claimed[#claimed + 1] = value
-  end
+  redis.call('HSET', job_key(id), 'state', 'claimed', 'claimed_by', WORKER, 'lease_until', lease_until,
+    'score', score, 'deliveries', deliveries)
+  claimed[at + 1], claimed[at + 2], claimed[at + 3], claimed[at + 4] = id, job.attempt, job.tokens, job.uncached
+  claimed[at + 5], claimed[at + 6], claimed[at + 7] = seconds(job.arrived_at), deliveries, job.reply_to
+  claimed[at + 8], claimed[at + 9] = job.cached, job.body
 end
 
 -- Enters what was taken into the books. Call once, at the end.
