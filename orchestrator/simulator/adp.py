@@ -41,10 +41,12 @@ class AdpSettings(msgspec.Struct, frozen=True, kw_only=True):
 class AdpResult(msgspec.Struct, frozen=True):
     """`balance` is the mean over iterations of mean over max tokens of the ranks; `sol_tokens_per_s`, the speed of
     light, is the throughput had every iteration's time shrunk by its balance. Both as NVIDIA defines them.
+    `prompt_balance` is the mean over those iterations alone in which some rank computes prompts.
     """
 
     tokens_per_s: float
     balance: float
+    prompt_balance: float
     sol_tokens_per_s: float
     ttft_p50_s: float
     ttft_p99_s: float
@@ -77,7 +79,8 @@ def simulate_adp(settings: AdpSettings) -> AdpResult:
     sent, now, iteration, done = 0, 0.0, 0, 0
     held = GateState()
     turn = 0
-    balanced_s = balances = 0.0
+    balanced_s = balances = prompt_balances = 0.0
+    prompt_iterations = 0
     ttft: list[float] = []
     while done < settings.requests:
         while sent < settings.requests and sent - done < settings.concurrency:
@@ -92,6 +95,9 @@ def simulate_adp(settings: AdpSettings) -> AdpResult:
         iteration += 1
         balance = sum(tokens) / (len(tokens) * top) if top else 1.0
         balances += balance
+        if any(chunks):
+            prompt_balances += balance
+            prompt_iterations += 1
         balanced_s += seconds * balance
         for rank, chunk in zip(ranks, chunks, strict=True):
             while rank.finish and rank.finish[0] <= iteration:
@@ -117,6 +123,7 @@ def simulate_adp(settings: AdpSettings) -> AdpResult:
     return AdpResult(
         tokens_per_s=output / now,
         balance=balances / iteration,
+        prompt_balance=prompt_balances / prompt_iterations,
         sol_tokens_per_s=output / balanced_s,
         ttft_p50_s=ttft[len(ttft) // 2],
         ttft_p99_s=ttft[int(len(ttft) * 0.99)],
