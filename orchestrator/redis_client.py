@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import inspect
 import logging
+import math
 import re
 from collections import deque
 from collections.abc import AsyncGenerator
@@ -33,6 +34,7 @@ OLDEST_VERSION = (6, 2)
 # After a failure calls fail at once for this long: a Redis that is away costs one time-out, not one per request.
 _AWAY_PAUSE_S = 0.25
 _IDLE_CHECK_S = 0.01
+_DEADLINE_STEP_S = 0.01
 _SUBSCRIPTION_IDLE_S = 2.0
 _RECONNECT_MIN_S, _RECONNECT_MAX_S = 0.05, 1.0
 
@@ -162,19 +164,28 @@ class Redis(redis.asyncio.Redis):
             raise
 
     async def _read(self, pipe: _Pipe) -> None:
+        loop, timeout_s = asyncio.get_running_loop(), pipe.connection.socket_timeout
         try:
-            while pipe.callers:
-                try:
-                    response = await pipe.connection.read_response()
-                except ResponseError as error:
-                    caller = pipe.callers.popleft()
-                    if not caller.done():
-                        caller.set_exception(error)
-                else:
-                    caller = pipe.callers.popleft()
-                    if not caller.done():
-                        caller.set_result(response)
-            pipe.used_at = asyncio.get_running_loop().time()
+            # One deadline that is moved on, not one for each answer: they come by the hundred.
+            async with asyncio.timeout(timeout_s) as limit:
+                moved_at = loop.time()
+                while pipe.callers:
+                    try:
+                        response = await pipe.connection.read_response(timeout=math.inf)
+                    except ResponseError as error:
+                        caller = pipe.callers.popleft()
+                        if not caller.done():
+                            caller.set_exception(error)
+                    else:
+                        caller = pipe.callers.popleft()
+                        if not caller.done():
+                            caller.set_result(response)
+                    if (now := loop.time()) > moved_at + _DEADLINE_STEP_S:
+                        moved_at = now
+                        limit.reschedule(now + timeout_s)
+            pipe.used_at = loop.time()
+        except TimeoutError:
+            await self._break(pipe, f"no answer within {timeout_s:g} s")
         except (RedisError, OSError) as error:
             await self._break(pipe, str(error) or type(error).__name__)
         except BaseException as error:
