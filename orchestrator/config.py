@@ -83,6 +83,8 @@ class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_waiting_per_worker: Positive = 128  # requests waiting in a decode engine that make it full
     # The first token of a remote prefill: prefill's own at once, where decode would sample the same; or decode's.
     first_token: Literal["prefill", "decode"] = "decode"
+    # Workers say what their prefix caches hold: what is cached is neither length nor work, and draws by `kv_prefix`.
+    prefix_index: bool = True
     max_attempts: Positive = 4
     placement_timeout_s: Seconds = 60.0  # a request that lost its worker waits this long for another
     stall_timeout_s: Seconds = 600.0  # without any output for this long a request is started again elsewhere

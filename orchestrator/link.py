@@ -14,10 +14,11 @@ from orchestrator.codec import Codec
 from orchestrator.config import Config
 from orchestrator.fleet import Fleet
 from orchestrator.membership import Membership
-from orchestrator.messages import CallReply, PrefillFailed, Welcome
+from orchestrator.messages import CallReply, PrefillFailed, PrefixSnapshot, Welcome
 from orchestrator.metrics import dropped
 from orchestrator.policy.decode_choice import KVBlocks, decode_choice
 from orchestrator.prefill_link import PrefillLink
+from orchestrator.prefix_view import PrefixView
 from orchestrator.queue import PrefillQueue
 from orchestrator.redis_client import Redis, RedisAway
 from orchestrator.registry import Registry
@@ -40,13 +41,14 @@ class FrontendLink:
         choose = decode_choice(config.routing.decode_choice)
         self.fleet = Fleet(frontend_id, choose.standing if isinstance(choose, KVBlocks) else None)
         self.transport = FrontendTransport(frontend_id)
+        self.prefixes = PrefixView(self.transport.send, config.routing.prefix_index)
         self.calls = FleetCalls(self.fleet, self.transport)
         self.prefill = PrefillLink(
             PrefillQueue(redis, config.namespace, config.queue), frontend_id, config.queue.lease_s
         )
         self.router = Router(config, self.fleet, self.transport, self.prefill, codec, choose)
         self.membership = Membership(
-            self.registry, self.fleet, self.transport, config.workers.timeout_s, self._worker_lost
+            self.registry, self.fleet, self.transport, self.prefixes, config.workers.timeout_s, self._worker_lost
         )
         self.desired: DesiredRatio | None = None
         self._beaten = asyncio.Event()
@@ -96,6 +98,8 @@ class FrontendLink:
                 self.membership.welcomed(worker_id)
             elif isinstance(message, CallReply):
                 self.calls.on_reply(worker_id, message)
+            elif isinstance(message, PrefixSnapshot):
+                self.prefixes.take_snapshot(message, time.monotonic())
             else:
                 try:
                     self.router.handle(worker_id, message, payload, time.monotonic())
@@ -119,6 +123,7 @@ class FrontendLink:
         self._beaten.set()
 
     def _worker_lost(self, worker_id: str) -> None:
+        self.prefixes.forget(worker_id)
         self.router.worker_lost(worker_id)
         self.calls.worker_lost(worker_id)
 

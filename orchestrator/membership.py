@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable
 
 from orchestrator.fleet import Fleet
+from orchestrator.prefix_view import PrefixView
 from orchestrator.redis_client import RedisAway
 from orchestrator.registry import Registry
 from orchestrator.transport import FrontendTransport
+from orchestrator.types import WorkerLoad
 
 log = logging.getLogger("pd.membership")
 
@@ -33,12 +35,14 @@ class Membership:
         registry: Registry,
         fleet: Fleet,
         transport: FrontendTransport,
+        prefixes: PrefixView,
         silence_s: float,
         on_lost: Callable[[str], None],
     ) -> None:
         self._registry = registry
         self._fleet = fleet
         self._transport = transport
+        self._prefixes = prefixes
         self._silence_s = silence_s
         self._on_lost = on_lost
         self._stirred = asyncio.Event()
@@ -49,7 +53,7 @@ class Membership:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch())
             tasks.create_task(self._follow())
-            tasks.create_task(self._hear_loads())
+            tasks.create_task(self._hear())
             tasks.create_task(self._tick())
 
     def welcomed(self, worker_id: str) -> None:
@@ -87,10 +91,16 @@ class Membership:
                 next_resync = now + RESYNC_S
                 await self._resync()
 
-    async def _hear_loads(self) -> None:
+    async def _hear(self) -> None:
         while True:
-            load = await self._transport.receive_load()
-            self._fleet.take_load(load, time.monotonic())
+            message = await self._transport.receive_published()
+            if message.worker_id not in self._fleet.workers:
+                continue  # gone: the last that it said
+            if isinstance(message, WorkerLoad):
+                self._fleet.take_load(message, time.monotonic())
+                self._prefixes.take_load(message, time.monotonic())
+            else:
+                self._prefixes.take_events(message, time.monotonic())
 
     async def _resync(self) -> None:
         try:

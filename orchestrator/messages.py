@@ -10,7 +10,7 @@ from typing import Any, Union
 
 import msgspec
 
-from orchestrator.types import KVSource, WorkerLoad
+from orchestrator.types import KVSource, PrefixEvents, WorkerLoad
 
 # Raised whenever a message below changes meaning; part of EngineIdentity, so mixed fleets are refused.
 PROTOCOL_VERSION = 2
@@ -42,6 +42,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
     prompt_tokens: int
     kv_source: KVSource | None = None
     resume_tokens: list[int] = []
+    cached_tokens: int = 0  # prompt tokens that the frontend believes are cached there
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -59,7 +60,11 @@ class Call(msgspec.Struct, tag="call", frozen=True):
     args: list[Any] = []
 
 
-ToWorker = Union[Hello, Submit, Abort, Call]
+class PrefixResync(msgspec.Struct, tag="prefix_resync", frozen=True):
+    """Events were lost, or sent before this frontend listened. Answered with `PrefixSnapshot`s."""
+
+
+ToWorker = Union[Hello, Submit, Abort, Call, PrefixResync]
 
 
 # ---- to a frontend ---------------------------------------------------------------------------------------------
@@ -131,7 +136,21 @@ class CallReply(msgspec.Struct, tag="call_reply", frozen=True):
     result: Any = None
 
 
-ToFrontend = Union[Welcome, Claimed, Prefilled, PrefillFailed, Rejected, Outputs, CallReply]
+class PrefixSnapshot(msgspec.Struct, tag="prefix_snapshot", frozen=True):
+    """A part of what the worker's prefix cache held when it had published the batch `sequence`."""
+
+    worker_id: str
+    sequence: int
+    keys: list[int]
+    more: bool  # other parts of the same snapshot follow
+
+
+ToFrontend = Union[Welcome, Claimed, Prefilled, PrefillFailed, Rejected, Outputs, CallReply, PrefixSnapshot]
+
+
+# ---- from a worker to all frontends ------------------------------------------------------------------------------
+
+Published = Union[WorkerLoad, PrefixEvents]
 
 
 # ---- codecs ----------------------------------------------------------------------------------------------------
@@ -139,11 +158,11 @@ ToFrontend = Union[Welcome, Claimed, Prefilled, PrefillFailed, Rejected, Outputs
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(ToWorker)
 _to_frontend = msgspec.msgpack.Decoder(ToFrontend)
-_load = msgspec.msgpack.Decoder(WorkerLoad)
+_published = msgspec.msgpack.Decoder(Published)
 _frames = msgspec.msgpack.Decoder(list[bytes])
 
 
-def encode(message: ToWorker | ToFrontend | WorkerLoad) -> bytes:
+def encode(message: ToWorker | ToFrontend | Published) -> bytes:
     return _encoder.encode(message)
 
 
@@ -164,9 +183,9 @@ def decode_to_frontend(data: bytes) -> ToFrontend:
     return _decode(_to_frontend, data, "frontend")
 
 
-def decode_load(data: bytes) -> WorkerLoad:
+def decode_published(data: bytes) -> Published:
     """Raises MessageError."""
-    return _decode(_load, data, "load")
+    return _decode(_published, data, "published")
 
 
 def pack_frames(frames: list[bytes]) -> bytes:

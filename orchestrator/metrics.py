@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -24,6 +24,16 @@ retries = Counter("pd_retries", "Attempts given up and started again, by why", [
 first_tokens_early = Counter("pd_first_tokens_early", "First tokens sent from prefill, before decode had the KV")
 first_token_mismatches = Counter(
     "pd_first_token_mismatches", "First tokens sent from prefill that decode would have sampled otherwise"
+)
+prefix_hit_tokens = Counter(
+    "pd_prefix_hit_tokens",
+    "Prompt tokens that a prefix cache held: as believed at the worker chosen to prefill locally (local) or to receive "
+    "KV (decode), as its engine said where prefilled remotely (prefill)",
+    ["side"],
+)
+prefix_index_blocks = Gauge("pd_prefix_index_blocks", "Distinct cached blocks that this frontend knows of")
+prefix_resyncs = Counter(
+    "pd_prefix_resyncs", "Snapshots of a worker's prefix cache asked for: it is new, or events were lost"
 )
 dropped = Counter("pd_dropped_messages", "Messages dropped: of an older attempt, corrupt or unknown", ["why"])
 queue_wait_s = Histogram("pd_queue_wait_seconds", "From enqueue to claim of a remote prefill", buckets=_SECONDS)

@@ -1,7 +1,7 @@
 """Typed ZMQ sockets of the frontend-worker mesh, and nothing about what the messages mean.
 
-Each worker binds a ROUTER (requests in, outputs back) and a PUB (load). Each frontend connects one DEALER to
-every worker, its identity the frontend's id, and one SUB to all. A broken connection is noticed at once
+Each worker binds a ROUTER (requests in, outputs back) and a PUB (load, prefix events). Each frontend connects one
+DEALER to every worker, its identity the frontend's id, and one SUB to all. A broken connection is noticed at once
 (the kernel closes the sockets of a killed process), reported as `Disconnected`, and retried by ZMQ.
 """
 
@@ -18,8 +18,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from orchestrator import messages
-from orchestrator.messages import Hello, MessageError, ToFrontend, ToWorker
-from orchestrator.types import WorkerLoad
+from orchestrator.messages import Hello, MessageError, Published, ToFrontend, ToWorker
 
 log = logging.getLogger("pd.transport")
 
@@ -52,9 +51,9 @@ class WorkerTransport:
     def __init__(self, host: str, request_port: int = 0, load_port: int = 0) -> None:
         self._context = zmq.asyncio.Context()
         self._requests = self._context.socket(zmq.ROUTER)
-        self._loads = self._context.socket(zmq.PUB)
+        self._published = self._context.socket(zmq.PUB)
         self.corrupt = 0
-        for socket in (self._requests, self._loads):
+        for socket in (self._requests, self._published):
             socket.setsockopt(zmq.LINGER, 200)
             socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
             socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
@@ -62,7 +61,7 @@ class WorkerTransport:
         self._requests.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._requests.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self.request_address = _bind(self._requests, host, request_port)
-        self.load_address = _bind(self._loads, host, load_port)
+        self.load_address = _bind(self._published, host, load_port)
 
     async def receive(self) -> tuple[str, ToWorker, list[bytes]]:
         """The next message as (frontend id, message, payload). Corrupt ones are logged, counted and skipped."""
@@ -79,8 +78,9 @@ class WorkerTransport:
     def send(self, frontend_id: str, message: ToFrontend, payload: Sequence[bytes] = ()) -> bool:
         return _send(self._requests, [frontend_id.encode(), messages.encode(message), *payload])
 
-    def publish(self, load: WorkerLoad) -> None:
-        _send(self._loads, [messages.encode(load)])
+    def publish(self, message: Published) -> None:
+        """To every frontend; lost to those that do not read."""
+        _send(self._published, [messages.encode(message)])
 
     def close(self) -> None:
         self._context.destroy(linger=200)
@@ -97,9 +97,9 @@ class FrontendTransport:
         self._addresses: dict[str, tuple[str, str]] = {}
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._received: asyncio.Queue[Received] = asyncio.Queue()
-        self._loads = self._context.socket(zmq.SUB)
-        self._loads.setsockopt(zmq.SUBSCRIBE, b"")
-        self._loads.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        self._published = self._context.socket(zmq.SUB)
+        self._published.setsockopt(zmq.SUBSCRIBE, b"")
+        self._published.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
 
     def connect(self, worker_id: str, request_address: str, load_address: str) -> None:
         """Connect, or reconnect when the addresses changed. Greets the worker once, and after each reconnection."""
@@ -117,7 +117,7 @@ class FrontendTransport:
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         dealer.connect(request_address)
-        self._loads.connect(load_address)
+        self._published.connect(load_address)
         self._dealers[worker_id] = dealer
         self._addresses[worker_id] = (request_address, load_address)
         self._tasks[worker_id] = [
@@ -133,7 +133,7 @@ class FrontendTransport:
             task.cancel()
         _, load_address = self._addresses.pop(worker_id)
         try:
-            self._loads.disconnect(load_address)
+            self._published.disconnect(load_address)
         except zmq.ZMQError as error:
             log.debug("load socket was not connected to %s: %s", load_address, error)
         dealer.disable_monitor()
@@ -147,14 +147,15 @@ class FrontendTransport:
     async def receive(self) -> Received:
         return await self._received.get()
 
-    async def receive_load(self) -> WorkerLoad:
+    async def receive_published(self) -> Published:
+        """The next load report or prefix events of any worker, each worker's in order."""
         while True:
-            frames = await self._loads.recv_multipart()
+            frames = await self._published.recv_multipart()
             try:
-                return messages.decode_load(frames[0])
+                return messages.decode_published(frames[0])
             except MessageError as error:
                 self.corrupt += 1
-                log.warning("dropped a corrupt load report: %s", error)
+                log.warning("dropped a corrupt publication: %s", error)
 
     def close(self) -> None:
         for worker_id in list(self._dealers):

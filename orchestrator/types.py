@@ -87,7 +87,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     supported_tasks: tuple[str, ...] = ("generate",)
 
 
-class WorkerLoad(msgspec.Struct, frozen=True):
+class WorkerLoad(msgspec.Struct, tag="load", frozen=True):
     """What a worker publishes after every engine step, and every heartbeat while idle.
 
     Counters are cumulative since the process started.
@@ -109,6 +109,21 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     kv_transfers: int = 0
     kv_transfer_s: float = 0.0
     kv_transfer_failures: int = 0
+    prefix_sequence: int = 0  # of the last `PrefixEvents` published before it; 0 = none ever
+
+
+class PrefixEvents(msgspec.Struct, tag="prefix", frozen=True):
+    """What changed in one worker's prefix cache: `cleared` first, then `removed`, then `stored`. Keys as `prefix_keys`.
+
+    `sequence` counts the worker's batches. It begins at the worker's start time, in microseconds, so that those of a
+    restarted worker continue nothing.
+    """
+
+    worker_id: str
+    sequence: int
+    stored: list[int] = []
+    removed: list[int] = []
+    cleared: bool = False
 
 
 class RequestInfo(msgspec.Struct, frozen=True):

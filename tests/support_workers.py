@@ -27,6 +27,7 @@ from orchestrator.messages import (
     Outputs,
     Prefilled,
     PrefillFailed,
+    PrefixSnapshot,
     Rejected,
     Submit,
     Welcome,
@@ -36,7 +37,7 @@ from orchestrator.queue import PrefillQueue
 from orchestrator.redis_client import EmbeddedRedis, Redis, RedisAway, connect
 from orchestrator.registry import Registry
 from orchestrator.transport import Disconnected, FrontendTransport
-from orchestrator.types import KVSource, PrefillJob, Role, WorkerInfo, WorkerLoad, WorkerState
+from orchestrator.types import KVSource, PrefillJob, PrefixEvents, Role, WorkerInfo, WorkerLoad, WorkerState
 from workers.agent import Agent
 from workers.sim_engine import SimEngine
 from workers.sim_scheduler import TokenStream
@@ -87,6 +88,8 @@ class Frontend:
         self.codec = SimCodec()
         self.requests: dict[str, Request] = {}
         self.loads: dict[str, WorkerLoad] = {}
+        self.prefix_events: list[PrefixEvents] = []
+        self.snapshots: list[PrefixSnapshot] = []
         self.welcomed: set[str] = set()
         self.disconnected: list[str] = []
         self.replies: list[CallReply] = []
@@ -107,8 +110,11 @@ class Frontend:
 
     async def _receive_loads(self) -> None:
         while True:
-            load = await self.transport.receive_load()
-            self.loads[load.worker_id] = load
+            message = await self.transport.receive_published()
+            if isinstance(message, WorkerLoad):
+                self.loads[message.worker_id] = message
+            else:
+                self.prefix_events.append(message)
 
     async def _receive(self) -> None:
         while True:
@@ -119,6 +125,8 @@ class Frontend:
                 self.disconnected.append(worker_id)
             elif isinstance(message, CallReply):
                 self.replies.append(message)
+            elif isinstance(message, PrefixSnapshot):
+                self.snapshots.append(message)
             elif isinstance(message, Outputs):
                 self._take_outputs(message, payload)
             else:

@@ -6,19 +6,48 @@ of d blocks. Beliefs only: a wrong one costs a cache miss, never an answer. Memo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import islice
 
-import msgspec
+from orchestrator.types import PrefixEvents
+
+# Probes of one look-up. The deepest holder of 8192 blocks takes 14; the rest tell those that hold less apart.
+MAX_PROBES = 32
+# Holders of one depth that are looked at for some of the wanted kind.
+MAX_HOLDERS = 64
 
 
-class PrefixEvents(msgspec.Struct, frozen=True):
-    """What changed in one worker's prefix cache, in order: removed before stored. `sequence` counts its batches."""
+class Hits:
+    """Who holds how many leading blocks of one prompt. Valid until the next event."""
 
-    worker_id: str
-    sequence: int
-    stored: list[int] = []
-    removed: list[int] = []
-    cleared: bool = False
+    __slots__ = ("_index", "_levels")
+
+    def __init__(self, index: PrefixIndex, levels: list[tuple[int, int]]) -> None:
+        """`levels`: (blocks, mask of those that hold as many), most blocks first."""
+        self._index, self._levels = index, levels
+
+    def __bool__(self) -> bool:
+        return bool(self._levels)
+
+    def blocks(self, worker_id: str) -> int:
+        bit = self._index.bit(worker_id)
+        if bit is not None:
+            for depth, mask in self._levels:
+                if mask >> bit & 1:
+                    return depth
+        return 0
+
+    def most(self, max_workers: int, among: Container[str] | None = None) -> dict[str, int]:
+        """Blocks by worker, for those (of `among`) that hold most. Equal ones take turns, so that a prefix which many
+        hold draws nobody's whole load to the same few."""
+        found: dict[str, int] = {}
+        for depth, mask in self._levels:
+            for worker_id in self._index.holders(mask):
+                if len(found) == max_workers:
+                    return found
+                if among is None or worker_id in among:
+                    found[worker_id] = depth
+        return found
 
 
 class PrefixIndex:
@@ -41,6 +70,7 @@ class PrefixIndex:
         self._live = 0
         self._free_bits: list[int] = []
         self._retired: list[int] = []
+        self._turn = 0
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -48,10 +78,10 @@ class PrefixIndex:
     def apply(self, events: PrefixEvents) -> bool:
         """Take one batch. False when batches were lost before it; replayed ones are ignored."""
         worker_id = events.worker_id
-        last = self._sequence.get(worker_id)
-        if last is not None and events.sequence <= last:
+        last = self._sequence.get(worker_id, 0)
+        if events.sequence <= last:
             return True
-        complete = last is None or events.sequence == last + 1
+        complete = events.sequence == last + 1
         if not complete:
             self.forget(worker_id)
             self.stale.add(worker_id)
@@ -63,6 +93,10 @@ class PrefixIndex:
         if events.stored:
             self.stored(worker_id, events.stored)
         return complete
+
+    def sequence(self, worker_id: str) -> int:
+        """Of the last batch taken; 0 before the first."""
+        return self._sequence.get(worker_id, 0)
 
     def resync(self, worker_id: str, sequence: int, keys: Iterable[int]) -> None:
         """Replace what is believed of a worker by all that it holds as of `sequence`."""
@@ -81,8 +115,10 @@ class PrefixIndex:
         holders = self._holders
         for key in keys:
             holders[key] = holders.get(key, 0) | mask
-        while len(holders) > self.max_keys:
-            del holders[next(iter(holders))]
+        if (excess := len(holders) - self.max_keys) > 0:
+            # Many at once: finding the oldest again and again would walk over all that were deleted before.
+            for key in list(islice(holders, excess + self.max_keys // 16)):
+                del holders[key]
 
     def removed(self, worker_id: str, keys: Iterable[int]) -> None:
         bit = self._bit.get(worker_id)
@@ -96,37 +132,52 @@ class PrefixIndex:
                 else:
                     del holders[key]
 
-    def match(self, keys: Sequence[int], max_workers: int = 8) -> dict[str, int]:
-        """Blocks of the prefix held, by worker, for the (at most `max_workers`) workers that hold most.
+    def look_up(self, keys: Sequence[int]) -> Hits:
+        """One probe settles a prompt whose first block nobody holds.
 
-        About log2(len(keys)) probes: the deepest hit is found by bisection (whoever holds a block holds those
-        before it, up to evictions under way), and the depths of others are the probes they were seen at, so
-        never more than they hold.
+        Else bisection, for all holders at once: each probe parts those that hold this block from those that do not
+        (whoever holds a block holds those before it, up to evictions under way). Those not told apart within
+        `MAX_PROBES` are credited with the deepest block they were seen at, so never with more than they hold.
         """
-        holders, live = self._holders, self._live
-        low, high = 0, len(keys)  # the deepest hit is in [low, high)
-        seen: list[tuple[int, int]] = []
-        while low < high:
-            # The first probe settles most requests: nobody holds even the first block.
-            middle = (low + high) // 2 if seen else 0
-            mask = holders.get(keys[middle], 0) & live
-            if mask:
-                seen.append((middle + 1, mask))
-                low = middle + 1
-            elif not seen:
-                return {}
-            else:
-                high = middle
-        found: dict[str, int] = {}
-        taken = 0
-        for depth, mask in reversed(seen):  # hits were probed at growing depth
-            mask &= ~taken
-            taken |= mask
-            while mask and len(found) < max_workers:
-                lowest = mask & -mask
-                mask ^= lowest
-                found[self._worker_at[lowest.bit_length() - 1]] = depth
-        return found
+        holders = self._holders
+        first = holders.get(keys[0], 0) & self._live if keys else 0
+        if not first:
+            return Hits(self, [])
+        levels: list[tuple[int, int]] = []
+        parts = [(1, len(keys), first)]  # (held, at most held, by whom), the deepest last
+        probes = 1
+        while parts:
+            low, high, mask = parts.pop()
+            if low == high or probes >= MAX_PROBES:
+                levels.append((low, mask))
+                continue
+            middle = (low + high + 1) // 2
+            probes += 1
+            deeper = holders.get(keys[middle - 1], 0) & mask
+            if others := mask ^ deeper:
+                parts.append((low, middle - 1, others))
+            if deeper:
+                parts.append((middle, high, deeper))
+        return Hits(self, levels)
+
+    def match(self, keys: Sequence[int], max_workers: int = 8) -> dict[str, int]:
+        """Blocks of the prefix held, by worker, for the (at most `max_workers`) workers that hold most."""
+        return self.look_up(keys).most(max_workers)
+
+    def bit(self, worker_id: str) -> int | None:
+        return self._bit.get(worker_id)
+
+    def holders(self, mask: int) -> Iterator[str]:
+        """Workers of a mask, at most `MAX_HOLDERS`, from another one on each time."""
+        self._turn += 1
+        split = self._turn % max(1, mask.bit_length())
+        left = MAX_HOLDERS
+        for part in (mask >> split << split, mask & ((1 << split) - 1)):
+            while part and left:
+                lowest = part & -part
+                part ^= lowest
+                left -= 1
+                yield self._worker_at[lowest.bit_length() - 1]
 
     def _bit_of(self, worker_id: str) -> int:
         bit = self._bit.get(worker_id)

@@ -16,12 +16,12 @@ from orchestrator.policy.claims import WindowJob, choose_claims
 from orchestrator.policy.decode_choice import KVBlocks, decode_choice
 from orchestrator.policy.placement import Local, PrefillView, Reject, place
 from orchestrator.policy.predict import Predictor
-from orchestrator.policy.prefix_index import PrefixEvents, PrefixIndex
+from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.simulator.job import Job, Settings
 from orchestrator.simulator.stay import Stay
 from orchestrator.simulator.view import PoolView
 from orchestrator.simulator.worker import Worker
-from orchestrator.types import QueueDepth
+from orchestrator.types import PrefixEvents, QueueDepth
 
 REFRESH_HITS_S = 1.0  # a waiting job's prefix hits are looked up again when older than this
 

@@ -7,6 +7,7 @@ import pytest
 from orchestrator.fleet import Fleet
 from orchestrator.membership import Membership
 from orchestrator.messages import Hello, Welcome
+from orchestrator.prefix_view import PrefixView
 from orchestrator.redis_client import RedisAway
 from orchestrator.registry import Resync
 from orchestrator.transport import Disconnected, FrontendTransport, WorkerTransport
@@ -71,7 +72,9 @@ class Scene:
         self.registry, self.fleet = ScriptedRegistry(), Fleet("f")
         self.transport = FrontendTransport("f")
         self.lost = []
-        self.membership = Membership(self.registry, self.fleet, self.transport, 1.0, self.lost.append)
+        self.membership = Membership(
+            self.registry, self.fleet, self.transport, PrefixView(self.transport.send), 1.0, self.lost.append
+        )
         self.living = []
         self.tasks = [asyncio.create_task(self.membership.run()), asyncio.create_task(self._receive())]
 

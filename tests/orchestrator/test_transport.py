@@ -56,7 +56,7 @@ async def test_corrupt_bytes_are_counted_and_skipped(pair):
 async def test_load_reports_arrive(pair):
     worker, frontend = pair
     load = WorkerLoad("w", 1, blocks_total=10, blocks_free=4, running=1, waiting=2, waiting_tokens=30, step_ms=1.5)
-    reading = asyncio.create_task(frontend.receive_load())
+    reading = asyncio.create_task(frontend.receive_published())
     for _ in range(200):  # a subscription is effective some time after connecting
         worker.publish(load)
         done, _ = await asyncio.wait([reading], timeout=0.05)
