@@ -91,7 +91,10 @@ class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class QueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    # score = arrival + weight * uncached tokens * seconds_per_token. 0 is FCFS, large is shortest-first.
+    # length: score = arrival + weight * uncached tokens * seconds_per_token. 0 is FCFS, large is shortest-first.
+    # slack: by deadline, slo.ttft_s after arrival; weight 0 is least slack, 1 earliest deadline, more prefers short.
+    # With both a request's `priority` moves it one slo.ttft_s per step, lower numbers forward, up to ten.
+    order: Literal["length", "slack"] = "length"
     weight: NonNegative = 1.0
     seconds_per_token: NonNegative = 0.0005
     max_requests: Positive = 10_000

@@ -16,7 +16,6 @@ import msgspec
 
 from orchestrator.config import QueueConfig
 from orchestrator.policy.claims import WindowJob
-from orchestrator.policy.queue_order import score
 from orchestrator.redis_client import Keys, Redis, RedisAway, Script
 from orchestrator.types import PrefillJob, QueueDepth
 
@@ -74,14 +73,13 @@ class PrefillQueue:
         Idempotent. A higher attempt of the same request replaces the older one at its place; an older one changes
         nothing.
         """
-        offset_s = job.delay_s + score(0.0, job.uncached_tokens, self._config.weight, self._config.seconds_per_token)
         outcome = await self._run(
             "enqueue",
             job.request_id,
             job.attempt,
             job.tokens,
             job.uncached_tokens,
-            offset_s,
+            job.delay_s,
             self._config.max_requests,
             JOB_TTL_S,
             job.reply_to,

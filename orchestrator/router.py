@@ -37,7 +37,7 @@ from orchestrator.policy.admission import admit
 from orchestrator.policy.decode_choice import DecodeChoice
 from orchestrator.policy.placement import Local, PrefillView, Reject, Remote, place
 from orchestrator.policy.predict import Predictor
-from orchestrator.policy.slack import LATE_S
+from orchestrator.policy.queue_order import delay_s
 from orchestrator.prefill_link import PrefillLink
 from orchestrator.queue import QueueFull
 from orchestrator.redis_client import RedisAway
@@ -83,7 +83,7 @@ class Router:
         self._prefill = prefill
         self._codec = codec
         self._first_token = FirstToken(codec, config.routing.first_token == "prefill")
-        self._slo = config.slo
+        self._slo, self._queue = config.slo, config.queue
         self._choose = choose
         self.learning = Learning(Predictor(prior_s_per_token=config.queue.seconds_per_token))
         self._tasks: set[asyncio.Task[None]] = set()
@@ -175,15 +175,24 @@ class Router:
     async def _enqueue(self, active: ActiveRequest, reason: str) -> bool:
         """Into the prefill queue. False when the queue did not take it, which then is known to the next decision."""
         info, attempt = active.info, active.attempt
+        uncached_tokens = info.prompt_tokens
         job = PrefillJob(
             request_id=info.id,
             attempt=attempt,
             tokens=info.prompt_tokens,
-            uncached_tokens=info.prompt_tokens,
+            uncached_tokens=uncached_tokens,
             arrived_at=info.arrived_at,
             reply_to=self._transport.frontend_id,
             body=pack_frames(active.frames),
-            delay_s=LATE_S if active.deferred else 0.0,
+            delay_s=delay_s(
+                self._queue.order,
+                uncached_tokens,
+                self._queue.weight,
+                self._queue.seconds_per_token,
+                self._slo.ttft_s,
+                info.priority,
+                active.deferred,
+            ),
         )
         if (depth := self._prefill.depth) is not None:
             active.backlog_s = self.learning.predictor.backlog_s(depth, self._fleet.ready(Role.PREFILL))

@@ -36,6 +36,7 @@ class FakeRequest:
     resumable: bool = True
     determined: bool = True
     max_new_tokens: int = 100
+    priority: int = 0
 
 
 @dataclass
@@ -48,7 +49,12 @@ class FakeOutput:
 class FakeCodec:
     def describe(self, request):
         info = RequestInfo(
-            request.id, request.prompt_tokens, request.max_new_tokens, time.time(), local_only=request.local_only
+            request.id,
+            request.prompt_tokens,
+            request.max_new_tokens,
+            time.time(),
+            priority=request.priority,
+            local_only=request.local_only,
         )
         return info, request.resumable, request.id
 
@@ -110,9 +116,9 @@ class FakePrefill:
 class Bench:
     """A router with decode workers d0, d1 and prefill worker p0, and the means to speak for them."""
 
-    def __init__(self, slo=None, **routing):
+    def __init__(self, slo=None, queue=None, **routing):
         routing = {"remote_prefill_min_tokens": 100, **routing}
-        self.config = parse_config({"model": "m", "routing": routing, "slo": slo or {}})
+        self.config = parse_config({"model": "m", "routing": routing, "slo": slo or {}, "queue": queue or {}})
         self.fleet = Fleet("f")
         self.transport, self.prefill = FakeTransport(), FakePrefill()
         choose = decode_choice("kv_blocks")

@@ -87,12 +87,19 @@ def fresh_namespace() -> str:
     return f"test-{uuid.uuid4().hex[:8]}"
 
 
-def job(request_id: str, tokens: int = 100, attempt: int = 1, reply_to: str = "f1", body: bytes = b"b") -> PrefillJob:
-    return PrefillJob(request_id, attempt, tokens, tokens, 0.0, reply_to, body)
+def job(
+    request_id: str,
+    tokens: int = 100,
+    attempt: int = 1,
+    reply_to: str = "f1",
+    body: bytes = b"b",
+    delay_s: float = 0.0,
+) -> PrefillJob:
+    return PrefillJob(request_id, attempt, tokens, tokens, 0.0, reply_to, body, delay_s=delay_s)
 
 
 def queue_config(**changes: object) -> QueueConfig:
-    return QueueConfig(**({"weight": 0.0, "lease_s": 30.0} | changes))  # type: ignore[arg-type]
+    return QueueConfig(**({"lease_s": 30.0} | changes))  # type: ignore[arg-type]
 
 
 async def expire_lease(redis: Redis, queue: PrefillQueue, *request_ids: str) -> None:

@@ -10,13 +10,13 @@ from typing import Protocol
 import msgspec
 
 from orchestrator.config import RoutingConfig, SLOConfig
-from orchestrator.policy import queue_order, slack
 from orchestrator.policy.admission import admit
 from orchestrator.policy.claims import WindowJob, choose_claims
 from orchestrator.policy.decode_choice import KVBlocks, decode_choice
 from orchestrator.policy.placement import Local, PrefillView, Reject, place
 from orchestrator.policy.predict import Predictor
 from orchestrator.policy.prefix_index import PrefixIndex
+from orchestrator.policy.queue_order import delay_s
 from orchestrator.simulator.job import Job, Settings
 from orchestrator.simulator.stay import Stay
 from orchestrator.simulator.view import PoolView
@@ -153,10 +153,9 @@ class Router:
 
     def _enqueue(self, job: Job, uncached: int, late: bool) -> None:
         stack, at, per_token = self.stack, job.arrival.at, self._seconds_per_token
-        if stack.order == "slack":
-            score = slack.score(at, uncached, per_token, self.slo.ttft_s, job.arrival.priority, stack.weight, late)
-        else:
-            score = queue_order.score(at, uncached, stack.weight, per_token)
+        score = at + delay_s(
+            stack.order, uncached, stack.weight, per_token, self.slo.ttft_s, job.arrival.priority, late
+        )
         depth = QueueDepth(len(self.queue), self.queue_tokens, self.claimed)
         job.uncached = uncached
         job.enqueued_at = self._clock.now

@@ -13,7 +13,6 @@ from support_redis import (
     running_server,
 )
 
-from orchestrator.policy.queue_order import score
 from orchestrator.queue import PrefillQueue, QueueFull, SweepResult
 from orchestrator.redis_client import connect
 from orchestrator.types import QueueDepth
@@ -61,26 +60,25 @@ async def ids(queue, worker="w", max_tokens=ALL, max_jobs=100):
 # ---- order and bounds ------------------------------------------------------------------------------------------
 
 
-async def test_weight_0_is_first_come_first_served(make):
-    queue = make(weight=0.0)
+async def test_first_come_first_served_among_equals(make):
+    queue = make()
     for request_id, tokens in (("a", 900), ("b", 10), ("c", 500)):
         await queue.enqueue(job(request_id, tokens))
     assert await ids(queue) == ["a", "b", "c"]
 
 
-async def test_a_large_weight_is_shortest_first(make):
-    queue = make(weight=1e6)
-    for request_id, tokens in (("a", 900), ("b", 10), ("c", 500)):
-        await queue.enqueue(job(request_id, tokens))
-    assert await ids(queue) == ["b", "c", "a"]
+async def test_a_delay_moves_a_job_back_or_forward(make):
+    queue = make()
+    for request_id, delay_s in (("a", 900.0), ("b", 0.0), ("c", 500.0), ("urgent", -30.0)):
+        await queue.enqueue(job(request_id, delay_s=delay_s))
+    assert await ids(queue) == ["urgent", "b", "c", "a"]
 
 
-async def test_the_score_is_arrival_plus_the_length_penalty(make):
-    queue = make(weight=2.0, seconds_per_token=0.5)
-    await queue.enqueue(job("a", 40))
-    shown = await queue.show("a")
+async def test_the_score_is_arrival_plus_the_delay(make):
+    queue = make()
+    await queue.enqueue(job("a", delay_s=40.5))
     [head] = await queue.peek(1)
-    assert head["score"] == pytest.approx(score(shown["arrived_at"], 40, 2.0, 0.5), abs=1e-5)
+    assert head["score"] == pytest.approx((await queue.show("a"))["arrived_at"] + 40.5, abs=1e-5)
 
 
 async def test_the_bound_counts_requests(make):
@@ -311,9 +309,9 @@ async def test_release_goes_back_to_the_old_place_and_costs_no_delivery(make):
 
 
 async def test_what_goes_back_keeps_its_score(make, redis):
-    queue = make(weight=1e6)
-    for request_id, tokens in (("long", 900), ("short", 10)):
-        await queue.enqueue(job(request_id, tokens))
+    queue = make()
+    for request_id, delay_s in (("long", 900.0), ("short", 10.0)):
+        await queue.enqueue(job(request_id, delay_s=delay_s))
     before = [(row["id"], row["score"]) for row in await queue.peek(2)]
     await queue.claim("w", ALL, 2)
     assert await queue.release("w", "long", 1)
@@ -502,7 +500,7 @@ async def test_peek_and_show(make):
 
 
 async def test_a_person_with_redis_cli_can_read_it(make, redis):
-    queue = make(weight=1.0, seconds_per_token=0.5)
+    queue = make()
     namespace = queue.keys.prefix[4:-2]
     await queue.enqueue(job("a", 100))
     await queue.enqueue(job("b", 200))

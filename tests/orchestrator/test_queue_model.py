@@ -40,8 +40,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.namespace = fresh_namespace()
         self.redis = self.do(connect(self.url, 5.0))
-        # Weight 0: the place is the arrival, which the model knows as an order.
-        config = queue_config(max_requests=MAX_REQUESTS, max_deliveries=MAX_DELIVERIES, weight=0.0)
+        # The place is the arrival, which the model knows as an order.
+        config = queue_config(max_requests=MAX_REQUESTS, max_deliveries=MAX_DELIVERIES)
         self.queue = PrefillQueue(self.redis, self.namespace, config)
         self.do(self.redis.hset(self.queue.keys.frontend("f1"), "pid", 1))
         self.do(self.redis.hset(self.queue.keys.worker("w2"), mapping={"role": "prefill", "state": "ready"}))

@@ -7,6 +7,7 @@ import pytest
 from support_bench import Bench, FakeCodec, FakeRequest
 
 from orchestrator.messages import Abort, MessageError, Prefilled, PrefillFailed, Rejected
+from orchestrator.policy.slack import LATE_S
 from orchestrator.queue import QueueFull
 from orchestrator.redis_client import RedisAway
 from orchestrator.request import SUCCESSORS, State
@@ -346,7 +347,17 @@ async def test_a_request_that_cannot_be_in_time_is_refused_or_deferred_as_config
         bench.assert_no_leaks()
     else:
         await bench.router.submit(FakeRequest("r"))
-        assert bench.prefill.jobs[0].delay_s > 0
+        assert bench.prefill.jobs[0].delay_s > LATE_S
+
+
+@pytest.mark.parametrize("order", ["length", "slack"])
+async def test_order_and_priority_decide_the_place_in_the_queue(order):
+    bench = Bench(slo={"ttft_s": 3.0}, queue={"order": order, "weight": 4.0, "seconds_per_token": 0.001})
+    for request_id, prompt_tokens, priority in (("a", 1000, 0), ("b", 1000, -2), ("c", 3000, 0)):
+        await bench.router.submit(FakeRequest(request_id, prompt_tokens, priority=priority))
+    a, b, c = (job.delay_s for job in bench.prefill.jobs)
+    assert a - b == pytest.approx(6.0)
+    assert c - a == pytest.approx(8.0 if order == "length" else 6.0)
 
 
 def test_every_state_can_be_left_or_is_an_end():
