@@ -46,7 +46,7 @@ def fleet_view(seen: dict[str, Any]) -> RenderableType:
         lines.append(Text("no worker is registered", style="yellow"))
     lines.append(Text(_queue_line(queue)))
     if desired:
-        lines.append(Text(f"desired: {desired['prefill']} prefill, {desired['decode']} decode"))
+        lines.append(Text(f"desired: {desired['prefill']} prefill, {desired['decode']} decode, by {desired['set_by']}"))
     return Group(*lines)
 
 

@@ -119,7 +119,7 @@ async def build_server_app(
     except Exception as error:
         raise _refused(config, error) from error
     registry = get_prometheus_registry()
-    registry.register(FleetCollector(link.fleet.workers.values, lambda: link.prefill.depth))
+    registry.register(FleetCollector(link.fleet.workers.values, lambda: link.prefill.depth, lambda: link.desired))
     ours = fleet_routes(
         served_name(config),
         link.fleet,

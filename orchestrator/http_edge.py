@@ -160,7 +160,7 @@ def fleet_routes(
             "model": model,
             "workers": [describe_worker(view) for view in workers],
             "queue": {"requests": queue.requests, "tokens": queue.tokens, "claimed": queue.claimed} if queue else None,
-            "desired": {"prefill": wanted.prefill, "decode": wanted.decode} if wanted else None,
+            "desired": msgspec.to_builtins(wanted),
         }
 
     @routes.get("/predictions")

@@ -7,11 +7,25 @@ from __future__ import annotations
 
 from orchestrator.policy.predict import Predictor
 from orchestrator.request import ActiveRequest, State
+from orchestrator.types import Offered, RequestInfo
 
 
 class Learning:
     def __init__(self, predictor: Predictor) -> None:
         self.predictor = predictor
+        self.offered = Offered()
+
+    def arrived(self, info: RequestInfo, uncached_tokens: int) -> None:
+        """Once for each request, whatever becomes of it."""
+        expected = self.predictor.output_tokens
+        output_tokens = min(info.max_new_tokens, expected) if info.max_new_tokens else expected
+        self.offered += Offered(1, max(1, uncached_tokens), output_tokens)
+
+    def turned_away(self) -> None:
+        """A request was refused before anything was known of it: counted as one like those before it."""
+        so_far = self.offered
+        mean_tokens = so_far.prefill_tokens // so_far.requests if so_far.requests else 0
+        self.offered += Offered(1, mean_tokens, self.predictor.output_tokens)
 
     def claimed(self, request: ActiveRequest, queued_s: float) -> None:
         self.predictor.observe_wait(request.info.prompt_tokens, request.backlog_s, queued_s)

@@ -12,6 +12,7 @@ import time
 from orchestrator.calls import FleetCalls
 from orchestrator.codec import Codec
 from orchestrator.config import Config
+from orchestrator.controller import RatioController
 from orchestrator.fleet import Fleet
 from orchestrator.membership import Membership
 from orchestrator.messages import CallReply, PrefillFailed, PrefixSnapshot, Welcome
@@ -50,6 +51,11 @@ class FrontendLink:
         self.membership = Membership(
             self.registry, self.fleet, self.transport, self.prefixes, config.workers.timeout_s, self._worker_lost
         )
+        self.controller = RatioController(
+            *(frontend_id, config, self.registry, self.fleet),
+            depth=lambda: self.prefill.depth,
+            predictor=self.router.learning.predictor,
+        )
         self.desired: DesiredRatio | None = None
         self._beaten = asyncio.Event()
         self.prefill.on_away = self.router.queue_lost
@@ -65,6 +71,7 @@ class FrontendLink:
             tasks.create_task(self.router.run())
             tasks.create_task(self._receive())
             tasks.create_task(self._heartbeat())
+            tasks.create_task(self.controller.run())
 
     async def synced(self) -> None:
         """Waits until registry, queue and desired ratio have been asked once: what is decided now is well-founded."""
@@ -116,7 +123,8 @@ class FrontendLink:
     async def _beat(self) -> None:
         # Registered from the start, url or not: a job whose frontend is unknown would be dropped as an orphan.
         try:
-            await self.registry.refresh_frontend(self.frontend_id, self._url, self._pid, FRONTEND_TTL_S)
+            offered = self.router.learning.offered
+            await self.registry.refresh_frontend(self.frontend_id, self._url, self._pid, FRONTEND_TTL_S, offered)
             self.desired = await self.registry.desired()
         except RedisAway as error:
             log.debug("heartbeat missed: %s", error)

@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from orchestrator.fleet import WorkerView
-from orchestrator.types import QueueDepth
+from orchestrator.types import DesiredRatio, QueueDepth, Role
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -42,13 +42,21 @@ kv_exposed_s = Histogram(
     "pd_kv_exposed_seconds", "From the end of remote prefill compute to decode's first token", buckets=_SECONDS
 )
 
+ratio_changes = Counter("pd_ratio_changes", "Changes of the desired ratio decided by this frontend, while it led")
+
 
 class FleetCollector(Collector):
     """Yields gauges and counters of the fleet as it is at the moment of the scrape."""
 
-    def __init__(self, workers: Callable[[], Iterable[WorkerView]], depth: Callable[[], QueueDepth | None]) -> None:
+    def __init__(
+        self,
+        workers: Callable[[], Iterable[WorkerView]],
+        depth: Callable[[], QueueDepth | None],
+        desired: Callable[[], DesiredRatio | None],
+    ) -> None:
         self._workers = workers
         self._depth = depth
+        self._desired = desired
 
     def collect(self) -> Iterator[Metric]:
         depth = self._depth()
@@ -59,6 +67,11 @@ class FleetCollector(Collector):
             yield GaugeMetricFamily("pd_queue_requests", "Remote prefills waiting to be claimed", value=depth.requests)
             yield GaugeMetricFamily("pd_queue_tokens", "Uncached prompt tokens in them", value=depth.tokens)
             yield GaugeMetricFamily("pd_queue_claimed", "Remote prefills claimed and not yet done", value=depth.claimed)
+        if (desired := self._desired()) is not None:
+            wanted = GaugeMetricFamily("pd_desired_workers", "Workers that there should be, by role", labels=["role"])
+            for role in Role:
+                wanted.add_metric([role.value], desired.prefill if role is Role.PREFILL else desired.decode)
+            yield wanted
         blocks = GaugeMetricFamily("pd_worker_kv_blocks", "KV blocks, by worker and state", labels=["worker", "state"])
         running = GaugeMetricFamily("pd_worker_requests", "Requests, by worker and state", labels=["worker", "state"])
         up = GaugeMetricFamily("pd_worker_up", "1 for each known worker", labels=["worker", "role", "state"])

@@ -126,7 +126,7 @@ class Fleet:
             "model": workers[0].identity.model if workers else None,
             "workers": [_describe(info) for info in workers],
             "queue": {"requests": depth.requests, "tokens": depth.tokens, "claimed": depth.claimed},
-            "desired": {"prefill": desired.prefill, "decode": desired.decode} if desired else None,
+            "desired": msgspec.to_builtins(desired),
         }
 
     async def _seen(self) -> list[SeenWorker]:

@@ -165,6 +165,7 @@ class Redis(redis.asyncio.Redis):
 
     async def _read(self, pipe: _Pipe) -> None:
         loop, timeout_s = asyncio.get_running_loop(), pipe.connection.socket_timeout
+        assert timeout_s is not None, "`connect` sets one"
         try:
             # One deadline that is moved on, not one for each answer: they come by the hundred.
             async with asyncio.timeout(timeout_s) as limit:

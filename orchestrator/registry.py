@@ -15,13 +15,14 @@ from typing import Any, Union
 import msgspec
 
 from orchestrator.redis_client import Keys, Redis, RedisAway, Script
-from orchestrator.types import DesiredRatio, EngineIdentity, Role, WorkerInfo
+from orchestrator.types import DesiredRatio, EngineIdentity, Offered, Role, WorkerInfo
 from orchestrator.worker_fields import worker_from_fields, worker_to_fields
 
 log = logging.getLogger("pd.registry")
 
 # An expired member announces nothing itself: watchers look for the missing this often.
 PRUNE_S = 1.0
+_OFFERED = "offered_"  # before the names of a frontend's counts, which are no change worth telling
 
 
 class IncompatibleWorker(Exception):
@@ -47,6 +48,7 @@ class Frontend(msgspec.Struct, frozen=True):
     url: str
     pid: int
     since: float  # unix seconds
+    offered: Offered = Offered()  # to it, since it started
 
 
 class Joined(msgspec.Struct, tag="joined", frozen=True):
@@ -98,7 +100,7 @@ class Registry:
         self.corrupt = 0
         self._redis = redis
         self._complained: dict[str, str] = {}
-        names = ("member_put", "member_leave", "members", "order", "clear_orders", "set_desired")
+        names = ("member_put", "member_leave", "members", "order", "clear_orders", "set_desired", "lead")
         self._scripts = {name: Script(name, "members_common") for name in names}
 
     # ---- workers -----------------------------------------------------------------------------------------------
@@ -170,9 +172,12 @@ class Registry:
     async def join_frontend(self, frontend_id: str, url: str, pid: int, ttl_s: float) -> None:
         await self._put("frontend", frontend_id, ttl_s, True, [], {"url": url, "pid": str(pid)})
 
-    async def refresh_frontend(self, frontend_id: str, url: str, pid: int, ttl_s: float) -> None:
+    async def refresh_frontend(
+        self, frontend_id: str, url: str, pid: int, ttl_s: float, offered: Offered = Offered()
+    ) -> None:
         """Stay for `ttl_s` more; enters again when Redis has lost this frontend."""
-        await self._put("frontend", frontend_id, ttl_s, False, [], {"url": url, "pid": str(pid)})
+        counts = {_OFFERED + name: str(value) for name, value in msgspec.structs.asdict(offered).items()}
+        await self._put("frontend", frontend_id, ttl_s, False, [], {"url": url, "pid": str(pid), **counts})
 
     async def leave_frontend(self, frontend_id: str) -> None:
         """Idempotent. Its waiting jobs are dropped by the queue's sweep."""
@@ -183,7 +188,11 @@ class Registry:
         found = {}
         for frontend_id, fields in await self._members("frontend"):
             try:
-                found[frontend_id] = Frontend(frontend_id, fields["url"], int(fields["pid"]), float(fields["since"]))
+                counts = {n.removeprefix(_OFFERED): v for n, v in fields.items() if n.startswith(_OFFERED)}
+                offered = msgspec.convert(counts, Offered, strict=False)
+                found[frontend_id] = Frontend(
+                    frontend_id, fields["url"], int(fields["pid"]), float(fields["since"]), offered
+                )
             except (KeyError, ValueError) as error:
                 self._complain(frontend_id, f"{type(error).__name__}: {error}")
         return found
@@ -194,6 +203,19 @@ class Registry:
         """Say how many workers of each role there should be, and who says so."""
         event = DesiredChanged(prefill, decode, by)
         await self._run("set_desired", prefill, decode, by, msgspec.json.encode(event))
+
+    async def lead(self, frontend_id: str, lease_s: float) -> float | None:
+        """Become, or stay, the one that decides the ratio, for `lease_s` more. Returns the server's clock (unix
+        seconds), or None while somebody else leads."""
+        now = await self._run("lead", frontend_id, max(1, round(lease_s * 1000)))
+        return float(now) if now else None
+
+    async def propose_desired(self, leader_id: str, seen: DesiredRatio, wanted: DesiredRatio) -> bool:
+        """`set_desired`, decided upon `seen`. False when the leader leads no more, or another ratio was set since."""
+        event = msgspec.json.encode(DesiredChanged(wanted.prefill, wanted.decode, wanted.set_by))
+        guard = (leader_id, seen.prefill, seen.decode, repr(seen.set_at))
+        changed = await self._run("set_desired", wanted.prefill, wanted.decode, wanted.set_by, event, *guard)
+        return bool(changed)
 
     async def desired(self) -> DesiredRatio | None:
         """What was set last; None when nothing was, or what is there cannot be read."""

@@ -98,6 +98,7 @@ class Router:
         decision = self._decide(probe)
         if isinstance(decision, Reject):
             self._count_rejected(decision)
+            self.learning.turned_away()
             raise _overloaded(decision)
 
     async def submit(self, request: Any) -> None:
@@ -145,6 +146,8 @@ class Router:
         decision = place(info, candidates, view, self._routing, self._choose, predictor, self._slo)
         if active is None or active.attempt > 1:
             return decision  # what was accepted once is not refused when it moves
+        if not active.decision:
+            self.learning.arrived(info, info.prompt_tokens - view.cached_tokens)
         admission = admit(decision, info, candidates, view, self._slo, predictor)
         if isinstance(admission, Reject):
             return admission

@@ -169,6 +169,28 @@ class QueueDepth(msgspec.Struct, frozen=True):
     claimed: int
 
 
+class Offered(msgspec.Struct, frozen=True):
+    """Load that came since counting began, whether it was served or refused."""
+
+    requests: int = 0
+    prefill_tokens: int = 0  # prompt tokens that no prefill worker had cached
+    output_tokens: float = 0.0  # as expected when it came
+
+    def __add__(self, other: Offered) -> Offered:
+        return Offered(
+            self.requests + other.requests,
+            self.prefill_tokens + other.prefill_tokens,
+            self.output_tokens + other.output_tokens,
+        )
+
+    def __sub__(self, other: Offered) -> Offered:
+        return Offered(
+            self.requests - other.requests,
+            self.prefill_tokens - other.prefill_tokens,
+            self.output_tokens - other.output_tokens,
+        )
+
+
 class DesiredRatio(msgspec.Struct, frozen=True):
     """How many workers of each role there should be, who said so and when."""
 

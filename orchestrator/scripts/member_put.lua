@@ -30,7 +30,10 @@ if joining then
   redis.call('DEL', key)
 elseif known then
   for i = first, #ARGV, 2 do
-    if redis.call('HGET', key, ARGV[i]) ~= ARGV[i + 1] then changed = true end
+    -- What was offered grows with every heartbeat, and is nobody's news.
+    if not string.find(ARGV[i], '^offered_') and redis.call('HGET', key, ARGV[i]) ~= ARGV[i + 1] then
+      changed = true
+    end
   end
 end
 redis.call('HSET', key, 'since', since or seconds(clock()), unpack(ARGV, first))

@@ -1,5 +1,6 @@
 -- After common.lua in the scripts of the registry: members ("worker" or "frontend") and their events.
 local EVENTS = PREFIX .. 'events'
+local LEADER = PREFIX .. 'ratio_leader' -- the frontend that decides the ratio, for as long as its lease runs
 
 local function index_key(kind) return PREFIX .. kind .. 's' end
 local function member_key(kind, id) return PREFIX .. kind .. ':' .. id end

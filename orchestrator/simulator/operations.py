@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.policy.predict import LineFit
 from orchestrator.policy.ratio import LoadSample, RatioLimits, desired_ratio
+from orchestrator.policy.sampling import LoadSampler, Look
 from orchestrator.simulator.job import FleetError
 from orchestrator.simulator.stay import Stay
 from orchestrator.simulator.view import PoolView
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 SAMPLE_S = 5.0
 WINDOW = 12  # samples; also the warm-up, since the first to end are the short ones
-# What decode memory is filled to: sequences grow. Prefill needs no such room, since prompts can go local.
-TARGET_USAGE = 0.8
 
 
 class RatioControl:
@@ -32,10 +30,8 @@ class RatioControl:
         self._window: deque[LoadSample] = deque(maxlen=WINDOW)
         self._current = DesiredRatio(sim.settings.prefill, sim.settings.decode, set_at=-1e9)
         self._next_at = SAMPLE_S
-        self._offered = (0, 0)
-        self._itl = LineFit(0.0, sim.settings.profile.step_s)  # seconds by sequences decoding
+        self._sampler = LoadSampler(sim.router.slo.tpot_s, sim.settings.profile.step_s)
         self._plain: dict[str, tuple[float, int]] = {}  # by worker: seconds and steps that only decoded, so far
-        self._context = 0.0  # tokens per sequence
         self._moving: list[tuple[Worker, PoolView]] = []
         self.changes: list[tuple[float, int, int]] = []
         sim.on_tick.append(self.tick)
@@ -45,7 +41,8 @@ class RatioControl:
         if now < self._next_at:
             return
         self._next_at = now + SAMPLE_S
-        self._window.append(self._sample(now))
+        if (sample := self._sampler.sample(self._look(now), self._sim.router.predictor)) is not None:
+            self._window.append(sample)
         if self._moving or len(self._window) < WINDOW:
             return
         desired = desired_ratio(list(self._window), self._current, self._limits)
@@ -53,38 +50,25 @@ class RatioControl:
             self._apply(desired)
             self.changes.append((now, desired.prefill, desired.decode))
 
-    def _sample(self, now: float) -> LoadSample:
+    def _look(self, now: float) -> Look:
         router, profile = self._sim.router, self._sim.settings.profile
-        offered = (router.offered_requests, router.offered_tokens)
-        requests, tokens = offered[0] - self._offered[0], offered[1] - self._offered[1]
-        self._offered = offered
         workers = router.decode.workers()
         running = sum(len(worker.running) for worker in workers)
         for worker in workers:
             # Steps that also prefill are left out: that work is counted as prefill.
             seconds, steps = self._plain.get(worker.name, (0.0, 0))
-            if worker.plain_steps > steps:
-                self._itl.observe(len(worker.running), (worker.plain_s - seconds) / (worker.plain_steps - steps))
+            if (new := worker.plain_steps - steps) > 0:
+                self._sampler.observe_step(len(worker.running), (worker.plain_s - seconds) / new)
                 self._plain[worker.name] = (worker.plain_s, worker.plain_steps)
-        holding = running + sum(len(worker.receiving) + len(worker.arrived) for worker in workers)
-        if holding:
-            used_tokens = sum(worker.used_blocks(now) for worker in workers) * profile.block_size
-            self._context += 0.3 * (used_tokens / holding - self._context)
-        room = TARGET_USAGE * profile.blocks * profile.block_size / max(1.0, self._context)
-        fit = self._itl
-        in_time = (router.slo.tpot_s - fit.intercept) / fit.slope if fit.slope > 0 else room
-        concurrency = max(1.0, min(profile.max_num_seqs, room, in_time))
-        mean_tokens = tokens // requests if requests else 1024
-        return LoadSample(
+        return Look(
             at=now,
-            period_s=SAMPLE_S,
-            offered_requests=requests,
-            offered_prefill_tokens=tokens,
-            offered_output_tokens=requests * router.predictor.output_tokens,
+            offered=router.offered,
             queued_prefill_tokens=router.queue_tokens,
-            decode_held=(holding + sum(len(worker.waiting) for worker in workers)) / concurrency,
-            prefill_s_per_token=router.predictor.prefill_s(mean_tokens) / max(1, mean_tokens),
-            decode_tokens_per_s=concurrency / fit.at(concurrency),
+            holding=running + sum(len(worker.receiving) + len(worker.arrived) for worker in workers),
+            waiting=sum(len(worker.waiting) for worker in workers),
+            held_tokens=sum(worker.used_blocks(now) for worker in workers) * profile.block_size,
+            worker_tokens=profile.blocks * profile.block_size,
+            worker_sequences=profile.max_num_seqs,
         )
 
     def _apply(self, desired: DesiredRatio) -> None:

@@ -21,7 +21,7 @@ from orchestrator.simulator.job import Job, Settings
 from orchestrator.simulator.stay import Stay
 from orchestrator.simulator.view import PoolView
 from orchestrator.simulator.worker import Worker
-from orchestrator.types import PrefixEvents, QueueDepth
+from orchestrator.types import Offered, PrefixEvents, QueueDepth
 
 REFRESH_HITS_S = 1.0  # a waiting job's prefix hits are looked up again when older than this
 
@@ -59,8 +59,7 @@ class Router:
         self.queue_tokens = 0
         self.claimed = 0
         self.reasons: Counter[str] = Counter()
-        # Offered since the start: requests, and prompt tokens that no prefill worker had cached.
-        self.offered_requests = self.offered_tokens = 0
+        self.offered = Offered()
         self._index_sequence: Counter[str] = Counter()
         self._itl_seen: dict[str, tuple[float, int]] = {}
 
@@ -78,8 +77,7 @@ class Router:
         for name, tokens in hits.items():
             if tokens > cached and name in self.prefill:
                 cached = tokens
-        self.offered_requests += 1
-        self.offered_tokens += max(1, job.prompt_tokens - cached)
+        self.offered += Offered(1, max(1, job.prompt_tokens - cached), self.predictor.output_tokens)
         view = PrefillView(len(self.prefill), QueueDepth(len(self.queue), self.queue_tokens, self.claimed), cached)
         decision = place(request, candidates, view, self.routing, self.choose, self.predictor, self.slo)
         late = False

@@ -39,8 +39,8 @@ def fleet():
 async def client(fleet):
     app = FastAPI()
     registry = CollectorRegistry()
-    registry.register(FleetCollector(fleet.workers.values, lambda: QueueDepth(3, 4000, 1)))
-    depth, desired = (lambda: QueueDepth(3, 4000, 1)), (lambda: DesiredRatio(1, 2))
+    depth, desired = (lambda: QueueDepth(3, 4000, 1)), (lambda: DesiredRatio(1, 2, "ratio", 5.0))
+    registry.register(FleetCollector(fleet.workers.values, depth, desired))
     app.router.routes[:0] = http_edge.fleet_routes("demo", fleet, depth, desired, registry, Predictor()).routes
 
     @app.get("/refuse")
@@ -105,7 +105,7 @@ async def test_the_fleet_page_has_the_promised_fields(client, fleet):
     fleet.workers["d0"].connected = True
     page = (await client.get("/fleet")).json()
     assert page["model"] == "demo" and page["queue"] == {"requests": 3, "tokens": 4000, "claimed": 1}
-    assert page["desired"] == {"prefill": 1, "decode": 2}
+    assert page["desired"] == {"prefill": 1, "decode": 2, "set_by": "ratio", "set_at": 5.0}
     assert page["workers"] == [
         {
             "id": "d0", "role": "decode", "state": "ready", "engine": "sim", "host": "h", "pid": 42,
@@ -124,6 +124,7 @@ async def test_metrics_have_the_promised_names(client):
     for line in (
         "pd_queue_requests 3.0",
         "pd_queue_tokens 4000.0",
+        'pd_desired_workers{role="decode"} 2.0',
         'pd_worker_kv_blocks{state="free",worker="d0"} 60.0',
         'pd_kv_transfer_bytes_total{worker="d0"} 1000.0',
         'pd_kv_transfer_seconds_sum{worker="d0"} 0.5',

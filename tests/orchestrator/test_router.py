@@ -12,7 +12,7 @@ from orchestrator.queue import QueueFull
 from orchestrator.redis_client import RedisAway
 from orchestrator.request import SUCCESSORS, State
 from orchestrator.router import FINISH_ABORT, FINISH_ERROR, Overloaded
-from orchestrator.types import QueueDepth, Role, WorkerLoad
+from orchestrator.types import Offered, QueueDepth, Role, WorkerLoad
 
 
 async def test_a_short_prompt_is_prefilled_where_it_decodes():
@@ -348,6 +348,24 @@ async def test_a_request_that_cannot_be_in_time_is_refused_or_deferred_as_config
     else:
         await bench.router.submit(FakeRequest("r"))
         assert bench.prefill.jobs[0].delay_s > LATE_S
+
+
+async def test_offered_load_counts_each_request_once_and_those_refused_too():
+    bench = Bench(max_waiting_per_worker=1)
+    await bench.router.submit(FakeRequest("a", 300, max_new_tokens=40))
+    bench.claim("a")
+    bench.router.worker_lost(bench.router.requests["a"].decode_worker)  # a second attempt is no second request
+    await asyncio.sleep(0)
+    expected = bench.router.learning.predictor.output_tokens
+    await bench.router.submit(FakeRequest("b", 500, max_new_tokens=10**6))
+    assert bench.router.learning.offered == Offered(2, 800, 40 + expected)
+    bench.fleet.remove("d0")
+    bench.fleet.remove("d1")
+    with pytest.raises(Overloaded):
+        await bench.router.submit(FakeRequest("c", 100, max_new_tokens=10))
+    with pytest.raises(Overloaded):
+        bench.router.admit()
+    assert bench.router.learning.offered == Offered(4, 900 + 300, 50 + 2 * expected)
 
 
 @pytest.mark.parametrize("order", ["length", "slack"])

@@ -191,4 +191,4 @@ async def test_status_from_the_registry_alone(tmp_path):
         ]
         assert seen["workers"][0]["blocks_free"] is None, "loads are not in the registry"
         assert seen["queue"] == {"requests": 0, "tokens": 0, "claimed": 0}
-        assert seen["desired"] == {"prefill": 1, "decode": 1}
+        assert (seen["desired"]["prefill"], seen["desired"]["decode"]) == (1, 1)
