@@ -82,7 +82,7 @@ class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     claim_timeout_s: Seconds = 15.0  # a job unclaimed this long is prefilled locally
     max_waiting_per_worker: Positive = 128  # requests waiting in a decode engine that make it full
     # The first token of a remote prefill: prefill's own at once, where decode would sample the same; or decode's.
-    first_token: Literal["prefill", "decode"] = "decode"
+    first_token: Literal["prefill", "decode"] = "prefill"
     # Workers say what their prefix caches hold: what is cached is neither length nor work, and draws by `kv_prefix`.
     prefix_index: bool = True
     max_attempts: Positive = 4
@@ -102,20 +102,6 @@ class QueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     affinity_window: Annotated[int, Meta(ge=0, le=256)] = 32
     lease_s: Seconds = 10.0
     max_deliveries: Positive = 3  # a job whose claims died this often is handed back as failed
-
-
-class RatioConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Whether the fleet shifts workers between the roles by itself. How many there are in all stays the operator's."""
-
-    mode: Literal["off", "auto"] = "off"
-    interval_s: Seconds = 5.0  # between two looks at the load
-    window_s: Seconds = 60.0  # of looks that must agree
-    cool_down_s: Seconds = 60.0  # after any change, an operator's too
-    gain: Annotated[float, Meta(gt=0, lt=1)] = 0.15  # least relative relief of the busier side
-    busy: NonNegative = 0.7  # a side less busy than this needs no relief
-    min_prefill: Positive = 1
-    min_decode: Positive = 1
-    backlog_s: Seconds = 30.0  # a backlog is load, to be worked off within this
 
 
 class KVConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -157,7 +143,6 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     routing: RoutingConfig = RoutingConfig()
     slo: SLOConfig = SLOConfig()
     queue: QueueConfig = QueueConfig()
-    ratio: RatioConfig = RatioConfig()
     kv: KVConfig = KVConfig()
     sim: SimConfig = SimConfig()
     launcher: LauncherConfig = LauncherConfig()
@@ -192,11 +177,6 @@ def parse_config(tree: dict[str, Any]) -> Config:
         raise ConfigError(f"redis.url: expected 'embedded', redis://, rediss:// or unix://, got {config.redis.url!r}")
     if config.workers.decode.replicas == 0:
         raise ConfigError("workers.decode.replicas: expected an integer >= 1 (decode workers answer requests), got 0")
-    if config.ratio.window_s < 2 * config.ratio.interval_s:
-        raise ConfigError(
-            f"ratio.window_s: expected at least two times ratio.interval_s ({config.ratio.interval_s:g}), "
-            f"got {config.ratio.window_s:g}"
-        )
     return config
 
 
