@@ -104,6 +104,20 @@ class QueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     max_deliveries: Positive = 3  # a job whose claims died this often is handed back as failed
 
 
+class RatioConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Whether the fleet shifts workers between the roles by itself. How many there are in all stays the operator's."""
+
+    mode: Literal["off", "auto"] = "off"
+    interval_s: Seconds = 5.0  # between two looks at the load
+    window_s: Seconds = 60.0  # of looks that must agree
+    cool_down_s: Seconds = 60.0  # after any change, an operator's too
+    gain: Annotated[float, Meta(gt=0, lt=1)] = 0.15  # least relative relief of the busier side
+    busy: NonNegative = 0.7  # a side less busy than this needs no relief
+    min_prefill: Positive = 1
+    min_decode: Positive = 1
+    backlog_s: Seconds = 30.0  # a backlog is load, to be worked off within this
+
+
 class KVConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     transfer: Literal["chunk", "layer", "whole"] = "chunk"
     transfer_timeout_s: Seconds = 30.0  # decode recomputes what has not arrived by then
@@ -143,6 +157,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     routing: RoutingConfig = RoutingConfig()
     slo: SLOConfig = SLOConfig()
     queue: QueueConfig = QueueConfig()
+    ratio: RatioConfig = RatioConfig()
     kv: KVConfig = KVConfig()
     sim: SimConfig = SimConfig()
     launcher: LauncherConfig = LauncherConfig()
@@ -177,6 +192,11 @@ def parse_config(tree: dict[str, Any]) -> Config:
         raise ConfigError(f"redis.url: expected 'embedded', redis://, rediss:// or unix://, got {config.redis.url!r}")
     if config.workers.decode.replicas == 0:
         raise ConfigError("workers.decode.replicas: expected an integer >= 1 (decode workers answer requests), got 0")
+    if config.ratio.window_s < 2 * config.ratio.interval_s:
+        raise ConfigError(
+            f"ratio.window_s: expected at least two times ratio.interval_s ({config.ratio.interval_s:g}), "
+            f"got {config.ratio.window_s:g}"
+        )
     return config
 
 
