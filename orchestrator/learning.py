@@ -5,6 +5,7 @@ Reads requests, decides nothing. Times are the router's monotonic clock, seconds
 
 from __future__ import annotations
 
+from orchestrator.fleet import WorkerView
 from orchestrator.policy.predict import Predictor
 from orchestrator.request import ActiveRequest, State
 from orchestrator.types import Offered, RequestInfo
@@ -30,10 +31,12 @@ class Learning:
     def claimed(self, request: ActiveRequest, queued_s: float) -> None:
         self.predictor.observe_wait(request.info.prompt_tokens, request.backlog_s, queued_s)
 
-    def prefilled(self, request: ActiveRequest, worker_id: str, cached_tokens: int, seconds: float) -> None:
+    def prefilled(self, request: ActiveRequest, cached_tokens: int, worker: WorkerView | None) -> None:
+        """At the worker's own rate: of prompts that one batch computes together each would show the time of all."""
+        tokens_per_s = worker.load.prefill_tokens_per_s if worker is not None and worker.load is not None else 0.0
         computed = request.info.prompt_tokens - cached_tokens
-        if computed > 0:
-            self.predictor.observe_prefill(worker_id, computed, seconds)
+        if worker is not None and computed > 0 and tokens_per_s > 0:
+            self.predictor.observe_prefill(worker.info.id, computed, computed / tokens_per_s)
 
     def first_token(self, request: ActiveRequest, now: float) -> None:
         """Call before the request moves on to decoding."""

@@ -284,7 +284,7 @@ class Router:
     def _on_prefilled(self, active: ActiveRequest, message: Prefilled, payload: list[bytes], now: float) -> None:
         active.prefilled_at, active.prefill_s = now, message.prefill_s
         metrics.prefill_s.observe(message.prefill_s)
-        self.learning.prefilled(active, message.worker_id, message.cached_tokens, message.prefill_s)
+        self.learning.prefilled(active, message.cached_tokens, self._fleet.workers.get(message.worker_id))
         if (batch := self._first_token.of_prefill(active, message, payload, now)) is not None:
             self.batches.put_nowait(batch)
 

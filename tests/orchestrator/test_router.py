@@ -311,6 +311,7 @@ async def test_a_burst_does_not_herd_onto_the_worker_that_looked_emptiest():
 async def test_stages_are_learned_from(monkeypatch):
     bench = Bench()
     predictor = bench.router.learning.predictor
+    bench.fleet.take_load(WorkerLoad("p0", 1, 1000, 1000, 0, 0, 0, 1.0, prefill_tokens_per_s=250.0), time.monotonic())
     for i in range(8):
         await bench.router.submit(FakeRequest(f"r{i}"))
         bench.claim(f"r{i}")
