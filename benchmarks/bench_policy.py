@@ -9,14 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import uvloop
+from bench_queue import report as queue_report
+from bench_queue import run as queue_benchmark
 
 from orchestrator.config import RoutingConfig, SLOConfig
 from orchestrator.policy.decode_choice import Candidate, KVBlocks
@@ -211,10 +212,11 @@ def bench_speed(results: dict[str, Any], traces: Path) -> None:
         save("speed", results)
 
 
-def bench_queue() -> None:
-    """The prefill queue's own benchmark, a million jobs waiting."""
-    script = Path(__file__).parent / "bench_queue.py"
-    subprocess.run([sys.executable, str(script), "--json", str(RESULTS / "queue.json")], check=True)
+def bench_queue(quick: bool) -> None:
+    """The prefill queue, a million jobs waiting."""
+    result = uvloop.run(queue_benchmark(seconds=2.0 if quick else 10.0))
+    say(queue_report(result))
+    save("queue", result)
 
 
 # ---- results ---------------------------------------------------------------------------------------------------
@@ -270,7 +272,7 @@ def main() -> None:
         elif part == "goodput":
             bench_goodput(results, options.traces, options.fleets, options.quick)
         else:
-            bench_queue()
+            bench_queue(options.quick)
     everything = load_results()
     from policy_tables import markdown
 

@@ -23,6 +23,7 @@ from orchestrator.redis_client import EmbeddedRedis, Redis, connect
 from orchestrator.types import PrefillJob
 
 NAMESPACE = "bench-queue"
+WAITING, SECONDS, BODY_BYTES = 1_000_000, 10.0, 512
 TARGET_CLAIM_P99_MS, TARGET_CYCLES_PER_S = 2.0, 5000.0
 
 
@@ -82,6 +83,25 @@ async def cycle(
     return {"clients": clients, "asked_per_s": rate or None, "cycles_per_s": per_s, "claim_ms": quantiles_ms(latencies)}
 
 
+async def do_nothing(redis: Redis, seconds: float, clients: int, rate: float) -> dict[str, float]:
+    """Latency of a command that does nothing, as often as `cycle` sends any: what client, server and machine add."""
+    latencies: list[float] = []
+    started = time.perf_counter()
+
+    async def client(offset: int) -> None:
+        turn = offset
+        while time.perf_counter() < started + seconds:
+            await asyncio.sleep(max(started + turn / rate - time.perf_counter(), 0))
+            turn += clients
+            for _ in range(3):
+                asked = time.perf_counter()
+                await redis.execute_command("PING")
+                latencies.append(time.perf_counter() - asked)
+
+    await asyncio.gather(*(client(n) for n in range(clients)))
+    return quantiles_ms(latencies)
+
+
 async def measure(redis: Redis, waiting: int, seconds: float, body_bytes: int) -> dict[str, Any]:
     body = random.Random(1).randbytes(body_bytes)
     queue = PrefillQueue(redis, NAMESPACE, QueueConfig(max_requests=waiting + 100_000, lease_s=600.0))
@@ -94,6 +114,7 @@ async def measure(redis: Redis, waiting: int, seconds: float, body_bytes: int) -
         "as fast as it can, 8": await cycle(queue, seconds, 8, 0, body, 3 * 10**9),
         "as fast as it can": await cycle(queue, seconds, 64, 0, body, 4 * 10**9),
     }
+    nothing_ms = await do_nothing(redis, seconds, 64, TARGET_CYCLES_PER_S)
     depth = await queue.depth()
     assert depth.requests == waiting and depth.claimed == 0, f"the queue's books do not balance: {depth}"
     return {
@@ -102,6 +123,7 @@ async def measure(redis: Redis, waiting: int, seconds: float, body_bytes: int) -
         "filled_per_s": filled_per_s,
         "bytes_per_job": used / waiting if waiting else 0,
         "runs": runs,
+        "ping_ms": nothing_ms,
     }
 
 
@@ -117,6 +139,8 @@ def report(result: dict[str, Any]) -> str:
             f"{name:22} {run['clients']:>7} {run['cycles_per_s']:>9,.0f} "
             f"{claim['p50']:>10.2f} {claim['p99']:>8.2f} {claim['p99.9']:>8.2f}"
         )
+    ping = result["ping_ms"]
+    lines.append(f"{'PING at that rate':42} {ping['p50']:>10.2f} {ping['p99']:>8.2f} {ping['p99.9']:>8.2f}")
     p99 = result["runs"]["at the target rate"]["claim_ms"]["p99"]
     per_s = result["runs"]["as fast as it can"]["cycles_per_s"]
     lines.append(
@@ -127,15 +151,17 @@ def report(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-async def run(options: argparse.Namespace) -> dict[str, Any]:
+async def run(
+    url: str | None = None, waiting: int = WAITING, seconds: float = SECONDS, body_bytes: int = BODY_BYTES
+) -> dict[str, Any]:
+    """The whole benchmark, on an embedded server where no URL is given."""
     embedded = EmbeddedRedis()
     with tempfile.TemporaryDirectory() as folder:
-        url = options.url or await embedded.start(Path(folder))
-        redis = await connect(url, timeout_s=5.0)
+        redis = await connect(url or await embedded.start(Path(folder)), timeout_s=5.0)
         try:
-            return await measure(redis, options.waiting, options.seconds, options.body_bytes)
+            return await measure(redis, waiting, seconds, body_bytes)
         finally:
-            if options.url:
+            if url:
                 async for key in redis.scan_iter(match=f"pd:{{{NAMESPACE}}}:*", count=5000):
                     await redis.unlink(key)
             await redis.aclose()
@@ -145,12 +171,12 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", help="a running server instead of an embedded one")
-    parser.add_argument("--waiting", type=int, default=1_000_000, help="jobs waiting throughout")
-    parser.add_argument("--seconds", type=float, default=10.0, help="per run")
-    parser.add_argument("--body-bytes", type=int, default=512, help="size of each job's request")
+    parser.add_argument("--waiting", type=int, default=WAITING, help="jobs waiting throughout")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="per run")
+    parser.add_argument("--body-bytes", type=int, default=BODY_BYTES, help="size of each job's request")
     parser.add_argument("--json", type=Path, help="write the result here too")
     options = parser.parse_args()
-    result = uvloop.run(run(options))
+    result = uvloop.run(run(options.url, options.waiting, options.seconds, options.body_bytes))
     print(report(result))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
