@@ -1,7 +1,8 @@
 """What a KV transfer adds to the time to first token: ours by chunk, layer and whole, and vLLM's own connectors.
 
-One prefill and one decode engine per variant, same settings, one request at a time. `exposed` is decode's first
-token minus the end of prefill compute, less one decode step. Prints a table, saves JSON and a PNG.
+One prefill and one decode engine per variant, same settings, one request at a time. Variants whose engines are quiet
+while idle stand side by side and take turns; those that spin a core run alone, afterwards. `exposed` is decode's
+first token minus the end of prefill compute, less one decode step. Prints a table, saves JSON and a PNG.
 """
 
 from __future__ import annotations
@@ -40,16 +41,17 @@ class Variant:
     connector: str | None = None  # vLLM's
     module: str | None = None
     pull: bool = False
+    spins: bool = False  # a core per engine, also while idle
 
 
 VARIANTS = [
     Variant("chunk", transfer="chunk"),
-    Variant("layer", transfer="layer"),
-    Variant("whole", transfer="whole"),
     Variant("stock push, repaired", connector="RepairedPush", module="kv_stock"),
     Variant("stock pull, repaired", connector="RepairedPull", module="kv_stock", pull=True),
-    Variant("stock push", connector="NixlPushConnector"),
-    Variant("stock pull", connector="NixlConnector", pull=True),
+    Variant("layer", transfer="layer"),
+    Variant("whole", transfer="whole"),
+    Variant("stock push", connector="NixlPushConnector", spins=True),
+    Variant("stock pull", connector="NixlConnector", pull=True, spins=True),
 ]
 
 
@@ -175,30 +177,51 @@ def _prompt(tokens: int) -> list[int]:
     return [random.randrange(3, 500) for _ in range(tokens)]
 
 
+def together(variants: list[Variant], at_once: int) -> list[list[Variant]]:
+    """Variants that take turns, at most `at_once`, which memory limits; what spins stands alone."""
+    quiet = [variant for variant in variants if not variant.spins]
+    groups = [quiet[at : at + at_once] for at in range(0, len(quiet), at_once)]
+    return [*groups, *([variant] for variant in variants if variant.spins)]
+
+
 async def measure(model: str, path: str, args: dict[str, Any], options: argparse.Namespace) -> list[Row]:
     rows = []
     raw: dict[int, float] = {}
-    for variant in options.variants:
-        pair = await start(variant, path, args, options.cuda)
+    for group in together(options.variants, options.at_once):
+        pairs = []
         try:
-            # Handshakes, and every KV page touched once, as in an engine that has served for a minute.
-            await pair.run(_prompt(max(options.tokens)))
-            await pair.run(_prompt(2048))
-            per_token = pair.prefill.info.kv_bytes_per_token
+            for variant in group:
+                pairs.append(await start(variant, path, args, options.cuda))
+            for pair in pairs:
+                # Handshakes, and every KV page touched once, as in an engine that has served for a minute.
+                await pair.run(_prompt(max(options.tokens)))
+                await pair.run(_prompt(min(2048, max(options.tokens))))
+            per_token = pairs[0].prefill.info.kv_bytes_per_token
             for tokens in options.tokens:
                 size = tokens * per_token
                 if size not in raw:
                     raw[size] = await asyncio.to_thread(_raw, size, options.cuda)
-                times = options.runs if tokens <= 4096 else 1
-                runs = [await pair.run(_prompt(tokens)) for _ in range(times)]
-                columns = list(zip(*runs, strict=True))
-                medians = [statistics.median(column) for column in columns]
-                best = [min(column) for column in columns[:2]]
-                rows.append(Row(model, variant.name, tokens, size, *medians, *best, raw[size], len(runs)))
-                print(_line(rows[-1]), flush=True)
+                times = options.runs if tokens <= 4096 else options.long_runs
+                for pair, runs in zip(pairs, await _in_turns(pairs, tokens, times), strict=True):
+                    columns = list(zip(*runs, strict=True))
+                    medians = [statistics.median(column) for column in columns]
+                    best = [min(column) for column in columns[:2]]
+                    rows.append(Row(model, pair.variant.name, tokens, size, *medians, *best, raw[size], len(runs)))
+                    print(_line(rows[-1]), flush=True)
         finally:
-            await pair.stop()
+            for pair in pairs:
+                await pair.stop()
     return rows
+
+
+async def _in_turns(pairs: list[Pair], tokens: int, times: int) -> list[list[tuple[float, float, float]]]:
+    """Each pair's runs. Every round has another order, so that drift of the machine falls on all alike."""
+    runs: dict[str, list[tuple[float, float, float]]] = {pair.variant.name: [] for pair in pairs}
+    for number in range(times):
+        first = number % len(pairs)
+        for pair in pairs[first:] + pairs[:first]:
+            runs[pair.variant.name].append(await pair.run(_prompt(tokens)))
+    return list(runs.values())
 
 
 def _raw(size: int, cuda: bool) -> float:
@@ -278,6 +301,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8000])
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--long-runs", type=int, default=1, help="runs of prompts beyond 4,096 tokens")
+    parser.add_argument("--at-once", type=int, default=3, help="variants that stand side by side")
     parser.add_argument("--chunk", type=int, default=256, help="tokens per engine step")
     parser.add_argument("--models", nargs="+", default=["smollm2", "kv-heavy"], choices=["smollm2", "kv-heavy"])
     parser.add_argument("--variants", nargs="+", default=None, choices=[variant.name for variant in VARIANTS])
