@@ -132,6 +132,7 @@ class SimConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     max_model_len: Positive = 32_768  # tokens
     max_num_seqs: Positive = 256
     max_num_batched_tokens: Positive = 2048
+    prefix_caching: bool = True
     step_base_ms: NonNegative = 2.0
     prefill_us_per_token: NonNegative = 20.0
     decode_us_per_seq: NonNegative = 20.0

@@ -67,7 +67,7 @@ class SimFixture:
         self.engines: dict[SimEngine, EngineInfo] = {}
 
     async def start(self, config: SimConfig = FAST, kv: KVConfig | None = None) -> tuple[SimEngine, EngineInfo]:
-        engine = SimEngine(config, "sim-model", kv=kv)
+        engine = SimEngine(config, "sim-model", kv=kv, prefix_events=True)
         info = await engine.start()
         self.engines[engine] = info
         return engine, info

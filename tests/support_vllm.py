@@ -114,6 +114,7 @@ class Driver:
         self.stats: dict[str, Any] = {}
         self.preempted: set[str] = set()
         self.loads: list[EngineLoad] = []
+        self.prefix_keys: set[int] = set()  # held by its cache, as its steps say
         self.error: BaseException | None = None
         self._task = asyncio.create_task(self._collect())
 
@@ -140,6 +141,7 @@ class Driver:
             kv_port=kv_port,
             kv=kv or KVConfig(),
             cores=cores,
+            prefix_events=True,
         )
         return cls(engine, await engine.start())
 
@@ -149,6 +151,9 @@ class Driver:
                 step = await self.engine.next_step()
                 if step.load is not None:
                     self.loads.append(step.load)
+                if (delta := step.prefix) is not None:
+                    kept = set() if delta.cleared else self.prefix_keys - set(delta.removed)
+                    self.prefix_keys = kept | set(delta.stored)
                 for output in step.outputs:
                     key = output.request_id
                     self.tokens.setdefault(key, []).extend(output.new_token_ids)

@@ -264,7 +264,7 @@ class Workers:
 
     async def start(self, role: Role, **sim: Any) -> LocalWorker:
         config = parse_config(self._tree | {"sim": self._tree.get("sim", {}) | sim})
-        engine = SimEngine(config.sim, "sim-model", kv=config.kv)
+        engine = SimEngine(config.sim, "sim-model", kv=config.kv, prefix_events=config.routing.prefix_index)
         agent = Agent(engine, self.redis, config, f"{role.value}-{next(self._numbers)}", role, "127.0.0.1")
         worker = LocalWorker(agent, engine, asyncio.create_task(agent.run()))
         self.local.append(worker)

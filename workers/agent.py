@@ -26,6 +26,7 @@ from workers.lifecycle import Life, Lifecycle
 from workers.loads import LoadReporter
 from workers.moves import Moves
 from workers.peers import Peers, listening
+from workers.prefix import PrefixReporter
 from workers.serving import Serving
 
 log = logging.getLogger("pd.worker")
@@ -93,11 +94,13 @@ class Agent:
             supported_tasks=engine.supported_tasks,
         )
         self._load = LoadReporter(self.worker_id, engine.blocks_total, self._attempts, self._transport.publish)
+        self._prefix = PrefixReporter(self.worker_id, self._transport.publish, self._transport.send, self._load)
         self._serving = Serving(
             self.worker_id,
             self._engine,
             self._attempts,
             self._load,
+            self._prefix,
             self._transport.send,
             self.life.refusal,
             engine.identity.max_model_len,
@@ -192,6 +195,7 @@ class Agent:
         await self._peers.close()
         await self._claims.close()
         await self._serving.close()
+        self._prefix.close()
         self._load.close()
         try:
             if self._joined:  # else the entry of this id, if any, is another's

@@ -60,12 +60,22 @@ class EngineOutput(Protocol):
     new_token_ids: list[int]
     finish_reason: Any  # None until finished
 
+
+class PrefixDelta(msgspec.Struct, frozen=True):
+    """What changed in the engine's prefix cache: `cleared` first, then `removed`, then `stored`. No key is in both."""
+
+    stored: list[int]  # keys of `policy.prefix_keys`
+    removed: list[int]
+    cleared: bool = False
+
+
 class EngineStep(msgspec.Struct):
-    """One step: outputs of any number of requests, and the load after it."""
+    """One step: outputs of any number of requests, the load after it, and what it changed in the prefix cache."""
 
     outputs: list[Any]  # of EngineOutput
     load: EngineLoad | None
     timestamp: float  # the engine's monotonic clock, seconds
+    prefix: PrefixDelta | None = None
 
 
 class EngineDead(RuntimeError):

@@ -71,6 +71,7 @@ class LoadReporter:
         self.rate = PrefillRate()
         self.engine = EngineLoad(blocks_free=blocks_total, running=0, waiting=0, step_ms=0.0)
         self.prefilled_tokens = 0
+        self.prefix_sequence = 0  # of what was published before the next report
         self.dirty = asyncio.Event()  # something happened that no step may ever report
         self.steps = 0
         self._seen: dict[str, _Seen] = {}
@@ -156,5 +157,6 @@ class LoadReporter:
                 kv_transfers=engine.kv_transfers,
                 kv_transfer_s=engine.kv_transfer_s,
                 kv_transfer_failures=engine.kv_transfer_failures,
+                prefix_sequence=self.prefix_sequence,
             )
         )

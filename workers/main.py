@@ -91,6 +91,7 @@ def _engine(parsed: WorkerSettings) -> Engine:
     # Unique per process start, so that a restarted worker is never taken for its predecessor.
     engine_id = f"{parsed.worker_id}-{uuid.uuid4().hex[:8]}"
     place: dict[str, Any] = {"engine_id": engine_id, "kv_host": parsed.host, "kv": config.kv}
+    place["prefix_events"] = config.routing.prefix_index
     if config.engine == "sim":
         from workers.sim_engine import SimEngine
 

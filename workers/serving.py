@@ -19,6 +19,7 @@ from orchestrator.messages import (
     CallReply,
     Hello,
     Outputs,
+    PrefixResync,
     Rejected,
     Submit,
     ToFrontend,
@@ -29,6 +30,7 @@ from orchestrator.types import engine_key
 from workers.attempts import Attempts, Held
 from workers.engine import Engine, EngineDead, EngineOutput, EngineRequest, EngineStep, InvalidEngineRequest, Phase
 from workers.loads import LoadReporter
+from workers.prefix import PrefixReporter
 
 log = logging.getLogger("pd.worker")
 
@@ -53,13 +55,14 @@ class Serving:
         engine: Engine,
         attempts: Attempts,
         load: LoadReporter,
+        prefix: PrefixReporter,
         send: Callable[[str, ToFrontend, Sequence[bytes]], bool],
         refusal: Callable[[], str | None],
         max_model_len: int,
     ) -> None:
         """`refusal`: why no submission is taken now, or None. `max_model_len`: prompt and answer, in tokens."""
         self._worker_id, self._engine = worker_id, engine
-        self._attempts, self._load = attempts, load
+        self._attempts, self._load, self._prefix = attempts, load, prefix
         self._send_frames, self._refusal, self._max_model_len = send, refusal, max_model_len
         self._greeted: dict[str, asyncio.Event] = {}
         self._unreachable_since: dict[str, float] = {}
@@ -90,6 +93,8 @@ class Serving:
             await self._abort(message)
         elif isinstance(message, Hello):
             self._hello(frontend_id, message)
+        elif isinstance(message, PrefixResync):
+            self._prefix.snapshot(frontend_id)
         elif isinstance(message, Call):
             task = asyncio.create_task(self._call(frontend_id, message), name=f"call-{message.method}")
             self._calls.add(task)
@@ -129,12 +134,13 @@ class Serving:
             await self._drop([older])
         if self._attempts.get(key) is not None:
             return "this worker prefills it"
-        tokens = 0 if submit.kv_source is not None else submit.prompt_tokens + len(submit.resume_tokens)
+        context_tokens = submit.prompt_tokens + len(submit.resume_tokens)
+        tokens = 0 if submit.kv_source is not None else max(1, context_tokens - submit.cached_tokens)
         held = Held(key, submit.request_id, submit.attempt, frontend_id, Phase.DECODE, tokens, time.monotonic())
         self._attempts.add(held)
         self._load.held()
         request = EngineRequest(key, Phase.DECODE, payload, submit.kv_source, submit.resume_tokens)
-        why = await self.start(held, request, submit.prompt_tokens + len(submit.resume_tokens))
+        why = await self.start(held, request, context_tokens)
         if why is not None:
             self._attempts.remove(held)
         return why
@@ -225,7 +231,7 @@ class Serving:
                 continue  # aborted meanwhile
             if not held.computed:
                 self._attempts.compute(held)
-                self._load.prefilled(held.tokens)
+                self._load.prefilled(_computed_tokens(held, output))
             if held.phase is Phase.PREFILL:
                 if output.finish_reason is not None:
                     self._attempts.remove(held)
@@ -237,6 +243,8 @@ class Serving:
             held_of.setdefault(held.frontend_id, []).append(held)
         for frontend_id, batch in outputs.items():
             await self._deliver_to(frontend_id, batch, held_of[frontend_id], step.timestamp)
+        if step.prefix is not None:
+            self._prefix.changed(step.prefix)
         self._load.stepped(step.load)
 
     async def _deliver_to(self, frontend_id: str, outputs: list[Any], held: list[Held], timestamp: float) -> None:
@@ -274,3 +282,9 @@ class Serving:
         for task in self._calls:
             task.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)
+
+
+def _computed_tokens(held: Held, output: EngineOutput) -> int:
+    """Prompt tokens that were prefilled here: what was cached cost no time, whatever was believed of it."""
+    stats = getattr(output, "prefill_stats", None)
+    return held.tokens if stats is None else min(held.tokens, stats.num_computed_tokens)

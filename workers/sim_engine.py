@@ -23,8 +23,18 @@ from orchestrator.engine_wire import (
     WireSampling,
 )
 from orchestrator.messages import PROTOCOL_VERSION, MessageError
+from orchestrator.policy.prefix_keys import prefix_keys, salt_of
 from orchestrator.types import EngineIdentity, KVEndpoint
-from workers.engine import EngineDead, EngineInfo, EngineLoad, EngineRequest, EngineStep, InvalidEngineRequest, Phase
+from workers.engine import (
+    EngineDead,
+    EngineInfo,
+    EngineLoad,
+    EngineRequest,
+    EngineStep,
+    InvalidEngineRequest,
+    Phase,
+    PrefixDelta,
+)
 from workers.sim_scheduler import Sampled, Scheduled, SimRequest, SimScheduler, TokenStream
 from workers.sim_transfers import SimTransfers
 
@@ -47,6 +57,7 @@ class SimEngine:
         kv_host: str = "127.0.0.1",
         kv_port: int = 0,
         kv: KVConfig | None = None,
+        prefix_events: bool = False,
     ) -> None:
         """Raises ConfigError when the longest sequence does not fit in the blocks."""
         capacity = config.blocks * config.block_size
@@ -65,6 +76,7 @@ class SimEngine:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._step_ms = 0.0
+        self._prefix_events = prefix_events
 
     async def start(self) -> EngineInfo:
         """Raises OSError when the KV port is taken."""
@@ -131,8 +143,11 @@ class SimEngine:
 
     async def call(self, method: str, args: list[Any]) -> Any:
         """Raises ValueError for what a simulated engine cannot do."""
-        if method in ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"):
-            return True  # nothing is cached here
+        if method == "reset_prefix_cache":
+            self._scheduler.cache.clear()
+            return True
+        if method in ("reset_mm_cache", "reset_encoder_cache"):
+            return True  # nothing is cached there
         if method in ("is_sleeping", "is_scheduler_paused"):
             return False
         raise ValueError(f"the simulated engine cannot {method}; use --engine vllm")
@@ -186,8 +201,14 @@ class SimEngine:
             stop_token_ids=frozenset(sampling.stop_token_ids or ()),
             stream=TokenStream(prompt, sampling.eos_token_id),
             kv_source=request.kv_source if request.phase is Phase.DECODE else None,
+            prefix=self._prefix_keys(wire),
             queued_at=time.monotonic(),
         )
+
+    def _prefix_keys(self, wire: WireRequest) -> list[int]:
+        if not self._config.prefix_caching or wire.lora_request is not None or wire.mm_features:
+            return []
+        return prefix_keys(wire.prompt_token_ids or [], self._config.block_size, salt_of(None, wire.cache_salt))
 
     async def _run(self) -> None:
         due = time.monotonic()
@@ -199,7 +220,7 @@ class SimEngine:
                 self._transfers.receive(request)
             if not batch:
                 if receiving:
-                    self._steps.put_nowait(EngineStep([], self._load(), began))
+                    self._steps.put_nowait(EngineStep([], self._load(), began, self._prefix()))
                 await self._wake.wait()
                 due = time.monotonic()
                 continue
@@ -225,7 +246,7 @@ class SimEngine:
         sampled = self._scheduler.complete(batch)
         outputs = [self._output(s) for s in sampled]
         self._transfers.computed([item.request for item in batch], began, now)
-        self._steps.put_nowait(EngineStep(outputs, self._load(), now))
+        self._steps.put_nowait(EngineStep(outputs, self._load(), now, self._prefix()))
 
     def _output(self, sampled: Sampled) -> WireOutput:
         request = sampled.request
@@ -236,13 +257,21 @@ class SimEngine:
                 WireEvent(EventType.QUEUED, request.queued_at),
                 WireEvent(EventType.SCHEDULED, request.scheduled_at),
             ]
-            # Clients are told of prefix-cache hits only, and there is no prefix cache here: transferred KV is not one.
+            # Clients are told of prefix-cache hits only: transferred KV is not one.
+            cached = request.cached_tokens
             output.prefill_stats = WirePrefillStats(
                 num_prompt_tokens=tokens,
-                num_computed_tokens=tokens - external,
+                num_computed_tokens=tokens - external - cached,
+                num_cached_tokens=cached,
+                num_local_cached_tokens=cached,
                 num_external_cached_tokens=external,
             )
         return output
+
+    def _prefix(self) -> PrefixDelta | None:
+        changes = self._scheduler.cache.changes
+        delta = changes.take() if changes else None
+        return delta if self._prefix_events else None
 
     def _load(self) -> EngineLoad:
         scheduler, sent = self._scheduler, self._transfers

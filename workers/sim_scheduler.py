@@ -17,6 +17,7 @@ from orchestrator.config import SimConfig
 from orchestrator.engine_wire import FinishReason
 from orchestrator.types import KVSource
 from workers.engine import InvalidEngineRequest, Phase
+from workers.sim_prefix import SimPrefixCache
 
 
 class SimState(enum.Enum):
@@ -78,6 +79,8 @@ class SimRequest(msgspec.Struct, eq=False):
     blocks: int = 0
     preemptions: int = 0
     external_tokens: int = 0  # prompt tokens whose KV was received
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    prefix: list[int] = []  # keys of the prompt's blocks; none where it shares nothing
     queued_at: float = 0.0
     scheduled_at: float = 0.0  # 0 until first scheduled
     pushed: int = 0  # prompt tokens handed to the link
@@ -114,6 +117,7 @@ class SimScheduler:
     def __init__(self, config: SimConfig) -> None:
         self.config = config
         self.blocks_free = config.blocks
+        self.cache = SimPrefixCache(config.blocks)
         self.requests: dict[str, SimRequest] = {}
         self.waiting: deque[SimRequest] = deque()
         self.running: list[SimRequest] = []
@@ -186,6 +190,7 @@ class SimScheduler:
                 continue
             if len(self.running) >= self.config.max_num_seqs:
                 return
+            self._take_cached(request)
             tokens = min(request.context - request.computed, budget)
             if not self._reserve(request, request.computed + tokens):
                 # Waiting requests that received KV hold blocks: without this, two of them could wait for each other.
@@ -206,6 +211,7 @@ class SimScheduler:
             if request.state is not SimState.RUNNING:
                 continue
             request.computed += item.tokens
+            self._store(request, request.computed - item.tokens)
             if request.computed == request.context:
                 sampled.append(self._sample(request))
         if any(s.finish is not None for s in sampled):
@@ -233,9 +239,22 @@ class SimScheduler:
     def kv_arrived(self, request: SimRequest) -> None:
         """The whole prompt's KV is here: only its last token is computed again, to sample the next."""
         request.computed = request.external_tokens = len(request.prompt)
+        self._store(request, 0)
         if request.computed == request.context:
             request.computed -= 1
         self._requeue(request)
+
+    def _take_cached(self, request: SimRequest) -> None:
+        """At each try to admit it, until it holds blocks. Its last token is computed, to sample the next."""
+        if request.blocks == 0:
+            usable = (request.context - 1) // self.config.block_size
+            request.cached_tokens = self.cache.hit_blocks(request.prefix[:usable]) * self.config.block_size
+            request.computed, request.external_tokens = request.cached_tokens, 0
+
+    def _store(self, request: SimRequest, before: int) -> None:
+        block_size = self.config.block_size
+        if new := request.prefix[before // block_size : request.computed // block_size]:
+            self.cache.store(new)
 
     def kv_failed(self, request: SimRequest) -> None:
         """No KV will come: the prompt is computed here."""

@@ -18,8 +18,9 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from orchestrator.config import KVConfig
 from orchestrator.messages import PROTOCOL_VERSION
 from orchestrator.types import EngineIdentity, KVEndpoint
-from workers.engine import EngineDead, EngineInfo, EngineLoad, EngineRequest, EngineStep
+from workers.engine import EngineDead, EngineInfo, EngineLoad, EngineRequest, EngineStep, PrefixDelta
 from workers.vllm_launch import build_config, start_client
+from workers.vllm_plugin import PREFIX_STATS
 from workers.vllm_requests import RequestCodec
 
 # What `call` passes through: EngineCore's own control methods.
@@ -35,7 +36,7 @@ class VllmEngine:
     """See `workers.engine.Engine`. One engine core (any TP/PP), in its own process, per object.
 
     `engine_args` are AsyncEngineArgs fields. `kv_port` must be free (`kv_port + dp_index` is bound); `cores` pins a
-    CPU engine.
+    CPU engine. `prefix_events`: steps say what changed in the prefix cache.
     """
 
     def __init__(
@@ -48,11 +49,13 @@ class VllmEngine:
         kv_port: int,
         kv: KVConfig,
         cores: list[int] | None = None,
+        prefix_events: bool = False,
     ) -> None:
         self._model = model
         self._engine_args = engine_args
         self._engine_id, self._kv_host, self._kv_port, self._kv = engine_id, kv_host, kv_port, kv
         self._cores = cores
+        self._prefix_events = prefix_events
         self._client: Any = None
         self._codec: RequestCodec | None = None
         self._encoder = MsgpackEncoder()
@@ -135,6 +138,7 @@ class VllmEngine:
             kv_host=self._kv_host,
             kv_port=self._kv_port,
             kv=self._kv,
+            prefix_events=self._prefix_events,
         )
         return start_client(config, kv_host=self._kv_host, kv_port=self._kv_port, cores=self._cores), config
 
@@ -229,10 +233,12 @@ class VllmEngine:
         try:
             while True:
                 outputs = await self._client.get_output_async()
-                load = self._account(outputs.scheduler_stats)
+                stats = outputs.scheduler_stats
+                prefix = _take_prefix(stats.kv_connector_stats) if stats is not None else None
+                load = self._account(stats)
                 for output in outputs.outputs:
                     _count_prefix_hits_only(output)
-                self._steps.put_nowait(EngineStep(outputs=outputs.outputs, load=load, timestamp=outputs.timestamp))
+                self._steps.put_nowait(EngineStep(outputs.outputs, load, outputs.timestamp, prefix))
         except EngineDeadError:
             self._died()
         except asyncio.CancelledError:
@@ -261,6 +267,12 @@ class VllmEngine:
             kv_transfer_failures=kv["pd_streams_failed_count"] + kv["pd_receives_failed_count"],
         )
         return self._last
+
+
+def _take_prefix(stats: dict[str, Any] | None) -> PrefixDelta | None:
+    """What the plugin sent along with the connector's statistics."""
+    delta = stats.pop(PREFIX_STATS, None) if stats else None
+    return None if delta is None else msgspec.convert(delta, PrefixDelta)
 
 
 def _count_prefix_hits_only(output: Any) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -28,7 +28,14 @@ _environment = threading.Lock()
 
 
 def build_config(
-    model: str, engine_args: dict[str, Any], *, engine_id: str, kv_host: str, kv_port: int, kv: KVConfig
+    model: str,
+    engine_args: dict[str, Any],
+    *,
+    engine_id: str,
+    kv_host: str,
+    kv_port: int,
+    kv: KVConfig,
+    prefix_events: bool = False,
 ) -> VllmConfig:
     """Raises ValueError (vLLM's) for arguments that contradict each other, TypeError for unknown ones."""
     args = dict(engine_args)
@@ -44,6 +51,9 @@ def build_config(
             f"got {args['data_parallel_size']}"
         )
     args.setdefault("enable_logging_iteration_details", True)  # each step's duration
+    if prefix_events and args.get("enable_prefix_caching") is not False:
+        # Collected by the plugin; whoever wants them elsewhere too names a publisher of vLLM's.
+        args.setdefault("kv_events_config", KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
     if current_platform.is_cpu():
         args.setdefault("enforce_eager", True)
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:

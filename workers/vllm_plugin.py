@@ -19,11 +19,14 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
+from workers.prefix import PrefixChanges
 from workers.vllm_gloo import share_device
+from workers.vllm_prefix import PrefixCollector
 
 _KV_POLL_S = 0.005  # an engine with nothing to compute looks after its waiting requests this often
 _PARENT = "PD_ENGINE_PARENT"  # pid of the process that the engine must not outlive
 _CORES = "PD_ENGINE_CORES"  # "0,1": cores the engine computes on
+PREFIX_STATS = "pd_prefix"  # among the connector's statistics: the step's `PrefixDelta`
 _vllm_target = EngineCoreProc.run_engine_core
 
 
@@ -99,6 +102,7 @@ def _process_engine_step(engine: Any) -> bool:
     news = _news(engine)
     if news is not None:
         news.clear()  # before the step collects: what comes later wakes the wait below at once
+    prefix = _prefix_changes(engine)
     began = time.monotonic()
     outputs, executed = engine.step_fn()
     elapsed_ms = (time.monotonic() - began) * 1000.0
@@ -106,6 +110,10 @@ def _process_engine_step(engine: Any) -> bool:
         if output.scheduler_stats is not None and output.scheduler_stats.iteration_details is not None:
             # vLLM's own figure leaves out what an executor in this very process computes.
             output.scheduler_stats.iteration_details.elapsed_ms = elapsed_ms
+        if prefix and output.scheduler_stats is not None:
+            # The one dictionary in what an engine says of itself, so that it needs no channel of its own.
+            stats = output.scheduler_stats.kv_connector_stats or {}
+            output.scheduler_stats.kv_connector_stats = {**stats, PREFIX_STATS: prefix.take()}
         if executed or _has_news(engine, output):
             engine.output_queue.put_nowait((client, output))
     engine.post_step(executed)
@@ -115,6 +123,18 @@ def _process_engine_step(engine: Any) -> bool:
         elif engine.input_queue.empty():
             news.wait(_KV_POLL_S)
     return bool(executed)
+
+
+def _prefix_changes(engine: Any) -> PrefixChanges | None:
+    """What changed in the prefix cache and was not told yet; None where nobody asked for it."""
+    if not hasattr(engine, "_pd_prefix"):
+        engine._pd_prefix = None
+        scheduler = engine.scheduler
+        if getattr(scheduler, "enable_kv_cache_events", False):
+            block_size = engine.vllm_config.cache_config.block_size
+            engine._pd_prefix = scheduler.kv_event_publisher = PrefixCollector(block_size, scheduler.kv_event_publisher)
+    collector: PrefixCollector | None = engine._pd_prefix
+    return collector.changes if collector is not None else None
 
 
 def _news(engine: Any) -> threading.Event | None:

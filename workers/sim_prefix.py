@@ -1,0 +1,45 @@
+"""The simulated engine's prefix cache: which blocks of which prompts were written here last. Pure: no clock, no I/O.
+
+As many different blocks as the engine has; the least recently used go first, as they do where freed blocks are reused
+in that order. Prompts only, not answers. Requests that share a prefix reserve blocks of their own nevertheless.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from workers.prefix import PrefixChanges
+
+
+class SimPrefixCache:
+    def __init__(self, blocks: int) -> None:
+        self._blocks = blocks
+        self._keys: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.changes = PrefixChanges()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def hit_blocks(self, keys: Sequence[int]) -> int:
+        """Leading blocks that are here; they count as used."""
+        count = 0
+        while count < len(keys) and keys[count] in self._keys:
+            count += 1
+        # The first block last: a prefix is shortened from its end.
+        for key in reversed(keys[:count]):
+            self._keys.move_to_end(key)
+        return count
+
+    def store(self, keys: Sequence[int]) -> None:
+        """These blocks have been written."""
+        new = [key for key in keys if key not in self._keys]
+        self._keys.update(dict.fromkeys(new))
+        removed = [self._keys.popitem(last=False)[0] for _ in range(len(self._keys) - self._blocks)]
+        if new:
+            self.changes.stored(new)
+            self.changes.removed(removed)
+
+    def clear(self) -> None:
+        self._keys.clear()
+        self.changes.cleared()

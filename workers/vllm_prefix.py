@@ -1,0 +1,69 @@
+"""vLLM's KV cache events, in the engine process, as changes of our prefix keys.
+
+Stands where the scheduler's event publisher is, and passes every batch on to that one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, EventBatch, EventPublisher
+
+from orchestrator.policy.prefix_keys import EventTranslator, salt_of
+from workers.prefix import PrefixChanges
+
+
+class PrefixCollector(EventPublisher):
+    """Collects until `changes` are taken, once a step. Bounded by the engine's cache."""
+
+    def __init__(self, block_size: int, inner: EventPublisher) -> None:
+        super().__init__()
+        self.changes = PrefixChanges()
+        self._inner = inner
+        self._translator = EventTranslator(block_size)
+        self._group: int | None = None
+
+    def publish(self, events: EventBatch) -> None:
+        for event in events.events:
+            if isinstance(event, BlockStored):
+                self._stored(event)
+            elif isinstance(event, BlockRemoved):
+                if event.group_idx == self._group:
+                    self.changes.removed(self._translator.removed(event.block_hashes))
+            else:
+                self._translator.clear()
+                self.changes.cleared()
+        self._inner.publish(events)
+
+    def _stored(self, event: BlockStored) -> None:
+        block_size, hashes = self._translator.block_size, event.block_hashes
+        # Where layers have caches of several kinds the one with full attention tells; windows forget their prefix.
+        if not (event.kv_cache_spec_kind or "full_attention").endswith(("full_attention", "mla_attention")):
+            return
+        if self._group is None:
+            self._group = event.group_idx
+        # Parts of blocks are cached too where kinds differ in size.
+        whole = event.block_size == block_size and len(event.token_ids) == len(hashes) * block_size
+        if event.group_idx != self._group or not whole:
+            return
+        lora = event.lora_name
+        extras = [_without(extra, lora) for extra in event.extra_keys or ()] or [()] * len(hashes)
+        cache_salt = None
+        if event.parent_block_hash is None and len(extras[0]) == 1 and isinstance(extras[0][0], str):
+            cache_salt, extras[0] = extras[0][0], ()
+        # From the first image or embedding on there is more to a block than its tokens.
+        plain = next((at for at, extra in enumerate(extras) if extra), len(extras))
+        salt = salt_of(lora, cache_salt)
+        self.changes.stored(self._translator.stored(hashes[:plain], event.parent_block_hash, event.token_ids, salt))
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+    def get_publisher_config(self) -> Any:
+        return self._inner.get_publisher_config()
+
+
+def _without(extra: tuple[Any, ...] | None, lora: str | None) -> tuple[Any, ...]:
+    """A block's extra keys less its LoRA's name, which comes first."""
+    extra = extra or ()
+    return extra[1:] if lora is not None and extra[:1] == (lora,) else extra
