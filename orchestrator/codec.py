@@ -32,8 +32,8 @@ class Codec(Protocol):
         """Raises messages.MessageError. Timestamps are rebased from the sender's clock to `now`'s."""
         ...
 
-    def determined(self, request: Any) -> bool:
-        """Whether its first token is the same on whichever engine it is sampled, but for rounding."""
+    def early(self, request: Any) -> bool:
+        """Whether its first token is the same wherever it is sampled, but for rounding, and shown at once."""
         ...
 
     def as_first(self, output: Any) -> Any:

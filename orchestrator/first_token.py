@@ -29,7 +29,7 @@ class FirstToken:
         """Whether prefill's token may be handed over: decode will sample the same one, more are to follow, and where
         decode's differs after all the answer can go on from what was sent."""
         more = active.info.max_new_tokens > 1
-        return self._from_prefill and more and active.resumable and self._codec.determined(request)
+        return self._from_prefill and more and active.resumable and self._codec.early(request)
 
     def of_prefill(self, active: ActiveRequest, said: Prefilled, payload: list[bytes], now: float) -> Batch | None:
         """The first output of the answer, to be sent at once. None: decode's, if it is not here yet, will be."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import SamplingParams, SamplingType
+from vllm.sampling_params import RequestOutputKind, SamplingParams, SamplingType
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -55,10 +55,11 @@ class VllmCodec:
                 event.timestamp += shift
         return Batch(decoded.outputs, decoded.timestamp + shift)
 
-    def determined(self, request: EngineCoreRequest) -> bool:
+    def early(self, request: EngineCoreRequest) -> bool:
         sampling = request.sampling_params
         return (
             sampling is not None
+            and sampling.output_kind is not RequestOutputKind.FINAL_ONLY
             and sampling.sampling_type is not SamplingType.RANDOM  # greedy, or seeded
             # State that is carried from token to token, which the prefill engine does not have.
             and sampling.structured_outputs is None

@@ -34,7 +34,7 @@ class FakeRequest:
     prompt_tokens: int = 1000
     local_only: str | None = None
     resumable: bool = True
-    determined: bool = True
+    early: bool = True
     max_new_tokens: int = 100
     priority: int = 0
 
@@ -67,8 +67,8 @@ class FakeCodec:
         except msgspec.DecodeError as error:
             raise MessageError(str(error)) from error
 
-    def determined(self, request):
-        return request.determined
+    def early(self, request):
+        return request.early
 
     def as_first(self, output):
         return FakeOutput(output.request_id, output.new_token_ids)

@@ -42,6 +42,7 @@ class Answer:
     status: int
     text: str = ""
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     error: str | None = None
     request_id: str = ""
     retry_after_s: int = 0
@@ -207,6 +208,7 @@ class RunningFleet:
                     for choice in event.get("choices", ()):
                         answer.text += choice["text"]
                         answer.tokens += choice.get("token_ids") or []
+                        answer.logprobs += (choice.get("logprobs") or {}).get("token_logprobs", [])
                     if event.get("usage"):
                         answer.usage = event["usage"]
         except httpx.HTTPError as error:

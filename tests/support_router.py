@@ -36,7 +36,7 @@ class SimRouterCodec:
         decoded = self._codec.decode_outputs(frames)
         return Batch(decoded.outputs, decoded.timestamp + now - sent_at)
 
-    def determined(self, request: WireRequest) -> bool:
+    def early(self, request: WireRequest) -> bool:
         return True  # simulated tokens depend on prompt and position only
 
     def as_first(self, output: WireOutput) -> WireOutput:

@@ -87,7 +87,7 @@ async def test_a_repeated_message_hands_over_once():
     "request_",
     [
         {"routing": {"first_token": "decode"}},
-        {"determined": False},  # sampled without a seed
+        {"early": False},  # sampled without a seed, say
         {"resumable": False},  # could not go on where decode's differs
         {"max_new_tokens": 1},  # decode's answer is complete with it
     ],

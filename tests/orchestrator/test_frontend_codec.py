@@ -17,35 +17,37 @@ def codec() -> Any:
 
 
 def request(**sampling: Any) -> Any:
-    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
     from vllm.v1.engine import EngineCoreRequest
 
     if grammar := sampling.pop("grammar", None):
         sampling["structured_outputs"] = StructuredOutputsParams(regex=grammar)
-    params = SamplingParams(**sampling)
+    kind = RequestOutputKind.DELTA if sampling.pop("streamed", True) else RequestOutputKind.FINAL_ONLY
+    params = SamplingParams(output_kind=kind, **sampling)
     return EngineCoreRequest("r", [1, 2], None, params, None, 0.0, None, None, None)
 
 
 @pytest.mark.parametrize(
-    ("sampling", "certain"),
+    ("sampling", "early"),
     [
         ({"temperature": 0.0}, True),
         ({"temperature": 0.7, "seed": 3}, True),
         ({"temperature": 0.7}, False),
+        ({"temperature": 0.0, "streamed": False}, False),
         ({"temperature": 0.0, "grammar": "[ab]+"}, False),
         ({"temperature": 0.0, "thinking_token_budget": 5}, False),
         ({"temperature": 0.0, "logprobs": 2, "min_tokens": 1, "logit_bias": {5: 1.0}, "stop": ["x"]}, True),
     ],
 )
-def test_a_first_token_is_certain_when_greedy_or_seeded_and_free_of_state(codec, sampling, certain: bool) -> None:
-    assert codec.determined(request(**sampling)) is certain
+def test_a_first_token_is_early_when_streamed_and_certain(codec, sampling, early: bool) -> None:
+    assert codec.early(request(**sampling)) is early
 
 
 def test_a_pooling_request_has_no_first_token(codec) -> None:
     from vllm.pooling_params import PoolingParams
     from vllm.v1.engine import EngineCoreRequest
 
-    assert not codec.determined(EngineCoreRequest("r", [1], None, None, PoolingParams(), 0.0, None, None, None))
+    assert not codec.early(EngineCoreRequest("r", [1], None, None, PoolingParams(), 0.0, None, None, None))
 
 
 def output(tokens: list[int], **more: Any) -> Any:
