@@ -1,0 +1,48 @@
+"""Policies at work in a fleet of simulated engines: priorities in the queue, and a ratio that follows the load."""
+
+import asyncio
+
+import pytest
+from support_fleet import running_fleet, token_prompt
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize("order", ["length", "slack"])
+async def test_the_important_overtake_in_the_queue(order):
+    sets = ["workers.prefill.replicas=1", "workers.decode.replicas=1", "sim.prefill_us_per_token=500"]
+    with running_fleet("sim-2p2d.yaml", *sets, f"queue.order={order}") as fleet:
+        ended: list[str] = []
+
+        async def ask(client, name, seed, priority):
+            answer = await fleet.ask(client, token_prompt(1000, seed), max_tokens=1, priority=priority)
+            ended.append(name)
+            assert answer.ok, answer.error
+
+        async with fleet.client() as client, asyncio.TaskGroup() as asking:
+            for seed in range(14):
+                asking.create_task(ask(client, "normal", seed, 0))
+            await asyncio.to_thread(fleet.until, lambda: fleet.fleet()["queue"]["requests"] >= 7, "a queue")
+            asking.create_task(ask(client, "unimportant", 20, 5))
+            await asyncio.to_thread(fleet.until, lambda: fleet.fleet()["queue"]["requests"] >= 5, "still a queue")
+            for seed in range(30, 32):
+                asking.create_task(ask(client, "important", seed, -5))
+        assert ended[-1] == "unimportant"
+        assert "important" not in ended[-4:], ended
+        fleet.assert_no_leaks()
+
+
+async def test_the_ratio_follows_a_load_that_decodes_much_without_a_failed_request():
+    sets = ["workers.prefill.replicas=3", "workers.decode.replicas=1", "sim.max_num_seqs=4", "frontend.replicas=2"]
+    quick = ["ratio.mode=auto", "ratio.interval_s=0.5", "ratio.window_s=3", "ratio.cool_down_s=2"]
+    with running_fleet("sim-2p2d.yaml", *sets, *quick) as fleet:
+        prompts = [token_prompt(30 + seed, seed) for seed in range(12)]
+        async with fleet.under_load(prompts, concurrency=24, max_tokens=150) as answers:
+            await asyncio.to_thread(fleet.until, lambda: fleet.shape() == (1, 3), "1P3D by itself", 120)
+        assert [answer.error for answer in answers if not answer.ok] == []
+        assert fleet.fleet()["desired"]["set_by"] == "ratio"
+        assert "1 prefill, 3 decode, by ratio" in fleet.cli("status").stdout
+        assert fleet.metric("pd_desired_workers", role="decode") == 3
+        fleet.cli("scale", "prefill=2", "decode=2")
+        fleet.until(lambda: fleet.shape() == (2, 2), "an idle fleet stays as its operator wants it")
+        fleet.assert_no_leaks()
