@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 import yaml
@@ -235,11 +235,20 @@ def _explain(error: str, tree: dict[str, Any]) -> str:
     value: Any = tree
     for part in re.findall(r"[^.\[\]]+", path):
         value = value[int(part)] if isinstance(value, list) else value.get(part) if isinstance(value, dict) else None
+    if message.startswith("Invalid enum value"):
+        return f"{path}: expected one of {', '.join(_choices(path))}, got {_kind(value)}"
     expected = re.match(r"Expected `([^`]+)`(.*?)(, got .*)?$", message)
     if expected:
         kind = " or ".join(_KINDS.get(k.strip(), k.strip()) for k in expected[1].split("|"))
         return f"{path or 'the file'}: expected {kind}{expected[2]}, got {_kind(value)}"
     return f"{path or 'the file'}: {message[0].lower()}{message[1:]}, got {_kind(value)}"
+
+
+def _choices(path: str) -> tuple[str, ...]:
+    kind: Any = Config
+    for name in path.split("."):
+        kind = next(field.type for field in msgspec.structs.fields(kind) if field.name == name)
+    return get_args(kind)
 
 
 def _join(path: str, name: str) -> str:

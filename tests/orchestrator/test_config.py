@@ -54,6 +54,8 @@ def test_there_are_examples_for_each_topology():
             "model: demo\nrouting: {remote_prefil_min_tokens: 3}",
             "routing.remote_prefil_min_tokens: unknown key; `orchestrator config keys` lists the known ones",
         ),
+        ("model: demo\nkv: {transfer: stream}", "kv.transfer: expected one of chunk, layer, whole, got 'stream'"),
+        ("model: demo\nengine: tpu", "engine: expected one of vllm, sim, got 'tpu'"),
         ("workers: {}", "model: required, but not given"),
         ("model: demo\nredis: {url: localhost}", "redis.url: expected 'embedded', redis://, rediss:// or unix://"),
         ("[1, 2]", "expected a mapping of keys to values, got a section or list"),
