@@ -29,6 +29,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     seed: int = 0
     report_age_s: float = 0.1  # load reports are this old at most, and half of it on average
     transfer: Literal["chunk", "whole"] = "whole"
+    first_token: Literal["prefill", "decode"] = "decode"  # whose token a client gets first, of a remote prefill
     claim_batches: float = 2.0
     slo: SLOConfig | None = None  # default: the profile's
     itl_weight: float = 0.02

@@ -88,7 +88,10 @@ def compare_command(
     ] = "default",
     seconds: Annotated[float, typer.Option("--seconds", help="Length of the slice.")] = 600.0,
     scale: Annotated[float, typer.Option("--scale-tokens", help="Shrinks prompts and outputs to the machine.")] = 1.0,
-    transfer: Annotated[str, typer.Option("--transfer", help="whole or chunk, as the server does it.")] = "whole",
+    transfer: Annotated[str, typer.Option("--transfer", help="whole or chunk, as the server does it.")] = "chunk",
+    first_token: Annotated[
+        str, typer.Option("--first-token", help="prefill or decode, as the server does.")
+    ] = "prefill",
     seed: Annotated[int, typer.Option("--seed")] = 0,
 ) -> None:
     """Run a slice of a load on a real fleet and in the simulator; the errors of the predicted medians and P90s."""
@@ -96,6 +99,8 @@ def compare_command(
         raise ConfigError("--seconds, --rate, --scale-tokens: expected more than 0")
     if transfer not in ("whole", "chunk"):
         raise ConfigError(f"--transfer: expected whole or chunk, got {transfer!r}")
+    if first_token not in ("prefill", "decode"):
+        raise ConfigError(f"--first-token: expected prefill or decode, got {first_token!r}")
     try:
         load = at_rate(scaled(parse_load(trace, max(2, int(seconds * rate)), seed), scale), rate)
         prefill, decode = parse_fleet(fleet)
@@ -106,6 +111,7 @@ def compare_command(
             stack=stack(policy),
             seed=seed,
             transfer=transfer,  # type: ignore[arg-type]
+            first_token=first_token,  # type: ignore[arg-type]
         )
         predicted = report(Simulation(settings, load).run())
         timings = asyncio.run(_replay(url, load))
@@ -126,15 +132,19 @@ async def _replay(url: str, load: Load) -> list[Timing | None]:
 
 
 def comparison(predicted: Report, timings: list[Timing | None]) -> dict[str, Any]:
-    """Real and simulated medians and P90s of TTFT and of time per token, with the simulation's relative error."""
+    """Real and simulated medians and P90s of TTFT, of the gaps between tokens (ITL), and of each request's mean gap
+    (TPOT), with the simulation's relative error."""
     answered = [timing for timing in timings if timing is not None]
     if not answered:
         raise MeasureError("no real request was answered; is the fleet up, and its model's context long enough?")
     ttft = sorted(timing.ttft_s for timing in answered)
-    tpot = sorted(timing.tpot_s for timing in answered if timing.output_tokens > 1) or [0.0]
+    itl = sorted(gap for timing in answered for gap in timing.gaps_s)
+    tpot = sorted(timing.tpot_s for timing in answered if timing.output_tokens > 1)
     pairs = {
         "ttft_p50": (percentile(ttft, 0.5), predicted.ttft_p50_s),
         "ttft_p90": (percentile(ttft, 0.9), predicted.ttft_p90_s),
+        "itl_p50": (percentile(itl, 0.5), predicted.itl_p50_s),
+        "itl_p90": (percentile(itl, 0.9), predicted.itl_p90_s),
         "tpot_p50": (percentile(tpot, 0.5), predicted.tpot_p50_s),
         "tpot_p90": (percentile(tpot, 0.9), predicted.tpot_p90_s),
     }

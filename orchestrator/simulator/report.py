@@ -36,6 +36,7 @@ class Report(msgspec.Struct, frozen=True):
     ttft_p90_s: float
     ttft_p99_s: float
     itl_p50_s: float
+    itl_p90_s: float
     itl_p99_s: float
     tpot_p50_s: float
     tpot_p90_s: float
@@ -95,6 +96,7 @@ def report(sim: Simulation, warm_up: float = 0.0) -> Report:
         ttft_p90_s=percentile(ttft, 0.9),
         ttft_p99_s=percentile(ttft, 0.99),
         itl_p50_s=_itl_percentile(workers, 0.5),
+        itl_p90_s=_itl_percentile(workers, 0.9),
         itl_p99_s=_itl_percentile(workers, 0.99),
         tpot_p50_s=percentile(tpot, 0.5),
         tpot_p90_s=percentile(tpot, 0.9),

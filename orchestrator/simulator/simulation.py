@@ -157,6 +157,8 @@ class Simulation:
         """A prompt is computed: its KV goes out as soon as the decode worker has room for it."""
         self.router.claimed -= 1
         stay.computed_at = now
+        if self.settings.first_token == "prefill" and stay.request.output_tokens > 1:
+            self._first(stay.request, now)
         receiver = stay.peer
         if receiver is None:
             # No decode worker took it when it started, or the one that did has died: the prompt is placed again.
@@ -205,11 +207,16 @@ class Simulation:
             self.router.place(job)
 
     def on_first(self, worker: Worker, stay: Stay, at: float) -> None:
-        job = stay.request
-        if job.first_at is None:
-            job.first_at = at + self.settings.profile.router_s
-            if stay.phase == "local":
-                self.router.predictor.observe_local(worker.name, job.local_tokens, at - job.placed_at)
+        if self._first(stay.request, at) and stay.phase == "local":
+            job = stay.request
+            self.router.predictor.observe_local(worker.name, job.local_tokens, at - job.placed_at)
+
+    def _first(self, job: Job, at: float) -> bool:
+        """False when the client has a first token already."""
+        if job.first_at is not None:
+            return False
+        job.first_at = at + self.settings.profile.router_s
+        return True
 
     def on_done(self, worker: Worker, stay: Stay, now: float) -> None:
         job = stay.request

@@ -76,7 +76,7 @@ async def test_a_load_is_replayed_and_laid_beside_its_simulation():
     predicted = report(Simulation(Settings(prefill=1, decode=1, profile=BASE, stack=stack("default")), load).run())
     result = comparison(predicted, [*timings, None])
     assert result["failed"] == 1 and result["requests"] == 11
-    assert set(result["figures"]) == {"ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90"}
+    assert set(result["figures"]) == {f"{name}_{share}" for name in ("ttft", "itl", "tpot") for share in ("p50", "p90")}
     with pytest.raises(MeasureError, match="no real request"):
         comparison(predicted, [None])
 

@@ -45,6 +45,15 @@ def test_one_request_alone_takes_what_the_formula_says():
     assert_no_leaks(sim)
 
 
+def test_prefills_token_comes_before_the_transfer_and_ends_nothing_later():
+    load = Load("one", [Arrival(0.0, 1000, 101)])
+    early, late = [simulate(load, "field:round_robin", 1, 1, first_token=way).run() for way in ("prefill", "decode")]
+    assert early.jobs[0].first_at == pytest.approx(PROFILE.step_s + 0.1)
+    assert early.jobs[0].done_at == late.jobs[0].done_at
+    single = simulate(Load("one", [Arrival(0.0, 1000, 1)]), "field:round_robin", 1, 1, first_token="prefill").run()
+    assert single.jobs[0].first_at == late.jobs[0].first_at  # decode ends the answer, so decode gives it
+
+
 def test_runs_of_steps_cost_what_single_steps_cost():
     """The closed form against the same load simulated with every run cut to one step."""
     load = at_rate(synthetic("bursty", 300, seed=3), 40)
