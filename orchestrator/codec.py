@@ -26,6 +26,10 @@ class Codec(Protocol):
         """(what policies see, whether it can be continued elsewhere after tokens were sent, the client's id)."""
         ...
 
+    def prefix_keys(self, request: Any, block_size: int) -> list[int]:
+        """`policy.prefix_keys` of the prompt's blocks that a cache may hold; none for what shares them with nobody."""
+        ...
+
     def encode(self, request: Any) -> list[bytes]: ...
 
     def decode_outputs(self, frames: list[bytes], sent_at: float, now: float) -> Batch:

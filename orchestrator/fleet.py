@@ -6,15 +6,19 @@ A view only: `membership` feeds it from the registry and the mesh, `router` read
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
 
+import msgspec
+
 from orchestrator.policy.decode_choice import Candidate, blocks_for
+from orchestrator.policy.prefix_index import Hits
 from orchestrator.policy.shortlist import Shortlist
 from orchestrator.types import Role, WorkerInfo, WorkerLoad, WorkerState
 
 # Below this many decode workers looking at each is as quick, and needs no two of them to be compared as if equal.
 SHORTLIST_FROM = 32
+SHORTLIST_HITS = 8  # workers that are on the list for what they have cached
 
 
 @dataclass(slots=True)
@@ -79,13 +83,16 @@ class WorkerView:
     def usable(self, role: Role) -> bool:
         return self._connected and self._info.role is role and self._info.state is WorkerState.READY
 
-    def note_placed(self, prompt_tokens: int) -> int:
-        """Count a submission against this worker until a load report has seen it. Returns its sequence number."""
+    def note_placed(self, context_tokens: int, compute_tokens: int) -> int:
+        """Count a submission against this worker until a load report has seen it. Returns its sequence number.
+
+        `compute_tokens`: of the context, those to prefill there.
+        """
         self.sequence += 1
-        blocks = blocks_for(prompt_tokens, self._info.identity.block_size)
-        self._placed.append(_Placed(self.sequence, blocks, prompt_tokens))
+        blocks = blocks_for(context_tokens, self._info.identity.block_size)
+        self._placed.append(_Placed(self.sequence, blocks, compute_tokens))
         self._placed_blocks += blocks
-        self._placed_tokens += prompt_tokens
+        self._placed_tokens += compute_tokens
         self._touch()
         return self.sequence
 
@@ -154,14 +161,30 @@ class Fleet:
         if view := self.workers.get(load.worker_id):
             view.note_load(load, load.seen.get(self.frontend_id, 0), now)
 
-    def decode_candidates(self, avoid: Collection[str] = ()) -> list[Candidate]:
-        """Decode workers that take requests now, or the best of many; those to avoid only when there is no other."""
+    def decode_candidates(self, avoid: Collection[str] = (), hits: Hits | None = None) -> list[Candidate]:
+        """Decode workers that take requests now, or the best of many; those to avoid only when there is no other.
+
+        With what is cached there of the prompt that `hits` is of.
+        """
         self._apply_changes()
         usable = self._usable[Role.DECODE]
         if self._shortlist is not None and not avoid and len(usable) >= SHORTLIST_FROM:
-            return self._shortlist.pick()
-        kept = [name for name in usable if name not in avoid] if avoid else usable
-        return [self.workers[name].candidate for name in kept or usable]
+            most = hits.most(SHORTLIST_HITS, usable) if hits else {}
+            found = self._shortlist.pick(most)
+        else:
+            kept = [name for name in usable if name not in avoid] if avoid else usable
+            found = [self.workers[name].candidate for name in kept or usable]
+        return [_with_hit(candidate, hits) for candidate in found] if hits else found
+
+    @property
+    def block_size(self) -> int:
+        """Tokens; the same on every worker. 0 before the first is known."""
+        return next((view.info.identity.block_size for view in self.workers.values()), 0)
+
+    def usable(self, role: Role) -> Container[str]:
+        """Ids of the workers of this role that take work now."""
+        self._apply_changes()
+        return self._usable[role]
 
     def ready(self, role: Role) -> int:
         self._apply_changes()
@@ -190,3 +213,9 @@ class Fleet:
                 else:
                     self._shortlist.remove(worker_id)
         self._changed.clear()
+
+
+def _with_hit(candidate: Candidate, hits: Hits) -> Candidate:
+    if blocks := hits.blocks(candidate.worker_id):
+        return msgspec.structs.replace(candidate, cached_tokens=blocks * candidate.block_size)
+    return candidate

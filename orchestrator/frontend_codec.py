@@ -12,6 +12,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from orchestrator import http_edge
 from orchestrator.codec import Batch
 from orchestrator.messages import MessageError
+from orchestrator.policy.prefix_keys import reusable_keys, salt_of
 from orchestrator.types import RequestInfo
 
 
@@ -37,10 +38,17 @@ class VllmCodec:
         label = context.request_id if context else request.external_req_id or request.request_id
         return info, sampling is not None and _can_continue(sampling), label
 
+    def prefix_keys(self, request: EngineCoreRequest, block_size: int) -> list[int]:
+        if not block_size or request.mm_features or request.prompt_embeds is not None or request.pooling_params:
+            return []
+        lora = request.lora_request.lora_name if request.lora_request else None
+        return reusable_keys(request.prompt_token_ids or (), block_size, salt_of(lora, request.cache_salt))
+
     def encode(self, request: EngineCoreRequest) -> list[bytes]:
         if (sampling := request.sampling_params) is not None and sampling.extra_args:
-            # Where KV comes from is the router's to say, never the client's.
+            # Where KV comes from is the router's to say, never the client's; and what is cached is told once.
             sampling.extra_args.pop("kv_transfer_params", None)
+            sampling.extra_args.pop("kv_cache_report_mode", None)
         return [bytes(frame) for frame in self._encoder.encode(request)]
 
     def decode_outputs(self, frames: list[bytes], sent_at: float, now: float) -> Batch:

@@ -6,14 +6,15 @@ Reads requests, decides nothing. Times are the router's monotonic clock, seconds
 from __future__ import annotations
 
 from orchestrator.fleet import WorkerView
+from orchestrator.policy.decode_choice import DecodeChoice, KVBlocks
 from orchestrator.policy.predict import Predictor
 from orchestrator.request import ActiveRequest, State
 from orchestrator.types import Offered, RequestInfo
 
 
 class Learning:
-    def __init__(self, predictor: Predictor) -> None:
-        self.predictor = predictor
+    def __init__(self, predictor: Predictor, choose: DecodeChoice) -> None:
+        self.predictor, self._choose = predictor, choose
         self.offered = Offered()
 
     def arrived(self, info: RequestInfo, uncached_tokens: int) -> None:
@@ -43,7 +44,7 @@ class Learning:
         if request.decode_worker is None or request.submitted_at is None or request.attempt > 1:
             return  # a retry's times are not those of a healthy request
         if request.state is State.LOCAL:
-            tokens = request.info.prompt_tokens + request.ahead_tokens
+            tokens = max(1, request.info.prompt_tokens - request.cached_tokens) + request.ahead_tokens
             self.predictor.observe_local(request.decode_worker, tokens, now - request.submitted_at)
         elif request.state is State.TRANSFERRING and request.prefilled_at is not None:
             self.predictor.observe_transfer(request.info.prompt_tokens, max(0.0, now - request.prefilled_at))
@@ -53,5 +54,7 @@ class Learning:
         if count == 0:
             return
         self.predictor.observe_output(count)
+        if isinstance(self._choose, KVBlocks):
+            self._choose.expected_output_tokens = int(self.predictor.output_tokens)
         if count > 1 and request.decoding_at is not None and request.decode_worker and request.attempt == 1:
             self.predictor.observe_itl(request.decode_worker, (now - request.decoding_at) / (count - 1))

@@ -47,7 +47,7 @@ class FrontendLink:
         self.prefill = PrefillLink(
             PrefillQueue(redis, config.namespace, config.queue), frontend_id, config.queue.lease_s
         )
-        self.router = Router(config, self.fleet, self.transport, self.prefill, codec, choose)
+        self.router = Router(config, self.fleet, self.transport, self.prefill, self.prefixes, codec, choose)
         self.membership = Membership(
             self.registry, self.fleet, self.transport, self.prefixes, config.workers.timeout_s, self._worker_lost
         )

@@ -62,6 +62,9 @@ class ActiveRequest:
     early: int | None = None  # the token that did, until decode's own first one has come
     avoid: set[str] = field(default_factory=set)  # decode workers that refused or lost it
     retries: list[str] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)  # of its prompt's blocks; none where it shares them with nobody
+    cached_at_prefill: dict[str, int] = field(default_factory=dict)  # believed cached tokens, by prefill worker
+    cached_tokens: int = 0  # of its prompt where it is prefilled: believed when decided, known after a remote prefill
     backlog_s: float = 0.0  # predicted work ahead of it in the queue when it was enqueued
     deferred: bool = False  # predicted to miss its objective: waits behind those that can be in time
     ahead_tokens: int = 0  # prompt tokens waiting at its decode worker when it was sent there

@@ -29,6 +29,7 @@ class RequestLine(msgspec.Struct, frozen=True, omit_defaults=True):
     prefill_ms: float | None = None
     exposed_ms: float | None = None
     decode_ms: float | None = None
+    cached_tokens: int = 0  # of the prompt, where it was prefilled: believed if locally, counted if remotely
     retries: list[str] = []
 
 
@@ -57,6 +58,7 @@ def describe(request: ActiveRequest, now: float) -> RequestLine:
         prefill_ms=_ms(request.prefill_s) if remote else _ms(local_prefill_s),
         exposed_ms=_ms(decoding - prefilled) if decoding and prefilled else None,
         decode_ms=_ms(now - first) if first else None,
+        cached_tokens=request.cached_tokens,
         retries=request.retries,
     )
 

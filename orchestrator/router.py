@@ -1,7 +1,7 @@
 """The life of a request: placed, queued or sent, bound to a decode worker, streamed, retried, ended.
 
 Stands where an engine core client would: takes engine requests, gives engine outputs. What to do is decided in
-`policy`, which moves exist in `request`, who is there in `fleet`; this file does the moves and owns their deadlines.
+`decider`, which moves exist in `request`, who is there in `fleet`; this file does the moves and owns their deadlines.
 It never looks inside an engine request or output beyond what `Codec` says of it.
 """
 
@@ -18,6 +18,7 @@ import msgspec
 from orchestrator import metrics
 from orchestrator.codec import Batch, Codec
 from orchestrator.config import Config
+from orchestrator.decider import Decider
 from orchestrator.first_token import FirstToken
 from orchestrator.fleet import Fleet
 from orchestrator.learning import Learning
@@ -33,18 +34,16 @@ from orchestrator.messages import (
     ToFrontend,
     pack_frames,
 )
-from orchestrator.policy.admission import admit
 from orchestrator.policy.decode_choice import DecodeChoice
-from orchestrator.policy.placement import Local, PrefillView, Reject, Remote, place
+from orchestrator.policy.placement import Reject, Remote
 from orchestrator.policy.predict import Predictor
-from orchestrator.policy.queue_order import delay_s
 from orchestrator.prefill_link import PrefillLink
+from orchestrator.prefix_view import PrefixView
 from orchestrator.queue import QueueFull
 from orchestrator.redis_client import RedisAway
 from orchestrator.request import ActiveRequest, State
 from orchestrator.request_log import log_ended
 from orchestrator.transport import FrontendTransport
-from orchestrator.types import PrefillJob, RequestInfo, Role
 
 log = logging.getLogger("pd.router")
 
@@ -74,6 +73,7 @@ class Router:
         fleet: Fleet,
         transport: FrontendTransport,
         prefill: PrefillLink,
+        prefixes: PrefixView,
         codec: Codec,
         choose: DecodeChoice,
     ) -> None:
@@ -83,9 +83,9 @@ class Router:
         self._prefill = prefill
         self._codec = codec
         self._first_token = FirstToken(codec, config.routing.first_token == "prefill")
-        self._slo, self._queue = config.slo, config.queue
-        self._choose = choose
-        self.learning = Learning(Predictor(prior_s_per_token=config.queue.seconds_per_token))
+        self._prefixes = prefixes
+        self.learning = Learning(Predictor(prior_s_per_token=config.queue.seconds_per_token), choose)
+        self._decider = Decider(config, fleet, prefill, prefixes, choose, self.learning)
         self._tasks: set[asyncio.Task[None]] = set()
         self.requests: dict[str, ActiveRequest] = {}
         self.batches: asyncio.Queue[Batch] = asyncio.Queue()
@@ -94,8 +94,7 @@ class Router:
 
     def admit(self) -> None:
         """Refuse early, before a response has begun. Raises Overloaded."""
-        probe = RequestInfo(id="", prompt_tokens=1, max_new_tokens=1, arrived_at=time.time())
-        decision = self._decide(probe)
+        decision = self._decider.probe()
         if isinstance(decision, Reject):
             self._count_rejected(decision)
             self.learning.turned_away()
@@ -107,6 +106,8 @@ class Router:
         now = time.monotonic()
         active = ActiveRequest(info, self._codec.encode(request), resumable, label, accepted_at=now, last_heard_at=now)
         active.early_wanted = self._first_token.wanted(request, active)
+        if not self._prefixes.empty:
+            active.keys = self._codec.prefix_keys(request, self._fleet.block_size)
         self.requests[info.id] = active
         try:
             rejected = await self._place(active, deadline=None)
@@ -138,27 +139,11 @@ class Router:
 
     # ---- placing -----------------------------------------------------------------------------------------------
 
-    def _decide(self, info: RequestInfo, active: ActiveRequest | None = None) -> Local | Remote | Reject:
-        """For a request, or (without one) for a probe that asks whether any could be taken."""
-        view = PrefillView(workers_ready=self._fleet.ready(Role.PREFILL), queue=self._prefill.depth)
-        candidates = self._fleet.decode_candidates(active.avoid if active else ())
-        predictor = self.learning.predictor
-        decision = place(info, candidates, view, self._routing, self._choose, predictor, self._slo)
-        if active is None or active.attempt > 1:
-            return decision  # what was accepted once is not refused when it moves
-        if not active.decision:
-            self.learning.arrived(info, info.prompt_tokens - view.cached_tokens)
-        admission = admit(decision, info, candidates, view, self._slo, predictor)
-        if isinstance(admission, Reject):
-            return admission
-        active.deferred = admission.deferred
-        return admission.decision
-
     async def _place(self, active: ActiveRequest, deadline: float | None) -> Reject | None:
         """Move a PLACING request on. With a deadline it waits for room until then and fails; without, the rejection is
         returned to the caller, who has not told the client anything yet."""
         while active.state is State.PLACING:
-            decision = self._decide(active.info, active)
+            decision = self._decider.decide(active)
             if isinstance(decision, Reject):
                 if deadline is None:
                     return decision
@@ -171,6 +156,7 @@ class Router:
                 placed = await self._enqueue(active, decision.reason)
             else:
                 placed = self._send(active, decision.worker_id, State.LOCAL, "local", decision.reason)
+                metrics.prefix_hit_tokens.labels("local").inc(active.cached_tokens if placed else 0)
             if placed:
                 metrics.placements.labels(active.decision, active.reason).inc()
         return None
@@ -178,27 +164,7 @@ class Router:
     async def _enqueue(self, active: ActiveRequest, reason: str) -> bool:
         """Into the prefill queue. False when the queue did not take it, which then is known to the next decision."""
         info, attempt = active.info, active.attempt
-        uncached_tokens = info.prompt_tokens
-        job = PrefillJob(
-            request_id=info.id,
-            attempt=attempt,
-            tokens=info.prompt_tokens,
-            uncached_tokens=uncached_tokens,
-            arrived_at=info.arrived_at,
-            reply_to=self._transport.frontend_id,
-            body=pack_frames(active.frames),
-            delay_s=delay_s(
-                self._queue.order,
-                uncached_tokens,
-                self._queue.weight,
-                self._queue.seconds_per_token,
-                self._slo.ttft_s,
-                info.priority,
-                active.deferred,
-            ),
-        )
-        if (depth := self._prefill.depth) is not None:
-            active.backlog_s = self.learning.predictor.backlog_s(depth, self._fleet.ready(Role.PREFILL))
+        job = self._decider.job(active, self._transport.frontend_id, pack_frames(active.frames))
         # QUEUED before the enqueue returns: a worker's claim may be here first.
         active.move(State.QUEUED)
         active.decision, active.reason = "remote", reason
@@ -222,13 +188,16 @@ class Router:
         view = self._fleet.workers[worker_id]
         info = active.info
         active.ahead_tokens = view.candidate.waiting_tokens + view.candidate.placed_tokens
+        context_tokens = info.prompt_tokens + len(active.tokens)
+        compute_tokens = 0 if active.kv_source is not None else max(1, context_tokens - active.cached_tokens)
         submit = Submit(
             request_id=info.id,
             attempt=active.attempt,
-            sequence=view.note_placed(info.prompt_tokens + len(active.tokens)),
+            sequence=view.note_placed(context_tokens, compute_tokens),
             prompt_tokens=info.prompt_tokens,
             kv_source=active.kv_source,
             resume_tokens=active.tokens,
+            cached_tokens=active.cached_tokens,
         )
         if not self._transport.send(worker_id, submit, active.frames):
             active.avoid.add(worker_id)
@@ -275,14 +244,16 @@ class Router:
         metrics.queue_wait_s.observe(claimed.queued_s)
         self.learning.claimed(active, claimed.queued_s)
         # Bound only now, on load as fresh as the last engine step: no decode block is held while a job waits.
-        while candidates := self._fleet.decode_candidates(active.avoid):
-            chosen = self._choose(active.info, candidates) or candidates[0]
+        while (chosen := self._decider.bind(active)) is not None:
             if self._send(active, chosen.worker_id, State.TRANSFERRING, active.decision, active.reason):
+                metrics.prefix_hit_tokens.labels("decode").inc(chosen.cached_tokens)
                 return
         self._retry(active, "no_decode_worker")
 
     def _on_prefilled(self, active: ActiveRequest, message: Prefilled, payload: list[bytes], now: float) -> None:
         active.prefilled_at, active.prefill_s = now, message.prefill_s
+        active.cached_tokens = message.cached_tokens
+        metrics.prefix_hit_tokens.labels("prefill").inc(message.cached_tokens)
         metrics.prefill_s.observe(message.prefill_s)
         self.learning.prefilled(active, message.cached_tokens, self._fleet.workers.get(message.worker_id))
         if (batch := self._first_token.of_prefill(active, message, payload, now)) is not None:
@@ -399,6 +370,7 @@ class Router:
         if active.info.local_only is None:
             active.info = msgspec.structs.replace(active.info, local_only=why)
         active.decode_worker = active.prefill_worker = active.kv_source = active.prefilled_at = active.early = None
+        active.cached_tokens = 0
 
     async def _replace(self, active: ActiveRequest) -> None:
         try:

@@ -13,6 +13,7 @@ from orchestrator.config import parse_config
 from orchestrator.fleet import Fleet
 from orchestrator.messages import Claimed, MessageError, Outputs, Submit
 from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.prefix_view import PrefixView
 from orchestrator.router import FINISH_ERROR, Router
 from orchestrator.types import (
     EngineIdentity,
@@ -37,6 +38,7 @@ class FakeRequest:
     early: bool = True
     max_new_tokens: int = 100
     priority: int = 0
+    keys: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -57,6 +59,9 @@ class FakeCodec:
             local_only=request.local_only,
         )
         return info, request.resumable, request.id
+
+    def prefix_keys(self, request, block_size):
+        return request.keys
 
     def encode(self, request):
         return [request.id.encode()]
@@ -122,7 +127,8 @@ class Bench:
         self.fleet = Fleet("f")
         self.transport, self.prefill = FakeTransport(), FakePrefill()
         choose = decode_choice("kv_blocks")
-        self.router = Router(self.config, self.fleet, self.transport, self.prefill, FakeCodec(), choose)
+        self.prefixes = PrefixView(self.transport.send)
+        self.router = Router(self.config, self.fleet, self.transport, self.prefill, self.prefixes, FakeCodec(), choose)
         for name, role in (("d0", Role.DECODE), ("d1", Role.DECODE), ("p0", Role.PREFILL)):
             self.add_worker(name, role)
 

@@ -13,6 +13,7 @@ from orchestrator.codec import Batch
 from orchestrator.config import Config
 from orchestrator.engine_wire import FinishReason, SimCodec, WireOutput, WireRequest, WireSampling
 from orchestrator.link import FrontendLink
+from orchestrator.policy.prefix_keys import reusable_keys
 from orchestrator.redis_client import Redis
 from orchestrator.types import RequestInfo
 
@@ -28,6 +29,9 @@ class SimRouterCodec:
         wanted = request.sampling_params.max_tokens or 0
         info = RequestInfo(request.request_id, len(request.prompt_token_ids), wanted, request.arrival_time)
         return info, True, request.request_id
+
+    def prefix_keys(self, request: WireRequest, block_size: int) -> list[int]:
+        return reusable_keys(request.prompt_token_ids or [], block_size) if block_size else []
 
     def encode(self, request: WireRequest) -> list[bytes]:
         return self._codec.encode_request(request)

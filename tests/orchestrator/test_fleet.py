@@ -36,7 +36,7 @@ def test_placements_count_until_a_report_has_seen_them():
     fleet = fleet_of(worker("d"))
     view = fleet.workers["d"]
     fleet.take_load(load("d", 1, free=90), now=1.0)
-    assert view.note_placed(160) == 1 and view.note_placed(17) == 2
+    assert view.note_placed(160, 160) == 1 and view.note_placed(17, 17) == 2
     assert view.candidate.blocks_free == 90 - 10 - 2 and view.candidate.waiting == 2
     fleet.take_load(load("d", 2, free=80, seen=1), now=2.0)  # has seen the first, not yet the second
     assert view.candidate.blocks_free == 80 - 2 and view.candidate.waiting == 1
@@ -53,13 +53,13 @@ def test_a_report_that_was_overtaken_is_ignored():
 
 def test_placements_never_make_free_blocks_negative():
     fleet = fleet_of(worker("d"))
-    fleet.workers["d"].note_placed(16 * 1000)
+    fleet.workers["d"].note_placed(16 * 1000, 0)
     assert fleet.workers["d"].candidate.blocks_free == 0
 
 
 def test_a_new_process_behind_an_old_name_starts_from_nothing():
     fleet = fleet_of(worker("d"))
-    fleet.workers["d"].note_placed(160)
+    fleet.workers["d"].note_placed(160, 160)
     assert not fleet.upsert(worker("d", state=WorkerState.DRAINING), now=1.0)
     assert fleet.workers["d"].sequence == 1 and not fleet.workers["d"].usable(Role.DECODE)
     assert fleet.upsert(worker("d", engine_id="restarted"), now=2.0)
@@ -86,7 +86,7 @@ def test_a_large_fleet_answers_with_its_best_and_follows_what_changes():
     fleet.take_load(load("d150", 2, free=99), now=1.0)
     candidates = fleet.decode_candidates()
     assert len(candidates) < 32 and choose(request, candidates).worker_id == "d150"
-    fleet.workers["d150"].note_placed(16 * 60)  # no longer the emptiest, before any report says so
+    fleet.workers["d150"].note_placed(16 * 60, 0)  # no longer the emptiest, before any report says so
     assert choose(request, fleet.decode_candidates()).worker_id != "d150"
     fleet.take_load(load("d7", 2, free=98), now=1.0)
     fleet.workers["d7"].connected = False
@@ -97,7 +97,7 @@ def test_a_large_fleet_answers_with_its_best_and_follows_what_changes():
     spread = []
     for _ in range(100):
         chosen = choose(request, fleet.decode_candidates())
-        fleet.workers[chosen.worker_id].note_placed(request.prompt_tokens)
+        fleet.workers[chosen.worker_id].note_placed(request.prompt_tokens, 0)
         spread.append(chosen.worker_id)
     assert max(spread.count(name) for name in set(spread)) <= 3
 
