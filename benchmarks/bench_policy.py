@@ -93,16 +93,14 @@ def bench_goodput(results: dict[str, Any], traces: Path, fleets: list[int], quic
     for fleet in fleets:
         for case in CASES:
             large = fleet > 16
-            # A large fleet needs more requests for the same time; bursts need time, and the rest is cut short.
-            share = (6.0 if case.name == "bursty" else 2.0) if large else max(0.5, fleet / 8)
+            # A large fleet needs more requests for the same time: made loads get it, the traces are cut short.
+            share = (6.0 if case.name in LOADS else 2.0) if large else max(0.5, fleet / 8)
             load = load_of(case, traces, int(case.requests * share * (0.2 if quick else 1)))
             if load is None:
                 say(f"goodput {case.name}: {case.file} is not in {traces}; give its folder with --traces")
                 continue
             fields = ["round_robin", "least_requests", "dynamo_cost"] if large else REFERENCES
-            # Short runs of a large fleet end before the ratio policy has seen a window.
-            ours = ["ours:fixed"] if large else ["ours:fixed", "ours"]
-            for policy in [*(f"field:{name}" for name in fields), *ours]:
+            for policy in [*(f"field:{name}" for name in fields), "ours:fixed", "ours"]:
                 key = f"{fleet}P{fleet}D/{case.name}/{policy}"
                 if key in results:
                     continue
