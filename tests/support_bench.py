@@ -124,9 +124,9 @@ class Bench:
     def __init__(self, slo=None, queue=None, **routing):
         routing = {"remote_prefill_min_tokens": 100, **routing}
         self.config = parse_config({"model": "m", "routing": routing, "slo": slo or {}, "queue": queue or {}})
-        self.fleet = Fleet("f")
+        choose = decode_choice(self.config.routing.decode_choice)
+        self.fleet = Fleet("f", choose.standing)
         self.transport, self.prefill = FakeTransport(), FakePrefill()
-        choose = decode_choice("kv_blocks")
         self.prefixes = PrefixView(self.transport.send)
         self.router = Router(self.config, self.fleet, self.transport, self.prefill, self.prefixes, FakeCodec(), choose)
         for name, role in (("d0", Role.DECODE), ("d1", Role.DECODE), ("p0", Role.PREFILL)):

@@ -15,7 +15,10 @@ PROMPTS = [token_prompt(20 + 173 * i % 1800, seed=i) for i in range(40)]
 
 @pytest.fixture(scope="module")
 def fleet():
-    with running_fleet("sim-2p2d.yaml", "routing.remote_prefill_min_tokens=100") as running:
+    # Without prefix hits, so that prompts asked again are prefilled remotely again.
+    with running_fleet(
+        "sim-2p2d.yaml", "routing.remote_prefill_min_tokens=100", "routing.prefix_index=false"
+    ) as running:
         yield running
 
 

@@ -201,7 +201,7 @@ async def test_a_defect_while_moving_a_request_ends_it_visibly(monkeypatch):
     def broken(*args):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(bench.router, "_decide", broken)
+    monkeypatch.setattr(bench.router._decider, "decide", broken)
     bench.say(bench.bound_to(), Rejected("r", 1, bench.bound_to(), "draining"))
     await bench.settle()
     assert bench.received() == [("r", [], FINISH_ERROR)]
