@@ -1,0 +1,150 @@
+"""Prefix caches of simulated workers as real routers see them: found, followed, lost and found again."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from support_router import RouterClient
+from support_workers import LocalWorker, Workers, running_workers, until
+
+from orchestrator import metrics
+from orchestrator.policy.prefix_keys import prefix_keys
+from orchestrator.redis_client import EmbeddedRedis
+from orchestrator.types import Role
+
+SECTIONS = {
+    "sim": {"speed": 10.0},
+    "workers": {"timeout_s": 2.0},
+    "routing": {"remote_prefill_min_tokens": 100, "prefix_index": True},
+}
+PROMPT = list(range(1000, 1400))  # 25 blocks
+
+
+@asynccontextmanager
+async def fleet_of(
+    server: EmbeddedRedis, prefill: int = 1, decode: int = 2
+) -> AsyncIterator[tuple[Workers, RouterClient, list[LocalWorker]]]:
+    async with running_workers(server, **SECTIONS) as workers:
+        roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
+        started = [await workers.start(role) for role in roles]
+        client = await joined(workers, prefill, decode)
+        try:
+            yield workers, client, started
+        finally:
+            await client.close()
+
+
+async def joined(workers: Workers, prefill: int, decode: int) -> RouterClient:
+    client = RouterClient(workers.redis, workers.config)
+    await client.start()
+    fleet = client.link.fleet
+    await until(lambda: (fleet.ready(Role.PREFILL), fleet.ready(Role.DECODE)) == (prefill, decode), "greetings")
+    return client
+
+
+def placed(reason: str) -> float:
+    decision = "remote" if reason == "long_prompt" else "local"
+    return metrics.placements.labels(decision, reason)._value.get()
+
+
+def held(client: RouterClient, worker: LocalWorker, prompt: list[int] = PROMPT) -> int:
+    return client.link.prefixes.look_up(prefix_keys(prompt, 16)).blocks(worker.id)
+
+
+def believes_all(client: RouterClient, *workers: LocalWorker) -> bool:
+    """Exactly what they hold."""
+    index = client.link.prefixes.index
+    for worker in workers:
+        keys = worker.engine._scheduler.cache._keys
+        bit = index.bit(worker.id)
+        believed = {key for key, mask in index._holders.items() if bit is not None and mask >> bit & 1}
+        if believed != set(keys):
+            return False
+    return True
+
+
+async def test_a_prompt_asked_again_goes_where_its_prefix_is(redis_server: EmbeddedRedis) -> None:
+    async with fleet_of(redis_server) as (_, client, (prefill, *decodes)):
+        long, short = placed("long_prompt"), placed("short_prompt")
+        await client.ask(PROMPT, 4)
+        assert placed("long_prompt") == long + 1
+        (holder,) = await until(
+            lambda: [w for w in decodes if held(client, w) == 25], "the events of its decode worker"
+        )
+        await until(lambda: held(client, prefill) == 25, "the events of its prefill worker")
+        other = next(worker for worker in decodes if worker is not holder)
+        for number in range(5):
+            await client.ask([*PROMPT, number], 4)
+        assert placed("short_prompt") == short + 5
+        assert held(client, other) == 0
+        # What only the prefill worker has is no reason to prefill locally, but spares computing it.
+        await holder.engine.call("reset_prefix_cache", [])
+        await client.ask([5] * 20, 1)
+        await client.ask([6] * 20, 1)
+        await until(lambda: held(client, holder) == 0, "that its cache was reset")
+        before = metrics.prefix_hit_tokens.labels("prefill")._value.get()
+        await client.ask([*PROMPT, 7, 8, 9], 4)
+        assert placed("long_prompt") == long + 2
+        assert metrics.prefix_hit_tokens.labels("prefill")._value.get() == before + 400
+
+
+async def test_lost_events_are_noticed_and_made_up_for(redis_server: EmbeddedRedis) -> None:
+    async with fleet_of(redis_server) as (_, client, started):
+        prefill = started[0]
+        await client.ask(PROMPT, 4)
+        await until(lambda: believes_all(client, *started), "all events")
+        resyncs = metrics.prefix_resyncs._value.get()
+        publish, reporter = prefill.agent._prefix._publish, prefill.agent._prefix
+        reporter._publish = lambda events: None
+        await client.ask([1, *PROMPT], 4)
+        reporter._publish = publish
+        await until(lambda: believes_all(client, *started), "what a lost batch said")
+        assert metrics.prefix_resyncs._value.get() > resyncs
+        await client.ask([2, *PROMPT], 4)
+        await until(lambda: believes_all(client, *started), "that events count again")
+
+
+async def test_a_frontend_that_joins_late_learns_what_is_there(redis_server: EmbeddedRedis) -> None:
+    async with fleet_of(redis_server) as (workers, client, started):
+        for number in range(4):
+            await client.ask([number, *PROMPT], 4)
+        await until(lambda: believes_all(client, *started), "all events")
+        late = await joined(workers, 1, 2)
+        try:
+            await until(lambda: believes_all(late, *started), "the snapshots")
+            short = placed("short_prompt")
+            await late.ask([3, *PROMPT], 4)
+            assert placed("short_prompt") == short + 1
+        finally:
+            await late.close()
+
+
+async def test_a_worker_that_is_gone_holds_nothing(redis_server: EmbeddedRedis) -> None:
+    async with fleet_of(redis_server, prefill=0, decode=1) as (workers, client, (first,)):
+        process = await workers.spawn(Role.DECODE)
+        await until(lambda: client.link.fleet.ready(Role.DECODE) == 2, "the greeting")
+        for number in range(6):
+            await client.ask([number, *PROMPT], 4)
+        index = client.link.prefixes.index
+        await until(lambda: index.bit(process.id) is not None and index.bit(first.id) is not None, "events of both")
+        await until(lambda: believes_all(client, first), "all events")
+        process.kill()
+        await until(lambda: process.id not in client.link.fleet.workers, "that it is gone")
+        assert index.bit(process.id) is None
+        for number in range(6):
+            await client.ask([number, *PROMPT], 4)
+        await until(lambda: believes_all(client, first), "the events since")
+
+
+async def test_switched_off_nothing_is_told(redis_server: EmbeddedRedis) -> None:
+    async with running_workers(redis_server, **SECTIONS | {"routing": {"prefix_index": False}}) as workers:
+        decode = await workers.start(Role.DECODE)
+        frontend = await workers.frontend(decode)
+        client = await joined(workers, 0, 1)
+        try:
+            await client.ask(PROMPT, 4)
+            await client.ask(PROMPT, 4)
+            assert frontend.prefix_events == [] and client.link.prefixes.empty
+        finally:
+            await client.close()
