@@ -22,6 +22,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from workers.prefix import PrefixChanges
 from workers.vllm_gloo import share_device
 from workers.vllm_prefix import PrefixCollector
+from workers.vllm_seeded import spare_generators
 
 _KV_POLL_S = 0.005  # an engine with nothing to compute looks after its waiting requests this often
 _PARENT = "PD_ENGINE_PARENT"  # pid of the process that the engine must not outlive
@@ -54,6 +55,7 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
     _use_cores([int(core) for core in os.environ.get(_CORES, "").split(",") if core])
     register()
     share_device()
+    spare_generators()
     EngineCoreProc._process_engine_step = _process_engine_step
     _vllm_target(*args, **kwargs)
 

@@ -60,6 +60,20 @@ async def test_it_is_decodes_first_token(pair, name: str, length: int, sampling:
     assert str(pair[0].finished[f"{name}-{length}"]) == "length"
 
 
+async def test_seeded_prompts_in_chunks_beside_others_give_what_they_give_alone(pair) -> None:
+    """vLLM's engine would end: a step that samples for one request rewinds the generators of those still in chunks."""
+    _, decode = pair
+    bodies = {f"seeded-{seed}": frames(prompt(1100 + seed), 12, temperature=1.0, seed=seed) for seed in range(6)}
+    for key, body in bodies.items():
+        await decode.decode(f"together-{key}", body)
+    together = {key: await decode.done(f"together-{key}") for key in bodies}
+    assert await decode.engine.call("reset_prefix_cache", [])
+    for key, body in bodies.items():
+        await decode.decode(f"alone-{key}", body)
+        assert await decode.done(f"alone-{key}") == together[key]
+    await decode.idle()
+
+
 async def test_what_forbids_a_token_forbids_it_in_prefill_too(pair) -> None:
     _, (would, *_) = await both(pair, "free", frames(prompt(100), 5))
     bad = frames(prompt(100), 5, bad_words=["x"], _bad_words_token_ids=[[would]])
