@@ -77,8 +77,10 @@ class Membership:
         while True:
             await self._stirred.wait()
             self._stirred.clear()
+            began = time.monotonic()
             await self._resync()
-            await asyncio.sleep(COALESCE_S)
+            # At most a fifth of this process's time, however many workers come at once.
+            await asyncio.sleep(max(COALESCE_S, 4 * (time.monotonic() - began)))
 
     async def _tick(self) -> None:
         next_resync = time.monotonic() + RESYNC_S

@@ -100,7 +100,7 @@ class Registry:
         self.corrupt = 0
         self._redis = redis
         self._complained: dict[str, str] = {}
-        names = ("member_put", "member_leave", "members", "order", "clear_orders", "set_desired", "lead")
+        names = ("member_put", "member_leave", "members", "prune", "order", "clear_orders", "set_desired", "lead")
         self._scripts = {name: Script(name, "members_common") for name in names}
 
     # ---- workers -----------------------------------------------------------------------------------------------
@@ -129,6 +129,18 @@ class Registry:
             except (KeyError, ValueError) as error:
                 self._complain(worker_id, f"{type(error).__name__}: {error}")
         return found
+
+    async def worker(self, worker_id: str) -> WorkerInfo | None:
+        """One live worker; None when there is none by that id, or its hash cannot be read (logged and counted)."""
+        key = self.keys.worker(worker_id)
+        raw: dict[bytes, bytes] = await self._redis.execute_command("HGETALL", key)
+        if not raw:
+            return None
+        try:
+            return worker_from_fields(worker_id, {_text(name): _text(value) for name, value in raw.items()})
+        except (KeyError, ValueError) as error:
+            self._complain(worker_id, f"{type(error).__name__}: {error}")
+            return None
 
     async def orders(self) -> dict[str, WorkerOrders]:
         """What live workers were told and have not done yet; those with nothing to do are left out."""
@@ -264,8 +276,7 @@ class Registry:
         while True:
             await asyncio.sleep(PRUNE_S)
             try:
-                await self._run("members", "worker", "ids")
-                await self._run("members", "frontend", "ids")
+                await self._run("prune", round(PRUNE_S * 900))
             except RedisAway as error:
                 log.debug("looking for silent members: %s", error)
 
@@ -283,7 +294,7 @@ class Registry:
         return reply
 
     async def _members(self, kind: str) -> list[tuple[str, dict[str, str]]]:
-        rows = await self._run("members", kind, "fields")
+        rows = await self._run("members", kind)
         return [(_text(row[0]), {_text(row[at]): _text(row[at + 1]) for at in range(1, len(row), 2)}) for row in rows]
 
     def _complain(self, name: str, why: str) -> None:

@@ -36,7 +36,6 @@ UNREPORTED_S = 0.025  # after something that no step may report, ask the engine 
 ENGINE_HUNG_S = 120.0  # no step is as long as this
 PUSHED_POLL_S = 0.02
 JOIN_RETRY_S = 0.25
-PEERS_PAUSE_S = 0.2  # a large fleet that starts makes many events at once: one look serves them all
 EXIT_LEFT, EXIT_ENGINE_DEAD = 0, 1
 
 
@@ -60,7 +59,6 @@ class Agent:
         self._queue = PrefillQueue(redis, config.namespace, config.queue, worker_id)
         self._attempts = Attempts()
         self._beat_now = asyncio.Event()
-        self._peers_changed = asyncio.Event()
         self._ended = asyncio.Event()
         self._exit_code = EXIT_LEFT
         self._redis_away = False
@@ -160,7 +158,7 @@ class Agent:
         try:
             await self._join()
             data_path = (self._receive, self._pump, self._report, self._claims.run)
-            loops = (*data_path, self._heartbeat, self._watch, self._follow_peers)
+            loops = (*data_path, self._heartbeat, self._watch, self._peers.run)
             tasks = [asyncio.create_task(loop(), name=loop.__qualname__) for loop in loops]
             ended = asyncio.create_task(self._ended.wait())
             await asyncio.wait([*tasks, ended], return_when=asyncio.FIRST_COMPLETED)
@@ -277,14 +275,7 @@ class Agent:
             elif isinstance(event, Left) and event.kind == "frontend":
                 await self._serving.frontend_left(event.id)
             elif isinstance(event, Resync) or getattr(event, "kind", "") == "worker":
-                self._peers_changed.set()
-
-    async def _follow_peers(self) -> None:
-        while True:
-            await self._peers_changed.wait()
-            self._peers_changed.clear()
-            await self._peers.look()
-            await asyncio.sleep(PEERS_PAUSE_S)
+                self._peers.heard(event)
 
     async def _peer_died(self, engine_id: str) -> None:
         try:

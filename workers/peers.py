@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from orchestrator.redis_client import RedisAway
-from orchestrator.registry import Registry
+from orchestrator.registry import Changed, Joined, Left, Registry, RegistryEvent, Resync
 from orchestrator.types import WorkerInfo
 
 log = logging.getLogger("pd.peers")
@@ -33,22 +33,45 @@ class Peers:
         self._timeout_s, self._on_dead = timeout_s, on_dead
         self._known: dict[str, WorkerInfo] = {}  # by engine id
         self._missing: dict[str, asyncio.Task[None]] = {}
+        self._events: asyncio.Queue[RegistryEvent] = asyncio.Queue()
+
+    def heard(self, event: RegistryEvent) -> None:
+        """Membership changed. Acted upon by `run`."""
+        self._events.put_nowait(event)
+
+    async def run(self) -> None:
+        """Runs until cancelled. Reads what changed and no more: a fleet of a thousand that starts makes a thousand
+        events, and each of them reaches a thousand workers."""
+        while True:
+            event = await self._events.get()
+            try:
+                if isinstance(event, Left):
+                    self._expect(event.id, None)
+                elif isinstance(event, Joined | Changed):
+                    self._expect(event.id, await self._registry.worker(event.id))
+                elif isinstance(event, Resync):
+                    await self.look()
+            except RedisAway as error:
+                log.debug("membership not read: %s", error)  # once it is back, a Resync comes
 
     async def look(self) -> None:
-        """Membership changed somehow: read the registry again, which knows more than the order of events."""
-        try:
-            workers = await self._registry.workers()
-        except RedisAway as error:
-            log.debug("membership not read: %s", error)
+        """Compare with all of the registry. Raises RedisAway."""
+        workers = await self._registry.workers()
+        for worker_id in {info.id for info in self._known.values()} | workers.keys():
+            self._expect(worker_id, workers.get(worker_id))
+
+    def _expect(self, worker_id: str, info: WorkerInfo | None) -> None:
+        """This process is registered under the id now; any other known by it has to be alive or proven dead."""
+        if worker_id == self._worker_id:
             return
-        present = {info.kv.engine_id: info for info in workers.values() if info.id != self._worker_id}
-        self._known.update(present)
-        for engine_id, info in self._known.items():
-            if engine_id in present:
-                if task := self._missing.pop(engine_id, None):
-                    task.cancel()
-            elif engine_id not in self._missing:
-                self._missing[engine_id] = asyncio.create_task(self._prove(info), name=f"probe-{info.id}")
+        if info is not None:
+            self._known[info.kv.engine_id] = info
+            if task := self._missing.pop(info.kv.engine_id, None):
+                task.cancel()
+        for engine_id, known in self._known.items():
+            replaced = known.id == worker_id and known is not info
+            if replaced and engine_id not in self._missing:
+                self._missing[engine_id] = asyncio.create_task(self._prove(known), name=f"probe-{worker_id}")
 
     async def _prove(self, info: WorkerInfo) -> None:
         """Runs until the engine is proven dead, or cancelled because it is back."""

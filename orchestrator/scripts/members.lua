@@ -1,9 +1,7 @@
--- ARGV: kind, 'ids' or 'fields'. Returns the live ids, or rows of id and the hash's fields and values.
+-- ARGV: kind. Returns the live ones as rows of id and the hash's fields and values.
 local kind = ARGV[1]
-local ids = live(kind)
-if ARGV[2] == 'ids' then return ids end
 local rows = {}
-for i, id in ipairs(ids) do
+for i, id in ipairs(live(kind)) do
   local fields = redis.pcall('HGETALL', member_key(kind, id))
   local row = { id }
   if not fields.err then

@@ -10,6 +10,7 @@ import pytest
 from support_workers import until
 
 from orchestrator.redis_client import RedisAway
+from orchestrator.registry import Changed, Joined, Left, Resync
 from orchestrator.types import EngineIdentity, KVEndpoint, Role, WorkerInfo, WorkerState
 from workers import peers as peers_module
 from workers.peers import Peers, listening, probe
@@ -26,15 +27,20 @@ class Listener:
 
 
 class FakeRegistry:
-    """Answers `workers()`; may be away."""
+    """Answers `workers()` and `worker()`, whose calls it keeps; may be away."""
 
     def __init__(self, *infos: WorkerInfo) -> None:
         self.infos, self.away = list(infos), False
+        self.reads: list[str] = []
 
     async def workers(self) -> dict[str, WorkerInfo]:
         if self.away:
             raise RedisAway("gone")
         return {info.id: info for info in self.infos}
+
+    async def worker(self, worker_id: str) -> WorkerInfo | None:
+        self.reads.append(worker_id)
+        return (await self.workers()).get(worker_id)
 
 
 def info_of(name: str, request_port: int, kv_port: int, engine_id: str = "") -> WorkerInfo:
@@ -114,11 +120,35 @@ async def test_a_successor_of_the_same_id_does_not_hide_the_dead(alive: tuple[Li
     await watched.peers.close()
 
 
+async def test_events_are_followed_by_reading_only_whom_they_name(alive: tuple[Listener, Listener]) -> None:
+    agent, engine = alive
+    gone = Listener()
+    gone.socket.close()
+    watched = Watched(FakeRegistry(info_of("a", agent.port, engine.port), info_of("b", gone.port, gone.port)))
+    following = asyncio.create_task(watched.peers.run())
+    for event in (Resync(), Joined("a"), Changed("b"), Joined("me")):
+        watched.peers.heard(event)
+    await until(lambda: len(watched.registry.reads) == 3)
+    watched.registry.away = True
+    watched.peers.heard(Changed("a"))  # Redis does not answer: nobody is dead for that
+    watched.peers.heard(Left("a"))  # it left, but listens
+    watched.peers.heard(Left("b"))
+    await until(lambda: watched.dead == ["engine-b"])
+    assert set(watched.peers._missing) == {"engine-a"}
+    watched.registry.away = False
+    watched.peers.heard(Joined("a"))
+    await until(lambda: not watched.peers._missing)
+    assert watched.registry.reads == ["a", "b", "me", "a", "a"] and watched.dead == ["engine-b"]
+    following.cancel()
+    await watched.peers.close()
+
+
 async def test_redis_away_proves_nothing() -> None:
     watched = Watched(FakeRegistry(info_of("a", 1, 1)))
     await watched.peers.look()
     watched.registry.away = True
-    await watched.peers.look()
+    with pytest.raises(RedisAway):
+        await watched.peers.look()
     assert watched.dead == [] and not watched.peers._missing
     await watched.peers.close()
 
