@@ -22,7 +22,9 @@ ENGINE = (
 LENGTHS = [10, 33, 64, 100, 127, 128, 129, 200, 256, 300, 333, 400, 480, 512, 513, 600]
 LENGTHS += [640, 700, 768, 800, 900, 1000, 1024, 1100, 1200, 1500, 1536, 1700, 2000, 2200, 2600, 3000]
 PROMPTS = [token_prompt(length, seed=i) for i, length in enumerate(LENGTHS)]
+OTHERS = [token_prompt(length, seed=100 + i) for i, length in enumerate(LENGTHS)]  # no prefix of them is known
 MAX_TOKENS = 16
+SEEDED = {"temperature": 1.0, "top_p": 0.9, "seed": 7}
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +33,27 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def truth(model):
-    """The same prompts on decode workers only: every one prefilled where it decodes."""
+def aggregated(model):
+    """Greedy and (to the others) seeded answers of decode workers only: every prompt prefilled where it decodes."""
     with running_fleet("aggregated-cpu.yaml", *ENGINE, model, "workers.decode.replicas=1") as fleet:
-        answers = asyncio.run(fleet.ask_all(PROMPTS, concurrency=8, max_tokens=MAX_TOKENS))
-        assert all(a.ok and len(a.tokens) == MAX_TOKENS for a in answers), [a.error for a in answers]
+        greedy = asyncio.run(fleet.ask_all(PROMPTS, concurrency=8, max_tokens=MAX_TOKENS))
+        seeded = asyncio.run(fleet.ask_all(OTHERS, concurrency=8, max_tokens=MAX_TOKENS, **SEEDED))
+        for answer in greedy + seeded:
+            assert answer.ok and len(answer.tokens) == MAX_TOKENS, answer.error
         assert fleet.metric("pd_placements_total", decision="remote") == 0
         fleet.assert_no_leaks()
-    return [answer.tokens for answer in answers]
+    return [answer.tokens for answer in greedy], [answer.tokens for answer in seeded]
+
+
+@pytest.fixture(scope="module")
+def truth(aggregated):
+    return aggregated[0]
 
 
 @pytest.fixture(scope="module")
 def fleet(model, truth):
-    with running_fleet("demo-1p1d-cpu.yaml", *ENGINE, model, "routing.remote_prefill_min_tokens=32") as running:
+    routing = ("routing.remote_prefill_min_tokens=32", "routing.first_token=prefill")
+    with running_fleet("demo-1p1d-cpu.yaml", *ENGINE, model, *routing) as running:
         yield running
 
 
@@ -64,6 +74,18 @@ async def test_remote_prefill_answers_as_one_engine_does_with_and_without_prefix
     # Transferred KV is not a prefix-cache hit: the first time round nothing is reported as cached.
     assert sum((a.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0 for a in cold) == 0
     fleet.until(lambda: fleet.metric("pd_kv_transfer_bytes_total") > 0, "a load report tells of the bytes")
+    assert fleet.metric("pd_retries_total") == 0
+
+
+async def test_first_tokens_come_from_prefill_once_and_are_those_of_one_engine(fleet: RunningFleet, aggregated):
+    early = fleet.metric("pd_first_tokens_early_total")
+    assert early > 0  # of the greedy ones above
+    answers = await fleet.ask_all(OTHERS, concurrency=8, max_tokens=MAX_TOKENS, **SEEDED)
+    assert [a.tokens for a in answers] == aggregated[1]
+    assert fleet.metric("pd_first_tokens_early_total") > early
+    (answer,) = await fleet.ask_all([token_prompt(700, seed=99)], concurrency=1, max_tokens=MAX_TOKENS, logprobs=2)
+    assert len(answer.tokens) == len(answer.logprobs) == MAX_TOKENS
+    assert fleet.metric("pd_first_token_mismatches_total") == 0
     assert fleet.metric("pd_retries_total") == 0
 
 
