@@ -13,22 +13,33 @@ local function claims_now(worker)
   return claiming[worker]
 end
 
+-- A look must be cheap: of a sound job that is not old only this is read. Returns tokens, seconds waited, cached.
+local function glance(id)
+  local fields = redis.pcall('HMGET', job_key(id), 'state', 'tokens', 'arrived_at', 'cached')
+  if not fields.err and fields[1] == 'waiting' then
+    local tokens, arrived_at = count(fields[2]), tonumber(fields[3] or '')
+    if tokens and arrived_at and now - arrived_at <= GRACE then return tokens, now - arrived_at, fields[4] end
+  end
+  local job = usable(id)
+  if job then return job.tokens, now - job.arrived_at, job.cached end
+end
+
 if window > 0 and redis.call('EXISTS', AFFINE) == 1 then
   local head, rows, affine = redis.call('ZRANGE', QUEUE, 0, window - 1, 'WITHSCORES'), {}, false
   for i = 1, #head, 2 do
-    local job = usable(head[i])
-    if job then
+    local tokens, waited_s, cached = glance(head[i])
+    if tokens then
       local here, elsewhere = 0, 0
-      for worker, tokens in string.gmatch(job.cached, '(%S+)=(%d+)') do
-        tokens = math.min(tonumber(tokens), job.tokens)
+      for worker, hit in string.gmatch(cached or '', '(%S+)=(%d+)') do
+        hit = math.min(tonumber(hit), tokens)
         if worker == WORKER then
-          here = tokens
-        elseif tokens > elsewhere and claims_now(worker) then
-          elsewhere = tokens
+          here = hit
+        elseif hit > elsewhere and claims_now(worker) then
+          elsewhere = hit
         end
       end
       affine = affine or here > 0 or elsewhere > 0
-      rows[#rows + 1] = { head[i], head[i + 1], job.tokens, seconds(now - job.arrived_at), here, elsewhere }
+      rows[#rows + 1] = { head[i], head[i + 1], tokens, seconds(waited_s), here, elsewhere }
     end
   end
   if affine then
