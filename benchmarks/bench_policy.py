@@ -12,20 +12,25 @@ import random
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import uvloop
 from bench_queue import report as queue_report
 from bench_queue import run as queue_benchmark
 
-from orchestrator.config import RoutingConfig, SLOConfig
-from orchestrator.policy.decode_choice import Candidate, KVBlocks
-from orchestrator.policy.placement import PrefillView, place
+from orchestrator.config import SLOConfig, parse_config
+from orchestrator.decider import Decider
+from orchestrator.fleet import Fleet
+from orchestrator.learning import Learning
+from orchestrator.messages import PROTOCOL_VERSION
+from orchestrator.policy.decode_choice import KVBlocks, decode_choice
 from orchestrator.policy.predict import Predictor
-from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.policy.prefix_keys import prefix_keys
-from orchestrator.policy.shortlist import Shortlist
+from orchestrator.prefill_link import PrefillLink
+from orchestrator.prefix_view import PrefixView
+from orchestrator.request import ActiveRequest
 from orchestrator.simulator.adp import AdpSettings, simulate_adp
 from orchestrator.simulator.cli import PROFILES
 from orchestrator.simulator.job import Settings
@@ -36,7 +41,16 @@ from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.stack import stack
 from orchestrator.simulator.synthetic import LOADS, synthetic
 from orchestrator.simulator.trace import Load, at_rate, first, read_trace, repeated
-from orchestrator.types import QueueDepth, RequestInfo
+from orchestrator.types import (
+    EngineIdentity,
+    KVEndpoint,
+    QueueDepth,
+    RequestInfo,
+    Role,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerState,
+)
 
 RESULTS = Path(__file__).parent / "results"
 WARM_UP = 0.25  # of each run's time, left out for every policy alike: an empty fleet says nothing
@@ -147,36 +161,44 @@ def bench_adp(results: dict[str, Any]) -> None:
 
 
 def bench_decision(results: dict[str, Any], workers: int = 1000) -> None:
-    """Prefix look-up, shortlist, placement and decode choice for one request, among a thousand workers."""
+    """What the router does for one request among a thousand decode workers, half as many prefill workers, and hits."""
     rng = random.Random(0)
-    choose = KVBlocks(overlap_weight=2.0)
-    shortlist, index, predictor = Shortlist(choose.standing), PrefixIndex(), Predictor()
+    identity = EngineIdentity("m", "bfloat16", "auto", 16, 32_768, "sim", "1", PROTOCOL_VERSION)
+    names = [f"d{number}" for number in range(workers)] + [f"p{number}" for number in range(workers // 2)]
 
-    def worker(number: int) -> Candidate:
+    def load_of_worker(name: str, sequence: int) -> WorkerLoad:
         free, running, waiting = rng.randrange(2000, 24_800), rng.randrange(100), rng.randrange(9000)
-        return Candidate(f"d{number}", 24_800, free, 16, running, rng.randrange(3), waiting, 256)
+        return WorkerLoad(name, sequence, 24_800, free, running, rng.randrange(3), waiting, 5.0)
 
-    prompts = []
-    for number in range(workers):
-        shortlist.update(worker(number))
-    for number in range(500):
-        keys = [hash((number, block)) for block in range(750)]  # 12,000 tokens
-        prompts.append(keys)
-        for holder in rng.sample(range(workers), 8):
-            index.stored(f"d{holder}", keys[: rng.randrange(1, 750)])
-    view = PrefillView(workers // 2, QueueDepth(10, 50_000, 5))
     for mode in ("threshold", "cost"):
-        routing = RoutingConfig(placement=mode)
+        choose = decode_choice("kv_prefix")
+        fleet = Fleet("f", choose.standing if isinstance(choose, KVBlocks) else None)
+        for name in names:
+            role = Role.DECODE if name[0] == "d" else Role.PREFILL
+            kv = KVEndpoint(name, "h", 1)
+            state = WorkerState.READY
+            fleet.upsert(WorkerInfo(name, role, state, "h", 1, "a", "b", identity, kv, 24_800, 256, 8192, 1, 0.0), 0.0)
+            fleet.workers[name].connected = True
+            fleet.take_load(load_of_worker(name, 1), 0.0)
+        prefixes = PrefixView(lambda worker_id, message: True)
+        prompts = [[hash((number, block)) for block in range(750)] for number in range(500)]  # 12,000 tokens
+        for keys in prompts:
+            for holder in rng.sample(names, 8):
+                prefixes.index.stored(holder, keys[: rng.randrange(1, 750)])
+        config = parse_config({"model": "m", "routing": {"placement": mode}})
+        queue = cast(PrefillLink, SimpleNamespace(depth=QueueDepth(10, 50_000, 5)))
+        decider = Decider(config, fleet, queue, prefixes, choose, Learning(Predictor(), choose))
         decided, updated = [], []
         for number in range(20_000):
-            keys, request = rng.choice(prompts), RequestInfo(f"r{number}", 12_000, 4096, 0.0)
+            info = RequestInfo(f"r{number}", 12_001, 4096, 0.0)
+            request = ActiveRequest(info, [], True, "", 0.0, keys=rng.choice(prompts))
             started = time.perf_counter()
-            hits = {name: depth * 16 for name, depth in index.match(keys).items()}
-            place(request, shortlist.pick(hits), view, routing, choose, predictor)
+            decider.decide(request)
             decided.append(time.perf_counter() - started)
-            changed = worker(rng.randrange(workers))
+            load = load_of_worker(rng.choice(names), number + 2)
             started = time.perf_counter()
-            shortlist.update(changed)
+            fleet.take_load(load, 0.0)
+            prefixes.take_load(load, 0.0)
             updated.append(time.perf_counter() - started)
         decided.sort()
         updated.sort()

@@ -18,7 +18,7 @@ from orchestrator.types import Role, WorkerInfo, WorkerLoad, WorkerState
 
 # Below this many decode workers looking at each is as quick, and needs no two of them to be compared as if equal.
 SHORTLIST_FROM = 32
-SHORTLIST_HITS = 8  # workers that are on the list for what they have cached
+SHORTLIST_HITS = 4  # workers that are on the list for what they have cached
 
 
 @dataclass(slots=True)
@@ -169,8 +169,9 @@ class Fleet:
         self._apply_changes()
         usable = self._usable[Role.DECODE]
         if self._shortlist is not None and not avoid and len(usable) >= SHORTLIST_FROM:
+            block_size = self.block_size
             most = hits.most(SHORTLIST_HITS, usable) if hits else {}
-            found = self._shortlist.pick(most)
+            found = self._shortlist.pick({name: blocks * block_size for name, blocks in most.items()})
         else:
             kept = [name for name in usable if name not in avoid] if avoid else usable
             found = [self.workers[name].candidate for name in kept or usable]
@@ -216,6 +217,6 @@ class Fleet:
 
 
 def _with_hit(candidate: Candidate, hits: Hits) -> Candidate:
-    if blocks := hits.blocks(candidate.worker_id):
+    if not candidate.cached_tokens and (blocks := hits.blocks(candidate.worker_id)):
         return msgspec.structs.replace(candidate, cached_tokens=blocks * candidate.block_size)
     return candidate

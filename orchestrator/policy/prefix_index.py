@@ -11,8 +11,9 @@ from itertools import islice
 
 from orchestrator.types import PrefixEvents
 
-# Probes of one look-up. The deepest holder of 8192 blocks takes 14; the rest tell those that hold less apart.
-MAX_PROBES = 32
+# Probes of one look-up, each of them a cache miss of the machine: most of a decision's time. The deepest holder of 8192
+# blocks takes 14, of a usual prompt fewer; the rest tell those that hold less apart.
+MAX_PROBES = 16
 # Holders of one depth that are looked at for some of the wanted kind.
 MAX_HOLDERS = 64
 
@@ -20,20 +21,20 @@ MAX_HOLDERS = 64
 class Hits:
     """Who holds how many leading blocks of one prompt. Valid until the next event."""
 
-    __slots__ = ("_index", "_levels")
+    __slots__ = ("_all", "_index", "_levels")
 
-    def __init__(self, index: PrefixIndex, levels: list[tuple[int, int]]) -> None:
-        """`levels`: (blocks, mask of those that hold as many), most blocks first."""
-        self._index, self._levels = index, levels
+    def __init__(self, index: PrefixIndex, holders: int, levels: list[tuple[int, int]]) -> None:
+        """`levels`: (blocks, mask of those that hold as many), most blocks first; `holders` all of them."""
+        self._index, self._all, self._levels = index, holders, levels
 
     def __bool__(self) -> bool:
         return bool(self._levels)
 
     def blocks(self, worker_id: str) -> int:
-        bit = self._index.bit(worker_id)
-        if bit is not None:
-            for depth, mask in self._levels:
-                if mask >> bit & 1:
+        mask = self._index.mask(worker_id)
+        if mask & self._all:
+            for depth, holders in self._levels:
+                if mask & holders:
                     return depth
         return 0
 
@@ -142,7 +143,7 @@ class PrefixIndex:
         holders = self._holders
         first = holders.get(keys[0], 0) & self._live if keys else 0
         if not first:
-            return Hits(self, [])
+            return Hits(self, 0, [])
         levels: list[tuple[int, int]] = []
         parts = [(1, len(keys), first)]  # (held, at most held, by whom), the deepest last
         probes = 1
@@ -158,21 +159,25 @@ class PrefixIndex:
                 parts.append((low, middle - 1, others))
             if deeper:
                 parts.append((middle, high, deeper))
-        return Hits(self, levels)
+        return Hits(self, first, levels)
 
     def match(self, keys: Sequence[int], max_workers: int = 8) -> dict[str, int]:
         """Blocks of the prefix held, by worker, for the (at most `max_workers`) workers that hold most."""
         return self.look_up(keys).most(max_workers)
 
-    def bit(self, worker_id: str) -> int | None:
-        return self._bit.get(worker_id)
+    def mask(self, worker_id: str) -> int:
+        bit = self._bit.get(worker_id)
+        return 0 if bit is None else 1 << bit
 
     def holders(self, mask: int) -> Iterator[str]:
-        """Workers of a mask, at most `MAX_HOLDERS`, from another one on each time."""
-        self._turn += 1
-        split = self._turn % max(1, mask.bit_length())
+        """Workers of a mask, at most `MAX_HOLDERS`, of many from another one on each time."""
+        parts: tuple[int, ...] = (mask,)
         left = MAX_HOLDERS
-        for part in (mask >> split << split, mask & ((1 << split) - 1)):
+        if mask.bit_count() > 4:
+            self._turn += 1
+            split = self._turn % mask.bit_length()
+            parts = (mask >> split << split, mask & ((1 << split) - 1))
+        for part in parts:
             while part and left:
                 lowest = part & -part
                 part ^= lowest

@@ -36,13 +36,13 @@ async def test_a_prompt_that_a_decode_worker_holds_is_short():
 
 
 async def test_a_prompt_that_only_prefill_workers_hold_goes_where_they_are_with_what_they_hold():
-    held = {"p0": 30, "p1": 50, "p2": 10, "p3": 20, "p4": 40}
-    bench = bench_with(held | {"d0": 5})
+    held = {"p0": 40, "p1": 50, "p2": 10, "p3": 40, "p4": 40}
+    bench = bench_with(held | {"d0": 10})
     for name in ("p1", "p2", "p3", "p4"):
         bench.add_worker(name, Role.PREFILL)
     await bench.router.submit(FakeRequest("r", keys=KEYS))
     (job,) = bench.prefill.jobs
-    assert job.cached == {"p1": 800, "p4": 640, "p0": 480, "p3": 320}  # the four that hold most
+    assert job.cached == {"p1": 800, "p4": 640, "p0": 640, "p3": 640}  # the four that hold most
     assert job.uncached_tokens == 200 and job.tokens == 1000
     before = hit_tokens("prefill")
     bench.claim("r", worker="p1")
