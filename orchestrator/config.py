@@ -74,7 +74,7 @@ class SLOConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     decode_choice: Literal[
         "kv_blocks", "kv_prefix", "round_robin", "least_requests", "power_of_two", "least_tokens", "dynamo_cost"
-    ] = "kv_blocks"
+    ] = "kv_prefix"
     placement: Literal["threshold", "cost"] = "threshold"  # local or remote by length, or by predicted times
     itl_weight: NonNegative = 0.02  # `cost`: price of delaying those that decode where a prompt is prefilled
     remote_prefill_min_tokens: Count = 256  # `threshold`: uncached prompt tokens from which prefill goes remote

@@ -31,7 +31,7 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 FIELD = "field:"
 _OURS = Stack(name="ours", order="slack", weight=8.0, admission="queue", ratio=True)
 # What the router does with the configuration's defaults.
-_DEFAULT = Stack(name="default", decode_choice="kv_blocks", placement="threshold", affinity=0.0, prefix_index=False)
+_DEFAULT = Stack(name="default", placement="threshold", window=32)
 _NAMED = {
     "default": _DEFAULT,
     "ours": _OURS,

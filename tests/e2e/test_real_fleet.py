@@ -52,7 +52,8 @@ def truth(aggregated):
 
 @pytest.fixture(scope="module")
 def fleet(model, truth):
-    routing = ("routing.remote_prefill_min_tokens=32", "routing.first_token=prefill")
+    # No prefix index: prompts asked again shall be prefilled remotely again.
+    routing = ("routing.remote_prefill_min_tokens=32", "routing.first_token=prefill", "routing.prefix_index=false")
     with running_fleet("demo-1p1d-cpu.yaml", *ENGINE, model, *routing) as running:
         yield running
 
