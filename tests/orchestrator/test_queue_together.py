@@ -217,7 +217,7 @@ async def wakes(queues, *waiters):
     tasks = {}
     for name, doing in waiters:
         queue = await queues(waiter=name)
-        await queue.wait_for_work(10)
+        await queue.wait_for_work(10, doing)  # the subscription is new
         tasks[name] = asyncio.create_task(queue.wait_for_work(60 + len(tasks), doing), name=name)
         await idle(queues, len(tasks))
     return tasks
