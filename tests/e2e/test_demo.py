@@ -10,6 +10,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 QUESTION = "You answer briefly. " * 60 + "What is the capital of France?"
 
 
+def asked_anew(number: int) -> str:
+    """A question whose prefix is cached nowhere, long enough to be prefilled remotely."""
+    return f"{number}. {QUESTION}"
+
+
 @pytest.fixture(scope="module")
 def fleet():
     with running_fleet("demo-1p1d-cpu.yaml") as running:
@@ -26,28 +31,40 @@ async def test_chat_answers_and_explains_itself(fleet: RunningFleet):
     line = fleet.until(lambda: [x for x in fleet.request_lines() if x["id"] == request_id], "its log line")[0]
     assert line["decision"] == "remote" and line["outcome"] == "finished" and line["exposed_ms"] >= 0
     assert line["prefill_worker"] == "prefill-0" and line["decode_worker"] == "decode-0" and line["attempts"] == 1
+    # Asked again it is short where it was decoded: its KV is there.
+    async with fleet.client() as client:
+        again = await client.post("/v1/chat/completions", json={**body, "temperature": 0})
+    assert again.json()["choices"] == response.json()["choices"]
+    request_id = again.headers["x-request-id"]
+    line = fleet.until(lambda: [x for x in fleet.request_lines() if x["id"] == request_id], "its log line")[0]
+    assert (line["decision"], line["reason"]) == ("local", "short_prompt"), line
+    cached = again.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert line["cached_tokens"] == cached > 0
 
 
 async def test_streaming_logprobs_structured_output_and_responses_work_over_two_engines(fleet: RunningFleet):
     """vLLM's own endpoints, each on a prompt long enough to be prefilled remotely."""
     before = fleet.metric("pd_placements_total", decision="remote")
-    messages = [{"role": "user", "content": QUESTION}]
+
+    def body_of(number: int, **more):
+        messages = [{"role": "user", "content": asked_anew(number)}]
+        return {"model": fleet.model, "messages": messages, "max_tokens": 8, "temperature": 0, **more}
+
     async with fleet.client() as client:
-        body = {"model": fleet.model, "messages": messages, "max_tokens": 8, "temperature": 0}
         pieces = []
-        async with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+        async with client.stream("POST", "/v1/chat/completions", json=body_of(1, stream=True)) as response:
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     pieces += [c["delta"].get("content") or "" for c in json.loads(line[6:])["choices"]]
         assert "Paris" in "".join(pieces)
-        answer = (await client.post("/v1/chat/completions", json={**body, "logprobs": True, "top_logprobs": 2})).json()
+        answer = (await client.post("/v1/chat/completions", json=body_of(2, logprobs=True, top_logprobs=2))).json()
         assert len(answer["choices"][0]["logprobs"]["content"]) == answer["usage"]["completion_tokens"]
         choice = {"structured_outputs": {"choice": ["Berlin", "Madrid"]}}
-        answer = (await client.post("/v1/chat/completions", json={**body, **choice})).json()
+        answer = (await client.post("/v1/chat/completions", json=body_of(3, **choice))).json()
         assert answer["choices"][0]["message"]["content"] in ("Berlin", "Madrid")
         answer = await client.post(
             "/v1/responses",
-            json={"model": fleet.model, "input": QUESTION, "max_output_tokens": 12, "temperature": 0},
+            json={"model": fleet.model, "input": asked_anew(4), "max_output_tokens": 12, "temperature": 0},
         )
         assert answer.status_code == 200 and "Paris" in answer.text
     assert fleet.metric("pd_placements_total", decision="remote") == before + 4
