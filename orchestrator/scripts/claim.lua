@@ -2,29 +2,30 @@
 -- Where one of the first `window` jobs is cached on a worker that claims: no claims, and per job of those: id, score,
 -- tokens, seconds waited, tokens cached here, most tokens cached on another worker.
 local budget, room, window = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
-local claiming = {}
-
--- What is cached on a worker that claims no more belongs to nobody.
-local function claims_now(worker)
-  if claiming[worker] == nil then
-    local member = redis.pcall('HMGET', PREFIX .. 'worker:' .. worker, 'role', 'state')
-    claiming[worker] = not member.err and member[1] == 'prefill' and member[2] == 'ready'
-  end
-  return claiming[worker]
-end
-
--- A look must be cheap: of a sound job that is not old only this is read. Returns tokens, seconds waited, cached.
-local function glance(id)
-  local fields = redis.pcall('HMGET', job_key(id), 'state', 'tokens', 'arrived_at', 'cached')
-  if not fields.err and fields[1] == 'waiting' then
-    local tokens, arrived_at = count(fields[2]), tonumber(fields[3] or '')
-    if tokens and arrived_at and now - arrived_at <= GRACE then return tokens, now - arrived_at, fields[4] end
-  end
-  local job = usable(id)
-  if job then return job.tokens, now - job.arrived_at, job.cached end
-end
 
 if window > 0 and redis.call('EXISTS', AFFINE) == 1 then
+  local claiming = {}
+
+  -- What is cached on a worker that claims no more belongs to nobody.
+  local function claims_now(worker)
+    if claiming[worker] == nil then
+      local member = redis.pcall('HMGET', PREFIX .. 'worker:' .. worker, 'role', 'state')
+      claiming[worker] = not member.err and member[1] == 'prefill' and member[2] == 'ready'
+    end
+    return claiming[worker]
+  end
+
+  -- A look must be cheap: of a sound job that is not old only this is read. Returns tokens, seconds waited, cached.
+  local function glance(id)
+    local fields = redis.pcall('HMGET', job_key(id), 'state', 'tokens', 'arrived_at', 'cached')
+    if not fields.err and fields[1] == 'waiting' then
+      local tokens, arrived_at = count(fields[2]), tonumber(fields[3] or '')
+      if tokens and arrived_at and now - arrived_at <= GRACE then return tokens, now - arrived_at, fields[4] end
+    end
+    local job = usable(id)
+    if job then return job.tokens, now - job.arrived_at, job.cached end
+  end
+
   local head, rows, affine = redis.call('ZRANGE', QUEUE, 0, window - 1, 'WITHSCORES'), {}, false
   for i = 1, #head, 2 do
     local tokens, waited_s, cached = glance(head[i])
