@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 NAMESPACE = f"bench-frontend-{os.getpid()}"
 START_TIMEOUT_S = 120
 SHORT, LONG = 32, 1024  # prompt tokens: prefilled where they decode, and remotely
+NUMBERS = itertools.count()
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -70,10 +72,11 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
-async def send(session: aiohttp.ClientSession, prompt_tokens: int, tokens: int, stream: bool, index: int) -> None:
+async def send(session: aiohttp.ClientSession, prompt_tokens: int, tokens: int, stream: bool) -> None:
+    number = next(NUMBERS)  # a prompt asked before would be prefilled where it is cached
     body = {
         "model": "demo",
-        "prompt": [1000 + (index * 7919 + i) % 30000 for i in range(prompt_tokens)],
+        "prompt": [1000 + (number * 7919 + i) % 30000 for i in range(prompt_tokens)],
         "max_tokens": tokens,
         "ignore_eos": True,
         "stream": stream,
@@ -89,12 +92,12 @@ async def round_of(url: str, pid: int, case: dict[str, Any], requests: int, toke
     async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session:
         gate = asyncio.Semaphore(16)
 
-        async def one(index: int) -> None:
+        async def one() -> None:
             async with gate:
-                await send(session, case["prompt_tokens"], tokens, case["stream"], index)
+                await send(session, case["prompt_tokens"], tokens, case["stream"])
 
         before = cpu_s(pid)
-        await asyncio.gather(*(one(index) for index in range(requests)))
+        await asyncio.gather(*(one() for _ in range(requests)))
         return (cpu_s(pid) - before) / requests * 1e3
 
 

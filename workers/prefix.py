@@ -84,6 +84,12 @@ class PrefixReporter:
             else:
                 self._timer = asyncio.get_running_loop().call_later(wait_s, self._publish_now)
 
+    def cleared(self) -> None:
+        """The cache was reset. The engine says so too, but with its next step only: until then prompts would be sent
+        after what is gone."""
+        if self._keys:
+            self.changed(PrefixDelta([], [], cleared=True))
+
     def snapshot(self, frontend_id: str) -> None:
         """Tell this frontend all that is held. What cannot be sent is asked for again."""
         if self._changes:

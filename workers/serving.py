@@ -205,6 +205,8 @@ class Serving:
                 result = await self._engine.call(call.method, call.args)
             reply = CallReply(call.call_id, self._worker_id, result=result)
             self.send(frontend_id, reply)
+            if call.method == "reset_prefix_cache" and result:
+                self._prefix.cleared()
         except Exception as error:  # whatever the engine says of it is the caller's
             why = "no answer in time" if isinstance(error, TimeoutError) else f"{error or type(error).__name__}"
             self.send(frontend_id, CallReply(call.call_id, self._worker_id, error=f"{call.method}: {why}"))

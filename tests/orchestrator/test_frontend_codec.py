@@ -88,3 +88,30 @@ def test_decodes_first_output_loses_one_token_and_what_belongs_to_it(codec) -> N
     alone = output([7])
     codec.drop_first(alone)
     assert alone.new_token_ids == [] and alone.new_logprobs is None
+
+
+def test_keys_are_those_of_what_a_cache_may_share(codec) -> None:
+    from vllm.lora.request import LoRARequest
+
+    from orchestrator.policy.prefix_keys import prefix_keys, salt_of
+
+    def asked(tokens=64, **more: Any) -> Any:
+        made = request()
+        made.prompt_token_ids = list(range(tokens))
+        for name, value in more.items():
+            setattr(made, name, value)
+        return codec.prefix_keys(made, 16)
+
+    keys = prefix_keys(list(range(64)), 16)
+    assert asked() == keys[:3] and asked(65) == keys  # the last token is always computed
+    assert asked(cache_salt="s") == prefix_keys(list(range(64)), 16, salt_of(None, "s"))[:3]
+    lora = LoRARequest("l", 1, "/nowhere")
+    assert asked(lora_request=lora) == prefix_keys(list(range(64)), 16, salt_of("l", None))[:3]
+    assert asked(mm_features=["picture"]) == asked(prompt_token_ids=None) == []
+    assert codec.prefix_keys(request(), 0) == []  # no worker is known yet
+
+
+def test_a_client_cannot_say_what_is_the_fleets_to_say(codec) -> None:
+    made = request(extra_args={"kv_transfer_params": {"a": 1}, "kv_cache_report_mode": "full", "own": 2})
+    codec.encode(made)
+    assert made.sampling_params.extra_args == {"own": 2}

@@ -136,6 +136,17 @@ async def test_a_worker_that_is_gone_holds_nothing(redis_server: EmbeddedRedis) 
         await until(lambda: believes_all(client, first), "the events since")
 
 
+async def test_a_reset_is_known_before_the_next_step(redis_server: EmbeddedRedis) -> None:
+    async with fleet_of(redis_server) as (_, client, started):
+        await client.ask(PROMPT, 4)
+        await until(lambda: believes_all(client, *started) and not client.link.prefixes.empty, "all events")
+        await client.link.calls.call("reset_prefix_cache", [])
+        await until(lambda: client.link.prefixes.look_up(prefix_keys(PROMPT, 16)).most(8) == {}, "the reset")
+        long = placed("long_prompt")
+        await client.ask(PROMPT, 4)
+        assert placed("long_prompt") == long + 1
+
+
 async def test_switched_off_nothing_is_told(redis_server: EmbeddedRedis) -> None:
     async with running_workers(redis_server, **SECTIONS | {"routing": {"prefix_index": False}}) as workers:
         decode = await workers.start(Role.DECODE)
