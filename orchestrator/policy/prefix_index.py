@@ -54,15 +54,14 @@ class Hits:
 class PrefixIndex:
     """`max_keys` bounds memory: beyond it the keys stored longest ago are forgotten (a lost hit, no false one).
 
-    A gap in a worker's sequence means lost events, and what is believed of it may be wrong: all of it is dropped,
-    and the worker is named in `stale` until `resync` brings what it holds, or it is fed anew by what it stores.
+    A gap in a worker's sequence means lost events, and what is believed of it may be wrong: all of it is dropped, until
+    `resync` brings what it holds, or it is fed anew by what it stores.
     """
 
     def __init__(self, max_keys: int = 1_000_000) -> None:
         if max_keys < 1:
             raise ValueError(f"max_keys: expected at least 1, got {max_keys}")
         self.max_keys = max_keys
-        self.stale: set[str] = set()
         # One bit per worker, in one integer per key: a thousand workers cost 128 bytes, and one & selects the live.
         self._holders: dict[int, int] = {}
         self._bit: dict[str, int] = {}
@@ -85,7 +84,6 @@ class PrefixIndex:
         complete = events.sequence == last + 1
         if not complete:
             self.forget(worker_id)
-            self.stale.add(worker_id)
         self._sequence[worker_id] = events.sequence
         if events.cleared:
             self._retire(worker_id)
@@ -109,7 +107,6 @@ class PrefixIndex:
         """Drop a worker that is gone, restarted, or no longer believed. Constant time."""
         self._retire(worker_id)
         self._sequence.pop(worker_id, None)
-        self.stale.discard(worker_id)
 
     def stored(self, worker_id: str, keys: Iterable[int]) -> None:
         mask = 1 << self._bit_of(worker_id)
