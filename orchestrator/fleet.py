@@ -139,6 +139,7 @@ class Fleet:
     def __init__(self, frontend_id: str, standing: Callable[[Candidate], float] | None = None) -> None:
         self.frontend_id = frontend_id
         self.workers: dict[str, WorkerView] = {}
+        self.block_size = 0  # tokens; the same on every worker, 0 before the first is known
         self._changed: set[str] = set()
         # Dictionaries as sets that keep their order.
         self._usable: dict[Role, dict[str, None]] = {role: {} for role in Role}
@@ -151,6 +152,7 @@ class Fleet:
             view.info = info
             return False
         self.workers[info.id] = WorkerView(info, now, self._changed)
+        self.block_size = info.identity.block_size
         return True
 
     def remove(self, worker_id: str) -> WorkerView | None:
@@ -169,18 +171,12 @@ class Fleet:
         self._apply_changes()
         usable = self._usable[Role.DECODE]
         if self._shortlist is not None and not avoid and len(usable) >= SHORTLIST_FROM:
-            block_size = self.block_size
             most = hits.most(SHORTLIST_HITS, usable) if hits else {}
-            found = self._shortlist.pick({name: blocks * block_size for name, blocks in most.items()})
+            found = self._shortlist.pick({name: blocks * self.block_size for name, blocks in most.items()})
         else:
             kept = [name for name in usable if name not in avoid] if avoid else usable
             found = [self.workers[name].candidate for name in kept or usable]
         return [_with_hit(candidate, hits) for candidate in found] if hits else found
-
-    @property
-    def block_size(self) -> int:
-        """Tokens; the same on every worker. 0 before the first is known."""
-        return next((view.info.identity.block_size for view in self.workers.values()), 0)
 
     def usable(self, role: Role) -> Container[str]:
         """Ids of the workers of this role that take work now."""

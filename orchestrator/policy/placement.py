@@ -155,7 +155,7 @@ def _why_not_remote(
         return "no_prefill_worker"
     if prefill.queue is None:
         return "queue_unavailable"
-    cached = max(prefill.cached_tokens, max(c.cached_tokens for c in candidates))
+    cached = max(prefill.cached_tokens, max([c.cached_tokens for c in candidates]))
     if prefill.queue.tokens + max(0, request.prompt_tokens - cached) > routing.max_queued_prefill_tokens:
         return "queue_full"
     return None

@@ -11,9 +11,9 @@ from itertools import islice
 
 from orchestrator.types import PrefixEvents
 
-# Probes of one look-up, each of them a cache miss of the machine: most of a decision's time. The deepest holder of 8192
-# blocks takes 14, of a usual prompt fewer; the rest tell those that hold less apart.
-MAX_PROBES = 16
+# Probes of one look-up beyond the bisection for its deepest holder, to tell those that hold less apart. Each is a cache
+# miss of the machine, and together they are most of a decision's time.
+MORE_PROBES = 6
 # Holders of one depth that are looked at for some of the wanted kind.
 MAX_HOLDERS = 64
 
@@ -135,7 +135,7 @@ class PrefixIndex:
 
         Else bisection, for all holders at once: each probe parts those that hold this block from those that do not
         (whoever holds a block holds those before it, up to evictions under way). Those not told apart within
-        `MAX_PROBES` are credited with the deepest block they were seen at, so never with more than they hold.
+        `MORE_PROBES` are credited with the deepest block they were seen at, so never with more than they hold.
         """
         holders = self._holders
         first = holders.get(keys[0], 0) & self._live if keys else 0
@@ -143,14 +143,14 @@ class PrefixIndex:
             return Hits(self, 0, [])
         levels: list[tuple[int, int]] = []
         parts = [(1, len(keys), first)]  # (held, at most held, by whom), the deepest last
-        probes = 1
+        probes = len(keys).bit_length() + MORE_PROBES
         while parts:
             low, high, mask = parts.pop()
-            if low == high or probes >= MAX_PROBES:
+            if low == high or not probes:
                 levels.append((low, mask))
                 continue
             middle = (low + high + 1) // 2
-            probes += 1
+            probes -= 1
             deeper = holders.get(keys[middle - 1], 0) & mask
             if others := mask ^ deeper:
                 parts.append((low, middle - 1, others))
