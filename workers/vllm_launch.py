@@ -70,6 +70,8 @@ def build_config(
             "transfer": kv.transfer,
             "kv_transfer_timeout_s": kv.transfer_timeout_s,
             "verify": kv.verify,
+            # On CPU a WRITE is a copy by whoever posts it: not on the cores that compute, where others are idle.
+            "writer_cores": sorted(os.sched_getaffinity(0)) if current_platform.is_cpu() else [],
         },
     )
     with _environment, _set_env(_connector_env(kv_host, kv_port)):

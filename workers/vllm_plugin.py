@@ -24,7 +24,9 @@ from workers.vllm_gloo import share_device
 from workers.vllm_prefix import PrefixCollector
 from workers.vllm_seeded import spare_generators
 
-_KV_POLL_S = 0.005  # an engine with nothing to compute looks after its waiting requests this often
+# What came is collected by one step, noted by the next and scheduled by the one after, where batches are queued.
+_SETTLING_STEPS = 3
+_KV_POLL_S = 0.02  # an engine with nothing to compute looks after its waiting requests this often, unless woken
 _PARENT = "PD_ENGINE_PARENT"  # pid of the process that the engine must not outlive
 _CORES = "PD_ENGINE_CORES"  # "0,1": cores the engine computes on
 PREFIX_STATS = "pd_prefix"  # among the connector's statistics: the step's `PrefixDelta`
@@ -96,14 +98,17 @@ def _pd_fail_peer(engine: Any, engine_id: str) -> None:
 
 
 def _process_engine_step(engine: Any) -> bool:
-    """vLLM's, but a step that only polls for KV says nothing unless the load has changed.
+    """vLLM's, but a step that only polls for KV says nothing unless the load has changed, and an engine with nothing
+    to compute sleeps until it is woken.
 
-    While requests wait for remote KV the loop turns about a thousand times a second; a message each would cost
-    the agent more than its work.
+    vLLM's loop turns about a thousand times a second while requests wait for remote KV; a message each would cost
+    the agent more than its work, and the turns cost the worker on the next core a tenth of its speed.
     """
     news = _news(engine)
     if news is not None:
-        news.clear()  # before the step collects: what comes later wakes the wait below at once
+        if news.is_set():
+            engine._pd_empty_steps = 0
+            news.clear()  # before the step collects: what comes later wakes the wait below at once
     prefix = _prefix_changes(engine)
     began = time.monotonic()
     outputs, executed = engine.step_fn()
@@ -119,10 +124,13 @@ def _process_engine_step(engine: Any) -> bool:
         if executed or _has_news(engine, output):
             engine.output_queue.put_nowait((client, output))
     engine.post_step(executed)
-    if not executed and engine.scheduler.has_requests():
+    if executed:
+        engine._pd_empty_steps = 0
+    elif engine.scheduler.has_requests():
+        engine._pd_empty_steps = getattr(engine, "_pd_empty_steps", 0) + 1
         if news is None:
             time.sleep(0.001)
-        elif engine.input_queue.empty():
+        elif engine._pd_empty_steps > _SETTLING_STEPS and engine.input_queue.empty():
             news.wait(_KV_POLL_S)
     return bool(executed)
 

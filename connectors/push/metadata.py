@@ -26,6 +26,7 @@ class PushOptions:
     timeout_s: float = 30.0  # decode waits this long for KV before it recomputes
     lease_s: float = 30.0  # prefill keeps finished blocks this long for a decode that has not registered
     verify: bool = False  # compare checksums of both ends' blocks
+    writer_cores: tuple[int, ...] = ()  # where the thread that writes may run; none: where its process may
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> PushOptions:
@@ -39,7 +40,8 @@ class PushOptions:
         if timeout_s <= 0:
             raise ValueError(f"kv.transfer_timeout_s: expected a number > 0, got {timeout_s}")
         lease_s = float(config.get_from_extra_config("kv_lease_s", timeout_s))
-        return cls(transfer, timeout_s, lease_s, bool(config.get_from_extra_config("verify", cls.verify)))
+        verify = bool(config.get_from_extra_config("verify", cls.verify))
+        return cls(transfer, timeout_s, lease_s, verify, tuple(config.get_from_extra_config("writer_cores", ())))
 
 
 @dataclass(frozen=True)

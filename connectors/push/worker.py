@@ -6,6 +6,7 @@ The engine's thread only hands over each step's metadata and collects results. H
 from __future__ import annotations
 
 import functools
+import os
 import queue
 import threading
 import time
@@ -142,6 +143,8 @@ class PushWorker(Links):
     def _push_writer_loop(self) -> None:
         if self.device_type == "cuda":
             torch.cuda.set_device(self.device_id)
+        if self.options.writer_cores:
+            os.sched_setaffinity(threading.get_native_id(), self.options.writer_cores)
         tick_at = 0.0
         while not self._push_writer_stop.is_set():
             try:
