@@ -26,6 +26,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests")]
 
+from kv_tables import markdown  # noqa: E402
 from support_vllm import frames, tiny_model  # noqa: E402
 
 from orchestrator.config import KVConfig  # noqa: E402
@@ -252,6 +253,7 @@ def save(rows: list[Row], device: str, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     document = {"device": device, "python": platform.python_version(), "rows": [asdict(row) for row in rows]}
     (out / "bench_kv.json").write_text(json.dumps(document, indent=1) + "\n")
+    (out / "kv.md").write_text(markdown(document))
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,0 +1,84 @@
+"""The KV transfer figures as Markdown, from what `bench_kv.py` saved; as a script it joins several saved runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+REFERENCE = "stock push, repaired"
+
+
+def markdown(document: dict[str, Any]) -> str:
+    rows = document["rows"]
+    parts = [
+        "# KV transfer figures",
+        "Made by `make bench-kv` (benchmarks/bench_kv.py) on "
+        + document["device"]
+        + ": prefill on one half of the cores, decode on the other, one request at a time, 256 tokens per engine step, "
+        "medians, the best value in brackets. `repaired`: vLLM's connectors without the thread that spins a core while "
+        "idle, and with the compute thread left where it was. `exposed` is decode's first token minus the end of "
+        "prefill compute, less one decode step. Milliseconds.",
+    ]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mine = [row for row in rows if row["model"] == model]
+        parts += [f"## {model}", *_ratios(mine), _table(_HEAD, map(_cells, mine))]
+    return "\n\n".join(parts) + "\n"
+
+
+_HEAD = ["tokens", "MB", "variant", "runs", "prefill", "exposed", "together", "decode step", "of a raw WRITE"]
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        str(row["tokens"]), f"{row['bytes'] / 1e6:.0f}", row["variant"], str(row["runs"]),
+        f"{row['prefill_s'] * 1e3:.0f} ({row['prefill_best_s'] * 1e3:.0f})",
+        f"{row['exposed_s'] * 1e3:.1f} ({row['exposed_best_s'] * 1e3:.1f})",
+        f"{(row['prefill_s'] + row['exposed_s']) * 1e3:.0f}", f"{row['decode_step_s'] * 1e3:.0f}",
+        f"{row['exposed_s'] / row['raw_write_s']:.2f}",
+    ]  # fmt: skip
+
+
+def _ratios(rows: list[dict[str, Any]]) -> Iterable[str]:
+    """`chunk` against vLLM's connectors, by prompt length."""
+    at = {(row["variant"], row["tokens"]): row for row in rows}
+    lines = []
+    for (variant, tokens), ours in at.items():
+        theirs, pull = at.get((REFERENCE, tokens)), at.get(("stock pull, repaired", tokens))
+        if variant != "chunk" or theirs is None or pull is None:
+            continue
+        lines.append(
+            [
+                str(tokens), f"{ours['exposed_s'] * 1e3:.1f}", f"{ours['exposed_s'] / theirs['exposed_s']:.2f}",
+                f"{ours['exposed_s'] / ours['raw_write_s']:.2f}",
+                f"{_both(ours) / _both(theirs) - 1:+.1%}", f"{_both(ours) / _both(pull) - 1:+.1%}",
+            ]
+        )  # fmt: skip
+    if lines:
+        head = ["tokens", "chunk: exposed", "/ repaired push's", "/ raw WRITE", "prefill + exposed against repaired push"]
+        yield _table([*head, "against repaired pull"], lines)
+
+
+def _both(row: dict[str, Any]) -> float:
+    return float(row["prefill_s"] + row["exposed_s"])
+
+
+def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(header)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main() -> None:
+    """`kv_tables.py RUN.json ...`: their rows as one result. A later run's replace equal ones."""
+    from bench_kv import Row, save
+
+    documents = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
+    rows = {(r["model"], r["tokens"], r["variant"]): Row(**r) for document in documents for r in document["rows"]}
+    save(sorted(rows.values(), key=lambda row: (row.model, row.tokens)), documents[0]["device"], Path("benchmarks/results"))
+
+
+if __name__ == "__main__":
+    main()
