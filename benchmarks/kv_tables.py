@@ -57,7 +57,13 @@ def _ratios(rows: list[dict[str, Any]]) -> Iterable[str]:
             ]
         )  # fmt: skip
     if lines:
-        head = ["tokens", "chunk: exposed", "/ repaired push's", "/ raw WRITE", "prefill + exposed against repaired push"]
+        head = [
+            "tokens",
+            "chunk: exposed",
+            "/ repaired push's",
+            "/ raw WRITE",
+            "prefill + exposed against repaired push",
+        ]
         yield _table([*head, "against repaired pull"], lines)
 
 
@@ -77,7 +83,8 @@ def main() -> None:
 
     documents = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
     rows = {(r["model"], r["tokens"], r["variant"]): Row(**r) for document in documents for r in document["rows"]}
-    save(sorted(rows.values(), key=lambda row: (row.model, row.tokens)), documents[0]["device"], Path("benchmarks/results"))
+    joined = sorted(rows.values(), key=lambda row: (row.model, row.tokens))
+    save(joined, documents[0]["device"], Path(__file__).parent / "results")
 
 
 if __name__ == "__main__":
