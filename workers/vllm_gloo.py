@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import distributed_c10d
+from torch.distributed.constants import default_pg_timeout
 
 _Gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", object)
 _device: Any = None
@@ -17,7 +18,7 @@ _device: Any = None
 class SharedDeviceGloo(_Gloo):
     """PyTorch's, made as vLLM and `new_group` make it; groups of several ranks keep a device of their own."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta = default_pg_timeout) -> None:
         global _device
         if size > 1:
             super().__init__(store, rank, size, timeout=timeout)

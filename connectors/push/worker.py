@@ -143,8 +143,7 @@ class PushWorker(Links):
     def _push_writer_loop(self) -> None:
         if self.device_type == "cuda":
             torch.cuda.set_device(self.device_id)
-        if self.options.writer_cores:
-            os.sched_setaffinity(threading.get_native_id(), self.options.writer_cores)
+        self._take_cores()
         tick_at = 0.0
         while not self._push_writer_stop.is_set():
             try:
@@ -161,6 +160,15 @@ class PushWorker(Links):
                 logger.exception("KV transfer: unexpected error; the writer goes on")
             self._push_writer_wake.wait(self._poll_s())
             self._push_writer_wake.clear()
+
+    def _take_cores(self) -> None:
+        """A preference: without it this thread runs where its process does."""
+        if self.options.writer_cores:
+            try:
+                os.sched_setaffinity(threading.get_native_id(), self.options.writer_cores)
+            except OSError as error:
+                cores = self.options.writer_cores
+                logger.warning("KV is copied on the computing cores: cores %s cannot be used (%s)", cores, error)
 
     def _poll_s(self) -> float:
         """Without a progress thread things move only when polled; but each turn is taken from the computing core."""
