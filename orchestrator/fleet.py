@@ -187,6 +187,12 @@ class Fleet:
         self._apply_changes()
         return len(self._usable[role])
 
+    def claims(self) -> bool:
+        """Whether anybody may claim from the queue: a prefill worker, one whose connection is down too."""
+        return self.ready(Role.PREFILL) > 0 or any(
+            view.info.role is Role.PREFILL and view.info.state is WorkerState.READY for view in self.workers.values()
+        )
+
     def silent(self, now: float, timeout_s: float, reconnect_s: float) -> list[str]:
         """Workers to give up: fell silent for `timeout_s`, or stayed disconnected for `reconnect_s`."""
         return [

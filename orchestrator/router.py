@@ -131,6 +131,7 @@ class Router:
         """Ends requests that stall. Runs until cancelled."""
         while True:
             await asyncio.sleep(STALL_CHECK_S)
+            self._mind_the_unclaimed()
             oldest = time.monotonic() - self._routing.stall_timeout_s
             for active in list(self.requests.values()):
                 waits_for_worker = active.state in (State.TRANSFERRING, State.LOCAL, State.DECODING)
@@ -327,12 +328,21 @@ class Router:
                 if active.prefilled_at is None:
                     metrics.retries.labels("prefill_worker_lost").inc()
                     active.retries.append("prefill_worker_lost")
+        self._mind_the_unclaimed()
 
     def queue_lost(self) -> None:
         """Redis is away: nothing that waits in it can be claimed."""
+        self._take_back("queue_unavailable")
+
+    def _mind_the_unclaimed(self) -> None:
+        if not self._fleet.claims():
+            self._take_back("no_prefill_worker")
+
+    def _take_back(self, why: str) -> None:
+        """Whoever waits in the queue would wait there for its claim deadline: prefilled locally instead."""
         for active in list(self.requests.values()):
             if active.state is State.QUEUED:
-                self._retry(active, "queue_unavailable")
+                self._retry(active, why)
 
     def _retry(self, active: ActiveRequest, why: str, avoid: str | None = None) -> None:
         """Give the current attempt up and start the next. What went wrong remotely is done locally then."""

@@ -104,6 +104,7 @@ async def test_killing_the_only_prefill_worker_under_load_fails_nobody(fleet: Ru
         await asyncio.to_thread(fleet.until, lambda: fleet.shape() == (1, 1), "it came back by itself", 120)
     assert [a.error for a in answers if not a.ok] == []
     assert all(a.tokens in truth for a in answers)
+    assert fleet.metric("pd_retries_total", why="claim_timeout") == 0  # what was queued went local at once
 
 
 async def test_roles_change_in_place_and_both_engines_serve_both(fleet: RunningFleet, truth):

@@ -3,6 +3,7 @@
 import asyncio
 import time
 
+import msgspec
 import pytest
 from support_bench import Bench, FakeCodec, FakeRequest
 
@@ -12,7 +13,7 @@ from orchestrator.queue import QueueFull
 from orchestrator.redis_client import RedisAway
 from orchestrator.request import SUCCESSORS, State
 from orchestrator.router import FINISH_ABORT, FINISH_ERROR, Overloaded
-from orchestrator.types import Offered, QueueDepth, Role, WorkerLoad
+from orchestrator.types import Offered, QueueDepth, Role, WorkerLoad, WorkerState
 
 
 async def test_a_short_prompt_is_prefilled_where_it_decodes():
@@ -79,6 +80,41 @@ async def test_losing_redis_moves_what_is_queued_to_local():
     await bench.settle()
     assert bench.submits()[0][1].attempt == 2
     assert bench.router.requests["r"].retries == ["queue_unavailable"]
+
+
+async def test_losing_the_last_prefill_worker_moves_what_is_queued_to_local():
+    bench = Bench()
+    bench.add_worker("p1", Role.PREFILL)
+    await bench.router.submit(FakeRequest("r"))
+    bench.fleet.remove("p1")
+    bench.router.worker_lost("p1")
+    assert bench.router.requests["r"].state is State.QUEUED  # p0 will claim it
+    bench.fleet.remove("p0")
+    bench.router.worker_lost("p0")
+    await bench.settle()
+    assert bench.prefill.cancelled == [("r", 1)]
+    assert bench.submits()[0][1].attempt == 2 and bench.submits()[0][1].kv_source is None
+    assert bench.router.requests["r"].reason == "no_prefill_worker"
+
+
+@pytest.mark.parametrize("gone", [{"state": WorkerState.DRAINING}, {"role": Role.DECODE}])
+async def test_what_is_queued_for_a_worker_that_claims_no_more_goes_local(gone, monkeypatch):
+    monkeypatch.setattr("orchestrator.router.STALL_CHECK_S", 0.01)
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r"))
+    view = bench.fleet.workers["p0"]
+    running = asyncio.create_task(bench.router.run())
+    try:
+        view.connected = False  # for a moment: it claims through Redis all the same
+        await asyncio.sleep(0.05)
+        assert bench.router.requests["r"].state is State.QUEUED
+        view.info = msgspec.structs.replace(view.info, **gone)
+        async with asyncio.timeout(5):
+            while not bench.submits():
+                await asyncio.sleep(0.01)
+    finally:
+        running.cancel()
+    assert bench.router.requests["r"].retries == ["no_prefill_worker"]
 
 
 async def test_duplicate_claims_bind_once():
