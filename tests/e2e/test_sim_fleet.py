@@ -73,11 +73,16 @@ async def test_killing_a_prefill_worker_is_not_noticed_by_clients(fleet):
 
 
 async def test_killing_a_decode_worker_continues_its_requests_elsewhere(fleet):
-    truth = await expected(fleet, PROMPTS, 200)
-    victim = fleet.workers("decode")[0]["pid"]
-    async with fleet.under_load(PROMPTS, concurrency=8, max_tokens=200) as answers:
-        await asyncio.sleep(1)
-        os.kill(victim, signal.SIGKILL)
+    truth = await expected(fleet, PROMPTS[:16], 500)
+    victim = fleet.workers("decode")[0]
+    async with fleet.under_load(PROMPTS[:16], concurrency=8, max_tokens=500) as answers:
+        # The first answers take seconds: seen decoding, they are so still when it dies.
+        await asyncio.to_thread(
+            fleet.until,
+            lambda: any(w["id"] == victim["id"] and w["running"] for w in fleet.workers("decode")),
+            "the victim decodes",
+        )
+        os.kill(victim["pid"], signal.SIGKILL)
         await asyncio.sleep(3)
     assert [a.error for a in answers if not a.ok] == []
     assert all(a.tokens in truth for a in answers)
