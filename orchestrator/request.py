@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import time
 from dataclasses import dataclass, field
 
 from orchestrator.types import KVSource, RequestInfo
@@ -83,6 +84,13 @@ class ActiveRequest:
             raise IllegalTransition(f"request {self.info.id}: {self.state.value} -> {to.value} is not a legal move")
         self.state = to
         self.cancel_timer()
+
+    def sent(self, to: State, worker_id: str, decision: str, reason: str) -> None:
+        """A decode worker has it. Raises IllegalTransition."""
+        self.move(to)
+        self.decision, self.reason = decision, reason
+        self.decode_worker = worker_id
+        self.submitted_at = self.last_heard_at = time.monotonic()
 
     def cancel_timer(self) -> None:
         if self.timer is not None:

@@ -1,8 +1,8 @@
 """The life of a request: placed, queued or sent, bound to a decode worker, streamed, retried, ended.
 
 Stands where an engine core client would: takes engine requests, gives engine outputs. What to do is decided in
-`decider`, which moves exist in `request`, who is there in `fleet`; this file does the moves and owns their deadlines.
-It never looks inside an engine request or output beyond what `Codec` says of it.
+`decider` and carried out by `dispatch`, which moves exist is said in `request`, who is there in `fleet`. It never looks
+inside an engine request or output beyond what `Codec` says of it.
 """
 
 from __future__ import annotations
@@ -19,28 +19,16 @@ from orchestrator import metrics
 from orchestrator.codec import Batch, Codec
 from orchestrator.config import Config
 from orchestrator.decider import Decider
+from orchestrator.dispatch import Dispatch
 from orchestrator.first_token import FirstToken
 from orchestrator.fleet import Fleet
 from orchestrator.learning import Learning
-from orchestrator.messages import (
-    Abort,
-    Claimed,
-    MessageError,
-    Outputs,
-    Prefilled,
-    PrefillFailed,
-    Rejected,
-    Submit,
-    ToFrontend,
-    pack_frames,
-)
+from orchestrator.messages import Claimed, MessageError, Outputs, Prefilled, PrefillFailed, Rejected, ToFrontend
 from orchestrator.policy.decode_choice import DecodeChoice
 from orchestrator.policy.placement import Reject, Remote
 from orchestrator.policy.predict import Predictor
 from orchestrator.prefill_link import PrefillLink
 from orchestrator.prefix_view import PrefixView
-from orchestrator.queue import QueueFull
-from orchestrator.redis_client import RedisAway
 from orchestrator.request import ActiveRequest, State
 from orchestrator.request_log import log_ended
 from orchestrator.transport import FrontendTransport
@@ -79,14 +67,15 @@ class Router:
     ) -> None:
         self._routing = config.routing
         self._fleet = fleet
-        self._transport = transport
-        self._prefill = prefill
         self._codec = codec
         self._first_token = FirstToken(codec, config.routing.first_token == "prefill")
         self._prefixes = prefixes
         self.learning = Learning(Predictor(prior_s_per_token=config.queue.seconds_per_token), choose)
         self._decider = Decider(config, fleet, prefill, prefixes, choose, self.learning)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._dispatch = Dispatch(
+            *(fleet, transport, prefill, self._decider, config.routing.claim_timeout_s),
+            on_unclaimed=lambda active: self._retry(active, "claim_timeout"),
+        )
         self.requests: dict[str, ActiveRequest] = {}
         self.batches: asyncio.Queue[Batch] = asyncio.Queue()
 
@@ -124,7 +113,7 @@ class Router:
         Unknown ids are ignored."""
         for request_id in request_ids:
             if active := self.requests.get(request_id):
-                self._withdraw(active)
+                self._dispatch.withdraw(active)
                 self._end(active, to)
 
     async def run(self) -> None:
@@ -154,61 +143,13 @@ class Router:
                 await asyncio.sleep(REPLACE_INTERVAL_S)
                 continue
             if isinstance(decision, Remote):
-                placed = await self._enqueue(active, decision.reason)
+                placed = await self._dispatch.enqueue(active, decision.reason)
             else:
-                placed = self._send(active, decision.worker_id, State.LOCAL, "local", decision.reason)
+                placed = self._dispatch.send(active, decision.worker_id, State.LOCAL, "local", decision.reason)
                 metrics.prefix_hit_tokens.labels("local").inc(active.cached_tokens if placed else 0)
             if placed:
                 metrics.placements.labels(active.decision, active.reason).inc()
         return None
-
-    async def _enqueue(self, active: ActiveRequest, reason: str) -> bool:
-        """Into the prefill queue. False when the queue did not take it, which then is known to the next decision."""
-        info, attempt = active.info, active.attempt
-        job = self._decider.job(active, self._transport.frontend_id, pack_frames(active.frames))
-        # QUEUED before the enqueue returns: a worker's claim may be here first.
-        active.move(State.QUEUED)
-        active.decision, active.reason = "remote", reason
-        try:
-            await self._prefill.enqueue(job)
-        except (RedisAway, QueueFull) as error:
-            if active.state is State.QUEUED and active.attempt == attempt:
-                why = "queue_full" if isinstance(error, QueueFull) else "queue_unavailable"
-                active.info = msgspec.structs.replace(info, local_only=why)
-                active.move(State.PLACING)
-            return False
-        if active.state is State.QUEUED and active.attempt == attempt:
-            wait_s = self._routing.claim_timeout_s
-            active.timer = asyncio.get_running_loop().call_later(wait_s, self._retry, active, "claim_timeout")
-        elif active.ended:
-            self._background(self._prefill.cancel(info.id, attempt))
-        return True
-
-    def _send(self, active: ActiveRequest, worker_id: str, to: State, decision: str, reason: str) -> bool:
-        """Submit to a decode worker. False when it cannot be reached; it is then avoided."""
-        view = self._fleet.workers[worker_id]
-        info = active.info
-        active.ahead_tokens = view.candidate.waiting_tokens + view.candidate.placed_tokens
-        context_tokens = info.prompt_tokens + len(active.tokens)
-        compute_tokens = 0 if active.kv_source is not None else max(1, context_tokens - active.cached_tokens)
-        submit = Submit(
-            request_id=info.id,
-            attempt=active.attempt,
-            sequence=view.note_placed(context_tokens, compute_tokens),
-            prompt_tokens=info.prompt_tokens,
-            kv_source=active.kv_source,
-            resume_tokens=active.tokens,
-            cached_tokens=active.cached_tokens,
-        )
-        if not self._transport.send(worker_id, submit, active.frames):
-            active.avoid.add(worker_id)
-            view.connected = False
-            return False
-        active.move(to)
-        active.decision, active.reason = decision, reason
-        active.decode_worker = worker_id
-        active.submitted_at = active.last_heard_at = time.monotonic()
-        return True
 
     # ---- what workers say --------------------------------------------------------------------------------------
 
@@ -219,7 +160,7 @@ class Router:
         elif isinstance(message, (Claimed, Prefilled, PrefillFailed, Rejected)):
             active = self.requests.get(message.request_id)
             if active is None or active.attempt != message.attempt:
-                self._drop_stale(worker_id, message.request_id, message.attempt)
+                self._dispatch.drop_stale(worker_id, message.request_id, message.attempt)
             elif isinstance(message, Claimed):
                 self._on_claimed(active, message)
             elif isinstance(message, Prefilled):
@@ -230,7 +171,7 @@ class Router:
             elif worker_id == active.decode_worker:
                 log.warning("worker %s rejected request %s: %s", worker_id, active.label, message.why)
                 if message.why.startswith("invalid"):  # it would be so anywhere
-                    self._withdraw(active)
+                    self._dispatch.withdraw(active)
                     self._fail(active, message.why)
                 else:
                     self._retry(active, "rejected", avoid=worker_id)
@@ -238,7 +179,7 @@ class Router:
     def _on_claimed(self, active: ActiveRequest, claimed: Claimed) -> None:
         if active.state is not State.QUEUED:
             if active.prefill_worker != claimed.worker_id:  # not a duplicate of what is known already
-                self._drop_stale(claimed.worker_id, claimed.request_id, claimed.attempt)
+                self._dispatch.drop_stale(claimed.worker_id, claimed.request_id, claimed.attempt)
             return
         active.prefill_worker, active.kv_source = claimed.worker_id, claimed.kv_source
         active.queued_s = claimed.queued_s
@@ -246,7 +187,7 @@ class Router:
         self.learning.claimed(active, claimed.queued_s)
         # Bound only now, on load as fresh as the last engine step: no decode block is held while a job waits.
         while (chosen := self._decider.bind(active)) is not None:
-            if self._send(active, chosen.worker_id, State.TRANSFERRING, active.decision, active.reason):
+            if self._dispatch.send(active, chosen.worker_id, State.TRANSFERRING, active.decision, active.reason):
                 metrics.prefix_hit_tokens.labels("decode").inc(chosen.cached_tokens)
                 return
         self._retry(active, "no_decode_worker")
@@ -271,7 +212,7 @@ class Router:
             active = self.requests.get(output.request_id)
             if active is None or active.attempt != attempt or active.decode_worker != worker_id:
                 if output.finish_reason is None:
-                    self._drop_stale(worker_id, output.request_id, attempt)
+                    self._dispatch.drop_stale(worker_id, output.request_id, attempt)
                 continue
             if output.finish_reason in (FINISH_ABORT, FINISH_ERROR):
                 # Nobody here asked for it: the engine gave up, so another one continues.
@@ -310,10 +251,6 @@ class Router:
                 metrics.kv_exposed_s.observe(now - active.prefilled_at)
         active.first_token_at = active.first_token_at or now
         active.move(State.DECODING)
-
-    def _drop_stale(self, worker_id: str, request_id: str, attempt: int) -> None:
-        metrics.dropped.labels("stale").inc()
-        self._transport.send(worker_id, Abort(request_id, attempt))
 
     # ---- when something is lost --------------------------------------------------------------------------------
 
@@ -358,7 +295,7 @@ class Router:
         if avoid is not None:
             active.avoid.add(avoid)
         self._next_attempt(active, why)
-        self._background(self._replace(active))
+        self._dispatch.background(self._replace(active))
 
     def _diverged(self, active: ActiveRequest) -> None:
         """Decode sampled another first token than the client has: it goes on after that one, if it can where it is,
@@ -366,13 +303,14 @@ class Router:
         worker_id, decision, reason = active.decode_worker, active.decision, active.reason
         self._give_up(active, "first_token_mismatch")
         self._next_attempt(active, "first_token_mismatch")
-        if worker_id not in self._fleet.workers or not self._send(active, worker_id, State.LOCAL, decision, reason):
-            self._background(self._replace(active))
+        if worker_id in self._fleet.workers and self._dispatch.send(active, worker_id, State.LOCAL, decision, reason):
+            return
+        self._dispatch.background(self._replace(active))
 
     def _give_up(self, active: ActiveRequest, why: str) -> None:
         metrics.retries.labels(why).inc()
         active.retries.append(why)
-        self._withdraw(active)
+        self._dispatch.withdraw(active)
 
     def _next_attempt(self, active: ActiveRequest, why: str) -> None:
         active.move(State.PLACING)
@@ -389,15 +327,6 @@ class Router:
             log.exception("request %s could not be placed again", active.label)
             if not active.ended:  # nobody else would ever end it
                 self._fail(active, "placing it again met a defect")
-
-    def _withdraw(self, active: ActiveRequest) -> None:
-        """Tell everybody who holds something of the current attempt to let go."""
-        abort = Abort(active.info.id, active.attempt)
-        for worker_id in (active.decode_worker, active.prefill_worker):
-            if worker_id is not None:
-                self._transport.send(worker_id, abort)
-        if active.state is State.QUEUED:
-            self._background(self._prefill.cancel(active.info.id, active.attempt))
 
     def _fail(self, active: ActiveRequest, why: str) -> None:
         log.error("request %s failed: %s", active.label, why)
@@ -416,11 +345,6 @@ class Router:
 
     def _count_rejected(self, rejected: Reject) -> None:
         metrics.placements.labels("reject", rejected.reason).inc()
-
-    def _background(self, coroutine: Any) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _overloaded(rejected: Reject) -> Overloaded:

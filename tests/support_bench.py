@@ -164,8 +164,8 @@ class Bench:
         return self.submits()[-1][0]
 
     async def settle(self):
-        while self.router._tasks:
-            await asyncio.wait(set(self.router._tasks), timeout=5)
+        while tasks := set(self.router._dispatch.tasks):
+            await asyncio.wait(tasks, timeout=5)
 
     def assert_no_leaks(self):
         assert not self.router.requests
