@@ -24,8 +24,9 @@ from orchestrator.types import Offered, QueueDepth, Role, WorkerState
 log = logging.getLogger("pd.ratio")
 
 LEASE_S = 5.0
-# Decode workers on which prompts are prefilled too must not be left so full that they could not.
-_OVERFLOW_LOAD = 0.5
+# Decode workers on which prompts are prefilled too must not be left so full that they could not, and they take what
+# is too much for the prefill workers.
+_OVERFLOW_DECODE_LOAD, _OVERFLOW_PREFILL_LOAD = 0.5, 2.0
 
 
 class RatioController:
@@ -43,13 +44,15 @@ class RatioController:
         self._frontend_id, self._registry, self._fleet = frontend_id, registry, fleet
         self._depth, self._predictor = depth, predictor
         self._ratio, self._tpot_s = config.ratio, config.slo.tpot_s
+        overflows = config.routing.placement == "cost"
         self._limits = RatioLimits(
             min_prefill=config.ratio.min_prefill,
             min_decode=config.ratio.min_decode,
             cool_down_s=config.ratio.cool_down_s,
             gain=config.ratio.gain,
             busy=config.ratio.busy,
-            decode_load=_OVERFLOW_LOAD if config.routing.placement == "cost" else 1.0,
+            decode_load=_OVERFLOW_DECODE_LOAD if overflows else 1.0,
+            prefill_load=_OVERFLOW_PREFILL_LOAD if overflows else 1.0,
             backlog_s=config.ratio.backlog_s,
         )
         self._looks = max(2, round(config.ratio.window_s / config.ratio.interval_s))

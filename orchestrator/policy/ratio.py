@@ -31,8 +31,9 @@ class RatioLimits(msgspec.Struct, frozen=True):
     """`gain` is the least relative improvement of the busier side worth a change (hysteresis), and nothing is changed
     while that side is less than `busy`.
 
-    `decode_load` is how busy a decode side may be left that gives workers away. Where prompts can be prefilled on
-    decode workers (`cost` placement) less than 1: prefill overflows to decode, but decode cannot overflow to prefill.
+    `decode_load` is how busy a decode side may be left that gives workers away, and at `prefill_load` a prefill side
+    that gives some to a busier decode side counts as full. Where prompts can be prefilled on decode workers (`cost`
+    placement) less and more than 1: prefill overflows to decode, but decode cannot overflow to prefill.
     """
 
     min_prefill: int = 1
@@ -41,6 +42,7 @@ class RatioLimits(msgspec.Struct, frozen=True):
     gain: float = 0.15
     busy: float = 0.7
     decode_load: float = 1.0
+    prefill_load: float = 1.0
     max_step: int = 0  # workers changed at once; 0: an eighth of the fleet, at least one
     backlog_s: float = 30.0  # a backlog is to be worked off within this
 
@@ -107,10 +109,14 @@ def _best(window: Sequence[LoadSample], current: DesiredRatio, limits: RatioLimi
     need = demand(window, limits)
     if need.prefill + need.decode <= 0:
         return current.prefill
+    decode_is_busier = need.decode * current.prefill > need.prefill * current.decode
 
     def busiest(prefill: int) -> float:
         decode = total - prefill
-        return max(need.prefill / prefill, need.decode / decode) if prefill and decode else float("inf")
+        if not prefill or not decode:
+            return float("inf")
+        full = limits.prefill_load if decode_is_busier and prefill < current.prefill else 1.0
+        return max(need.prefill / (prefill * full), need.decode / decode)
 
     if busiest(current.prefill) < limits.busy:
         return current.prefill

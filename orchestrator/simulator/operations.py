@@ -26,7 +26,9 @@ class RatioControl:
     def __init__(self, sim: Simulation) -> None:
         self._sim = sim
         overflows = sim.settings.stack.placement == "cost"
-        self._limits = RatioLimits(cool_down_s=30.0, gain=0.1, decode_load=0.5 if overflows else 1.0)
+        self._limits = RatioLimits(
+            cool_down_s=30.0, gain=0.1, decode_load=0.5 if overflows else 1.0, prefill_load=2.0 if overflows else 1.0
+        )
         self._window: deque[LoadSample] = deque(maxlen=WINDOW)
         self._current = DesiredRatio(sim.settings.prefill, sim.settings.decode, set_at=-1e9)
         self._next_at = SAMPLE_S

@@ -69,3 +69,19 @@ def test_a_fleet_that_is_not_busy_is_left_alone():
     light = msgspec.structs.replace(SAMPLE, prefill_s_per_token=0.0002, offered_output_tokens=1_000)  # 2.0 and 0.1 of 4
     assert desired_ratio([light], EVEN) is None
     assert desired_ratio([light], EVEN, RatioLimits(busy=0.3)) is not None
+
+
+def test_prefill_that_can_overflow_is_left_overfull_for_a_busier_decode_side_only():
+    # 3.0 and 4.8 of eight workers: either split leaves one side about full.
+    sample = msgspec.structs.replace(SAMPLE, prefill_s_per_token=0.0003, offered_output_tokens=48_000)
+    three = DesiredRatio(3, 5, set_at=-1000.0)
+    overflows = RatioLimits(decode_load=0.5, prefill_load=2.0)
+    assert desired_ratio([sample], three) is None
+    assert desired_ratio([sample], three, overflows) is None  # prefill is the busier side: 1.0 against 0.96
+    less = msgspec.structs.replace(sample, prefill_s_per_token=0.00025)
+    assert desired_ratio([less], three) is None
+    moved = desired_ratio([less], three, overflows)
+    assert (moved.prefill, moved.decode) == (2, 6)
+    # Prefill is the busier side now, and gets nothing back.
+    back = msgspec.structs.replace(moved, set_at=-1000.0)
+    assert desired_ratio([less], back, overflows) is None
