@@ -76,6 +76,12 @@ class FleetCollector(Collector):
         running = GaugeMetricFamily("pd_worker_requests", "Requests, by worker and state", labels=["worker", "state"])
         up = GaugeMetricFamily("pd_worker_up", "1 for each known worker", labels=["worker", "role", "state"])
         sent = CounterMetricFamily("pd_kv_transfer_bytes", "KV bytes pushed to decode workers", labels=["worker"])
+        described = CounterMetricFamily(
+            "pd_kv_transfer_descriptors", "NIXL descriptors of the WRITEs that pushed them", labels=["worker"]
+        )
+        bad = CounterMetricFamily(
+            "pd_kv_bad_messages", "Notifications between engines that could not be understood", labels=["worker"]
+        )
         failed = CounterMetricFamily("pd_kv_transfer_failures", "KV transfers that failed", labels=["worker"])
         took = SummaryMetricFamily("pd_kv_transfer_seconds", "Time of KV transfers", labels=["worker"])
         for view in self._workers():
@@ -87,7 +93,9 @@ class FleetCollector(Collector):
             blocks.add_metric([name, "used"], load.blocks_total - load.blocks_free)
             running.add_metric([name, "running"], load.running)
             running.add_metric([name, "waiting"], load.waiting)
-            sent.add_metric([name], load.kv_bytes_sent)
-            failed.add_metric([name], load.kv_transfer_failures)
-            took.add_metric([name], count_value=load.kv_transfers, sum_value=load.kv_transfer_s)
-        yield from (up, blocks, running, sent, failed, took)
+            sent.add_metric([name], load.kv.bytes_sent)
+            described.add_metric([name], load.kv.descriptors)
+            bad.add_metric([name], load.kv.bad_messages)
+            failed.add_metric([name], load.kv.failures)
+            took.add_metric([name], count_value=load.kv.transfers, sum_value=load.kv.transfer_s)
+        yield from (up, blocks, running, sent, described, took, failed, bad)

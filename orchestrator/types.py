@@ -87,6 +87,17 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     supported_tasks: tuple[str, ...] = ("generate",)
 
 
+class KVCounters(msgspec.Struct, frozen=True):
+    """What a worker's KV transfers came to, since its engine started."""
+
+    bytes_sent: int = 0
+    descriptors: int = 0  # NIXL's, of the WRITEs posted; 0 where the engine is simulated
+    transfers: int = 0  # requests whose KV was pushed
+    transfer_s: float = 0.0  # from a request's first WRITE to its last, summed
+    failures: int = 0  # pushes and receipts
+    bad_messages: int = 0  # notifications that could not be understood
+
+
 class WorkerLoad(msgspec.Struct, tag="load", frozen=True):
     """What a worker publishes after every engine step, and every heartbeat while idle.
 
@@ -105,10 +116,7 @@ class WorkerLoad(msgspec.Struct, tag="load", frozen=True):
     seen: dict[str, int] = {}
     prefill_tokens_per_s: float = 0.0  # measured, exponentially weighted; 0 = not measured yet
     prefilled_tokens: int = 0
-    kv_bytes_sent: int = 0
-    kv_transfers: int = 0
-    kv_transfer_s: float = 0.0
-    kv_transfer_failures: int = 0
+    kv: KVCounters = KVCounters()
     prefix_sequence: int = 0  # of the last `PrefixEvents` published before it; 0 = none ever
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from orchestrator.types import EngineIdentity, KVEndpoint, KVSource
+from orchestrator.types import EngineIdentity, KVCounters, KVEndpoint, KVSource
 
 
 class Phase(str, enum.Enum):
@@ -37,10 +37,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
     running: int
     waiting: int
     step_ms: float
-    kv_bytes_sent: int = 0
-    kv_transfers: int = 0
-    kv_transfer_s: float = 0.0
-    kv_transfer_failures: int = 0
+    kv: KVCounters = KVCounters()
 
 
 class EngineRequest(msgspec.Struct, frozen=True):

@@ -153,10 +153,7 @@ class LoadReporter:
                 seen={frontend_id: numbers.seen for frontend_id, numbers in self._seen.items()},
                 prefill_tokens_per_s=self.rate.tokens_per_s,
                 prefilled_tokens=self.prefilled_tokens,
-                kv_bytes_sent=engine.kv_bytes_sent,
-                kv_transfers=engine.kv_transfers,
-                kv_transfer_s=engine.kv_transfer_s,
-                kv_transfer_failures=engine.kv_transfer_failures,
+                kv=engine.kv,
                 prefix_sequence=self.prefix_sequence,
             )
         )

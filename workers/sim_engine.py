@@ -24,7 +24,7 @@ from orchestrator.engine_wire import (
 )
 from orchestrator.messages import PROTOCOL_VERSION, MessageError
 from orchestrator.policy.prefix_keys import prefix_keys, salt_of
-from orchestrator.types import EngineIdentity, KVEndpoint
+from orchestrator.types import EngineIdentity, KVCounters, KVEndpoint
 from workers.engine import (
     EngineDead,
     EngineInfo,
@@ -280,8 +280,7 @@ class SimEngine:
             running=len(scheduler.running),
             waiting=scheduler.waiting_count,
             step_ms=self._step_ms,
-            kv_bytes_sent=sent.bytes_sent,
-            kv_transfers=sent.completed,
-            kv_transfer_s=sent.seconds,
-            kv_transfer_failures=sent.failures,
+            kv=KVCounters(
+                bytes_sent=sent.bytes_sent, transfers=sent.completed, transfer_s=sent.seconds, failures=sent.failures
+            ),
         )

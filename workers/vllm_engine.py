@@ -17,7 +17,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from orchestrator.config import KVConfig
 from orchestrator.messages import PROTOCOL_VERSION
-from orchestrator.types import EngineIdentity, KVEndpoint
+from orchestrator.types import EngineIdentity, KVCounters, KVEndpoint
 from workers.engine import EngineDead, EngineInfo, EngineLoad, EngineRequest, EngineStep, PrefixDelta
 from workers.vllm_launch import build_config, start_client
 from workers.vllm_plugin import PREFIX_STATS
@@ -261,10 +261,14 @@ class VllmEngine:
             running=stats.num_running_reqs,
             waiting=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
             step_ms=details.elapsed_ms if worked else self._last.step_ms,
-            kv_bytes_sent=int(kv["bytes_transferred"]),
-            kv_transfers=kv["pd_stream_seconds_count"],
-            kv_transfer_s=kv["pd_stream_seconds"],
-            kv_transfer_failures=kv["pd_streams_failed_count"] + kv["pd_receives_failed_count"],
+            kv=KVCounters(
+                bytes_sent=int(kv["bytes_transferred"]),
+                descriptors=int(kv["num_descriptors"]),
+                transfers=kv["pd_stream_seconds_count"],
+                transfer_s=kv["pd_stream_seconds"],
+                failures=kv["pd_streams_failed_count"] + kv["pd_receives_failed_count"],
+                bad_messages=kv["pd_bad_messages_count"],
+            ),
         )
         return self._last
 

@@ -75,6 +75,8 @@ async def test_remote_prefill_answers_as_one_engine_does_with_and_without_prefix
     # Transferred KV is not a prefix-cache hit: the first time round nothing is reported as cached.
     assert sum((a.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0 for a in cold) == 0
     fleet.until(lambda: fleet.metric("pd_kv_transfer_bytes_total") > 0, "a load report tells of the bytes")
+    assert fleet.metric("pd_kv_transfer_descriptors_total") > 0
+    assert fleet.metric("pd_kv_bad_messages_total") == 0
     assert fleet.metric("pd_retries_total") == 0
 
 

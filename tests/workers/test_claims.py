@@ -38,7 +38,7 @@ async def test_prefills_here_and_decodes_there(workers: Workers) -> None:
         assert not request.got(PrefillFailed)
     await workers.assert_no_leaks()
     load = frontend.loads[prefill]
-    assert load.kv_transfers == 20 and load.prefilled_tokens == 20 * len([0, *PROMPT])
+    assert load.kv.transfers == 20 and load.prefilled_tokens == 20 * len([0, *PROMPT])
 
 
 async def test_claims_only_what_its_budget_allows(redis_server: EmbeddedRedis) -> None:
@@ -273,7 +273,7 @@ async def test_a_draining_prefill_worker_hands_over_what_it_computed(workers: Wo
     assert await prefill.stopped() == 0
     await frontend.finished(request)
     assert request.got(Prefilled)
-    assert (await decode.engine.load()).kv_transfer_failures == 0  # the push, 300 ms long, was waited for
+    assert (await decode.engine.load()).kv.failures == 0  # the push, 300 ms long, was waited for
     await workers.assert_no_leaks()
 
 

@@ -117,7 +117,7 @@ async def test_processes_hand_kv_over_and_leave_in_order(workers: Workers) -> No
         await frontend.enqueue(request)
     await frontend.finished(*requests)
     await workers.assert_no_leaks()
-    assert frontend.loads[prefill.id].kv_transfers == 10
+    assert frontend.loads[prefill.id].kv.transfers == 10
     for worker in (prefill, decode):
         worker.kill(signal.SIGTERM)
         assert await worker.stopped() == 0

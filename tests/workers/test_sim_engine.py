@@ -58,8 +58,8 @@ async def test_prefill_hands_its_kv_over(sims: SimFixture) -> None:
     assert result.stats is not None and result.stats.num_external_cached_tokens == len(PROMPT)
     await sims.assert_no_leaks()
     load = await prefill.load()
-    assert load.kv_transfers == 1
-    assert load.kv_bytes_sent == len(PROMPT) * FAST.kv_bytes_per_token
+    assert load.kv.transfers == 1
+    assert load.kv.bytes_sent == len(PROMPT) * FAST.kv_bytes_per_token
 
 
 @pytest.mark.parametrize("transfer", ["whole", "chunk", "layer"])
@@ -72,7 +72,7 @@ async def test_every_transfer_mode_sends_each_byte_once(sims: SimFixture, transf
     await decode.submit(request_of("a#1", prompt, max_tokens=2, source=sims.source(p_info, "a#1")))
     assert (await collect(decode, "a#1")).tokens == expected(prompt, 2)
     await sims.assert_no_leaks()
-    assert (await prefill.load()).kv_bytes_sent == 3000 * FAST.kv_bytes_per_token
+    assert (await prefill.load()).kv.bytes_sent == 3000 * FAST.kv_bytes_per_token
 
 
 async def test_registering_after_prefill_has_ended(sims: SimFixture) -> None:
@@ -92,7 +92,7 @@ async def test_unasked_kv_is_released_at_its_deadline(sims: SimFixture) -> None:
     await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
     await collect(prefill, "a#1")
     await sims.assert_no_leaks()
-    assert (await prefill.load()).kv_transfer_failures == 1
+    assert (await prefill.load()).kv.failures == 1
     # Who asks too late computes it.
     await decode.submit(request_of("a#1", PROMPT, max_tokens=2, source=sims.source(p_info, "a#1")))
     result = await collect(decode, "a#1")
@@ -107,7 +107,7 @@ async def test_decode_recomputes_what_does_not_arrive_in_time(sims: SimFixture) 
     await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
     assert (await collect(decode, "a#1")).tokens == expected(PROMPT, 3)
     await sims.assert_no_leaks()
-    assert (await decode.load()).kv_transfer_failures == 1
+    assert (await decode.load()).kv.failures == 1
 
 
 @pytest.mark.parametrize("stage", ["unprefilled", "prefilling", "pushing"])
