@@ -202,7 +202,7 @@ async def measure(model: str, path: str, args: dict[str, Any], options: argparse
                 size = tokens * per_token
                 if size not in raw:
                     raw[size] = await asyncio.to_thread(_raw, size, options.cuda)
-                times = options.runs if tokens <= 4096 else options.long_runs
+                times = options.short_runs if tokens <= 2048 else options.runs if tokens <= 4096 else options.long_runs
                 for pair, runs in zip(pairs, await _in_turns(pairs, tokens, times), strict=True):
                     columns = list(zip(*runs, strict=True))
                     medians = [statistics.median(column) for column in columns]
@@ -302,7 +302,8 @@ def _models(options: argparse.Namespace, scratch: Path) -> dict[str, tuple[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8000])
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--short-runs", type=int, default=5, help="runs of prompts up to 2,048 tokens")
+    parser.add_argument("--runs", type=int, default=3, help="runs of prompts up to 4,096 tokens")
     parser.add_argument("--long-runs", type=int, default=1, help="runs of prompts beyond 4,096 tokens")
     parser.add_argument("--at-once", type=int, default=3, help="variants that stand side by side")
     parser.add_argument("--chunk", type=int, default=256, help="tokens per engine step")
