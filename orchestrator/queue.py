@@ -63,9 +63,8 @@ class PrefillQueue:
         self._waiter_id = waiter_id or uuid.uuid4().hex[:12]
         self._listener: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
-        names = "enqueue renew ack release return_unknown cancel sweep depth peek show wait"
+        names = "enqueue claim claim_chosen renew ack release return_unknown cancel sweep depth peek show wait"
         self._scripts = {name: Script(name) for name in names.split()}
-        self._scripts |= {name: Script(name, "claim_common") for name in ("claim", "claim_chosen")}
 
     async def enqueue(self, job: PrefillJob) -> None:
         """Add a job; the server's clock dates it. Raises QueueFull.
@@ -128,8 +127,7 @@ class PrefillQueue:
     async def _read_claims(self, worker_id: str, reply: list[Any]) -> list[Claim]:
         now, lease_until = float(reply[0]), float(reply[1])
         claims = []
-        for at in range(2, len(reply), 9):
-            request_id, attempt, tokens, uncached, arrived_at, deliveries, reply_to, cached, body = reply[at : at + 9]
+        for request_id, attempt, tokens, uncached, arrived_at, deliveries, reply_to, cached, body in reply[2:]:
             try:
                 job = PrefillJob(
                     request_id=request_id.decode(),
@@ -140,9 +138,9 @@ class PrefillQueue:
                     reply_to=reply_to.decode(),
                     body=body,
                     deliveries=int(deliveries),
-                    cached=read_cached(cached.decode()),
+                    cached=read_cached(cached.decode()) if cached else {},
                 )
-            except UnicodeDecodeError as error:
+            except ValueError as error:
                 self.corrupt += 1
                 log.warning("dropped a corrupt prefill job %r: %s", request_id[:80], error)
                 await self._run("ack", worker_id, request_id, attempt)

@@ -79,14 +79,18 @@ def masked(url: str) -> str:
 
 
 class Script:
-    """A Lua file of `orchestrator/scripts` after `common.lua` and what else it builds on. KEYS[1] is the key prefix."""
+    """A Lua file of `orchestrator/scripts` after `common.lua`, with what it includes. KEYS[1] is the key prefix."""
 
-    def __init__(self, name: str, *builds_on: str) -> None:
-        folder = resources.files("orchestrator") / "scripts"
-        parts = [folder.joinpath(part).read_text() for part in map("{}.lua".format, ("common", *builds_on, name))]
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.text = "\n".join(parts)
+        self.text = _lua("common") + _lua(name)
         self.sha = hashlib.sha1(self.text.encode()).hexdigest()
+
+
+def _lua(name: str) -> str:
+    """The file, with others in place of its lines `-- include NAME`. A block is the scope of what it includes."""
+    text = (resources.files("orchestrator") / "scripts" / f"{name}.lua").read_text()
+    return re.sub(r"^ *-- include (\w+)\n", lambda line: _lua(line[1]), text, flags=re.MULTILINE)
 
 
 class _Pipe:

@@ -101,7 +101,7 @@ class Registry:
         self._redis = redis
         self._complained: dict[str, str] = {}
         names = ("member_put", "member_leave", "members", "prune", "order", "clear_orders", "set_desired", "lead")
-        self._scripts = {name: Script(name, "members_common") for name in names}
+        self._scripts = {name: Script(name) for name in names}
 
     # ---- workers -----------------------------------------------------------------------------------------------
 

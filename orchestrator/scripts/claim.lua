@@ -1,9 +1,10 @@
 -- ARGV[6..8]: max tokens, max jobs, window. Returns the claims from the head of the queue, and no jobs to choose from.
 -- Where one of the first `window` jobs is cached on a worker that claims: no claims, and per job of those: id, score,
 -- tokens, seconds waited, tokens cached here, most tokens cached on another worker.
+-- include claim_begin
 local budget, room, window = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
 
-if window > 0 and redis.call('EXISTS', AFFINE) == 1 then
+if window > 0 and redis.call('EXISTS', PREFIX .. 'affine') == 1 then
   local claiming = {}
 
   -- What is cached on a worker that claims no more belongs to nobody.
@@ -17,13 +18,13 @@ if window > 0 and redis.call('EXISTS', AFFINE) == 1 then
 
   -- A look must be cheap: of a sound job that is not old only this is read. Returns tokens, seconds waited, cached.
   local function glance(id)
-    local fields = redis.pcall('HMGET', job_key(id), 'state', 'tokens', 'arrived_at', 'cached')
+    local fields = redis.pcall('HMGET', JOB .. id, 'state', 'tokens', 'arrived_at', 'cached')
     if not fields.err and fields[1] == 'waiting' then
       local tokens, arrived_at = count(fields[2]), tonumber(fields[3] or '')
       if tokens and arrived_at and now - arrived_at <= GRACE then return tokens, now - arrived_at, fields[4] end
     end
     local job = usable(id)
-    if job then return job.tokens, now - job.arrived_at, job.cached end
+    if job then return count(job[3]), now - job[5], job[8] end
   end
 
   local head, rows, affine = redis.call('ZRANGE', QUEUE, 0, window - 1, 'WITHSCORES'), {}, false
@@ -40,11 +41,11 @@ if window > 0 and redis.call('EXISTS', AFFINE) == 1 then
         end
       end
       affine = affine or here > 0 or elsewhere > 0
-      rows[#rows + 1] = { head[i], head[i + 1], tokens, seconds(waited_s), here, elsewhere }
+      rows[#rows + 1] = { head[i], head[i + 1], tokens, SECONDS:format(waited_s), here, elsewhere }
     end
   end
   if affine then
-    settle()
+    -- include settle
     return { claimed, rows }
   end
 end
@@ -55,14 +56,15 @@ while not full and #taken < room and budget > 0 and looked < room + 200 do
   local head = redis.call('ZRANGE', QUEUE, #taken, room - 1, 'WITHSCORES')
   if #head == 0 then break end
   for i = 1, #head, 2 do
-    local job = usable(head[i], true)
+    local id, score = head[i], head[i + 1]
+    local job, uncached = usable(id)
     looked = looked + 1
     if job then
-      full = #taken > 0 and used + job.uncached > budget
+      full = #taken > 0 and used + uncached > budget
       if full then break end
-      take(head[i], head[i + 1], job)
+      -- include take
     end
   end
 end
-book()
+-- include claim_end
 return { claimed, {} }

@@ -1,10 +1,18 @@
 -- ARGV[6..]: ids. Returns the claims of those that still wait; the others were somebody else's first.
+-- include claim_begin
 for i = 6, #ARGV do
-  local score = redis.call('ZSCORE', QUEUE, ARGV[i])
-  local job = score and usable(ARGV[i], true)
-  if job then take(ARGV[i], score, job) end
+  local id = ARGV[i]
+  local score = redis.call('ZSCORE', QUEUE, id)
+  local job, uncached
+  if score then job, uncached = usable(id) end
+  if job then
+    -- include take
+  end
 end
-book()
+-- include claim_end
 -- What is left behind is an idle worker's, whoever it would suit best.
-if redis.call('ZCARD', QUEUE) > 0 then wake(now, '', true) end
+if redis.call('EXISTS', QUEUE, IDLE) == 2 then
+  -- include wake
+  wake(now, '', true)
+end
 return claimed

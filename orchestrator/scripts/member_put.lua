@@ -1,5 +1,7 @@
 -- ARGV: kind, id, ttl in ms, 'join' or 'refresh', n, n names of identity fields, then fields and values.
 -- Returns 'ok', order_role, order_drain, order_sequence; or 'differs', field, the fleet's value, whose.
+-- include now
+-- include members_common
 local kind, id, ttl_ms, joining = ARGV[1], ARGV[2], ARGV[3], ARGV[4] == 'join'
 local key = member_key(kind, id)
 local names = tonumber(ARGV[5])
@@ -36,7 +38,7 @@ elseif known then
     end
   end
 end
-redis.call('HSET', key, 'since', since or seconds(clock()), unpack(ARGV, first))
+redis.call('HSET', key, 'since', since or SECONDS:format(now), unpack(ARGV, first))
 redis.call('PEXPIRE', key, ttl_ms)
 redis.call('SADD', index_key(kind), id)
 redis.call('EXPIRE', index_key(kind), 3600 + math.ceil(ttl_ms / 1000))

@@ -1,4 +1,5 @@
 -- ARGV: kind. Returns the live ones as rows of id and the hash's fields and values.
+-- include members_common
 local kind = ARGV[1]
 local rows = {}
 for i, id in ipairs(live(kind)) do

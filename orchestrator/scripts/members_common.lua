@@ -1,4 +1,4 @@
--- After common.lua in the scripts of the registry: members ("worker" or "frontend") and their events.
+-- In the scripts of the registry: members ("worker" or "frontend") and their events.
 local EVENTS = PREFIX .. 'events'
 local LEADER = PREFIX .. 'ratio_leader' -- the frontend that decides the ratio, for as long as its lease runs
 

@@ -1,5 +1,7 @@
 -- ARGV: prefill, decode, by, the event as JSON; where a leader decides also its id and the prefill, decode and set_at
 -- that it decided upon. Returns 1, or 0 when it leads no more, or somebody else has set something meanwhile.
+-- include now
+-- include members_common
 local desired = PREFIX .. 'desired'
 if ARGV[5] then
   local seen = redis.call('HMGET', desired, 'prefill', 'decode', 'set_at')
@@ -7,6 +9,6 @@ if ARGV[5] then
   if redis.call('GET', LEADER) ~= ARGV[5] or not same then return 0 end
 end
 redis.call('DEL', desired)
-redis.call('HSET', desired, 'prefill', ARGV[1], 'decode', ARGV[2], 'set_by', ARGV[3], 'set_at', seconds(clock()))
+redis.call('HSET', desired, 'prefill', ARGV[1], 'decode', ARGV[2], 'set_by', ARGV[3], 'set_at', SECONDS:format(now))
 redis.call('PUBLISH', EVENTS, ARGV[4])
 return 1

@@ -1,7 +1,11 @@
 -- ARGV: leases to look at, waiting jobs to look at, max deliveries, ttl, orphan grace.
 -- Returns the ids returned to the queue, the failed jobs as id, attempt, reply_to, and the orphaned ids.
+-- include now
+-- include read_job
+-- include drop
+-- include orphaned
+-- include requeue
 local limit, max_deliveries, ttl, grace = ARGV[1], tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
-local now = clock()
 local returned, failed, orphans = {}, {}, {}
 
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', now, 'LIMIT', 0, limit)) do
@@ -14,7 +18,7 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', now, 'LIMIT', 0,
     else
       drop(id, nil, 'vanished')
     end
-  elseif orphaned(job, grace, now) then
+  elseif orphaned(job.reply_to, now - job.arrived_at, grace) then
     drop(id, job, 'orphaned')
     orphans[#orphans + 1] = id
   elseif job.deliveries >= max_deliveries then
@@ -38,13 +42,11 @@ for i = 1, #slice[2], 2 do
   if not job or job.state ~= 'waiting' then
     -- A scan may name one id twice: then the job is off the queue already.
     if redis.call('ZSCORE', QUEUE, id) then drop(id, nil, present and 'corrupt' or 'vanished') end
-  elseif orphaned(job, grace, now) then
+  elseif orphaned(job.reply_to, now - job.arrived_at, grace) then
     drop(id, job, 'orphaned')
     orphans[#orphans + 1] = id
   end
 end
-settle()
-keep(QUEUE, ttl)
-keep(QUEUED_TOKENS, ttl)
-keep(LEASES, ttl)
+-- include settle
+for _, key in ipairs({ QUEUE, QUEUED_TOKENS, LEASES }) do redis.call('EXPIRE', key, ttl) end
 return { returned, failed, orphans }
