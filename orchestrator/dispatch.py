@@ -94,7 +94,11 @@ class Dispatch:
             if worker_id is not None:
                 self._transport.send(worker_id, abort)
         if active.state is State.QUEUED:
-            self.background(self._prefill.cancel(active.info.id, active.attempt))
+            self.take_back(active)
+
+    def take_back(self, active: ActiveRequest) -> None:
+        """Its job leaves the queue, claimed or not."""
+        self.background(self._prefill.cancel(active.info.id, active.attempt))
 
     def drop_stale(self, worker_id: str, request_id: str, attempt: int) -> None:
         """Tell the sender of a message of an older attempt to forget it."""

@@ -256,7 +256,8 @@ class Router:
 
     def worker_lost(self, worker_id: str) -> None:
         """Continue elsewhere what the worker was decoding. What it was prefilling is recomputed by the decode worker
-        that waits for it (it watches membership too), or is returned to the queue by its lease."""
+        that waits for it (it watches membership too), so nobody need claim it again; what it had claimed without our
+        knowing is returned to the queue by its lease."""
         self.learning.predictor.forget(worker_id)
         for active in list(self.requests.values()):
             if active.decode_worker == worker_id:
@@ -265,6 +266,7 @@ class Router:
                 if active.prefilled_at is None:
                     metrics.retries.labels("prefill_worker_lost").inc()
                     active.retries.append("prefill_worker_lost")
+                    self._dispatch.take_back(active)
         self._mind_the_unclaimed()
 
     def queue_lost(self) -> None:

@@ -197,6 +197,8 @@ async def test_a_dead_prefill_worker_leaves_recovery_to_decode_but_is_noted():
     bench.fleet.remove("p0")
     bench.router.worker_lost("p0")
     assert bench.router.requests["r"].state is State.TRANSFERRING
+    await bench.settle()
+    assert bench.prefill.cancelled == [("r", 1)]  # nobody prefills again what decode recomputes
     bench.tokens(bench.bound_to(), "r", [1], finish=1)
     assert bench.received() == [("r", [1], 1)]
 
