@@ -13,14 +13,11 @@ from orchestrator.learning import Learning
 from orchestrator.policy.admission import admit
 from orchestrator.policy.decode_choice import Candidate, DecodeChoice
 from orchestrator.policy.placement import Decision, Local, PrefillView, Reject, place
-from orchestrator.policy.prefix_index import Hits
 from orchestrator.policy.queue_order import delay_s
 from orchestrator.prefill_link import PrefillLink
 from orchestrator.prefix_view import PrefixView
 from orchestrator.request import ActiveRequest
 from orchestrator.types import PrefillJob, RequestInfo, Role
-
-PREFILL_HITS = 4  # prefill workers that a job names
 
 
 class Decider:
@@ -46,18 +43,18 @@ class Decider:
     def decide(self, active: ActiveRequest) -> Decision:
         """For a request that has arrived, or whose attempt failed. Notes on it what is cached of its prompt where."""
         info, hits = active.info, self._prefixes.look_up(active.keys)
-        candidates = self._fleet.decode_candidates(active.avoid, hits)
-        active.cached_at_prefill = self._at_prefill(hits)
+        candidates, active.cached_at_prefill = self._fleet.look(active.avoid, hits)
         best = max(active.cached_at_prefill.values(), default=0)
         view = PrefillView(self._fleet.ready(Role.PREFILL), self._prefill.depth, best)
         decision = self._place(info, candidates, view)
         if active.attempt == 1:  # what was accepted once is not refused when it moves
             if not active.decision:
                 self._learning.arrived(info, info.prompt_tokens - best)
-            admission = admit(decision, info, candidates, view, self._slo, self._learning.predictor)
-            if isinstance(admission, Reject):
-                return admission
-            active.deferred, decision = admission.deferred, admission.decision
+            if self._slo.admission != "off":
+                admission = admit(decision, info, candidates, view, self._slo, self._learning.predictor)
+                if isinstance(admission, Reject):
+                    return admission
+                active.deferred, decision = admission.deferred, admission.decision
         at_decode = hits.blocks(decision.worker_id) if isinstance(decision, Local) else 0
         active.cached_tokens = at_decode * self._fleet.block_size
         return decision
@@ -96,11 +93,3 @@ class Decider:
     def _place(self, info: RequestInfo, candidates: list[Candidate], view: PrefillView) -> Decision:
         predictor = self._learning.predictor
         return place(info, candidates, view, self._routing, self._choose, predictor, self._slo)
-
-    def _at_prefill(self, hits: Hits) -> dict[str, int]:
-        """Cached tokens by prefill worker, for the few that have most."""
-        if not hits:
-            return {}
-        block_size = self._fleet.block_size
-        most = hits.most(PREFILL_HITS, self._fleet.usable(Role.PREFILL))
-        return {worker_id: blocks * block_size for worker_id, blocks in most.items()}

@@ -6,7 +6,7 @@ A view only: `membership` feeds it from the registry and the mesh, `router` read
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import msgspec
@@ -18,7 +18,7 @@ from orchestrator.types import Role, WorkerInfo, WorkerLoad, WorkerState
 
 # Below this many decode workers looking at each is as quick, and needs no two of them to be compared as if equal.
 SHORTLIST_FROM = 32
-SHORTLIST_HITS = 4  # workers that are on the list for what they have cached
+MOST_HITS = 4  # workers of each role that are looked at for what they have cached of a prompt
 
 
 @dataclass(slots=True)
@@ -168,20 +168,24 @@ class Fleet:
 
         With what is cached there of the prompt that `hits` is of.
         """
+        return self.look(avoid, hits)[0]
+
+    def look(self, avoid: Collection[str], hits: Hits | None) -> tuple[list[Candidate], dict[str, int]]:
+        """`decode_candidates`, and cached tokens by prefill worker for the few that have most."""
         self._apply_changes()
-        usable = self._usable[Role.DECODE]
+        usable, block_size = self._usable[Role.DECODE], self.block_size
+        at_decode: dict[str, int] = {}
+        at_prefill: dict[str, int] = {}
+        if hits:
+            decode_blocks, prefill_blocks = hits.most_of_each(MOST_HITS, usable, self._usable[Role.PREFILL])
+            at_decode = {worker_id: blocks * block_size for worker_id, blocks in decode_blocks.items()}
+            at_prefill = {worker_id: blocks * block_size for worker_id, blocks in prefill_blocks.items()}
         if self._shortlist is not None and not avoid and len(usable) >= SHORTLIST_FROM:
-            most = hits.most(SHORTLIST_HITS, usable) if hits else {}
-            found = self._shortlist.pick({name: blocks * self.block_size for name, blocks in most.items()})
+            found = self._shortlist.pick(at_decode)
         else:
             kept = [name for name in usable if name not in avoid] if avoid else usable
             found = [self.workers[name].candidate for name in kept or usable]
-        return [_with_hit(candidate, hits) for candidate in found] if hits else found
-
-    def usable(self, role: Role) -> Container[str]:
-        """Ids of the workers of this role that take work now."""
-        self._apply_changes()
-        return self._usable[role]
+        return [_with_hit(candidate, hits) for candidate in found] if hits else found, at_prefill
 
     def ready(self, role: Role) -> int:
         self._apply_changes()

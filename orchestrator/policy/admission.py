@@ -45,7 +45,8 @@ def predicted_ttft_s(
         compute = max(0, request.prompt_tokens - prefill.cached_tokens)
         return predictor.remote_ttft_s(compute, request.prompt_tokens, prefill.queue, prefill.workers_ready)
     candidate = next(c for c in candidates if c.worker_id == decision.worker_id)
-    return predictor.local_ttft_s(candidate, uncached_tokens(request, candidate))
+    ttft_s, _ = predictor.local_s(candidate, uncached_tokens(request, candidate))
+    return ttft_s
 
 
 def admit(

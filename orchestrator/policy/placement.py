@@ -85,7 +85,8 @@ def is_full(request: RequestInfo, candidate: Candidate, routing: RoutingConfig) 
 
 
 def uncached_tokens(request: RequestInfo, candidate: Candidate) -> int:
-    return max(0, request.prompt_tokens - candidate.cached_tokens)
+    tokens = request.prompt_tokens - candidate.cached_tokens
+    return tokens if tokens > 0 else 0
 
 
 def _by_threshold(
@@ -123,13 +124,12 @@ def _by_cost(
     """
     if not open_ones:
         return Remote("decode_full") if blocker is None else Reject("decode_full", RETRY_AFTER_S)
-    ahead_tokens = max(16.0, predictor.output_tokens / 2)
     ttft: list[float] = []
     cost: list[float] = []
     for candidate in open_ones:
         tokens = uncached_tokens(request, candidate)
-        ttft_s = predictor.local_ttft_s(candidate, tokens)
-        slack_s = (ITL_MARGIN * slo.tpot_s - predictor.itl_after_s(candidate, tokens)) * ahead_tokens
+        ttft_s, itl_s = predictor.local_s(candidate, tokens)
+        slack_s = (ITL_MARGIN * slo.tpot_s - itl_s) * predictor.ahead_tokens
         ttft.append(ttft_s)
         if slack_s <= 0 and candidate.running:
             cost.append(float("inf"))
@@ -139,10 +139,11 @@ def _by_cost(
     if blocker is None and prefill.queue is not None:
         compute = max(0, request.prompt_tokens - prefill.cached_tokens)
         remote_s = predictor.remote_ttft_s(compute, request.prompt_tokens, prefill.queue, prefill.workers_ready)
-        if min(cost) >= remote_s:
+        least = min(cost)
+        if least >= remote_s:
             return Remote("cost")
-        bound = max(min(cost) * TTFT_TOLERANCE, min(cost) + predictor.itl_s(open_ones[0].worker_id))
-        near = [c for c, cost_s in zip(open_ones, cost, strict=True) if cost_s <= min(bound, remote_s)]
+        bound = min(remote_s, max(least * TTFT_TOLERANCE, least + predictor.itl_s(open_ones[0].worker_id)))
+        near = [c for c, cost_s in zip(open_ones, cost, strict=True) if cost_s <= bound]
         return _local(request, near, choose, "cost")
     bound = min(ttft) * TTFT_TOLERANCE
     return _local(request, [c for c, s in zip(open_ones, ttft, strict=True) if s <= bound], choose, blocker or "cost")

@@ -93,6 +93,7 @@ class Predictor:
         self._wait: dict[int, LineFit] = {}
         self._itl: dict[str, Smoothed] = {}
         self._output = Smoothed(EXPECTED_OUTPUT_TOKENS, weight=0.01)
+        self.ahead_tokens = EXPECTED_OUTPUT_TOKENS / 2  # of a sequence that decodes: on average half of its output
 
     # ---- measured --------------------------------------------------------------------------------------------
 
@@ -126,6 +127,7 @@ class Predictor:
 
     def observe_output(self, tokens: int) -> None:
         self._output.observe(tokens)
+        self.ahead_tokens = max(16.0, self._output.value / 2)
 
     def forget(self, worker_id: str) -> None:
         for fits in (self._prefill, self._local, self._itl):
@@ -156,25 +158,20 @@ class Predictor:
         waited = self.wait_s(tokens, self.backlog_s(queue, workers_ready))
         return waited + self._pool.at(tokens) + self._transfer.at(transfer_tokens)
 
-    def local_ttft_s(self, candidate: Candidate, tokens: int) -> float:
-        """TTFT of `tokens` uncached prompt tokens prefilled by this decode worker, after those waiting there."""
+    def local_s(self, candidate: Candidate, tokens: int) -> tuple[float, float]:
+        """For `tokens` uncached prompt tokens prefilled by this decode worker, after those waiting there: their TTFT,
+        and the ITL then of those that decode there, each of which every prefill second delays by a second.
+        """
+        pending_tokens = candidate.waiting_tokens + candidate.placed_tokens + tokens
         fit = self._local.get(candidate.worker_id)
         if fit is None or fit.samples < 8:
             fit = self._pool
-        return fit.at(candidate.waiting_tokens + candidate.placed_tokens + tokens) + self.itl_s(candidate.worker_id)
+        itl_s = self.itl_s(candidate.worker_id)
+        return fit.at(pending_tokens) + itl_s, itl_s + self._pool.slope * pending_tokens / self.ahead_tokens
 
     def itl_s(self, worker_id: str) -> float:
         smoothed = self._itl.get(worker_id)
         return smoothed.value if smoothed else self._prior_itl_s
-
-    def itl_after_s(self, candidate: Candidate, tokens: int) -> float:
-        """ITL of the sequences decoding there if `tokens` more are prefilled between their steps.
-
-        Each has on average half of its output before it, and every prefill second delays each by a second.
-        """
-        pending_tokens = candidate.waiting_tokens + candidate.placed_tokens + tokens
-        ahead_tokens = max(16.0, self._output.value / 2)
-        return self.itl_s(candidate.worker_id) + self._pool.slope * pending_tokens / ahead_tokens
 
     def coefficients(self) -> Coefficients:
         def pairs(fits: dict) -> dict:

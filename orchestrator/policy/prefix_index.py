@@ -38,17 +38,32 @@ class Hits:
                     return depth
         return 0
 
-    def most(self, max_workers: int, among: Container[str] | None = None) -> dict[str, int]:
-        """Blocks by worker, for those (of `among`) that hold most. Equal ones take turns, so that a prefix which many
-        hold draws nobody's whole load to the same few."""
+    def most(self, max_workers: int) -> dict[str, int]:
+        """Blocks by worker, for those that hold most. Equal ones take turns, so that a prefix which many hold draws
+        nobody's whole load to the same few."""
         found: dict[str, int] = {}
         for depth, mask in self._levels:
             for worker_id in self._index.holders(mask):
                 if len(found) == max_workers:
                     return found
-                if among is None or worker_id in among:
-                    found[worker_id] = depth
+                found[worker_id] = depth
         return found
+
+    def most_of_each(
+        self, max_workers: int, one: Container[str], other: Container[str]
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """`most` of two kinds of workers, in one walk over all."""
+        ones: dict[str, int] = {}
+        others: dict[str, int] = {}
+        for depth, mask in self._levels:
+            for worker_id in self._index.holders(mask):
+                found = ones if worker_id in one else others if worker_id in other else None
+                if found is None or len(found) == max_workers:
+                    continue
+                found[worker_id] = depth
+                if len(ones) + len(others) == 2 * max_workers:
+                    return ones, others
+        return ones, others
 
 
 class PrefixIndex:
@@ -142,21 +157,25 @@ class PrefixIndex:
         if not first:
             return Hits(self, 0, [])
         levels: list[tuple[int, int]] = []
-        parts = [(1, len(keys), first)]  # (held, at most held, by whom), the deepest last
+        parts: list[tuple[int, int, int]] = []  # (held, at most held, by whom) yet to be looked at, the deepest last
+        low, high, mask = 1, len(keys), first
         probes = len(keys).bit_length() + MORE_PROBES
-        while parts:
+        while True:
+            while low < high and probes:
+                middle = (low + high + 1) // 2
+                probes -= 1
+                deeper = holders.get(keys[middle - 1], 0) & mask
+                if deeper:
+                    if deeper != mask:
+                        parts.append((low, middle - 1, mask ^ deeper))
+                        mask = deeper
+                    low = middle
+                else:
+                    high = middle - 1
+            levels.append((low, mask))
+            if not parts:
+                return Hits(self, first, levels)
             low, high, mask = parts.pop()
-            if low == high or not probes:
-                levels.append((low, mask))
-                continue
-            middle = (low + high + 1) // 2
-            probes -= 1
-            deeper = holders.get(keys[middle - 1], 0) & mask
-            if others := mask ^ deeper:
-                parts.append((low, middle - 1, others))
-            if deeper:
-                parts.append((middle, high, deeper))
-        return Hits(self, first, levels)
 
     def match(self, keys: Sequence[int], max_workers: int = 8) -> dict[str, int]:
         """Blocks of the prefix held, by worker, for the (at most `max_workers`) workers that hold most."""
@@ -173,13 +192,13 @@ class PrefixIndex:
         if mask.bit_count() > 4:
             self._turn += 1
             split = self._turn % mask.bit_length()
-            parts = (mask >> split << split, mask & ((1 << split) - 1))
+            parts = (mask & ((1 << split) - 1), mask >> split << split)
         for part in parts:
             while part and left:
-                lowest = part & -part
-                part ^= lowest
+                bit = part.bit_length() - 1
+                part ^= 1 << bit
                 left -= 1
-                yield self._worker_at[lowest.bit_length() - 1]
+                yield self._worker_at[bit]
 
     def _bit_of(self, worker_id: str) -> int:
         bit = self._bit.get(worker_id)

@@ -7,7 +7,7 @@ choice; the very same policies then run on those few. A policy without a standin
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping
 from itertools import count
 
@@ -15,9 +15,11 @@ import msgspec
 
 from orchestrator.policy.decode_choice import Candidate
 
+_Entry = tuple[float, int, Candidate]  # (minus its standing, version, itself); no two versions are equal
+
 
 class Shortlist:
-    """Lazy heaps, one per pool-size class: an update is one push, a stale entry is dropped when it surfaces.
+    """A sorted list per pool-size class: an update is two bisections, and the best are at its front.
 
     Pools within about 6% of each other share a class, and are compared as if equal until the policy sees them.
     """
@@ -25,8 +27,8 @@ class Shortlist:
     def __init__(self, standing: Callable[[Candidate], float], per_class: int = 4) -> None:
         self._standing = standing
         self._per_class = per_class
-        self._current: dict[str, tuple[int, Candidate]] = {}  # by worker: (version, candidate)
-        self._heaps: dict[int, list[tuple[float, int, str]]] = {}
+        self._current: dict[str, _Entry] = {}  # by worker
+        self._classes: dict[int, list[_Entry]] = {}
         self._versions = count()
 
     def __len__(self) -> int:
@@ -34,46 +36,34 @@ class Shortlist:
 
     def update(self, candidate: Candidate) -> None:
         """A new worker, or one whose load changed."""
-        version = next(self._versions)
-        self._current[candidate.worker_id] = (version, candidate)
-        pool_class = _size_class(candidate.blocks_total)
-        heap = self._heaps.setdefault(pool_class, [])
-        heapq.heappush(heap, (-self._standing(candidate), version, candidate.worker_id))
-        if len(heap) > 4 * len(self._current) + 64:
-            self._heaps[pool_class] = heap = [entry for entry in heap if self._is_current(entry)]
-            heapq.heapify(heap)
+        self.remove(candidate.worker_id)
+        entry = (-self._standing(candidate), next(self._versions), candidate)
+        self._current[candidate.worker_id] = entry
+        insort(self._classes.setdefault(_size_class(candidate.blocks_total), []), entry)
 
     def remove(self, worker_id: str) -> None:
-        self._current.pop(worker_id, None)
+        entry = self._current.pop(worker_id, None)
+        if entry is None:
+            return
+        size_class = _size_class(entry[2].blocks_total)
+        entries = self._classes[size_class]
+        del entries[bisect_left(entries, entry)]
+        if not entries:
+            del self._classes[size_class]
 
-    def get(self, worker_id: str) -> Candidate | None:
-        entry = self._current.get(worker_id)
-        return entry[1] if entry else None
-
-    def pick(self, cached_tokens: Mapping[str, int] | None = None) -> list[Candidate]:
-        """The best of each class, and every worker in `cached_tokens` with its hit filled in."""
-        hits = cached_tokens or {}
-        picked = {
-            worker_id: msgspec.structs.replace(known[1], cached_tokens=tokens)
-            for worker_id, tokens in hits.items()
-            if (known := self._current.get(worker_id))
-        }
-        for pool_class, heap in list(self._heaps.items()):
-            best: list[tuple[float, int, str]] = []
-            while heap and len(best) < self._per_class:
-                entry = heapq.heappop(heap)
-                if self._is_current(entry):
-                    best.append(entry)
-            for entry in best:
-                heapq.heappush(heap, entry)
-                picked.setdefault(entry[2], self._current[entry[2]][1])
-            if not best:
-                del self._heaps[pool_class]
-        return list(picked.values())
-
-    def _is_current(self, entry: tuple[float, int, str]) -> bool:
-        current = self._current.get(entry[2])
-        return current is not None and current[0] == entry[1]
+    def pick(self, cached_tokens: Mapping[str, int]) -> list[Candidate]:
+        """Every worker in `cached_tokens`, with its hit filled in, and the best others of each class."""
+        current = self._current
+        picked = [
+            msgspec.structs.replace(current[worker_id][2], cached_tokens=tokens)
+            for worker_id, tokens in cached_tokens.items()
+            if worker_id in current
+        ]
+        for entries in self._classes.values():
+            for _, _, candidate in entries[: self._per_class]:
+                if candidate.worker_id not in cached_tokens:
+                    picked.append(candidate)
+        return picked
 
 
 def _size_class(blocks_total: int) -> int:

@@ -109,7 +109,10 @@ def test_workers_of_the_wanted_kind_are_found_among_others():
         index.stored(f"p{n}", [1, 2, 3])
     index.stored("d", [1, 2])
     hits = index.look_up([1, 2, 3])
-    assert hits.most(8, among={"d"}) == {"d": 2}
+    prefill, decode = hits.most_of_each(4, {f"p{n}" for n in range(10)}, {"d", "d2"})
+    assert decode == {"d": 2} and len(prefill) == 4 and set(prefill.values()) == {3}
+    assert all(int(name[1:]) < 10 for name in prefill)
+    assert hits.most_of_each(4, {"d"}, set()) == ({"d": 2}, {})
     assert hits.blocks("d") == 2 and hits.blocks("p7") == 3 and hits.blocks("unknown") == 0
     assert not index.look_up([9]) and not index.look_up([])
 
