@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -105,15 +106,16 @@ class PrefillQueue:
         if max_tokens <= 0 or max_jobs <= 0:
             return [], []
         room = min(max_jobs, MAX_CLAIM_JOBS)
-        claimed, rows = await self._run("claim", *self._claimer(worker_id), max_tokens, room, window)
+        reply = await self._run("claim", *self._claimer(worker_id), max_tokens, room, window)
+        if not reply.startswith(b"\n"):
+            return await self._read_claims(worker_id, reply), []
         try:
-            jobs = [
-                WindowJob(request_id.decode(), float(place), tokens, float(waited_s), here, elsewhere)
-                for request_id, place, tokens, waited_s, here, elsewhere in rows
+            return [], [
+                WindowJob(request_id.decode(), float(place), int(tokens), float(waited_s), int(here), int(elsewhere))
+                for (place, tokens, waited_s, here, elsewhere), (request_id,) in _records(reply, 5)
             ]
         except UnicodeDecodeError:  # no id of ours: claimed plainly, which drops it
             return await self.claim_or_look(worker_id, max_tokens, max_jobs, 0)
-        return await self._read_claims(worker_id, claimed), jobs
 
     async def claim_chosen(self, worker_id: str, request_ids: list[str]) -> list[Claim]:
         """Take those of these jobs that still wait. An idle worker is told of what is left."""
@@ -124,10 +126,11 @@ class PrefillQueue:
         lease_s = self._config.lease_s
         return worker_id, lease_s, JOB_TTL_S, lease_s, self._waiter_id
 
-    async def _read_claims(self, worker_id: str, reply: list[Any]) -> list[Claim]:
-        now, lease_until = float(reply[0]), float(reply[1])
+    async def _read_claims(self, worker_id: str, reply: bytes) -> list[Claim]:
+        now, lease_until = map(float, reply[: reply.index(b"\n")].split())
         claims = []
-        for request_id, attempt, tokens, uncached, arrived_at, deliveries, reply_to, cached, body in reply[2:]:
+        for (attempt, tokens, uncached, arrived_at, deliveries), texts in _records(reply, 5):
+            request_id, reply_to, cached, body = texts
             try:
                 job = PrefillJob(
                     request_id=request_id.decode(),
@@ -138,9 +141,9 @@ class PrefillQueue:
                     reply_to=reply_to.decode(),
                     body=body,
                     deliveries=int(deliveries),
-                    cached=read_cached(cached.decode()) if cached else {},
+                    cached=read_cached(cached.decode()),
                 )
-            except ValueError as error:
+            except UnicodeDecodeError as error:
                 self.corrupt += 1
                 log.warning("dropped a corrupt prefill job %r: %s", request_id[:80], error)
                 await self._run("ack", worker_id, request_id, attempt)
@@ -278,6 +281,19 @@ class PrefillQueue:
 
     async def _run(self, script: str, *args: Any) -> Any:
         return await self._redis.run(self._scripts[script], self.keys.prefix, *args)
+
+
+def _records(reply: bytes, numbers: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
+    """What follows the first line: records of a line of numbers and then lengths, and texts of those lengths."""
+    at = reply.index(b"\n") + 1
+    while at < len(reply):
+        start = reply.index(b"\n", at) + 1
+        fields = reply[at:start].split()
+        at, texts = start, []
+        for length in map(int, fields[numbers:]):
+            texts.append(reply[at : at + length])
+            at += length
+        yield fields[:numbers], texts
 
 
 def cached_text(cached: dict[str, int]) -> str:

@@ -3,10 +3,11 @@
 for i = 6, #ARGV do
   local id = ARGV[i]
   local score = redis.call('ZSCORE', QUEUE, id)
-  local job, uncached
-  if score then job, uncached = usable(id) end
-  if job then
-    -- include take
+  if score then
+    -- include read_waiting
+    if usable then
+      -- include take
+    end
   end
 end
 -- include claim_end
