@@ -11,6 +11,7 @@ import contextlib
 import logging
 import uuid
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import msgspec
@@ -110,10 +111,7 @@ class PrefillQueue:
         if not reply.startswith(b"\n"):
             return await self._read_claims(worker_id, reply), []
         try:
-            return [], [
-                WindowJob(request_id.decode(), float(place), int(tokens), float(waited_s), int(here), int(elsewhere))
-                for (place, tokens, waited_s, here, elsewhere), (request_id,) in _records(reply, 5)
-            ]
+            return [], list(_window(reply))
         except UnicodeDecodeError:  # no id of ours: claimed plainly, which drops it
             return await self.claim_or_look(worker_id, max_tokens, max_jobs, 0)
 
@@ -129,8 +127,13 @@ class PrefillQueue:
     async def _read_claims(self, worker_id: str, reply: bytes) -> list[Claim]:
         now, lease_until = map(float, reply[: reply.index(b"\n")].split())
         claims = []
-        for (attempt, tokens, uncached, arrived_at, deliveries), texts in _records(reply, 5):
-            request_id, reply_to, cached, body = texts
+        at = reply.index(b"\n") + 1
+        while at < len(reply):
+            start = reply.index(b"\n", at) + 1
+            attempt, tokens, uncached, arrived_at, deliveries, *lengths = reply[at:start].split()
+            ends = list(accumulate(map(int, lengths), initial=start))
+            request_id, reply_to, cached, body = (reply[a:b] for a, b in pairwise(ends))
+            at = ends[-1]
             try:
                 job = PrefillJob(
                     request_id=request_id.decode(),
@@ -283,17 +286,14 @@ class PrefillQueue:
         return await self._redis.run(self._scripts[script], self.keys.prefix, *args)
 
 
-def _records(reply: bytes, numbers: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
-    """What follows the first line: records of a line of numbers and then lengths, and texts of those lengths."""
-    at = reply.index(b"\n") + 1
-    while at < len(reply):
-        start = reply.index(b"\n", at) + 1
-        fields = reply[at:start].split()
-        at, texts = start, []
-        for length in map(int, fields[numbers:]):
-            texts.append(reply[at : at + length])
-            at += length
-        yield fields[:numbers], texts
+def _window(reply: bytes) -> Iterator[WindowJob]:
+    """An empty line, one of six numbers for each job, and their ids. Raises UnicodeDecodeError."""
+    at = reply.index(b"\n", 1) + 1
+    numbers = iter(reply[1:at].split())
+    for place, tokens, waited_s, here, elsewhere, length in zip(*[numbers] * 6, strict=True):
+        end = at + int(length)
+        yield WindowJob(reply[at:end].decode(), float(place), int(tokens), float(waited_s), int(here), int(elsewhere))
+        at = end
 
 
 def cached_text(cached: dict[str, int]) -> str:

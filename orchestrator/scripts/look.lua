@@ -1,6 +1,5 @@
--- For claim.lua: returns the jobs of the window if one of them is cached somewhere. After an empty line, each with a line
--- of score, tokens, seconds waited, tokens cached here, most tokens cached on another worker, and the length of the id
--- that follows.
+-- For claim.lua: returns the jobs of the window if one of them is cached somewhere. After an empty line a line of, for each,
+-- score, tokens, seconds waited, tokens cached here, most tokens cached on another worker, and length of id; then the ids.
 local claiming = {}
 
 -- What is cached on a worker that claims no more belongs to nobody.
@@ -23,7 +22,7 @@ local function glance(id)
   if usable then return tokens, now - arrived_at, cached end
 end
 
-local head, rows, affine = redis.call('ZRANGE', QUEUE, 0, window - 1, 'WITHSCORES'), {}, false
+local head, rows, ids, affine = redis.call('ZRANGE', QUEUE, 0, window - 1, 'WITHSCORES'), {}, {}, false
 for i = 1, #head, 2 do
   local tokens, waited_s, cached = glance(head[i])
   if tokens then
@@ -37,10 +36,11 @@ for i = 1, #head, 2 do
       end
     end
     affine = affine or here > 0 or elsewhere > 0
-    rows[#rows + 1] = ('%s %d %.6f %d %d %d\n'):format(head[i + 1], tokens, waited_s, here, elsewhere, #head[i]) .. head[i]
+    rows[#rows + 1] = ('%s %d %.6f %d %d %d'):format(head[i + 1], tokens, waited_s, here, elsewhere, #head[i])
+    ids[#ids + 1] = head[i]
   end
 end
 if affine then
   -- include settle
-  return '\n' .. table.concat(rows)
+  return '\n' .. table.concat(rows, ' ') .. '\n' .. table.concat(ids)
 end
