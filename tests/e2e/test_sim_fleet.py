@@ -72,6 +72,20 @@ async def test_killing_a_prefill_worker_is_not_noticed_by_clients(fleet):
     assert all(a.tokens in truth for a in answers)
 
 
+async def test_killing_every_prefill_worker_moves_the_queue_to_local_at_once(fleet):
+    before = fleet.metric("pd_placements_total", reason="no_prefill_worker")
+    async with fleet.under_load(PROMPTS, concurrency=16, max_tokens=30) as answers:
+        await asyncio.sleep(0.5)
+        for victim in fleet.workers("prefill"):
+            os.kill(victim["pid"], signal.SIGKILL)
+        await asyncio.to_thread(
+            fleet.until, lambda: fleet.metric("pd_placements_total", reason="no_prefill_worker") > before, "local"
+        )
+        await asyncio.to_thread(fleet.until, lambda: fleet.shape() == (2, 2), "the fleet is 2P2D again")
+    assert [a.error for a in answers if not a.ok] == []
+    assert fleet.metric("pd_retries_total", why="claim_timeout") == 0
+
+
 async def test_killing_a_decode_worker_continues_its_requests_elsewhere(fleet):
     truth = await expected(fleet, PROMPTS[:16], 500)
     victim = fleet.workers("decode")[0]
