@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import statistics
 import tempfile
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +25,29 @@ from orchestrator.queue import Claim, PrefillQueue
 from orchestrator.redis_client import EmbeddedRedis, Redis, connect
 from orchestrator.types import PrefillJob
 
-NAMESPACE = "bench-queue"
+NAMESPACE, FRONTEND = "bench-queue", "frontend-1"
 WAITING, SECONDS, BODY_BYTES = 1_000_000, 10.0, 512
 CLAIMERS, WINDOW = 64, QueueConfig().affinity_window
 TARGET_CLAIM_P99_MS, TARGET_CYCLES_PER_S = 2.0, 5000.0
+CHOSEN_PER_S = 500.0
+TARGET, SLOWER, FASTEST = "at the target rate", "at four fifths of the fastest", "as fast as it can"
 
 
 def job(number: int, body: bytes, random_: random.Random, affine: bool = False) -> PrefillJob:
     """`affine`: half of its prompt is cached on one of the claiming workers."""
     tokens = int(random_.lognormvariate(6.5, 1.0)) + 1
     cached = {f"worker-{random_.randrange(CLAIMERS)}": tokens // 2} if affine else {}
-    return PrefillJob(f"chatcmpl-{number:032x}", 1, tokens, tokens, 0.0, "frontend-1", body, cached=cached)
+    return PrefillJob(f"chatcmpl-{number:032x}", 1, tokens, tokens, 0.0, FRONTEND, body, cached=cached)
 
 
 async def claim(queue: PrefillQueue, worker: str, affine: bool) -> list[Claim]:
-    """One job, as a worker's claim loop takes it."""
-    claims, window = await queue.claim_or_look(worker, 1, 1, WINDOW if affine else 0)
-    return await queue.claim_chosen(worker, choose_claims(window, 1, True, 0.0005)) if window else claims
+    """One job, as a worker's claim loop takes it: what another was quicker to take is looked for again."""
+    while True:
+        claims, window = await queue.claim_or_look(worker, 1, 1, WINDOW if affine else 0)
+        if window:
+            claims = await queue.claim_chosen(worker, choose_claims(window, 1, True, 0.0005))
+        if claims or not window:
+            return claims
 
 
 def quantiles_ms(latencies_s: list[float]) -> dict[str, float]:
@@ -47,50 +55,71 @@ def quantiles_ms(latencies_s: list[float]) -> dict[str, float]:
     return {"p50": cuts[499] * 1e3, "p99": cuts[989] * 1e3, "p99.9": cuts[998] * 1e3}
 
 
-async def fill(queue: PrefillQueue, waiting: int, body: bytes, affine: bool = False) -> float:
-    """Enqueue `waiting` jobs, 200 at a time. Returns jobs a second."""
-    random_, started = random.Random(0), time.perf_counter()
-    numbers = iter(range(waiting))
+class Load:
+    """A queue under a frontend and workers that this process plays."""
 
-    async def producer() -> None:
-        for number in numbers:
-            await queue.enqueue(job(number, body, random_, affine))
+    def __init__(self, redis: Redis, namespace: str, body: bytes, affine: bool = False) -> None:
+        self.redis, self.body, self.affine = redis, body, affine
+        self.queue = PrefillQueue(redis, namespace, QueueConfig(max_requests=10**9))
+        self._numbers, self._random = count(), random.Random(0)
 
-    await asyncio.gather(*(producer() for _ in range(200)))
-    return waiting / (time.perf_counter() - started)
+    async def fill(self, waiting: int) -> float:
+        """Enqueue `waiting` jobs, 200 at a time. Returns jobs a second."""
+        # Jobs that have waited longer than a lease are claimed only while their frontend lives.
+        await self.redis.hset(self.queue.keys.frontend(FRONTEND), "pid", 1)
+        for number in range(CLAIMERS):
+            worker = self.queue.keys.worker(f"worker-{number}")
+            await self.redis.hset(worker, mapping={"role": "prefill", "state": "ready"})
+        started, turns = time.perf_counter(), iter(range(waiting))
 
+        async def producer() -> None:
+            for _ in turns:
+                await self.enqueue()
 
-async def cycle(
-    queue: PrefillQueue, seconds: float, clients: int, rate: float, body: bytes, first: int, affine: bool = False
-) -> dict[str, Any]:
-    """Enqueue, claim and ack one job after another in `clients` tasks, the depth staying the same.
+        await asyncio.gather(*(producer() for _ in range(200)))
+        return waiting / (time.perf_counter() - started)
 
-    `rate` 0 goes as fast as it can, which is the throughput; else cycles start evenly at `rate` a second, which
-    is the latency of a fleet that is not saturated. A claim's latency counts from when it was asked for.
-    """
-    latencies: list[float] = []
-    random_, started = random.Random(first), time.perf_counter()
-    until, number, done = started + seconds, first, 0
+    async def enqueue(self) -> None:
+        await self.queue.enqueue(job(next(self._numbers), self.body, self._random, self.affine))
 
-    async def client(worker: str, offset: int) -> None:
-        nonlocal number, done
-        turn = offset
-        while time.perf_counter() < until:
-            if rate:
-                await asyncio.sleep(max(started + turn / rate - time.perf_counter(), 0))
-                turn += clients
-            number += 1
-            await queue.enqueue(job(number, body, random_, affine))
-            asked = time.perf_counter()
-            claims = await claim(queue, worker, affine)
-            latencies.append(time.perf_counter() - asked)
-            for claimed in claims:
-                acked = await queue.ack(worker, claimed.job.request_id, claimed.job.attempt)
-                done += acked
+    async def cycle(self, seconds: float, clients: int, rate: float) -> dict[str, Any]:
+        """Enqueue, claim and ack one job after another in `clients` tasks, the depth staying the same.
 
-    await asyncio.gather(*(client(f"worker-{n}", n) for n in range(clients)))
-    per_s = done / (time.perf_counter() - started)
-    return {"clients": clients, "asked_per_s": rate or None, "cycles_per_s": per_s, "claim_ms": quantiles_ms(latencies)}
+        `rate` 0 goes as fast as it can, which is the throughput; else cycles start evenly at `rate` a second, which
+        is the latency of a fleet that is not saturated. A claim's latency counts from when it was asked for.
+        """
+        latencies: list[float] = []
+        server_s, client_s, started = await self._server_s(), time.process_time(), time.perf_counter()
+        done = 0
+
+        async def client(worker: str, turn: int) -> None:
+            nonlocal done
+            while time.perf_counter() < started + seconds:
+                if rate:
+                    await asyncio.sleep(max(started + turn / rate - time.perf_counter(), 0))
+                    turn += clients
+                await self.enqueue()
+                asked = time.perf_counter()
+                claims = await claim(self.queue, worker, self.affine)
+                latencies.append(time.perf_counter() - asked)
+                for claimed in claims:
+                    acked = await self.queue.ack(worker, claimed.job.request_id, claimed.job.attempt)
+                    done += acked
+
+        await asyncio.gather(*(client(f"worker-{n}", n) for n in range(clients)))
+        return {
+            "clients": clients,
+            "asked_per_s": rate or None,
+            "cycles_per_s": done / (time.perf_counter() - started),
+            "claim_ms": quantiles_ms(latencies),
+            "client_us": (time.process_time() - client_s) / done * 1e6,
+            "server_us": (await self._server_s() - server_s) / done * 1e6,
+        }
+
+    async def _server_s(self) -> float:
+        """CPU time that the server has used."""
+        cpu = await self.redis.info("cpu")
+        return float(cpu["used_cpu_user"]) + float(cpu["used_cpu_sys"])
 
 
 async def do_nothing(redis: Redis, seconds: float, clients: int, rate: float) -> dict[str, float]:
@@ -112,63 +141,76 @@ async def do_nothing(redis: Redis, seconds: float, clients: int, rate: float) ->
     return quantiles_ms(latencies)
 
 
-async def measure_affine(redis: Redis, seconds: float, body: bytes) -> dict[str, Any]:
-    """Every job has a prefix cached somewhere, so that each claim looks at a window first."""
-    queue = PrefillQueue(redis, NAMESPACE + "-affine", QueueConfig(max_requests=100_000, lease_s=600.0))
-    for number in range(CLAIMERS):
-        await redis.hset(queue.keys.worker(f"worker-{number}"), mapping={"role": "prefill", "state": "ready"})
-    await fill(queue, 10_000, body, affine=True)
-    return await cycle(queue, seconds, CLAIMERS, 1000.0, body, 10**9, affine=True)
-
-
 async def measure(redis: Redis, waiting: int, seconds: float, body_bytes: int) -> dict[str, Any]:
     body = random.Random(1).randbytes(body_bytes)
-    queue = PrefillQueue(redis, NAMESPACE, QueueConfig(max_requests=waiting + 100_000, lease_s=600.0))
+    load = Load(redis, NAMESPACE, body)
+    busy_cores = os.getloadavg()[0]
     before = int((await redis.info("memory"))["used_memory"])
-    filled_per_s = await fill(queue, waiting, body)
+    filled_per_s = await load.fill(waiting)
     used = int((await redis.info("memory"))["used_memory"]) - before
     runs = {
-        "one at a time": await cycle(queue, seconds, 1, 0, body, 10**9),
-        "at the target rate": await cycle(queue, seconds, CLAIMERS, TARGET_CYCLES_PER_S, body, 2 * 10**9),
-        "as fast as it can, 8": await cycle(queue, seconds, 8, 0, body, 3 * 10**9),
-        "as fast as it can": await cycle(queue, seconds, CLAIMERS, 0, body, 4 * 10**9),
+        "one at a time": await load.cycle(seconds, 1, 0),
+        TARGET: await load.cycle(seconds, CLAIMERS, TARGET_CYCLES_PER_S),
+        "as fast as it can, 8": await load.cycle(seconds, 8, 0),
+        FASTEST: await load.cycle(seconds, CLAIMERS, 0),
     }
+    if not sustained(runs[TARGET]):
+        runs[SLOWER] = await load.cycle(seconds, CLAIMERS, 0.8 * runs[FASTEST]["cycles_per_s"])
     nothing_ms = await do_nothing(redis, seconds, CLAIMERS, TARGET_CYCLES_PER_S)
-    depth = await queue.depth()
+    depth = await load.queue.depth()
     assert depth.requests == waiting and depth.claimed == 0, f"the queue's books do not balance: {depth}"
-    runs["chosen by prefix, 1,000/s"] = await measure_affine(redis, seconds, body)
+    # Every job has a prefix cached somewhere, so that each claim looks at a window first.
+    chosen = Load(redis, NAMESPACE + "-affine", body, affine=True)
+    await chosen.fill(10_000)
+    runs[f"chosen by prefix, {CHOSEN_PER_S:g}/s"] = await chosen.cycle(seconds, CLAIMERS, CHOSEN_PER_S)
     return {
         "waiting_jobs": waiting,
         "body_bytes": body_bytes,
         "filled_per_s": filled_per_s,
         "bytes_per_job": used / waiting if waiting else 0,
+        "busy_cores_before": busy_cores,
+        "cores": os.cpu_count(),
         "runs": runs,
         "ping_ms": nothing_ms,
+        "verdict": verdict(runs),
     }
+
+
+def sustained(run: dict[str, Any]) -> bool:
+    """Otherwise its latencies say how long the run was, not how long a claim takes."""
+    return bool(run["cycles_per_s"] >= 0.98 * run["asked_per_s"])
+
+
+def verdict(runs: dict[str, Any]) -> str:
+    """Claim latency is judged at the target rate, or, where that is above capacity, told at a rate that is not."""
+    p99, per_s = runs[TARGET]["claim_ms"]["p99"], runs[FASTEST]["cycles_per_s"]
+    met = "met" if p99 < TARGET_CLAIM_P99_MS else "MISSED"
+    latency = f"claim P99 {p99:.2f} ms at {TARGET_CYCLES_PER_S:,.0f}/s (target < {TARGET_CLAIM_P99_MS:g}): {met}"
+    if slower := runs.get(SLOWER):
+        latency = (
+            f"{TARGET_CYCLES_PER_S:,.0f}/s was not sustained (MISSED); "
+            f"claim P99 {slower['claim_ms']['p99']:.2f} ms at {slower['cycles_per_s']:,.0f}/s"
+        )
+    met = "met" if per_s > TARGET_CYCLES_PER_S else "MISSED"
+    return f"{latency}; {per_s:,.0f} cycles/s (target > {TARGET_CYCLES_PER_S:,.0f}): {met}"
 
 
 def report(result: dict[str, Any]) -> str:
     lines = [
         f"{result['waiting_jobs']:,} waiting jobs, bodies of {result['body_bytes']} B: filled at "
-        f"{result['filled_per_s']:,.0f}/s, {result['bytes_per_job']:,.0f} B of server memory each",
-        f"{'':26} {'clients':>7} {'cycles/s':>9} {'claim P50':>10} {'P99':>8} {'P99.9':>8}  (ms)",
+        f"{result['filled_per_s']:,.0f}/s, {result['bytes_per_job']:,.0f} B of server memory each; "
+        f"load average before {result['busy_cores_before']:.1f} on {result['cores']} cores",
+        " " * 37 + "clients  cycles/s  claim P50      P99    P99.9 ms    server  client us",
     ]
     for name, run in result["runs"].items():
         claim = run["claim_ms"]
         lines.append(
-            f"{name:26} {run['clients']:>7} {run['cycles_per_s']:>9,.0f} "
-            f"{claim['p50']:>10.2f} {claim['p99']:>8.2f} {claim['p99.9']:>8.2f}"
+            f"{name:36} {run['clients']:>7} {run['cycles_per_s']:>9,.0f} {claim['p50']:>10.2f} {claim['p99']:>8.2f} "
+            f"{claim['p99.9']:>8.2f}      {run['server_us']:>7.0f} {run['client_us']:>7.0f}"
         )
     ping = result["ping_ms"]
-    lines.append(f"{'PING at the target rate':46} {ping['p50']:>10.2f} {ping['p99']:>8.2f} {ping['p99.9']:>8.2f}")
-    p99 = result["runs"]["at the target rate"]["claim_ms"]["p99"]
-    per_s = result["runs"]["as fast as it can"]["cycles_per_s"]
-    lines.append(
-        f"claim P99 {p99:.2f} ms at {TARGET_CYCLES_PER_S:,.0f}/s (target < {TARGET_CLAIM_P99_MS:g}): "
-        f"{'met' if p99 < TARGET_CLAIM_P99_MS else 'MISSED'}; {per_s:,.0f} cycles/s "
-        f"(target > {TARGET_CYCLES_PER_S:,.0f}): {'met' if per_s > TARGET_CYCLES_PER_S else 'MISSED'}"
-    )
-    return "\n".join(lines)
+    lines.append(f"{'PING at the target rate':54} {ping['p50']:>10.2f} {ping['p99']:>8.2f} {ping['p99.9']:>8.2f}")
+    return "\n".join([*lines, result["verdict"]])
 
 
 async def run(

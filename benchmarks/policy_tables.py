@@ -146,14 +146,25 @@ def _queue(results: dict[str, Any]) -> Iterable[str]:
         "than 5,000 enqueue + claim + ack cycles a second)"
     )
     rows = [
-        [name, str(r["clients"]), f"{r['cycles_per_s']:,.0f}", *(f"{ms:.2f} ms" for ms in r["claim_ms"].values())]
+        [
+            name,
+            str(r["clients"]),
+            f"{r['cycles_per_s']:,.0f}",
+            *(f"{ms:.2f} ms" for ms in r["claim_ms"].values()),
+            f"{r['server_us']:.0f} us",
+            f"{r['client_us']:.0f} us",
+        ]
         for name, r in results["runs"].items()
     ]
-    rows.append(["PING at the target rate", "64", "-", *(f"{ms:.2f} ms" for ms in results["ping_ms"].values())])
-    yield _table(["one client process", "tasks", "cycles/s", "claim P50", "P99", "P99.9"], rows)
+    ping_ms = [f"{ms:.2f} ms" for ms in results["ping_ms"].values()]
+    rows.append(["PING at the target rate", "64", "-", *ping_ms, "-", "-"])
+    header = ["one client process", "tasks", "cycles/s", "claim P50", "P99", "P99.9", "server CPU per cycle", "client"]
+    yield _table(header, rows)
     yield (
-        f"Server and client share one machine. Bodies of {results['body_bytes']} B; {results['bytes_per_job']:,.0f} B "
-        f"of server memory for each job; filled at {results['filled_per_s']:,.0f} jobs/s."
+        f"In short: {results['verdict']}. Server and client share one machine of {results['cores']} cores, whose load "
+        f"average before was {results['busy_cores_before']:.1f}. Bodies of {results['body_bytes']} B; "
+        f"{results['bytes_per_job']:,.0f} B of server memory for each job; filled at "
+        f"{results['filled_per_s']:,.0f} jobs/s."
     )
 
 
