@@ -35,7 +35,8 @@ def choose_claims(
     A job that belongs elsewhere is left there while waiting costs less than recomputing; an idle worker takes one
     (steals) all the same, and any worker takes what has waited longer than recomputing would take. A single job
     larger than the budget is claimed alone by an idle worker: otherwise nobody would ever take it. One that does not
-    fit is overtaken, by those behind it that do, for as long as it computes; then whoever has any budget takes it.
+    fit is overtaken, by those behind it that do, for as long as it computes; then room is kept for it, until it fits
+    or the worker is idle.
     """
     ranked = sorted(window, key=lambda job: job.score - affinity * seconds_per_token * _gain(job))
     chosen: list[str] = []
@@ -46,8 +47,6 @@ def choose_claims(
         if cost > left and not starving:
             if job.waited_s <= cost * seconds_per_token:
                 continue
-            if not chosen:
-                chosen.append(job.request_id)
             break
         belongs_elsewhere = affinity > 0 and -_gain(job) * seconds_per_token > job.waited_s
         if belongs_elsewhere and not starving:

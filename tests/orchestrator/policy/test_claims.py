@@ -29,8 +29,10 @@ def test_a_job_larger_than_the_budget_is_taken_alone_by_an_idle_worker_only():
 def test_what_does_not_fit_is_not_overtaken_for_ever():
     fresh, old = job("big", 1, tokens=5000, waited=4.0), job("big", 1, tokens=5000, waited=6.0)
     assert claim(fresh, job("c", 2), budget=2500, idle=False) == ["c"]
-    assert claim(old, job("c", 2), budget=2500, idle=False) == ["big"]
-    assert claim(job("a", 0), old, job("c", 2), budget=2500, idle=False) == ["a"], "room is kept for it"
+    assert claim(old, job("c", 2), budget=2500, idle=False) == [], "room is kept for it"
+    assert claim(job("a", 0), old, job("c", 2), budget=2500, idle=False) == ["a"]
+    assert claim(old, job("c", 2), budget=5000, idle=False) == ["big"]
+    assert claim(old, job("c", 2), budget=2500) == ["big"]
 
 
 def test_a_cached_prefix_moves_a_job_forward_and_costs_less_budget():
