@@ -60,7 +60,8 @@ class Load:
 
     def __init__(self, redis: Redis, namespace: str, body: bytes, affine: bool = False) -> None:
         self.redis, self.body, self.affine = redis, body, affine
-        self.queue = PrefillQueue(redis, namespace, QueueConfig(max_requests=10**9))
+        self.queue_config = QueueConfig(max_requests=10**9)
+        self.queue = PrefillQueue(redis, namespace, self.queue_config)
         self._numbers, self._random = count(), random.Random(0)
 
     async def fill(self, waiting: int) -> float:
@@ -86,7 +87,8 @@ class Load:
         """Enqueue, claim and ack one job after another in `clients` tasks, the depth staying the same.
 
         `rate` 0 goes as fast as it can, which is the throughput; else cycles start evenly at `rate` a second, which
-        is the latency of a fleet that is not saturated. A claim's latency counts from when it was asked for.
+        is the latency of a fleet that is not saturated. A claim's latency counts from when it was asked for. The queue
+        is swept as often as that many workers do it.
         """
         latencies: list[float] = []
         server_s, client_s, started = await self._server_s(), time.process_time(), time.perf_counter()
@@ -106,7 +108,14 @@ class Load:
                     acked = await self.queue.ack(worker, claimed.job.request_id, claimed.job.attempt)
                     done += acked
 
+        async def sweeper() -> None:
+            while True:
+                await asyncio.sleep(self.queue_config.lease_s / 2 / CLAIMERS)
+                await self.queue.sweep()
+
+        sweeping = asyncio.create_task(sweeper())
         await asyncio.gather(*(client(f"worker-{n}", n) for n in range(clients)))
+        sweeping.cancel()
         return {
             "clients": clients,
             "asked_per_s": rate or None,

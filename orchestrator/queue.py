@@ -27,9 +27,9 @@ log = logging.getLogger("pd.queue")
 JOB_TTL_S = 3600
 # One script holds up every other client: these bound what a single call looks at.
 MAX_CLAIM_JOBS = 256
-SWEEP_LEASES = 100
-SWEEP_WAITING = 100
-SWEEP_ROUNDS = 20
+SWEEP_LEASES = 25
+SWEEP_WAITING = 25
+SWEEP_ROUNDS = 80
 MAX_PEEK = 1000
 
 
