@@ -185,7 +185,9 @@ class Fleet:
         else:
             kept = [name for name in usable if name not in avoid] if avoid else usable
             found = [self.workers[name].candidate for name in kept or usable]
-        return [_with_hit(candidate, hits) for candidate in found] if hits else found, at_prefill
+        if hits:
+            found = [candidate if candidate.cached_tokens else _with_hit(candidate, hits) for candidate in found]
+        return found, at_prefill
 
     def ready(self, role: Role) -> int:
         self._apply_changes()
@@ -223,6 +225,6 @@ class Fleet:
 
 
 def _with_hit(candidate: Candidate, hits: Hits) -> Candidate:
-    if not candidate.cached_tokens and (blocks := hits.blocks(candidate.worker_id)):
+    if blocks := hits.blocks(candidate.worker_id):
         return msgspec.structs.replace(candidate, cached_tokens=blocks * candidate.block_size)
     return candidate

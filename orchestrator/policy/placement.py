@@ -126,16 +126,18 @@ def _by_cost(
         return Remote("decode_full") if blocker is None else Reject("decode_full", RETRY_AFTER_S)
     ttft: list[float] = []
     cost: list[float] = []
+    itl_bound_s, price_s, ahead_tokens = ITL_MARGIN * slo.tpot_s, routing.itl_weight * slo.ttft_s, predictor.ahead_tokens
     for candidate in open_ones:
         tokens = uncached_tokens(request, candidate)
         ttft_s, itl_s = predictor.local_s(candidate, tokens)
-        slack_s = (ITL_MARGIN * slo.tpot_s - itl_s) * predictor.ahead_tokens
         ttft.append(ttft_s)
-        if slack_s <= 0 and candidate.running:
+        if not candidate.running:
+            cost.append(ttft_s)
+        elif itl_s >= itl_bound_s:
             cost.append(float("inf"))
         else:
-            lost = candidate.running * predictor.prefill_s(tokens) / max(slack_s, 1e-3)
-            cost.append(ttft_s + routing.itl_weight * slo.ttft_s * lost)
+            slack_s = max((itl_bound_s - itl_s) * ahead_tokens, 1e-3)
+            cost.append(ttft_s + price_s * candidate.running * predictor.prefill_s(tokens) / slack_s)
     if blocker is None and prefill.queue is not None:
         compute = max(0, request.prompt_tokens - prefill.cached_tokens)
         remote_s = predictor.remote_ttft_s(compute, request.prompt_tokens, prefill.queue, prefill.workers_ready)

@@ -162,12 +162,15 @@ class Predictor:
         """For `tokens` uncached prompt tokens prefilled by this decode worker, after those waiting there: their TTFT,
         and the ITL then of those that decode there, each of which every prefill second delays by a second.
         """
+        worker_id = candidate.worker_id
         pending_tokens = candidate.waiting_tokens + candidate.placed_tokens + tokens
-        fit = self._local.get(candidate.worker_id)
+        fit = self._local.get(worker_id)
         if fit is None or fit.samples < 8:
             fit = self._pool
-        itl_s = self.itl_s(candidate.worker_id)
-        return fit.at(pending_tokens) + itl_s, itl_s + self._pool.slope * pending_tokens / self.ahead_tokens
+        smoothed = self._itl.get(worker_id)
+        itl_s = smoothed.value if smoothed else self._prior_itl_s
+        ttft_s = fit.intercept + fit.slope * pending_tokens + itl_s
+        return ttft_s, itl_s + self._pool.slope * pending_tokens / self.ahead_tokens
 
     def itl_s(self, worker_id: str) -> float:
         smoothed = self._itl.get(worker_id)
