@@ -126,7 +126,8 @@ def _by_cost(
         return Remote("decode_full") if blocker is None else Reject("decode_full", RETRY_AFTER_S)
     ttft: list[float] = []
     cost: list[float] = []
-    itl_bound_s, price_s, ahead_tokens = ITL_MARGIN * slo.tpot_s, routing.itl_weight * slo.ttft_s, predictor.ahead_tokens
+    itl_bound_s, price_s = ITL_MARGIN * slo.tpot_s, routing.itl_weight * slo.ttft_s
+    ahead_tokens = predictor.ahead_tokens
     for candidate in open_ones:
         tokens = uncached_tokens(request, candidate)
         ttft_s, itl_s = predictor.local_s(candidate, tokens)
