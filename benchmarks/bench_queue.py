@@ -41,13 +41,9 @@ def job(number: int, body: bytes, random_: random.Random, affine: bool = False) 
 
 
 async def claim(queue: PrefillQueue, worker: str, affine: bool) -> list[Claim]:
-    """One job, as a worker's claim loop takes it: what another was quicker to take is looked for again."""
-    while True:
-        claims, window = await queue.claim_or_look(worker, 1, 1, WINDOW if affine else 0)
-        if window:
-            claims = await queue.claim_chosen(worker, choose_claims(window, 1, True, 0.0005))
-        if claims or not window:
-            return claims
+    """One job, as an idle worker's claim loop takes it."""
+    claims, window = await queue.claim_or_look(worker, 1, 1, WINDOW if affine else 0)
+    return await queue.claim_chosen(worker, choose_claims(window, 1, True, 0.0005), idle=True) if window else claims
 
 
 def quantiles_ms(latencies_s: list[float]) -> dict[str, float]:

@@ -115,9 +115,12 @@ class PrefillQueue:
         except UnicodeDecodeError:  # no id of ours: claimed plainly, which drops it
             return await self.claim_or_look(worker_id, max_tokens, max_jobs, 0)
 
-    async def claim_chosen(self, worker_id: str, request_ids: list[str]) -> list[Claim]:
-        """Take those of these jobs that still wait. An idle worker is told of what is left."""
-        claimed = await self._run("claim_chosen", *self._claimer(worker_id), *request_ids)
+    async def claim_chosen(self, worker_id: str, request_ids: list[str], idle: bool = False) -> list[Claim]:
+        """Take those of these jobs that still wait. An idle worker is told of what is left.
+
+        `idle`: where others were quicker each time, take the head of the queue: looking again would meet that crowd.
+        """
+        claimed = await self._run("claim_chosen", *self._claimer(worker_id), int(idle), *request_ids)
         return await self._read_claims(worker_id, claimed)
 
     def _claimer(self, worker_id: str) -> tuple[object, ...]:

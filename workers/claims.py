@@ -130,9 +130,10 @@ class ClaimLoop:
             return claims, False
         rate = self._load.rate.tokens_per_s
         s_per_token = 1 / rate if rate else self._prior_s_per_token
-        chosen = choose_claims(window, budget, len(self._attempts) == 0, s_per_token)[:room]
+        idle = len(self._attempts) == 0
+        chosen = choose_claims(window, budget, idle, s_per_token)[:room]
         # Another may have been quicker: then those that are left are looked at afresh.
-        return await self._queue.claim_chosen(self._worker_id, chosen), not chosen
+        return await self._queue.claim_chosen(self._worker_id, chosen, idle), not chosen
 
     async def _return_unknown(self) -> None:
         """Raises RedisAway. Without it such a job would wait for its lease to run out."""

@@ -1,8 +1,11 @@
--- ARGV[6..]: ids. Returns the claims of those that still wait; the others were somebody else's first.
+-- ARGV[6..]: 1 to take the head where none of the ids is left, else 0; ids. Returns the claims of those that still wait;
+-- the others were somebody else's first.
 -- include claim_begin
-for i = 6, #ARGV do
+local last = #ARGV
+for i = 7, last + 1 do
   local id = ARGV[i]
-  local score = redis.call('ZSCORE', QUEUE, id)
+  if i > last and ARGV[6] == '1' and #claims == 0 then id = redis.call('ZRANGE', QUEUE, 0, 0)[1] end
+  local score = id and redis.call('ZSCORE', QUEUE, id)
   if score then
     -- include read_waiting
     if usable then

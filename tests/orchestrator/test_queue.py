@@ -205,6 +205,23 @@ async def test_chosen_jobs_are_claimed_once_and_the_rest_stays(make):
     assert await ids(queue) == ["a"]
 
 
+async def test_an_idle_worker_that_lost_every_race_takes_the_head(make, redis):
+    queue = make()
+    for request_id in "abcd":
+        await queue.enqueue(job(request_id))
+
+    async def chosen(worker, *request_ids, idle):
+        return [claim.job.request_id for claim in await queue.claim_chosen(worker, request_ids, idle=idle)]
+
+    assert await chosen("w", "c", idle=True) == ["c"]
+    assert await chosen("w2", "c", idle=False) == [], "a busy one may leave what belongs elsewhere"
+    assert await chosen("w2", "c", "never", idle=True) == ["a"]
+    await redis.hdel(queue.keys.job("b"), "body")
+    assert await chosen("w3", "b", idle=True) == ["d"], "what was chosen could not be read"
+    assert await chosen("w4", "a", idle=True) == []
+    assert await queue.depth() == QueueDepth(0, 0, 3)
+
+
 async def test_a_window_drops_what_is_corrupt_or_orphaned(make, claimers, redis):
     queue = make()
     await claimers("w2")
