@@ -1,8 +1,8 @@
 """What a KV transfer adds to the time to first token: ours by chunk, layer and whole, and vLLM's own connectors.
 
-One prefill and one decode engine per variant, same settings, one request at a time. Variants whose engines are quiet
-while idle stand side by side and take turns; those that spin a core run alone, afterwards. `exposed` is decode's
-first token minus the end of prefill compute, less one decode step. Prints a table, saves JSON and a PNG.
+One prefill and one decode engine per variant and round, same settings, one request at a time. Variants whose engines
+are quiet while idle stand side by side and take turns; those that spin a core run alone, afterwards. `exposed` is
+decode's first token minus the end of prefill compute, less one decode step. Prints a table, saves JSON and a PNG.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class Row:
     exposed_best_s: float
     raw_write_s: float
     runs: int
+    rounds: int = 1  # pairs of engines that these runs are of
 
 
 class Pair:
@@ -189,30 +190,51 @@ async def measure(model: str, path: str, args: dict[str, Any], options: argparse
     rows = []
     raw: dict[int, float] = {}
     for group in together(options.variants, options.at_once):
-        pairs = []
-        try:
+        runs: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+        per_token = 0
+        for number in range(options.rounds):
+            # Two engines of one kind differ by where their memory came to lie: nobody is always the first to take it.
+            first = number % len(group)
+            pairs: list[Pair] = []
+            try:
+                for variant in group[first:] + group[:first]:
+                    pairs.append(await start(variant, path, args, options.cuda))
+                per_token = pairs[0].prefill.info.kv_bytes_per_token
+                for name, tokens, run in await _round(pairs, options):
+                    runs.setdefault((name, tokens), []).append(run)
+            finally:
+                for pair in pairs:
+                    await pair.stop()
+            names = ", ".join(variant.name for variant in group)
+            print(f"{model}: round {number + 1} of {options.rounds} done ({names})", flush=True)
+        for tokens in options.tokens:
+            size = tokens * per_token
+            if size not in raw:
+                raw[size] = await asyncio.to_thread(_raw, size, options.cuda)
             for variant in group:
-                pairs.append(await start(variant, path, args, options.cuda))
-            for pair in pairs:
-                # Handshakes, and every KV page touched once, as in an engine that has served for a minute.
-                await pair.run(_prompt(max(options.tokens)))
-                await pair.run(_prompt(min(2048, max(options.tokens))))
-            per_token = pairs[0].prefill.info.kv_bytes_per_token
-            for tokens in options.tokens:
-                size = tokens * per_token
-                if size not in raw:
-                    raw[size] = await asyncio.to_thread(_raw, size, options.cuda)
-                times = options.short_runs if tokens <= 2048 else options.runs if tokens <= 4096 else options.long_runs
-                for pair, runs in zip(pairs, await _in_turns(pairs, tokens, times), strict=True):
-                    columns = list(zip(*runs, strict=True))
-                    medians = [statistics.median(column) for column in columns]
-                    best = [min(column) for column in columns[:2]]
-                    rows.append(Row(model, pair.variant.name, tokens, size, *medians, *best, raw[size], len(runs)))
-                    print(_line(rows[-1]), flush=True)
-        finally:
-            for pair in pairs:
-                await pair.stop()
+                mine = runs[variant.name, tokens]
+                columns = list(zip(*mine, strict=True))
+                medians = [statistics.median(column) for column in columns]
+                best = [min(column) for column in columns[:2]]
+                rows.append(
+                    Row(model, variant.name, tokens, size, *medians, *best, raw[size], len(mine), options.rounds)
+                )
+                print(_line(rows[-1]), flush=True)
     return rows
+
+
+async def _round(pairs: list[Pair], options: argparse.Namespace) -> list[tuple[str, int, tuple[float, float, float]]]:
+    """Every length by every pair: (variant, tokens, what `Pair.run` returned)."""
+    found = []
+    for pair in pairs:
+        # Handshakes, and every KV page touched once, as in an engine that has served for a minute.
+        await pair.run(_prompt(max(options.tokens)))
+        await pair.run(_prompt(min(2048, max(options.tokens))))
+    for tokens in options.tokens:
+        times = options.short_runs if tokens <= 2048 else options.runs if tokens <= 4096 else options.long_runs
+        for pair, runs in zip(pairs, await _in_turns(pairs, tokens, times), strict=True):
+            found += [(pair.variant.name, tokens, run) for run in runs]
+    return found
 
 
 async def _in_turns(pairs: list[Pair], tokens: int, times: int) -> list[list[tuple[float, float, float]]]:
@@ -305,6 +327,7 @@ def main() -> None:
     parser.add_argument("--short-runs", type=int, default=5, help="runs of prompts up to 2,048 tokens")
     parser.add_argument("--runs", type=int, default=3, help="runs of prompts up to 4,096 tokens")
     parser.add_argument("--long-runs", type=int, default=1, help="runs of prompts beyond 4,096 tokens")
+    parser.add_argument("--rounds", type=int, default=1, help="times that all engines are started anew")
     parser.add_argument("--at-once", type=int, default=3, help="variants that stand side by side")
     parser.add_argument("--chunk", type=int, default=256, help="tokens per engine step")
     parser.add_argument("--models", nargs="+", default=["smollm2", "kv-heavy"], choices=["smollm2", "kv-heavy"])

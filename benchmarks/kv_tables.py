@@ -20,7 +20,7 @@ def markdown(document: dict[str, Any]) -> str:
         + ": prefill on one half of the cores, decode on the other, one request at a time, 256 tokens per engine step, "
         "medians, the best value in brackets. `repaired`: vLLM's connectors without the thread that spins a core while "
         "idle, and with the compute thread left where it was. `exposed` is decode's first token minus the end of "
-        "prefill compute, less one decode step. Milliseconds.",
+        "prefill compute, less one decode step. Milliseconds; runs, and in brackets the pairs of engines they are of.",
     ]
     for model in dict.fromkeys(row["model"] for row in rows):
         mine = [row for row in rows if row["model"] == model]
@@ -33,7 +33,7 @@ _HEAD = ["tokens", "MB", "variant", "runs", "prefill", "exposed", "together", "d
 
 def _cells(row: dict[str, Any]) -> list[str]:
     return [
-        str(row["tokens"]), f"{row['bytes'] / 1e6:.0f}", row["variant"], str(row["runs"]),
+        str(row["tokens"]), f"{row['bytes'] / 1e6:.0f}", row["variant"], f"{row['runs']} ({row.get('rounds', 1)})",
         f"{row['prefill_s'] * 1e3:.0f} ({row['prefill_best_s'] * 1e3:.0f})",
         f"{row['exposed_s'] * 1e3:.1f} ({row['exposed_best_s'] * 1e3:.1f})",
         f"{(row['prefill_s'] + row['exposed_s']) * 1e3:.0f}", f"{row['decode_step_s'] * 1e3:.0f}",
