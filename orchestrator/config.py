@@ -120,7 +120,7 @@ class RatioConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 class KVConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     transfer: Literal["chunk", "layer", "whole"] = "chunk"
-    transfer_timeout_s: Seconds = 30.0  # decode recomputes what has not arrived by then
+    transfer_timeout_s: Seconds = 30.0  # decode recomputes what it has heard nothing of for this long
     verify: bool = False  # compare checksums of both ends' blocks after every transfer; slow, to look for faults
 
 

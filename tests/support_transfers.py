@@ -12,7 +12,7 @@ from connectors.push import actions as do
 from connectors.push.actions import Connect, Finish, Send
 from connectors.push.inbound import Inbound
 from connectors.push.outbound import Outbound
-from connectors.push.wire import Endpoint, Gone, Landed, Register, Unregister
+from connectors.push.wire import Computing, Endpoint, Gone, Landed, Register, Unregister
 
 TIMEOUT_S = 10.0
 MAX_DELAY_S = 5.0  # the network loses what is older, and a WRITE takes no longer
@@ -159,6 +159,7 @@ class PrefillEngine:
         chunk = do.Chunk(first, (tuple(range(first, request.done)),))
         for rank in self.ranks:
             rank.run(rank.outbound.computed(stream, [chunk], request.epoch, closed, self.world.now))
+            rank.run(rank.outbound.stepped(self.world.now))
 
     def preempt(self, stream: str) -> None:
         self.requests[stream].done = 0
@@ -283,6 +284,8 @@ class World:
         elif (decode := self.decodes.get(recipient)) is not None:
             if isinstance(message, Landed):
                 decode.run(decode.inbound.landed(message.request, sender.agent, self.now))
+            elif isinstance(message, Computing):
+                decode.run(decode.inbound.computing(message.request, sender.agent, self.now))
             else:
                 decode.run(decode.inbound.gone(message.request, sender.agent, message.why, self.now))
 

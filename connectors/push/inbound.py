@@ -127,6 +127,15 @@ class Inbound:
         """Its connection was dropped, being unused: the next registration connects anew."""
         self._peers.pop(engine, None)
 
+    def computing(self, request: str, peer: str, now: float) -> list[Action]:
+        """A prefill may take longer than the time-out, which is for those of which nothing is heard."""
+        waiting = self._waiting.get(request)
+        if waiting is None or waiting.state is not Inbox.REGISTERED or peer not in waiting.unanswered:
+            return []
+        waiting.deadline = now + self._timeout_s
+        order = msgspec.structs.replace(waiting.order, valid_s=self._timeout_s)
+        return [Send(waiting.source.engine, peer, order)]
+
     def landed(self, request: str, peer: str, now: float) -> list[Action]:
         return self._answer(request, peer, now, refused=False, why="")
 
@@ -164,7 +173,7 @@ class Inbound:
                 elif now >= waiting.resend_at:
                     actions += self._ask_to_stop(waiting, now)
             elif now >= waiting.deadline:
-                why = f"no KV within {self._timeout_s:g} s of registering"
+                why = f"neither KV nor news of its prefill for {self._timeout_s:g} s"
                 actions += self._apply(waiting, InboxEvent.WITHDRAW, now, why)
         return actions
 

@@ -23,7 +23,7 @@ class PushOptions:
     """From `kv_connector_extra_config`. Times are seconds."""
 
     transfer: str = "chunk"
-    timeout_s: float = 30.0  # decode waits this long for KV before it recomputes
+    timeout_s: float = 30.0  # decode waits this long for KV, or news of its prefill, before it recomputes
     lease_s: float = 30.0  # prefill keeps finished blocks this long for a decode that has not registered
     verify: bool = False  # compare checksums of both ends' blocks
     writer_cores: tuple[int, ...] = ()  # where the thread that writes may run; none: where its process may

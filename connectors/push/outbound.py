@@ -13,9 +13,11 @@ from typing import Any, Union
 
 from connectors.push.actions import Abandon, Chunk, Connect, Ended, Post, Release, Tell
 from connectors.push.states import STREAM, STREAM_ENDS, Stream, StreamEvent
-from connectors.push.wire import Gone, Landed, Message, Register, Unregister
+from connectors.push.wire import Computing, Gone, Landed, Message, Register, Unregister
 
 _REMEMBERED = 8192  # ended streams kept, to answer what comes late
+_RENEW_AFTER = 1 / 3  # of a registration's time
+_RENEW_AGAIN_S = 1.0  # while no answer comes
 
 
 Action = Union[Connect, Post, Tell, Release, Abandon, Ended]
@@ -27,6 +29,8 @@ class _Stream:
     state: Stream
     deadline: float | None = None  # of the state
     valid_until: float | None = None  # of the registration
+    registered_at: float = 0.0
+    renew_at: float = 0.0  # decode is told then that the prefill goes on, so that it registers again
     abandon_at: float | None = None  # WRITEs to an engine declared dead are not waited for beyond it
     order: Register | None = None
     epoch: int = 0
@@ -58,6 +62,7 @@ class Outbound:
         self._lease_s = lease_s
         self._expect_s = expect_s
         self._abandon_s = abandon_s
+        self._stepped_at = 0.0
         self._streams: dict[str, _Stream] = {}
         self._connected: dict[str, bool] = {}  # decode engine -> it takes WRITEs chunk by chunk
         self._ended: OrderedDict[str, _Ended] = OrderedDict()
@@ -108,6 +113,11 @@ class Outbound:
             return self._apply(stream, StreamEvent.GIVE_UP, now, why)
         return self._apply(stream, StreamEvent.CLOSE, now, "") + self._pump(stream, now)
 
+    def stepped(self, now: float) -> list[Action]:
+        """The engine has taken a step: whatever it computes goes on."""
+        self._stepped_at = now
+        return []
+
     def finish(self, key: str, now: float) -> list[Action]:
         """The prefill ended well and the scheduler holds its blocks until `Release`."""
         stream = self._streams.get(key)
@@ -139,16 +149,17 @@ class Outbound:
         if stream is None:
             deadline = now + min(self._expect_s, order.valid_s)
             stream = self._streams[key] = _Stream(key, Stream.EXPECTED, deadline=deadline, order=order)
-            stream.valid_until = now + order.valid_s
+            self._validate(stream, order, now)
             return self._connect(order)
         if stream.order is not None:
-            if self._same(stream.order, order):
-                return []  # the other ranks of the same decode engine
+            if self._same(stream.order, order):  # again, or from the other ranks of the same decode engine
+                self._validate(stream, order, now)
+                return []
             return self._refuse(order, peer, "another decode engine has registered")
         if stream.state in STREAM_ENDS or stream.state is Stream.DRAINING:
             return self._refuse(order, peer, stream.why or "the prefill has ended")
         stream.order = order
-        stream.valid_until = now + order.valid_s
+        self._validate(stream, order, now)
         actions = self._connect(order)
         actions += self._apply(stream, StreamEvent.REGISTER, now, "")
         return actions + self._check(stream, now) + self._pump(stream, now)
@@ -232,6 +243,8 @@ class Outbound:
             if stream.valid_until is not None and now >= stream.valid_until:
                 stream.valid_until = None
                 actions += self._apply(stream, StreamEvent.GIVE_UP, now, "decode has given up by now")
+            if stream.computing and stream.state is Stream.STREAMING and now >= stream.renew_at:
+                actions += self._renew(stream, now)
             if stream.abandon_at is not None and now >= stream.abandon_at:
                 assert stream.order is not None
                 handles, stream.abandon_at = tuple(stream.inflight), None
@@ -248,6 +261,21 @@ class Outbound:
     @staticmethod
     def _same(mine: Register, theirs: Register) -> bool:
         return (mine.decode.engine, mine.request) == (theirs.decode.engine, theirs.request)
+
+    @staticmethod
+    def _validate(stream: _Stream, order: Register, now: float) -> None:
+        """It holds for `valid_s` from now; nothing that comes late shortens what came after it."""
+        if stream.valid_until is None and stream.order is not order:
+            return  # it has run out, and the stream was given up for it
+        stream.valid_until = max(stream.valid_until or 0.0, now + order.valid_s)
+        stream.registered_at, stream.renew_at = now, now + _RENEW_AFTER * order.valid_s
+
+    def _renew(self, stream: _Stream, now: float) -> list[Action]:
+        if self._stepped_at <= stream.registered_at:
+            return []  # an engine that hangs has nothing to tell
+        assert stream.order is not None
+        stream.renew_at = now + _RENEW_AGAIN_S
+        return [Tell(stream.order.decode.engine, Computing(stream.order.request))]
 
     def _connect(self, order: Register) -> list[Action]:
         return [] if order.decode.engine in self._connected else [Connect(order.decode)]

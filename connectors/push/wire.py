@@ -10,7 +10,7 @@ from typing import Union
 import msgspec
 
 # Raised with any change below: a peer of another version is refused at the handshake, and message by message.
-VERSION = 2
+VERSION = 3
 PREFIX = b"PDKV%d:" % VERSION
 
 
@@ -33,7 +33,7 @@ class Register(msgspec.Struct, tag="reg", frozen=True):
 
     `blocks` are the decode engine's logical block ids per KV cache group, without what its prefix cache holds.
     No WRITE may be posted `valid_s` after this was received: decode has given up by then, and takes an answer that
-    does not come as proof that none will.
+    does not come as proof that none will. Sent again in answer to `Computing`, which makes it valid anew.
     """
 
     stream: str  # the request as the prefill engine knows it
@@ -52,6 +52,12 @@ class Unregister(msgspec.Struct, tag="unreg", frozen=True):
     decode: Endpoint
 
 
+class Computing(msgspec.Struct, tag="computing", frozen=True):
+    """Prefill to decode: this prefill is not done yet, but its engine works on. Answered with the `Register` again."""
+
+    request: str
+
+
 class Landed(msgspec.Struct, tag="landed", frozen=True):
     """Prefill to decode: every WRITE of this request has landed, none will follow. `digest`: CRC-32 of the blocks."""
 
@@ -66,7 +72,7 @@ class Gone(msgspec.Struct, tag="gone", frozen=True):
     why: str
 
 
-Message = Union[Register, Unregister, Landed, Gone]
+Message = Union[Register, Unregister, Computing, Landed, Gone]
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

@@ -45,11 +45,13 @@ class PushWorker(Links):
         self._handle_count = 0
         self._layers: dict[str, int] = {}  # layer name -> region, in layer mode
         self._layers_seen: set[int] = set()
+        self._stepped = False  # since the writer looked last
         self._shipped: dict[str, dict[int, int]] = {}  # decode request -> position -> block, to verify
 
     # ---- the engine's thread -----------------------------------------------------------------------------------
 
     def start_load_kv(self, metadata: PushMetadata) -> None:
+        self._stepped = True
         for request, meta in metadata.reqs_to_recv.items():
             meta.local_physical_block_ids = self._logical_to_kernel_block_ids(
                 meta.local_block_ids, self._physical_blocks_per_logical_kv_block
@@ -153,6 +155,9 @@ class PushWorker(Links):
                 self._poll_writes()
                 if (now := time.monotonic()) >= tick_at:
                     tick_at = now + _TICK_S
+                    if self._stepped:
+                        self._stepped = False
+                        self._run(self._outbound.stepped)
                     self._run(self._inbound.tick)
                     self._run(self._outbound.tick)
                     self._forget_dead()
@@ -295,6 +300,8 @@ class PushWorker(Links):
                 return self._outbound.register(message, agent, now)
             case wire.Unregister():
                 return self._outbound.unregister(message, agent, now)
+            case wire.Computing(request=request):
+                return self._inbound.computing(request, agent, now)
             case wire.Landed(request=request, digest=digest):
                 if digest is not None and not self._verify(request, digest):
                     return self._inbound.gone(request, agent, "the KV that came differs from what was sent", now)

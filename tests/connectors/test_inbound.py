@@ -65,6 +65,16 @@ def test_waiting_has_a_deadline(end: Inbound) -> None:
     assert end.tick(10.0) == [Send("P", "P/0", BACK), Send("P", "P/1", BACK)]
 
 
+def test_a_prefill_that_goes_on_is_waited_for_as_long_as_it_says_so(end: Inbound) -> None:
+    again = Register("s", "r", HERE, [[1, 2]], 50, valid_s=10)
+    assert end.computing("r", "P/1", 8.0) == [Send("P", "P/1", again)]
+    assert end.tick(17.9) == []
+    assert end.computing("r", "P/0", 17.9) == [Send("P", "P/0", again)]
+    assert end.tick(27.9) == [Send("P", "P/0", BACK), Send("P", "P/1", BACK)]
+    assert end.computing("r", "P/0", 28.0) == []  # too late: it has been withdrawn
+    assert end.computing("unknown", "P/0", 28.0) == []
+
+
 def test_what_was_never_registered_is_given_back_at_once() -> None:
     for ending in (
         lambda end: end.withdraw("r", "aborted", 1.0),

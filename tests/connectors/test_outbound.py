@@ -7,7 +7,7 @@ import pytest
 from connectors.push.actions import Abandon, Chunk, Connect, Ended, Post, Release, Tell
 from connectors.push.outbound import Outbound
 from connectors.push.states import STREAM, STREAM_ENDS, Stream, StreamEvent
-from connectors.push.wire import Endpoint, Gone, Landed, Register, Unregister
+from connectors.push.wire import Computing, Endpoint, Gone, Landed, Register, Unregister
 
 DECODE = Endpoint("D", "host", 1)
 OTHER = Endpoint("D2", "host", 2)
@@ -187,6 +187,26 @@ def test_writes_to_a_dead_engine_that_never_end_are_abandoned(end: Outbound) -> 
 def test_nothing_is_posted_once_the_registration_has_run_out(end: Outbound) -> None:
     assert told(end.tick(30.0)) == [Gone("r", "decode has given up by now")]
     assert end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 31.0) == []
+
+
+def test_a_long_prefill_has_decode_register_again_while_its_engine_works(end: Outbound) -> None:
+    assert end.tick(11.0) == []  # no step since it was registered: nothing to tell
+    end.stepped(11.5)
+    assert told(end.tick(12.0)) == [Computing("r")]
+    assert end.tick(12.5) == []
+    assert told(end.tick(13.5)) == [Computing("r")]  # the answer may be lost
+    assert end.register(ORDER, "D", 14.0) == []
+    assert end.tick(23.9) == [] and end.tick(24.5) == []  # hangs since then
+    assert told(end.tick(43.9)) == []
+    assert told(end.tick(44.1)) == [Gone("r", "decode has given up by now")]
+    assert end.register(ORDER, "D", 44.2) == []  # what comes late revives nothing
+    assert end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 45.0) == []
+
+
+def test_a_registration_that_comes_late_shortens_nothing(end: Outbound) -> None:
+    end.register(Register("s", "r", DECODE, [[10, 11, 12, 13]], 100, valid_s=1.0), "D", 5.0)
+    assert told(end.tick(29.0)) == []
+    assert told(end.tick(30.0)) == [Gone("r", "decode has given up by now")]
 
 
 def test_an_unreachable_decode_engine_ends_the_stream(end: Outbound) -> None:

@@ -14,6 +14,7 @@ HERE = wire.Endpoint("engine-1", "127.0.0.1", 5600)
     [
         wire.Register("s", "r", HERE, [[1, 2, 3]], 40),
         wire.Unregister("s", "r", HERE),
+        wire.Computing("r"),
         wire.Landed("r"),
         wire.Gone("r", "aborted"),
     ],

@@ -77,6 +77,30 @@ async def test_garbled_messages_are_counted_and_cost_only_their_own_request_its_
     await babbler.stop()
 
 
+async def test_a_prefill_that_takes_longer_than_the_time_out_is_waited_for(
+    model: Path, decode: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from connectors.push.worker import PushWorker
+
+    on_computed = PushWorker.on_computed
+
+    def slowly(self: PushWorker, metadata: object) -> None:
+        if metadata.computed:  # type: ignore[attr-defined]
+            time.sleep(TIMEOUT_S / 5)
+        on_computed(self, metadata)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PushWorker, "on_computed", slowly)  # inherited by the engine process, which is forked
+    slow = await start(model, "slow", max_num_batched_tokens=64)
+    monkeypatch.undo()
+    began = time.monotonic()
+    await ask(slow, decode, "long")
+    assert await right(decode, "long") and time.monotonic() - began > 1.5 * TIMEOUT_S
+    assert decode.stats["long"].num_external_cached_tokens == 600
+    await slow.idle()
+    await decode.idle()
+    await slow.stop()
+
+
 async def test_a_peer_of_another_version_is_refused_in_both_directions(
     model: Path, decode: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
