@@ -86,15 +86,15 @@ async def test_remote_prefill_gives_the_tokens_of_a_local_one(pair, reference, l
 
 async def test_the_kv_came_by_transfer_and_is_not_called_cached(pair) -> None:
     prefill, decode = pair
-    sent = (await prefill.engine.load()).kv_bytes_sent
+    sent = (await prefill.engine.load()).kv.bytes_sent
     await transfer(prefill, decode, "counted", frames(prompt(320, 1)))
     await decode.done("counted")
     stats = decode.stats["counted"]
     assert (stats.num_cached_tokens, stats.num_external_cached_tokens) == (0, 320)
     all_bytes = sent + 320 * prefill.info.kv_bytes_per_token
-    await until(lambda: prefill.loads[-1].kv_bytes_sent >= all_bytes, what="the count of all bytes")
-    assert prefill.loads[-1].kv_bytes_sent == all_bytes
-    assert prefill.loads[-1].kv_transfers > 0 and prefill.loads[-1].kv_transfer_s > 0
+    await until(lambda: prefill.loads[-1].kv.bytes_sent >= all_bytes, what="the count of all bytes")
+    assert prefill.loads[-1].kv.bytes_sent == all_bytes
+    assert prefill.loads[-1].kv.transfers > 0 and prefill.loads[-1].kv.transfer_s > 0
     await assert_no_leaks(prefill, decode)
 
 

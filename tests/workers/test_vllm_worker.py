@@ -95,7 +95,7 @@ async def test_a_pair_of_real_workers(redis_server: EmbeddedRedis, tmp_path_fact
         assert all(r.got(Claimed) for r in requests)
         await until(lambda: all(r.got(Prefilled) for r in requests))
         await workers.assert_no_leaks()
-        assert frontend.loads[prefill.id].kv_transfers == len(prompts)
+        assert frontend.loads[prefill.id].kv.transfers == len(prompts)
         assert frontend.loads[prefill.id].prefill_tokens_per_s > 0
 
         # What cannot be run is refused, not fatal; an abort frees both sides.
