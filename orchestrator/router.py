@@ -120,7 +120,7 @@ class Router:
         """Ends requests that stall. Runs until cancelled."""
         while True:
             await asyncio.sleep(STALL_CHECK_S)
-            self._mind_the_unclaimed()
+            self._check_claimers()
             oldest = time.monotonic() - self._routing.stall_timeout_s
             for active in list(self.requests.values()):
                 waits_for_worker = active.state in (State.TRANSFERRING, State.LOCAL, State.DECODING)
@@ -267,17 +267,17 @@ class Router:
                     metrics.retries.labels("prefill_worker_lost").inc()
                     active.retries.append("prefill_worker_lost")
                     self._dispatch.take_back(active)
-        self._mind_the_unclaimed()
+        self._check_claimers()
 
     def queue_lost(self) -> None:
         """Redis is away: nothing that waits in it can be claimed."""
-        self._take_back("queue_unavailable")
+        self._leave_queue("queue_unavailable")
 
-    def _mind_the_unclaimed(self) -> None:
+    def _check_claimers(self) -> None:
         if not self._fleet.claims():
-            self._take_back("no_prefill_worker")
+            self._leave_queue("no_prefill_worker")
 
-    def _take_back(self, why: str) -> None:
+    def _leave_queue(self, why: str) -> None:
         """Whoever waits in the queue would wait there for its claim deadline: prefilled locally instead."""
         for active in list(self.requests.values()):
             if active.state is State.QUEUED:

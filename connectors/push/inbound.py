@@ -233,7 +233,7 @@ class Inbound:
         waiting.why = waiting.why or why
         if after is Inbox.WITHDRAWING:
             # Peers post nothing once the registration has run out; this long after it nothing can be on its way.
-            waiting.give_up_at = now + max(self._timeout_s, self._grace_s)
+            waiting.give_up_at = max(now, waiting.deadline) + max(self._timeout_s, self._grace_s)
             return self._ask_to_stop(waiting, now)
         if after in INBOX_ENDS:
             del self._waiting[waiting.order.request]
