@@ -93,27 +93,30 @@ class PrefillQueue:
             )
 
     async def claim(self, worker_id: str, max_tokens: int, max_jobs: int) -> list[Claim]:
-        """Take jobs from the head while their uncached tokens fit `max_tokens`; the first one fits any budget above 0.
+        """Take jobs from the head while their tokens fit `max_tokens`; the first one fits any budget above 0.
 
         Jobs that cannot be read, or whose frontend is gone, are dropped and counted instead.
         """
-        return (await self.claim_or_look(worker_id, max_tokens, max_jobs, 0))[0]
+        return (await self.claim_or_look(worker_id, max_tokens, max_jobs, 0, idle=True))[0]
 
     async def claim_or_look(
-        self, worker_id: str, max_tokens: int, max_jobs: int, window: int
+        self, worker_id: str, max_tokens: int, max_jobs: int, window: int, idle: bool
     ) -> tuple[list[Claim], list[WindowJob]]:
-        """`claim`, unless a claiming worker has cached some of one of the first `window` jobs: then nothing is claimed,
-        and those jobs are returned, to choose from for `claim_chosen`."""
+        """What `choose_claims` would take, in one call where that is plain: from the head, in order, while it fits.
+
+        Otherwise, with some of the first `window` jobs cached on a claiming worker, or too long a job at the head of
+        the queue, nothing is claimed, and those jobs are returned, to choose from for `claim_chosen`.
+        """
         if max_tokens <= 0 or max_jobs <= 0:
             return [], []
         room = min(max_jobs, MAX_CLAIM_JOBS)
-        reply = await self._run("claim", *self._claimer(worker_id), max_tokens, room, window)
+        reply = await self._run("claim", *self._claimer(worker_id), max_tokens, room, window, int(idle))
         if not reply.startswith(b"\n"):
             return await self._read_claims(worker_id, reply), []
         try:
             return [], list(_window(reply))
         except UnicodeDecodeError:  # no id of ours: claimed plainly, which drops it
-            return await self.claim_or_look(worker_id, max_tokens, max_jobs, 0)
+            return await self.claim_or_look(worker_id, max_tokens, max_jobs, 0, idle)
 
     async def claim_chosen(self, worker_id: str, request_ids: list[str], idle: bool = False) -> list[Claim]:
         """Take those of these jobs that still wait. An idle worker is told of what is left.

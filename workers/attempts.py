@@ -40,12 +40,24 @@ class Attempts:
         self._by_request: dict[tuple[Phase, str], Held] = {}
         self._claimed: dict[str, Held] = {}
         self._pushing: OrderedDict[str, Held] = OrderedDict()
-        self.waiting_tokens = 0  # of all attempts, not yet computed
-        self.claimed_tokens = 0  # of prefills, not yet computed
+        self._tokens = 0  # of all attempts whose prompt has not been computed
+        self._prefill_tokens = 0  # the same, of prefills
+        self._partial_tokens = 0  # of those, computed already: chunks of a prompt that goes on
+        self._completed_tokens = 0  # of attempts that were computed since the last step
         self.changed = asyncio.Event()  # set whenever something is removed; cleared by who waits for it
 
     def __len__(self) -> int:
         return len(self._by_key)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Of all attempts, not yet computed."""
+        return max(0, self._tokens - self._partial_tokens)
+
+    @property
+    def claimed_tokens(self) -> int:
+        """Of prefills, not yet computed."""
+        return max(0, self._prefill_tokens - self._partial_tokens)
 
     def get(self, key: str) -> Held | None:
         return self._by_key.get(key)
@@ -75,24 +87,38 @@ class Attempts:
             raise ValueError(f"{held.key} is held already")
         self._by_key[held.key] = held
         self._by_request[held.phase, held.request_id] = held
-        self.waiting_tokens += held.tokens
+        self._tokens += held.tokens
         if held.phase is Phase.PREFILL:
             self._claimed[held.key] = held
-            self.claimed_tokens += held.tokens
+            self._prefill_tokens += held.tokens
 
     def compute(self, held: Held) -> None:
         """Its prompt has been computed. Idempotent."""
         if not held.computed:
             held.computed = True
-            self.waiting_tokens -= held.tokens
+            self._tokens -= held.tokens
+            self._completed_tokens += held.tokens
             if held.phase is Phase.PREFILL:
-                self.claimed_tokens -= held.tokens
+                self._prefill_tokens -= held.tokens
+
+    def progress(self, prompt_tokens: int) -> None:
+        """A step computed so many; call after `compute` of the attempts that it completed.
+
+        Prompts are computed one after the other, so what a step leaves unfinished, once it finished one, is its own.
+        Wrong guesses of what was cached so end with the prompt that they were made of.
+        """
+        partial = max(0, self._partial_tokens + prompt_tokens - self._completed_tokens)
+        self._partial_tokens = min(partial, prompt_tokens) if self._completed_tokens else partial
+        self._completed_tokens = 0
 
     def remove(self, held: Held) -> None:
         """Idempotent."""
         if not self.holds(held):
             return
-        self.compute(held)
+        if not held.computed:
+            self.compute(held)
+            self._completed_tokens -= held.tokens
+            self._partial_tokens = 0  # it may have been this one's
         del self._by_key[held.key]
         self._claimed.pop(held.key, None)
         if self._by_request.get((held.phase, held.request_id)) is held:

@@ -15,7 +15,7 @@ from typing import Any
 
 from orchestrator.config import QueueConfig
 from orchestrator.messages import Claimed, MessageError, Prefilled, PrefillFailed, unpack_frames
-from orchestrator.policy.claims import choose_claims
+from orchestrator.policy.claims import choose_claims, claim_budget
 from orchestrator.queue import Claim, PrefillQueue
 from orchestrator.redis_client import RedisAway
 from orchestrator.types import KVEndpoint, KVSource, PrefillJob, engine_key
@@ -27,22 +27,11 @@ from workers.serving import Serving
 log = logging.getLogger("pd.claims")
 
 WAIT_S = 0.5  # for work, before looking again
-LEFT_WAIT_S = 0.2  # the same, where jobs were left to workers that have their prefixes cached
+LEFT_WAIT_S = 0.2  # the same, where jobs were left: to workers that have their prefixes cached, or until they fit
 MEMORY_WAIT_S = 0.05  # for KV blocks to come free
 GREETING_TIMEOUT_S = 1.0  # for a frontend that has not said hello to this worker yet
 AWAY_PAUSE_S = 0.25
 _ENDED_WELL = (0, 1)  # vLLM's FinishReason: STOP, LENGTH
-
-
-def claim_budget(
-    claim_batches: float, max_num_batched_tokens: int, claimed_tokens: int, held: int, free_tokens: int
-) -> int:
-    """Prompt tokens that may be claimed now; 0 or less is none. An idle engine takes one job of any size, which the
-    queue grants to any budget above 0; a busy one only what its batches and its free KV memory can take."""
-    by_batches = int(claim_batches * max_num_batched_tokens) - claimed_tokens
-    if held == 0:
-        return max(1, min(by_batches, free_tokens))
-    return min(by_batches, free_tokens - claimed_tokens)
 
 
 class ClaimLoop:
@@ -70,6 +59,7 @@ class ClaimLoop:
         self._unacked: dict[str, int] = {}  # request id -> attempt that ended while Redis was away
         self._tasks: set[asyncio.Task[None]] = set()
         self._claiming = False
+        self._left = False  # jobs were seen, and left in the queue
         self.endpoint: KVEndpoint = info.kv
 
     @property
@@ -108,7 +98,7 @@ class ClaimLoop:
                 if claim_lost and not self._tasks:
                     await self._return_unknown()
                     claim_lost = False
-                claims, left = await self._claim(budget, room)
+                claims, self._left = await self._claim(budget, room)
                 for claim in claims:
                     self._take(claim)
             except RedisAway as error:
@@ -118,19 +108,19 @@ class ClaimLoop:
                 continue
             finally:
                 self._claiming = False
-            if left:
+            if self._left:
                 await self._queue.wait_for_work(LEFT_WAIT_S, "left")
             elif not claims:
                 await self._queue.wait_for_work(WAIT_S, "busy" if len(self._attempts) else "idle")
 
     async def _claim(self, budget: int, room: int) -> tuple[list[Claim], bool]:
-        """Claims, and whether all that was seen was left to others. Raises RedisAway."""
-        claims, window = await self._queue.claim_or_look(self._worker_id, budget, room, self._window)
+        """Claims, and whether all that was seen was left where it is. Raises RedisAway."""
+        idle = len(self._attempts) == 0
+        claims, window = await self._queue.claim_or_look(self._worker_id, budget, room, self._window, idle)
         if not window:
             return claims, False
         rate = self._load.rate.tokens_per_s
         s_per_token = 1 / rate if rate else self._prior_s_per_token
-        idle = len(self._attempts) == 0
         chosen = choose_claims(window, budget, idle, s_per_token)[:room]
         # Another may have been quicker: then those that are left are looked at afresh.
         return await self._queue.claim_chosen(self._worker_id, chosen, idle), not chosen
@@ -144,6 +134,12 @@ class ClaimLoop:
     def wake(self) -> None:
         """Something changed that may allow claiming."""
         self._attempts.changed.set()
+
+    def progressed(self) -> None:
+        """Some of what was claimed is computed, or given up: there is more room."""
+        self._attempts.changed.set()
+        if self._left or not len(self._attempts):
+            self._queue.look_again()  # what was left may fit now; once idle, what is others' is this worker's too
 
     async def _wait_for_room(self, timeout_s: float) -> None:
         self._attempts.changed.clear()
@@ -318,9 +314,7 @@ class ClaimLoop:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._attempts.changed.set()
-        if not len(self._attempts):
-            self._queue.look_again()  # idle now: what was left to others is this worker's too
+        self.progressed()
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a claim ended with an error: %s: %s", type(error).__name__, error)
 

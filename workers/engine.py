@@ -73,6 +73,7 @@ class EngineStep(msgspec.Struct):
     load: EngineLoad | None
     timestamp: float  # the engine's monotonic clock, seconds
     prefix: PrefixDelta | None = None
+    prompt_tokens: int = 0  # computed in it
 
 
 class EngineDead(RuntimeError):

@@ -45,6 +45,8 @@ class Prefills(Protocol):
 
     def aborted(self, held: Held) -> None: ...
 
+    def progressed(self) -> None: ...
+
 
 class Serving:
     """Owns which frontends are connected and what could not be told to them."""
@@ -247,6 +249,10 @@ class Serving:
             await self._deliver_to(frontend_id, batch, held_of[frontend_id], step.timestamp)
         if step.prefix is not None:
             self._prefix.changed(step.prefix)
+        if step.prompt_tokens:
+            self._attempts.progress(step.prompt_tokens)
+            if self.prefills is not None:
+                self.prefills.progressed()
         self._load.stepped(step.load)
 
     async def _deliver_to(self, frontend_id: str, outputs: list[Any], held: list[Held], timestamp: float) -> None:

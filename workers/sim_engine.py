@@ -233,8 +233,8 @@ class SimEngine:
 
     def _duration(self, batch: list[Scheduled]) -> float:
         config = self._config
-        decodes = sum(item.tokens == 1 and item.request.generated > 0 for item in batch)
-        prefill_tokens = sum(item.tokens for item in batch) - decodes
+        prefill_tokens = _prompt_tokens(batch)
+        decodes = sum(item.tokens for item in batch) - prefill_tokens
         modelled_us = decodes * config.decode_us_per_seq + prefill_tokens * config.prefill_us_per_token
         return (config.step_base_ms / 1e3 + modelled_us / 1e6) / config.speed
 
@@ -243,10 +243,11 @@ class SimEngine:
         for item in batch:
             if not item.request.scheduled_at:
                 item.request.scheduled_at = began
+        prompt_tokens = _prompt_tokens(batch)
         sampled = self._scheduler.complete(batch)
         outputs = [self._output(s) for s in sampled]
         self._transfers.computed([item.request for item in batch], began, now)
-        self._steps.put_nowait(EngineStep(outputs, self._load(), now, self._prefix()))
+        self._steps.put_nowait(EngineStep(outputs, self._load(), now, self._prefix(), prompt_tokens))
 
     def _output(self, sampled: Sampled) -> WireOutput:
         request = sampled.request
@@ -284,3 +285,7 @@ class SimEngine:
                 bytes_sent=sent.bytes_sent, transfers=sent.completed, transfer_s=sent.seconds, failures=sent.failures
             ),
         )
+
+
+def _prompt_tokens(batch: list[Scheduled]) -> int:
+    return sum(item.tokens for item in batch if item.tokens != 1 or not item.request.generated)

@@ -238,7 +238,9 @@ class VllmEngine:
                 load = self._account(stats)
                 for output in outputs.outputs:
                     _count_prefix_hits_only(output)
-                self._steps.put_nowait(EngineStep(outputs.outputs, load, outputs.timestamp, prefix))
+                details = stats.iteration_details if stats is not None else None
+                prompt_tokens = details.num_ctx_tokens if details is not None else 0
+                self._steps.put_nowait(EngineStep(outputs.outputs, load, outputs.timestamp, prefix, prompt_tokens))
         except EngineDeadError:
             self._died()
         except asyncio.CancelledError:

@@ -22,6 +22,20 @@ class WindowJob(msgspec.Struct, frozen=True):
     cached_elsewhere: int = 0  # on the prefill worker, other than this one, that holds most of it
 
 
+def claim_budget(
+    claim_batches: float, max_num_batched_tokens: int, claimed_tokens: int, held: int, free_tokens: int
+) -> int:
+    """Prompt tokens that may be claimed now; 0 or less is none.
+
+    `claimed_tokens`: claimed and not computed yet, of `held` jobs. An idle engine takes one job of any size, for which
+    any budget above 0 will do; a busy one only what its batches and its free KV memory can take.
+    """
+    by_batches = int(claim_batches * max_num_batched_tokens) - claimed_tokens
+    if held == 0:
+        return max(1, min(by_batches, free_tokens))
+    return min(by_batches, free_tokens - claimed_tokens)
+
+
 def choose_claims(
     window: Sequence[WindowJob],
     budget_tokens: int,

@@ -11,7 +11,7 @@ import msgspec
 
 from orchestrator.config import RoutingConfig, SLOConfig
 from orchestrator.policy.admission import admit
-from orchestrator.policy.claims import WindowJob, choose_claims
+from orchestrator.policy.claims import WindowJob, choose_claims, claim_budget
 from orchestrator.policy.decode_choice import KVBlocks, decode_choice
 from orchestrator.policy.placement import Local, PrefillView, Reject, place
 from orchestrator.policy.predict import Predictor
@@ -54,6 +54,7 @@ class Router:
         self._seconds_per_token = profile.prefill_s(2048) / 2048
         self.predictor = Predictor(self._seconds_per_token, profile.step_s)
         self.index = PrefixIndex() if stack.prefix_index and unit_tokens else None
+        self._claim_batches = settings.claim_batches
         self._claim_tokens = int(settings.claim_batches * profile.max_num_batched_tokens)
         self.queue: list[tuple[float, int, Job]] = []
         self.queue_tokens = 0
@@ -172,12 +173,18 @@ class Router:
                 break
 
     def claim(self, worker: Worker) -> None:
-        """A prefill worker takes from the head of the queue what its budget allows."""
-        if not self.queue or worker.name not in self.prefill:
-            return
-        budget = self._claim_tokens - worker.pending_tokens
-        if budget <= 0:
-            return
+        """A prefill worker takes from the head of the queue what its budget allows, window by window."""
+        while self.queue and worker.name in self.prefill and (budget := self._claim_budget(worker)) > 0:
+            if not self._claim_from_window(worker, budget):
+                return
+
+    def _claim_budget(self, worker: Worker) -> int:
+        size = worker.profile.block_size
+        free_tokens = (worker.kv.free + worker.uncomputed_blocks()) * size
+        batches, batch_tokens = self._claim_batches, worker.profile.max_num_batched_tokens
+        return claim_budget(batches, batch_tokens, worker.pending_tokens, worker.pending_tokens, free_tokens)
+
+    def _claim_from_window(self, worker: Worker, budget: int) -> bool:
         affinity = self.stack.affinity if self.index is not None else 0.0
         now = self._clock.now
         head = self.queue[: self.stack.window]
@@ -201,6 +208,7 @@ class Router:
             self.queue_tokens -= entry[2].uncached
             entry[2].claimed = True
             self._start_prefill(entry[2], worker)
+        return bool(chosen)
 
     def _start_prefill(self, job: Job, worker: Worker) -> None:
         self.claimed += 1

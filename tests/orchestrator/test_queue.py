@@ -1,5 +1,8 @@
 """The queue's transitions, one by one, against a real server."""
 
+import random
+import time
+
 import msgspec
 import pytest
 from support_redis import (
@@ -13,6 +16,7 @@ from support_redis import (
     running_server,
 )
 
+from orchestrator.policy.claims import WindowJob, choose_claims
 from orchestrator.queue import PrefillQueue, QueueFull, SweepResult
 from orchestrator.redis_client import connect
 from orchestrator.types import QueueDepth
@@ -157,9 +161,9 @@ async def test_without_a_cached_prefix_in_the_window_jobs_are_claimed_at_once(ma
     for number in range(4):
         await queue.enqueue(job(f"r{number}", 10))
     await queue.enqueue(cached_job("r4", other=80))
-    claims, window = await queue.claim_or_look("w", 20, 5, 4)
+    claims, window = await queue.claim_or_look("w", 20, 5, 4, idle=True)
     assert [claim.job.request_id for claim in claims] == ["r0", "r1"] and window == []
-    claims, window = await queue.claim_or_look("w", 20, 5, 4)
+    claims, window = await queue.claim_or_look("w", 20, 5, 4, idle=True)
     assert claims == [] and [job.request_id for job in window] == ["r2", "r3", "r4"]
 
 
@@ -173,7 +177,7 @@ async def test_a_window_says_what_is_cached_here_and_most_elsewhere(make, claime
     await queue.enqueue(cached_job("c", 50, w=500))
     assert await redis.hget(queue.keys.job("a"), "cached") == b"w2=300 w3=200 w=100", "as redis-cli shows it"
     assert (await queue.show("a"))["cached"] == "w2=300 w3=200 w=100"
-    _, window = await queue.claim_or_look("w", 10, 1, 32)
+    _, window = await queue.claim_or_look("w", 10, 1, 32, idle=True)
     assert [(job.request_id, job.tokens, job.cached_here, job.cached_elsewhere) for job in window] == [
         ("a", 1000, 100, 300),
         ("b", 1000, 0, 0),
@@ -187,7 +191,7 @@ async def test_a_window_says_what_is_cached_here_and_most_elsewhere(make, claime
 async def test_where_nobody_claims_what_is_cached_jobs_are_claimed_in_order(make):
     queue = make()
     await queue.enqueue(cached_job("a", gone=80))
-    claims, window = await queue.claim_or_look("w", ALL, 9, 32)
+    claims, window = await queue.claim_or_look("w", ALL, 9, 32, idle=True)
     assert [claim.job.request_id for claim in claims] == ["a"] and window == []
     assert claims[0].job.cached == {"gone": 80}, "a claim carries it too"
 
@@ -222,6 +226,47 @@ async def test_an_idle_worker_that_lost_every_race_takes_the_head(make, redis):
     assert await queue.depth() == QueueDepth(0, 0, 3)
 
 
+async def test_a_head_that_does_not_fit_is_shown_with_what_is_behind_it(make):
+    queue = make()
+    for request_id, tokens in (("a", 10), ("big", 500), ("b", 10), ("c", 10)):
+        await queue.enqueue(job(request_id, tokens))
+    claims, window = await queue.claim_or_look("w", 100, 9, 3, idle=True)
+    assert [claim.job.request_id for claim in claims] == ["a"] and window == [], "first what fits"
+    claims, window = await queue.claim_or_look("w", 90, 9, 2, idle=False)
+    assert claims == [] and [(job.request_id, job.tokens) for job in window] == [("big", 500), ("b", 10)]
+    assert await queue.claim_or_look("w", 90, 9, 0, idle=False) == ([], []), "without a window there is nothing to see"
+    claims, window = await queue.claim_or_look("w", 90, 9, 3, idle=True)
+    assert [claim.job.request_id for claim in claims] == ["big"] and window == [], "an idle worker takes it"
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("affine", [False, True])
+async def test_claims_are_those_of_the_policy_whatever_waits(make, claimers, redis, seed, affine):
+    """The simulator asks the policy for every claim; here the script alone makes most of them."""
+    random_, s_per_token, queue, seen = random.Random(seed), 0.01, make(), {}
+    await claimers("w", "w2")
+    for number in range(30):
+        tokens, name = random_.choice((1, 20, 50, 300, 900)), f"r{number}"
+        cached = {random_.choice(("w", "w2")): tokens // 2} if affine and random_.random() < 0.2 else {}
+        await queue.enqueue(msgspec.structs.replace(job(name, tokens), cached=cached))
+        waited_s = random_.choice((0, 0, 12))  # longer than 900 tokens take
+        await redis.hset(queue.keys.job(name), "arrived_at", time.time() - waited_s)
+        seen[name] = WindowJob(name, 0.0, tokens, waited_s, cached.get("w", 0), cached.get("w2", 0))
+    while head := [msgspec.structs.replace(seen[row["id"]], score=row["score"]) for row in await queue.peek(8)]:
+        left, idle, claimed = random_.choice((1, 60, 400, 2000)), random_.random() < 0.5, []
+        expected = choose_claims(head, left, idle, s_per_token)
+        while left > 0:
+            claims, window = await queue.claim_or_look("w", left, 256, 8, idle)
+            if window:
+                claims = await queue.claim_chosen("w", choose_claims(window, left, idle, s_per_token))
+            if not claims:
+                break
+            claimed += [claim.job.request_id for claim in claims]
+            left -= sum(claim.job.tokens_at("w") for claim in claims)
+            idle = False
+        assert claimed[: len(expected)] == expected, "and what is behind the window, as long as there is room"
+
+
 async def test_a_window_drops_what_is_corrupt_or_orphaned(make, claimers, redis):
     queue = make()
     await claimers("w2")
@@ -231,7 +276,7 @@ async def test_a_window_drops_what_is_corrupt_or_orphaned(make, claimers, redis)
     await redis.hset(queue.keys.job("b"), "reply_to", "gone")
     await make_old(redis, queue, "b")
     await redis.hset(queue.keys.job("c"), "cached", "w2= =5 w2=x nonsense")
-    claims, window = await queue.claim_or_look("w", ALL, 9, 3)
+    claims, window = await queue.claim_or_look("w", ALL, 9, 3, idle=True)
     assert window == [], "of the first three only c is left, and nothing is known of it"
     assert [(claim.job.request_id, claim.job.cached) for claim in claims] == [("c", {}), ("d", {"w2": 50})]
     assert await queue.dropped() == {"corrupt": 1, "orphaned": 1}

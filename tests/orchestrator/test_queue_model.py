@@ -85,10 +85,11 @@ class QueueMachine(RuleBasedStateMachine):
         expected, used = [], 0
         for request_id in self.waiting():
             known = self.jobs[request_id]
-            if max_tokens <= 0 or len(expected) >= max_jobs or (expected and used + known.tokens > max_tokens):
+            cost = max(1, known.tokens)
+            if used >= max_tokens or len(expected) >= max_jobs or (expected and used + cost > max_tokens):
                 break
             expected.append(request_id)
-            used += known.tokens
+            used += cost
         self.claimed(worker, expected, self.do(self.queue.claim(worker, max_tokens, max_jobs)))
 
     @rule(worker=WORKERS, window=st.integers(1, 5), chosen=st.lists(IDS, unique=True))
@@ -96,7 +97,7 @@ class QueueMachine(RuleBasedStateMachine):
         """Of what waits now, and of what waited a moment ago."""
         waiting = self.waiting()
         affine = any(self.jobs[request_id].cached for request_id in waiting[:window])
-        claims, seen = self.do(self.queue.claim_or_look(worker, 1, 1, window))
+        claims, seen = self.do(self.queue.claim_or_look(worker, 1, 1, window, idle=True))
         assert [known.request_id for known in seen] == (waiting[:window] if affine else [])
         self.claimed(worker, [] if affine else waiting[:1], claims)
         expected = [request_id for request_id in chosen if request_id in self.waiting()]

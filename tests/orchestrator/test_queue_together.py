@@ -82,7 +82,7 @@ async def test_claimers_that_choose_from_one_window_share_nothing(queues):
         nonlocal lost
         mine = await queues()
         while sum(handed.values()) < total:
-            claims, window = await mine.claim_or_look(name, 300, 5, 32)
+            claims, window = await mine.claim_or_look(name, 300, 5, 32, idle=True)
             if window:
                 chosen = choose_claims(window, 300, True, 0.001)
                 claims = await mine.claim_chosen(name, chosen)

@@ -55,7 +55,7 @@ async def test_claims_only_what_its_budget_allows(redis_server: EmbeddedRedis) -
             claimed = [r for r in requests if r.got(Claimed) and not r.got(Prefilled) and not r.got(PrefillFailed)]
             most = max(most, sum(len(r.prompt) for r in claimed))
             await asyncio.sleep(0.002)
-        # 2 batches of 1000 tokens; the claim that crosses the line may be the last one that fits by one job.
+        # 2 batches of 1000 tokens; one of those claimed may be computed in part.
         assert 1000 < most <= 2000 + 301
         await workers.assert_no_leaks()
 
@@ -135,6 +135,45 @@ async def test_a_job_longer_than_the_budget_is_prefilled_alone(redis_server: Emb
         for request in requests:
             await frontend.enqueue(request)
         await frontend.finished(*requests)
+        await workers.assert_no_leaks()
+
+
+async def test_the_next_job_is_claimed_before_a_long_one_has_ended(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its chunks are computed there is room, which is used at once: an engine without claims would idle."""
+    for name in ("WAIT_S", "LEFT_WAIT_S", "MEMORY_WAIT_S"):
+        monkeypatch.setattr(f"workers.claims.{name}", 30.0)
+    slow = {"speed": 1.0, "prefill_us_per_token": 200.0, "max_num_batched_tokens": 200}
+    async with running_workers(redis_server, sim=slow) as workers:
+        frontend, _, _ = await pair(workers, **slow)
+        long, fits = frontend.new([*range(3000)]), frontend.new(PROMPT[:150])
+        await frontend.enqueue(long)
+        await until(lambda: long.got(Claimed))
+        await frontend.enqueue(fits)
+        await until(lambda: fits.got(Claimed))
+        assert not long.got(Prefilled)
+        await frontend.finished(long, fits)
+        await workers.assert_no_leaks()
+
+
+async def test_what_does_not_fit_is_claimed_as_soon_as_it_does(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WAIT_S", "LEFT_WAIT_S"):
+        monkeypatch.setattr(f"workers.claims.{name}", 30.0)
+    slow = {"speed": 1.0, "prefill_us_per_token": 200.0, "max_num_batched_tokens": 200}
+    async with running_workers(redis_server, sim=slow) as workers:
+        frontend, _, _ = await pair(workers, **slow)
+        first, second, third = [frontend.new([i, *PROMPT[:249]]) for i in range(3)]
+        await frontend.enqueue(first)
+        await until(lambda: first.got(Claimed))
+        for request in (second, third):
+            await frontend.enqueue(request)
+        await until(lambda: second.got(Claimed))
+        assert not first.got(Prefilled)
+        async with asyncio.timeout(15):
+            await frontend.finished(first, second, third)
         await workers.assert_no_leaks()
 
 

@@ -125,3 +125,41 @@ def test_life_has_no_way_out_of_gone_and_every_state_a_registered_one() -> None:
     assert (life.refusal(), life.claims) == (None, False)
     with pytest.raises(IllegalMove, match="ready cannot become starting"):
         life.enter(Life.STARTING)
+
+
+def test_what_is_computed_in_chunks_waits_no_more() -> None:
+    attempts = Attempts()
+    one, two = held("a#1", 1000, Phase.PREFILL), held("b#1", 300, Phase.PREFILL)
+    attempts.add(one)
+    attempts.add(two)
+    attempts.progress(400)
+    assert (attempts.waiting_tokens, attempts.claimed_tokens) == (900, 900)
+    attempts.progress(400)
+    attempts.compute(one)
+    attempts.progress(400)  # the last 200 of one, 200 of two
+    assert attempts.waiting_tokens == 100
+    attempts.compute(two)
+    attempts.progress(100)
+    assert (attempts.waiting_tokens, attempts.claimed_tokens) == (0, 0)
+
+
+def test_what_was_believed_of_a_prompt_ends_with_it() -> None:
+    """More computed than thought, less computed than thought, and given up half-way."""
+    attempts = Attempts()
+    names = [held(f"{name}#1", 100, Phase.PREFILL) for name in "abcd"]
+    for each in names:
+        attempts.add(each)
+    attempts.progress(250)
+    attempts.progress(250)
+    attempts.compute(names[0])
+    attempts.progress(50)
+    assert attempts.waiting_tokens == 250, "at most the last step's tokens are another's"
+    attempts.compute(names[1])
+    attempts.progress(10)
+    assert attempts.waiting_tokens == 200
+    attempts.progress(60)
+    attempts.remove(names[2])
+    assert attempts.waiting_tokens == 100, "whose they were is not known"
+    attempts.remove(names[3])
+    attempts.progress(10)
+    assert (attempts.waiting_tokens, attempts.claimed_tokens) == (0, 0)
