@@ -65,7 +65,9 @@ class PrefillQueue:
         self._waiter_id = waiter_id or uuid.uuid4().hex[:12]
         self._listener: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
-        names = "enqueue claim claim_chosen renew ack release return_unknown cancel sweep depth peek show wait"
+        names = (
+            "enqueue claim claim_chosen renew ack release return_unknown end_leases cancel sweep depth peek show wait"
+        )
         self._scripts = {name: Script(name) for name in names.split()}
 
     async def enqueue(self, job: PrefillJob) -> None:
@@ -182,6 +184,10 @@ class PrefillQueue:
         """
         returned = await self._run("return_unknown", worker_id, JOB_TTL_S, *known)
         return [request_id.decode() for request_id in returned]
+
+    async def end_leases(self, worker_id: str) -> int:
+        """Of a worker that died, unless it is registered again: the next sweep returns its claims. Returns how many."""
+        return int(await self._run("end_leases", worker_id))
 
     async def cancel(self, request_id: str, attempt: int) -> Literal["waiting", "claimed", "absent"]:
         """Remove this attempt, or an older one, whoever holds it. Returns what it was."""

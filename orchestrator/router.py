@@ -257,7 +257,7 @@ class Router:
     def worker_lost(self, worker_id: str) -> None:
         """Continue elsewhere what the worker was decoding. What it was prefilling is recomputed by the decode worker
         that waits for it (it watches membership too), so nobody need claim it again; what it had claimed without our
-        knowing is returned to the queue by its lease."""
+        knowing is returned to the queue by another prefill worker that sees it die, else by its lease."""
         self.learning.predictor.forget(worker_id)
         for active in list(self.requests.values()):
             if active.decode_worker == worker_id:

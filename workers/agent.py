@@ -277,12 +277,13 @@ class Agent:
             elif isinstance(event, Resync) or getattr(event, "kind", "") == "worker":
                 self._peers.heard(event)
 
-    async def _peer_died(self, engine_id: str) -> None:
+    async def _peer_died(self, peer: WorkerInfo) -> None:
         try:
-            await self._engine.fail_peer(engine_id)
+            await self._engine.fail_peer(peer.kv.engine_id)
         except EngineDead as error:
             log.debug("its own engine is dead too: %s", error)
         self._load.dirty.set()
+        await self._claims.peer_died(peer.id)
 
     # ---- the data path -----------------------------------------------------------------------------------------
 

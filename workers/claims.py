@@ -298,14 +298,24 @@ class ClaimLoop:
             # Everybody sweeps: jitter spreads it.
             await asyncio.sleep(self._lease_s / 2 * random.uniform(0.75, 1.25))
             try:
-                result = await self._queue.sweep()
+                await self._sweep()
             except RedisAway as error:
                 log.debug("no sweep: %s", error)
-                continue
-            for request_id, attempt, reply_to in result.failed:
-                log.error("prefill job %s failed: its claims died too often", request_id)
-                failed = PrefillFailed(request_id, attempt, self._worker_id, "its claims died too often")
-                self._serving.send(reply_to, failed)
+
+    async def _sweep(self) -> None:
+        """Raises RedisAway."""
+        for request_id, attempt, reply_to in (await self._queue.sweep()).failed:
+            log.error("prefill job %s failed: its claims died too often", request_id)
+            failed = PrefillFailed(request_id, attempt, self._worker_id, "its claims died too often")
+            self._serving.send(reply_to, failed)
+
+    async def peer_died(self, worker_id: str) -> None:
+        """Claims that it told nobody of need not wait for their leases to run out."""
+        try:
+            if self._active() and await self._queue.end_leases(worker_id):
+                await self._sweep()  # by whoever was first to end them
+        except RedisAway as error:
+            log.debug("the leases of %s will run out: %s", worker_id, error)
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -23,10 +23,10 @@ PROBE_INTERVAL_S = 0.5
 
 
 class Peers:
-    """Calls `on_dead(engine_id)` once for each engine proven dead."""
+    """Calls `on_dead` once for each engine proven dead, with what its worker was registered as."""
 
     def __init__(
-        self, worker_id: str, registry: Registry, timeout_s: float, on_dead: Callable[[str], Awaitable[None]]
+        self, worker_id: str, registry: Registry, timeout_s: float, on_dead: Callable[[WorkerInfo], Awaitable[None]]
     ) -> None:
         """`timeout_s`: how long a host may be unreachable before its engines count as dead."""
         self._worker_id, self._registry = worker_id, registry
@@ -90,7 +90,7 @@ class Peers:
         log.warning("worker %s is dead: ending KV transfers with its engine %s", info.id, engine_id)
         self._known.pop(engine_id, None)
         self._missing.pop(engine_id, None)
-        await self._on_dead(engine_id)
+        await self._on_dead(info)
 
     async def close(self) -> None:
         tasks = list(self._missing.values())

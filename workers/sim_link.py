@@ -32,7 +32,15 @@ class Register(msgspec.Struct, tag="register", frozen=True):
 
 
 class Withdraw(msgspec.Struct, tag="withdraw", frozen=True):
-    """To the sender: the KV of `key` is not wanted any more. Answered with Settled once nothing is in flight."""
+    """To the sender: the KV of `key` is not wanted any more. Answered with Settled once nothing is in flight; or with
+    Computing, where it is wanted as long as its prefill goes on."""
+
+    key: str
+    unless_computing: bool = False
+
+
+class Computing(msgspec.Struct, tag="computing", frozen=True):
+    """To the receiver: not withdrawn, its prefill takes longer."""
 
     key: str
 
@@ -45,7 +53,7 @@ class Settled(msgspec.Struct, tag="settled", frozen=True):
     why: str = ""
 
 
-Message = Union[Register, Withdraw, Settled]
+Message = Union[Register, Withdraw, Computing, Settled]
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 
@@ -88,13 +96,15 @@ class SimLink:
         on_message: Callable[[Peer, Register | Withdraw], None],
         on_receiver_lost: Callable[[Peer], None],
         on_settled: Callable[[Settled], None],
+        on_computing: Callable[[str], None],
     ) -> None:
-        """`on_message`, `on_receiver_lost`: as a sender. `on_settled`: as a receiver; called exactly once for each key
-        expected, also when the sender died or could not be reached."""
+        """`on_message`, `on_receiver_lost`: as a sender. The others: as a receiver; `on_settled` is called exactly once
+        for each key expected, also when the sender died or could not be reached."""
         self._engine_id = engine_id
         self._on_message = on_message
         self._on_receiver_lost = on_receiver_lost
         self._on_settled = on_settled
+        self._on_computing = on_computing
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._senders: dict[str, _Sender] = {}
@@ -113,11 +123,11 @@ class SimLink:
         sender.expected.add(key)
         sender.say(Register(endpoint.engine_id, key, self._engine_id))
 
-    def withdraw(self, key: str, endpoint: KVEndpoint) -> None:
-        """Settled follows, unless it was called already."""
+    def withdraw(self, key: str, endpoint: KVEndpoint, unless_computing: bool = False) -> None:
+        """Settled follows, unless it was called already; or, if allowed, Computing."""
         sender = self._senders.get(endpoint.engine_id)
         if sender is not None and key in sender.expected:
-            sender.say(Withdraw(key))
+            sender.say(Withdraw(key, unless_computing))
 
     def fail_sender(self, engine_id: str) -> None:
         """That engine is known to be dead: settle everything expected of it now."""
@@ -155,8 +165,12 @@ class SimLink:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
             sender.connected(Peer(reader, writer))
-            while isinstance(message := await sender.receive(), Settled):
-                if message.key in sender.expected:
+            while isinstance(message := await sender.receive(), (Computing, Settled)):
+                if message.key not in sender.expected:
+                    continue
+                if isinstance(message, Computing):
+                    self._on_computing(message.key)
+                else:
                     sender.expected.remove(message.key)
                     self._on_settled(message)
         except (OSError, TimeoutError) as error:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from orchestrator.config import KVConfig
 from orchestrator.types import KVSource
 from workers.engine import Phase
-from workers.sim_link import Peer, Register, Settled, SimLink, Withdraw
+from workers.sim_link import Computing, Peer, Register, Settled, SimLink, Withdraw
 from workers.sim_scheduler import SimRequest, SimScheduler, SimState
 
 log = logging.getLogger("pd.sim")
@@ -47,7 +47,9 @@ class SimTransfers:
     def __init__(self, scheduler: SimScheduler, kv: KVConfig, engine_id: str, wake: Callable[[], None]) -> None:
         """`wake` is called whenever blocks or requests became available to the scheduler."""
         self._scheduler, self._kv, self._engine_id, self._wake = scheduler, kv, engine_id, wake
-        self._link = SimLink(engine_id, self._on_message, self._on_receiver_lost, self._on_settled)
+        self._link = SimLink(
+            engine_id, self._on_message, self._on_receiver_lost, self._on_settled, on_computing=self._on_computing
+        )
         self._pushes: dict[str, _Push] = {}
         self._receives: dict[str, _Receive] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
@@ -161,7 +163,7 @@ class SimTransfers:
 
     def _on_message(self, peer: Peer, message: Register | Withdraw) -> None:
         if isinstance(message, Withdraw):
-            self._withdrawn(peer, message.key)
+            self._withdrawn(peer, message)
             return
         request, push = self._scheduler.requests.get(message.key), self._pushes.get(message.key)
         refusal = None
@@ -191,10 +193,13 @@ class SimTransfers:
         if push.key not in self._scheduler.requests:
             self._give_up(push, "it was never prefilled")
 
-    def _withdrawn(self, peer: Peer, key: str) -> None:
-        push = self._pushes.get(key)
+    def _withdrawn(self, peer: Peer, message: Withdraw) -> None:
+        push, request = self._pushes.get(message.key), self._scheduler.requests.get(message.key)
         if push is None or push.receiver is not peer:
-            peer.send(Settled(key, arrived=False, why="withdrawn"))
+            peer.send(Settled(message.key, arrived=False, why="withdrawn"))
+            return
+        if message.unless_computing and request is not None and request.state in (SimState.WAITING, SimState.RUNNING):
+            peer.send(Computing(message.key))
             return
         push.unwanted = True
         self._after_landing(push, self._let_go)
@@ -244,13 +249,20 @@ class SimTransfers:
         source = request.kv_source
         if source is None:
             raise RuntimeError(f"simulated request {request.key} awaits KV from nowhere")
-        timer = asyncio.get_running_loop().call_later(self._kv.transfer_timeout_s, self._timed_out, source)
-        self._receives[source.key] = _Receive(request, source, timer)
+        self._receives[source.key] = _Receive(request, source, self._patience(source))
         self._link.expect(source.key, source.endpoint)
+
+    def _patience(self, source: KVSource) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._kv.transfer_timeout_s, self._timed_out, source)
 
     def _timed_out(self, source: KVSource) -> None:
         log.warning("no KV for %s within %.1f s", source.key, self._kv.transfer_timeout_s)
-        self._link.withdraw(source.key, source.endpoint)
+        self._link.withdraw(source.key, source.endpoint, unless_computing=True)
+
+    def _on_computing(self, key: str) -> None:
+        if receive := self._receives.get(key):
+            receive.timer.cancel()
+            receive.timer = self._patience(receive.source)
 
     def _on_settled(self, settled: Settled) -> None:
         receive = self._receives.pop(settled.key, None)

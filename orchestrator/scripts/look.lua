@@ -1,6 +1,6 @@
--- For claim.lua: look(window) returns the first jobs of the queue, and whether one of them is cached on a worker that
--- claims. After an empty line a line of, for each, score, tokens, seconds waited, tokens cached here, most tokens cached on
--- another worker, and length of id; then the ids.
+-- For claim.lua: `seen` is what it returns of the first `window` jobs of the queue, `affine` whether one of them is cached
+-- on a worker that claims. After an empty line a line of, for each job, score, tokens, seconds waited, tokens cached here,
+-- most tokens cached on another worker, and length of id; then the ids.
 local claiming = {}
 
 -- What is cached on a worker that claims no more belongs to nobody.
@@ -23,24 +23,22 @@ local function glance(id)
   if usable then return tokens, now - arrived_at, cached end
 end
 
-local function look(window)
-  local head, rows, ids, affine = redis.call('ZRANGE', QUEUE, 0, window - 1, 'WITHSCORES'), {}, {}, false
-  for i = 1, #head, 2 do
-    local tokens, waited_s, cached = glance(head[i])
-    if tokens then
-      local here, elsewhere = 0, 0
-      for worker, hit in string.gmatch(cached or '', '(%S+)=(%d+)') do
-        hit = math.min(tonumber(hit), tokens)
-        if worker == WORKER then
-          here = hit
-        elseif hit > elsewhere and claims_now(worker) then
-          elsewhere = hit
-        end
+local head, rows, ids, affine = redis.call('ZRANGE', QUEUE, 0, window - 1, 'WITHSCORES'), {}, {}, false
+for i = 1, #head, 2 do
+  local tokens, waited_s, cached = glance(head[i])
+  if tokens then
+    local here, elsewhere = 0, 0
+    for worker, hit in string.gmatch(cached or '', '(%S+)=(%d+)') do
+      hit = math.min(tonumber(hit), tokens)
+      if worker == WORKER then
+        here = hit
+      elseif hit > elsewhere and claims_now(worker) then
+        elsewhere = hit
       end
-      affine = affine or here > 0 or elsewhere > 0
-      rows[#rows + 1] = ('%s %d %.6f %d %d %d'):format(head[i + 1], tokens, waited_s, here, elsewhere, #head[i])
-      ids[#ids + 1] = head[i]
     end
+    affine = affine or here > 0 or elsewhere > 0
+    rows[#rows + 1] = ('%s %d %.6f %d %d %d'):format(head[i + 1], tokens, waited_s, here, elsewhere, #head[i])
+    ids[#ids + 1] = head[i]
   end
-  return '\n' .. table.concat(rows, ' ') .. '\n' .. table.concat(ids), affine
 end
+local seen = '\n' .. table.concat(rows, ' ') .. '\n' .. table.concat(ids)

@@ -252,6 +252,26 @@ async def test_kill_of_the_prefill_worker_while_decode_waits(redis_server: Embed
         await workers.assert_no_leaks()
 
 
+async def test_what_a_dead_worker_had_claimed_goes_to_another_before_its_lease_ends(
+    redis_server: EmbeddedRedis,
+) -> None:
+    """Killed between claiming a job and telling its frontend, which waits for a claim and knows of none."""
+    async with running_workers(redis_server, queue={"lease_s": 600.0}) as workers:
+        dies, decode = await workers.spawn(Role.PREFILL), await workers.start(Role.DECODE)
+        frontend = await workers.frontend(decode)
+        frontend.decode = decode.id
+        request = frontend.new(PROMPT)
+        dies.kill(signal.SIGSTOP)
+        await frontend.enqueue(request)
+        assert [claim.job.request_id for claim in await workers.queue.claim(dies.id, 1000, 1)] == [request.id]
+        other = await workers.start(Role.PREFILL)
+        await frontend.meet(other.info)
+        dies.kill()
+        await frontend.finished(request)
+        assert request.got(Claimed).worker_id == other.id
+        await workers.assert_no_leaks()
+
+
 async def test_a_stopped_prefill_worker_loses_its_claim_to_another(redis_server: EmbeddedRedis) -> None:
     """SIGSTOP: leases run out, another worker takes the job over; woken up, the first one gives way."""
     slow = {"speed": 1.0, "prefill_us_per_token": 2000.0}

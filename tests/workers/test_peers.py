@@ -55,8 +55,8 @@ class Watched:
         self.registry, self.dead = registry, list[str]()
         self.peers = Peers("me", registry, timeout_s, self._died)  # type: ignore[arg-type]
 
-    async def _died(self, engine_id: str) -> None:
-        self.dead.append(engine_id)
+    async def _died(self, info: WorkerInfo) -> None:
+        self.dead.append(info.kv.engine_id)
 
 
 @pytest.fixture(autouse=True)

@@ -110,6 +110,19 @@ async def test_decode_recomputes_what_does_not_arrive_in_time(sims: SimFixture) 
     assert (await decode.load()).kv.failures == 1
 
 
+async def test_a_prefill_longer_than_the_time_out_is_waited_for_while_it_computes(sims: SimFixture) -> None:
+    slow = SimConfig(prefill_us_per_token=5000.0)  # 80 tokens: 0.4 s
+    prefill, p_info = await sims.start(slow)
+    decode, _ = await sims.start(kv=KVConfig(transfer_timeout_s=0.05))
+    await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    result = await collect(decode, "a#1")
+    assert result.tokens == expected(PROMPT, 3)
+    assert result.stats is not None and result.stats.num_external_cached_tokens == len(PROMPT)
+    assert (await decode.load()).kv.failures == 0
+    await sims.assert_no_leaks()
+
+
 @pytest.mark.parametrize("stage", ["unprefilled", "prefilling", "pushing"])
 async def test_abort_of_the_waiting_decode_side_frees_both(sims: SimFixture, stage: str) -> None:
     # 80 tokens of 1 MB over 1 GB/s: 80 ms in flight.
