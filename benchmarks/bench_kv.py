@@ -1,8 +1,8 @@
 """What a KV transfer adds to the time to first token: ours by chunk, layer and whole, and vLLM's own connectors.
 
-One prefill and one decode engine per variant and round, same settings, one request at a time. Variants whose engines
-are quiet while idle stand side by side and take turns; those that spin a core run alone, afterwards. `exposed` is
-decode's first token minus the end of prefill compute, less one decode step. Prints a table, saves JSON and a PNG.
+One prefill and one decode engine per variant and round, same settings, one request at a time, no other engine beside
+them: idle ones take a few milliseconds from what is measured. `exposed` is decode's first token minus the end of
+prefill compute, less one decode step. Prints a table, saves JSON and a PNG.
 """
 
 from __future__ import annotations
@@ -187,17 +187,18 @@ def together(variants: list[Variant], at_once: int) -> list[list[Variant]]:
 
 
 async def measure(model: str, path: str, args: dict[str, Any], options: argparse.Namespace) -> list[Row]:
-    rows = []
-    raw: dict[int, float] = {}
-    for group in together(options.variants, options.at_once):
-        runs: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
-        per_token = 0
-        for number in range(options.rounds):
-            # Two engines of one kind differ by where their memory came to lie: nobody is always the first to take it.
-            first = number % len(group)
+    """Two engines of one kind differ by where their memory came to lie, and the machine drifts: every round starts
+    all engines anew, in another order. Those that spin have one round; they are slower by more than that."""
+    runs: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+    raw: dict[int, list[float]] = {}
+    per_token = 0
+    for number in range(options.rounds):
+        groups = [g for g in together(options.variants, options.at_once) if number == 0 or not g[0].spins]
+        first = number % len(groups) if groups else 0
+        for group in groups[first:] + groups[:first]:
             pairs: list[Pair] = []
             try:
-                for variant in group[first:] + group[:first]:
+                for variant in group:
                     pairs.append(await start(variant, path, args, options.cuda))
                 per_token = pairs[0].prefill.info.kv_bytes_per_token
                 for name, tokens, run in await _round(pairs, options):
@@ -208,18 +209,19 @@ async def measure(model: str, path: str, args: dict[str, Any], options: argparse
             names = ", ".join(variant.name for variant in group)
             print(f"{model}: round {number + 1} of {options.rounds} done ({names})", flush=True)
         for tokens in options.tokens:
+            raw.setdefault(tokens, []).append(await asyncio.to_thread(_raw, tokens * per_token, options.cuda))
+    rows = []
+    for variant in options.variants:
+        for tokens in options.tokens:
+            mine = runs[variant.name, tokens]
+            columns = list(zip(*mine, strict=True))
+            medians = [statistics.median(column) for column in columns]
+            best = [min(column) for column in columns[:2]]
+            rounds = 1 if variant.spins else options.rounds
+            written_s = statistics.median(raw[tokens])
             size = tokens * per_token
-            if size not in raw:
-                raw[size] = await asyncio.to_thread(_raw, size, options.cuda)
-            for variant in group:
-                mine = runs[variant.name, tokens]
-                columns = list(zip(*mine, strict=True))
-                medians = [statistics.median(column) for column in columns]
-                best = [min(column) for column in columns[:2]]
-                rows.append(
-                    Row(model, variant.name, tokens, size, *medians, *best, raw[size], len(mine), options.rounds)
-                )
-                print(_line(rows[-1]), flush=True)
+            rows.append(Row(model, variant.name, tokens, size, *medians, *best, written_s, len(mine), rounds))
+            print(_line(rows[-1]), flush=True)
     return rows
 
 
@@ -328,7 +330,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="runs of prompts up to 4,096 tokens")
     parser.add_argument("--long-runs", type=int, default=1, help="runs of prompts beyond 4,096 tokens")
     parser.add_argument("--rounds", type=int, default=1, help="times that all engines are started anew")
-    parser.add_argument("--at-once", type=int, default=3, help="variants that stand side by side")
+    parser.add_argument("--at-once", type=int, default=1, help="variants that stand side by side")
     parser.add_argument("--chunk", type=int, default=256, help="tokens per engine step")
     parser.add_argument("--models", nargs="+", default=["smollm2", "kv-heavy"], choices=["smollm2", "kv-heavy"])
     parser.add_argument("--variants", nargs="+", default=None, choices=[variant.name for variant in VARIANTS])
