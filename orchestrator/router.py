@@ -65,11 +65,8 @@ class Router:
         codec: Codec,
         choose: DecodeChoice,
     ) -> None:
-        self._routing = config.routing
-        self._fleet = fleet
-        self._codec = codec
+        self._routing, self._fleet, self._codec, self._prefixes = config.routing, fleet, codec, prefixes
         self._first_token = FirstToken(codec, config.routing.first_token == "prefill")
-        self._prefixes = prefixes
         self.learning = Learning(Predictor(prior_s_per_token=config.queue.seconds_per_token), choose)
         self._decider = Decider(config, fleet, prefill, prefixes, choose, self.learning)
         self._dispatch = Dispatch(

@@ -118,13 +118,7 @@ class Agent:
         self._serving.prefills = self._claims
         self._peers = Peers(self.worker_id, self._registry, self._config.workers.timeout_s, self._peer_died)
         self._moves = Moves(
-            self.worker_id,
-            self.life,
-            self._config,
-            self._registry,
-            self._attempts,
-            self._serving,
-            self._claims,
+            *(self.worker_id, self.life, self._config, self._registry, self._attempts, self._serving, self._claims),
             self._pushed,
             announce=self._announce,
             end=self._ended.set,

@@ -7,44 +7,20 @@ done, and `Gone` only when none is in flight; the scheduler gets its blocks back
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any, Union
 
 from connectors.push.actions import Abandon, Chunk, Connect, Ended, Post, Release, Tell
 from connectors.push.states import STREAM, STREAM_ENDS, Stream, StreamEvent
+from connectors.push.stream import PushStream
 from connectors.push.wire import Computing, Gone, Landed, Message, Register, Unregister
 
 _REMEMBERED = 8192  # ended streams kept, to answer what comes late
-_RENEW_AFTER = 1 / 3  # of a registration's time
 _RENEW_AGAIN_S = 1.0  # while no answer comes
 
 
 Action = Union[Connect, Post, Tell, Release, Abandon, Ended]
-
-
-@dataclass
-class _Stream:
-    key: str
-    state: Stream
-    deadline: float | None = None  # of the state
-    valid_until: float | None = None  # of the registration
-    registered_at: float = 0.0
-    renew_at: float = 0.0  # decode is told then that the prefill goes on, so that it registers again
-    abandon_at: float | None = None  # WRITEs to an engine declared dead are not waited for beyond it
-    order: Register | None = None
-    epoch: int = 0
-    pending: deque[Chunk] = field(default_factory=deque)
-    inflight: dict[Any, int] = field(default_factory=dict)  # handle -> epoch
-    total_blocks: int = 0
-    prompt_tokens: int = 0
-    held: bool = False  # the scheduler waits for Release
-    computing: bool = False  # the scheduler will still say how the prefill ended
-    covered: int = 0  # blocks shipped in all layers, from the first on
-    covered_layers: dict[int, int] = field(default_factory=dict)  # and beyond that, by layer
-    why: str = ""
-    first_post_at: float | None = None
-    closed_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +39,7 @@ class Outbound:
         self._expect_s = expect_s
         self._abandon_s = abandon_s
         self._stepped_at = 0.0
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, PushStream] = {}
         self._connected: dict[str, bool] = {}  # decode engine -> it takes WRITEs chunk by chunk
         self._ended: OrderedDict[str, _Ended] = OrderedDict()
 
@@ -87,7 +63,7 @@ class Outbound:
         if stream is None:
             ended = self._ended.pop(key, None)
             state = ended.state if ended else Stream.COMPUTING  # withdrawn before it began
-            stream = self._streams[key] = _Stream(key, state, why=ended.why if ended else "")
+            stream = self._streams[key] = PushStream(key, state, why=ended.why if ended else "")
         stream.total_blocks, stream.prompt_tokens, stream.computing = total_blocks, prompt_tokens, True
         actions = self._apply(stream, StreamEvent.START, now, "")
         return actions + self._check(stream, now)
@@ -98,17 +74,13 @@ class Outbound:
         if stream is None or stream.state in STREAM_ENDS or stream.state is Stream.DRAINING or epoch < stream.epoch:
             return []
         if epoch > stream.epoch:
-            stream.epoch = epoch
-            stream.pending.clear()
-            stream.covered = 0
-            stream.covered_layers.clear()
+            stream.begin_again(epoch)
         for chunk in chunks:
-            self._cover(stream, chunk)
-            stream.pending.append(chunk)
+            stream.add(chunk)
         if not closed:
             return self._pump(stream, now)
         stream.closed_at = now
-        if not self._is_covered(stream):
+        if not stream.is_covered(self.layers):
             why = f"only {stream.covered} of {stream.total_blocks} blocks were shipped"
             return self._apply(stream, StreamEvent.GIVE_UP, now, why)
         return self._apply(stream, StreamEvent.CLOSE, now, "") + self._pump(stream, now)
@@ -148,18 +120,18 @@ class Outbound:
             return self._answer_late(order, peer)
         if stream is None:
             deadline = now + min(self._expect_s, order.valid_s)
-            stream = self._streams[key] = _Stream(key, Stream.EXPECTED, deadline=deadline, order=order)
-            self._validate(stream, order, now)
+            stream = self._streams[key] = PushStream(key, Stream.EXPECTED, deadline=deadline, order=order)
+            stream.validate(order, now)
             return self._connect(order)
         if stream.order is not None:
             if self._same(stream.order, order):  # again, or from the other ranks of the same decode engine
-                self._validate(stream, order, now)
+                stream.validate(order, now)
                 return []
             return self._refuse(order, peer, "another decode engine has registered")
         if stream.state in STREAM_ENDS or stream.state is Stream.DRAINING:
             return self._refuse(order, peer, stream.why or "the prefill has ended")
         stream.order = order
-        self._validate(stream, order, now)
+        stream.validate(order, now)
         actions = self._connect(order)
         actions += self._apply(stream, StreamEvent.REGISTER, now, "")
         return actions + self._check(stream, now) + self._pump(stream, now)
@@ -255,22 +227,14 @@ class Outbound:
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _to(self, engine: str) -> list[_Stream]:
+    def _to(self, engine: str) -> list[PushStream]:
         return [s for s in self._streams.values() if s.order is not None and s.order.decode.engine == engine]
 
     @staticmethod
     def _same(mine: Register, theirs: Register) -> bool:
         return (mine.decode.engine, mine.request) == (theirs.decode.engine, theirs.request)
 
-    @staticmethod
-    def _validate(stream: _Stream, order: Register, now: float) -> None:
-        """It holds for `valid_s` from now; nothing that comes late shortens what came after it."""
-        if stream.valid_until is None and stream.order is not order:
-            return  # it has run out, and the stream was given up for it
-        stream.valid_until = max(stream.valid_until or 0.0, now + order.valid_s)
-        stream.registered_at, stream.renew_at = now, now + _RENEW_AFTER * order.valid_s
-
-    def _renew(self, stream: _Stream, now: float) -> list[Action]:
+    def _renew(self, stream: PushStream, now: float) -> list[Action]:
         if self._stepped_at <= stream.registered_at:
             return []  # an engine that hangs has nothing to tell
         assert stream.order is not None
@@ -283,7 +247,7 @@ class Outbound:
     def _refuse(self, order: Register, peer: str, why: str) -> list[Action]:
         return [*self._connect(order), Tell(order.decode.engine, Gone(order.request, why), peer)]
 
-    def _check(self, stream: _Stream, now: float) -> list[Action]:
+    def _check(self, stream: PushStream, now: float) -> list[Action]:
         """Both ends must mean the same prompt, else the blocks do not line up."""
         order = stream.order
         if order is None or not stream.prompt_tokens or order.prompt_tokens in (0, stream.prompt_tokens):
@@ -291,22 +255,7 @@ class Outbound:
         why = f"decode has {order.prompt_tokens} prompt tokens, prefill {stream.prompt_tokens}"
         return self._apply(stream, StreamEvent.GIVE_UP, now, why)
 
-    def _cover(self, stream: _Stream, chunk: Chunk) -> None:
-        if chunk.whole:
-            stream.covered = stream.total_blocks
-        elif chunk.start <= stream.covered and chunk.layer is None:
-            stream.covered = max(stream.covered, chunk.start + len(chunk.blocks[0]))
-        elif chunk.start <= stream.covered and chunk.layer is not None:
-            stream.covered_layers[chunk.layer] = chunk.start + len(chunk.blocks[0])
-
-    def _is_covered(self, stream: _Stream) -> bool:
-        """Nothing may be called landed that was never shipped, whatever order the engine's hooks came in."""
-        if stream.covered >= stream.total_blocks:
-            return True
-        ends = stream.covered_layers.values()
-        return len(ends) == self.layers > 0 and min(ends) >= stream.total_blocks
-
-    def _pump(self, stream: _Stream, now: float) -> list[Action]:
+    def _pump(self, stream: PushStream, now: float) -> list[Action]:
         """Post what may be posted; notice that everything is done."""
         if stream.state is Stream.DRAINING:
             return [] if stream.inflight else self._apply(stream, StreamEvent.DRAINED, now, "")
@@ -332,7 +281,7 @@ class Outbound:
         stream = self._streams.get(key)
         return self._pump(stream, now) if stream is not None else []
 
-    def _apply(self, stream: _Stream, event: StreamEvent, now: float, why: str) -> list[Action]:
+    def _apply(self, stream: PushStream, event: StreamEvent, now: float, why: str) -> list[Action]:
         after = STREAM.get((stream.state, event))
         if after is None:
             return []
@@ -350,22 +299,16 @@ class Outbound:
             message: Message = Landed(order.request) if ok else Gone(order.request, stream.why)
             if event is not StreamEvent.PEER_DEAD:
                 actions.append(Tell(order.decode.engine, message))
-            actions.append(self._account(stream, ok, now))
+            actions.append(stream.account(ok, now))
         return actions + ([] if stream.computing else self._end(stream))
 
-    def _let_go_early(self, stream: _Stream) -> list[Action]:
+    def _let_go_early(self, stream: PushStream) -> list[Action]:
         if stream.abandon_at is None or not stream.held or stream.key not in self._streams:
             return []
         stream.held = False
         return [Release(stream.key)]
 
-    @staticmethod
-    def _account(stream: _Stream, ok: bool, now: float) -> Ended:
-        since = stream.first_post_at if stream.first_post_at is not None else now
-        exposed = now - stream.closed_at if stream.closed_at is not None else 0.0
-        return Ended(stream.key, ok, now - since, exposed, stream.why)
-
-    def _end(self, stream: _Stream) -> list[Action]:
+    def _end(self, stream: PushStream) -> list[Action]:
         del self._streams[stream.key]
         self._remember(stream.key, _Ended(stream.state, stream.why, stream.order))
         return [Release(stream.key)] if stream.held else []

@@ -1,0 +1,79 @@
+"""One prefill request whose KV is pushed: what is known of it, and how much of it was shipped.
+
+Moved from state to state by `outbound.py`; nothing here decides.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from connectors.push.actions import Chunk, Ended
+from connectors.push.states import Stream
+from connectors.push.wire import Register
+
+_RENEW_AFTER = 1 / 3  # of a registration's time
+
+
+@dataclass
+class PushStream:
+    """Times are monotonic seconds."""
+
+    key: str
+    state: Stream
+    deadline: float | None = None  # of the state
+    valid_until: float | None = None  # of the registration
+    registered_at: float = 0.0
+    renew_at: float = 0.0  # decode is told then that the prefill goes on, so that it registers again
+    abandon_at: float | None = None  # WRITEs to an engine declared dead are not waited for beyond it
+    order: Register | None = None
+    epoch: int = 0
+    pending: deque[Chunk] = field(default_factory=deque)
+    inflight: dict[Any, int] = field(default_factory=dict)  # handle -> epoch
+    total_blocks: int = 0
+    prompt_tokens: int = 0
+    held: bool = False  # the scheduler waits for Release
+    computing: bool = False  # the scheduler will still say how the prefill ended
+    covered: int = 0  # blocks shipped in all layers, from the first on
+    covered_layers: dict[int, int] = field(default_factory=dict)  # and beyond that, by layer
+    why: str = ""
+    first_post_at: float | None = None
+    closed_at: float | None = None
+
+    def begin_again(self, epoch: int) -> None:
+        """The prefill was preempted: nothing that was shipped counts."""
+        self.epoch = epoch
+        self.pending.clear()
+        self.covered = 0
+        self.covered_layers.clear()
+
+    def add(self, chunk: Chunk) -> None:
+        """To be shipped."""
+        self.pending.append(chunk)
+        if chunk.whole:
+            self.covered = self.total_blocks
+        elif chunk.start <= self.covered and chunk.layer is None:
+            self.covered = max(self.covered, chunk.start + len(chunk.blocks[0]))
+        elif chunk.start <= self.covered and chunk.layer is not None:
+            self.covered_layers[chunk.layer] = chunk.start + len(chunk.blocks[0])
+
+    def is_covered(self, layers: int) -> bool:
+        """Nothing may be called landed that was never shipped, whatever order the engine's hooks came in."""
+        if self.covered >= self.total_blocks:
+            return True
+        ends = self.covered_layers.values()
+        return len(ends) == layers > 0 and min(ends) >= self.total_blocks
+
+    def validate(self, order: Register, now: float) -> None:
+        """`order` holds for `valid_s` from now; nothing that comes late shortens what came after it."""
+        if self.valid_until is None and self.order is not order:
+            return  # it has run out, and the stream was given up for it
+        self.valid_until = max(self.valid_until or 0.0, now + order.valid_s)
+        self.registered_at, self.renew_at = now, now + _RENEW_AFTER * order.valid_s
+
+    def account(self, ok: bool, now: float) -> Ended:
+        """What the statistics are told at its end."""
+        since = self.first_post_at if self.first_post_at is not None else now
+        exposed = now - self.closed_at if self.closed_at is not None else 0.0
+        return Ended(self.key, ok, now - since, exposed, self.why)
