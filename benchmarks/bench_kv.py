@@ -293,6 +293,8 @@ def save(rows: list[Row], device: str, out: Path) -> None:
         sizes = {row.tokens: row.raw_write_s for row in mine}
         axis.plot(list(sizes), [seconds * 1e3 for seconds in sizes.values()], "k--", label="raw NIXL WRITE")
         axis.set(title=model, xlabel="prompt tokens", ylabel="exposed transfer, ms", xscale="log", yscale="log")
+        axis.set_xticks(list(sizes), [f"{tokens:,}" for tokens in sizes], minor=False)
+        axis.set_xticks([], minor=True)
         axis.legend(fontsize=8)
     figure.suptitle(f"Time from the end of prefill to decode's first token, less one decode step ({device})")
     figure.tight_layout()

@@ -30,6 +30,7 @@ WAITING, SECONDS, BODY_BYTES = 1_000_000, 10.0, 512
 CLAIMERS, WINDOW = 64, QueueConfig().affinity_window
 TARGET_CLAIM_P99_MS, TARGET_CYCLES_PER_S = 2.0, 5000.0
 CHOSEN_PER_S = 1000.0
+FEW = (8, 12, 16)  # tasks that never wait: what a claim takes is then not what it waits behind others of this process
 TARGET, SLOWER, FASTEST = "at the target rate", "at four fifths of the fastest", "as fast as it can"
 
 
@@ -156,7 +157,7 @@ async def measure(redis: Redis, waiting: int, seconds: float, body_bytes: int) -
     runs = {
         "one at a time": await load.cycle(seconds, 1, 0),
         TARGET: await load.cycle(seconds, CLAIMERS, TARGET_CYCLES_PER_S),
-        "as fast as it can, 8": await load.cycle(seconds, 8, 0),
+        **{f"as fast as it can, {clients}": await load.cycle(seconds, clients, 0) for clients in FEW},
         FASTEST: await load.cycle(seconds, CLAIMERS, 0),
     }
     if not sustained(runs[TARGET]):
@@ -196,6 +197,14 @@ def verdict(runs: dict[str, Any]) -> str:
             f"{TARGET_CYCLES_PER_S:,.0f}/s was not sustained (MISSED); "
             f"claim P99 {slower['claim_ms']['p99']:.2f} ms at {slower['cycles_per_s']:,.0f}/s"
         )
+    both = [
+        f"{run['clients']} tasks as fast as they can: both, {run['cycles_per_s']:,.0f}/s with {claim:.2f} ms"
+        for run in runs.values()
+        if run["asked_per_s"] is None
+        and run["cycles_per_s"] > TARGET_CYCLES_PER_S
+        and (claim := run["claim_ms"]["p99"]) < TARGET_CLAIM_P99_MS
+    ]
+    latency = "; ".join([latency, *both])
     met = "met" if per_s > TARGET_CYCLES_PER_S else "MISSED"
     return f"{latency}; {per_s:,.0f} cycles/s (target > {TARGET_CYCLES_PER_S:,.0f}): {met}"
 

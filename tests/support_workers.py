@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -230,8 +231,9 @@ class LocalWorker:
 class WorkerProcess:
     """A worker started by its console entry point, its log collected."""
 
-    def __init__(self, worker_id: str, process: asyncio.subprocess.Process) -> None:
-        self.id, self.process = worker_id, process
+    def __init__(self, worker_id: str, process: asyncio.subprocess.Process, folder: Path) -> None:
+        """`folder`: its temporary folder, with its configuration."""
+        self.id, self.process, self.folder = worker_id, process, folder
         self.log: list[str] = []
         self._reader = asyncio.create_task(self._read())
 
@@ -277,8 +279,10 @@ class Workers:
         (folder / "fleet.yaml").write_text(yaml.safe_dump(self._tree))
         command = [sys.executable, "-m", "workers.main", role.value, "--redis", self.url, "--id", worker_id]
         command += ["--config", str(folder / "fleet.yaml"), *arguments]
-        process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
-        worker = WorkerProcess(worker_id, process)
+        process = await asyncio.create_subprocess_exec(
+            *command, cwd=ROOT, stderr=asyncio.subprocess.PIPE, env={**os.environ, "TMPDIR": str(folder)}
+        )
+        worker = WorkerProcess(worker_id, process, folder)
         self.processes.append(worker)
         if wait:
             await self.registered(worker_id)
@@ -349,6 +353,7 @@ class Workers:
             if spawned.process.returncode is None:
                 spawned.kill()
             await spawned.stopped()
+            shutil.rmtree(spawned.folder)
 
 
 @contextlib.asynccontextmanager

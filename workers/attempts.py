@@ -43,7 +43,8 @@ class Attempts:
         self._tokens = 0  # of all attempts whose prompt has not been computed
         self._prefill_tokens = 0  # the same, of prefills
         self._partial_tokens = 0  # of those, computed already: chunks of a prompt that goes on
-        self._completed_tokens = 0  # of attempts that were computed since the last step
+        self._completed = False  # some prompt, since the last step was accounted for
+        self._owed_tokens = 0  # of what was completed, computed in the step to be accounted for
         self.changed = asyncio.Event()  # set whenever something is removed; cleared by who waits for it
 
     def __len__(self) -> int:
@@ -95,11 +96,17 @@ class Attempts:
     def compute(self, held: Held) -> None:
         """Its prompt has been computed. Idempotent."""
         if not held.computed:
-            held.computed = True
-            self._tokens -= held.tokens
-            self._completed_tokens += held.tokens
-            if held.phase is Phase.PREFILL:
-                self._prefill_tokens -= held.tokens
+            before = min(self._partial_tokens, held.tokens)
+            self._partial_tokens -= before
+            self._owed_tokens += held.tokens - before
+            self._completed = True
+            self._settle(held)
+
+    def _settle(self, held: Held) -> None:
+        held.computed = True
+        self._tokens -= held.tokens
+        if held.phase is Phase.PREFILL:
+            self._prefill_tokens -= held.tokens
 
     def progress(self, prompt_tokens: int) -> None:
         """A step computed so many; call after `compute` of the attempts that it completed.
@@ -107,17 +114,17 @@ class Attempts:
         Prompts are computed one after the other, so what a step leaves unfinished, once it finished one, is its own.
         Wrong guesses of what was cached so end with the prompt that they were made of.
         """
-        partial = max(0, self._partial_tokens + prompt_tokens - self._completed_tokens)
-        self._partial_tokens = min(partial, prompt_tokens) if self._completed_tokens else partial
-        self._completed_tokens = 0
+        partial = max(0, self._partial_tokens + prompt_tokens - self._owed_tokens)
+        most = min(self._tokens, prompt_tokens) if self._completed else self._tokens
+        self._partial_tokens = min(partial, most)
+        self._completed, self._owed_tokens = False, 0
 
     def remove(self, held: Held) -> None:
         """Idempotent."""
         if not self.holds(held):
             return
         if not held.computed:
-            self.compute(held)
-            self._completed_tokens -= held.tokens
+            self._settle(held)
             self._partial_tokens = 0  # it may have been this one's
         del self._by_key[held.key]
         self._claimed.pop(held.key, None)

@@ -6,7 +6,11 @@ accelerators vLLM's own choices stand.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
+import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +24,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from orchestrator.config import KVConfig
-from workers.vllm_plugin import engine_process
+from workers.vllm_plugin import SOCKETS, engine_process
 
 _CPU_KV_CACHE_BYTES = 1 << 30
 # vLLM reads much of its start-up configuration from the environment, which is the whole process's.
@@ -81,6 +85,8 @@ def build_config(
 def start_client(config: VllmConfig, *, kv_host: str, kv_port: int, cores: list[int] | None) -> EngineCoreClient:
     """Blocks until the engine is ready. Raises RuntimeError when its process ends before that."""
     environment = _connector_env(kv_host, kv_port)
+    if not os.environ.get(SOCKETS):
+        environment[SOCKETS] = _own_folder()
     parallel = config.parallel_config
     executor = Executor.get_class(config)
     if current_platform.is_cpu():
@@ -92,6 +98,20 @@ def start_client(config: VllmConfig, *, kv_host: str, kv_port: int, cores: list[
             environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     with _environment, _set_env(environment), engine_process(cores if current_platform.is_cpu() else None):
         return EngineCoreClient.make_async_mp_client(config, executor, log_stats=True)
+
+
+@functools.cache
+def _own_folder() -> str:
+    """For vLLM's local sockets, which it leaves behind. A launcher gives its workers one that it removes itself."""
+    folder = tempfile.mkdtemp(prefix="pd-vllm-")
+    starter = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == starter:  # not an engine process, forked with this
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
 
 
 def _connector_env(kv_host: str, kv_port: int) -> dict[str, str]:

@@ -11,6 +11,7 @@ import select
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.executor import multiproc_executor, uniproc_executor
 
 from workers.prefix import PrefixChanges
 from workers.vllm_gloo import share_device
@@ -29,6 +31,7 @@ _SETTLING_STEPS = 3
 _KV_POLL_S = 0.02  # an engine with nothing to compute looks after its waiting requests this often, unless woken
 _PARENT = "PD_ENGINE_PARENT"  # pid of the process that the engine must not outlive
 _CORES = "PD_ENGINE_CORES"  # "0,1": cores the engine computes on
+SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's own name: the folder for its local sockets
 PREFIX_STATS = "pd_prefix"  # among the connector's statistics: the step's `PrefixDelta`
 _vllm_target = EngineCoreProc.run_engine_core
 
@@ -57,6 +60,8 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
     _use_cores([int(core) for core in os.environ.get(_CORES, "").split(",") if core])
     register()
     share_device()
+    if folder := os.environ.get(SOCKETS):
+        _meet_in(folder)
     spare_generators()
     EngineCoreProc._process_engine_step = _process_engine_step
     _vllm_target(*args, **kwargs)
@@ -178,6 +183,12 @@ def _has_news(engine: Any, output: EngineCoreOutputs) -> bool:
         return False
     engine._pd_last_said = seen
     return True
+
+
+def _meet_in(folder: str) -> None:
+    """The file by which the ranks of an engine find each other stays when they are gone: beside the sockets, then."""
+    for executor in (multiproc_executor, uniproc_executor):
+        executor.get_file_store_init_method = lambda: f"file://{folder}/vllm_dist_{uuid.uuid4().hex}"
 
 
 # ---- the process -------------------------------------------------------------------------------------------------

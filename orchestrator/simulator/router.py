@@ -182,7 +182,8 @@ class Router:
         size = worker.profile.block_size
         free_tokens = (worker.kv.free + worker.uncomputed_blocks()) * size
         batches, batch_tokens = self._claim_batches, worker.profile.max_num_batched_tokens
-        return claim_budget(batches, batch_tokens, worker.pending_tokens, worker.pending_tokens, free_tokens)
+        held = len(worker.waiting) + len(worker.prefilling)
+        return claim_budget(batches, batch_tokens, worker.pending_tokens, held, free_tokens)
 
     def _claim_from_window(self, worker: Worker, budget: int) -> bool:
         affinity = self.stack.affinity if self.index is not None else 0.0

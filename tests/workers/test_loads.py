@@ -136,6 +136,7 @@ def test_what_is_computed_in_chunks_waits_no_more() -> None:
     assert (attempts.waiting_tokens, attempts.claimed_tokens) == (900, 900)
     attempts.progress(400)
     attempts.compute(one)
+    assert attempts.waiting_tokens == 300, "also before the step that completed it is accounted for"
     attempts.progress(400)  # the last 200 of one, 200 of two
     assert attempts.waiting_tokens == 100
     attempts.compute(two)
@@ -163,3 +164,14 @@ def test_what_was_believed_of_a_prompt_ends_with_it() -> None:
     attempts.remove(names[3])
     attempts.progress(10)
     assert (attempts.waiting_tokens, attempts.claimed_tokens) == (0, 0)
+
+
+def test_the_last_token_of_received_prompts_is_nobodys_progress() -> None:
+    attempts = Attempts()
+    for number in range(5):
+        received = held(f"r{number}#1", 0)
+        attempts.add(received)
+        attempts.compute(received)
+        attempts.progress(1)
+    attempts.add(held("a#1", 100))
+    assert attempts.waiting_tokens == 100

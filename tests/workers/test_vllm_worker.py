@@ -137,6 +137,8 @@ async def test_a_pair_of_real_workers(redis_server: EmbeddedRedis, tmp_path_fact
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         assert await prefill.stopped() == 1
+        left = {path.name for path in prefill.folder.iterdir() if not path.name.startswith("torchinductor_")}  # a cache
+        assert left == {"fleet.yaml"}, "no socket, nothing of its engine"
         assert prefill.id not in await workers.registry.workers()
 
 
