@@ -246,10 +246,14 @@ class Redis(redis.asyncio.Redis):
         pause_s = _RECONNECT_MIN_S
         while True:
             connection = self._new_connection()
+            # Under a time-out of its own redis-py sends by `asyncio.wait_for`, which in Python 3.11 may swallow the
+            # cancellation of whoever listens: then nobody would ever end this.
+            timeout_s, connection.socket_timeout = connection.socket_timeout, None
             try:
-                await connection.connect()
-                await connection.send_command("SUBSCRIBE", channel, check_health=False)
-                await connection.read_response()
+                async with asyncio.timeout(timeout_s):
+                    await connection.connect()
+                    await connection.send_command("SUBSCRIBE", channel, check_health=False)
+                    await connection.read_response()
                 yield None
                 pause_s = _RECONNECT_MIN_S
                 pinged = False

@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+# Nothing in the suite needs a hub; a test that would ask one fails at once instead of after retries. Here, because the
+# hub's client reads this once, when the first module that imports it is collected.
+os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
 
 @pytest.fixture(scope="session", autouse=True)
 def own_runtime_folder() -> Iterator[Path]:
@@ -23,12 +27,3 @@ def own_runtime_folder() -> Iterator[Path]:
     else:
         os.environ["XDG_RUNTIME_DIR"] = before
     shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def offline() -> Iterator[None]:
-    """Nothing in the suite needs a hub; a test that would ask one fails at once instead of after retries."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setenv("VLLM_NO_USAGE_STATS", "1")
-        yield

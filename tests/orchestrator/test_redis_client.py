@@ -232,6 +232,20 @@ async def test_old_servers_are_refused():
 # ---- subscriptions ---------------------------------------------------------------------------------------------
 
 
+async def test_whoever_listens_can_be_cancelled_at_any_moment(redis):
+    async def listen():
+        async for _ in redis.listen("news"):
+            pass
+
+    for turns in range(60):  # of the loop: connecting, subscribing and being subscribed are among them
+        task = asyncio.create_task(listen())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        _, left = await asyncio.wait([task], timeout=5)
+        assert not left, f"cancelled after {turns} turns, it still listens"
+
+
 async def test_a_subscription_survives_restarts_and_says_when_it_missed_something(redis, server):
     received = []
 
