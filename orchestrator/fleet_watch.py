@@ -51,7 +51,8 @@ class FleetWatch:
             while True:
                 await self._read()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), _READ_EVERY_S)
+                    async with asyncio.timeout(_READ_EVERY_S):
+                        await self._changed.wait()
                     await asyncio.sleep(_SETTLE_S)
                 self._changed.clear()
         finally:

@@ -84,9 +84,9 @@ class LocalProcess:
         assert self._process is not None and self._pump is not None, "start it first"
         code = await self._process.wait()
         await self._end_group()
-        with contextlib.suppress(asyncio.TimeoutError, asyncio.CancelledError):
-            # Somebody outside the group may hold the pipe; its lines are not worth waiting for.
-            await asyncio.wait_for(self._pump, 1.0)
+        # Somebody outside the group may hold the pipe; its lines are not worth waiting for.
+        await asyncio.wait({self._pump}, timeout=1.0)
+        self._pump.cancel()
         return code
 
     async def stop(self, timeout_s: float) -> None:
@@ -95,7 +95,8 @@ class LocalProcess:
             return
         self.signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(self._process.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._process.wait()
         except TimeoutError:
             self.kill()
             await self._process.wait()

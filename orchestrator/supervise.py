@@ -154,7 +154,8 @@ class Supervised:
 
     async def _too_late(self) -> None:
         try:
-            await asyncio.wait_for(self._ready.wait(), self._start_timeout_s)
+            async with asyncio.timeout(self._start_timeout_s):
+                await self._ready.wait()
         except TimeoutError:
             log.error("%s: not ready within %g s; ending it", self.name, self._start_timeout_s)
             return
@@ -168,7 +169,8 @@ class Supervised:
         log.error("%s: %s; starting it again in %.1f s", self.name, describe(self.last_exit), pause_s)
         self._enter(Stage.PAUSING)
         try:
-            await asyncio.wait_for(self._stopping.wait(), pause_s)
+            async with asyncio.timeout(pause_s):
+                await self._stopping.wait()
         except TimeoutError:
             return
 

@@ -140,3 +140,10 @@ def test_there_are_no_cycles():
 
     for module in modules:
         visit(module, ())
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_no_wait_may_swallow_a_cancellation(file):
+    """`asyncio.wait_for` of Python 3.11 does, when what it waits for comes at the same moment: `asyncio.timeout`."""
+    calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)]
+    assert not [node.lineno for node in calls if node.attr == "wait_for"], "use asyncio.timeout"
