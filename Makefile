@@ -38,7 +38,7 @@ test: model
 	$(BIN)/pytest
 
 test-fast: venv
-	$(BIN)/pytest -m "not vllm and not slow"
+	$(BIN)/pytest -m "not vllm and not slow" --ignore-glob="*/test_vllm_*"  # whose imports alone take seconds
 
 lint: venv
 	$(BIN)/ruff check .
