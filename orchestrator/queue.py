@@ -118,7 +118,7 @@ class PrefillQueue:
         try:
             return [], list(_window(reply))
         except UnicodeDecodeError:  # no id of ours: claimed plainly, which drops it
-            return await self.claim_or_look(worker_id, max_tokens, max_jobs, 0, idle)
+            return await self.claim_or_look(worker_id, max_tokens, max_jobs, 0, idle=True)
 
     async def claim_chosen(self, worker_id: str, request_ids: list[str], idle: bool = False) -> list[Claim]:
         """Take those of these jobs that still wait. An idle worker is told of what is left.

@@ -118,7 +118,8 @@ class ClaimLoop:
         idle = len(self._attempts) == 0
         claims, window = await self._queue.claim_or_look(self._worker_id, budget, room, self._window, idle)
         if not window:
-            return claims, False
+            # Without a window a head that does not fit looks like an empty queue: asking again at once would not end.
+            return claims, not claims and not idle and self._window == 0
         rate = self._load.rate.tokens_per_s
         s_per_token = 1 / rate if rate else self._prior_s_per_token
         chosen = choose_claims(window, budget, idle, s_per_token)[:room]
