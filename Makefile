@@ -32,13 +32,13 @@ $(STAMP): $(LOCK) pyproject.toml
 	@touch $@
 
 model: venv
-	@$(BIN)/python -m orchestrator.demo_model
+	@$(BIN)/python -m orchestrator.config.model
 
 test: model
 	$(BIN)/pytest
 
 test-fast: venv
-	$(BIN)/pytest -m "not vllm and not slow" --ignore-glob="*/test_vllm_*"  # whose imports alone take seconds
+	$(BIN)/pytest -m "not vllm and not slow" --ignore=tests/workers/vllm_engine  # whose imports alone take seconds
 
 lint: venv
 	$(BIN)/ruff check .

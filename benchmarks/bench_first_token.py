@@ -37,10 +37,10 @@ from vllm.tokenizers import get_tokenizer  # noqa: E402
 from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 
 from orchestrator import metrics  # noqa: E402
-from orchestrator.demo_model import resolve_model  # noqa: E402
-from orchestrator.frontend_codec import VllmCodec  # noqa: E402
-from orchestrator.link import FrontendLink  # noqa: E402
-from orchestrator.redis_client import EmbeddedRedis  # noqa: E402
+from orchestrator.config.model import resolve_model  # noqa: E402
+from orchestrator.frontend.vllm_codec import VllmCodec  # noqa: E402
+from orchestrator.frontend.wiring import FrontendLink  # noqa: E402
+from orchestrator.launch.embedded_redis import EmbeddedRedis  # noqa: E402
 from orchestrator.types import Role  # noqa: E402
 
 MODES = ("decode", "prefill")

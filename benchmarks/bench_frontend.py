@@ -33,7 +33,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def start_fleet() -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-m", "orchestrator.cli", "up", str(ROOT / "configs" / "sim-2p2d.yaml")]
+    command = [sys.executable, "-m", "orchestrator.cli.main", "up", str(ROOT / "configs" / "sim-2p2d.yaml")]
     settings = {
         "namespace": NAMESPACE,
         "frontend.port": 0,
@@ -60,7 +60,7 @@ def frontend_pid() -> int:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command = (folder / "cmdline").read_bytes().split(b"\0")
-            if b"orchestrator.frontend" in command and any(NAMESPACE.encode() in part for part in command):
+            if b"orchestrator.frontend.server" in command and any(NAMESPACE.encode() in part for part in command):
                 return int(folder.name)
         except OSError:
             continue

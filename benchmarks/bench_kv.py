@@ -29,8 +29,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests")]
 from kv_tables import markdown  # noqa: E402
 from support_vllm import frames, tiny_model  # noqa: E402
 
-from orchestrator.config import KVConfig  # noqa: E402
-from orchestrator.demo_model import resolve_model  # noqa: E402
+from orchestrator.config.model import resolve_model  # noqa: E402
+from orchestrator.config.settings import KVConfig  # noqa: E402
 from orchestrator.types import KVSource  # noqa: E402
 from workers.engine import EngineRequest, Phase  # noqa: E402
 
@@ -122,8 +122,8 @@ async def _submit_pull(engine: Any, key: str, body: list[bytes], params: dict[st
 
 
 def _engine_class(variant: Variant) -> Any:
-    from workers.vllm_engine import VllmEngine
-    from workers.vllm_launch import build_config, start_client
+    from workers.vllm_engine.engine import VllmEngine
+    from workers.vllm_engine.launch import build_config, start_client
 
     class BenchEngine(VllmEngine):
         info: Any = None

@@ -20,22 +20,20 @@ import uvloop
 from bench_queue import report as queue_report
 from bench_queue import run as queue_benchmark
 
-from orchestrator.config import SLOConfig, parse_config
-from orchestrator.decider import Decider
-from orchestrator.fleet import Fleet
-from orchestrator.learning import Learning
-from orchestrator.messages import PROTOCOL_VERSION
+from orchestrator.config.settings import SLOConfig, parse_config
+from orchestrator.fleet.prefixes import PrefixView
+from orchestrator.fleet.queue_view import PrefillLink
+from orchestrator.fleet.view import Fleet
 from orchestrator.policy.decode_choice import KVBlocks, decode_choice
 from orchestrator.policy.predict import Predictor
 from orchestrator.policy.prefix_keys import prefix_keys
-from orchestrator.prefill_link import PrefillLink
-from orchestrator.prefix_view import PrefixView
-from orchestrator.request import ActiveRequest
+from orchestrator.router.decider import Decider
+from orchestrator.router.learning import Learning
+from orchestrator.router.request import ActiveRequest
 from orchestrator.simulator.adp import AdpSettings, simulate_adp
-from orchestrator.simulator.cli import PROFILES
 from orchestrator.simulator.job import Settings
 from orchestrator.simulator.plot import PlotError, line_chart
-from orchestrator.simulator.profile import load_profile
+from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.report import Report, goodput, report
 from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.stack import stack
@@ -51,6 +49,7 @@ from orchestrator.types import (
     WorkerLoad,
     WorkerState,
 )
+from orchestrator.wire.messages import PROTOCOL_VERSION
 
 RESULTS = Path(__file__).parent / "results"
 WARM_UP = 0.25  # of each run's time, left out for every policy alike: an empty fleet says nothing

@@ -19,10 +19,11 @@ from typing import Any
 
 import uvloop
 
-from orchestrator.config import QueueConfig
+from orchestrator.config.settings import QueueConfig
+from orchestrator.launch.embedded_redis import EmbeddedRedis
 from orchestrator.policy.claims import choose_claims
-from orchestrator.queue import Claim, PrefillQueue
-from orchestrator.redis_client import EmbeddedRedis, Redis, connect
+from orchestrator.store.client import Redis, connect
+from orchestrator.store.queue import Claim, PrefillQueue
 from orchestrator.types import PrefillJob
 
 NAMESPACE, FRONTEND = "bench-queue", "frontend-1"

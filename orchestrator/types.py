@@ -169,6 +169,17 @@ class PrefillJob(msgspec.Struct, frozen=True):
         return max(1, self.tokens - self.cached.get(worker_id, 0)) if self.cached else self.uncached_tokens
 
 
+class WindowJob(msgspec.Struct, frozen=True):
+    """A waiting job as one prefill worker sees it. Cached tokens are prefix-cache hits, by the prefix index."""
+
+    request_id: str
+    score: float
+    tokens: int  # prompt tokens
+    waited_s: float
+    cached_here: int = 0
+    cached_elsewhere: int = 0  # on the prefill worker, other than this one, that holds most of it
+
+
 class QueueDepth(msgspec.Struct, frozen=True):
     """The prefill queue at one moment. Tokens are uncached prompt tokens of waiting jobs."""
 

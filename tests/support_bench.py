@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from orchestrator.codec import Batch
-from orchestrator.config import parse_config
-from orchestrator.fleet import Fleet
-from orchestrator.messages import Claimed, MessageError, Outputs, Submit
+from orchestrator.config.settings import parse_config
+from orchestrator.fleet.prefixes import PrefixView
+from orchestrator.fleet.view import Fleet
 from orchestrator.policy.decode_choice import decode_choice
-from orchestrator.prefix_view import PrefixView
-from orchestrator.router import FINISH_ERROR, Router
+from orchestrator.router.codec import Batch
+from orchestrator.router.router import FINISH_ERROR, Router
 from orchestrator.types import (
     EngineIdentity,
     KVEndpoint,
@@ -25,6 +24,7 @@ from orchestrator.types import (
     WorkerInfo,
     WorkerState,
 )
+from orchestrator.wire.messages import Claimed, MessageError, Outputs, Submit
 
 IDENTITY = EngineIdentity("m", "float32", "auto", 16, 4096, "sim", "1", 1)
 

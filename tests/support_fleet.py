@@ -24,7 +24,7 @@ import httpx
 import psutil
 from support_vllm import tiny_model
 
-from orchestrator.demo_model import resolve_model
+from orchestrator.config.model import resolve_model
 
 ROOT = Path(__file__).parents[1]
 START_TIMEOUT_S = 180
@@ -58,7 +58,7 @@ class RunningFleet:
         self.namespace = f"test-{uuid.uuid4().hex[:8]}"
         self.log: list[str] = []
         arguments = [f"namespace={self.namespace}", "frontend.port=0", *sets]
-        command = [sys.executable, "-m", "orchestrator.cli", "up", str(ROOT / "configs" / config)]
+        command = [sys.executable, "-m", "orchestrator.cli.main", "up", str(ROOT / "configs" / config)]
         for item in arguments:
             command += ["--set", item]
         self.log_file = Path(tempfile.gettempdir()) / f"pd-{self.namespace}.log"
@@ -142,7 +142,7 @@ class RunningFleet:
         raise FleetFailed(f"the launcher has no embedded Redis among its children {children}")
 
     def cli(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "orchestrator.cli", *arguments, "--namespace", self.namespace]
+        command = [sys.executable, "-m", "orchestrator.cli.main", *arguments, "--namespace", self.namespace]
         done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=60)
         assert not check or done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
         return done

@@ -11,11 +11,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from orchestrator import embedded_redis
-from orchestrator.config import QueueConfig
-from orchestrator.embedded_redis import EmbeddedRedis
-from orchestrator.queue import PrefillQueue
-from orchestrator.redis_client import Keys, Redis
+from orchestrator.config.settings import QueueConfig
+from orchestrator.launch import embedded_redis
+from orchestrator.launch.embedded_redis import EmbeddedRedis
+from orchestrator.store.client import Redis
+from orchestrator.store.keys import Keys
+from orchestrator.store.queue import PrefillQueue
 from orchestrator.types import EngineIdentity, KVEndpoint, PrefillJob, Role, WorkerInfo, WorkerState
 
 DEADLINE_S = 15.0

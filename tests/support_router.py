@@ -9,13 +9,13 @@ from typing import Any
 
 from support_workers import expected
 
-from orchestrator.codec import Batch
-from orchestrator.config import Config
-from orchestrator.engine_wire import FinishReason, SimCodec, WireOutput, WireRequest, WireSampling
-from orchestrator.link import FrontendLink
+from orchestrator.config.settings import Config
+from orchestrator.frontend.wiring import FrontendLink
 from orchestrator.policy.prefix_keys import reusable_keys
-from orchestrator.redis_client import Redis
+from orchestrator.router.codec import Batch
+from orchestrator.store.client import Redis
 from orchestrator.types import RequestInfo
+from workers.sim.wire import FinishReason, SimCodec, WireOutput, WireRequest, WireSampling
 
 
 class SimRouterCodec:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
-from orchestrator.config import KVConfig, SimConfig
-from orchestrator.engine_wire import FinishReason, SimCodec, WirePrefillStats, WireRequest, WireSampling
+from orchestrator.config.settings import KVConfig, SimConfig
 from orchestrator.types import KVEndpoint, KVSource
 from workers.engine import EngineInfo, EngineLoad, EngineRequest, Phase
-from workers.sim_engine import SimEngine
+from workers.sim.engine import SimEngine
+from workers.sim.wire import FinishReason, SimCodec, WirePrefillStats, WireRequest, WireSampling
 
 FAST = SimConfig(speed=20)
 DEADLINE_S = 10.0

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config import KVConfig
+from orchestrator.config.settings import KVConfig
 from orchestrator.types import KVSource
 from workers.engine import EngineInfo, EngineLoad, EngineRequest, Phase
 from workers.ports import free_port
@@ -120,7 +120,7 @@ class Driver:
 
     @classmethod
     async def start(cls, model: Path, *, kv: KVConfig | None = None, name: str = "e", **args: Any) -> Driver:
-        from workers.vllm_engine import VllmEngine
+        from workers.vllm_engine.engine import VllmEngine
 
         cores = args.pop("cores", None)
         kv_port = args.pop("kv_port", None) or free_port("127.0.0.1")

@@ -19,9 +19,13 @@ from typing import Any
 
 import yaml
 
-from orchestrator.config import Config, parse_config
-from orchestrator.engine_wire import FinishReason, SimCodec, WireRequest, WireSampling
-from orchestrator.messages import (
+from orchestrator.config.settings import Config, parse_config
+from orchestrator.launch.embedded_redis import EmbeddedRedis
+from orchestrator.store.client import Redis, RedisAway, connect
+from orchestrator.store.queue import PrefillQueue
+from orchestrator.store.registry import Registry
+from orchestrator.types import KVSource, PrefillJob, PrefixEvents, Role, WorkerInfo, WorkerLoad, WorkerState
+from orchestrator.wire.messages import (
     Abort,
     CallReply,
     Claimed,
@@ -34,14 +38,11 @@ from orchestrator.messages import (
     Welcome,
     pack_frames,
 )
-from orchestrator.queue import PrefillQueue
-from orchestrator.redis_client import EmbeddedRedis, Redis, RedisAway, connect
-from orchestrator.registry import Registry
-from orchestrator.transport import Disconnected, FrontendTransport
-from orchestrator.types import KVSource, PrefillJob, PrefixEvents, Role, WorkerInfo, WorkerLoad, WorkerState
+from orchestrator.wire.transport import Disconnected, FrontendTransport
 from workers.agent import Agent
-from workers.sim_engine import SimEngine
-from workers.sim_scheduler import TokenStream
+from workers.sim.engine import SimEngine
+from workers.sim.scheduler import TokenStream
+from workers.sim.wire import FinishReason, SimCodec, WireRequest, WireSampling
 
 DEADLINE_S = 15.0
 ROOT = Path(__file__).parents[1]

@@ -13,12 +13,12 @@ import time
 
 import msgspec
 
-from orchestrator.config import Config, ConfigError
-from orchestrator.queue import PrefillQueue
-from orchestrator.redis_client import Redis, RedisAway
-from orchestrator.registry import IncompatibleWorker, Left, Ordered, Registry, Resync
-from orchestrator.transport import WorkerTransport
+from orchestrator.config.settings import Config, ConfigError
+from orchestrator.store.client import Redis, RedisAway
+from orchestrator.store.queue import PrefillQueue
+from orchestrator.store.registry import IncompatibleWorker, Left, Ordered, Registry, Resync
 from orchestrator.types import Role, WorkerInfo
+from orchestrator.wire.transport import WorkerTransport
 from workers.attempts import Attempts
 from workers.claims import ClaimLoop
 from workers.engine import Engine, EngineDead, EngineInfo

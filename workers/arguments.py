@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from orchestrator.config import Config, ConfigError, PoolConfig, load_config, parse_config
+from orchestrator.config.settings import Config, ConfigError, PoolConfig, load_config, parse_config
 from orchestrator.types import Role
 
 
@@ -103,7 +103,7 @@ def vllm_arguments(arguments: list[str]) -> dict[str, Any]:
     if not arguments:
         return {}
     # vLLM's own parser knows its hundreds of options, JSON values and dotted keys.
-    from workers import vllm_arguments as vllm
+    from workers.vllm_engine import arguments as vllm
 
     try:
         return vllm.parse(arguments)

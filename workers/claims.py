@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from orchestrator.config import QueueConfig
-from orchestrator.messages import Claimed, MessageError, Prefilled, PrefillFailed, unpack_frames
+from orchestrator.config.settings import QueueConfig
 from orchestrator.policy.claims import choose_claims, claim_budget
-from orchestrator.queue import Claim, PrefillQueue
-from orchestrator.redis_client import RedisAway
+from orchestrator.store.client import RedisAway
+from orchestrator.store.queue import Claim, PrefillQueue
 from orchestrator.types import KVEndpoint, KVSource, PrefillJob, engine_key
+from orchestrator.wire.messages import Claimed, MessageError, Prefilled, PrefillFailed, unpack_frames
 from workers.attempts import Attempts, Held
 from workers.engine import Engine, EngineInfo, EngineOutput, EngineRequest, Phase
 from workers.loads import LoadReporter

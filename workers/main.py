@@ -16,9 +16,9 @@ from typing import Any
 
 import uvloop
 
-from orchestrator.config import ConfigError
-from orchestrator.redis_client import RedisAway, connect
-from orchestrator.registry import IncompatibleWorker
+from orchestrator.config.settings import ConfigError
+from orchestrator.store.client import RedisAway, connect
+from orchestrator.store.registry import IncompatibleWorker
 from orchestrator.types import Role
 from workers.agent import Agent, EngineStartFailed, IdInUse
 from workers.arguments import WorkerSettings, environment, parse
@@ -93,14 +93,14 @@ def _engine(parsed: WorkerSettings) -> Engine:
     place: dict[str, Any] = {"engine_id": engine_id, "kv_host": parsed.host, "kv": config.kv}
     place["prefix_events"] = config.routing.prefix_index
     if config.engine == "sim":
-        from workers.sim_engine import SimEngine
+        from workers.sim.engine import SimEngine
 
         if parsed.cores:
             os.sched_setaffinity(0, parsed.cores)
         log.info("simulated engine: times and tokens are made up")
         return SimEngine(config.sim, config.model, kv_port=parsed.kv_port, **place)
-    from orchestrator.demo_model import resolve_model
-    from workers.vllm_engine import VllmEngine
+    from orchestrator.config.model import resolve_model
+    from workers.vllm_engine.engine import VllmEngine
 
     kv_port = parsed.kv_port or free_port(parsed.host)
     model = resolve_model(config.model)

@@ -10,8 +10,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from orchestrator.config import Config
-from orchestrator.registry import Registry, WorkerOrders
+from orchestrator.config.settings import Config
+from orchestrator.store.registry import Registry, WorkerOrders
 from orchestrator.types import Role
 from workers.attempts import Attempts
 from workers.claims import ClaimLoop

@@ -12,8 +12,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from orchestrator.redis_client import RedisAway
-from orchestrator.registry import Changed, Joined, Left, Registry, RegistryEvent, Resync
+from orchestrator.store.client import RedisAway
+from orchestrator.store.registry import Changed, Joined, Left, Registry, RegistryEvent, Resync
 from orchestrator.types import WorkerInfo
 
 log = logging.getLogger("pd.peers")

@@ -9,8 +9,8 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 
-from orchestrator.messages import PrefixSnapshot
 from orchestrator.types import PrefixEvents
+from orchestrator.wire.messages import PrefixSnapshot
 from workers.engine import PrefixDelta
 from workers.loads import LoadReporter
 

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from orchestrator.messages import (
+from orchestrator.types import engine_key
+from orchestrator.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
     Call,
@@ -26,7 +27,6 @@ from orchestrator.messages import (
     ToWorker,
     Welcome,
 )
-from orchestrator.types import engine_key
 from workers.attempts import Attempts, Held
 from workers.engine import Engine, EngineDead, EngineOutput, EngineRequest, EngineStep, InvalidEngineRequest, Phase
 from workers.loads import LoadReporter

@@ -11,7 +11,7 @@ from typing import Union
 
 import msgspec
 
-from orchestrator.config import SLOConfig
+from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.decode_choice import Candidate
 from orchestrator.policy.placement import Decision, Local, PrefillView, Reject, Remote, uncached_tokens
 from orchestrator.policy.predict import Predictor

@@ -8,18 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
-
-class WindowJob(msgspec.Struct, frozen=True):
-    """A waiting job as one prefill worker sees it. Cached tokens are prefix-cache hits, by the prefix index."""
-
-    request_id: str
-    score: float
-    tokens: int  # prompt tokens
-    waited_s: float
-    cached_here: int = 0
-    cached_elsewhere: int = 0  # on the prefill worker, other than this one, that holds most of it
+from orchestrator.types import WindowJob
 
 
 def claim_budget(

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from orchestrator.config import SLOConfig
+from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.decode_choice import EXPECTED_OUTPUT_TOKENS
 from orchestrator.simulator.profile import Profile
 from orchestrator.simulator.stack import Stack

@@ -9,9 +9,9 @@ from typing import Protocol
 
 import msgspec
 
-from orchestrator.config import RoutingConfig, SLOConfig
+from orchestrator.config.settings import RoutingConfig, SLOConfig
 from orchestrator.policy.admission import admit
-from orchestrator.policy.claims import WindowJob, choose_claims, claim_budget
+from orchestrator.policy.claims import choose_claims, claim_budget
 from orchestrator.policy.decode_choice import KVBlocks, decode_choice
 from orchestrator.policy.placement import Local, PrefillView, Reject, place
 from orchestrator.policy.predict import Predictor
@@ -21,7 +21,7 @@ from orchestrator.simulator.job import Job, Settings
 from orchestrator.simulator.stay import Stay
 from orchestrator.simulator.view import PoolView
 from orchestrator.simulator.worker import Worker
-from orchestrator.types import Offered, PrefixEvents, QueueDepth
+from orchestrator.types import Offered, PrefixEvents, QueueDepth, WindowJob
 
 REFRESH_HITS_S = 1.0  # a waiting job's prefix hits are looked up again when older than this
 

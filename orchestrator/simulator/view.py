@@ -1,6 +1,6 @@
 """What the simulated router knows of a pool of workers: reports of a given age, plus what it placed since.
 
-The counterpart of `orchestrator.fleet`, over simulated workers.
+The counterpart of `orchestrator.fleet.view`, over simulated workers.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support_workers import Workers, running_workers
 
-from orchestrator.redis_client import EmbeddedRedis
+from orchestrator.launch.embedded_redis import EmbeddedRedis
 
 
 @pytest.fixture(scope="session")

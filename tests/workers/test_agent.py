@@ -10,10 +10,10 @@ import zmq
 import zmq.asyncio
 from support_workers import Workers, expected, running_workers, until
 
-from orchestrator.messages import Abort, Call, Hello, Rejected, Submit
-from orchestrator.redis_client import EmbeddedRedis
-from orchestrator.registry import IncompatibleWorker
+from orchestrator.launch.embedded_redis import EmbeddedRedis
+from orchestrator.store.registry import IncompatibleWorker
 from orchestrator.types import Role
+from orchestrator.wire.messages import Abort, Call, Hello, Rejected, Submit
 
 PROMPT = list(range(100, 400))
 

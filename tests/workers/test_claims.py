@@ -9,9 +9,9 @@ import signal
 import pytest
 from support_workers import Frontend, Workers, running_workers, until
 
-from orchestrator.messages import Claimed, Prefilled, PrefillFailed, Rejected
-from orchestrator.redis_client import EmbeddedRedis
+from orchestrator.launch.embedded_redis import EmbeddedRedis
 from orchestrator.types import Role
+from orchestrator.wire.messages import Claimed, Prefilled, PrefillFailed, Rejected
 from workers.claims import claim_budget
 
 PROMPT = list(range(100, 400))

@@ -9,9 +9,9 @@ from support_router import RouterClient
 from support_workers import LocalWorker, Workers, expected, running_workers, until
 
 from orchestrator import metrics
-from orchestrator.redis_client import EmbeddedRedis
+from orchestrator.launch.embedded_redis import EmbeddedRedis
 from orchestrator.types import Role
-from workers.sim_scheduler import SimRequest
+from workers.sim.scheduler import SimRequest
 
 # A fifth of a second of KV on the wire for every 500 tokens: decode's own token comes well after prefill's.
 SECTIONS = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support_workers import ROOT, Workers, until
 
-from orchestrator.redis_client import EmbeddedRedis
+from orchestrator.launch.embedded_redis import EmbeddedRedis
 from orchestrator.types import Role, WorkerState
 from workers.main import main
 
@@ -205,7 +205,7 @@ def test_both_console_scripts_are_installed() -> None:
 
 @pytest.mark.vllm
 def test_vllm_arguments_are_parsed_by_vllm() -> None:
-    from orchestrator.config import ConfigError
+    from orchestrator.config.settings import ConfigError
     from workers.arguments import vllm_arguments
 
     given = ["--max-model-len", "4k", "--enforce-eager", "--kv-cache-memory-bytes=1G", "--no-enable-prefix-caching"]

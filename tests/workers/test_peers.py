@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 from support_workers import until
 
-from orchestrator.redis_client import RedisAway
-from orchestrator.registry import Changed, Joined, Left, Resync
+from orchestrator.store.client import RedisAway
+from orchestrator.store.registry import Changed, Joined, Left, Resync
 from orchestrator.types import EngineIdentity, KVEndpoint, Role, WorkerInfo, WorkerState
 from workers import peers as peers_module
 from workers.peers import Peers, listening, probe

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from orchestrator.messages import PrefixSnapshot
 from orchestrator.types import PrefixEvents
+from orchestrator.wire.messages import PrefixSnapshot
 from workers.attempts import Attempts
 from workers.engine import PrefixDelta
 from workers.loads import LoadReporter

@@ -9,8 +9,8 @@ from support_router import RouterClient
 from support_workers import LocalWorker, Workers, running_workers, until
 
 from orchestrator import metrics
+from orchestrator.launch.embedded_redis import EmbeddedRedis
 from orchestrator.policy.prefix_keys import prefix_keys
-from orchestrator.redis_client import EmbeddedRedis
 from orchestrator.types import Role
 
 SECTIONS = {

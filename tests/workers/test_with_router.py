@@ -10,8 +10,8 @@ from support_router import RouterClient
 from support_workers import WorkerProcess, running_workers, until
 
 from orchestrator import metrics
-from orchestrator.redis_client import EmbeddedRedis
-from orchestrator.registry import UnknownWorker
+from orchestrator.launch.embedded_redis import EmbeddedRedis
+from orchestrator.store.registry import UnknownWorker
 from orchestrator.types import Role
 
 pytestmark = pytest.mark.slow

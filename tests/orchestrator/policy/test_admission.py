@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.config import SLOConfig
+from orchestrator.config.settings import SLOConfig
 from orchestrator.policy import slack
 from orchestrator.policy.admission import Admitted, admit
 from orchestrator.policy.decode_choice import Candidate

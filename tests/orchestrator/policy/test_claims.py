@@ -1,6 +1,7 @@
 """Which jobs a prefill worker claims."""
 
-from orchestrator.policy.claims import WindowJob, choose_claims
+from orchestrator.policy.claims import choose_claims
+from orchestrator.types import WindowJob
 
 S_PER_TOKEN = 0.001
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.config import RoutingConfig, SLOConfig
+from orchestrator.config.settings import RoutingConfig, SLOConfig
 from orchestrator.policy.decode_choice import Candidate, decode_choice
 from orchestrator.policy.placement import Local, PrefillView, Reject, Remote, place
 from orchestrator.policy.predict import Predictor

@@ -5,13 +5,12 @@ import json
 
 import pytest
 
-from orchestrator.config import ConfigError
+from orchestrator.cli.compare import comparison, profile_command
+from orchestrator.config.settings import ConfigError
 from orchestrator.simulator.calibrate import Measured, fit_profile
-from orchestrator.simulator.cli import PROFILES
 from orchestrator.simulator.job import Settings
 from orchestrator.simulator.measure import MeasureError, Target, replay
-from orchestrator.simulator.profile import load_profile
-from orchestrator.simulator.real_cli import comparison, profile_command
+from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.report import report
 from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.stack import stack

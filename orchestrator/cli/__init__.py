@@ -1,0 +1,1 @@
+"""The orchestrator command: what an operator types, and what is shown."""

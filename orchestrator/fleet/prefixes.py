@@ -1,0 +1,92 @@
+"""What the workers' prefix caches hold, as this frontend believes it: events and snapshots in, hits of a prompt out.
+
+Each load report says up to which batch of events its worker has published before it, on the same socket: a batch that
+is not here by then was lost, or sent before this frontend listened. Then, as at any gap, the worker is asked for a
+snapshot, and nothing is believed of it until that is here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from orchestrator import metrics
+from orchestrator.policy.prefix_index import Hits, PrefixIndex
+from orchestrator.types import PrefixEvents, WorkerLoad
+from orchestrator.wire.messages import PrefixResync, PrefixSnapshot
+
+RESYNC_RETRY_S = 2.0
+# Batches kept for when the snapshot is here. Beyond it the oldest go, and the gap that they leave asks for another one.
+MAX_HELD = 256
+
+
+class _Awaited:
+    """A snapshot that was asked for, and what was published meanwhile."""
+
+    def __init__(self) -> None:
+        self.asked_at = 0.0
+        self.sequence = 0  # of the snapshot that is arriving
+        self.held: deque[PrefixEvents] = deque(maxlen=MAX_HELD)
+
+
+class PrefixView:
+    """Times are this frontend's monotonic clock, seconds."""
+
+    def __init__(self, send: Callable[[str, PrefixResync], bool], enabled: bool = True) -> None:
+        """`send(worker_id, message)`: false when that worker is not connected."""
+        self.index = PrefixIndex()
+        self._send, self._enabled = send, enabled
+        self._awaited: dict[str, _Awaited] = {}
+
+    def look_up(self, keys: Sequence[int]) -> Hits:
+        return self.index.look_up(keys)
+
+    @property
+    def empty(self) -> bool:
+        """No prompt can have a hit."""
+        return not len(self.index)
+
+    def take_load(self, load: WorkerLoad, now: float) -> None:
+        awaited = self._awaited.get(load.worker_id)
+        if awaited is not None:
+            if now - awaited.asked_at > RESYNC_RETRY_S:
+                self._ask(load.worker_id, now)
+        elif self._enabled and load.prefix_sequence > self.index.sequence(load.worker_id):
+            self.index.forget(load.worker_id)
+            self._ask(load.worker_id, now)
+
+    def take_events(self, events: PrefixEvents, now: float) -> None:
+        if not self._enabled:
+            return
+        if (awaited := self._awaited.get(events.worker_id)) is not None:
+            awaited.held.append(events)
+        elif not self.index.apply(events):
+            self._ask(events.worker_id, now)
+        metrics.prefix_index_blocks.set(len(self.index))
+
+    def take_snapshot(self, snapshot: PrefixSnapshot, now: float) -> None:
+        """Its first part replaces what is believed, the others add to it; then comes what was published meanwhile."""
+        worker_id = snapshot.worker_id
+        awaited = self._awaited.get(worker_id)
+        if awaited is None:
+            return  # answered twice, or the worker is gone
+        if awaited.sequence != snapshot.sequence:
+            self.index.resync(worker_id, snapshot.sequence, snapshot.keys)
+            awaited.sequence, awaited.asked_at = snapshot.sequence, now
+        else:
+            self.index.stored(worker_id, snapshot.keys)
+        if not snapshot.more:
+            del self._awaited[worker_id]
+            for events in awaited.held:
+                self.take_events(events, now)
+        metrics.prefix_index_blocks.set(len(self.index))
+
+    def forget(self, worker_id: str) -> None:
+        """The worker is gone, or another process now."""
+        self.index.forget(worker_id)
+        self._awaited.pop(worker_id, None)
+
+    def _ask(self, worker_id: str, now: float) -> None:
+        self._awaited.setdefault(worker_id, _Awaited()).asked_at = now
+        metrics.prefix_resyncs.inc()
+        self._send(worker_id, PrefixResync())

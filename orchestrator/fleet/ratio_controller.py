@@ -1,0 +1,139 @@
+"""The ratio control loop: the elected frontend turns the fleet's load into a desired xPyD, when `ratio.mode` is auto.
+
+What the split should be is `policy.ratio`'s to say, and changing roles the launcher's. The frontend that leads holds a
+lease in Redis; when it dies the next one to ask leads, and looks for a whole window before it decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from orchestrator import metrics
+from orchestrator.config.settings import Config
+from orchestrator.fleet.view import Fleet, WorkerView
+from orchestrator.policy.predict import Predictor
+from orchestrator.policy.ratio import LoadSample, RatioLimits, desired_ratio
+from orchestrator.policy.sampling import LoadSampler, Look, offered_since
+from orchestrator.store.client import RedisAway
+from orchestrator.store.registry import Registry
+from orchestrator.types import Offered, QueueDepth, Role, WorkerState
+
+log = logging.getLogger("pd.ratio")
+
+LEASE_S = 5.0
+# Decode workers on which prompts are prefilled too must not be left so full that they could not, and they take what
+# is too much for the prefill workers.
+_OVERFLOW_DECODE_LOAD, _OVERFLOW_PREFILL_LOAD = 0.5, 2.0
+
+
+class RatioController:
+    """`run` it in every frontend."""
+
+    def __init__(
+        self,
+        frontend_id: str,
+        config: Config,
+        registry: Registry,
+        fleet: Fleet,
+        depth: Callable[[], QueueDepth | None],
+        predictor: Predictor,
+    ) -> None:
+        self._frontend_id, self._registry, self._fleet = frontend_id, registry, fleet
+        self._depth, self._predictor = depth, predictor
+        self._ratio, self._tpot_s = config.ratio, config.slo.tpot_s
+        overflows = config.routing.placement == "cost"
+        self._limits = RatioLimits(
+            min_prefill=config.ratio.min_prefill,
+            min_decode=config.ratio.min_decode,
+            cool_down_s=config.ratio.cool_down_s,
+            gain=config.ratio.gain,
+            busy=config.ratio.busy,
+            decode_load=_OVERFLOW_DECODE_LOAD if overflows else 1.0,
+            prefill_load=_OVERFLOW_PREFILL_LOAD if overflows else 1.0,
+            backlog_s=config.ratio.backlog_s,
+        )
+        self._looks = max(2, round(config.ratio.window_s / config.ratio.interval_s))
+        self._tick_s = min(config.ratio.interval_s, LEASE_S / 3)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._window: deque[LoadSample] = deque(maxlen=self._looks)
+        self._sampler = LoadSampler(self._tpot_s)
+        self._counted: dict[str, Offered] | None = None
+        self._offered = Offered()
+        self._next_look_at = 0.0  # the loop's clock
+
+    async def run(self) -> None:
+        """Runs until cancelled; returns at once when it is off."""
+        while self._ratio.mode == "auto":
+            await asyncio.sleep(self._tick_s)
+            try:
+                await self._tick()
+            except RedisAway as error:
+                log.debug("no ratio is decided without Redis: %s", error)
+                self._forget()
+
+    async def _tick(self) -> None:
+        now = await self._registry.lead(self._frontend_id, LEASE_S)
+        if now is None:
+            self._forget()
+            return
+        moment = asyncio.get_running_loop().time()
+        if moment < self._next_look_at:
+            return
+        self._next_look_at = moment + self._ratio.interval_s - self._tick_s / 2
+        await self._look(now)
+        await self._decide()
+
+    async def _look(self, now: float) -> None:
+        counts = {name: frontend.offered for name, frontend in (await self._registry.frontends()).items()}
+        if self._counted is not None:
+            self._offered += offered_since(self._counted, counts)
+        self._counted = counts
+        views = list(self._fleet.workers.values())
+        for view in _decoding(views):
+            if view.load and not view.load.waiting_tokens:
+                self._sampler.observe_step(view.load.running, view.load.step_ms / 1000)
+        look = look_at(views, now, self._offered, self._depth())
+        if look is not None and (sample := self._sampler.sample(look, self._predictor)) is not None:
+            self._window.append(sample)
+
+    async def _decide(self) -> None:
+        current = await self._registry.desired()
+        changing = any(view.info.state is not WorkerState.READY for view in self._fleet.workers.values())
+        if current is None or changing or len(self._window) < self._looks:
+            return
+        wanted = desired_ratio(list(self._window), current, self._limits)
+        if wanted is None or not await self._registry.propose_desired(self._frontend_id, current, wanted):
+            return
+        metrics.ratio_changes.inc()
+        log.info(
+            "the load asks for %d prefill and %d decode workers instead of %d and %d",
+            *(wanted.prefill, wanted.decode, current.prefill, current.decode),
+        )
+
+
+def look_at(views: Iterable[WorkerView], at: float, offered: Offered, depth: QueueDepth | None) -> Look | None:
+    """None while no decode worker has told its load, or the queue cannot be seen."""
+    decoding = _decoding(views)
+    loads = [view.load for view in decoding if view.load is not None]
+    if not loads or depth is None:
+        return None
+    block_size = decoding[0].info.identity.block_size
+    return Look(
+        at=at,
+        offered=offered,
+        queued_prefill_tokens=depth.tokens,
+        holding=sum(load.running for load in loads),
+        waiting=sum(load.waiting for load in loads),
+        held_tokens=sum(load.blocks_total - load.blocks_free for load in loads) * block_size,
+        worker_tokens=sum(load.blocks_total for load in loads) * block_size // len(loads),
+        worker_sequences=min(view.info.max_num_seqs for view in decoding),
+    )
+
+
+def _decoding(views: Iterable[WorkerView]) -> list[WorkerView]:
+    return [view for view in views if view.info.role is Role.DECODE and view.load is not None]

@@ -1,0 +1,72 @@
+"""The fleet's state as `pd_*` metrics, read at the moment of a scrape.
+
+Every frontend hears the same load reports, so whichever frontend answers shows the whole fleet, and these figures are
+never added up over frontends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from orchestrator.fleet.view import WorkerView
+from orchestrator.types import DesiredRatio, QueueDepth, Role
+
+
+class FleetCollector(Collector):
+    """Yields gauges and counters of the fleet as it is at the moment of the scrape."""
+
+    def __init__(
+        self,
+        workers: Callable[[], Iterable[WorkerView]],
+        depth: Callable[[], QueueDepth | None],
+        desired: Callable[[], DesiredRatio | None],
+    ) -> None:
+        self._workers = workers
+        self._depth = depth
+        self._desired = desired
+
+    def collect(self) -> Iterator[Metric]:
+        depth = self._depth()
+        reachable = GaugeMetricFamily("pd_queue_reachable", "1 while Redis answers")
+        reachable.add_metric([], float(depth is not None))
+        yield reachable
+        if depth is not None:
+            yield GaugeMetricFamily("pd_queue_requests", "Remote prefills waiting to be claimed", value=depth.requests)
+            yield GaugeMetricFamily("pd_queue_tokens", "Uncached prompt tokens in them", value=depth.tokens)
+            yield GaugeMetricFamily("pd_queue_claimed", "Remote prefills claimed and not yet done", value=depth.claimed)
+        if (desired := self._desired()) is not None:
+            wanted = GaugeMetricFamily("pd_desired_workers", "Workers that there should be, by role", labels=["role"])
+            for role in Role:
+                wanted.add_metric([role.value], desired.prefill if role is Role.PREFILL else desired.decode)
+            yield wanted
+        blocks = GaugeMetricFamily("pd_worker_kv_blocks", "KV blocks, by worker and state", labels=["worker", "state"])
+        running = GaugeMetricFamily("pd_worker_requests", "Requests, by worker and state", labels=["worker", "state"])
+        up = GaugeMetricFamily("pd_worker_up", "1 for each known worker", labels=["worker", "role", "state"])
+        sent = CounterMetricFamily("pd_kv_transfer_bytes", "KV bytes pushed to decode workers", labels=["worker"])
+        described = CounterMetricFamily(
+            "pd_kv_transfer_descriptors", "NIXL descriptors of the WRITEs that pushed them", labels=["worker"]
+        )
+        bad = CounterMetricFamily(
+            "pd_kv_bad_messages", "Notifications between engines that could not be understood", labels=["worker"]
+        )
+        failed = CounterMetricFamily("pd_kv_transfer_failures", "KV transfers that failed", labels=["worker"])
+        took = SummaryMetricFamily("pd_kv_transfer_seconds", "Time of KV transfers", labels=["worker"])
+        for view in self._workers():
+            name = view.info.id
+            up.add_metric([name, view.info.role.value, view.info.state.value], 1)
+            if (load := view.load) is None:
+                continue
+            blocks.add_metric([name, "free"], load.blocks_free)
+            blocks.add_metric([name, "used"], load.blocks_total - load.blocks_free)
+            running.add_metric([name, "running"], load.running)
+            running.add_metric([name, "waiting"], load.waiting)
+            sent.add_metric([name], load.kv.bytes_sent)
+            described.add_metric([name], load.kv.descriptors)
+            bad.add_metric([name], load.kv.bad_messages)
+            failed.add_metric([name], load.kv.failures)
+            took.add_metric([name], count_value=load.kv.transfers, sum_value=load.kv.transfer_s)
+        yield from (up, blocks, running, sent, described, took, failed, bad)

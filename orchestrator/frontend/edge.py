@@ -1,0 +1,176 @@
+"""What this project adds around vLLM's HTTP app: request ids, Retry-After, and the pages that show the fleet.
+
+Plain ASGI and FastAPI; knows the router's state but nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Callable, MutableMapping
+from contextvars import ContextVar
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from orchestrator.fleet.view import Fleet, WorkerView
+from orchestrator.policy.predict import Predictor
+from orchestrator.types import DesiredRatio, QueueDepth, Role
+
+MAX_REQUEST_ID_LENGTH = 200
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why a request was not taken, as an HTTP answer."""
+
+    status: int  # 429 or 503
+    message: str
+    retry_after_s: float
+
+
+class RequestContext:
+    """One HTTP request's id, and its refusal if it was refused."""
+
+    __slots__ = ("refusal", "request_id")
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.refusal: Refusal | None = None
+
+
+current: ContextVar[RequestContext | None] = ContextVar("pd_request_context", default=None)
+
+
+class EdgeMiddleware:
+    """Takes the client's `x-request-id` or makes one, shows it to the app, and returns it with every response.
+
+    The start of an event stream is held back until its first event: a request that is refused when it is placed,
+    which is after vLLM has begun to answer with 200, then still gets its 429 and `Retry-After`.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        printable = bytes(c for c in given[:MAX_REQUEST_ID_LENGTH] if 0x21 <= c <= 0x7E)
+        request_id = printable or uuid.uuid4().hex.encode()
+        headers = [pair for pair in scope["headers"] if pair[0] != b"x-request-id"]
+        scope = {**scope, "headers": [*headers, (b"x-request-id", request_id)]}
+        context = RequestContext(request_id.decode())
+        token = current.set(context)
+        try:
+            await self._app(scope, receive, _Reply(context, send))
+        finally:
+            current.reset(token)
+
+
+class _Reply:
+    """The send side of one response."""
+
+    def __init__(self, context: RequestContext, send: Any) -> None:
+        self._context, self._send = context, send
+        self._held: MutableMapping[str, Any] | None = None
+        self._refused = False
+
+    async def __call__(self, message: MutableMapping[str, Any]) -> None:
+        if self._refused:
+            return  # what the app goes on to say of an error that has been answered
+        if message["type"] == "http.response.start":
+            if any(k.lower() == b"content-type" and v.startswith(b"text/event-stream") for k, v in message["headers"]):
+                self._held = message
+            else:
+                await self._start(message)
+            return
+        if (start := self._held) is not None:
+            self._held = None
+            if self._context.refusal is not None:
+                self._refused = True
+                await self._refuse(self._context.refusal)
+                return
+            await self._start(start)
+        await self._send(message)
+
+    async def _start(self, message: MutableMapping[str, Any]) -> None:
+        headers = [pair for pair in message.get("headers", []) if pair[0].lower() != b"x-request-id"]
+        headers.append((b"x-request-id", self._context.request_id.encode()))
+        refusal = self._context.refusal
+        if refusal is not None and message["status"] == refusal.status:
+            headers.append((b"retry-after", str(max(1, math.ceil(refusal.retry_after_s))).encode()))
+        await self._send({**message, "headers": headers})
+
+    async def _refuse(self, refusal: Refusal) -> None:
+        phrase = HTTPStatus(refusal.status).phrase
+        error = {"message": refusal.message, "type": phrase, "param": None, "code": refusal.status}
+        body = msgspec.json.encode({"error": error})
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await self._start({"type": "http.response.start", "status": refusal.status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def describe_worker(view: WorkerView) -> dict[str, Any]:
+    info, load = view.info, view.load
+    return {
+        "id": info.id,
+        "role": info.role.value,
+        "state": info.state.value if view.connected else "unreachable",
+        "engine": info.identity.engine,
+        "host": info.host,
+        "pid": info.pid,
+        "blocks_total": load.blocks_total if load else info.blocks_total,
+        "blocks_free": load.blocks_free if load else info.blocks_total,
+        "running": load.running if load else 0,
+        "waiting": load.waiting if load else 0,
+        "step_ms": round(load.step_ms, 2) if load else 0.0,
+    }
+
+
+def fleet_routes(
+    model: str,
+    fleet: Fleet,
+    depth: Callable[[], QueueDepth | None],
+    desired: Callable[[], DesiredRatio | None],
+    registry: CollectorRegistry,
+    predictor: Predictor,
+) -> APIRouter:
+    """`/ready`, `/fleet`, `/predictions` and `/metrics`."""
+    routes = APIRouter()
+
+    @routes.get("/ready")
+    async def ready() -> Response:
+        """200 once at least one worker can decode."""
+        if fleet.ready(Role.DECODE):
+            return JSONResponse({"status": "ready"})
+        return JSONResponse(
+            {"status": "not ready", "why": "no decode worker is ready"}, status_code=503, headers={"retry-after": "1"}
+        )
+
+    @routes.get("/fleet")
+    async def show_fleet() -> dict[str, Any]:
+        queue, wanted = depth(), desired()
+        workers = sorted(fleet.workers.values(), key=lambda view: (view.info.role.value, view.info.id))
+        return {
+            "model": model,
+            "workers": [describe_worker(view) for view in workers],
+            "queue": {"requests": queue.requests, "tokens": queue.tokens, "claimed": queue.claimed} if queue else None,
+            "desired": msgspec.to_builtins(wanted),
+        }
+
+    @routes.get("/predictions")
+    async def show_predictions() -> dict[str, Any]:
+        """The coefficients that `routing.placement: cost` decides with, in seconds, as fitted so far."""
+        shown: dict[str, Any] = msgspec.to_builtins(predictor.coefficients(), str_keys=True)
+        return shown
+
+    @routes.get("/metrics")
+    async def show_metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return routes

@@ -1,0 +1,221 @@
+"""A frontend process: vLLM's OpenAI app over the router. Several may share one port.
+
+`python -m orchestrator.frontend.server --redis URL --config FILE --index I --port P`; usually started by the launcher.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+from orchestrator.config.engine_args import to_command_line
+from orchestrator.config.model import resolve_model
+from orchestrator.config.settings import Config, ConfigError, load_config
+from orchestrator.fleet.control_calls import FleetCalls
+from orchestrator.frontend.collector import FleetCollector
+from orchestrator.frontend.edge import EdgeMiddleware, fleet_routes
+from orchestrator.frontend.engine import FleetCore, FleetLLM
+from orchestrator.frontend.vllm_codec import VllmCodec
+from orchestrator.frontend.wiring import FrontendLink
+from orchestrator.store.client import RedisAway, connect
+
+log = logging.getLogger("pd.frontend")
+
+# A frontend has no engine: what says where an engine's weights and memory go is not its business.
+_ENGINE_ONLY = ("tensor_parallel", "pipeline_parallel", "data_parallel", "distributed_", "kv_cache_memory", "gpu_")
+
+
+def server_arguments(config: Config) -> list[str]:
+    """Arguments for vLLM's OpenAI server parser, from the fleet's configuration."""
+    options: dict[str, Any] = {
+        "model": resolve_model(config.model),
+        "served_model_name": served_name(config),
+        **{k: v for k, v in config.workers.engine_args.items() if not k.startswith(_ENGINE_ONLY)},
+        **{k: v for k, v in config.workers.decode.engine_args.items() if not k.startswith(_ENGINE_ONLY)},
+        # Its cache assumes a single engine that has seen what it has sent.
+        "mm_processor_cache_gb": 0,
+        "enable_prompt_tokens_details": True,
+        **config.frontend.server_args,
+    }
+    if config.engine == "sim":
+        options.setdefault("max_model_len", config.sim.max_model_len)
+    return to_command_line(options)
+
+
+def served_name(config: Config) -> str:
+    return config.served_model_name or Path(config.model).name
+
+
+def build_vllm_config(config: Config) -> tuple[argparse.Namespace, VllmConfig]:
+    """Raises ConfigError for arguments that vLLM refuses."""
+    if config.engine == "sim":
+        os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # nothing is computed, so any length goes
+    parser = make_arg_parser(FlexibleArgumentParser())
+    try:
+        args = parser.parse_args(server_arguments(config))
+        validate_parsed_serve_args(args)
+        return args, AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    except Exception as error:  # vLLM refuses in many ways, all of them the configuration's doing
+        raise _refused(config, error) from error
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that other frontends can share. Raises ConfigError when the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    # Accepted connections inherit it. Without it a token waits for the client's delayed acknowledgement (~40 ms).
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"frontend.port: {host}:{port} cannot be listened on ({error.strerror}); free it or choose another"
+        ) from None
+    return listener
+
+
+def _refused(config: Config, error: Exception) -> ConfigError:
+    line = " ".join(str(error).split()) or type(error).__name__
+    return ConfigError(
+        f"vLLM's server refuses model {config.model!r}, workers.engine_args or frontend.server_args: {line}"
+    )
+
+
+async def build_server_app(
+    args: argparse.Namespace, vllm_config: VllmConfig, config: Config, link: FrontendLink
+) -> EdgeMiddleware:
+    """vLLM's app with all of its routes, over the fleet, plus ours. Raises ConfigError."""
+    tasks = ("generate",) if vllm_config.model_config.runner_type == "generate" else await link.supported_tasks()
+    calls: FleetCalls = link.calls
+    core = FleetCore(link.router, link.fleet, calls, tasks)
+    engine = FleetLLM(vllm_config, core, config.frontend.replicas)
+    try:
+        app = build_app(args, tasks, vllm_config.model_config)
+        await init_app_state(engine, app.state, args, tasks)
+    except Exception as error:
+        raise _refused(config, error) from error
+    registry = get_prometheus_registry()
+    registry.register(FleetCollector(link.fleet.workers.values, lambda: link.prefill.depth, lambda: link.desired))
+    ours = fleet_routes(
+        served_name(config),
+        link.fleet,
+        lambda: link.prefill.depth,
+        lambda: link.desired,
+        registry,
+        link.router.learning.predictor,
+    )
+    app.router.routes[:0] = ours.routes  # ahead of vLLM's own /metrics, which does not know the fleet
+    return EdgeMiddleware(app)
+
+
+class QuietServer(uvicorn.Server):
+    """Without uvicorn's own signal handlers, which would end the process behind our back."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(config: Config, redis_url: str, index: int, port: int) -> None:
+    """Serves until SIGTERM or SIGINT. Raises ConfigError, RedisAway."""
+    listener = listen(config.frontend.host, port)
+    redis = await connect(redis_url, config.redis.timeout_s)
+    args, vllm_config = build_vllm_config(config)
+    frontend_id = f"frontend-{index}-{uuid.uuid4().hex[:8]}"
+    link = FrontendLink(frontend_id, config, redis, VllmCodec())
+    linked = asyncio.create_task(link.run())
+    await link.synced()
+    app = await build_server_app(args, vllm_config, config, link)
+    server = QuietServer(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            http="httptools",
+            timeout_keep_alive=65,
+            timeout_graceful_shutdown=int(config.launcher.stop_timeout_s),
+        )
+    )
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, setattr, server, "should_exit", True)
+    served = asyncio.create_task(server.serve(sockets=[listener]))
+    host, bound_port = listener.getsockname()[:2]
+    await link.announce(f"http://{host}:{bound_port}", os.getpid())
+    log.info("listening on http://%s:%s", host, bound_port)
+    await asyncio.wait({served, linked}, return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    await served
+    linked.cancel()
+    try:
+        await linked  # raises what broke it, so that the process ends with an error and is started again
+    except asyncio.CancelledError:
+        log.info("stopped")
+    finally:
+        await link.close()
+        await redis.aclose()
+
+
+def die_with_parent() -> None:
+    """Ask the kernel (Linux) to end this process when its parent dies, SIGKILL included."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)
+    if os.getppid() == 1:
+        sys.exit("the launcher is gone")
+
+
+def log_to_stderr() -> None:
+    """Our own loggers, whatever vLLM and uvicorn do to the root's."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+    ours = logging.getLogger("pd")
+    ours.setLevel(logging.INFO)
+    ours.addHandler(handler)
+    ours.propagate = False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="orchestrator.frontend.server", description=__doc__)
+    parser.add_argument("--redis", required=True, help="redis://, rediss:// or unix:// URL")
+    parser.add_argument("--config", required=True, type=Path)
+    parser.add_argument("--index", type=int, default=0)
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--die-with-parent", action="store_true")
+    options = parser.parse_args()
+    if options.die_with_parent:
+        die_with_parent()
+    log_to_stderr()
+    try:
+        config = load_config(options.config)
+        port = config.frontend.port if options.port is None else options.port
+        uvloop.run(serve(config, options.redis, options.index, port))
+    except (ConfigError, RedisAway) as error:
+        print(f"orchestrator.frontend.server: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""vLLM's engine-core wire types, as the router's Codec: what of a request matters to routing, and bytes both ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RequestOutputKind, SamplingParams, SamplingType
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from orchestrator.frontend import edge
+from orchestrator.policy.prefix_keys import reusable_keys, salt_of
+from orchestrator.router.codec import Batch
+from orchestrator.types import RequestInfo
+from orchestrator.wire.messages import MessageError
+
+
+class VllmCodec:
+    def __init__(self) -> None:
+        self._encoder = MsgpackEncoder()
+        self._decoder = MsgpackDecoder(EngineCoreOutputs)
+
+    def describe(self, request: EngineCoreRequest) -> tuple[RequestInfo, bool, str]:
+        """Raises VLLMValidationError for what a fleet cannot serve."""
+        if request.resumable:
+            raise VLLMValidationError("streaming input is not supported over a fleet of engines")
+        sampling = request.sampling_params
+        info = RequestInfo(
+            id=request.request_id,
+            prompt_tokens=len(request.prompt_token_ids or ()),
+            max_new_tokens=(sampling.max_tokens or 0) if sampling else 0,
+            arrived_at=request.arrival_time,
+            priority=request.priority,
+            local_only=_why_local(request),
+        )
+        context = edge.current.get()
+        label = context.request_id if context else request.external_req_id or request.request_id
+        return info, sampling is not None and _can_continue(sampling), label
+
+    def prefix_keys(self, request: EngineCoreRequest, block_size: int) -> list[int]:
+        if not block_size or request.mm_features or request.prompt_embeds is not None or request.pooling_params:
+            return []
+        lora = request.lora_request.lora_name if request.lora_request else None
+        return reusable_keys(request.prompt_token_ids or (), block_size, salt_of(lora, request.cache_salt))
+
+    def encode(self, request: EngineCoreRequest) -> list[bytes]:
+        if (sampling := request.sampling_params) is not None and sampling.extra_args:
+            # Where KV comes from is the router's to say, never the client's; and what is cached is told once.
+            sampling.extra_args.pop("kv_transfer_params", None)
+            sampling.extra_args.pop("kv_cache_report_mode", None)
+        return [bytes(frame) for frame in self._encoder.encode(request)]
+
+    def decode_outputs(self, frames: list[bytes], sent_at: float, now: float) -> Batch:
+        try:
+            decoded: EngineCoreOutputs = self._decoder.decode(frames)
+        except Exception as error:  # msgspec, and numpy or torch rebuilding what they find
+            raise MessageError(f"undecodable engine outputs: {error}") from error
+        # Engine clocks start anywhere on another host: what counts is how long before sending it was.
+        shift = now - sent_at
+        for output in decoded.outputs:
+            for event in output.events or ():
+                event.timestamp += shift
+        return Batch(decoded.outputs, decoded.timestamp + shift)
+
+    def early(self, request: EngineCoreRequest) -> bool:
+        sampling = request.sampling_params
+        return (
+            sampling is not None
+            and sampling.output_kind is not RequestOutputKind.FINAL_ONLY
+            and sampling.sampling_type is not SamplingType.RANDOM  # greedy, or seeded
+            # State that is carried from token to token, which the prefill engine does not have.
+            and sampling.structured_outputs is None
+            and sampling.thinking_token_budget is None
+        )
+
+    def as_first(self, output: EngineCoreOutput) -> EngineCoreOutput:
+        return EngineCoreOutput(
+            request_id=output.request_id,
+            new_token_ids=output.new_token_ids,
+            new_logprobs=output.new_logprobs,
+            events=output.events,
+            trace_headers=output.trace_headers,
+            prefill_stats=output.prefill_stats,
+            num_nans_in_logits=output.num_nans_in_logits,
+            new_sampling_mask=output.new_sampling_mask,
+        )
+
+    def drop_first(self, output: EngineCoreOutput) -> None:
+        output.events = output.prefill_stats = None
+        left = len(output.new_token_ids) - 1
+        output.new_token_ids = output.new_token_ids[1:]
+        if output.new_logprobs is not None:
+            output.new_logprobs = output.new_logprobs.slice_request(1, left) if left else None
+        if output.new_sampling_mask is not None:
+            output.new_sampling_mask = output.new_sampling_mask.slice_request(1, left) if left else None
+
+    def failure(self, request_id: str) -> Any:
+        return EngineCoreOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.ERROR)
+
+
+def _why_local(request: EngineCoreRequest) -> str | None:
+    if request.sampling_params is None:
+        return "pooling"
+    if request.sampling_params.prompt_logprobs is not None:
+        return "prompt_logprobs"
+    if request.sampling_params.n > 1 or not request.request_id.startswith(request.external_req_id or ""):
+        return "n"  # vLLM names the children of a request with n > 1 "0_<id>", "1_<id>", ...
+    if request.mm_features:
+        return "multimodal"
+    if request.prompt_embeds is not None or request.prompt_token_ids is None:
+        return "prompt_embeds"
+    return None
+
+
+def _can_continue(sampling: SamplingParams) -> bool:
+    """Whether prompt + tokens sent, given as a prompt, continues as if uninterrupted. A grammar and the penalties that
+    count generated tokens only would start anew."""
+    return (
+        sampling.structured_outputs is None
+        and sampling.prompt_logprobs is None
+        and sampling.presence_penalty == 0
+        and sampling.frequency_penalty == 0
+    )

@@ -1,0 +1,140 @@
+"""A frontend's whole connection to the fleet: mesh, membership, queue, router and control calls, wired together.
+
+Has no logic of its own beyond handing each message to whom it is for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from orchestrator.config.settings import Config
+from orchestrator.fleet.control_calls import FleetCalls
+from orchestrator.fleet.membership import Membership
+from orchestrator.fleet.prefixes import PrefixView
+from orchestrator.fleet.queue_view import PrefillLink
+from orchestrator.fleet.ratio_controller import RatioController
+from orchestrator.fleet.view import Fleet
+from orchestrator.metrics import dropped
+from orchestrator.policy.decode_choice import KVBlocks, decode_choice
+from orchestrator.router.codec import Codec
+from orchestrator.router.router import Router
+from orchestrator.store.client import Redis, RedisAway
+from orchestrator.store.queue import PrefillQueue
+from orchestrator.store.registry import Registry
+from orchestrator.types import DesiredRatio
+from orchestrator.wire.messages import CallReply, PrefillFailed, PrefixSnapshot, Welcome
+from orchestrator.wire.transport import Disconnected, FrontendTransport
+
+log = logging.getLogger("pd.frontend")
+
+HEARTBEAT_S = 1.0
+FRONTEND_TTL_S = 5.0
+
+
+class FrontendLink:
+    """Construct, `run()` as a task, wait for `synced()`; `announce()` once clients can be served."""
+
+    def __init__(self, frontend_id: str, config: Config, redis: Redis, codec: Codec) -> None:
+        self.frontend_id = frontend_id
+        self.registry = Registry(redis, config.namespace)
+        choose = decode_choice(config.routing.decode_choice)
+        self.fleet = Fleet(frontend_id, choose.standing if isinstance(choose, KVBlocks) else None)
+        self.transport = FrontendTransport(frontend_id)
+        self.prefixes = PrefixView(self.transport.send, config.routing.prefix_index)
+        self.calls = FleetCalls(self.fleet, self.transport)
+        self.prefill = PrefillLink(
+            PrefillQueue(redis, config.namespace, config.queue), frontend_id, config.queue.lease_s
+        )
+        self.router = Router(config, self.fleet, self.transport, self.prefill, self.prefixes, codec, choose)
+        self.membership = Membership(
+            self.registry, self.fleet, self.transport, self.prefixes, config.workers.timeout_s, self._worker_lost
+        )
+        self.controller = RatioController(
+            *(frontend_id, config, self.registry, self.fleet),
+            depth=lambda: self.prefill.depth,
+            predictor=self.router.learning.predictor,
+        )
+        self.desired: DesiredRatio | None = None
+        self._beaten = asyncio.Event()
+        self.prefill.on_away = self.router.queue_lost
+        self.prefill.on_failed = self._job_failed
+        self._url = ""
+        self._pid = 0
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.membership.run())
+            tasks.create_task(self.prefill.run())
+            tasks.create_task(self.router.run())
+            tasks.create_task(self._receive())
+            tasks.create_task(self._heartbeat())
+            tasks.create_task(self.controller.run())
+
+    async def synced(self) -> None:
+        """Waits until registry, queue and desired ratio have been asked once: what is decided now is well-founded."""
+        for known in (self.membership.synced, self.prefill.polled, self._beaten):
+            await known.wait()
+
+    async def supported_tasks(self) -> tuple[str, ...]:
+        """What the fleet's engines can do; waits for the first worker."""
+        while not self.fleet.workers:
+            await asyncio.sleep(HEARTBEAT_S / 10)
+        return next(iter(self.fleet.workers.values())).info.supported_tasks
+
+    async def announce(self, url: str, pid: int) -> None:
+        """Register this frontend as serving at `url`."""
+        self._url, self._pid = url, pid
+        await self._beat()
+
+    async def close(self) -> None:
+        try:
+            await self.registry.leave_frontend(self.frontend_id)
+        except RedisAway as error:
+            log.warning("left without notice: %s", error)
+        self.transport.close()
+
+    async def _receive(self) -> None:
+        while True:
+            worker_id, message, payload = await self.transport.receive()
+            if isinstance(message, Disconnected):
+                self.membership.disconnected(worker_id)
+            elif isinstance(message, Welcome):
+                self.membership.welcomed(worker_id)
+            elif isinstance(message, CallReply):
+                self.calls.on_reply(worker_id, message)
+            elif isinstance(message, PrefixSnapshot):
+                self.prefixes.take_snapshot(message, time.monotonic())
+            else:
+                try:
+                    self.router.handle(worker_id, message, payload, time.monotonic())
+                except Exception:
+                    # A defect that one message meets must not end every other request with this process.
+                    dropped.labels("error").inc()
+                    log.exception("could not handle %s from worker %s", type(message).__name__, worker_id)
+
+    async def _heartbeat(self) -> None:
+        while True:
+            await self._beat()
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def _beat(self) -> None:
+        # Registered from the start, url or not: a job whose frontend is unknown would be dropped as an orphan.
+        try:
+            offered = self.router.learning.offered
+            await self.registry.refresh_frontend(self.frontend_id, self._url, self._pid, FRONTEND_TTL_S, offered)
+            self.desired = await self.registry.desired()
+        except RedisAway as error:
+            log.debug("heartbeat missed: %s", error)
+        self._beaten.set()
+
+    def _worker_lost(self, worker_id: str) -> None:
+        self.prefixes.forget(worker_id)
+        self.router.worker_lost(worker_id)
+        self.calls.worker_lost(worker_id)
+
+    def _job_failed(self, request_id: str, attempt: int) -> None:
+        failed = PrefillFailed(request_id, attempt, "queue", "its claims died too often")
+        self.router.handle("queue", failed, [], time.monotonic())

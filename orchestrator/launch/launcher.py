@@ -1,0 +1,178 @@
+"""Runs a fleet on this machine in the foreground: checks first, then Redis, workers and frontends, then `Ready`.
+
+Owns what they share: the run folder, the port, signals, and that nothing is left at the end. The processes are
+local_fleet.py's, Redis is redis_server.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import shlex
+import signal
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+from orchestrator.config.model import find_model
+from orchestrator.config.settings import Config
+from orchestrator.launch.commands import Placement, check_config, hold_port, resolve
+from orchestrator.launch.console import Console, ConsoleHandler
+from orchestrator.launch.leftovers import end_processes, remove_shared_memory
+from orchestrator.launch.local_fleet import LocalFleet
+from orchestrator.launch.process import adopt_orphans
+from orchestrator.launch.redis_server import RedisServer
+from orchestrator.launch.run_folder import Ready, RunFolder, StartedProcess
+from orchestrator.store.registry import Registry
+
+# One Ctrl-C can arrive twice: from the terminal, and passed on by the program that started us.
+_SAME_SIGNAL_S = 0.5
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def launch(config: Config, console: Console) -> None:
+    """Until SIGINT, SIGTERM or SIGHUP. Raises ConfigError when the fleet cannot come up; leaves nothing behind."""
+    check_config(config)
+    folder = RunFolder(config.namespace)
+    started_at = time.time()
+    with _logging_to(console), _signals_interrupt():
+        _clean_up_after_killed(folder, folder.claim(), console)
+        try:
+            Placement(config).check_room()
+            # Refused before minutes of loading; held for good once the fleet starts.
+            hold_port(config.frontend.host, config.frontend.port)[0].close()
+            console.start_progress()
+            console.stage("model", "looking for it")
+            model = find_model(config.model, lambda stage: console.stage("model", stage))
+            console.stage("model", model, done=True)
+            asyncio.run(_run(config, model, folder, console))
+        except KeyboardInterrupt:
+            console.stop_progress()
+            console.say("Stopped before anything was started")
+        finally:
+            console.stop_progress()
+            folder.remove()
+            remove_shared_memory(newer_than=started_at)
+
+
+async def _run(config: Config, model: str, folder: RunFolder, console: Console) -> None:
+    """Raises ConfigError, RedisAway."""
+    adopt_orphans()
+    stop = _Stop(console)
+    async with contextlib.AsyncExitStack() as stack:
+        server = RedisServer(config, folder.path)
+        stack.push_async_callback(server.stop)
+        console.stage("redis", "starting" if server.is_embedded else "connecting")
+        redis = await server.start()
+        stack.push_async_callback(redis.aclose)
+        console.stage("redis", server.shown_url, done=True)
+        held, port = hold_port(config.frontend.host, config.frontend.port)
+        stack.callback(held.close)
+        resolved = resolve(config, model, server.url, port)
+        placement = Placement(config)
+        registry = Registry(redis, config.namespace)
+        fleet = LocalFleet(resolved, folder.write_config(resolved), registry, placement, console, folder.note_started)
+        stop.at_once = fleet.kill
+        stack.push_async_callback(fleet.end)
+        await fleet.start()
+        watching = asyncio.create_task(fleet.watch.run(), name="fleet-watch")
+        keeping = asyncio.create_task(server.keep_running(fleet.watch.look), name="redis-keeper")
+        for task in (watching, keeping):
+            stack.push_async_callback(_cancel, task)
+        if await stop.or_done(fleet.until_ready(), watching):
+            _announce(fleet, placement.device, folder, console)
+            await stop.or_done(asyncio.Event().wait(), watching)
+
+
+class _Stop:
+    """Signals while the fleet runs: the first ends it in order, the next at once."""
+
+    def __init__(self, console: Console) -> None:
+        self.at_once: Callable[[], None] = lambda: None
+        self._event = asyncio.Event()
+        self._first_at = 0.0  # monotonic
+        self._console = console
+        for number in _SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._signalled)
+
+    def _signalled(self) -> None:
+        self._console.stop_progress()
+        now = time.monotonic()
+        if self._event.is_set():
+            if now - self._first_at < _SAME_SIGNAL_S:
+                return
+            self._console.say("Stopping at once")
+            self.at_once()
+        else:
+            self._first_at = now
+            self._console.say("Stopping; again to stop at once")
+            self._event.set()
+
+    async def or_done(self, doing: Coroutine[Any, Any, object], watching: asyncio.Task[None]) -> bool:
+        """Whether it ended before a signal came. Raises what it, or the watching beside it, raised."""
+        task = asyncio.create_task(doing)
+        stopped = asyncio.create_task(self._event.wait())
+        try:
+            await asyncio.wait({task, stopped, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+            if task.done():
+                task.result()
+            return task.done() and not self._event.is_set()
+        finally:
+            await _cancel(task)
+            await _cancel(stopped)
+
+
+async def _cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _announce(fleet: LocalFleet, device: str, folder: RunFolder, console: Console) -> None:
+    """The last two lines of a start."""
+    name = fleet.config.served_model_name or fleet.config.model
+    engine = "simulated engines: timed, not computed" if fleet.config.engine == "sim" else f"vLLM on {device}"
+    ready = Ready(fleet.url, name, f"{fleet.desired.prefill}P{fleet.desired.decode}D ({engine})")
+    folder.note_ready(ready)
+    console.stop_progress()
+    console.say(f"Ready  {ready.url}  model {ready.model}  fleet {ready.fleet}")
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    body = json.dumps({"model": name, "messages": messages, "temperature": 0})
+    console.say(f"curl {fleet.url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(body)}")
+
+
+def _clean_up_after_killed(folder: RunFolder, left: list[StartedProcess], console: Console) -> None:
+    """What a launcher of this namespace has left that was killed."""
+    ended = end_processes(left)
+    removed = remove_shared_memory(newer_than=folder.previous_start) if folder.previous_start else []
+    if ended or removed:
+        console.say(f"cleaned up after a launcher that was killed: {', '.join(ended + removed)}")
+
+
+@contextlib.contextmanager
+def _logging_to(console: Console) -> Iterator[None]:
+    handler = ConsoleHandler(console)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("pd")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """Outside of the event loop every one of our signals is what Ctrl-C is."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

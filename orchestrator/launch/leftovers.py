@@ -1,0 +1,77 @@
+"""Ends and removes what a launcher that was killed has left: processes, and shared memory that nobody maps any more.
+
+Its children end by themselves when it dies; this is for those that could not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from orchestrator.launch.process import started_ticks
+from orchestrator.launch.run_folder import StartedProcess
+
+_SHARED_MEMORY = Path("/dev/shm")
+# Python's shared memory, POSIX semaphores, vLLM's CPU collectives, UCX: what engines make there.
+_PATTERNS = ("psm_*", "sem.mp-*", "vllm_*", "ucx_shm_*", "nixl_*")
+_PATIENCE_S = 5.0
+_POLL_S = 0.05
+
+
+def end_processes(left: Iterable[StartedProcess], patience_s: float = _PATIENCE_S) -> list[str]:
+    """End those still alive, with their process groups: first asked, then killed. Returns their names."""
+    alive = [process for process in left if started_ticks(process.pid) == process.started_ticks]
+    names = [process.name for process in alive]
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, number)
+        deadline = time.monotonic() + patience_s
+        while alive and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            alive = [process for process in alive if started_ticks(process.pid) == process.started_ticks]
+    return names
+
+
+def remove_shared_memory(newer_than: float, folder: Path = _SHARED_MEMORY) -> list[str]:
+    """Remove engines' files of ours made since `newer_than` (unix seconds) that no process maps or holds open.
+
+    Returns their names. An engine of ours that runs maps its own.
+    """
+    ours = []
+    for pattern in _PATTERNS:
+        for path in folder.glob(pattern):
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                if status.st_uid == os.getuid() and status.st_ctime >= newer_than:
+                    ours.append(path)
+    if not ours:
+        return []
+    used = _in_use(folder)
+    removed = []
+    for path in ours:
+        if str(path) not in used:
+            with contextlib.suppress(OSError):
+                path.unlink()
+                removed.append(path.name)
+    return removed
+
+
+def _in_use(folder: Path) -> set[str]:
+    """Files of the folder that a process maps or holds open."""
+    prefix = f"{folder}/"
+    used: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours to look at
+            for line in (process / "maps").read_text().splitlines():
+                at = line.find(prefix)
+                if at >= 0:
+                    used.add(line[at:])
+            for descriptor in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    used.add(os.readlink(descriptor))
+    return used

@@ -1,0 +1,173 @@
+"""The fleet's processes on this machine: frontends and workers, watched, restarted, and ended in order.
+
+Redis, the run folder and signals are launcher.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from orchestrator.config.settings import Config, ConfigError
+from orchestrator.launch.commands import Placement, frontend_spec
+from orchestrator.launch.console import Console
+from orchestrator.launch.http_get import get
+from orchestrator.launch.process import started_ticks
+from orchestrator.launch.registry_watch import FleetWatch, Snapshot
+from orchestrator.launch.run_folder import StartedProcess
+from orchestrator.launch.supervise import Stage, Supervised, describe
+from orchestrator.launch.worker_pool import WorkerPool
+from orchestrator.store.client import RedisAway
+from orchestrator.store.registry import Registry
+from orchestrator.types import DesiredRatio, Role
+
+log = logging.getLogger("pd.launcher")
+
+_EXIT_USAGE = 2  # a worker's or frontend's word that it could never work
+_STARTS_BEFORE_GIVING_UP = 3
+_POLL_S = 0.1
+_READY_REQUEST_TIMEOUT_S = 2.0
+_SHOWN = {
+    Stage.STARTING: "loading",
+    Stage.READY: "ready",
+    Stage.PAUSING: "restarting",
+    Stage.LEAVING: "draining",
+    Stage.ENDED: "ended",
+}
+
+
+class StartFailed(ConfigError):
+    """The fleet did not come up. One line: which process, and what it said."""
+
+
+class LocalFleet:
+    """`start`, `until_ready`, `serve`, and whatever happens `end`. `config` is resolved: nothing left to be found."""
+
+    def __init__(
+        self,
+        config: Config,
+        config_file: Path,
+        registry: Registry,
+        placement: Placement,
+        console: Console,
+        note_started: Callable[[list[StartedProcess]], None],
+    ) -> None:
+        self.config = config
+        self.desired = DesiredRatio(config.workers.prefill.replicas, config.workers.decode.replicas, "launcher")
+        self.watch = FleetWatch(registry, self._update)
+        self._registry = registry
+        self._console = console
+        self._note_started = note_started
+        self._noted: list[StartedProcess] = []
+        self._pool = WorkerPool(config, config_file, registry, placement, console.log, self._show)
+        self._frontends = [
+            Supervised(
+                f"frontend-{index}",
+                partial(frontend_spec, config, index, config_file),
+                config.launcher,
+                config.workers.start_timeout_s,
+                console.log,
+                self._show,
+                self._frontend_left,
+            )
+            for index in range(config.frontend.replicas)
+        ]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Set the desired ratio and start every process. Raises ConfigError, RedisAway."""
+        await self._forget_the_dead()
+        await self._set_desired()
+        taken = set(await self._registry.workers())
+        for role, replicas in ((Role.PREFILL, self.desired.prefill), (Role.DECODE, self.desired.decode)):
+            for _ in range(replicas):
+                self._pool.start(role, taken)
+        self._tasks = [asyncio.create_task(process.run(), name=process.name) for process in self._frontends]
+
+    async def until_ready(self) -> None:
+        """Until everything is up and the endpoint answers. Raises StartFailed."""
+        expected = self.config.workers.prefill.replicas + self.config.workers.decode.replicas
+        while True:
+            processes = self._processes()
+            for process in processes:
+                _give_up_on(process)
+            if len(processes) >= expected + len(self._frontends) and all(p.stage is Stage.READY for p in processes):
+                if await asyncio.to_thread(get, f"{self.url}/ready", _READY_REQUEST_TIMEOUT_S) is not None:
+                    return
+            await asyncio.sleep(_POLL_S)
+
+    async def end(self) -> None:
+        """Frontends first, so that nothing new comes; then workers, all at once. Returns when all are gone."""
+        for process in self._frontends:
+            process.request_stop()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._pool.close()
+
+    def kill(self) -> None:
+        """SIGKILL to everything, for who does not want to wait for `end`."""
+        for process in self._processes():
+            process.request_stop()
+            process.kill()
+
+    @property
+    def url(self) -> str:
+        host = self.config.frontend.host
+        shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+        return f"http://{shown}:{self.config.frontend.port}"
+
+    def _processes(self) -> list[Supervised]:
+        return [*self._frontends, *(slot.process for slot in self._pool.slots.values())]
+
+    async def _forget_the_dead(self) -> None:
+        """Workers of this host that are registered but do not run: they would keep a different fleet out."""
+        for worker_id, info in (await self._registry.workers()).items():
+            if info.host == self.config.workers.host and started_ticks(info.pid) is None:
+                await self._registry.leave(worker_id)
+
+    async def _set_desired(self) -> None:
+        await self._registry.set_desired(self.desired.prefill, self.desired.decode, self.desired.set_by)
+
+    async def _update(self, snapshot: Snapshot) -> None:
+        """With every reading of the registry. Raises RedisAway."""
+        registered = {frontend.pid for frontend in snapshot.frontends.values()}
+        for process in self._frontends:
+            if process.pid in registered:
+                process.mark_ready()
+        if snapshot.desired is None:  # Redis was restarted, and has forgotten
+            await self._set_desired()
+        else:
+            self.desired = snapshot.desired
+        await self._pool.update(snapshot)
+        self._note_processes()
+
+    def _note_processes(self) -> None:
+        """For whoever cleans up should this process be killed."""
+        started = [(process.name, process.pid, started_ticks(process.pid)) for process in self._processes()]
+        noted = [StartedProcess(name, pid, ticks) for name, pid, ticks in started if pid and ticks is not None]
+        if noted != self._noted:
+            self._noted = noted
+            self._note_started(noted)
+
+    def _show(self, process: Supervised) -> None:
+        self._console.stage(process.name, _SHOWN[process.stage], done=process.stage in (Stage.READY, Stage.ENDED))
+        self.watch.look()
+
+    async def _frontend_left(self, process: Supervised) -> None:
+        """Take it out of the registry at once; its waiting jobs are then nobody's, and swept."""
+        with contextlib.suppress(RedisAway):
+            for frontend in (await self._registry.frontends()).values():
+                if frontend.pid == process.last_pid:
+                    await self._registry.leave_frontend(frontend.id)
+
+
+def _give_up_on(process: Supervised) -> None:
+    """A process that says it can never work, or dies again and again, ends the start. Raises StartFailed."""
+    end = process.last_exit
+    if end is None or end.was_ready:
+        return
+    if end.code == _EXIT_USAGE or process.crashes >= _STARTS_BEFORE_GIVING_UP or process.stage is Stage.ENDED:
+        raise StartFailed(f"{process.name} did not start: it {describe(end)}")

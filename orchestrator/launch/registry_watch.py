@@ -1,0 +1,78 @@
+"""The launcher's view of the registry: members, orders and desired ratio, read again whenever something changes.
+
+Keeps what it saw last while Redis is away, and says so. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from orchestrator.store.client import RedisAway
+from orchestrator.store.registry import Frontend, Registry, WorkerOrders
+from orchestrator.types import DesiredRatio, WorkerInfo
+
+# Changes come in bursts, and an order with the desired ratio that goes with it in two steps: read after both.
+_SETTLE_S = 0.1
+_READ_EVERY_S = 1.0
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """One reading. `read_at` is monotonic."""
+
+    workers: dict[str, WorkerInfo] = {}
+    orders: dict[str, WorkerOrders] = {}
+    frontends: dict[str, Frontend] = {}
+    desired: DesiredRatio | None = None
+    read_at: float = 0.0
+
+
+class FleetWatch:
+    """`run` it; `on_read` gets every new snapshot, and what it does is done before the next is read."""
+
+    def __init__(self, registry: Registry, on_read: Callable[[Snapshot], Awaitable[None]]) -> None:
+        self.snapshot = Snapshot()
+        self.redis_away_since: float | None = None  # monotonic
+        self._registry = registry
+        self._on_read = on_read
+        self._changed = asyncio.Event()
+
+    def look(self) -> None:
+        """Something else changed: read soon."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        listener = asyncio.create_task(self._listen(), name="fleet-events")
+        try:
+            while True:
+                await self._read()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_READ_EVERY_S):
+                        await self._changed.wait()
+                    await asyncio.sleep(_SETTLE_S)
+                self._changed.clear()
+        finally:
+            listener.cancel()
+            await asyncio.gather(listener, return_exceptions=True)
+
+    async def _read(self) -> None:
+        try:
+            self.snapshot = Snapshot(
+                workers=await self._registry.workers(),
+                orders=await self._registry.orders(),
+                frontends=await self._registry.frontends(),
+                desired=await self._registry.desired(),
+                read_at=time.monotonic(),
+            )
+            self.redis_away_since = None
+            await self._on_read(self.snapshot)
+        except RedisAway:
+            self.redis_away_since = self.redis_away_since or time.monotonic()
+
+    async def _listen(self) -> None:
+        async for _ in self._registry.watch():
+            self._changed.set()

@@ -1,0 +1,213 @@
+"""The folder of one running fleet: who runs it, where its Redis and its endpoint are, what it was configured with.
+
+One per namespace and user. Held with a file lock, which the kernel lets go of however the launcher ends; so a folder
+whose lock is free is what a killed launcher left.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import yaml
+
+from orchestrator.config.settings import Config, ConfigError, parse_config
+
+_LOCK = "launcher.pid"
+_CONFIG = "config.yaml"
+_REDIS = "redis.url"
+_READY = "ready.json"
+_PROCESSES = "processes.json"
+_LOG = "launcher.log"
+_WAIT_POLL_S = 0.05
+# Whoever only asks whether a folder is held, holds it for a moment.
+_CLAIM_PATIENCE_S = 0.5
+
+
+class FleetRunning(ConfigError):
+    """A launcher holds this namespace's folder."""
+
+
+class StartedProcess(msgspec.Struct, frozen=True):
+    """A process that the launcher started. A pid alone may be somebody else's later; with its start it is not."""
+
+    name: str
+    pid: int
+    started_ticks: int  # field 22 of /proc/PID/stat
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """What the `Ready` line says."""
+
+    url: str
+    model: str
+    fleet: str
+
+
+class RunFolder:
+    """Paths and small files; `claim` is the launcher's, everything else anybody's."""
+
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
+        self.path = base_folder() / namespace
+        self.previous_start = 0.0  # unix seconds; when the launcher that left it was started
+        self._lock: IO[str] | None = None
+
+    # ---- the launcher's side -----------------------------------------------------------------------------------
+
+    def claim(self) -> list[StartedProcess]:
+        """Make it ours. Returns what a killed launcher noted as started. Raises FleetRunning, ConfigError."""
+        try:
+            _own_base_folder()
+            deadline = time.monotonic() + _CLAIM_PATIENCE_S
+            while (lock := self._try_lock()) is None:
+                if time.monotonic() > deadline:
+                    raise FleetRunning(
+                        f"namespace {self.namespace!r} is already served by process {self.launcher_pid()}; end it with "
+                        f"`orchestrator down --namespace {self.namespace}`, or choose another: --set namespace=NAME"
+                    )
+                time.sleep(_WAIT_POLL_S)
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot be written ({error.strerror}); set XDG_RUNTIME_DIR") from None
+        self._lock = lock
+        left = self._started()
+        status = os.fstat(lock.fileno())
+        self.previous_start = status.st_mtime if status.st_size else 0.0
+        for path in self.path.iterdir():
+            if path.name not in (_LOCK, _LOG) and not path.is_dir():
+                path.unlink(missing_ok=True)
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        return left
+
+    def write_config(self, config: Config) -> Path:
+        """As the fleet's processes read it. Returns the file."""
+        path = self.path / _CONFIG
+        path.write_text(yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
+        self._write(_REDIS, config.redis.url)
+        return path
+
+    def note_started(self, processes: list[StartedProcess]) -> None:
+        self._write(_PROCESSES, msgspec.json.encode(processes).decode())
+
+    def note_ready(self, ready: Ready) -> None:
+        self._write(_READY, msgspec.json.encode(ready).decode())
+
+    def remove(self) -> None:
+        """The folder and everything in it. Idempotent."""
+        # Emptied before the lock is let go: nobody may meet a folder that is half there.
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _try_lock(self) -> IO[str] | None:
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        lock = (self.path / _LOCK).open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name)):
+                return lock
+        except (BlockingIOError, FileNotFoundError):
+            pass  # held; or a launcher that was just ending removed it under us
+        lock.close()
+        return None
+
+    def _write(self, name: str, text: str) -> None:
+        temporary = self.path / f".{name}.tmp"
+        temporary.touch(mode=0o600)  # a Redis URL may carry a password
+        temporary.write_text(text)
+        temporary.replace(self.path / name)
+
+    # ---- everybody else's side ---------------------------------------------------------------------------------
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a launcher is alive."""
+        try:
+            with (self.path / _LOCK).open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def launcher_pid(self) -> int | None:
+        text = self._read(_LOCK)
+        return int(text) if text and text.strip().isdigit() else None
+
+    def redis_url(self) -> str | None:
+        return self._read(_REDIS)
+
+    def config(self) -> Config | None:
+        text = self._read(_CONFIG)
+        return parse_config(yaml.safe_load(text)) if text else None
+
+    def ready(self) -> Ready | None:
+        """None until the fleet is ready."""
+        text = self._read(_READY)
+        return msgspec.json.decode(text, type=Ready) if text else None
+
+    def make_log(self) -> Path:
+        """A file in the folder for a launcher that is about to start in the background; removed with the folder."""
+        _own_base_folder()
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        return self.path / _LOG
+
+    def wait_until_free(self, timeout_s: float) -> bool:
+        """Whether no launcher holds it any more within the time."""
+        deadline = time.monotonic() + timeout_s
+        while self.is_held:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_WAIT_POLL_S)
+        return True
+
+    def _started(self) -> list[StartedProcess]:
+        try:
+            return msgspec.json.decode(self._read(_PROCESSES) or "[]", type=list[StartedProcess])
+        except msgspec.DecodeError:
+            return []  # cut short by the same kill that left it
+
+    def _read(self, name: str) -> str | None:
+        try:
+            return (self.path / name).read_text()
+        except OSError:
+            return None
+
+
+def base_folder() -> Path:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.access(runtime, os.W_OK):
+        return Path(runtime) / "pd-orchestrator"
+    return Path(f"/tmp/pd-orchestrator-{os.getuid()}")
+
+
+def _own_base_folder() -> None:
+    """Make it, and refuse one under /tmp that another user made to read our files. Raises OSError, ConfigError."""
+    base = base_folder()
+    base.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if base.stat().st_uid != os.getuid():
+        raise ConfigError(f"{base}: belongs to another user; remove it or set XDG_RUNTIME_DIR")
+
+
+def held_namespaces() -> list[str]:
+    """Namespaces whose launcher is alive."""
+    return [name for name in _namespaces() if RunFolder(name).is_held]
+
+
+def abandoned_namespaces() -> list[str]:
+    """Namespaces whose launcher was killed and has left its folder."""
+    return [name for name in _namespaces() if not (folder := RunFolder(name)).is_held and folder.launcher_pid()]
+
+
+def _namespaces() -> list[str]:
+    base = base_folder()
+    return sorted(path.name for path in base.iterdir() if path.is_dir()) if base.is_dir() else []

@@ -1,0 +1,192 @@
+"""The worker processes of this launcher: one supervised process per worker id, made equal to the desired ratio.
+
+What to do is decided in reconcile.py; this carries it out. Workers that others run are told through the registry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from orchestrator.config.settings import Config, ConfigError
+from orchestrator.launch.commands import Placement, worker_spec
+from orchestrator.launch.reconcile import Action, Drain, Flip, SeenWorker, Start, new_id, plan, see
+from orchestrator.launch.registry_watch import Snapshot
+from orchestrator.launch.supervise import Stage, Supervised
+from orchestrator.store.client import RedisAway
+from orchestrator.store.registry import Registry, UnknownWorker
+from orchestrator.types import DesiredRatio, Role, WorkerInfo, WorkerState
+
+log = logging.getLogger("pd.launcher")
+
+# A worker that was ready and then vanishes from a registry that works, but runs on, hangs: this many heartbeat
+# time-outs are left for it to come back.
+_HUNG_TIMEOUTS = 4.0
+
+
+class Slot:
+    """One of our workers: its process, and the role that its next start gets."""
+
+    def __init__(self, role: Role, process: Supervised) -> None:
+        self.role = role
+        self.process = process
+        self.task: asyncio.Task[None] | None = None
+        self.seen_at = 0.0  # monotonic; when the registry last had it
+
+
+class WorkerPool:
+    """`update` with every snapshot. Nothing is started after `close`."""
+
+    def __init__(
+        self,
+        config: Config,
+        config_file: Path,
+        registry: Registry,
+        placement: Placement,
+        on_line: Callable[[str, str], None],
+        on_stage: Callable[[Supervised], None],
+    ) -> None:
+        self.slots: dict[str, Slot] = {}
+        self._config = config
+        self._config_file = config_file
+        self._registry = registry
+        self._placement = placement
+        self._on_line = on_line
+        self._on_stage = on_stage
+        self._closed = False
+        self._said = ""
+
+    def start(self, role: Role, taken: set[str]) -> Slot:
+        """Start a worker under a new id. Raises ConfigError when the machine has no room for it."""
+        worker_id = new_id(role, taken | set(self.slots))
+        placed = self._placement.take(worker_id, role)
+        process = Supervised(
+            worker_id,
+            lambda: worker_spec(self._config, slot.role, worker_id, self._config_file, placed),
+            self._config.launcher,
+            self._config.workers.start_timeout_s,
+            self._on_line,
+            self._on_stage,
+            self._left,
+        )
+        slot = Slot(role, process)
+        self.slots[worker_id] = slot
+        slot.task = asyncio.create_task(self._run(slot), name=f"supervise-{worker_id}")
+        return slot
+
+    async def update(self, snapshot: Snapshot) -> None:
+        """Learn what the registry says of our workers, then do what the desired ratio asks for. Raises RedisAway."""
+        now = time.monotonic()
+        for worker_id, slot in self.slots.items():
+            info = snapshot.workers.get(worker_id)
+            if info is not None and info.pid == slot.process.pid:
+                self._learn(slot, info, snapshot, now)
+            elif slot.process.stage is Stage.READY:
+                self._suspect(slot, now)
+        if snapshot.desired is not None:
+            for action in plan(snapshot.desired, self.seen(snapshot)):
+                if self._closed:
+                    return
+                await self._do(action, snapshot)
+
+    def seen(self, snapshot: Snapshot) -> list[SeenWorker]:
+        """All workers as the plan wants them: the registry's, and ours that are not in it."""
+        workers = []
+        for worker_id, info in snapshot.workers.items():
+            slot = self.slots.get(worker_id)
+            owned = slot is not None and slot.process.pid == info.pid
+            if slot is not None and not owned:
+                continue  # what a dead predecessor left; the slot below stands for it
+            orders = snapshot.orders.get(worker_id)
+            worker = see(info, orders.role if orders else None, bool(orders and orders.drain), owned)
+            if slot is not None and slot.process.stage is Stage.LEAVING:
+                worker = SeenWorker(worker.id, worker.role, False, True, True)
+            workers.append(worker)
+        present = {worker.id for worker in workers}
+        for worker_id, slot in self.slots.items():
+            if worker_id not in present:
+                leaving = slot.process.stage in (Stage.LEAVING, Stage.ENDED)
+                workers.append(SeenWorker(worker_id, slot.role, ready=False, leaving=leaving))
+        return workers
+
+    async def close(self) -> None:
+        """End all workers, at once. Returns when their processes are gone."""
+        self._closed = True
+        tasks = []
+        for slot in list(self.slots.values()):
+            slot.process.request_stop()
+            if slot.task is not None:
+                tasks.append(slot.task)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _learn(self, slot: Slot, info: WorkerInfo, snapshot: Snapshot, now: float) -> None:
+        slot.seen_at = now
+        if info.state is not WorkerState.STARTING:
+            slot.process.mark_ready()
+        orders = snapshot.orders.get(info.id)
+        # What it was told to become is what it starts as if it dies on the way.
+        slot.role = (orders.role if orders else None) or info.role
+        if orders is not None and orders.drain and slot.process.stage is Stage.READY:
+            slot.process.expect_exit(self._leave_deadline_s())
+
+    def _suspect(self, slot: Slot, now: float) -> None:
+        silent_s = now - max(slot.seen_at, slot.process.started_at)
+        if silent_s > _HUNG_TIMEOUTS * self._config.workers.timeout_s:
+            log.error(
+                "%s: runs (process %d) but has not been in the registry for %.0f s: killing it",
+                slot.process.name,
+                slot.process.pid,
+                silent_s,
+            )
+            slot.process.kill()
+
+    async def _do(self, action: Action, snapshot: Snapshot) -> None:
+        try:
+            match action:
+                case Start(role):
+                    self._say(snapshot.desired, f"starting a {role.value} worker")
+                    self.start(role, set(snapshot.workers))
+                case Flip(worker_id, role):
+                    self._say(snapshot.desired, f"{worker_id} becomes a {role.value} worker")
+                    await self._registry.order_role(worker_id, role)
+                case Drain(worker_id):
+                    self._say(snapshot.desired, f"draining {worker_id}")
+                    await self._drain(worker_id, snapshot)
+        except (ConfigError, UnknownWorker) as error:
+            self._say(snapshot.desired, f"cannot be reached here: {error}")
+
+    async def _drain(self, worker_id: str, snapshot: Snapshot) -> None:
+        slot = self.slots[worker_id]
+        if worker_id in snapshot.workers:
+            await self._registry.order_drain(worker_id)
+            slot.process.expect_exit(self._leave_deadline_s())
+        else:  # it serves nobody yet
+            slot.process.expect_exit(0)
+
+    def _leave_deadline_s(self) -> float:
+        return self._config.workers.drain_timeout_s + self._config.launcher.stop_timeout_s
+
+    def _say(self, desired: DesiredRatio | None, what: str) -> None:
+        """Not again every second while it cannot be done."""
+        wanted = f"{desired.prefill}P{desired.decode}D (set by {desired.set_by})" if desired else ""
+        line = f"{wanted}: {what}"
+        if line != self._said:
+            self._said = line
+            log.info("%s", line)
+
+    async def _run(self, slot: Slot) -> None:
+        try:
+            await slot.process.run()
+        finally:
+            self.slots.pop(slot.process.name, None)
+            self._placement.give_back(slot.process.name)
+
+    async def _left(self, process: Supervised) -> None:
+        """At once, so that everybody learns it before the time to live has run out."""
+        try:
+            await self._registry.leave(process.name)
+        except RedisAway as error:
+            log.debug("%s stays in the registry until it expires: %s", process.name, error)

@@ -1,0 +1,288 @@
+"""The connection to Redis: one pipelined connection, and subscriptions that survive restarts.
+
+Anything that makes Redis unusable becomes `RedisAway`. Knows nothing of what the keys mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+import re
+from collections import deque
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import hiredis
+import redis.asyncio
+from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, RedisError, ResponseError
+
+from orchestrator.store.keys import Script
+
+log = logging.getLogger("pd.redis")
+
+OLDEST_VERSION = (6, 2)
+# After a failure calls fail at once for this long: a Redis that is away costs one time-out, not one per request.
+_AWAY_PAUSE_S = 0.25
+_IDLE_CHECK_S = 0.01
+_DEADLINE_STEP_S = 0.01
+_SUBSCRIPTION_IDLE_S = 2.0
+_RECONNECT_MIN_S, _RECONNECT_MAX_S = 0.05, 1.0
+
+
+class RedisAway(ConnectionError):
+    """Redis cannot be used now: not reachable, too slow, or refusing. One line with the URL and the mend."""
+
+
+def masked(url: str) -> str:
+    """The URL without its password, for messages."""
+    return re.sub(r"(?<=password=)[^&]*", "***", re.sub(r"(?<=://)([^/@]*):[^/]*@", r"\1:***@", url))
+
+
+class _Pipe:
+    """One connection and the callers whose answers are still to come on it, in order."""
+
+    def __init__(self, connection: AbstractConnection) -> None:
+        self.connection = connection
+        self.callers: deque[asyncio.Future[Any]] = deque()
+        self.reader: asyncio.Task[None] | None = None
+        self.used_at = asyncio.get_running_loop().time()
+
+
+class Redis(redis.asyncio.Redis):
+    """redis-py's client over one pipelined connection: commands leave at once, those of one moment together.
+
+    Nothing is sent twice: a command whose answer was lost may have been executed, and the caller is told
+    so by RedisAway. Not for blocking commands, which would hold everyone up.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.url = ""
+        self._outbox: list[tuple[bytes, asyncio.Future[Any]]] = []
+        self._sender: asyncio.Task[None] | None = None
+        self._pipe: _Pipe | None = None
+        self._away_until = 0.0
+        self._why = ""
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        """One command. Raises RedisAway."""
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._away_until:
+            raise self._away(self._why)
+        # Packed here, so that an argument Redis cannot take fails its caller alone.
+        packed = hiredis.pack_command((*args[0].split(), *args[1:]))
+        caller: asyncio.Future[Any] = loop.create_future()
+        self._outbox.append((packed, caller))
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.create_task(self._send(), name="redis-sender")
+        try:
+            response = await caller
+        except NoScriptError:
+            raise
+        except ResponseError as error:
+            # Out of memory, read-only replica, no permission, loading: whoever asked goes on without Redis.
+            raise self._away(f"it refused {args[0]}: {error}") from None
+        callback = self.response_callbacks.get(args[0])
+        if callback is None:
+            return response
+        options.pop("keys", None)
+        parsed = callback(response, **options)
+        return await parsed if inspect.isawaitable(parsed) else parsed
+
+    async def run(self, script: Script, prefix: str, *args: Any) -> Any:
+        """Run a script atomically, loading it when this server does not know it yet. Raises RedisAway."""
+        try:
+            return await self.execute_command("EVALSHA", script.sha, 1, prefix, *args)
+        except NoScriptError:
+            return await self.execute_command("EVAL", script.text, 1, prefix, *args)
+
+    async def _send(self) -> None:
+        try:
+            while self._outbox:
+                pipe = await self._connected()
+                batch, self._outbox = self._outbox, []
+                pipe.callers.extend(caller for _, caller in batch)
+                if pipe.reader is None or pipe.reader.done():
+                    pipe.reader = asyncio.create_task(self._read(pipe), name="redis-reader")
+                await pipe.connection.send_packed_command([packed for packed, _ in batch], check_health=False)
+        except (RedisError, OSError) as error:
+            await self._break(self._pipe, str(error) or type(error).__name__)
+        except BaseException as error:
+            # Whatever it was, nobody is left waiting for an answer.
+            await self._break(self._pipe, f"the client stopped ({type(error).__name__}: {error})")
+            raise
+
+    async def _read(self, pipe: _Pipe) -> None:
+        loop, timeout_s = asyncio.get_running_loop(), pipe.connection.socket_timeout
+        assert timeout_s is not None, "`connect` sets one"
+        try:
+            # One deadline that is moved on, not one for each answer: they come by the hundred.
+            async with asyncio.timeout(timeout_s) as limit:
+                moved_at = loop.time()
+                while pipe.callers:
+                    try:
+                        response = await pipe.connection.read_response(timeout=math.inf)
+                    except ResponseError as error:
+                        caller = pipe.callers.popleft()
+                        if not caller.done():
+                            caller.set_exception(error)
+                    else:
+                        caller = pipe.callers.popleft()
+                        if not caller.done():
+                            caller.set_result(response)
+                    if (now := loop.time()) > moved_at + _DEADLINE_STEP_S:
+                        moved_at = now
+                        limit.reschedule(now + timeout_s)
+            pipe.used_at = loop.time()
+        except TimeoutError:
+            await self._break(pipe, f"no answer within {timeout_s:g} s")
+        except (RedisError, OSError) as error:
+            await self._break(pipe, str(error) or type(error).__name__)
+        except BaseException as error:
+            # Half-read answers would be given to the wrong command: this connection is not used again.
+            await self._break(pipe, f"the client stopped ({type(error).__name__}: {error})")
+            raise
+
+    async def _connected(self) -> _Pipe:
+        pipe = self._pipe
+        if pipe is not None and not pipe.callers:
+            # A connection that a restarted server closed is replaced before, not after, a command is lost on it.
+            idle_s = asyncio.get_running_loop().time() - pipe.used_at
+            if idle_s > _IDLE_CHECK_S:
+                await asyncio.sleep(0)  # lets the loop see that it was closed
+            if not pipe.connection.is_connected or (idle_s > _IDLE_CHECK_S and await _stale(pipe.connection)):
+                await pipe.connection.disconnect(nowait=True)
+                pipe = self._pipe = None
+        if pipe is None:
+            connection = self._new_connection()
+            await connection.connect()
+            pipe = self._pipe = _Pipe(connection)
+        return pipe
+
+    def _new_connection(self) -> AbstractConnection:
+        connection: AbstractConnection = self.connection_pool.make_connection()
+        return connection
+
+    async def _break(self, pipe: _Pipe | None, why: str) -> None:
+        """Everyone who waits is told; for a moment everyone who asks is told too."""
+        if pipe is not self._pipe:
+            return  # the other task of this connection was first
+        self._pipe = None
+        self._why, self._away_until = why, asyncio.get_running_loop().time() + _AWAY_PAUSE_S
+        callers = [*(pipe.callers if pipe else ()), *(caller for _, caller in self._outbox)]
+        self._outbox.clear()
+        for caller in callers:
+            if not caller.done():
+                caller.set_exception(self._away(why))
+        if pipe is not None:
+            pipe.callers.clear()
+            await pipe.connection.disconnect(nowait=True)
+
+    def _away(self, why: str) -> RedisAway:
+        return RedisAway(
+            f"Redis at {masked(self.url)} cannot be used: {why.rstrip('.')}. Start it or mend it, or set redis.url"
+        )
+
+    async def listen(self, channel: str) -> AsyncGenerator[bytes | None, None]:
+        """Messages of a channel, without end and whatever happens to Redis.
+
+        Yields None after each (re)connection: what was published before it is unknown.
+        """
+        pause_s = _RECONNECT_MIN_S
+        while True:
+            connection = self._new_connection()
+            # Under a time-out of its own redis-py sends by `asyncio.wait_for`, which in Python 3.11 may swallow the
+            # cancellation of whoever listens: then nobody would ever end this.
+            timeout_s, connection.socket_timeout = connection.socket_timeout, None
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await connection.connect()
+                    await connection.send_command("SUBSCRIBE", channel, check_health=False)
+                    await connection.read_response()
+                yield None
+                pause_s = _RECONNECT_MIN_S
+                pinged = False
+                while True:
+                    message = await connection.read_response(timeout=_SUBSCRIPTION_IDLE_S)
+                    if message is None:
+                        # Silence is either a quiet channel or a dead peer that never closed: ask once.
+                        if pinged:
+                            raise redis.exceptions.ConnectionError("no answer to a ping")
+                        await connection.send_command("PING", check_health=False)
+                    elif message[0] == b"message":
+                        yield message[2]
+                    pinged = message is None
+            except (RedisError, OSError) as error:
+                log.debug("subscription to %s broke: %s", channel, error)
+            finally:
+                await connection.disconnect(nowait=True)
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, _RECONNECT_MAX_S)
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        """Ends what is in flight; later calls connect again."""
+        tasks = [task for task in (self._sender, self._pipe and self._pipe.reader) if task and not task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._break(self._pipe, "the client was closed")
+        self._away_until = 0.0
+        await super().aclose(close_connection_pool)
+
+
+async def _stale(connection: AbstractConnection) -> bool:
+    try:
+        return not connection.is_connected or await connection.can_read()
+    except (RedisError, OSError):
+        return True
+
+
+async def connect(url: str, timeout_s: float) -> Redis:
+    """Connect to redis://, rediss:// or unix:// and check that the server answers and is new enough.
+
+    `timeout_s` bounds connecting and each command. Raises RedisAway.
+    """
+    try:
+        client = Redis.from_url(
+            url,
+            protocol=2,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            **({} if url.startswith("unix:") else {"socket_keepalive": True}),
+            retry=Retry(NoBackoff(), 0),
+            health_check_interval=0,
+            driver_info=None,
+        )
+    except (ValueError, RedisError) as error:
+        raise RedisAway(
+            f"redis.url {masked(url)!r} is not usable ({error}): expected redis://, rediss:// or unix://"
+        ) from None
+    assert isinstance(client, Redis)
+    client.url = url
+    try:
+        await client.execute_command("PING")
+        await _check_version(client)
+    except BaseException:
+        await client.aclose()
+        raise
+    return client
+
+
+async def _check_version(client: Redis) -> None:
+    try:
+        server = await client.info("server")
+    except RedisAway as error:
+        log.debug("the server does not tell its version: %s", error)  # INFO may be forbidden by an ACL
+        return
+    version = str(server.get("redis_version", ""))
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if numbers and numbers < OLDEST_VERSION:
+        oldest = ".".join(map(str, OLDEST_VERSION))
+        raise RedisAway(
+            f"Redis at {masked(client.url)} is version {version}: upgrade it to {oldest} or newer, or Valkey"
+        )

@@ -1,0 +1,317 @@
+"""Membership in Redis: who is in the fleet, in which role, what each was ordered to do, how many there should be.
+
+A member is a hash with a time to live that its owner refreshes; nobody else keeps it alive. Not responsible for
+load (published over ZMQ every engine step) nor for acting on orders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any, Union
+
+import msgspec
+
+from orchestrator.store.client import Redis, RedisAway
+from orchestrator.store.keys import Keys, Script
+from orchestrator.store.worker_fields import worker_from_fields, worker_to_fields
+from orchestrator.types import DesiredRatio, EngineIdentity, Offered, Role, WorkerInfo
+
+log = logging.getLogger("pd.registry")
+
+# An expired member announces nothing itself: watchers look for the missing this often.
+PRUNE_S = 1.0
+_OFFERED = "offered_"  # before the names of a frontend's counts, which are no change worth telling
+
+
+class IncompatibleWorker(Exception):
+    """A worker whose engine differs from the fleet's. One line: field, mine, the fleet's, the mend."""
+
+
+class UnknownWorker(LookupError):
+    """An order for a worker that is not in the fleet."""
+
+
+class WorkerOrders(msgspec.Struct, frozen=True):
+    """What a worker was told to do and has not done yet. `sequence` grows with every order; 0 is none ever."""
+
+    role: Role | None = None
+    drain: bool = False
+    sequence: int = 0
+
+
+class Frontend(msgspec.Struct, frozen=True):
+    """One registered frontend."""
+
+    id: str
+    url: str
+    pid: int
+    since: float  # unix seconds
+    offered: Offered = Offered()  # to it, since it started
+
+
+class Joined(msgspec.Struct, tag="joined", frozen=True):
+    """A member is there. `kind` is "worker" or "frontend", here and below."""
+
+    id: str
+    kind: str = "worker"
+
+
+class Changed(msgspec.Struct, tag="changed", frozen=True):
+    """A member's role, state or addresses changed."""
+
+    id: str
+    kind: str = "worker"
+
+
+class Left(msgspec.Struct, tag="left", frozen=True):
+    """A member left, or was silent for longer than its time to live."""
+
+    id: str
+    kind: str = "worker"
+
+
+class Ordered(msgspec.Struct, tag="ordered", frozen=True):
+    """A worker has orders: it fetches them with its next refresh, which it may do at once."""
+
+    id: str
+
+
+class DesiredChanged(msgspec.Struct, tag="desired_changed", frozen=True):
+    prefill: int
+    decode: int
+    set_by: str
+
+
+class Resync(msgspec.Struct, tag="resync", frozen=True):
+    """The subscription is new: anything may have changed before it. Read everything again."""
+
+
+RegistryEvent = Union[Joined, Changed, Left, Ordered, DesiredChanged, Resync]
+_events: msgspec.json.Decoder[RegistryEvent] = msgspec.json.Decoder(RegistryEvent)
+
+
+class Registry:
+    """Every method but `watch` raises RedisAway."""
+
+    def __init__(self, redis: Redis, namespace: str) -> None:
+        self.keys = Keys(namespace)
+        self.corrupt = 0
+        self._redis = redis
+        self._complained: dict[str, str] = {}
+        names = ("member_put", "member_leave", "members", "prune", "order", "clear_orders", "set_desired", "lead")
+        self._scripts = {name: Script(name) for name in names}
+
+    # ---- workers -----------------------------------------------------------------------------------------------
+
+    async def join(self, info: WorkerInfo, ttl_s: float) -> None:
+        """Enter the fleet, without orders. Raises IncompatibleWorker when a live worker's engine differs."""
+        await self._put_worker(info, ttl_s, fresh=True)
+
+    async def refresh(self, info: WorkerInfo, ttl_s: float) -> WorkerOrders:
+        """The heartbeat: stay for `ttl_s` more, with this role and state. Returns the orders not yet cleared.
+
+        Enters again when Redis has lost this worker, and then raises IncompatibleWorker as `join` does.
+        """
+        return await self._put_worker(info, ttl_s, fresh=False)
+
+    async def leave(self, worker_id: str) -> None:
+        """Take a worker out at once: itself when it stops, or whoever saw it die. Idempotent."""
+        await self._run("member_leave", "worker", worker_id)
+
+    async def workers(self) -> dict[str, WorkerInfo]:
+        """All live workers. One whose hash cannot be read is logged, counted and left out."""
+        found = {}
+        for worker_id, fields in await self._members("worker"):
+            try:
+                found[worker_id] = worker_from_fields(worker_id, fields)
+            except (KeyError, ValueError) as error:
+                self._complain(worker_id, f"{type(error).__name__}: {error}")
+        return found
+
+    async def worker(self, worker_id: str) -> WorkerInfo | None:
+        """One live worker; None when there is none by that id, or its hash cannot be read (logged and counted)."""
+        key = self.keys.worker(worker_id)
+        raw: dict[bytes, bytes] = await self._redis.execute_command("HGETALL", key)
+        if not raw:
+            return None
+        try:
+            return worker_from_fields(worker_id, {_text(name): _text(value) for name, value in raw.items()})
+        except (KeyError, ValueError) as error:
+            self._complain(worker_id, f"{type(error).__name__}: {error}")
+            return None
+
+    async def orders(self) -> dict[str, WorkerOrders]:
+        """What live workers were told and have not done yet; those with nothing to do are left out."""
+        found = {}
+        for worker_id, fields in await self._members("worker"):
+            orders = _orders(fields.get("order_role"), fields.get("order_drain"), fields.get("order_sequence"))
+            if orders.role is not None or orders.drain:
+                found[worker_id] = orders
+        return found
+
+    async def order_role(self, worker_id: str, role: Role) -> None:
+        """Tell a worker to take a role; kept until it clears the order. Raises UnknownWorker."""
+        await self._order(worker_id, "order_role", role.value)
+
+    async def order_drain(self, worker_id: str) -> None:
+        """Tell a worker to finish what it has and stop. Raises UnknownWorker."""
+        await self._order(worker_id, "order_drain", "yes")
+
+    async def clear_orders(self, worker_id: str, sequence: int) -> None:
+        """The orders up to `sequence` are done. Newer ones stay."""
+        await self._run("clear_orders", worker_id, sequence)
+
+    async def _put_worker(self, info: WorkerInfo, ttl_s: float, fresh: bool) -> WorkerOrders:
+        identity = list(EngineIdentity.__struct_fields__)
+        fields = worker_to_fields(info)
+        reply = await self._put("worker", info.id, ttl_s, fresh, identity, fields)
+        if reply[0] == b"differs":
+            field, theirs, other = (_text(part) for part in reply[1:4])
+            raise IncompatibleWorker(
+                f"worker {info.id}: {field} is {fields[field]!r}, but the fleet's is {theirs!r} (worker {other}); "
+                f"start it with the same {field}, or under another namespace"
+            )
+        return _orders(*(_text(part) for part in reply[1:4]))
+
+    async def _order(self, worker_id: str, field: str, value: str) -> None:
+        if not await self._run("order", worker_id, field, value):
+            raise UnknownWorker(f"worker {worker_id!r} is not in the fleet; `orchestrator status` lists those that are")
+
+    # ---- frontends ---------------------------------------------------------------------------------------------
+
+    async def join_frontend(self, frontend_id: str, url: str, pid: int, ttl_s: float) -> None:
+        await self._put("frontend", frontend_id, ttl_s, True, [], {"url": url, "pid": str(pid)})
+
+    async def refresh_frontend(
+        self, frontend_id: str, url: str, pid: int, ttl_s: float, offered: Offered = Offered()
+    ) -> None:
+        """Stay for `ttl_s` more; enters again when Redis has lost this frontend."""
+        counts = {_OFFERED + name: str(value) for name, value in msgspec.structs.asdict(offered).items()}
+        await self._put("frontend", frontend_id, ttl_s, False, [], {"url": url, "pid": str(pid), **counts})
+
+    async def leave_frontend(self, frontend_id: str) -> None:
+        """Idempotent. Its waiting jobs are dropped by the queue's sweep."""
+        await self._run("member_leave", "frontend", frontend_id)
+
+    async def frontends(self) -> dict[str, Frontend]:
+        """All live frontends. One whose hash cannot be read is logged, counted and left out."""
+        found = {}
+        for frontend_id, fields in await self._members("frontend"):
+            try:
+                counts = {n.removeprefix(_OFFERED): v for n, v in fields.items() if n.startswith(_OFFERED)}
+                offered = msgspec.convert(counts, Offered, strict=False)
+                found[frontend_id] = Frontend(
+                    frontend_id, fields["url"], int(fields["pid"]), float(fields["since"]), offered
+                )
+            except (KeyError, ValueError) as error:
+                self._complain(frontend_id, f"{type(error).__name__}: {error}")
+        return found
+
+    # ---- the desired ratio -------------------------------------------------------------------------------------
+
+    async def set_desired(self, prefill: int, decode: int, by: str) -> None:
+        """Say how many workers of each role there should be, and who says so."""
+        event = DesiredChanged(prefill, decode, by)
+        await self._run("set_desired", prefill, decode, by, msgspec.json.encode(event))
+
+    async def lead(self, frontend_id: str, lease_s: float) -> float | None:
+        """Become, or stay, the one that decides the ratio, for `lease_s` more. Returns the server's clock (unix
+        seconds), or None while somebody else leads."""
+        now = await self._run("lead", frontend_id, max(1, round(lease_s * 1000)))
+        return float(now) if now else None
+
+    async def propose_desired(self, leader_id: str, seen: DesiredRatio, wanted: DesiredRatio) -> bool:
+        """`set_desired`, decided upon `seen`. False when the leader leads no more, or another ratio was set since."""
+        event = msgspec.json.encode(DesiredChanged(wanted.prefill, wanted.decode, wanted.set_by))
+        guard = (leader_id, seen.prefill, seen.decode, repr(seen.set_at))
+        changed = await self._run("set_desired", wanted.prefill, wanted.decode, wanted.set_by, event, *guard)
+        return bool(changed)
+
+    async def desired(self) -> DesiredRatio | None:
+        """What was set last; None when nothing was, or what is there cannot be read."""
+        raw: dict[bytes, bytes] = await self._redis.execute_command("HGETALL", self.keys.desired)
+        if not raw:
+            return None
+        fields = {_text(name): _text(value) for name, value in raw.items()}
+        try:
+            ratio = DesiredRatio(
+                int(fields["prefill"]), int(fields["decode"]), fields["set_by"], float(fields["set_at"])
+            )
+            if ratio.prefill < 0 or ratio.decode < 0:
+                raise ValueError(f"a negative count in {fields}")
+        except (KeyError, ValueError) as error:
+            self._complain("desired", f"{type(error).__name__}: {error}")
+            return None
+        return ratio
+
+    # ---- events ------------------------------------------------------------------------------------------------
+
+    async def publish(self, event: RegistryEvent) -> None:
+        """Tell all watchers. Every method above publishes its own change already."""
+        await self._redis.execute_command("PUBLISH", self.keys.events, msgspec.json.encode(event))
+
+    async def watch(self) -> AsyncGenerator[RegistryEvent, None]:
+        """Changes from now on, without end; a Resync first and after each reconnection. Never raises RedisAway."""
+        pruner = asyncio.create_task(self._prune(), name="registry-pruner")
+        try:
+            async with contextlib.aclosing(self._redis.listen(self.keys.events)) as payloads:
+                async for payload in payloads:
+                    if payload is None:
+                        yield Resync()
+                        continue
+                    try:
+                        event = _events.decode(payload)
+                    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                        self.corrupt += 1
+                        log.warning("dropped a corrupt event %r: %s", payload[:80], error)
+                    else:
+                        yield event
+        finally:
+            pruner.cancel()
+            await asyncio.gather(pruner, return_exceptions=True)
+
+    async def _prune(self) -> None:
+        while True:
+            await asyncio.sleep(PRUNE_S)
+            try:
+                await self._run("prune", round(PRUNE_S * 900))
+            except RedisAway as error:
+                log.debug("looking for silent members: %s", error)
+
+    # ---- shared ------------------------------------------------------------------------------------------------
+
+    async def _put(
+        self, kind: str, member_id: str, ttl_s: float, fresh: bool, identity: list[str], fields: dict[str, str]
+    ) -> list[bytes]:
+        pairs = [part for pair in fields.items() for part in pair]
+        ttl_ms = max(1, round(ttl_s * 1000))
+        mode = "join" if fresh else "refresh"
+        reply: list[bytes] = await self._run(
+            "member_put", kind, member_id, ttl_ms, mode, len(identity), *identity, *pairs
+        )
+        return reply
+
+    async def _members(self, kind: str) -> list[tuple[str, dict[str, str]]]:
+        rows = await self._run("members", kind)
+        return [(_text(row[0]), {_text(row[at]): _text(row[at + 1]) for at in range(1, len(row), 2)}) for row in rows]
+
+    def _complain(self, name: str, why: str) -> None:
+        self.corrupt += 1
+        if self._complained.get(name) != why:  # once, not at every look
+            self._complained[name] = why
+            log.warning("left out %s, its Redis hash cannot be read: %s", name, why)
+
+    async def _run(self, script: str, *args: Any) -> Any:
+        return await self._redis.run(self._scripts[script], self.keys.prefix, *args)
+
+
+def _orders(role: str | None, drain: str | None, sequence: str | None) -> WorkerOrders:
+    known_role = Role(role) if role in {known.value for known in Role} else None
+    return WorkerOrders(known_role, drain == "yes", int(sequence) if sequence and sequence.isdigit() else 0)
+
+
+def _text(value: bytes) -> str:
+    return value.decode(errors="replace")

@@ -1,0 +1,163 @@
+"""The command line from outside: quick, one line and exit code 2 for every mistake, and nothing left running."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import socket
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.cli.main import main
+from orchestrator.launch.embedded_redis import EmbeddedRedis
+from orchestrator.launch.run_folder import RunFolder, base_folder
+
+ROOT = Path(__file__).parents[3]
+SIM = str(ROOT / "configs" / "sim-2p2d.yaml")
+TIMEOUT_S = 60
+
+
+def orchestrator(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The console script's function, in this process: another one for each would cost half a second."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    code: Any = 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
+        patch.setattr(sys, "argv", ["orchestrator", *arguments])
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+    return subprocess.CompletedProcess(arguments, code, stdout.getvalue(), stderr.getvalue())
+
+
+def refused(*arguments: str) -> str:
+    """The one line on standard error."""
+    done = orchestrator(*arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("orchestrator: "), done.stderr
+    return lines[0]
+
+
+def test_help_names_every_command():
+    shown = orchestrator("--help").stdout
+    for command in ("up", "down", "status", "scale", "role", "drain", "queue", "config"):
+        assert f" {command} " in shown
+
+
+def test_nothing_heavy_is_imported():
+    heavy = ("vllm", "torch", "transformers", "numpy", "fastapi")
+    code = f"import sys, orchestrator.cli.main; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_sound_file_is_called_so(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "orchestrator.cli.main",
+        "config",
+        "check",
+        SIM,
+        "--set",
+        "workers.prefill.replicas=5",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0 and "ok (5P2D, engine sim, model demo)" in done.stdout
+
+
+def test_keys_are_listed():
+    shown = orchestrator("config", "keys").stdout
+    assert "workers.prefill.replicas" in shown and "routing.remote_prefill_min_tokens" in shown
+
+
+def test_mistakes_in_the_configuration_are_refused(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("model: demo\nworkers: {engine_args: {tensor_paralel_size: 2}}")
+    line = refused("config", "check", str(file))
+    assert "workers.engine_args.tensor_paralel_size: not an argument of this vLLM; did you mean tensor_parallel" in line
+    assert "decode.replicas: expected an integer >= 1" in refused("up", SIM, "--set", "workers.decode.replicas=0")
+    assert "redis.urll: unknown key" in refused("up", SIM, "--set", "redis.urll=x")
+    assert "cannot be read" in refused("up", str(tmp_path / "gone.yaml"))
+
+
+def left_behind(namespace: str) -> list[str]:
+    folder = RunFolder(namespace)
+    return [str(folder.path)] if folder.path.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("sets", "line"),
+    [
+        (["model=/no/such/folder"], "model: folder '/no/such/folder' does not exist"),
+        (["model=no-such-org/no-such-model"], "model: 'no-such-org/no-such-model' is neither a folder nor in the"),
+        (["redis.url=redis://127.0.0.1:1"], "Redis at redis://127.0.0.1:1 cannot be used"),
+    ],
+)
+def test_a_fleet_that_cannot_start_ends_with_one_line(sets, line, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    sets = ["namespace=refused", "frontend.port=0", f"model={tmp_path}", *sets]
+    done = orchestrator("up", SIM, *(part for item in sets for part in ("--set", item)))
+    assert done.returncode == 2
+    assert line in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert left_behind("refused") == []
+
+
+def test_a_port_in_use_is_refused_before_anything_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = refused("up", SIM, "--set", "namespace=refused", "--set", f"frontend.port={port}")
+    assert f"frontend.port: port {port} on 127.0.0.1 is in use" in line
+    assert left_behind("refused") == []
+
+
+def test_a_second_fleet_in_a_namespace_is_refused():
+    folder = RunFolder("taken")
+    folder.claim()
+    try:
+        assert "namespace 'taken' is already served" in refused("up", SIM, "--set", "namespace=taken")
+        assert "namespace 'taken' is already served" in refused("up", SIM, "--set", "namespace=taken", "--detach")
+    finally:
+        folder.remove()
+
+
+def test_commands_without_a_fleet_say_so():
+    for command in (["status"], ["scale", "decode=2"], ["role", "w", "decode"], ["drain", "w"], ["queue"]):
+        assert "no fleet runs in namespace 'nobody'" in refused(*command, "--namespace", "nobody")
+    assert "no fleet runs in namespace 'nobody'" in refused("down", "--namespace", "nobody")
+    assert "cannot be used" in refused("status", "--redis", "redis://127.0.0.1:1")
+    assert "several: expected prefill=X or decode=Y" in refused("scale", "several", "--namespace", "nobody")
+
+
+def test_an_empty_fleet_is_shown_from_its_redis(redis_url):
+    seen = json.loads(orchestrator("status", "--json", "--redis", redis_url).stdout)
+    assert seen["workers"] == [] and seen["queue"] == {"requests": 0, "tokens": 0, "claimed": 0}
+    assert "no worker is registered" in orchestrator("status", "--redis", redis_url).stdout
+    assert "not in the queue" in refused("queue", "show", "x", "--redis", redis_url)
+    assert json.loads(orchestrator("queue", "--json", "--redis", redis_url).stdout)["waiting"] == []
+
+
+@pytest.fixture
+def redis_url(tmp_path):
+    server = EmbeddedRedis()
+    yield asyncio.run(server.start(tmp_path))
+    asyncio.run(server.stop())
+
+
+def test_down_cleans_what_a_killed_launcher_left():
+    code = (
+        "import os; from orchestrator.launch.run_folder import RunFolder\n"
+        "RunFolder('dead').claim(); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=TIMEOUT_S)
+    assert (base_folder() / "dead").exists()
+    done = orchestrator("down")
+    assert done.returncode == 0 and "cleaned up after the launcher of 'dead'" in done.stdout
+    assert left_behind("dead") == []

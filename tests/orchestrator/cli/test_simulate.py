@@ -1,0 +1,65 @@
+"""`orchestrator simulate` as a user meets it."""
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from orchestrator.cli.simulate import simulate_command
+from orchestrator.config.settings import ConfigError
+
+app = typer.Typer(pretty_exceptions_enable=False)
+app.command()(simulate_command)
+
+
+def run(*args: str):
+    return CliRunner().invoke(app, args)
+
+
+def test_json_is_one_report_per_run():
+    result = run("--trace", "heavy_tailed", "--requests", "200", "--fleet", "2P2D", "--sweep", "rate=2,4", "--json")
+    assert result.exit_code == 0, result.output
+    reports = json.loads(result.stdout)
+    assert [round(r["rate"]) for r in reports] == [2, 4]
+    assert all(r["fleet"] == "2P2D" and r["policy"] == "ours" and r["finished"] == 200 for r in reports)
+
+
+def test_a_table_and_a_plot(tmp_path):
+    png = tmp_path / "out.png"
+    args = ["--trace", "heavy_tailed", "--requests", "150", "--fleet", "1p1d", "--rate", "3", "--plot", str(png)]
+    result = run(*args, "--policy", "kv_blocks", "--policy", "field:round_robin")
+    assert result.exit_code == 0, result.output
+    assert "kv_blocks" in result.stdout and "field:round_robin" in result.stdout
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_workers_can_be_killed_on_the_way():
+    args = ["--trace", "heavy_tailed", "--requests", "200", "--fleet", "2P2D", "--rate", "10", "--json"]
+    calm, killed = (run(*args, *more) for more in ([], ["--kill", "d0@5:5", "--kill", "p1@8:5"]))
+    assert killed.exit_code == 0, killed.output
+    before, after = json.loads(calm.stdout)[0], json.loads(killed.stdout)[0]
+    assert after["finished"] == 200 and after["ttft_p99_s"] > before["ttft_p99_s"]
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (["--fleet", "8x8"], "8P8D"),
+        (["--fleet", "4P0D"], "decode worker"),
+        (["--policy", "best"], "kv_prefix"),
+        (["--profile", "tpu"], "h100-llama-8b"),
+        (["--sweep", "rate=a"], "rate=10"),
+        (["--rate", "-1"], "more than 0"),
+        (["--requests", "1"], "at least 2"),
+        (["--transfer", "magic"], "whole or chunk"),
+        (["--kill", "d0"], "d0@30:10"),
+        (["--kill", "x9@1:1"], "not in this fleet"),
+        (["--ttft", "-2"], "more than 0 seconds"),
+    ],
+)
+def test_what_is_impossible_is_refused_in_one_line(args, word):
+    result = run("--trace", "bursty", *args)
+    assert isinstance(result.exception, ConfigError), result.output
+    assert word in str(result.exception) and "\n" not in str(result.exception)
+    assert result.stdout == ""

@@ -1,0 +1,100 @@
+"""Every mistake in a configuration is one line that names the key, the value and the mend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli.views import config_keys
+from orchestrator.config.settings import Config, ConfigError, load_config
+from orchestrator.launch.commands import check_config
+
+CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
+
+
+def load(tmp_path: Path, text: str, *sets: str) -> Config:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    return load_config(file, list(sets))
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_every_example_is_sound(file):
+    check_config(load_config(file))
+
+
+def test_there_are_examples_for_each_topology():
+    shapes = {}
+    for file in CONFIGS:
+        config = load_config(file)
+        shapes[file.stem] = (config.workers.prefill.replicas, config.workers.decode.replicas, config.engine)
+    assert shapes["demo-1p1d-cpu"] == (1, 1, "vllm")
+    assert shapes["sim-2p2d"] == (2, 2, "sim")
+    assert shapes["aggregated-cpu"][0] == 0
+    assert shapes["cuda-2p6d-tp"] == (2, 6, "vllm")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "model: demo\nworkers: {prefill: {replicas: two}}",
+            "workers.prefill.replicas: expected an integer, got 'two'",
+        ),
+        (
+            "model: demo\nworkers: {prefill: {replicas: -1}}",
+            "workers.prefill.replicas: expected an integer >= 0, got -1",
+        ),
+        (
+            "model: demo\nworkers: {decode: {replicas: 0}}",
+            "workers.decode.replicas: expected an integer >= 1 (decode workers answer requests), got 0",
+        ),
+        (
+            "model: demo\nrouting: {remote_prefil_min_tokens: 3}",
+            "routing.remote_prefil_min_tokens: unknown key; `orchestrator config keys` lists the known ones",
+        ),
+        ("model: demo\nkv: {transfer: stream}", "kv.transfer: expected one of chunk, layer, whole, got 'stream'"),
+        ("model: demo\nengine: tpu", "engine: expected one of vllm, sim, got 'tpu'"),
+        ("workers: {}", "model: required, but not given"),
+        ("model: demo\nredis: {url: localhost}", "redis.url: expected 'embedded', redis://, rediss:// or unix://"),
+        ("[1, 2]", "expected a mapping of keys to values, got a section or list"),
+        ("model: demo\nworkers: ]", "line 2: not valid YAML"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, text, line):
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, text)
+    assert line in str(error.value) and "\n" not in str(error.value)
+
+
+def test_overrides_reach_into_sections_and_are_checked_like_the_file(tmp_path):
+    sets = ("workers.prefill.replicas=3", "workers.engine_args.dtype=float32", "queue.weight=0")
+    config = load(tmp_path, "model: demo", *sets)
+    assert config.workers.prefill.replicas == 3
+    assert config.workers.engine_args == {"dtype": "float32"}
+    assert config.queue.weight == 0
+    for override in ("frontend.port=70000", "frontend", "model.a=1", "nonsense.key=1"):
+        with pytest.raises(ConfigError, match=override.partition("=")[0].split(".")[0]):
+            load(tmp_path, "model: demo", override)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"gone\.yaml: cannot be read \(No such file"):
+        load_config(tmp_path / "gone.yaml")
+
+
+def test_workers_whose_kv_could_not_be_exchanged_are_refused(tmp_path):
+    text = "model: demo\nworkers: {decode: {engine_args: {block_size: 32}}}"
+    with pytest.raises(ConfigError, match=r"workers\.prefill\.engine_args\.block_size: is None.*decode.*32"):
+        check_config(load(tmp_path, text))
+    check_config(load(tmp_path, text, "workers.prefill.replicas=0"))
+
+
+def test_the_list_of_keys_has_each_with_type_and_default():
+    keys = {key: (kind, default) for key, kind, default in config_keys(Config)}
+    assert keys["model"] == ("text", "required")
+    assert keys["workers.prefill.replicas"] == ("integer >= 0", "1")
+    assert keys["engine"] == ("vllm | sim", "vllm")
+    assert keys["redis.timeout_s"][0] == "number > 0"
+    assert all(kind for kind, _ in keys.values())

@@ -1,0 +1,168 @@
+"""Who is there, on real sockets and a scripted registry: joining, dying, restarting, and Redis losing its mind."""
+
+import asyncio
+
+import pytest
+
+from orchestrator.fleet.membership import Membership
+from orchestrator.fleet.prefixes import PrefixView
+from orchestrator.fleet.view import Fleet
+from orchestrator.store.client import RedisAway
+from orchestrator.store.registry import Resync
+from orchestrator.types import EngineIdentity, KVEndpoint, Role, WorkerInfo, WorkerLoad, WorkerState
+from orchestrator.wire.messages import Hello, Welcome
+from orchestrator.wire.transport import Disconnected, FrontendTransport, WorkerTransport
+
+DEADLINE_S = 15
+IDENTITY = EngineIdentity("m", "float32", "auto", 16, 4096, "sim", "1", 1)
+
+
+class ScriptedRegistry:
+    def __init__(self):
+        self.registered = {}
+        self.away = False
+        self.events = asyncio.Queue()
+
+    async def workers(self):
+        if self.away:
+            raise RedisAway("redis://test: gone; start it")
+        return dict(self.registered)
+
+    async def watch(self):
+        while True:
+            yield await self.events.get()
+
+
+class LivingWorker:
+    """A worker's sockets, answering greetings and publishing load."""
+
+    def __init__(self, name, engine_id):
+        self.transport = WorkerTransport("127.0.0.1")
+        self.info = WorkerInfo(
+            name, Role.DECODE, WorkerState.READY, "h", 1, self.transport.request_address, self.transport.load_address,
+            IDENTITY, KVEndpoint(engine_id, "h", 1), 100, 8, 64, 1, 1.0,
+        )  # fmt: skip
+        self.tasks = [asyncio.create_task(self._greet()), asyncio.create_task(self._publish())]
+
+    async def _greet(self):
+        while True:
+            frontend_id, message, _ = await self.transport.receive()
+            if isinstance(message, Hello):
+                self.transport.send(frontend_id, Welcome(self.info.id))
+
+    async def _publish(self):
+        sequence = 0
+        while True:
+            sequence += 1
+            self.transport.publish(WorkerLoad(self.info.id, sequence, 100, 50, 0, 0, 0, 1.0))
+            await asyncio.sleep(0.05)
+
+    def mute(self):
+        """Hang: the sockets stay open, nothing is said any more."""
+        for task in self.tasks:
+            task.cancel()
+
+    def die(self):
+        self.mute()
+        self.transport.close()
+
+
+class Scene:
+    def __init__(self):
+        self.registry, self.fleet = ScriptedRegistry(), Fleet("f")
+        self.transport = FrontendTransport("f")
+        self.lost = []
+        self.membership = Membership(
+            self.registry, self.fleet, self.transport, PrefixView(self.transport.send), 1.0, self.lost.append
+        )
+        self.living = []
+        self.tasks = [asyncio.create_task(self.membership.run()), asyncio.create_task(self._receive())]
+
+    async def _receive(self):
+        while True:
+            worker_id, message, _ = await self.transport.receive()
+            if isinstance(message, Disconnected):
+                self.membership.disconnected(worker_id)
+            else:
+                self.membership.welcomed(worker_id)
+
+    async def start(self, name, engine_id="e1"):
+        worker = LivingWorker(name, engine_id)
+        self.living.append(worker)
+        self.registry.registered[name] = worker.info
+        await self.changed()
+        await self.until(lambda: self.fleet.ready(Role.DECODE) and self.fleet.workers[name].load)
+        return worker
+
+    async def changed(self):
+        await self.registry.events.put(Resync())
+
+    async def until(self, condition):
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def scene():
+    scene = Scene()
+    yield scene
+    for task in scene.tasks:
+        task.cancel()
+    for worker in scene.living:
+        worker.die()
+    scene.transport.close()
+
+
+async def test_a_worker_is_usable_once_it_has_answered(scene):
+    worker = await scene.start("d")
+    view = scene.fleet.workers["d"]
+    assert view.usable(Role.DECODE) and view.candidate.blocks_free == 50 and view.info == worker.info
+    assert scene.lost == []
+
+
+async def test_a_killed_worker_is_lost_though_the_registry_still_lists_it(scene):
+    worker = await scene.start("d")
+    worker.die()
+    await scene.until(lambda: scene.lost)
+    assert scene.lost == ["d"] and scene.fleet.ready(Role.DECODE) == 0
+
+
+async def test_a_worker_that_hangs_is_lost(scene):
+    worker = await scene.start("d")
+    worker.mute()
+    await scene.until(lambda: scene.lost == ["d"])
+
+
+async def test_redis_away_or_empty_takes_nobody_down_who_is_heard(scene):
+    await scene.start("d")
+    scene.registry.away = True
+    await scene.changed()
+    scene.registry.away = False
+    scene.registry.registered.clear()
+    await scene.changed()
+    await scene.until(scene.registry.events.empty)
+    for _ in range(20):  # longer than it takes to lose a dead one
+        await asyncio.sleep(0.1)
+        assert scene.fleet.ready(Role.DECODE) == 1
+    assert scene.lost == []
+
+
+async def test_leaving_the_registry_and_falling_silent_is_leaving(scene):
+    worker = await scene.start("d")
+    del scene.registry.registered["d"]
+    worker.mute()
+    await scene.until(lambda: scene.lost == ["d"])
+
+
+async def test_a_restart_behind_the_same_name_loses_what_the_old_process_had(scene):
+    old = await scene.start("d", "e1")
+    fresh = LivingWorker("d", "e2")
+    scene.living.append(fresh)
+    scene.registry.registered["d"] = fresh.info
+    await scene.changed()
+    await scene.until(lambda: scene.lost == ["d"] and scene.fleet.ready(Role.DECODE))
+    assert scene.fleet.workers["d"].info.kv.engine_id == "e2"
+    old.die()
+    await scene.until(lambda: scene.fleet.workers["d"].load)
+    assert scene.fleet.workers["d"].usable(Role.DECODE) and scene.lost == ["d"]

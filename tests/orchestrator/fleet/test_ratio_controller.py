@@ -1,0 +1,198 @@
+"""The elected ratio controller on a real server: election, fencing, what it looks at and what it changes."""
+
+import asyncio
+import contextlib
+import time
+
+import msgspec
+import pytest
+from support_redis import eventually, fresh_namespace, running_server, worker
+
+from orchestrator.config.settings import parse_config
+from orchestrator.fleet import ratio_controller as controller
+from orchestrator.fleet.ratio_controller import RatioController, look_at
+from orchestrator.fleet.view import Fleet
+from orchestrator.policy.predict import Predictor
+from orchestrator.store.client import connect
+from orchestrator.store.registry import Registry
+from orchestrator.types import DesiredRatio, Offered, QueueDepth, Role, WorkerLoad, WorkerState
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with running_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+async def registry(server):
+    redis = await connect(server.url, 5.0)
+    registry = Registry(redis, fresh_namespace())
+    registry.redis = redis
+    yield registry
+    await redis.aclose()
+
+
+# ---- election --------------------------------------------------------------------------------------------------
+
+
+async def test_one_leads_until_its_lease_runs_out(registry):
+    assert await registry.lead("a", 30.0) == pytest.approx(time.time(), abs=60)
+    assert await registry.lead("b", 30.0) is None
+    assert await registry.lead("a", 0.05) is not None, "its own lease is renewed"
+    await eventually(lambda: registry.lead("b", 30.0), "another leads once the lease is over")
+    assert await registry.lead("a", 30.0) is None
+
+
+async def test_only_the_leader_changes_the_ratio_and_only_what_it_has_seen(registry):
+    await registry.set_desired(3, 1, "scale")
+    seen, wanted = await registry.desired(), DesiredRatio(2, 2, "ratio")
+    assert not await registry.propose_desired("a", seen, wanted), "nobody was elected"
+    await registry.lead("a", 30.0)
+    assert not await registry.propose_desired("b", seen, wanted)
+    await registry.set_desired(3, 1, "scale")  # again: the operator means it
+    assert not await registry.propose_desired("a", seen, wanted)
+    assert (await registry.desired()).set_by == "scale"
+    assert await registry.propose_desired("a", await registry.desired(), wanted)
+    ratio = await registry.desired()
+    assert (ratio.prefill, ratio.decode, ratio.set_by) == (2, 2, "ratio") and ratio.set_at >= seen.set_at
+
+
+async def test_counts_of_offered_load_are_no_news(registry):
+    await registry.join_frontend("f", "http://x", 1, 60)
+    async with contextlib.aclosing(registry.watch()) as events:
+        await anext(events)
+        await registry.refresh_frontend("f", "http://x", 1, 60, Offered(3, 400, 50.5))
+        await registry.refresh_frontend("f", "http://y", 1, 60, Offered(4, 500, 60.5))
+        event = await asyncio.wait_for(anext(events), 15)
+        assert (await registry.frontends())["f"].offered == Offered(4, 500, 60.5)
+        assert type(event).__name__ == "Changed"
+        await registry.leave_frontend("f")
+        assert type(await asyncio.wait_for(anext(events), 15)).__name__ == "Left", "one change only: that of the URL"
+
+
+# ---- looking ---------------------------------------------------------------------------------------------------
+
+
+def load(name, running=0, waiting=0, free=512, waiting_tokens=0):
+    return WorkerLoad(name, 1, 512, free, running, waiting, waiting_tokens, step_ms=10.0)
+
+
+def fleet_of(*roles, state=WorkerState.READY, **loads):
+    fleet = Fleet("f")
+    for number, role in enumerate(roles):
+        info = msgspec.structs.replace(worker(f"w{number}", role), state=state)
+        fleet.upsert(info, 0.0)
+        fleet.workers[info.id].connected = True
+        fleet.take_load(load(info.id, **(loads if role is Role.DECODE else {})), 0.0)
+    return fleet
+
+
+P, D = Role.PREFILL, Role.DECODE
+
+
+def test_a_look_adds_up_the_decode_workers():
+    views = fleet_of(P, D, D, running=5, waiting=2, free=412).workers.values()
+    look = look_at(views, 9.0, Offered(1, 2, 3.0), QueueDepth(1, 700, 0))
+    assert (look.holding, look.waiting, look.held_tokens, look.queued_prefill_tokens) == (10, 4, 2 * 100 * 16, 700)
+    assert (look.worker_tokens, look.worker_sequences) == (512 * 16, 64)
+
+
+def test_there_is_no_look_without_decode_workers_or_queue():
+    assert look_at(fleet_of(P).workers.values(), 9.0, Offered(), QueueDepth(0, 0, 0)) is None
+    assert look_at(fleet_of(P, D).workers.values(), 9.0, Offered(), None) is None
+
+
+# ---- deciding --------------------------------------------------------------------------------------------------
+
+QUICK = {"mode": "auto", "interval_s": 0.02, "window_s": 0.1, "cool_down_s": 0.01}
+
+
+@contextlib.asynccontextmanager
+async def running(registry, fleet, frontend_id="f", **ratio):
+    config = parse_config({"model": "m", "ratio": {**QUICK, **ratio}})
+    ratio_controller = RatioController(
+        frontend_id, config, registry, fleet, lambda: QueueDepth(0, 0, 0), Predictor(0.0005)
+    )
+    task = asyncio.create_task(ratio_controller.run())
+    try:
+        yield ratio_controller
+        assert not task.done() or task.exception() is None
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def is_desired(registry, prefill, decode):
+    ratio = await registry.desired()
+    return ratio if ratio is not None and (ratio.prefill, ratio.decode) == (prefill, decode) else None
+
+
+async def looked(ratio_controller):
+    """Until it has a full window, and some more looks."""
+    for _ in range(2):
+        ratio_controller._window.clear()
+
+        async def full():
+            return len(ratio_controller._window) == ratio_controller._window.maxlen
+
+        await eventually(full, "a full window")
+
+
+async def test_a_full_decode_side_is_given_workers_until_the_least_prefill_is_left(registry):
+    await registry.set_desired(3, 1, "launcher")
+    async with running(registry, fleet_of(P, P, P, D, running=64, waiting=190)):
+        ratio = await eventually(lambda: is_desired(registry, 1, 3), "decode has what it needs")
+        assert ratio.set_by == "ratio"
+
+
+async def test_a_shift_to_prefill_leaves_the_least_decode(registry):
+    await registry.set_desired(1, 3, "launcher")
+    await registry.join_frontend("g", "", 1, 60)
+    fleet = fleet_of(P, D, D, D)
+    async with running(registry, fleet, min_decode=2) as ratio_controller:
+        for number in range(1, 10_000):
+            await registry.refresh_frontend("g", "", 1, 60, Offered(number, 10_000 * number, 1.0))
+            if await is_desired(registry, 2, 2):
+                break
+            await asyncio.sleep(0.01)
+        await looked(ratio_controller)
+        assert await is_desired(registry, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "why", ["idle", "a worker changes", "cooling down after the operator", "another leads", "nothing was set"]
+)
+async def test_nothing_is_changed_while(registry, why):
+    if why != "nothing was set":
+        await registry.set_desired(3, 1, "scale")
+    full = {} if why == "idle" else {"running": 64, "waiting": 190}
+    state = WorkerState.DRAINING if why == "a worker changes" else WorkerState.READY
+    cool_down_s = 600.0 if why == "cooling down after the operator" else 0.01
+    if why == "another leads":
+        await registry.lead("other", 600.0)
+    async with running(registry, fleet_of(P, P, P, D, state=state, **full), cool_down_s=cool_down_s) as mine:
+        if why == "another leads":
+            await asyncio.sleep(0.3)
+            assert not mine._window
+        else:
+            await looked(mine)
+    assert await registry.desired() is None if why == "nothing was set" else await is_desired(registry, 3, 1)
+
+
+async def test_when_the_leader_dies_another_goes_on(registry, monkeypatch):
+    monkeypatch.setattr(controller, "LEASE_S", 0.3)
+    await registry.set_desired(3, 1, "launcher")
+    fleet = fleet_of(P, P, P, D, running=64, waiting=190)
+    async with running(registry, fleet_of(P, P, P, D), "first") as first:
+        await looked(first)
+    assert await is_desired(registry, 3, 1)
+    async with running(registry, fleet, "second"):
+        await eventually(lambda: is_desired(registry, 1, 3), "the second decides")
+    assert await registry.redis.get(f"{registry.keys.prefix}ratio_leader") in (b"second", None)
+
+
+async def test_off_is_off(registry):
+    config = parse_config({"model": "m"})
+    await asyncio.wait_for(RatioController("f", config, registry, Fleet("f"), lambda: None, Predictor()).run(), 15)
+    assert await registry.redis.exists(f"{registry.keys.prefix}ratio_leader") == 0

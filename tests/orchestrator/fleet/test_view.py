@@ -1,0 +1,113 @@
+"""The live view: exact correction between load reports, new processes behind old names, and who counts as gone."""
+
+from orchestrator.fleet.view import Fleet
+from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.types import (
+    EngineIdentity,
+    KVEndpoint,
+    RequestInfo,
+    Role,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerState,
+)
+
+IDENTITY = EngineIdentity("m", "float32", "auto", 16, 4096, "sim", "1", 1)
+
+
+def worker(name, role=Role.DECODE, engine_id=None, state=WorkerState.READY):
+    endpoint = KVEndpoint(engine_id or f"{name}-engine", "127.0.0.1", 1)
+    return WorkerInfo(name, role, state, "h", 1, "tcp://a", "tcp://b", IDENTITY, endpoint, 100, 64, 2048, 100, 1.0)
+
+
+def load(name, sequence, free, seen=0):
+    return WorkerLoad(name, sequence, 100, free, 1, 0, 0, 1.0, seen={"f": seen})
+
+
+def fleet_of(*infos):
+    fleet = Fleet("f")
+    for info in infos:
+        fleet.upsert(info, now=0.0)
+        fleet.workers[info.id].connected = True
+    return fleet
+
+
+def test_placements_count_until_a_report_has_seen_them():
+    fleet = fleet_of(worker("d"))
+    view = fleet.workers["d"]
+    fleet.take_load(load("d", 1, free=90), now=1.0)
+    assert view.note_placed(160, 160) == 1 and view.note_placed(17, 17) == 2
+    assert view.candidate.blocks_free == 90 - 10 - 2 and view.candidate.waiting == 2
+    fleet.take_load(load("d", 2, free=80, seen=1), now=2.0)  # has seen the first, not yet the second
+    assert view.candidate.blocks_free == 80 - 2 and view.candidate.waiting == 1
+    fleet.take_load(load("d", 3, free=78, seen=2), now=3.0)
+    assert view.candidate.blocks_free == 78 and view.candidate.waiting == 0
+
+
+def test_a_report_that_was_overtaken_is_ignored():
+    fleet = fleet_of(worker("d"))
+    fleet.take_load(load("d", 5, free=10), now=1.0)
+    fleet.take_load(load("d", 4, free=99), now=2.0)
+    assert fleet.workers["d"].candidate.blocks_free == 10
+
+
+def test_placements_never_make_free_blocks_negative():
+    fleet = fleet_of(worker("d"))
+    fleet.workers["d"].note_placed(16 * 1000, 0)
+    assert fleet.workers["d"].candidate.blocks_free == 0
+
+
+def test_a_new_process_behind_an_old_name_starts_from_nothing():
+    fleet = fleet_of(worker("d"))
+    fleet.workers["d"].note_placed(160, 160)
+    assert not fleet.upsert(worker("d", state=WorkerState.DRAINING), now=1.0)
+    assert fleet.workers["d"].sequence == 1 and not fleet.workers["d"].usable(Role.DECODE)
+    assert fleet.upsert(worker("d", engine_id="restarted"), now=2.0)
+    assert fleet.workers["d"].sequence == 0 and not fleet.workers["d"].connected
+
+
+def test_candidates_are_ready_connected_decode_workers_and_avoidance_is_a_preference():
+    fleet = fleet_of(worker("d0"), worker("d1"), worker("p", Role.PREFILL), worker("s", state=WorkerState.STARTING))
+    fleet.upsert(worker("unconnected"), now=0.0)
+    names = {c.worker_id for c in fleet.decode_candidates()}
+    assert names == {"d0", "d1"} and fleet.ready(Role.PREFILL) == 1
+    assert [c.worker_id for c in fleet.decode_candidates(avoid={"d0"})] == ["d1"]
+    assert len(fleet.decode_candidates(avoid={"d0", "d1"})) == 2
+
+
+def test_a_large_fleet_answers_with_its_best_and_follows_what_changes():
+    choose = decode_choice("kv_blocks")
+    fleet = Fleet("f", choose.standing)
+    for i in range(200):
+        fleet.upsert(worker(f"d{i}"), now=0.0)
+        fleet.workers[f"d{i}"].connected = True
+        fleet.take_load(load(f"d{i}", 1, free=50), now=0.0)
+    request = RequestInfo("r", prompt_tokens=160, max_new_tokens=16, arrived_at=0.0)
+    fleet.take_load(load("d150", 2, free=99), now=1.0)
+    candidates = fleet.decode_candidates()
+    assert len(candidates) < 32 and choose(request, candidates).worker_id == "d150"
+    fleet.workers["d150"].note_placed(16 * 60, 0)  # no longer the emptiest, before any report says so
+    assert choose(request, fleet.decode_candidates()).worker_id != "d150"
+    fleet.take_load(load("d7", 2, free=98), now=1.0)
+    fleet.workers["d7"].connected = False
+    assert "d7" not in {c.worker_id for c in fleet.decode_candidates()} and fleet.ready(Role.DECODE) == 199
+    fleet.upsert(worker("d8", state=WorkerState.DRAINING), now=1.0)
+    fleet.remove("d9")
+    assert fleet.ready(Role.DECODE) == 197
+    spread = []
+    for _ in range(100):
+        chosen = choose(request, fleet.decode_candidates())
+        fleet.workers[chosen.worker_id].note_placed(request.prompt_tokens, 0)
+        spread.append(chosen.worker_id)
+    assert max(spread.count(name) for name in set(spread)) <= 3
+
+
+def test_silence_and_broken_connections_end_a_worker_but_not_one_that_never_spoke():
+    fleet = fleet_of(worker("talks"), worker("silent"), worker("broken"), worker("starting"))
+    for name in ("talks", "silent", "broken"):
+        fleet.take_load(load(name, 1, free=1), now=0.0)
+    fleet.take_load(load("talks", 2, free=1), now=9.0)
+    fleet.take_load(load("broken", 2, free=1), now=9.0)
+    fleet.workers["broken"].disconnected_at = 9.0
+    assert fleet.silent(9.1, timeout_s=4, reconnect_s=0.5) == ["silent"]
+    assert fleet.silent(9.6, timeout_s=4, reconnect_s=0.5) == ["silent", "broken"]

@@ -1,0 +1,137 @@
+"""Request ids, Retry-After, and the pages about the fleet, over a real ASGI app."""
+
+import httpx
+import pytest
+from fastapi import FastAPI, Response
+from fastapi.responses import StreamingResponse
+from prometheus_client import CollectorRegistry
+
+from orchestrator.fleet.view import Fleet
+from orchestrator.frontend import edge
+from orchestrator.frontend.collector import FleetCollector
+from orchestrator.policy.predict import Predictor
+from orchestrator.types import (
+    DesiredRatio,
+    EngineIdentity,
+    KVCounters,
+    KVEndpoint,
+    QueueDepth,
+    Role,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerState,
+)
+
+
+@pytest.fixture
+def fleet():
+    identity = EngineIdentity("m", "float32", "auto", 16, 4096, "sim", "1", 1)
+    fleet = Fleet("f")
+    info = WorkerInfo(
+        "d0", Role.DECODE, WorkerState.READY, "h", 42, "a", "b", identity, KVEndpoint("e", "h", 1), 100, 8, 64, 1, 1.0
+    )
+    fleet.upsert(info, 0.0)
+    kv = KVCounters(bytes_sent=1000, descriptors=30, transfers=2, transfer_s=0.5, bad_messages=1)
+    load = WorkerLoad("d0", 1, 100, 60, 2, 1, 30, 5.0, kv=kv)
+    fleet.take_load(load, 0.0)
+    return fleet
+
+
+@pytest.fixture
+async def client(fleet):
+    app = FastAPI()
+    registry = CollectorRegistry()
+    depth, desired = (lambda: QueueDepth(3, 4000, 1)), (lambda: DesiredRatio(1, 2, "ratio", 5.0))
+    registry.register(FleetCollector(fleet.workers.values, depth, desired))
+    app.router.routes[:0] = edge.fleet_routes("demo", fleet, depth, desired, registry, Predictor()).routes
+
+    @app.get("/refuse")
+    async def refuse() -> Response:
+        edge.current.get().refusal = edge.Refusal(429, "full; try again", 2.2)
+        return Response(status_code=429)
+
+    @app.get("/stream")
+    async def stream(refused: bool) -> StreamingResponse:
+        async def events():
+            if refused:
+                edge.current.get().refusal = edge.Refusal(429, "full; try again", 2.2)
+            yield "data: one\n\n"
+            yield "data: two\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    @app.get("/echo")
+    async def echo() -> str:
+        return edge.current.get().request_id
+
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(edge.EdgeMiddleware(app)), base_url="http://test"
+    ) as client:
+        yield client
+
+
+async def test_an_id_is_made_or_taken_and_always_returned(client):
+    made = await client.get("/echo")
+    assert len(made.headers["x-request-id"]) == 32 and made.json() == made.headers["x-request-id"]
+    given = await client.get("/echo", headers={"x-request-id": "abc-1"})
+    assert given.headers["x-request-id"] == "abc-1" and given.json() == "abc-1"
+    long = await client.get("/echo", headers={"x-request-id": "x" * 5000})
+    assert len(long.headers["x-request-id"]) == edge.MAX_REQUEST_ID_LENGTH
+    assert edge.current.get() is None
+
+
+async def test_a_refusal_says_when_to_come_back(client):
+    response = await client.get("/refuse")
+    assert response.status_code == 429 and response.headers["retry-after"] == "3"
+    assert "retry-after" not in (await client.get("/echo")).headers
+
+
+async def test_a_stream_refused_before_its_first_event_is_a_refusal_not_a_200(client):
+    refused = await client.get("/stream", params={"refused": True})
+    assert refused.status_code == 429 and refused.headers["retry-after"] == "3"
+    assert refused.json()["error"] == {
+        "message": "full; try again", "type": "Too Many Requests", "param": None, "code": 429,
+    }  # fmt: skip
+    taken = await client.get("/stream", params={"refused": False})
+    assert taken.status_code == 200 and taken.text == "data: one\n\ndata: two\n\n"
+    assert taken.headers["x-request-id"] and "retry-after" not in taken.headers
+
+
+async def test_ready_means_somebody_can_decode(client, fleet):
+    assert (await client.get("/ready")).status_code == 503
+    fleet.workers["d0"].connected = True
+    assert (await client.get("/ready")).status_code == 200
+
+
+async def test_the_fleet_page_has_the_promised_fields(client, fleet):
+    fleet.workers["d0"].connected = True
+    page = (await client.get("/fleet")).json()
+    assert page["model"] == "demo" and page["queue"] == {"requests": 3, "tokens": 4000, "claimed": 1}
+    assert page["desired"] == {"prefill": 1, "decode": 2, "set_by": "ratio", "set_at": 5.0}
+    assert page["workers"] == [
+        {
+            "id": "d0", "role": "decode", "state": "ready", "engine": "sim", "host": "h", "pid": 42,
+            "blocks_total": 100, "blocks_free": 60, "running": 2, "waiting": 1, "step_ms": 5.0,
+        }
+    ]  # fmt: skip
+
+
+async def test_predictions_show_the_fitted_coefficients(client):
+    page = (await client.get("/predictions")).json()
+    assert page["output_tokens"] > 0 and {"prefill_s", "local_s", "transfer_s", "wait_s", "itl_s"} <= page.keys()
+
+
+async def test_metrics_have_the_promised_names(client):
+    text = (await client.get("/metrics")).text
+    for line in (
+        "pd_queue_requests 3.0",
+        "pd_queue_tokens 4000.0",
+        'pd_desired_workers{role="decode"} 2.0',
+        'pd_worker_kv_blocks{state="free",worker="d0"} 60.0',
+        'pd_kv_transfer_bytes_total{worker="d0"} 1000.0',
+        'pd_kv_transfer_descriptors_total{worker="d0"} 30.0',
+        'pd_kv_bad_messages_total{worker="d0"} 1.0',
+        'pd_kv_transfer_seconds_sum{worker="d0"} 0.5',
+        'pd_kv_transfer_seconds_count{worker="d0"} 2.0',
+    ):
+        assert line in text, line

@@ -1,0 +1,117 @@
+"""What the router needs of vLLM's requests and outputs: which first tokens are certain, and cut at the first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def codec() -> Any:
+    from orchestrator.frontend.vllm_codec import VllmCodec
+
+    return VllmCodec()
+
+
+def request(**sampling: Any) -> Any:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    if grammar := sampling.pop("grammar", None):
+        sampling["structured_outputs"] = StructuredOutputsParams(regex=grammar)
+    kind = RequestOutputKind.DELTA if sampling.pop("streamed", True) else RequestOutputKind.FINAL_ONLY
+    params = SamplingParams(output_kind=kind, **sampling)
+    return EngineCoreRequest("r", [1, 2], None, params, None, 0.0, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "early"),
+    [
+        ({"temperature": 0.0}, True),
+        ({"temperature": 0.7, "seed": 3}, True),
+        ({"temperature": 0.7}, False),
+        ({"temperature": 0.0, "streamed": False}, False),
+        ({"temperature": 0.0, "grammar": "[ab]+"}, False),
+        ({"temperature": 0.0, "thinking_token_budget": 5}, False),
+        ({"temperature": 0.0, "logprobs": 2, "min_tokens": 1, "logit_bias": {5: 1.0}, "stop": ["x"]}, True),
+    ],
+)
+def test_a_first_token_is_early_when_streamed_and_certain(codec, sampling, early: bool) -> None:
+    assert codec.early(request(**sampling)) is early
+
+
+def test_a_pooling_request_has_no_first_token(codec) -> None:
+    from vllm.pooling_params import PoolingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    assert not codec.early(EngineCoreRequest("r", [1], None, None, PoolingParams(), 0.0, None, None, None))
+
+
+def output(tokens: list[int], **more: Any) -> Any:
+    """With two log-probabilities per token, recognisable by their numbers, through the wire's own encoding."""
+    import numpy as np
+    from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.outputs import LogprobsLists
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    ids = np.array([[token, token + 1] for token in tokens])
+    made = EngineCoreOutput(
+        "r",
+        tokens,
+        new_logprobs=LogprobsLists(ids, -ids.astype(np.float32), np.arange(len(tokens))),
+        events=[EngineCoreEvent(EngineCoreEventType.QUEUED, 1.0)],
+        **more,
+    )
+    encoded = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[made]))
+    return MsgpackDecoder(EngineCoreOutputs).decode(encoded).outputs[0]
+
+
+def test_prefills_last_output_becomes_a_first_one(codec) -> None:
+    from vllm.v1.engine import FinishReason
+
+    last = output([7], finish_reason=FinishReason.LENGTH, kv_transfer_params={"remote": 1}, stop_reason=3)
+    first = codec.as_first(last)
+    assert (first.request_id, first.new_token_ids, first.finish_reason, first.stop_reason) == ("r", [7], None, None)
+    assert first.kv_transfer_params is None  # the client would be told of it
+    assert first.new_logprobs.logprob_token_ids.tolist() == [[7, 8]] and len(first.events) == 1
+
+
+def test_decodes_first_output_loses_one_token_and_what_belongs_to_it(codec) -> None:
+    several = output([7, 8, 9])
+    codec.drop_first(several)
+    assert several.new_token_ids == [8, 9] and several.events is None
+    assert several.new_logprobs.logprob_token_ids.tolist() == [[8, 9], [9, 10]]
+    assert several.new_logprobs.sampled_token_ranks.tolist() == [1, 2]
+    alone = output([7])
+    codec.drop_first(alone)
+    assert alone.new_token_ids == [] and alone.new_logprobs is None
+
+
+def test_keys_are_those_of_what_a_cache_may_share(codec) -> None:
+    from vllm.lora.request import LoRARequest
+
+    from orchestrator.policy.prefix_keys import prefix_keys, salt_of
+
+    def asked(tokens=64, **more: Any) -> Any:
+        made = request()
+        made.prompt_token_ids = list(range(tokens))
+        for name, value in more.items():
+            setattr(made, name, value)
+        return codec.prefix_keys(made, 16)
+
+    keys = prefix_keys(list(range(64)), 16)
+    assert asked() == keys[:3] and asked(65) == keys  # the last token is always computed
+    assert asked(cache_salt="s") == prefix_keys(list(range(64)), 16, salt_of(None, "s"))[:3]
+    lora = LoRARequest("l", 1, "/nowhere")
+    assert asked(lora_request=lora) == prefix_keys(list(range(64)), 16, salt_of("l", None))[:3]
+    assert asked(mm_features=["picture"]) == asked(prompt_token_ids=None) == []
+    assert codec.prefix_keys(request(), 0) == []  # no worker is known yet
+
+
+def test_a_client_cannot_say_what_is_the_fleets_to_say(codec) -> None:
+    made = request(extra_args={"kv_transfer_params": {"a": 1}, "kv_cache_report_mode": "full", "own": 2})
+    codec.encode(made)
+    assert made.sampling_params.extra_args == {"own": 2}

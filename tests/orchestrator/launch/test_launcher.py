@@ -1,0 +1,199 @@
+"""`orchestrator up` from outside: Ready and its curl, restarts, and that nothing is left however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support_fleet import RunningFleet, running_fleet
+
+from orchestrator.launch.process import started_ticks
+from orchestrator.launch.run_folder import RunFolder
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[3]
+ONE_EACH = ("workers.prefill.replicas=1", "workers.decode.replicas=1")
+DEADLINE_S = 90.0
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not in time: {what}"
+        time.sleep(0.05)
+
+
+def noted(namespace: str) -> dict[str, int]:
+    """The fleet's processes by name, as the launcher notes them."""
+    text = (RunFolder(namespace).path / "processes.json").read_text()
+    return {process["name"]: process["pid"] for process in json.loads(text)}
+
+
+def gone(pids: list[int]) -> bool:
+    return all(started_ticks(pid) is None for pid in pids)
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("psm_*")}
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[RunningFleet]:
+    with running_fleet("sim-2p2d.yaml", *ONE_EACH) as running:
+        yield running
+
+
+def test_the_curl_after_ready_works_when_pasted(fleet):
+    line = next(line for line in fleet.log if line.startswith("curl "))
+    ready = next(line for line in fleet.log if line.startswith("Ready"))
+    assert "model demo" in ready and "1P1D (simulated" in ready
+    # A terminal's user pastes it into a shell; -s only hides the progress meter.
+    done = subprocess.run(
+        ["bash", "-c", line.replace("curl ", "curl -s ", 1)], capture_output=True, text=True, timeout=60
+    )
+    assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant", done.stdout + done.stderr
+
+
+def test_progress_is_shown_and_logs_have_their_workers_name(fleet):
+    for name in ("prefill-0", "decode-0", "frontend-0"):
+        assert f"{name}: loading" in fleet.log
+        assert any(line.startswith(f"{name}: ready") for line in fleet.log)
+    assert any(line.startswith("[decode-0] ") for line in fleet.log)
+
+
+def test_the_embedded_redis_comes_back_and_the_desired_ratio_with_it(fleet):
+    os.kill(fleet.redis_pid(), signal.SIGKILL)
+    fleet.wait_for_line("embedded server died", DEADLINE_S)
+
+    def remembers() -> bool:
+        done = fleet.cli("status", "--json", check=False)
+        desired = json.loads(done.stdout)["desired"] if done.returncode == 0 else None
+        return desired is not None and (desired["prefill"], desired["decode"], desired["set_by"]) == (1, 1, "launcher")
+
+    until(remembers, "desired ratio back")
+    fleet.until(lambda: fleet.shape() == (1, 1), "both workers registered again")
+
+
+def test_a_killed_frontend_comes_back_on_the_same_port(fleet):
+    victim = noted(fleet.namespace)["frontend-0"]
+    os.kill(victim, signal.SIGKILL)
+    until(lambda: noted(fleet.namespace).get("frontend-0", victim) != victim, "another frontend process")
+    fleet.until(lambda: fleet.http.get("/ready").status_code == 200, "the endpoint answers again")
+
+
+def test_ctrl_c_ends_everything(fleet):
+    """Last in this file to use the fleet: it ends it."""
+    folder = RunFolder(fleet.namespace)
+    pids = [*noted(fleet.namespace).values(), fleet.redis_pid()]
+    fleet.process.send_signal(signal.SIGINT)
+    assert fleet.process.wait(30) == 0
+    assert gone(pids) and not folder.path.exists()
+
+
+class Background:
+    """`up --detach` and its end."""
+
+    def __init__(self) -> None:
+        self.namespace = f"detached-{uuid.uuid4().hex[:6]}"
+        self.folder = RunFolder(self.namespace)
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "orchestrator.cli.main", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+    def up(self, *sets: str) -> subprocess.CompletedProcess[str]:
+        items = [f"namespace={self.namespace}", "frontend.port=0", *ONE_EACH, *sets]
+        return self.run("up", "configs/sim-2p2d.yaml", "--detach", *(p for item in items for p in ("--set", item)))
+
+
+@pytest.fixture
+def background() -> Iterator[Background]:
+    running = Background()
+    yield running
+    if running.folder.is_held:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(running.folder.launcher_pid() or 0, signal.SIGTERM)
+        running.folder.wait_until_free(30)
+
+
+def test_a_detached_fleet_runs_on_until_down(background):
+    started = background.up()
+    assert started.returncode == 0, started.stdout + started.stderr
+    assert "\nReady  http://" in started.stdout and "orchestrator down" in started.stdout
+    pids = [background.folder.launcher_pid(), *noted(background.namespace).values()]
+    assert not gone(pids)
+    ended = background.run("down", "--namespace", background.namespace)
+    assert ended.returncode == 0 and "ended" in ended.stdout
+    assert gone(pids) and not background.folder.path.exists()
+
+
+def test_a_detached_fleet_that_cannot_start_says_why(background):
+    failed = background.up("frontend.server_args={max_logprobs: many}")
+    assert failed.returncode == 2
+    assert failed.stderr.startswith("orchestrator: frontend-0 did not start"), failed.stderr
+    assert "many" in failed.stderr
+    assert not background.folder.path.exists()
+
+
+def test_a_killed_launcher_takes_everything_with_it_and_the_next_one_cleans_up(background):
+    before = shared_memory()
+    assert background.up().returncode == 0
+    launcher = background.folder.launcher_pid()
+    pids = list(noted(background.namespace).values())
+    assert launcher is not None and len(pids) == 3
+    os.kill(launcher, signal.SIGKILL)
+    until(lambda: gone([launcher, *pids]), "all processes gone")
+    assert shared_memory() - before == set()
+    assert background.folder.path.exists() and not background.folder.is_held
+    done = background.run("down", "--namespace", background.namespace)
+    assert done.returncode == 0 and not background.folder.path.exists()
+
+
+def test_a_terminal_shows_a_live_table(tmp_path):
+    """Under a pseudo-terminal: spinners while it loads, Ctrl-C typed into it ends it."""
+    pty = pytest.importorskip("pty")
+    parent, child = pty.openpty()
+    namespace = f"tty-{uuid.uuid4().hex[:6]}"
+    sets = [f"namespace={namespace}", "frontend.port=0", *ONE_EACH]
+    command = [sys.executable, "-m", "orchestrator.cli.main", "up", "configs/sim-2p2d.yaml"]
+    command += [part for item in sets for part in ("--set", item)]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdin=child,
+        stdout=child,
+        stderr=child,
+        start_new_session=True,
+        env={**os.environ, "TERM": "xterm"},
+    )
+    os.close(child)
+    shown = bytearray()
+
+    def read() -> None:
+        with contextlib.suppress(OSError):
+            while data := os.read(parent, 65536):
+                shown.extend(data)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        until(lambda: b"Ready  http://" in shown or process.poll() is not None, "ready")
+        text = shown.decode(errors="replace")
+        assert "Ready  http://" in text and "✓" in text and "loading" in text
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(parent)

@@ -1,0 +1,111 @@
+"""Cores and GPUs are shared out evenly, and a machine that is too small says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config.settings import ConfigError, parse_config
+from orchestrator.launch.commands import Placement, frontend_spec, hold_port, ranks, resolve, worker_spec
+from orchestrator.launch.machine import CoreShares, GpuShares, find_gpus
+from orchestrator.types import Role
+
+
+def test_two_workers_on_two_cores_have_one_each():
+    shares = CoreShares([0, 1], workers=2, frontends=1)
+    assert [shares.take("a"), shares.take("b")] == [[0], [1]]
+    assert shares.take("a") == [0], "a restarted worker gets its own back"
+
+
+def test_more_workers_than_cores_share_as_evenly_as_can_be():
+    shares = CoreShares([0, 1], workers=2, frontends=1)
+    taken = [shares.take(name) for name in "abcd"]
+    assert sorted(taken) == [[0], [0], [1], [1]]
+    shares.give_back("b")
+    assert shares.take("e") == [1]
+
+
+def test_large_machines_keep_cores_for_frontends():
+    shares = CoreShares(list(range(16)), workers=2, frontends=2)
+    assert shares.take("a") == list(range(7)) and shares.take("b") == list(range(7, 14))
+
+
+def test_a_worker_with_several_ranks_has_a_core_for_each():
+    assert CoreShares([0, 1, 2], workers=3, frontends=0, ranks=2).take("a") == [0, 1]
+    assert CoreShares([0], workers=1, frontends=0, ranks=2).take("a") == [], "too few: not pinned"
+
+
+def test_gpus_are_neighbours_and_exclusive():
+    shares = GpuShares(["0", "1", "2", "3"])
+    assert shares.take("a", 2) == ["0", "1"] and shares.take("b", 2) == ["2", "3"]
+    with pytest.raises(ConfigError, match=r"c: needs 1 GPU\(s\) with 100% .* has 0 left of 4; lower replicas"):
+        shares.take("c", 1)
+    shares.give_back("a")
+    assert shares.take("c", 1) == ["0"]
+
+
+def test_gpus_are_shared_where_the_configured_utilization_allows():
+    shares = GpuShares(["0"])
+    assert shares.take("a", 1, 0.45) == shares.take("b", 1, 0.45) == ["0"]
+    with pytest.raises(ConfigError, match="gpu_memory_utilization"):
+        shares.take("c", 1, 0.45)
+
+
+def test_gpus_are_found_by_device_file_or_taken_from_the_environment(tmp_path, monkeypatch):
+    for name in ("nvidia0", "nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert find_gpus(tmp_path) == ["0", "2", "10"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-abc")
+    assert find_gpus(tmp_path) == ["3", "GPU-abc"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert find_gpus(tmp_path) == []
+
+
+def config_of(**sections):
+    return parse_config({"model": "m", **sections})
+
+
+def test_ranks_are_the_product_of_the_parallel_sizes():
+    config = config_of(
+        workers={"engine_args": {"tensor_parallel_size": 2}, "decode": {"engine_args": {"pipeline_parallel_size": 2}}}
+    )
+    assert (ranks(config, Role.PREFILL), ranks(config, Role.DECODE)) == (2, 4)
+    with pytest.raises(ConfigError, match="tensor_parallel_size: expected an integer >= 1, got 'two'"):
+        ranks(config_of(workers={"engine_args": {"tensor_parallel_size": "two"}}), Role.DECODE)
+
+
+def test_a_fleet_that_needs_more_memory_than_there_is_is_refused(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    config = config_of(workers={"decode": {"replicas": 1000}, "engine_args": {"kv_cache_memory_bytes": 1 << 40}})
+    with pytest.raises(ConfigError, match="1000 decode replicas .* GiB; lower replicas"):
+        Placement(config).check_room()
+
+
+def test_simulated_workers_are_not_pinned():
+    assert Placement(config_of(engine="sim")).take("a", Role.PREFILL) == ([], {})
+
+
+def test_command_lines_carry_what_was_resolved(tmp_path):
+    config = resolve(config_of(model="demo", workers={"env": {"A": "1"}}), "/models/demo", "redis://h:1", 1234)
+    assert (config.model, config.served_model_name, config.frontend.port) == ("/models/demo", "demo", 1234)
+    spec = worker_spec(config, Role.DECODE, "prefill-0", tmp_path / "c.yaml", (["--cores", "1"], {"B": "2"}))
+    line = " ".join(spec.command)
+    assert " -m workers.main decode --id prefill-0 --redis redis://h:1 --namespace default " in line
+    assert "--die-with-parent --cores 1" in line
+    assert spec.env["A"] == "1" and spec.env["B"] == "2"
+    deep = worker_spec(config, Role.DECODE, "d", Path("/" + "x" * 100) / "c.yaml", ([], {}))
+    assert "VLLM_RPC_BASE_PATH" not in deep.env, "a socket's path must fit"
+    assert frontend_spec(config, 2, tmp_path / "c.yaml").name == "frontend-2"
+
+
+def test_a_port_is_held_and_one_in_use_is_refused():
+    held, port = hold_port("127.0.0.1", 0)
+    again, same = hold_port("127.0.0.1", port)  # frontends share it; nobody listens yet
+    assert same == port
+    again.close()
+    held.listen()
+    with pytest.raises(ConfigError, match=rf"frontend.port: port {port} on 127.0.0.1 is in use"):
+        hold_port("127.0.0.1", port)
+    held.close()

@@ -1,0 +1,132 @@
+"""What the launcher does about the difference between desired and running workers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.launch.reconcile import Action, Drain, Flip, SeenWorker, Start, is_last_decode, new_id, plan
+from orchestrator.types import DesiredRatio, Role
+
+P, D = Role.PREFILL, Role.DECODE
+
+
+def seen(*names: str, ready: bool = True, owned: bool = True, leaving: bool = False) -> list[SeenWorker]:
+    """ "p0" is prefill-0."""
+    return [
+        SeenWorker(f"{'prefill' if n[0] == 'p' else 'decode'}-{n[1:]}", P if n[0] == "p" else D, ready, leaving, owned)
+        for n in names
+    ]
+
+
+def do(prefill: int, decode: int, workers: list[SeenWorker]) -> list[Action]:
+    return plan(DesiredRatio(prefill, decode), workers)
+
+
+def test_nothing_to_do_when_it_is_as_desired():
+    assert do(1, 2, seen("p0", "d0", "d1")) == []
+
+
+def test_an_empty_machine_gets_processes():
+    assert sorted(do(1, 2, []), key=repr) == [Start(D), Start(D), Start(P)]
+
+
+def test_roles_are_flipped_before_anything_is_started_or_drained():
+    assert do(2, 1, seen("p0", "d0", "d1")) == [Flip("decode-1", P)]
+    assert do(1, 2, seen("p0", "p1", "d0")) == [Flip("prefill-1", D)]
+
+
+def test_a_difference_of_both_kinds_flips_and_then_starts_or_drains():
+    assert do(3, 1, seen("p0", "d0", "d1")) == [Flip("decode-1", P), Start(P)]
+    assert do(1, 1, seen("p0", "p1", "p2", "d0", "d1")) == [Drain("prefill-2"), Drain("prefill-1"), Drain("decode-1")]
+    assert do(0, 2, seen("p0", "p1", "d0")) == [Flip("prefill-1", D), Drain("prefill-0")]
+
+
+def test_the_last_ready_decode_worker_stays_until_another_is_ready():
+    swapping = [*seen("d0"), *seen("d1", ready=False)]
+    assert do(1, 1, swapping) == []
+    assert do(1, 1, seen("d0", "d1")) == [Flip("decode-1", P)]
+    assert do(0, 1, swapping) == [Drain("decode-1")]
+
+
+def test_everything_may_go_when_no_decode_worker_is_desired():
+    assert do(1, 0, seen("d0")) == [Flip("decode-0", P)]
+    assert do(0, 0, seen("d0")) == [Drain("decode-0")]
+
+
+def test_workers_that_load_are_counted_but_cannot_change_role():
+    assert do(2, 1, seen("p0", "d0", "d1", ready=False)) == []
+
+
+def test_leaving_workers_do_not_count():
+    assert do(1, 1, [*seen("p0", "d0"), *seen("p1", leaving=True)]) == []
+    assert do(1, 1, [*seen("d0"), *seen("p0", leaving=True)]) == [Start(P)]
+
+
+def test_workers_started_by_hand_count_and_flip_but_are_never_drained():
+    foreign = seen("p7", "d7", "d8", owned=False)
+    assert do(1, 1, foreign) == []
+    assert do(2, 1, foreign) == [Flip("decode-8", P)]
+    assert do(1, 1, [*foreign, *seen("d0")]) == []
+    assert do(1, 1, [*foreign, *seen("d0", "d1")]) == [Drain("decode-1")]
+
+
+def test_the_last_decode_worker_is_recognised():
+    workers = [*seen("d0"), *seen("d1", ready=False), *seen("p0")]
+    assert is_last_decode("decode-0", workers)
+    assert not is_last_decode("decode-1", workers) and not is_last_decode("prefill-0", workers)
+    assert not is_last_decode("decode-0", seen("d0", "d1"))
+
+
+def test_new_ids_fill_gaps():
+    assert new_id(P, set()) == "prefill-0"
+    assert new_id(D, {"decode-0", "decode-2", "prefill-1"}) == "decode-1"
+
+
+fleets = st.lists(st.tuples(st.sampled_from([P, D]), st.booleans(), st.booleans(), st.booleans()), max_size=8).map(
+    lambda rows: [SeenWorker(f"w-{i}", *row) for i, row in enumerate(rows)]
+)
+counts = st.integers(0, 5)
+
+
+def carry_out(actions: list[Action], workers: list[SeenWorker]) -> list[SeenWorker]:
+    """The world after every action has come to its end, and every worker that loaded is ready."""
+    after = {w.id: w for w in workers if not w.leaving}
+    for action in actions:
+        match action:
+            case Start(role):
+                after[name] = SeenWorker(name := f"new-{len(after)}-{len(workers)}", role, True)
+            case Flip(worker_id, role):
+                after[worker_id] = SeenWorker(worker_id, role, True, False, after[worker_id].owned)
+            case Drain(worker_id):
+                del after[worker_id]
+    return [SeenWorker(w.id, w.role, True, False, w.owned) for w in after.values()]
+
+
+@given(fleets, counts, counts)
+def test_no_plan_takes_the_last_ready_decode_worker_or_drains_what_is_not_ours(workers, prefill, decode):
+    actions = do(prefill, decode, workers)
+    owned = {w.id for w in workers if w.owned}
+    assert all(action.worker_id in owned for action in actions if isinstance(action, Drain))
+    touched = {a.worker_id for a in actions if not isinstance(a, Start)}
+    assert len(touched) == sum(not isinstance(a, Start) for a in actions), "no worker is told two things"
+    ready = {w.id for w in workers if w.role is D and w.ready and not w.leaving}
+    if ready and decode:
+        assert ready - touched
+
+
+@given(fleets, counts, st.integers(1, 5))
+def test_plans_end_at_the_desired_ratio(workers, prefill, decode):
+    for _ in range(10):
+        workers = carry_out([], workers)
+        actions = do(prefill, decode, workers)
+        if not actions:
+            break
+        workers = carry_out(actions, workers)
+    else:
+        pytest.fail(f"still {actions}")
+    for role, wanted in ((P, prefill), (D, decode)):
+        have = [w for w in workers if w.role is role]
+        assert len(have) >= wanted
+        assert sum(w.owned for w in have) <= wanted or len(have) == wanted

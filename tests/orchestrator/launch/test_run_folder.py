@@ -1,0 +1,108 @@
+"""The run folder: one launcher per namespace, told apart from what a killed one left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from orchestrator.config.settings import parse_config
+from orchestrator.launch.leftovers import end_processes, remove_shared_memory
+from orchestrator.launch.process import started_ticks
+from orchestrator.launch.run_folder import (
+    FleetRunning,
+    Ready,
+    RunFolder,
+    StartedProcess,
+    abandoned_namespaces,
+    held_namespaces,
+)
+
+
+@pytest.fixture(autouse=True)
+def own_base(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def test_one_launcher_per_namespace():
+    first = RunFolder("a")
+    assert first.claim() == []
+    assert held_namespaces() == ["a"] and RunFolder("a").is_held
+    with pytest.raises(FleetRunning, match=r"namespace 'a' is already served by process \d+.*orchestrator down"):
+        RunFolder("a").claim()
+    other = RunFolder("b")
+    other.claim()
+    assert held_namespaces() == ["a", "b"]
+    for folder in (first, other):
+        folder.remove()
+    assert not first.path.exists() and held_namespaces() == []
+
+
+def test_what_is_written_is_what_others_read():
+    folder = RunFolder("a")
+    folder.claim()
+    config = parse_config({"model": "m", "namespace": "a", "redis": {"url": "redis://:secret@h:1"}})
+    file = folder.write_config(config)
+    folder.note_ready(Ready("http://h:1", "m", "1P1D"))
+    other = RunFolder("a")
+    assert other.config() == config
+    assert other.redis_url() == "redis://:secret@h:1"
+    assert other.ready() == Ready("http://h:1", "m", "1P1D")
+    assert file.parent.stat().st_mode & 0o077 == 0, "passwords are in it"
+    folder.remove()
+    assert other.redis_url() is None and other.ready() is None
+
+
+CLAIM_AND_DIE = """
+import os, signal, subprocess, sys
+from orchestrator.launch.process import started_ticks
+from orchestrator.launch.run_folder import RunFolder, StartedProcess
+folder = RunFolder("a")
+folder.claim()
+program = [sys.executable, "-c", "import time; time.sleep(60)"]
+child = subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+folder.note_started([StartedProcess("worker", child.pid, started_ticks(child.pid))])
+(folder.path / "socket").touch()
+print(child.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_launcher_left_is_recognised_and_ended():
+    killed = subprocess.run([sys.executable, "-c", CLAIM_AND_DIE], capture_output=True, text=True, timeout=30)
+    orphan = int(killed.stdout)
+    assert started_ticks(orphan) is not None
+    folder = RunFolder("a")
+    assert not folder.is_held and abandoned_namespaces() == ["a"]
+    left = folder.claim()
+    assert [process.name for process in left] == ["worker"]
+    assert 0 < folder.previous_start <= time.time()
+    assert not (folder.path / "socket").exists()
+    assert end_processes(left, patience_s=5) == ["worker"]
+    assert started_ticks(orphan) is None
+    folder.remove()
+
+
+def test_a_process_that_only_has_the_same_number_is_left_alone():
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    try:
+        ticks = started_ticks(bystander.pid)
+        assert ticks is not None
+        assert end_processes([StartedProcess("worker", bystander.pid, ticks - 1)], patience_s=0.1) == []
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_shared_memory_is_removed_only_when_it_is_an_engines_new_and_unused(tmp_path):
+    before = time.time() - 1
+    for name in ("psm_dead", "psm_used", "somebody_elses"):
+        (tmp_path / name).write_bytes(b"x")
+    with (tmp_path / "psm_used").open() as used:
+        assert remove_shared_memory(newer_than=time.time() + 60, folder=tmp_path) == []
+        assert remove_shared_memory(newer_than=before, folder=tmp_path) == ["psm_dead"]
+        assert used.read() == "x"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["psm_used", "somebody_elses"]

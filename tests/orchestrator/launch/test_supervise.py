@@ -1,0 +1,170 @@
+"""Supervision of real child processes: output, restarts with growing pauses, ends that leave nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from orchestrator.config.settings import LauncherConfig
+from orchestrator.launch.process import LocalProcess, ProcessSpec, adopt_orphans, group_alive, started_ticks
+from orchestrator.launch.supervise import Exit, Stage, Supervised, backoff_s, describe
+
+FAST = LauncherConfig(restart_backoff_s=0.01, restart_backoff_max_s=0.05, stop_timeout_s=1.0)
+DEADLINE_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def reaping():
+    adopt_orphans()
+
+
+def python(code: str, name: str = "child") -> ProcessSpec:
+    return ProcessSpec(name, [sys.executable, "-c", code])
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+class Child:
+    """A supervised program and everything it said and went through."""
+
+    def __init__(self, code: str, config: LauncherConfig = FAST, start_timeout_s: float = 30.0) -> None:
+        self.lines: list[str] = []
+        self.stages: list[Stage] = []
+        self.exits: list[Exit] = []
+        self.process = Supervised(
+            "child",
+            lambda: python(code),
+            config,
+            start_timeout_s,
+            lambda name, line: self.lines.append(line),
+            lambda process: self.stages.append(process.stage),
+            self._left,
+        )
+        self.task = asyncio.create_task(self.process.run())
+
+    async def _left(self, process: Supervised) -> None:
+        assert process.last_exit is not None
+        self.exits.append(process.last_exit)
+
+    async def ended(self) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await self.task
+
+
+def test_pauses_double_up_to_their_limit():
+    config = LauncherConfig(restart_backoff_s=0.5, restart_backoff_max_s=30)
+    assert [backoff_s(n, config) for n in (1, 2, 3, 4)] == [0.5, 1, 2, 4]
+    assert backoff_s(50, config) == backoff_s(5000, config) == 30
+
+
+async def test_what_crashes_is_started_again_until_it_is_stopped():
+    child = Child("import sys; print('worker-like: no luck', file=sys.stderr); sys.exit(3)")
+    await until(lambda: len(child.exits) >= 3)
+    assert child.process.crashes >= 2
+    assert child.exits[0] == Exit(3, "worker-like: no luck", was_ready=False)
+    child.process.request_stop()
+    await child.ended()
+    assert child.stages[:3] == [Stage.STARTING, Stage.PAUSING, Stage.STARTING]
+    assert child.stages[-1] is Stage.ENDED
+
+
+async def test_a_kill_is_a_crash_and_the_next_start_has_another_process():
+    child = Child("import time; print('up', flush=True); time.sleep(60)")
+    await until(lambda: child.lines)
+    first = child.process.pid
+    child.process.mark_ready()
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: len(child.lines) == 2)
+    assert child.process.pid not in (0, first)
+    assert child.exits == [Exit(-9, "up", was_ready=True)]
+    assert "killed by signal 9" in describe(child.exits[0])
+    child.process.request_stop()
+    await child.ended()
+    assert child.process.pid == 0 and started_ticks(first) is None
+
+
+async def test_one_that_was_ready_and_left_in_order_is_not_started_again():
+    code = "import signal, sys\nsignal.signal(15, lambda *a: sys.exit(0))\nprint('up', flush=True)\nsignal.pause()"
+    child = Child(code)
+    await until(lambda: child.lines)
+    child.process.mark_ready()
+    os.kill(child.process.pid, signal.SIGTERM)
+    await child.ended()
+    assert child.exits == [Exit(0, "up", was_ready=True)]
+
+
+async def test_an_end_that_is_expected_is_waited_for_and_enforced():
+    child = Child("import time; print('up', flush=True); time.sleep(60)")
+    await until(lambda: child.lines)
+    child.process.mark_ready()
+    child.process.expect_exit(0.05)
+    assert child.process.stage is Stage.LEAVING
+    await child.ended()
+    assert len(child.exits) == 1
+
+
+async def test_one_that_is_never_ready_is_ended_and_tried_again():
+    child = Child("import time; print('up', flush=True); time.sleep(60)", start_timeout_s=0.3)
+    await until(lambda: len(child.exits) == 1)
+    assert not child.exits[0].was_ready
+    await until(lambda: len(child.lines) >= 2)
+    child.process.request_stop()
+    await child.ended()
+
+
+async def test_a_stop_in_the_pause_ends_it_at_once():
+    child = Child("import sys; sys.exit(1)", LauncherConfig(restart_backoff_s=300, restart_backoff_max_s=300))
+    await until(lambda: child.process.stage is Stage.PAUSING)
+    child.process.expect_exit(0)
+    await child.ended()
+
+
+async def test_a_program_that_cannot_be_started_is_a_crash():
+    child = Child("")
+    child.process._spec = lambda: ProcessSpec("child", ["/nonexistent/program"])
+    await until(lambda: child.exits)
+    assert child.exits[0].code == 127 and "/nonexistent/program" in child.exits[0].why
+    child.process.request_stop()
+    await child.ended()
+
+
+async def test_stopping_one_that_ignores_it_kills_its_whole_group():
+    code = (
+        "import os, signal, time\nsignal.signal(15, signal.SIG_IGN)\nos.write(1, b'%d\\n' % os.fork())\ntime.sleep(60)"
+    )
+    lines: list[str] = []
+    process = LocalProcess(python(code), lambda name, line: lines.append(line))
+    await process.start()
+    await until(lambda: len(lines) == 2)
+    grandchild = max(map(int, lines))
+    await process.stop(0.1)
+    assert not process.running and not group_alive(process.pid)
+    assert started_ticks(grandchild) is None
+
+
+async def test_lines_of_any_length_arrive_and_progress_bars_as_their_last_state():
+    code = "import sys; sys.stdout.write('x' * 200_000 + '\\n' + '10%\\r50%\\r100%\\n' + '\\n' + 'no newline')"
+    lines: list[str] = []
+    process = LocalProcess(python(code), lambda name, line: lines.append(line))
+    await process.start()
+    assert await process.wait() == 0
+    assert sum(map(len, lines[:-2])) == 200_000
+    assert lines[-2:] == ["100%", "no newline"]
+
+
+async def test_the_fleets_programs_have_their_own_last_word():
+    code = "import sys; print('prefill-worker: model: no such folder'); print('noise at exit'); sys.exit(2)"
+    child = Child(code)
+    await until(lambda: child.exits)
+    assert describe(child.exits[0]) == "ended with exit code 2 (model: no such folder)"
+    child.process.request_stop()
+    await child.ended()

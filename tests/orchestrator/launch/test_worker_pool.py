@@ -1,0 +1,195 @@
+"""The launcher's workers against the desired ratio: real worker processes (simulated engines) on a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli.operator import Fleet, FleetHandle, Refused, open_fleet
+from orchestrator.config.settings import parse_config
+from orchestrator.launch.commands import Placement
+from orchestrator.launch.embedded_redis import EmbeddedRedis
+from orchestrator.launch.process import adopt_orphans, group_alive, started_ticks
+from orchestrator.launch.registry_watch import FleetWatch, Snapshot
+from orchestrator.launch.run_folder import RunFolder
+from orchestrator.launch.worker_pool import WorkerPool
+from orchestrator.store.client import connect
+from orchestrator.store.registry import Registry
+from orchestrator.types import Role, WorkerState
+
+pytestmark = pytest.mark.slow  # real worker processes
+
+DEADLINE_S = 40.0
+
+
+class Pool:
+    """A pool kept equal to the desired ratio, and the commands that a person would give."""
+
+    def __init__(self, pool: WorkerPool, watch: FleetWatch, registry: Registry, fleet: Fleet) -> None:
+        self.pool = pool
+        self.watch = watch
+        self.registry = registry
+        self.fleet = fleet
+        self.ever: set[int] = set()
+
+    @property
+    def snapshot(self) -> Snapshot:
+        return self.watch.snapshot
+
+    def roles(self) -> dict[str, str]:
+        """Ready workers and their roles."""
+        infos = self.snapshot.workers.values()
+        return {info.id: info.role.value for info in infos if info.state is WorkerState.READY}
+
+    def pids(self) -> dict[str, int]:
+        return {name: slot.process.pid for name, slot in self.pool.slots.items()}
+
+    async def until(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            self.ever |= set(self.pids().values()) - {0}
+            assert time.monotonic() < deadline, f"not in time: {what}; {self.roles()}, {self.snapshot.desired}"
+            await asyncio.sleep(0.02)
+        self.ever |= set(self.pids().values()) - {0}
+
+    async def until_ratio(self, prefill: int, decode: int) -> None:
+        def there() -> bool:
+            roles = list(self.roles().values())
+            settled = not self.snapshot.orders and len(roles) == len(self.pool.slots)
+            return settled and (roles.count("prefill"), roles.count("decode")) == (prefill, decode)
+
+        await self.until(there, f"{prefill}P{decode}D")
+
+
+@asynccontextmanager
+async def running_pool(tmp_path: Path, prefill: int, decode: int) -> AsyncIterator[Pool]:
+    adopt_orphans()
+    server = EmbeddedRedis()
+    url = await server.start(tmp_path)
+    config = parse_config(
+        {
+            "model": "sim-model",
+            "engine": "sim",
+            "namespace": f"pool-{os.getpid()}",
+            "redis": {"url": url, "timeout_s": 5},
+            "workers": {
+                "heartbeat_s": 0.2,
+                "timeout_s": 4,
+                "prefill": {"replicas": prefill},
+                "decode": {"replicas": decode},
+            },
+            "launcher": {"restart_backoff_s": 0.1, "stop_timeout_s": 5},
+        }
+    )
+    folder = RunFolder(config.namespace)
+    folder.claim()
+    redis = await connect(url, 5)
+    registry = Registry(redis, config.namespace)
+    pool = WorkerPool(
+        config, folder.write_config(config), registry, Placement(config), lambda name, line: None, lambda process: None
+    )
+    watch = FleetWatch(registry, pool.update)
+    async with open_fleet(FleetHandle(config.namespace, url, None, config)) as fleet:
+        running = Pool(pool, watch, registry, fleet)
+        watching = asyncio.create_task(watch.run())
+        try:
+            await registry.set_desired(prefill, decode, "test")
+            await running.until_ratio(prefill, decode)
+            yield running
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            await pool.close()
+            await redis.aclose()
+            await server.stop()
+            folder.remove()
+    assert pool.slots == {}
+    assert not [pid for pid in running.ever if started_ticks(pid) is not None or group_alive(pid)]
+
+
+async def test_scale_flips_running_workers_before_it_starts_or_drains_any(tmp_path):
+    async with running_pool(tmp_path, 1, 2) as running:
+        before = running.pids()
+        assert running.roles() == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
+        await running.fleet.scale(2, 1)
+        await running.until_ratio(2, 1)
+        assert running.pids() == before, "the same processes"
+        assert running.roles()["decode-1"] == "prefill"
+        await running.fleet.scale(1, None)
+        await running.until_ratio(1, 1)
+        await running.fleet.scale(None, 3)
+        await running.until_ratio(1, 3)
+        assert set(before.values()) & set(running.pids().values()), "those that fitted were kept"
+
+
+async def test_a_killed_worker_comes_back_and_leaves_the_registry_at_once(tmp_path):
+    async with running_pool(tmp_path, 1, 1) as running:
+        victim = running.pids()["prefill-0"]
+        os.kill(victim, signal.SIGKILL)
+        await running.until(lambda: "prefill-0" not in running.roles(), "gone from the registry")
+        await running.until(lambda: running.roles() == {"prefill-0": "prefill", "decode-0": "decode"}, "back")
+        assert running.pids()["prefill-0"] not in (0, victim)
+
+
+async def test_role_and_drain_move_the_desired_ratio_with_them(tmp_path):
+    async with running_pool(tmp_path, 1, 2) as running:
+        before = running.pids()
+        assert await running.fleet.change_role("decode-0", Role.PREFILL, force=False)
+        await running.until_ratio(2, 1)
+        assert running.roles()["decode-0"] == "prefill" and running.pids() == before
+        assert not await running.fleet.change_role("decode-0", Role.PREFILL, force=False), "it has that role"
+        assert await running.fleet.drain("prefill-0", force=False)
+        await running.until_ratio(1, 1)
+        assert set(running.pids()) == {"decode-0", "decode-1"}
+        desired = await running.registry.desired()
+        assert desired is not None and (desired.prefill, desired.decode) == (1, 1)
+
+
+async def test_the_last_decode_worker_is_taken_away_only_by_force(tmp_path):
+    async with running_pool(tmp_path, 0, 1) as running:
+        for command in (
+            running.fleet.change_role("decode-0", Role.PREFILL, False),
+            running.fleet.drain("decode-0", False),
+        ):
+            with pytest.raises(Refused, match="last decode worker.*--force"):
+                await command
+        with pytest.raises(Refused, match="decode=0: expected an integer >= 1"):
+            await running.fleet.scale(None, 0)
+        with pytest.raises(Refused, match="'decode-9' is not in the fleet; there: decode-0"):
+            await running.fleet.drain("decode-9", False)
+        assert await running.fleet.change_role("decode-0", Role.PREFILL, force=True)
+        await running.until(lambda: running.roles() == {"decode-0": "prefill"}, "forced")
+
+
+async def test_workers_started_by_somebody_else_are_counted_and_never_drained(tmp_path):
+    async with running_pool(tmp_path, 0, 1) as running:
+        own = running.pool.slots.pop("decode-0")  # as if another launcher had started it
+        try:
+            await running.fleet.scale(None, 2)
+            await running.until(lambda: len(running.roles()) == 2, "one more, under another name")
+            assert set(running.pids()) == {"decode-1"}
+            await running.fleet.scale(None, 1)
+            await running.until(lambda: running.snapshot.desired and running.snapshot.desired.decode == 1, "read")
+            await running.watch._read()
+            assert set(running.roles()) == {"decode-0", "decode-1"}
+        finally:
+            running.pool.slots["decode-0"] = own
+
+
+async def test_status_from_the_registry_alone(tmp_path):
+    async with running_pool(tmp_path, 1, 1) as running:
+        seen = await running.fleet.status()
+        assert [(w["id"], w["role"], w["state"], w["engine"]) for w in seen["workers"]] == [
+            ("decode-0", "decode", "ready", "sim"),
+            ("prefill-0", "prefill", "ready", "sim"),
+        ]
+        assert seen["workers"][0]["blocks_free"] is None, "loads are not in the registry"
+        assert seen["queue"] == {"requests": 0, "tokens": 0, "claimed": 0}
+        assert (seen["desired"]["prefill"], seen["desired"]["decode"]) == (1, 1)

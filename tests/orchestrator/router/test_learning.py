@@ -1,0 +1,40 @@
+"""What the predictor learns from requests."""
+
+import time
+
+import pytest
+from support_bench import Bench, FakeRequest
+
+from orchestrator.types import QueueDepth, WorkerLoad
+from orchestrator.wire.messages import Prefilled
+
+
+async def prefilled_together(bench, names, seconds, tokens=1000):
+    for name in names:
+        await bench.router.submit(FakeRequest(name, tokens))
+        bench.claim(name)
+    for name in names:
+        bench.say("p0", Prefilled(name, 1, "p0", seconds))
+
+
+def measured(bench, tokens_per_s):
+    load = WorkerLoad("p0", 1, 1000, 1000, 0, 0, 0, step_ms=1.0, prefill_tokens_per_s=tokens_per_s)
+    bench.fleet.take_load(load, time.monotonic())
+
+
+async def test_prompts_that_are_computed_together_do_not_understate_the_pool():
+    bench = Bench()
+    measured(bench, tokens_per_s=4000.0)
+    await prefilled_together(bench, "abcd", seconds=1.0)  # four of 1000 tokens in one second
+    predictor = bench.router.learning.predictor
+    assert predictor.prefill_s(1000) == pytest.approx(0.25)
+    assert predictor.backlog_s(QueueDepth(8, 8000, 0), 2) == pytest.approx(1.0)
+
+
+async def test_nothing_is_learned_of_a_worker_that_has_measured_nothing():
+    bench = Bench()
+    before = bench.router.learning.predictor.prefill_s(1000)
+    await prefilled_together(bench, "ab", seconds=1.0)
+    measured(bench, tokens_per_s=0.0)
+    await prefilled_together(bench, "cd", seconds=1.0)
+    assert bench.router.learning.predictor.prefill_s(1000) == before

@@ -1,0 +1,424 @@
+"""The life of a request against scripted workers: every way it can be placed, bound, retried, fenced and ended."""
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+from support_bench import Bench, FakeCodec, FakeRequest
+
+from orchestrator.policy.slack import LATE_S
+from orchestrator.router.request import SUCCESSORS, State
+from orchestrator.router.router import FINISH_ABORT, FINISH_ERROR, Overloaded
+from orchestrator.store.client import RedisAway
+from orchestrator.store.queue import QueueFull
+from orchestrator.types import Offered, QueueDepth, Role, WorkerLoad, WorkerState
+from orchestrator.wire.messages import Abort, MessageError, Prefilled, PrefillFailed, Rejected
+
+
+async def test_a_short_prompt_is_prefilled_where_it_decodes():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    ((worker, submit),) = bench.submits()
+    assert worker in ("d0", "d1") and submit.kv_source is None and not bench.prefill.jobs
+    bench.tokens(worker, "r", [7])
+    bench.tokens(worker, "r", [8], finish=1)
+    assert bench.received() == [("r", [7], None), ("r", [8], 1)]
+    bench.assert_no_leaks()
+
+
+async def test_a_long_prompt_is_queued_and_bound_only_when_claimed():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r"))
+    assert not bench.submits() and bench.prefill.jobs[0].request_id == "r"
+    assert bench.router.requests["r"].state is State.QUEUED
+    bench.claim("r")
+    ((worker, submit),) = bench.submits()
+    assert submit.kv_source.key == "r#1"
+    bench.say("p0", Prefilled("r", 1, "p0", 0.2))
+    bench.tokens(worker, "r", [1, 2], finish=0)
+    assert bench.received() == [("r", [1, 2], 0)]
+    bench.assert_no_leaks()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(RedisAway("gone"), "queue_unavailable"), (QueueFull("full"), "queue_full")]
+)
+async def test_a_queue_that_refuses_means_local(error, reason):
+    bench = Bench()
+    bench.prefill.error = error
+    await bench.router.submit(FakeRequest("r"))
+    assert bench.submits()[0][1].kv_source is None
+    assert bench.router.requests["r"].reason == reason
+
+
+async def test_requests_that_cannot_go_remote_stay_local():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r", local_only="prompt_logprobs"))
+    assert bench.router.requests["r"].reason == "prompt_logprobs" and not bench.prefill.jobs
+
+
+async def test_a_claim_that_does_not_come_ends_in_local_prefill():
+    bench = Bench(claim_timeout_s=0.05)
+    await bench.router.submit(FakeRequest("r"))
+    async with asyncio.timeout(5):
+        while not bench.submits():
+            await asyncio.sleep(0.01)
+    await bench.settle()
+    assert bench.prefill.cancelled == [("r", 1)]
+    assert bench.submits()[0][1].attempt == 2 and bench.submits()[0][1].kv_source is None
+    bench.claim("r", attempt=1)  # the claim comes late: its worker is told to forget it
+    assert ("p0", Abort("r", 1)) in bench.transport.sent
+    assert len(bench.submits()) == 1
+
+
+async def test_losing_redis_moves_what_is_queued_to_local():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r"))
+    bench.prefill.depth = None
+    bench.router.queue_lost()
+    await bench.settle()
+    assert bench.submits()[0][1].attempt == 2
+    assert bench.router.requests["r"].retries == ["queue_unavailable"]
+
+
+async def test_losing_the_last_prefill_worker_moves_what_is_queued_to_local():
+    bench = Bench()
+    bench.add_worker("p1", Role.PREFILL)
+    await bench.router.submit(FakeRequest("r"))
+    bench.fleet.remove("p1")
+    bench.router.worker_lost("p1")
+    assert bench.router.requests["r"].state is State.QUEUED  # p0 will claim it
+    bench.fleet.remove("p0")
+    bench.router.worker_lost("p0")
+    await bench.settle()
+    assert bench.prefill.cancelled == [("r", 1)]
+    assert bench.submits()[0][1].attempt == 2 and bench.submits()[0][1].kv_source is None
+    assert bench.router.requests["r"].reason == "no_prefill_worker"
+
+
+@pytest.mark.parametrize("gone", [{"state": WorkerState.DRAINING}, {"role": Role.DECODE}])
+async def test_what_is_queued_for_a_worker_that_claims_no_more_goes_local(gone, monkeypatch):
+    monkeypatch.setattr("orchestrator.router.router.STALL_CHECK_S", 0.01)
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r"))
+    view = bench.fleet.workers["p0"]
+    running = asyncio.create_task(bench.router.run())
+    try:
+        view.connected = False  # for a moment: it claims through Redis all the same
+        await asyncio.sleep(0.05)
+        assert bench.router.requests["r"].state is State.QUEUED
+        view.info = msgspec.structs.replace(view.info, **gone)
+        async with asyncio.timeout(5):
+            while not bench.submits():
+                await asyncio.sleep(0.01)
+    finally:
+        running.cancel()
+    assert bench.router.requests["r"].retries == ["no_prefill_worker"]
+
+
+async def test_duplicate_claims_bind_once():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r"))
+    bench.claim("r")
+    bench.claim("r")
+    assert len(bench.submits()) == 1
+    bench.add_worker("p1", Role.PREFILL)
+    bench.claim("r", worker="p1")  # its lease had expired and another worker claimed it too: one of them must stop
+    assert ("p1", Abort("r", 1)) in bench.transport.sent
+    assert len(bench.submits()) == 1
+
+
+async def test_failed_prefill_is_done_locally_and_the_old_attempt_fenced():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r"))
+    bench.claim("r")
+    first = bench.bound_to()
+    bench.say("p0", PrefillFailed("r", 1, "p0", "out of memory"))
+    await bench.settle()
+    assert (first, Abort("r", 1)) in bench.transport.sent
+    second, submit = bench.submits()[-1]
+    assert submit.attempt == 2 and submit.kv_source is None
+    bench.tokens(first, "r", [99], attempt=1)
+    assert bench.received() == []
+    bench.tokens(second, "r", [1], attempt=2, finish=1)
+    assert bench.received() == [("r", [1], 1)]
+    bench.assert_no_leaks()
+
+
+async def test_a_rejected_submission_goes_to_another_worker():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    first = bench.bound_to()
+    bench.say(first, Rejected("r", 1, first, "draining"))
+    await bench.settle()
+    assert bench.bound_to() != first
+
+
+async def test_an_invalid_request_fails_at_once_instead_of_touring_the_fleet():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    bench.say(bench.bound_to(), Rejected("r", 1, bench.bound_to(), "invalid: no such parameter"))
+    assert bench.received() == [("r", [], FINISH_ERROR)] and len(bench.submits()) == 1
+    bench.assert_no_leaks()
+
+
+async def test_a_dead_decode_worker_is_continued_elsewhere_from_the_tokens_sent():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r"))
+    bench.claim("r")
+    first = bench.bound_to()
+    bench.tokens(first, "r", [5, 6])
+    bench.fleet.remove(first)
+    bench.router.worker_lost(first)
+    await bench.settle()
+    second, submit = bench.submits()[-1]
+    assert second != first and submit.resume_tokens == [5, 6] and submit.attempt == 2 and submit.kv_source is None
+    bench.tokens(second, "r", [7], attempt=2, finish=1)
+    assert bench.received() == [("r", [5, 6], None), ("r", [7], 1)]
+    bench.assert_no_leaks()
+
+
+async def test_what_cannot_be_continued_fails_visibly():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10, resumable=False))
+    first = bench.bound_to()
+    bench.tokens(first, "r", [5])
+    bench.fleet.remove(first)
+    bench.router.worker_lost(first)
+    assert bench.received() == [("r", [5], None), ("r", [], FINISH_ERROR)]
+    bench.assert_no_leaks()
+
+
+async def test_a_dead_prefill_worker_leaves_recovery_to_decode_but_is_noted():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r"))
+    bench.claim("r")
+    bench.fleet.remove("p0")
+    bench.router.worker_lost("p0")
+    assert bench.router.requests["r"].state is State.TRANSFERRING
+    await bench.settle()
+    assert bench.prefill.cancelled == [("r", 1)]  # nobody prefills again what decode recomputes
+    bench.tokens(bench.bound_to(), "r", [1], finish=1)
+    assert bench.received() == [("r", [1], 1)]
+
+
+@pytest.mark.parametrize("reason", [FINISH_ABORT, FINISH_ERROR])
+async def test_an_engine_that_gives_up_is_not_the_clients_problem(reason):
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    bench.tokens(bench.bound_to(), "r", [], finish=reason)
+    await bench.settle()
+    assert bench.received() == [] and bench.submits()[-1][1].attempt == 2
+
+
+async def test_outputs_that_cannot_be_read_leave_no_gap_in_anybodys_answer(monkeypatch):
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    worker = bench.bound_to()
+    bench.tokens(worker, "r", [5])
+
+    def unreadable(*args):
+        raise MessageError("not outputs")
+
+    monkeypatch.setattr(FakeCodec, "decode_outputs", unreadable)
+    bench.tokens(worker, "r", [6])
+    monkeypatch.undo()
+    bench.tokens(worker, "r", [7])  # of the old attempt: after the gap
+    await bench.settle()
+    assert bench.submits()[-1][1].resume_tokens == [5] and bench.submits()[-1][1].attempt == 2
+    bench.tokens(bench.bound_to(), "r", [6], attempt=2, finish=1)
+    assert bench.received() == [("r", [5], None), ("r", [6], 1)]
+    bench.assert_no_leaks()
+
+
+async def test_a_defect_while_moving_a_request_ends_it_visibly(monkeypatch):
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+
+    def broken(*args):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(bench.router._decider, "decide", broken)
+    bench.say(bench.bound_to(), Rejected("r", 1, bench.bound_to(), "draining"))
+    await bench.settle()
+    assert bench.received() == [("r", [], FINISH_ERROR)]
+    with pytest.raises(ZeroDivisionError):
+        await bench.router.submit(FakeRequest("s"))
+    bench.assert_no_leaks()
+
+
+async def test_attempts_are_bounded():
+    bench = Bench(max_attempts=2)
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    for attempt in (1, 2):
+        bench.tokens(bench.bound_to(), "r", [], attempt=attempt, finish=FINISH_ERROR)
+        await bench.settle()
+    assert bench.received() == [("r", [], FINISH_ERROR)]
+    bench.assert_no_leaks()
+
+
+async def test_an_accepted_request_waits_for_a_worker_to_come_back():
+    bench = Bench()
+    bench.fleet.remove("d1")
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    bench.fleet.remove("d0")
+    bench.router.worker_lost("d0")
+    assert bench.router.requests["r"].state is State.PLACING
+    bench.add_worker("d0", Role.DECODE)
+    await asyncio.wait_for(bench.settle(), 5)
+    assert bench.submits()[-1][1].attempt == 2
+
+
+async def test_waiting_for_a_worker_has_an_end():
+    bench = Bench(placement_timeout_s=0.01)
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    for name in ("d0", "d1"):
+        bench.fleet.remove(name)
+    bench.router.worker_lost(bench.bound_to())
+    await asyncio.wait_for(bench.settle(), 5)
+    assert bench.received() == [("r", [], FINISH_ERROR)]
+    bench.assert_no_leaks()
+
+
+async def test_no_decode_worker_refuses_with_503_and_a_full_fleet_with_429():
+    bench = Bench(max_waiting_per_worker=1)
+    bench.prefill.depth = None
+    for name in ("d0", "d1"):
+        load = WorkerLoad(name, 1, 1000, 0, running=9, waiting=1, waiting_tokens=0, step_ms=1.0)
+        bench.fleet.take_load(load, time.monotonic())
+    with pytest.raises(Overloaded) as full:
+        await bench.router.submit(FakeRequest("r"))
+    assert full.value.status == 429 and full.value.retry_after_s > 0
+    with pytest.raises(Overloaded):
+        bench.router.admit()
+    for name in ("d0", "d1"):
+        bench.fleet.remove(name)
+    with pytest.raises(Overloaded) as nobody:
+        await bench.router.submit(FakeRequest("r2"))
+    assert nobody.value.status == 503
+    bench.assert_no_leaks()
+
+
+async def test_an_unreachable_worker_is_passed_over():
+    bench = Bench()
+    bench.transport.unreachable = {"d0"}
+    for i in range(4):
+        await bench.router.submit(FakeRequest(f"r{i}", prompt_tokens=10))
+    assert {worker for worker, _ in bench.submits()} == {"d1"}
+
+
+async def test_an_abort_reaches_everybody_who_holds_something():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("queued"))
+    await bench.router.submit(FakeRequest("bound"))
+    bench.claim("bound")
+    decode = bench.bound_to()
+    bench.router.abort(["queued", "bound", "unknown"])
+    await bench.settle()
+    assert bench.prefill.cancelled == [("queued", 1)]
+    assert (decode, Abort("bound", 1)) in bench.transport.sent and ("p0", Abort("bound", 1)) in bench.transport.sent
+    bench.tokens(decode, "bound", [1])
+    assert bench.received() == []
+    bench.assert_no_leaks()
+
+
+async def test_a_request_that_stalls_is_started_elsewhere():
+    bench = Bench(stall_timeout_s=0.01)
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    first = bench.bound_to()
+    watching = asyncio.create_task(bench.router.run())
+    async with asyncio.timeout(10):
+        while len(bench.submits()) < 2:
+            await asyncio.sleep(0.02)
+    watching.cancel()
+    assert bench.bound_to() != first
+
+
+async def test_a_burst_does_not_herd_onto_the_worker_that_looked_emptiest():
+    bench = Bench()
+    for name, free in (("d0", 1000), ("d1", 990)):
+        load = WorkerLoad(name, 1, 1000, free, running=0, waiting=0, waiting_tokens=0, step_ms=1.0)
+        bench.fleet.take_load(load, time.monotonic())
+    for i in range(20):
+        await bench.router.submit(FakeRequest(f"r{i}", prompt_tokens=90))
+    placed = [worker for worker, _ in bench.submits()]
+    assert 7 <= placed.count("d1") <= 13
+
+
+async def test_stages_are_learned_from(monkeypatch):
+    bench = Bench()
+    predictor = bench.router.learning.predictor
+    bench.fleet.take_load(WorkerLoad("p0", 1, 1000, 1000, 0, 0, 0, 1.0, prefill_tokens_per_s=250.0), time.monotonic())
+    for i in range(8):
+        await bench.router.submit(FakeRequest(f"r{i}"))
+        bench.claim(f"r{i}")
+        bench.say("p0", Prefilled(f"r{i}", 1, "p0", 2.0, cached_tokens=500))
+        bench.tokens(bench.bound_to(), f"r{i}", [1])
+        bench.tokens(bench.bound_to(), f"r{i}", [1] * 9, finish=1)
+    assert predictor.prefill_s(500) == pytest.approx(2.0) and predictor.output_tokens == pytest.approx(10)
+    assert set(predictor.coefficients().itl_s) <= {"d0", "d1"}
+    bench.router.worker_lost("p0")
+    assert "p0" not in predictor.coefficients().prefill_s
+
+
+async def test_cost_placement_keeps_a_prompt_from_a_queue_that_would_take_longer():
+    bench = Bench(placement="cost")
+    bench.prefill.depth = QueueDepth(50, 100_000, 1)
+    await bench.router.submit(FakeRequest("r"))
+    assert bench.router.requests["r"].reason == "cost" and bench.submits()
+    bench.prefill.depth = QueueDepth(0, 0, 0)
+    for name in ("d0", "d1"):
+        load = WorkerLoad(name, 1, 1000, 900, running=9, waiting=0, waiting_tokens=500_000, step_ms=1.0)
+        bench.fleet.take_load(load, time.monotonic())
+    await bench.router.submit(FakeRequest("s"))
+    assert bench.router.requests["s"].decision == "remote" and bench.router.requests["s"].reason == "cost"
+
+
+@pytest.mark.parametrize("admission", ["reject", "queue"])
+async def test_a_request_that_cannot_be_in_time_is_refused_or_deferred_as_configured(admission):
+    bench = Bench(slo={"ttft_s": 0.5, "admission": admission})
+    bench.prefill.depth = QueueDepth(50, 100_000, 1)
+    if admission == "reject":
+        with pytest.raises(Overloaded) as refused:
+            await bench.router.submit(FakeRequest("r"))
+        assert refused.value.reason == "slo_ttft" and refused.value.status == 429 and refused.value.retry_after_s > 1
+        bench.assert_no_leaks()
+    else:
+        await bench.router.submit(FakeRequest("r"))
+        assert bench.prefill.jobs[0].delay_s > LATE_S
+
+
+async def test_offered_load_counts_each_request_once_and_those_refused_too():
+    bench = Bench(max_waiting_per_worker=1)
+    await bench.router.submit(FakeRequest("a", 300, max_new_tokens=40))
+    bench.claim("a")
+    bench.router.worker_lost(bench.router.requests["a"].decode_worker)  # a second attempt is no second request
+    await asyncio.sleep(0)
+    expected = bench.router.learning.predictor.output_tokens
+    await bench.router.submit(FakeRequest("b", 500, max_new_tokens=10**6))
+    assert bench.router.learning.offered == Offered(2, 800, 40 + expected)
+    bench.fleet.remove("d0")
+    bench.fleet.remove("d1")
+    with pytest.raises(Overloaded):
+        await bench.router.submit(FakeRequest("c", 100, max_new_tokens=10))
+    with pytest.raises(Overloaded):
+        bench.router.admit()
+    assert bench.router.learning.offered == Offered(4, 900 + 300, 50 + 2 * expected)
+
+
+@pytest.mark.parametrize("order", ["length", "slack"])
+async def test_order_and_priority_decide_the_place_in_the_queue(order):
+    bench = Bench(slo={"ttft_s": 3.0}, queue={"order": order, "weight": 4.0, "seconds_per_token": 0.001})
+    for request_id, prompt_tokens, priority in (("a", 1000, 0), ("b", 1000, -2), ("c", 3000, 0)):
+        await bench.router.submit(FakeRequest(request_id, prompt_tokens, priority=priority))
+    a, b, c = (job.delay_s for job in bench.prefill.jobs)
+    assert a - b == pytest.approx(6.0)
+    assert c - a == pytest.approx(8.0 if order == "length" else 6.0)
+
+
+def test_every_state_can_be_left_or_is_an_end():
+    ends = {State.FINISHED, State.ABORTED, State.FAILED, State.REJECTED}
+    assert {state for state, successors in SUCCESSORS.items() if not successors} == ends
+    reached = set().union(*SUCCESSORS.values())
+    assert reached == set(State) and set(SUCCESSORS) == set(State)

@@ -1,0 +1,109 @@
+"""What the prefix index changes in a request's life: where it is prefilled, who decodes it, and what it counts as."""
+
+from support_bench import Bench, FakeRequest
+
+from orchestrator import metrics
+from orchestrator.policy.decode_choice import KVBlocks
+from orchestrator.types import Role, WorkerLoad
+from orchestrator.wire.messages import Prefilled, Rejected
+
+KEYS = list(range(1, 63))  # of a prompt of 1000 tokens, in blocks of 16
+
+
+def bench_with(held, **routing):
+    """`held`: leading blocks by worker."""
+    bench = Bench(**routing)
+    for worker_id, blocks in held.items():
+        bench.prefixes.index.stored(worker_id, KEYS[:blocks])
+    return bench
+
+
+def hit_tokens(side):
+    return metrics.prefix_hit_tokens.labels(side)._value.get()
+
+
+async def test_a_prompt_that_a_decode_worker_holds_is_short():
+    bench = bench_with({"d1": 60})
+    before = hit_tokens("local")
+    await bench.router.submit(FakeRequest("r", keys=KEYS))
+    ((worker, submit),) = bench.submits()
+    active = bench.router.requests["r"]
+    assert worker == "d1" and submit.kv_source is None and submit.cached_tokens == 960
+    assert (active.decision, active.reason, active.cached_tokens) == ("local", "short_prompt", 960)
+    assert hit_tokens("local") == before + 960
+    candidate = bench.fleet.workers["d1"].candidate
+    assert candidate.placed_tokens == 40 and candidate.blocks_free == 1000 - 63
+
+
+async def test_a_prompt_that_only_prefill_workers_hold_goes_where_they_are_with_what_they_hold():
+    held = {"p0": 40, "p1": 50, "p2": 10, "p3": 40, "p4": 40}
+    bench = bench_with(held | {"d0": 10})
+    for name in ("p1", "p2", "p3", "p4"):
+        bench.add_worker(name, Role.PREFILL)
+    await bench.router.submit(FakeRequest("r", keys=KEYS))
+    (job,) = bench.prefill.jobs
+    assert job.cached == {"p1": 800, "p4": 640, "p0": 640, "p3": 640}  # the four that hold most
+    assert job.uncached_tokens == 200 and job.tokens == 1000
+    before = hit_tokens("prefill")
+    bench.claim("r", worker="p1")
+    assert bench.submits()[0][1].cached_tokens == 0
+    bench.say("p1", Prefilled("r", 1, "p1", 0.2, cached_tokens=784))
+    assert bench.router.requests["r"].cached_tokens == 784 and hit_tokens("prefill") == before + 784
+
+
+async def test_what_is_cached_on_workers_that_left_counts_nothing():
+    bench = bench_with({"d1": 60, "p0": 60})
+    bench.fleet.remove("p0")
+    bench.prefixes.forget("d1")
+    bench.add_worker("p1", Role.PREFILL)
+    await bench.router.submit(FakeRequest("r", keys=KEYS))
+    assert bench.prefill.jobs[0].cached == {} and bench.prefill.jobs[0].uncached_tokens == 1000
+
+
+async def test_hits_are_looked_up_again_when_a_job_is_claimed():
+    bench = bench_with({"d0": 3}, decode_choice="kv_prefix")
+    await bench.router.submit(FakeRequest("r", keys=KEYS))
+    bench.prefixes.index.stored("d1", KEYS[:40])  # while it waited in the queue
+    before = hit_tokens("decode")
+    bench.claim("r")
+    assert bench.bound_to() == "d1" and hit_tokens("decode") == before + 640
+    # Its KV comes by transfer: nothing of it is computed there.
+    assert bench.fleet.workers["d1"].candidate.placed_tokens == 0
+
+
+async def test_a_retry_believes_nothing_of_the_worker_it_left():
+    bench = bench_with({"d1": 60})
+    await bench.router.submit(FakeRequest("r", keys=KEYS))
+    bench.say("d1", Rejected("r", 1, "d1", "draining"))
+    await bench.settle()
+    worker, submit = bench.submits()[-1]
+    assert worker == "d0" and submit.cached_tokens == 0
+
+
+async def test_of_a_large_fleet_the_workers_with_a_hit_are_considered():
+    bench = Bench(decode_choice="kv_prefix")
+    for number in range(200):
+        name = f"n{number}"
+        bench.add_worker(name, Role.DECODE)
+        load = WorkerLoad(name, 1, 1000, 1000 - number, running=0, waiting=0, waiting_tokens=0, step_ms=1.0)
+        bench.fleet.take_load(load, 0.0)
+    bench.prefixes.index.stored("n170", KEYS)
+    await bench.router.submit(FakeRequest("r", keys=KEYS))
+    assert bench.bound_to() == "n170" and bench.submits()[0][1].cached_tokens == 62 * 16
+
+
+async def test_without_anything_cached_no_keys_are_computed():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r", keys=KEYS))
+    assert bench.router.requests["r"].keys == []
+
+
+async def test_the_expected_output_follows_what_requests_put_out():
+    bench = Bench()
+    choose = bench.router.learning._choose
+    assert isinstance(choose, KVBlocks)
+    before = choose.expected_output_tokens
+    for number in range(50):
+        await bench.router.submit(FakeRequest(f"r{number}", prompt_tokens=10))
+        bench.tokens(bench.bound_to(), f"r{number}", [1], finish=1)
+    assert choose.expected_output_tokens < before / 4

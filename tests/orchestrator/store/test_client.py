@@ -1,0 +1,337 @@
+"""The client and the embedded server: what is away, what comes back, what is left behind."""
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support_redis import eventually, running_server
+
+from orchestrator.launch.embedded_redis import EmbeddedRedis, EmbeddedRedisError, server_binary
+from orchestrator.store.client import RedisAway, connect, masked
+from orchestrator.store.keys import Keys, Script
+
+
+@pytest.fixture
+def server(tmp_path):
+    with running_server(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+async def redis(server):
+    redis = await connect(server.url, 2.0)
+    yield redis
+    await redis.aclose()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def spawn(*command: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return True
+
+
+# ---- the client ------------------------------------------------------------------------------------------------
+
+
+async def test_every_answer_goes_to_its_own_caller(redis):
+    async def one(number: int) -> None:
+        await redis.set(f"k{number}", number)
+        assert await redis.get(f"k{number}") == str(number).encode()
+
+    await asyncio.gather(*(one(number) for number in range(500)))
+    assert (await redis.info("clients"))["connected_clients"] == 1
+
+
+async def test_a_refused_command_fails_alone(redis):
+    await redis.set("text", "x")
+    good, bad, after = await asyncio.gather(
+        redis.get("text"), redis.hget("text", "f"), redis.get("text"), return_exceptions=True
+    )
+    assert good == after == b"x"
+    assert isinstance(bad, RedisAway) and "it refused HGET: WRONGTYPE" in str(bad)
+
+
+async def test_an_argument_that_cannot_be_sent_fails_alone(redis):
+    good, bad = await asyncio.gather(redis.set("a", 1), redis.execute_command("SET", "b", None), return_exceptions=True)
+    assert good is True
+    assert isinstance(bad, TypeError)
+
+
+async def test_a_cancelled_caller_does_not_shift_the_answers(redis):
+    await redis.mset({"a": 1, "b": 2})
+    cancelled = asyncio.create_task(redis.get("a"))
+    kept = asyncio.create_task(redis.get("b"))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    assert await kept == b"2"
+    assert await redis.get("a") == b"1"
+
+
+async def test_scripts_survive_a_flush(redis):
+    script = Script("depth")
+    assert await redis.run(script, "pd:{x}:") == [0, 0, 0]
+    await redis.script_flush()
+    assert await asyncio.gather(*(redis.run(script, "pd:{x}:") for _ in range(20))) == [[0, 0, 0]] * 20
+
+
+async def test_a_restarted_server_is_used_without_an_error(redis, server):
+    await redis.set("k", 1)
+    server.stop()
+    server.start()
+    assert await redis.get("k") is None
+
+
+async def test_calls_fail_while_the_server_is_away_and_work_when_it_is_back(redis, server):
+    server.stop()
+    with pytest.raises(RedisAway) as caught:
+        await redis.ping()
+    assert isinstance(caught.value, ConnectionError)
+    assert server.url in str(caught.value) and "\n" not in str(caught.value)
+    results = await asyncio.gather(*(redis.ping() for _ in range(100)), return_exceptions=True)
+    assert all(isinstance(result, RedisAway) for result in results)
+    server.start()
+
+    async def back():
+        try:
+            return await redis.ping()
+        except RedisAway:
+            return False
+
+    await eventually(back, "the client finds the server again")
+
+
+async def test_a_server_that_hangs_is_away_within_the_timeout(server):
+    redis = await connect(server.url, 0.3)
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        results = await asyncio.gather(*(redis.ping() for _ in range(50)), return_exceptions=True)
+        assert all(isinstance(result, RedisAway) for result in results)
+        assert time.monotonic() - started < 10, "the time-outs are not one after another"
+        with pytest.raises(RedisAway):
+            await redis.ping()
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+    async def back():
+        try:
+            return await redis.ping()
+        except RedisAway:
+            return False
+
+    await eventually(back, "the client recovers")
+    await redis.set("a", "right")
+    assert await redis.get("a") == b"right", "no answer of an earlier command is taken for this one"
+    await redis.aclose()
+
+
+@pytest.mark.parametrize("url", ["http://x", "nonsense", "redis://host:notaport", "redis://127.0.0.1:1"])
+async def test_connect_says_what_is_wrong_in_one_line(url):
+    with pytest.raises(RedisAway) as caught:
+        await connect(url, 0.5)
+    assert masked(url) in str(caught.value) and "redis.url" in str(caught.value) and "\n" not in str(caught.value)
+
+
+async def test_passwords_are_masked_and_wrong_ones_refused(redis, server):
+    await redis.config_set("requirepass", "secret")
+    url = server.url.replace("redis://", "redis://:wrong-one@")
+    with pytest.raises(RedisAway) as caught:
+        await connect(url, 1.0)
+    assert "wrong-one" not in str(caught.value)
+    right = await connect(server.url.replace("redis://", "redis://:secret@"), 1.0)
+    assert await right.ping()
+    await right.aclose()
+
+
+def test_masked():
+    assert masked("redis://user:pw@host:1/0") == "redis://user:***@host:1/0"
+    assert masked("redis://:pw@host") == "redis://:***@host"
+    assert masked("redis://host:6379") == "redis://host:6379"
+    assert masked("unix:///run/r.sock?password=pw&db=1") == "unix:///run/r.sock?password=***&db=1"
+
+
+async def test_unix_sockets(tmp_path):
+    path = tmp_path / "r.sock"
+    process = spawn(server_binary(), "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(tmp_path))
+    try:
+        await eventually(lambda: asyncio.sleep(0, path.exists()), "the socket is there")
+        redis = await connect(f"unix://{path}", 2.0)
+        assert await redis.set("a", 1)
+        assert await redis.run(Script("depth"), "pd:{x}:") == [0, 0, 0]
+        await redis.aclose()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def test_tls(server, tmp_path):
+    if not (openssl := shutil.which("openssl")):
+        assert not os.environ.get("CI"), "install openssl: in CI this test must run"
+        pytest.skip("openssl makes the certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    options = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    made = spawn(openssl, *options.split(), "-keyout", str(key), "-out", str(certificate))
+    made.communicate()
+    assert made.returncode == 0
+
+    async def pump(reader, writer):
+        while data := await reader.read(65536):
+            writer.write(data)
+        writer.close()
+
+    async def serve(reader, writer):
+        upstream, downstream = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+        await asyncio.gather(pump(reader, downstream), pump(upstream, writer), return_exceptions=True)
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    proxy = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    url = f"rediss://localhost:{proxy.sockets[0].getsockname()[1]}"
+    with pytest.raises(RedisAway, match="certificate verify failed"):
+        await connect(url, 2.0)
+    redis = await connect(f"{url}?ssl_ca_certs={certificate}", 2.0)
+    assert await redis.set("a", b"x" * 100_000) and len(await redis.get("a")) == 100_000
+    await redis.aclose()
+    proxy.close()
+
+
+async def test_old_servers_are_refused():
+    async def answer(reader, writer):
+        while line := await reader.readline():
+            if line.strip() in (b"PING", b"INFO"):
+                body = b"redis_version:5.0.7\r\n"
+                writer.write(b"+PONG\r\n" if b"PING" in line else b"$%d\r\n%s\r\n" % (len(body), body))
+        writer.close()
+
+    fake = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = fake.sockets[0].getsockname()[1]
+    with pytest.raises(RedisAway, match=r"version 5\.0\.7: upgrade it to 6\.2 or newer"):
+        await connect(f"redis://127.0.0.1:{port}", 2.0)
+    fake.close()
+    await fake.wait_closed()
+
+
+# ---- subscriptions ---------------------------------------------------------------------------------------------
+
+
+async def test_whoever_listens_can_be_cancelled_at_any_moment(redis):
+    async def listen():
+        async for _ in redis.listen("news"):
+            pass
+
+    for turns in range(60):  # of the loop: connecting, subscribing and being subscribed are among them
+        task = asyncio.create_task(listen())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        _, left = await asyncio.wait([task], timeout=5)
+        assert not left, f"cancelled after {turns} turns, it still listens"
+
+
+async def test_a_subscription_survives_restarts_and_says_when_it_missed_something(redis, server):
+    received = []
+
+    async def listen():
+        async for payload in redis.listen("news"):
+            received.append(payload)
+
+    async def count(n):
+        return len(received) >= n
+
+    task = asyncio.create_task(listen())
+    await eventually(lambda: count(1), "subscribed")
+    await redis.publish("news", "one")
+    await eventually(lambda: count(2), "received")
+    server.stop()
+    server.start()
+    await eventually(lambda: count(3), "subscribed again")
+    await redis.publish("news", "two")
+    await eventually(lambda: count(4), "received again")
+    assert received == [None, b"one", None, b"two"]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+# ---- names -----------------------------------------------------------------------------------------------------
+
+
+def test_key_names():
+    keys = Keys("ns")
+    assert keys.queue == "pd:{ns}:queue"
+    assert keys.job("r") == "pd:{ns}:job:r"
+    assert keys.claims("w") == "pd:{ns}:claims:w"
+    assert keys.worker("w") == "pd:{ns}:worker:w"
+    assert keys.desired == "pd:{ns}:desired"
+    assert keys.events == "pd:{ns}:events"
+
+
+# ---- the embedded server ---------------------------------------------------------------------------------------
+
+
+async def test_the_embedded_server_starts_and_leaves_nothing(tmp_path):
+    embedded = EmbeddedRedis()
+    assert embedded.pid is None and not embedded.alive
+    url = await embedded.start(tmp_path)
+    assert url.startswith("redis://127.0.0.1:") and embedded.url == url
+    assert await embedded.start(tmp_path) == url, "already running"
+    pid = embedded.pid
+    redis = await connect(url, 2.0)
+    await redis.set("a", 1)
+    await redis.aclose()
+    await embedded.stop()
+    await embedded.stop()
+    assert gone(pid) and not embedded.alive
+    assert {path.name for path in tmp_path.iterdir()} == {"redis.log"}
+
+
+async def test_a_taken_port_is_named(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(EmbeddedRedisError, match=rf"127\.0\.0\.1:{port}.*in use.*redis\.url"):
+            await EmbeddedRedis().start(tmp_path, port)
+
+
+async def test_somebody_elses_server_is_not_taken_for_ours(tmp_path):
+    other = EmbeddedRedis()
+    url = await other.start(tmp_path)
+    with pytest.raises(EmbeddedRedisError):
+        await EmbeddedRedis().start(tmp_path, int(url.rpartition(":")[2]))
+    await other.stop()
+
+
+async def test_the_embedded_server_dies_with_its_parent(tmp_path):
+    program = (
+        "import asyncio, pathlib, sys, time\n"
+        "from orchestrator.launch.embedded_redis import EmbeddedRedis\n"
+        "server = EmbeddedRedis()\n"
+        f"asyncio.run(server.start(pathlib.Path({str(tmp_path)!r})))\n"
+        "print(server.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = spawn(sys.executable, "-c", program)
+    pid = int(parent.stdout.readline())
+    assert not gone(pid)
+    parent.kill()
+    parent.communicate()
+    await eventually(lambda: asyncio.sleep(0, gone(pid)), "the server is gone too")

@@ -1,0 +1,618 @@
+"""The queue's transitions, one by one, against a real server."""
+
+import random
+import time
+
+import msgspec
+import pytest
+from support_redis import (
+    assert_no_leaks,
+    expire_lease,
+    fresh_namespace,
+    job,
+    keys_of,
+    make_old,
+    queue_config,
+    running_server,
+)
+
+from orchestrator.policy.claims import choose_claims
+from orchestrator.store.client import connect
+from orchestrator.store.queue import PrefillQueue, QueueFull, SweepResult
+from orchestrator.types import QueueDepth, WindowJob
+
+ALL = 10**9  # a budget that everything fits
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with running_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+async def redis(server):
+    redis = await connect(server.url, 5.0)
+    yield redis
+    await redis.aclose()
+
+
+@pytest.fixture
+async def make(redis):
+    """Queues over one namespace, with its frontend there; checked for leaks if the test emptied them."""
+    queues, namespace = [], fresh_namespace()
+
+    def make(**changes):
+        queues.append(PrefillQueue(redis, namespace, queue_config(**changes)))
+        return queues[-1]
+
+    await redis.hset(make().keys.frontend("f1"), "pid", 1)
+    yield make
+    for claim in await queues[0].claim("cleaner", ALL, 256):
+        assert await queues[0].ack("cleaner", claim.job.request_id, claim.job.attempt)
+    for request_id in await redis.zrange(queues[0].keys.leases, 0, -1):
+        await queues[0].cancel(request_id.decode(), ALL)
+    await assert_no_leaks(redis, namespace)
+    for queue in queues:
+        await queue.aclose()
+
+
+async def ids(queue, worker="w", max_tokens=ALL, max_jobs=100):
+    return [claim.job.request_id for claim in await queue.claim(worker, max_tokens, max_jobs)]
+
+
+# ---- order and bounds ------------------------------------------------------------------------------------------
+
+
+async def test_first_come_first_served_among_equals(make):
+    queue = make()
+    for request_id, tokens in (("a", 900), ("b", 10), ("c", 500)):
+        await queue.enqueue(job(request_id, tokens))
+    assert await ids(queue) == ["a", "b", "c"]
+
+
+async def test_a_delay_moves_a_job_back_or_forward(make):
+    queue = make()
+    for request_id, delay_s in (("a", 900.0), ("b", 0.0), ("c", 500.0), ("urgent", -30.0)):
+        await queue.enqueue(job(request_id, delay_s=delay_s))
+    assert await ids(queue) == ["urgent", "b", "c", "a"]
+
+
+async def test_the_score_is_arrival_plus_the_delay(make):
+    queue = make()
+    await queue.enqueue(job("a", delay_s=40.5))
+    [head] = await queue.peek(1)
+    assert head["score"] == pytest.approx((await queue.show("a"))["arrived_at"] + 40.5, abs=1e-5)
+
+
+async def test_the_bound_counts_requests(make):
+    queue = make(max_requests=2)
+    await queue.enqueue(job("a"))
+    await queue.enqueue(job("b"))
+    with pytest.raises(QueueFull, match=r"2 prefills wait already; .*queue\.max_requests"):
+        await queue.enqueue(job("c"))
+    await queue.enqueue(job("b"))  # known already
+    await queue.enqueue(job("b", attempt=2))  # takes its own place
+    assert await queue.depth() == QueueDepth(2, 200, 0)
+    await queue.claim("w", ALL, 1)
+    await queue.enqueue(job("c"))
+
+
+async def test_a_claim_stops_at_the_token_budget_and_never_overtakes(make):
+    queue = make()
+    for request_id, tokens in (("a", 60), ("b", 50), ("c", 10)):
+        await queue.enqueue(job(request_id, tokens))
+    assert await ids(queue, max_tokens=100) == ["a"]  # not c, although it would fit
+    assert await ids(queue, max_tokens=60) == ["b", "c"]
+
+
+async def test_the_first_job_fits_any_budget_but_none(make):
+    queue = make()
+    await queue.enqueue(job("a", 5000))
+    assert await ids(queue, max_tokens=0) == []
+    assert await ids(queue, max_tokens=-5) == []
+    assert await ids(queue, max_jobs=0) == []
+    assert await ids(queue, max_tokens=1) == ["a"]
+
+
+async def test_a_claim_takes_at_most_max_jobs(make):
+    queue = make()
+    for number in range(7):
+        await queue.enqueue(job(f"r{number}", 1))
+    assert await ids(queue, max_jobs=3) == ["r0", "r1", "r2"]
+
+
+async def test_a_claim_carries_the_job_unchanged(make):
+    queue = make()
+    sent = msgspec.structs.replace(job("ü/1#2", 300, attempt=3, body=bytes(range(256)) * 5000), uncached_tokens=120)
+    await queue.enqueue(sent)
+    [claim] = await queue.claim("w", ALL, 1)
+    assert claim.job.arrived_at > 1e9, "the server's clock"
+    assert claim.job == msgspec.structs.replace(sent, arrived_at=claim.job.arrived_at, deliveries=1)
+    assert 0 <= claim.queued_s < 15
+    assert claim.lease_until == pytest.approx(claim.job.arrived_at + claim.queued_s + 30.0, abs=0.01)
+
+
+# ---- affinity --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def claimers(redis, make):
+    """Makes workers that count as claiming."""
+    keys, known = make().keys, []
+
+    async def claimers(*names, role="prefill", state="ready"):
+        for name in names:
+            known.append(keys.worker(name))
+            await redis.hset(known[-1], mapping={"role": role, "state": state})
+
+    yield claimers
+    if known:
+        await redis.delete(*known)
+
+
+def cached_job(request_id, tokens=100, **cached):
+    return msgspec.structs.replace(job(request_id, tokens), cached=cached)
+
+
+async def test_without_a_cached_prefix_in_the_window_jobs_are_claimed_at_once(make, claimers):
+    queue = make()
+    await claimers("w", "other")
+    for number in range(4):
+        await queue.enqueue(job(f"r{number}", 10))
+    await queue.enqueue(cached_job("r4", other=80))
+    claims, window = await queue.claim_or_look("w", 20, 5, 4, idle=True)
+    assert [claim.job.request_id for claim in claims] == ["r0", "r1"] and window == []
+    claims, window = await queue.claim_or_look("w", 20, 5, 4, idle=True)
+    assert claims == [] and [job.request_id for job in window] == ["r2", "r3", "r4"]
+
+
+async def test_a_window_says_what_is_cached_here_and_most_elsewhere(make, claimers, redis):
+    queue = make()
+    await claimers("w", "w2", "w3")
+    await claimers("drains", state="draining")
+    await claimers("decodes", role="decode")
+    await queue.enqueue(cached_job("a", 1000, w=100, w2=300, w3=200))
+    await queue.enqueue(cached_job("b", 1000, drains=800, decodes=700, gone=600))
+    await queue.enqueue(cached_job("c", 50, w=500))
+    assert await redis.hget(queue.keys.job("a"), "cached") == b"w2=300 w3=200 w=100", "as redis-cli shows it"
+    assert (await queue.show("a"))["cached"] == "w2=300 w3=200 w=100"
+    _, window = await queue.claim_or_look("w", 10, 1, 32, idle=True)
+    assert [(job.request_id, job.tokens, job.cached_here, job.cached_elsewhere) for job in window] == [
+        ("a", 1000, 100, 300),
+        ("b", 1000, 0, 0),
+        ("c", 50, 50, 0),
+    ]
+    assert all(0 <= job.waited_s < 15 for job in window)
+    assert [job.score for job in window] == [row["score"] for row in await queue.peek(3)]
+    assert await queue.depth() == QueueDepth(3, 2050, 0), "looking takes nothing"
+
+
+async def test_where_nobody_claims_what_is_cached_jobs_are_claimed_in_order(make):
+    queue = make()
+    await queue.enqueue(cached_job("a", gone=80))
+    claims, window = await queue.claim_or_look("w", ALL, 9, 32, idle=True)
+    assert [claim.job.request_id for claim in claims] == ["a"] and window == []
+    assert claims[0].job.cached == {"gone": 80}, "a claim carries it too"
+
+
+async def test_chosen_jobs_are_claimed_once_and_the_rest_stays(make):
+    queue = make()
+    for request_id in "abc":
+        await queue.enqueue(job(request_id))
+    assert [claim.job.request_id for claim in await queue.claim_chosen("w", ["c", "a"])] == ["c", "a"]
+    assert [claim.job.request_id for claim in await queue.claim_chosen("w2", ["a", "b", "never"])] == ["b"]
+    assert await queue.claim_chosen("w2", []) == []
+    assert await queue.depth() == QueueDepth(0, 0, 3)
+    assert await queue.renew("w", ["a", "b", "c"]) == ["b"]
+    assert await queue.release("w", "a", 1)
+    assert await ids(queue) == ["a"]
+
+
+async def test_an_idle_worker_that_lost_every_race_takes_the_head(make, redis):
+    queue = make()
+    for request_id in "abcd":
+        await queue.enqueue(job(request_id))
+
+    async def chosen(worker, *request_ids, idle):
+        return [claim.job.request_id for claim in await queue.claim_chosen(worker, request_ids, idle=idle)]
+
+    assert await chosen("w", "c", idle=True) == ["c"]
+    assert await chosen("w2", "c", idle=False) == [], "a busy one may leave what belongs elsewhere"
+    assert await chosen("w2", "c", "never", idle=True) == ["a"]
+    await redis.hdel(queue.keys.job("b"), "body")
+    assert await chosen("w3", "b", idle=True) == ["d"], "what was chosen could not be read"
+    assert await chosen("w4", "a", idle=True) == []
+    assert await queue.depth() == QueueDepth(0, 0, 3)
+
+
+async def test_a_head_that_does_not_fit_is_shown_with_what_is_behind_it(make):
+    queue = make()
+    for request_id, tokens in (("a", 10), ("big", 500), ("b", 10), ("c", 10)):
+        await queue.enqueue(job(request_id, tokens))
+    claims, window = await queue.claim_or_look("w", 100, 9, 3, idle=True)
+    assert [claim.job.request_id for claim in claims] == ["a"] and window == [], "first what fits"
+    claims, window = await queue.claim_or_look("w", 90, 9, 2, idle=False)
+    assert claims == [] and [(job.request_id, job.tokens) for job in window] == [("big", 500), ("b", 10)]
+    assert await queue.claim_or_look("w", 90, 9, 0, idle=False) == ([], []), "without a window there is nothing to see"
+    claims, window = await queue.claim_or_look("w", 90, 9, 3, idle=True)
+    assert [claim.job.request_id for claim in claims] == ["big"] and window == [], "an idle worker takes it"
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("affine", [False, True])
+async def test_claims_are_those_of_the_policy_whatever_waits(make, claimers, redis, seed, affine):
+    """The simulator asks the policy for every claim; here the script alone makes most of them."""
+    random_, s_per_token, queue, seen = random.Random(seed), 0.01, make(), {}
+    await claimers("w", "w2")
+    for number in range(30):
+        tokens, name = random_.choice((1, 20, 50, 300, 900)), f"r{number}"
+        cached = {random_.choice(("w", "w2")): tokens // 2} if affine and random_.random() < 0.2 else {}
+        await queue.enqueue(msgspec.structs.replace(job(name, tokens), cached=cached))
+        waited_s = random_.choice((0, 0, 12))  # longer than 900 tokens take
+        await redis.hset(queue.keys.job(name), "arrived_at", time.time() - waited_s)
+        seen[name] = WindowJob(name, 0.0, tokens, waited_s, cached.get("w", 0), cached.get("w2", 0))
+    while head := [msgspec.structs.replace(seen[row["id"]], score=row["score"]) for row in await queue.peek(8)]:
+        left, idle, claimed = random_.choice((1, 60, 400, 2000)), random_.random() < 0.5, []
+        expected = choose_claims(head, left, idle, s_per_token)
+        while left > 0:
+            claims, window = await queue.claim_or_look("w", left, 256, 8, idle)
+            if window:
+                claims = await queue.claim_chosen("w", choose_claims(window, left, idle, s_per_token))
+            if not claims:
+                break
+            claimed += [claim.job.request_id for claim in claims]
+            left -= sum(claim.job.tokens_at("w") for claim in claims)
+            idle = False
+        assert claimed[: len(expected)] == expected, "and what is behind the window, as long as there is room"
+
+
+async def test_the_leases_of_a_dead_worker_end_and_count_as_deliveries(make, claimers, redis):
+    queue = make(max_deliveries=2)
+    for request_id in "abc":
+        await queue.enqueue(job(request_id))
+    assert await ids(queue, "dead", max_jobs=2) == ["a", "b"] and await ids(queue, "lives") == ["c"]
+    await claimers("dead")
+    assert await queue.end_leases("dead") == 0, "it is registered: it renews them itself"
+    await redis.delete(queue.keys.worker("dead"))
+    assert await queue.end_leases("dead") == 2
+    assert await queue.end_leases("dead") == 0, "one is the first"
+    assert sorted((await queue.sweep()).returned) == ["a", "b"]
+    assert await ids(queue, "dead") == ["a", "b"] and await queue.end_leases("nobody") == 0
+    assert await queue.end_leases("dead") == 2
+    assert sorted(failed[0] for failed in (await queue.sweep()).failed) == ["a", "b"]
+
+
+async def test_a_window_drops_what_is_corrupt_or_orphaned(make, claimers, redis):
+    queue = make()
+    await claimers("w2")
+    for request_id in "abcd":
+        await queue.enqueue(cached_job(request_id, w2=50))
+    await redis.hdel(queue.keys.job("a"), "state")
+    await redis.hset(queue.keys.job("b"), "reply_to", "gone")
+    await make_old(redis, queue, "b")
+    await redis.hset(queue.keys.job("c"), "cached", "w2= =5 w2=x nonsense")
+    claims, window = await queue.claim_or_look("w", ALL, 9, 3, idle=True)
+    assert window == [], "of the first three only c is left, and nothing is known of it"
+    assert [(claim.job.request_id, claim.job.cached) for claim in claims] == [("c", {}), ("d", {"w2": 50})]
+    assert await queue.dropped() == {"corrupt": 1, "orphaned": 1}
+
+
+# ---- attempts --------------------------------------------------------------------------------------------------
+
+
+async def test_enqueue_is_idempotent(make):
+    queue = make()
+    await queue.enqueue(job("a", 100))
+    await queue.enqueue(job("a", 100))
+    assert await queue.depth() == QueueDepth(1, 100, 0)
+    assert await ids(queue) == ["a"]
+    await queue.enqueue(job("a", 100))
+    assert await queue.depth() == QueueDepth(0, 0, 1), "a claimed job is not queued again"
+
+
+async def test_a_higher_attempt_replaces_a_waiting_one_at_its_place(make):
+    queue = make()
+    await queue.enqueue(job("a", 100))
+    await queue.enqueue(job("b", 100))
+    await queue.enqueue(job("a", 30, attempt=2))
+    assert await queue.depth() == QueueDepth(2, 130, 0)
+    first, _ = await queue.claim("w", ALL, 2)
+    assert (first.job.request_id, first.job.attempt, first.job.tokens) == ("a", 2, 30)
+
+
+async def test_a_higher_attempt_replaces_a_claimed_one(make):
+    queue = make()
+    await queue.enqueue(job("a"))
+    await queue.claim("old", ALL, 1)
+    await queue.enqueue(job("a", attempt=2))
+    assert await queue.depth() == QueueDepth(1, 100, 0)
+    assert await queue.renew("old", ["a"]) == ["a"]
+    assert not await queue.ack("old", "a", 1)
+    [claim] = await queue.claim("new", ALL, 1)
+    assert (claim.job.attempt, claim.job.deliveries) == (2, 1)
+
+
+async def test_an_older_attempt_changes_nothing(make):
+    queue = make()
+    await queue.enqueue(job("a", 100, attempt=5))
+    await queue.enqueue(job("a", 1, attempt=4))
+    [claim] = await queue.claim("w", ALL, 1)
+    assert (claim.job.attempt, claim.job.tokens) == (5, 100)
+
+
+# ---- holding and letting go ------------------------------------------------------------------------------------
+
+
+async def test_ack_forgets_the_job_for_good(make, redis):
+    queue = make()
+    await queue.enqueue(job("a"))
+    assert not await queue.ack("w", "a", 1), "not claimed yet"
+    await queue.claim("w", ALL, 1)
+    assert not await queue.ack("other", "a", 1)
+    assert not await queue.ack("w", "a", 2)
+    assert await queue.ack("w", "a", 1)
+    assert not await queue.ack("w", "a", 1)
+    assert await queue.show("a") is None
+    assert await queue.depth() == QueueDepth(0, 0, 0)
+
+
+async def test_claims_that_their_worker_never_heard_of_are_given_back(make):
+    queue = make()
+    for name in ("known", "unheard", "others"):
+        await queue.enqueue(job(name))
+    assert await ids(queue, max_jobs=2) == ["known", "unheard"]
+    assert await ids(queue, worker="other") == ["others"]
+    assert await queue.return_unknown("w", ["known"]) == ["unheard"]
+    assert await queue.depth() == QueueDepth(requests=1, tokens=job("unheard").uncached_tokens, claimed=2)
+    again = (await queue.claim("w", ALL, 10))[0]
+    assert again.job.request_id == "unheard" and again.job.deliveries == 1
+    assert await queue.return_unknown("w", ["known", "unheard"]) == []
+    for name, worker in (("known", "w"), ("unheard", "w"), ("others", "other")):
+        assert await queue.ack(worker, name, 1)
+
+
+async def test_release_goes_back_to_the_old_place_and_costs_no_delivery(make):
+    queue = make()
+    for request_id in "abc":
+        await queue.enqueue(job(request_id))
+    for _ in range(5):
+        [claim] = await queue.claim("w", ALL, 1)
+        assert (claim.job.request_id, claim.job.deliveries) == ("a", 1)
+        assert not await queue.release("other", "a", 1)
+        assert not await queue.release("w", "a", 9)
+        assert await queue.release("w", "a", 1)
+    assert await queue.depth() == QueueDepth(3, 300, 0)
+    assert not await queue.release("w", "a", 1)
+
+
+async def test_what_goes_back_keeps_its_score(make, redis):
+    queue = make()
+    for request_id, delay_s in (("long", 900.0), ("short", 10.0)):
+        await queue.enqueue(job(request_id, delay_s=delay_s))
+    before = [(row["id"], row["score"]) for row in await queue.peek(2)]
+    await queue.claim("w", ALL, 2)
+    assert await queue.release("w", "long", 1)
+    await expire_lease(redis, queue, "short")
+    assert (await queue.sweep()).returned == ["short"]
+    assert [(row["id"], row["score"]) for row in await queue.peek(2)] == before
+    assert before[0][0] == "short"
+
+
+async def test_renew_extends_and_names_what_is_lost(make, redis):
+    queue = make(lease_s=30.0)
+    await queue.enqueue(job("a"))
+    await queue.enqueue(job("b"))
+    await queue.claim("w", ALL, 1)
+    await queue.claim("other", ALL, 1)
+    await expire_lease(redis, queue, "a", "b")
+    assert await queue.renew("w", ["a", "b", "never"]) == ["b", "never"]
+    assert await queue.renew("w", []) == []
+    assert (await queue.sweep()).returned == ["b"]
+
+
+async def test_cancel_says_what_it_was(make):
+    queue = make()
+    await queue.enqueue(job("a"))
+    await queue.enqueue(job("b", attempt=2))
+    assert await queue.cancel("a", 1) == "waiting"
+    assert await queue.cancel("a", 1) == "absent"
+    assert await queue.cancel("b", 1) == "absent", "a newer attempt is not this caller's"
+    await queue.claim("w", ALL, 1)
+    assert await queue.cancel("b", 3) == "claimed"
+    assert await queue.renew("w", ["b"]) == ["b"]
+    assert not await queue.ack("w", "b", 2)
+    assert not await queue.release("w", "b", 2)
+    assert await queue.sweep() == SweepResult([], [], [])
+    assert await queue.depth() == QueueDepth(0, 0, 0)
+
+
+# ---- sweeping --------------------------------------------------------------------------------------------------
+
+
+async def test_a_live_lease_is_left_alone(make):
+    queue = make()
+    await queue.enqueue(job("a"))
+    await queue.claim("w", ALL, 1)
+    assert await queue.sweep() == SweepResult([], [], [])
+
+
+async def test_an_expired_lease_returns_the_job_until_it_fails(make, redis):
+    queue = make(max_deliveries=2)
+    await queue.enqueue(job("a", attempt=7))
+    [first] = await queue.claim("w", ALL, 1)
+    await expire_lease(redis, queue, "a")
+    assert await queue.sweep() == SweepResult(["a"], [], [])
+    assert not await queue.ack("w", "a", 7), "its holder came back too late"
+    assert await queue.depth() == QueueDepth(1, 100, 0)
+    [second] = await queue.claim("w2", ALL, 1)
+    assert (first.job.deliveries, second.job.deliveries) == (1, 2)
+    await expire_lease(redis, queue, "a")
+    assert await queue.sweep() == SweepResult([], [("a", 7, "f1")], [])
+    assert await queue.show("a") is None
+    assert (await queue.dropped())["failed"] == 1
+
+
+async def test_a_lease_runs_out_by_the_servers_clock(make):
+    queue = make(lease_s=0.001)
+    await queue.enqueue(job("a"))
+    await queue.claim("w", ALL, 1)
+    while not (result := await queue.sweep()).returned:
+        pass
+    assert result.returned == ["a"]
+
+
+async def test_jobs_of_a_frontend_that_is_gone_are_dropped(make, redis):
+    queue = make()
+    for request_id in "abcd":
+        await queue.enqueue(job(request_id, reply_to="f1" if request_id == "d" else "gone"))
+    assert await ids(queue, max_jobs=1) == ["a"]
+    assert (await queue.sweep()).orphaned == [], "a frontend that Redis lost has time to return"
+    await make_old(redis, queue, *"abcd")
+    await expire_lease(redis, queue, "a")
+    assert await ids(queue, max_jobs=1) == ["d"], "not handed out on the way to the next job"
+    assert (await queue.sweep()).orphaned == ["a"]
+    assert (await queue.dropped())["orphaned"] == 3
+    assert await queue.depth() == QueueDepth(0, 0, 1)
+
+
+async def test_one_sweep_clears_many_orphans_of_a_long_queue(make, redis):
+    queue = make()
+    for number in range(600):
+        await queue.enqueue(job(f"r{number}", 1, reply_to="gone" if number < 500 else "f1"))
+    await make_old(redis, queue, *(f"r{number}" for number in range(500)))
+    swept = set()
+    for _ in range(30):
+        swept.update((await queue.sweep()).orphaned)
+    assert swept == {f"r{number}" for number in range(500)}
+    assert await queue.depth() == QueueDepth(100, 100, 0)
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------
+
+DAMAGE = {
+    "hash gone": lambda redis, key: redis.delete(key),
+    "not a hash": lambda redis, key: redis.set(key, "x"),
+    "no body": lambda redis, key: redis.hdel(key, "body"),
+    "no state": lambda redis, key: redis.hdel(key, "state"),
+    "odd state": lambda redis, key: redis.hset(key, "state", "claimed"),
+    "tokens are nan": lambda redis, key: redis.hset(key, "uncached", "nan"),
+    "tokens are text": lambda redis, key: redis.hset(key, "tokens", "many"),
+    "tokens are negative": lambda redis, key: redis.hset(key, "uncached", "-5"),
+    "attempt is a fraction": lambda redis, key: redis.hset(key, "attempt", "1.5"),
+    "no arrival": lambda redis, key: redis.hset(key, "arrived_at", ""),
+    "reply_to is not text": lambda redis, key: redis.hset(key, "reply_to", b"\xff\xfe"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+async def test_a_corrupt_job_is_dropped_on_claim(make, redis, damage):
+    queue = make()
+    for request_id in "abc":
+        await queue.enqueue(job(request_id, 100))
+    if damage == "reply_to is not text":
+        await redis.hset(queue.keys.frontend("f1").encode()[:-2] + b"\xff\xfe", "pid", 1)
+    await DAMAGE[damage](redis, queue.keys.job("b"))
+    assert await ids(queue) == ["a", "c"]
+    assert await queue.depth() == QueueDepth(0, 0, 2)
+    assert await queue.show("b") is None
+    assert sum((await queue.dropped()).values()) + queue.corrupt == 1
+    await redis.delete(queue.keys.frontend("f1").encode()[:-2] + b"\xff\xfe")
+
+
+@pytest.mark.parametrize("damage", [name for name in DAMAGE if name not in ("reply_to is not text", "no body")])
+async def test_a_corrupt_job_is_dropped_by_a_sweep_and_the_tokens_are_right_again(make, redis, damage):
+    queue = make()
+    for request_id in "abc":
+        await queue.enqueue(job(request_id, 100))
+    await DAMAGE[damage](redis, queue.keys.job("b"))
+    await queue.sweep()
+    assert await queue.depth() == QueueDepth(2, 200, 0)
+    assert await ids(queue) == ["a", "c"]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+async def test_a_corrupt_job_can_be_enqueued_and_cancelled_afresh(make, redis, damage):
+    queue = make()
+    await queue.enqueue(job("a", 100))
+    await DAMAGE[damage](redis, queue.keys.job("a"))
+    await queue.enqueue(job("a", 40, attempt=2))
+    assert await queue.depth() == QueueDepth(1, 40, 0)
+    await DAMAGE[damage](redis, queue.keys.job("a"))
+    await queue.cancel("a", 2)
+    assert await queue.depth() == QueueDepth(0, 0, 0)
+
+
+async def test_a_claimed_job_whose_hash_is_gone_ends_with_its_lease(make, redis):
+    queue = make()
+    await queue.enqueue(job("a"))
+    await queue.claim("w", ALL, 1)
+    await redis.delete(queue.keys.job("a"))
+    assert not await queue.ack("w", "a", 1)
+    assert await queue.renew("w", ["a"]) == ["a"]
+    await expire_lease(redis, queue, "a")
+    assert await queue.sweep() == SweepResult([], [], [])
+    assert await queue.depth() == QueueDepth(0, 0, 0)
+
+
+# ---- for people ------------------------------------------------------------------------------------------------
+
+
+async def test_peek_and_show(make):
+    queue = make()
+    await queue.enqueue(job("a", 100, attempt=2, body=b"x" * 5000))
+    await queue.enqueue(job("b", 50))
+    head = await queue.peek(10)
+    assert [(row["id"], row["tokens"], row["uncached"], row["attempt"]) for row in head] == [
+        ("a", 100, 100, 2),
+        ("b", 50, 50, 1),
+    ]
+    assert all(row["age_s"] >= 0 for row in head)
+    assert [row["id"] for row in await queue.peek(1)] == ["a"]
+    assert await queue.peek(0) == []
+    await queue.claim("w", ALL, 1)
+    shown = await queue.show("a")
+    assert shown["state"] == "claimed" and shown["claimed_by"] == "w" and shown["body_bytes"] == 5000
+    assert "body" not in shown
+    assert await queue.show("nope") is None
+
+
+async def test_a_person_with_redis_cli_can_read_it(make, redis):
+    queue = make()
+    namespace = queue.keys.prefix[4:-2]
+    await queue.enqueue(job("a", 100))
+    await queue.enqueue(job("b", 200))
+    await queue.claim("w", ALL, 1)
+    assert await keys_of(redis, namespace) == {
+        "queue",
+        "queued_tokens",
+        "leases",
+        "claims:w",
+        "job:a",
+        "job:b",
+        "frontend:f1",
+    }
+    assert await redis.execute_command("ZRANGE", f"pd:{{{namespace}}}:queue", 0, -1) == [b"b"]
+    assert await redis.execute_command("ZRANGE", f"pd:{{{namespace}}}:claims:w", 0, -1) == [b"a"]
+    assert await redis.get(f"pd:{{{namespace}}}:queued_tokens") == b"200"
+    fields = await redis.hgetall(f"pd:{{{namespace}}}:job:a")
+    expected = {"state", "tokens", "uncached", "arrived_at", "attempt", "claimed_by", "lease_until", "reply_to", "body"}
+    assert {name.decode() for name in fields} >= expected
+    assert fields[b"state"] == b"claimed" and fields[b"tokens"] == b"100" and fields[b"claimed_by"] == b"w"
+
+
+async def test_everything_is_in_one_cluster_slot_and_ends_by_itself(make, redis):
+    queue = make()
+    await queue.enqueue(job("a"))
+    await queue.enqueue(job("b"))
+    await queue.claim("w", ALL, 1)
+    await queue.sweep()
+    await redis.delete(queue.keys.job("b"))
+    await queue.enqueue(job("c"))
+    await queue.sweep()
+    keys = [key async for key in redis.scan_iter(match=f"{queue.keys.prefix}*")]
+    from redis.crc import key_slot
+
+    assert len({key_slot(key) for key in keys}) == 1
+    lasting = {key for key in keys if await redis.ttl(key) < 0 and not key.endswith(b"frontend:f1")}
+    assert not lasting, "these would stay for ever when a fleet dies"

@@ -1,0 +1,416 @@
+"""The queue with many at once, with a server that dies, and waiting for work."""
+
+import asyncio
+import collections
+import os
+import random
+import signal
+import time
+
+import msgspec
+import pytest
+from support_redis import assert_no_leaks, eventually, expire_lease, fresh_namespace, job, queue_config, running_server
+
+from orchestrator.policy.claims import choose_claims
+from orchestrator.store.client import RedisAway, connect
+from orchestrator.store.queue import PrefillQueue
+from orchestrator.types import QueueDepth
+
+ALL = 10**9
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with running_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+async def queues(server):
+    """Makes queues with connections of their own, as processes have them."""
+    made, namespace = [], fresh_namespace()
+
+    async def make(waiter="", **changes):
+        redis = await connect(server.url, 2.0)
+        made.append((PrefillQueue(redis, namespace, queue_config(**changes), waiter), redis))
+        return made[-1][0]
+
+    make.redis = await connect(server.url, 5.0)
+    make.namespace = namespace
+    await make.redis.hset(f"pd:{{{namespace}}}:frontend:f1", "pid", 1)
+    yield make
+    for queue, redis in made:
+        await queue.aclose()
+        await redis.aclose()
+    await make.redis.aclose()
+
+
+async def test_many_claimers_lose_nothing_and_share_nothing(queues):
+    total, handed = 1000, collections.Counter()
+    producers, consumers = [await queues() for _ in range(3)], [await queues() for _ in range(10)]
+
+    async def produce(queue, part):
+        for number in range(part, total, len(producers)):
+            await queue.enqueue(job(f"r{number}", number % 97 + 1))
+
+    async def consume(queue, name):
+        while sum(handed.values()) < total:
+            for claim in await queue.claim(name, 300, 5):
+                handed[claim.job.request_id] += 1
+                assert await queue.ack(name, claim.job.request_id, 1)
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(
+            *(produce(queue, part) for part, queue in enumerate(producers)),
+            *(consume(queue, f"w{number}") for number, queue in enumerate(consumers)),
+        )
+    assert len(handed) == total and set(handed.values()) == {1}
+    assert await producers[0].depth() == QueueDepth(0, 0, 0)
+    await assert_no_leaks(queues.redis, queues.namespace)
+
+
+async def test_claimers_that_choose_from_one_window_share_nothing(queues):
+    total, handed, lost = 400, collections.Counter(), 0
+    producer, names = await queues(), [f"w{number}" for number in range(6)]
+    for name in names:
+        await queues.redis.hset(producer.keys.worker(name), mapping={"role": "prefill", "state": "ready"})
+    for number in range(total):
+        home = {names[number % len(names)]: 50} if number % 3 else {}
+        await producer.enqueue(msgspec.structs.replace(job(f"r{number}"), cached=home))
+
+    async def consume(name):
+        nonlocal lost
+        mine = await queues()
+        while sum(handed.values()) < total:
+            claims, window = await mine.claim_or_look(name, 300, 5, 32, idle=True)
+            if window:
+                chosen = choose_claims(window, 300, True, 0.001)
+                claims = await mine.claim_chosen(name, chosen)
+                lost += len(chosen) - len(claims)
+            for claim in claims:
+                handed[claim.job.request_id] += 1
+                assert await mine.ack(name, claim.job.request_id, 1)
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(consume(name) for name in names))
+    assert len(handed) == total and set(handed.values()) == {1}
+    assert lost > 0, "races were lost, and cost nothing"
+    assert await producer.depth() == QueueDepth(0, 0, 0)
+    await assert_no_leaks(queues.redis, queues.namespace)
+
+
+async def test_workers_that_die_with_their_claims_cost_nothing_but_time(queues):
+    total, acked, random_ = 300, collections.Counter(), random.Random(7)
+    queue = await queues(max_deliveries=1000)
+    for number in range(total):
+        await queue.enqueue(job(f"r{number}", 10))
+
+    async def consume(name):
+        mine = await queues(max_deliveries=1000)
+        while len(acked) < total:
+            for claim in await mine.claim(name, 100, 10):
+                if random_.random() < 0.3:
+                    await expire_lease(queues.redis, mine, claim.job.request_id)  # dies here
+                elif await mine.ack(name, claim.job.request_id, 1):
+                    acked[claim.job.request_id] += 1
+            result = await mine.sweep()
+            assert not result.failed and not result.orphaned
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(consume(f"w{number}") for number in range(6)))
+    assert len(acked) == total and set(acked.values()) == {1}, "acknowledged exactly once each"
+    await assert_no_leaks(queues.redis, queues.namespace)
+
+
+async def test_many_sweepers_return_each_job_once(queues):
+    queue = await queues()
+    names = [f"r{number}" for number in range(250)]
+    for name in names:
+        await queue.enqueue(job(name))
+    assert len(await queue.claim("w", ALL, 256)) == 250
+    await expire_lease(queues.redis, queue, *names)
+    sweepers = [await queues() for _ in range(8)]
+    results = await asyncio.gather(*(sweeper.sweep() for sweeper in sweepers))
+    returned = [request_id for result in results for request_id in result.returned]
+    assert sorted(returned) == sorted(names)
+    assert await queue.depth() == QueueDepth(250, 25_000, 0)
+    assert [claim.job.request_id for claim in await queue.claim("w", ALL, 256)] == names, "at their old places"
+
+
+async def test_retries_racing_with_acks_leave_one_answer(queues):
+    queue, other = await queues(), await queues()
+    for number in range(100):
+        name = f"r{number}"
+        await queue.enqueue(job(name))
+        await queue.claim("w", ALL, 1)
+        acked, _ = await asyncio.gather(queue.ack("w", name, 1), other.enqueue(job(name, attempt=2)))
+        claims = await queue.claim("w", ALL, 1)
+        assert [claim.job.attempt for claim in claims] == [2], f"acked={acked}"
+        assert await queue.ack("w", name, 2)
+    await assert_no_leaks(queues.redis, queues.namespace)
+
+
+# ---- waiting ---------------------------------------------------------------------------------------------------
+
+
+async def waits(queue, timeout_s=10.0):
+    """How long `wait_for_work` took, once its first, spurious wake-up (a new subscription) is over."""
+    started = time.monotonic()
+    await queue.wait_for_work(timeout_s)
+    return time.monotonic() - started
+
+
+async def idle(queues, number):
+    """Until that many waiters are registered."""
+    key = f"pd:{{{queues.namespace}}}:idle"
+
+    async def registered():
+        return await queues.redis.zcard(key) >= number
+
+    await eventually(registered, f"{number} waiters idle")
+
+
+async def test_waiting_ends_at_once_when_there_is_work(queues):
+    queue = await queues()
+    await queue.enqueue(job("a"))
+    assert await waits(queue) < 5
+
+
+async def test_waiting_ends_when_a_job_comes(queues):
+    queue, other = await queues(), await queues()
+    await queue.wait_for_work(10)  # the subscription is new
+    waiting = asyncio.create_task(waits(queue, 30))
+    await idle(queues, 1)
+    await other.enqueue(job("a"))
+    assert await waiting < 15
+    assert [claim.job.request_id for claim in await queue.claim("w", ALL, 1)] == ["a"]
+
+
+async def test_a_job_that_comes_between_claiming_and_waiting_is_not_slept_through(queues):
+    queue, other = await queues(), await queues()
+    await queue.wait_for_work(10)
+    assert await queue.claim("w", ALL, 1) == []
+    await other.enqueue(job("a"))
+    assert await waits(queue, 30) < 15
+
+
+async def test_one_job_wakes_one_of_many(queues):
+    waiters, other = [await queues() for _ in range(5)], await queues()
+    for waiter in waiters:
+        await waiter.wait_for_work(10)
+    tasks = [asyncio.create_task(waiter.wait_for_work(60)) for waiter in waiters]
+    await idle(queues, 5)
+    await other.enqueue(job("a"))
+    done, pending = await asyncio.wait(tasks, timeout=15, return_when=asyncio.FIRST_COMPLETED)
+    assert len(done) == 1
+    assert await queues.redis.zcard(f"pd:{{{queues.namespace}}}:idle") == 4
+    await other.enqueue(job("b"))
+    done, pending = await asyncio.wait(pending, timeout=15, return_when=asyncio.FIRST_COMPLETED)
+    assert len(done) == 1
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+
+
+async def wakes(queues, *waiters):
+    """`waiters` as (name, what it does); they wait in this order. Returns their tasks by name."""
+    tasks = {}
+    for name, doing in waiters:
+        queue = await queues(waiter=name)
+        await queue.wait_for_work(10, doing)  # the subscription is new
+        tasks[name] = asyncio.create_task(queue.wait_for_work(60 + len(tasks), doing), name=name)
+        await idle(queues, len(tasks))
+    return tasks
+
+
+async def first_of(tasks):
+    done, _ = await asyncio.wait(tasks.values(), timeout=15, return_when=asyncio.FIRST_COMPLETED)
+    [first] = done
+    return tasks.pop(first.get_name()) and first.get_name()
+
+
+async def end(tasks):
+    for task in tasks.values():
+        task.cancel()
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+async def test_idle_workers_are_woken_before_busy_ones_and_those_with_the_prefix_first(queues):
+    tasks = await wakes(queues, ("busy", "busy"), ("idle", "idle"), ("home", "busy"), ("second", "idle"))
+    producer = await queues()
+    await producer.enqueue(msgspec.structs.replace(job("a"), cached={"second": 10, "absent": 90, "home": 80}))
+    assert await first_of(tasks) == "home"
+    await producer.enqueue(job("b"))
+    assert await first_of(tasks) == "idle"
+    await producer.enqueue(job("c"))
+    assert await first_of(tasks) == "second"
+    await producer.enqueue(job("d"))
+    assert await first_of(tasks) == "busy"
+
+
+async def test_what_a_busy_worker_leaves_an_idle_one_is_told_of(queues):
+    leaver, producer = await queues(), await queues()
+    await producer.enqueue(job("a"))
+    tasks = await wakes(queues, ("busy", "left"), ("other", "left"))
+    assert await leaver.claim_chosen("w", []) == []
+    assert await queues.redis.zcard(f"pd:{{{queues.namespace}}}:idle") == 2, "they would leave it too"
+    await end(tasks)
+    await producer.cancel("a", 1)
+    tasks = await wakes(queues, ("idler", "idle"))
+    await queues.redis.zadd(producer.keys.queue, {"a": 1.0})
+    assert await leaver.claim_chosen("w", []) == []
+    assert await first_of(tasks) == "idler"
+
+
+async def test_a_waiter_can_be_told_to_look_again(queues):
+    queue = await queues()
+    await queue.wait_for_work(10)
+    waiting = asyncio.create_task(waits(queue, 30))
+    await idle(queues, 1)
+    queue.look_again()
+    assert await waiting < 15
+
+
+async def test_a_dead_waiter_is_passed_over(queues):
+    dead, alive, other = await queues(), await queues(), await queues()
+    for queue in (dead, alive):
+        await queue.wait_for_work(10)
+    tasks = [asyncio.create_task(dead.wait_for_work(60))]
+    await idle(queues, 1)
+    tasks.append(asyncio.create_task(alive.wait_for_work(61)))
+    await idle(queues, 2)
+    await dead.aclose()
+
+    async def unsubscribed():
+        channels = await queues.redis.execute_command("PUBSUB", "CHANNELS", f"pd:{{{queues.namespace}}}:wake:*")
+        return len(channels) == 1
+
+    await eventually(unsubscribed, "the dead waiter's subscription is gone")
+    await other.enqueue(job("a"))
+    await asyncio.wait_for(tasks[1], 15)
+    tasks[0].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_returned_job_wakes_too(queues):
+    queue, waiter = await queues(), await queues()
+    await queue.enqueue(job("a"))
+    await queue.claim("w", ALL, 1)
+    await waiter.wait_for_work(10)
+    waiting = asyncio.create_task(waits(waiter, 30))
+    await idle(queues, 1)
+    await queue.release("w", "a", 1)
+    assert await waiting < 15
+
+
+async def test_a_worker_that_claims_takes_nobodys_wake_up(queues):
+    busy, idler, other = await queues(), await queues(), await queues()
+    await busy.wait_for_work(10)  # ended by its new subscription, still registered as idle
+    assert await busy.claim("w", ALL, 1) == []
+    await idler.wait_for_work(10)
+    waiting = asyncio.create_task(waits(idler, 30))
+    await idle(queues, 1)
+    await other.enqueue(job("a"))
+    assert await waiting < 15
+
+
+async def test_waiting_without_work_ends_after_its_time(queues):
+    queue = await queues()
+    await queue.wait_for_work(10)
+    assert await waits(queue, 0.2) >= 0.19
+
+
+# ---- a server that dies ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mortal(tmp_path):
+    with running_server(tmp_path) as server:
+        yield server
+
+
+async def test_a_killed_and_restarted_server(mortal):
+    redis = await connect(mortal.url, 1.0)
+    queue = PrefillQueue(redis, "mortal", queue_config())
+    await queue.enqueue(job("a"))
+    await queue.claim("w", ALL, 1)
+    await queue.enqueue(job("b"))
+    os.kill(mortal.pid, signal.SIGKILL)
+    calls = {
+        "enqueue": lambda: queue.enqueue(job("c")),
+        "claim": lambda: queue.claim("w", ALL, 1),
+        "renew": lambda: queue.renew("w", ["a"]),
+        "ack": lambda: queue.ack("w", "a", 1),
+        "release": lambda: queue.release("w", "a", 1),
+        "cancel": lambda: queue.cancel("a", 1),
+        "sweep": queue.sweep,
+        "depth": queue.depth,
+        "peek": lambda: queue.peek(5),
+        "show": lambda: queue.show("a"),
+        "dropped": queue.dropped,
+    }
+    for name, call in calls.items():
+        with pytest.raises(RedisAway):
+            await call()
+            pytest.fail(f"{name} did not notice")
+    assert await waits(queue, 0.3) >= 0.29, "waiting does not raise, and does not spin"
+    mortal.stop()
+    mortal.start()
+
+    async def depth():
+        try:
+            return await queue.depth()
+        except RedisAway:
+            return None
+
+    assert await eventually(depth, "the queue works again") == QueueDepth(0, 0, 0)
+    # What Redis lost is unknown, not wrong: holders are told, and everything goes on.
+    assert await queue.renew("w", ["a"]) == ["a"]
+    assert not await queue.ack("w", "a", 1)
+    await queue.enqueue(job("d"))
+    assert [claim.job.request_id for claim in await queue.claim("w", ALL, 5)] == ["d"]
+    waiting = asyncio.create_task(waits(queue, 30))
+    await asyncio.sleep(0)
+    await queue.enqueue(job("e"))
+    assert await waiting < 15
+    await queue.aclose()
+    await redis.aclose()
+
+
+async def test_a_server_killed_under_load_loses_no_call_for_ever(mortal):
+    """Every call ends, with an answer or RedisAway, while the server is killed and restarted under it."""
+    namespace, ended, stop = "load", collections.Counter(), False
+
+    async def run(number):
+        redis = await connect(mortal.url, 0.5)
+        queue = PrefillQueue(redis, namespace, queue_config())
+        turn = 0
+        while not stop:
+            turn += 1
+            try:
+                await queue.enqueue(job(f"r{number}-{turn}", body=b"x" * 2000))
+                for claim in await queue.claim(f"w{number}", 1000, 4):
+                    await queue.ack(f"w{number}", claim.job.request_id, 1)
+                ended["answered"] += 1
+            except RedisAway:
+                ended["away"] += 1
+                await asyncio.sleep(0.01)
+        await redis.aclose()
+
+    async def more_than(kind, number):
+        return ended[kind] > number
+
+    async def until_more(kind):
+        before = ended[kind]
+        await eventually(lambda: more_than(kind, before + 20), kind)
+
+    tasks = [asyncio.create_task(run(number)) for number in range(8)]
+    for _ in range(3):
+        await until_more("answered")
+        os.kill(mortal.pid, signal.SIGKILL)
+        await until_more("away")
+        mortal.stop()
+        mortal.start()
+    await until_more("answered")
+    stop = True
+    await asyncio.wait_for(asyncio.gather(*tasks), 30)

@@ -1,0 +1,376 @@
+"""Membership, orders, the desired ratio and their events, against a real server."""
+
+import asyncio
+import os
+import signal
+
+import msgspec
+import pytest
+from support_redis import eventually, fresh_namespace, running_server, worker
+
+from orchestrator.store.client import RedisAway, connect
+from orchestrator.store.registry import (
+    Changed,
+    DesiredChanged,
+    IncompatibleWorker,
+    Joined,
+    Left,
+    Ordered,
+    Registry,
+    Resync,
+    UnknownWorker,
+    WorkerOrders,
+)
+from orchestrator.store.worker_fields import worker_from_fields, worker_to_fields
+from orchestrator.types import EngineIdentity, Role, WorkerState
+
+TTL_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with running_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+async def redis(server):
+    redis = await connect(server.url, 5.0)
+    yield redis
+    await redis.aclose()
+
+
+@pytest.fixture
+def registry(redis):
+    return Registry(redis, fresh_namespace())
+
+
+class Watcher:
+    """Collects events in the background."""
+
+    def __init__(self, registry):
+        self.events = []
+        self._task = asyncio.create_task(self._watch(registry))
+
+    async def _watch(self, registry):
+        async for event in registry.watch():
+            self.events.append(event)
+
+    async def until(self, event, count=1):
+        async def seen():
+            assert not self._task.done(), f"watching ended: {self._task}"
+            return self.events.count(event) >= count
+
+        await eventually(seen, f"{event} in {self.events}")
+
+    async def close(self):
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+@pytest.fixture
+async def watcher(registry):
+    watcher = Watcher(registry)
+    await watcher.until(Resync())
+    yield watcher
+    await watcher.close()
+
+
+# ---- workers ---------------------------------------------------------------------------------------------------
+
+
+def test_fields_are_flat_text_and_back():
+    info = worker("w1", Role.DECODE)
+    fields = worker_to_fields(info)
+    assert all(isinstance(value, str) for value in fields.values())
+    assert fields["role"] == "decode" and fields["block_size"] == "16" and fields["kv_port"] == "5002"
+    assert worker_from_fields("w1", fields) == info
+    assert worker_from_fields("w1", fields | {"order_role": "prefill", "of_a_later_version": "x"}) == info
+
+
+@pytest.mark.parametrize("field", sorted(set(worker_to_fields(worker("w"))) - {"supported_tasks"}))
+def test_a_missing_field_is_an_error(field):
+    fields = worker_to_fields(worker("w"))
+    del fields[field]
+    if field in ("kv_tp_size", "kv_pp_size"):
+        assert worker_from_fields("w", fields).kv.pp_size == 1  # these have defaults
+    else:
+        with pytest.raises(ValueError, match=field.removeprefix("kv_")):
+            worker_from_fields("w", fields)
+
+
+async def test_who_joined_is_listed_until_it_leaves(registry):
+    a, b = worker("a"), worker("b", Role.DECODE)
+    await registry.join(a, TTL_S)
+    await registry.join(b, TTL_S)
+    assert await registry.workers() == {"a": a, "b": b}
+    await registry.leave("a")
+    await registry.leave("a")
+    assert await registry.workers() == {"b": b}
+
+
+async def test_a_silent_worker_is_gone(registry):
+    await registry.join(worker("a"), 0.05)
+
+    async def nobody():
+        return not await registry.workers()
+
+    await eventually(nobody, "a is forgotten")
+
+
+async def test_refreshing_keeps_a_worker_and_updates_it(registry, redis):
+    await registry.join(worker("a"), 0.5)
+    draining = msgspec.structs.replace(worker("a"), state=WorkerState.DRAINING, role=Role.DECODE)
+    assert await registry.refresh(draining, TTL_S) == WorkerOrders()
+    assert await redis.pttl(registry.keys.worker("a")) > 30_000
+    assert await registry.workers() == {"a": draining}
+
+
+async def test_refreshing_enters_again_after_redis_lost_everything(registry, redis):
+    await registry.join(worker("a"), TTL_S)
+    await redis.flushall()
+    await registry.refresh(worker("a"), TTL_S)
+    assert set(await registry.workers()) == {"a"}
+
+
+async def test_a_lost_index_heals(registry, redis):
+    await registry.join(worker("a"), TTL_S)
+    await redis.delete(registry.keys.workers)
+    assert await registry.workers() == {}
+    await registry.refresh(worker("a"), TTL_S)
+    assert set(await registry.workers()) == {"a"}
+
+
+IDENTITY_CHANGES = {
+    "model": "other",
+    "dtype": "bfloat16",
+    "kv_cache_dtype": "fp8",
+    "block_size": 32,
+    "max_model_len": 8192,
+    "engine": "vllm",
+    "engine_version": "2",
+    "protocol": 2,
+}
+
+
+@pytest.mark.parametrize("field", EngineIdentity.__struct_fields__)
+async def test_a_different_engine_is_refused(registry, field):
+    await registry.join(worker("a"), TTL_S)
+    other = worker("b", **{field: IDENTITY_CHANGES[field]})
+    with pytest.raises(IncompatibleWorker) as caught:
+        await registry.join(other, TTL_S)
+    line = str(caught.value)
+    assert "\n" not in line and f"worker b: {field} is '{IDENTITY_CHANGES[field]}'" in line and "worker a" in line
+    assert repr(str(getattr(worker("a").identity, field))) in line and f"same {field}" in line
+    with pytest.raises(IncompatibleWorker):
+        await registry.refresh(other, TTL_S)
+    assert set(await registry.workers()) == {"a"}
+    await registry.leave("a")
+    await registry.join(other, TTL_S)
+
+
+async def test_of_many_different_engines_that_join_at_once_one_kind_gets_in(server, registry):
+    clients = [await connect(server.url, 5.0) for _ in range(8)]
+    registries = [Registry(client, registry.keys.prefix[4:-2]) for client in clients]
+    results = await asyncio.gather(
+        *(
+            mine.join(worker(f"w{number}", block_size=16 if number % 2 else 32), TTL_S)
+            for number, mine in enumerate(registries)
+        ),
+        return_exceptions=True,
+    )
+    assert sum(isinstance(result, IncompatibleWorker) for result in results) == 4
+    assert len({info.identity for info in (await registry.workers()).values()}) == 1
+    for client in clients:
+        await client.aclose()
+
+
+async def test_a_restarted_worker_takes_its_own_place(registry):
+    await registry.join(worker("a"), TTL_S)
+    await registry.join(worker("a", block_size=64), TTL_S)
+    assert (await registry.workers())["a"].identity.block_size == 64
+
+
+@pytest.mark.parametrize(
+    "damage", [{"role": "boss"}, {"block_size": "many"}, {"id": "b"}, {"kv_port": ""}, {"state": b"\xff"}]
+)
+async def test_a_corrupt_hash_is_left_out_and_mends_itself(registry, redis, damage):
+    await registry.join(worker("a"), TTL_S)
+    await registry.join(worker("ok"), TTL_S)
+    await redis.hset(registry.keys.worker("a"), mapping=damage)
+    assert set(await registry.workers()) == {"ok"}
+    assert registry.corrupt == 1
+    await registry.refresh(worker("a"), TTL_S)
+    assert set(await registry.workers()) == {"a", "ok"}
+
+
+async def test_a_key_of_the_wrong_type_is_left_out_and_replaced(registry, redis):
+    await registry.join(worker("a"), TTL_S)
+    await redis.set(registry.keys.worker("a"), "garbage")
+    assert await registry.workers() == {} and registry.corrupt == 1
+    await registry.join(worker("b"), TTL_S)  # the garbage does not keep it out
+    await registry.refresh(worker("a"), TTL_S)
+    assert set(await registry.workers()) == {"a", "b"}
+
+
+# ---- orders ----------------------------------------------------------------------------------------------------
+
+
+async def test_orders_stay_until_cleared(registry):
+    await registry.join(worker("a"), TTL_S)
+    await registry.order_role("a", Role.DECODE)
+    orders = await registry.refresh(worker("a"), TTL_S)
+    assert orders.role is Role.DECODE and not orders.drain and orders.sequence > 0
+    assert await registry.refresh(worker("a"), TTL_S) == orders
+    await registry.clear_orders("a", orders.sequence)
+    assert await registry.refresh(worker("a"), TTL_S) == WorkerOrders(None, False, orders.sequence)
+
+
+async def test_a_newer_order_survives_the_clearing_of_an_older_one(registry):
+    await registry.join(worker("a"), TTL_S)
+    await registry.order_role("a", Role.DECODE)
+    old = await registry.refresh(worker("a"), TTL_S)
+    await registry.order_drain("a")
+    await registry.clear_orders("a", old.sequence)
+    new = await registry.refresh(worker("a"), TTL_S)
+    assert new.drain and new.role is Role.DECODE and new.sequence > old.sequence
+
+
+async def test_the_sequence_grows_also_after_redis_lost_it(registry, redis):
+    await registry.join(worker("a"), TTL_S)
+    await registry.order_drain("a")
+    before = (await registry.refresh(worker("a"), TTL_S)).sequence
+    await redis.flushall()
+    await registry.refresh(worker("a"), TTL_S)
+    await asyncio.sleep(0.002)  # the sequence follows the clock in milliseconds
+    await registry.order_drain("a")
+    assert (await registry.refresh(worker("a"), TTL_S)).sequence > before
+
+
+async def test_a_joining_worker_has_no_orders(registry):
+    await registry.join(worker("a"), TTL_S)
+    await registry.order_drain("a")
+    await registry.join(worker("a"), TTL_S)
+    assert not (await registry.refresh(worker("a"), TTL_S)).drain
+
+
+async def test_corrupt_orders_are_no_orders(registry, redis):
+    await registry.join(worker("a"), TTL_S)
+    await redis.hset(registry.keys.worker("a"), mapping={"order_role": "boss", "order_sequence": "x"})
+    assert await registry.refresh(worker("a"), TTL_S) == WorkerOrders()
+
+
+async def test_orders_for_nobody(registry):
+    for order in (registry.order_role("ghost", Role.DECODE), registry.order_drain("ghost")):
+        with pytest.raises(UnknownWorker, match="'ghost' is not in the fleet"):
+            await order
+    await registry.clear_orders("ghost", 3)
+    assert await registry.workers() == {}
+
+
+# ---- frontends and the desired ratio ---------------------------------------------------------------------------
+
+
+async def test_frontends(registry, redis):
+    await registry.join_frontend("f1", "http://127.0.0.1:8000", 11, TTL_S)
+    since = (await registry.frontends())["f1"].since
+    await registry.refresh_frontend("f1", "http://127.0.0.1:8000", 11, TTL_S)
+    await registry.refresh_frontend("f2", "http://127.0.0.1:8001", 12, TTL_S)
+    found = await registry.frontends()
+    assert set(found) == {"f1", "f2"} and found["f1"].since == since
+    assert (found["f2"].url, found["f2"].pid) == ("http://127.0.0.1:8001", 12)
+    await redis.hset(registry.keys.frontend("f2"), "pid", "x")
+    assert set(await registry.frontends()) == {"f1"}
+    await registry.leave_frontend("f1")
+    assert await registry.frontends() == {}
+
+
+async def test_the_desired_ratio(registry, redis):
+    assert await registry.desired() is None
+    await registry.set_desired(2, 6, "cli")
+    desired = await registry.desired()
+    assert (desired.prefill, desired.decode, desired.set_by) == (2, 6, "cli") and desired.set_at > 1e9
+    for field, value in (("prefill", "two"), ("decode", "-1"), ("set_at", "")):
+        await registry.set_desired(2, 6, "cli")
+        await redis.hset(registry.keys.desired, field, value)
+        assert await registry.desired() is None, field
+
+
+async def test_a_person_with_redis_cli_can_read_it(registry, redis):
+    await registry.join(worker("a"), TTL_S)
+    await registry.set_desired(1, 1, "me")
+    fields = await redis.hgetall(registry.keys.worker("a"))
+    assert fields[b"role"] == b"prefill" and fields[b"state"] == b"ready" and fields[b"model"] == b"demo"
+    assert fields[b"request_address"] == b"tcp://127.0.0.1:5000" and fields[b"supported_tasks"] == b"generate,embed"
+    assert set(await redis.hgetall(registry.keys.desired)) == {b"prefill", b"decode", b"set_by", b"set_at"}
+    assert 0 < await redis.ttl(registry.keys.worker("a")) <= 60
+
+
+# ---- events ----------------------------------------------------------------------------------------------------
+
+
+async def test_every_change_is_told_once(registry, watcher):
+    await registry.join(worker("a"), TTL_S)
+    await registry.refresh(worker("a"), TTL_S)
+    await registry.refresh(worker("a", Role.DECODE), TTL_S)
+    await registry.order_drain("a")
+    await registry.join_frontend("f", "http://x", 1, TTL_S)
+    await registry.set_desired(1, 2, "me")
+    await registry.leave("a")
+    await registry.leave("a")
+    await registry.leave_frontend("f")
+    await watcher.until(Left("f", "frontend"))
+    assert watcher.events == [
+        Resync(),
+        Joined("a"),
+        Changed("a"),
+        Ordered("a"),
+        Joined("f", "frontend"),
+        DesiredChanged(1, 2, "me"),
+        Left("a"),
+        Left("f", "frontend"),
+    ]
+
+
+async def test_silence_is_told_without_anybody_asking(registry, watcher):
+    await registry.join(worker("a"), 0.05)
+    await registry.join_frontend("f", "http://x", 1, 0.05)
+    await watcher.until(Left("a"))
+    await watcher.until(Left("f", "frontend"))
+    assert watcher.events.count(Left("a")) == 1
+
+
+async def test_corrupt_events_are_skipped(registry, redis, watcher):
+    for payload in (b"\xff", b"{", b'{"type": "revolution"}', b"[]"):
+        await redis.publish(registry.keys.events, payload)
+    await registry.publish(Changed("after"))
+    await watcher.until(Changed("after"))
+    assert watcher.events == [Resync(), Changed("after")] and registry.corrupt == 4
+
+
+async def test_watching_survives_a_killed_server(tmp_path):
+    with running_server(tmp_path) as mortal:
+        redis = await connect(mortal.url, 1.0)
+        registry = Registry(redis, "mortal")
+        watcher = Watcher(registry)
+        await watcher.until(Resync())
+        await registry.join(worker("a"), TTL_S)
+        await watcher.until(Joined("a"))
+        os.kill(mortal.pid, signal.SIGKILL)
+        with pytest.raises(RedisAway):
+            await registry.refresh(worker("a"), TTL_S)
+        mortal.stop()
+        mortal.start()
+        await watcher.until(Resync(), 2)
+
+        async def refreshed():
+            try:
+                await registry.refresh(worker("a"), TTL_S)
+            except RedisAway:
+                return False
+            return True
+
+        await eventually(refreshed, "a is back")
+        await watcher.until(Joined("a"), 2)
+        await watcher.close()
+        await redis.aclose()

@@ -1,0 +1,275 @@
+"""The simulated engine: deterministic tokens, block accounting, hand-over between engines, and every way it can end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from support_sim import FAST, SimFixture, collect, request_of, wire_of
+
+from orchestrator.config.settings import ConfigError, KVConfig, SimConfig
+from workers.engine import EngineRequest, InvalidEngineRequest, Phase
+from workers.sim.engine import SimEngine
+from workers.sim.scheduler import TokenStream
+from workers.sim.wire import FinishReason, SimCodec, WireRequest, WireSampling
+
+PROMPT = list(range(100, 180))
+
+
+@pytest.fixture
+async def sims() -> AsyncIterator[SimFixture]:
+    fixture = SimFixture()
+    yield fixture
+    await fixture.close()
+
+
+def expected(prompt: list[int], count: int, start: int = 0) -> list[int]:
+    stream = TokenStream(prompt)
+    return [stream.token(i) for i in range(start, start + count)]
+
+
+async def test_generates_the_tokens_of_its_prompt(sims: SimFixture) -> None:
+    engine, _ = await sims.start()
+    await engine.submit(request_of("a#1", PROMPT, max_tokens=12))
+    result = await collect(engine, "a#1")
+    assert result.tokens == expected(PROMPT, 12)
+    assert result.finish is FinishReason.LENGTH
+    await sims.assert_no_leaks()
+
+
+async def test_resumes_the_same_sequence_where_it_was_left(sims: SimFixture) -> None:
+    engine, _ = await sims.start()
+    tokens = expected(PROMPT, 12)
+    await engine.submit(request_of("a#2", PROMPT, max_tokens=12, resume=tokens[:5]))
+    assert (await collect(engine, "a#2")).tokens == tokens[5:]
+    await sims.assert_no_leaks()
+
+
+async def test_prefill_hands_its_kv_over(sims: SimFixture) -> None:
+    prefill, p_info = await sims.start()
+    decode, _ = await sims.start()
+    source = sims.source(p_info, "a#1")
+    # Registered before prefill has even begun.
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=6, source=source))
+    await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
+    assert (await collect(prefill, "a#1")).tokens == expected(PROMPT, 1)
+    result = await collect(decode, "a#1")
+    assert result.tokens == expected(PROMPT, 6)
+    assert result.stats is not None and result.stats.num_external_cached_tokens == len(PROMPT)
+    await sims.assert_no_leaks()
+    load = await prefill.load()
+    assert load.kv.transfers == 1
+    assert load.kv.bytes_sent == len(PROMPT) * FAST.kv_bytes_per_token
+
+
+@pytest.mark.parametrize("transfer", ["whole", "chunk", "layer"])
+async def test_every_transfer_mode_sends_each_byte_once(sims: SimFixture, transfer: str) -> None:
+    kv = KVConfig(transfer=transfer)  # type: ignore[arg-type]
+    prefill, p_info = await sims.start(kv=kv)
+    decode, _ = await sims.start(kv=kv)
+    prompt = list(range(3000))
+    await prefill.submit(request_of("a#1", prompt, phase=Phase.PREFILL))
+    await decode.submit(request_of("a#1", prompt, max_tokens=2, source=sims.source(p_info, "a#1")))
+    assert (await collect(decode, "a#1")).tokens == expected(prompt, 2)
+    await sims.assert_no_leaks()
+    assert (await prefill.load()).kv.bytes_sent == 3000 * FAST.kv_bytes_per_token
+
+
+async def test_registering_after_prefill_has_ended(sims: SimFixture) -> None:
+    prefill, p_info = await sims.start()
+    decode, _ = await sims.start()
+    await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
+    await collect(prefill, "a#1")
+    assert (await prefill.load()).blocks_free == FAST.blocks - 5  # held for whoever will ask
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=2, source=sims.source(p_info, "a#1")))
+    assert (await collect(decode, "a#1")).tokens == expected(PROMPT, 2)
+    await sims.assert_no_leaks()
+
+
+async def test_unasked_kv_is_released_at_its_deadline(sims: SimFixture) -> None:
+    prefill, p_info = await sims.start(kv=KVConfig(transfer_timeout_s=0.05))
+    decode, _ = await sims.start()
+    await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
+    await collect(prefill, "a#1")
+    await sims.assert_no_leaks()
+    assert (await prefill.load()).kv.failures == 1
+    # Who asks too late computes it.
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=2, source=sims.source(p_info, "a#1")))
+    result = await collect(decode, "a#1")
+    assert result.tokens == expected(PROMPT, 2)
+    assert result.stats is not None and result.stats.num_external_cached_tokens == 0
+    await sims.assert_no_leaks()
+
+
+async def test_decode_recomputes_what_does_not_arrive_in_time(sims: SimFixture) -> None:
+    _, p_info = await sims.start()
+    decode, _ = await sims.start(kv=KVConfig(transfer_timeout_s=0.05))
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    assert (await collect(decode, "a#1")).tokens == expected(PROMPT, 3)
+    await sims.assert_no_leaks()
+    assert (await decode.load()).kv.failures == 1
+
+
+async def test_a_prefill_longer_than_the_time_out_is_waited_for_while_it_computes(sims: SimFixture) -> None:
+    slow = SimConfig(prefill_us_per_token=5000.0)  # 80 tokens: 0.4 s
+    prefill, p_info = await sims.start(slow)
+    decode, _ = await sims.start(kv=KVConfig(transfer_timeout_s=0.05))
+    await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    result = await collect(decode, "a#1")
+    assert result.tokens == expected(PROMPT, 3)
+    assert result.stats is not None and result.stats.num_external_cached_tokens == len(PROMPT)
+    assert (await decode.load()).kv.failures == 0
+    await sims.assert_no_leaks()
+
+
+@pytest.mark.parametrize("stage", ["unprefilled", "prefilling", "pushing"])
+async def test_abort_of_the_waiting_decode_side_frees_both(sims: SimFixture, stage: str) -> None:
+    # 80 tokens of 1 MB over 1 GB/s: 80 ms in flight.
+    slow = SimConfig(kv_bytes_per_token=1_000_000, link_gb_per_s=1.0, prefill_us_per_token=500)
+    prefill, p_info = await sims.start(slow)
+    decode, _ = await sims.start(slow)
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    if stage != "unprefilled":
+        await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
+    if stage == "pushing":
+        await collect(prefill, "a#1")
+    await sims.until(lambda load: load.blocks_free == slow.blocks - 5, decode)
+    await decode.abort(["a#1"])
+    if stage != "unprefilled":
+        await prefill.abort(["a#1"])
+    await sims.assert_no_leaks()
+
+
+async def test_blocks_stay_reserved_while_a_write_may_land(sims: SimFixture) -> None:
+    slow = SimConfig(kv_bytes_per_token=1_000_000, link_gb_per_s=1.0)
+    prefill, p_info = await sims.start(slow)
+    decode, _ = await sims.start(slow)
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    await sims.until(lambda load: load.waiting == 1 and load.blocks_free == slow.blocks - 5, decode)
+    await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
+    await collect(prefill, "a#1")
+    await decode.abort(["a#1"])
+    # The bytes take 80 ms; right after the abort neither side may have let go.
+    assert (await decode.load()).blocks_free == slow.blocks - 5
+    assert (await prefill.load()).blocks_free == slow.blocks - 5
+    await sims.assert_no_leaks()
+
+
+async def test_abort_of_the_prefill_side_makes_decode_recompute(sims: SimFixture) -> None:
+    prefill, p_info = await sims.start(SimConfig(prefill_us_per_token=2000))
+    decode, _ = await sims.start()
+    await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    await sims.until(lambda load: load.waiting == 1, decode)
+    await prefill.abort(["a#1"])
+    assert (await collect(decode, "a#1")).tokens == expected(PROMPT, 3)
+    await sims.assert_no_leaks()
+
+
+async def test_prefill_engine_that_stops_is_noticed(sims: SimFixture) -> None:
+    prefill, p_info = await sims.start()
+    decode, _ = await sims.start()
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    await sims.until(lambda load: load.waiting == 1, decode)
+    await sims.stop(prefill)
+    assert (await collect(decode, "a#1")).tokens == expected(PROMPT, 3)
+    await sims.assert_no_leaks()
+
+
+async def test_decode_engine_that_stops_frees_the_prefill_side(sims: SimFixture) -> None:
+    prefill, p_info = await sims.start(SimConfig(kv_bytes_per_token=10_000_000, link_gb_per_s=1.0))
+    decode, _ = await sims.start()
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
+    await collect(prefill, "a#1")
+    await sims.stop(decode)
+    await sims.assert_no_leaks()
+
+
+async def test_fail_peer_ends_both_halves(sims: SimFixture) -> None:
+    prefill, p_info = await sims.start(SimConfig(prefill_us_per_token=2000))
+    decode, d_info = await sims.start()
+    await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    await sims.until(lambda load: load.waiting == 1, decode)
+    await decode.fail_peer(p_info.kv.engine_id)
+    await prefill.fail_peer(d_info.kv.engine_id)
+    assert (await collect(decode, "a#1")).tokens == expected(PROMPT, 3)
+    await sims.assert_no_leaks()
+
+
+async def test_another_engine_at_the_same_address_is_not_asked(sims: SimFixture) -> None:
+    _, p_info = await sims.start()
+    decode, _ = await sims.start()
+    source = sims.source(p_info, "a#1", engine_id="an-earlier-process")
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
+    assert (await collect(decode, "a#1")).tokens == expected(PROMPT, 3)
+    await sims.assert_no_leaks()
+
+
+async def test_unreachable_source_is_recomputed(sims: SimFixture) -> None:
+    prefill, p_info = await sims.start()
+    decode, _ = await sims.start()
+    await sims.stop(prefill)
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    assert (await collect(decode, "a#1")).tokens == expected(PROMPT, 3)
+    await sims.assert_no_leaks()
+
+
+async def test_preempts_when_blocks_run_out_and_still_answers_all(sims: SimFixture) -> None:
+    tight = SimConfig(blocks=24, max_model_len=24 * 16, speed=20)
+    engine, _ = await sims.start(tight)
+    prompts = {f"r{i}#1": [i * 7 + j for j in range(100)] for i in range(6)}
+    for key, prompt in prompts.items():
+        await engine.submit(request_of(key, prompt, max_tokens=60))
+    results = await collect(engine, *prompts)
+    for key, prompt in prompts.items():
+        assert results[key].tokens == expected(prompt, 60)
+    await sims.assert_no_leaks()
+
+
+async def test_stops_at_the_end_of_sequence_only_when_asked(sims: SimFixture) -> None:
+    engine, _ = await sims.start()
+    at = TokenStream(PROMPT).eos_at
+    free = WireSampling(max_tokens=400, _eos_token_id=2)
+    await engine.submit(EngineRequest("a#1", Phase.DECODE, wire_of(PROMPT, free)))
+    await engine.submit(
+        EngineRequest(
+            "b#1", Phase.DECODE, wire_of(PROMPT, WireSampling(max_tokens=400, _eos_token_id=2, ignore_eos=True))
+        )
+    )
+    await engine.submit(
+        EngineRequest(
+            "c#1", Phase.DECODE, wire_of(PROMPT, WireSampling(max_tokens=400, _eos_token_id=2, min_tokens=300))
+        )
+    )
+    results = await collect(engine, "a#1", "b#1", "c#1")
+    assert len(results["a#1"].tokens) == at + 1
+    assert results["a#1"].tokens[-1] == 2 and results["a#1"].finish is FinishReason.STOP
+    assert len(results["b#1"].tokens) == 400
+    assert len(results["c#1"].tokens) == 301
+    await sims.assert_no_leaks()
+
+
+@pytest.mark.parametrize(
+    ("frames", "why"),
+    [
+        ([b"\xc1garbage"], "not an engine request"),
+        ([], "no payload"),
+        (wire_of([], WireSampling()), "no tokens"),
+        (wire_of(list(range(40_000)), WireSampling()), "longest sequence"),
+        (wire_of([1], WireSampling(logprobs=2)), "logprobs"),
+        (SimCodec().encode_request(WireRequest("x", [1], pooling_params={})), "pooling"),
+    ],
+)
+async def test_refuses_what_it_cannot_run(sims: SimFixture, frames: list[bytes], why: str) -> None:
+    engine, _ = await sims.start()
+    with pytest.raises(InvalidEngineRequest, match=why):
+        await engine.submit(EngineRequest("a#1", Phase.DECODE, frames))
+    await sims.assert_no_leaks()
+
+
+def test_sequences_longer_than_the_memory_are_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match=r"sim\.max_model_len: expected at most 160 .*, got 32768"):
+        SimEngine(SimConfig(blocks=10), "m")

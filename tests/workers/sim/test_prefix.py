@@ -1,0 +1,124 @@
+"""The simulated engine's prefix cache: what it holds, what it says of it, and what it spares."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from support_sim import FAST, SimFixture, collect, request_of
+
+from orchestrator.config.settings import SimConfig
+from orchestrator.policy.prefix_keys import prefix_keys, salt_of
+from workers.engine import EngineRequest, Phase
+from workers.sim.engine import SimEngine
+from workers.sim.prefix import SimPrefixCache
+from workers.sim.wire import SimCodec, WireRequest, WireSampling
+
+PROMPT = list(range(100, 180))  # five blocks
+
+
+@pytest.fixture
+async def sims() -> AsyncIterator[SimFixture]:
+    fixture = SimFixture()
+    yield fixture
+    await fixture.close()
+
+
+def test_the_least_recently_used_go_first() -> None:
+    cache = SimPrefixCache(blocks=4)
+    cache.store([1, 2])
+    cache.store([3, 4])
+    assert cache.hit_blocks([1, 2, 9]) == 2
+    cache.store([5])
+    assert cache.hit_blocks([3]) == 0 and cache.hit_blocks([4]) == 1 and cache.hit_blocks([1]) == 1
+    delta = cache.changes.take()
+    assert set(delta.stored) == {1, 2, 4, 5} and delta.removed == [3]
+    cache.store([5])
+    assert not cache.changes  # nothing new
+    cache.clear()
+    assert len(cache) == 0 and cache.changes.take().cleared
+
+
+def test_a_prefix_is_shortened_from_its_end() -> None:
+    cache = SimPrefixCache(blocks=4)
+    cache.store([1, 2, 3])
+    assert cache.hit_blocks([1, 2, 3]) == 3
+    cache.store([4, 5])
+    assert cache.hit_blocks([1, 2, 3]) == 2
+
+
+async def test_a_repeated_prompt_is_computed_once(sims: SimFixture) -> None:
+    engine, _ = await sims.start()
+    await engine.submit(request_of("a#1", PROMPT))
+    first = await collect(engine, "a#1")
+    await engine.submit(request_of("b#1", [*PROMPT, 1, 2, 3]))
+    second = await collect(engine, "b#1")
+    await engine.submit(request_of("c#1", PROMPT))
+    third = await collect(engine, "c#1")
+    cached = [result.stats.num_cached_tokens for result in (first, second, third) if result.stats]
+    assert cached == [0, 80, 64]  # the last token is always computed, so the last full block is as well
+    assert second.stats is not None and second.stats.num_computed_tokens == 3
+    await sims.assert_no_leaks()
+
+
+async def test_steps_say_what_was_stored_and_what_the_keys_of_the_prompt_are(sims: SimFixture) -> None:
+    engine, _ = await sims.start()
+    await engine.submit(request_of("a#1", PROMPT, max_tokens=1))
+    stored: set[int] = set()
+    while True:
+        step = await engine.next_step()
+        stored |= set(step.prefix.stored) if step.prefix else set()
+        if step.outputs and step.outputs[0].finish_reason is not None:
+            break
+    assert stored == set(prefix_keys(PROMPT, 16))
+
+
+async def test_received_kv_is_cached_as_well(sims: SimFixture) -> None:
+    prefill, info = await sims.start()
+    decode, _ = await sims.start()
+    await decode.submit(request_of("a#1", PROMPT, source=sims.source(info, "a#1")))
+    await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
+    await collect(decode, "a#1")
+    await decode.submit(request_of("b#1", PROMPT))
+    again = await collect(decode, "b#1")
+    assert again.stats is not None and again.stats.num_cached_tokens == 64
+    await sims.assert_no_leaks()
+
+
+async def test_a_cache_salt_shares_with_its_own_only_and_a_lora_with_nobody(sims: SimFixture) -> None:
+    engine, _ = await sims.start()
+
+    async def cached(key: str, **more: object) -> int:
+        wire = WireRequest("ignored", PROMPT, sampling_params=WireSampling(max_tokens=1), **more)
+        await engine.submit(EngineRequest(key, Phase.DECODE, SimCodec().encode_request(wire)))
+        stats = (await collect(engine, key)).stats
+        assert stats is not None
+        return stats.num_cached_tokens
+
+    assert [await cached("a#1"), await cached("b#1", cache_salt="s"), await cached("c#1", cache_salt="s")] == [0, 0, 64]
+    assert [await cached("d#1", lora_request={"lora_name": "l"}), await cached("e#1")] == [0, 64]
+    assert prefix_keys(PROMPT, 16, salt_of(None, "s"))[0] in engine._scheduler.cache._keys
+
+
+async def test_a_reset_is_told_with_the_next_step(sims: SimFixture) -> None:
+    engine, _ = await sims.start()
+    await engine.submit(request_of("a#1", PROMPT))
+    await collect(engine, "a#1")
+    assert await engine.call("reset_prefix_cache", []) is True
+    await engine.submit(request_of("b#1", [7] * 40, max_tokens=1))
+    step = await engine.next_step()
+    assert step.prefix is not None and step.prefix.cleared
+    assert set(step.prefix.stored) == set(prefix_keys([7] * 40, 16))
+
+
+async def test_without_caching_or_listeners_nothing_is_said(sims: SimFixture) -> None:
+    off, _ = await sims.start(SimConfig(speed=20, prefix_caching=False))
+    for key in ("a#1", "b#1"):
+        await off.submit(request_of(key, PROMPT))
+        stats = (await collect(off, key)).stats
+        assert stats is not None and stats.num_cached_tokens == 0
+    silent = SimEngine(FAST, "sim-model")
+    await silent.start()
+    await silent.submit(request_of("a#1", PROMPT, max_tokens=1))
+    assert (await silent.next_step()).prefix is None
+    await silent.stop()

@@ -1,0 +1,442 @@
+"""Two real engines, a tiny float32 model: whatever happens to a transfer, tokens are right and blocks come back."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from support_vllm import Driver, engine_pid, frames, tiny_model, until
+
+from orchestrator.config.settings import KVConfig
+from orchestrator.types import KVEndpoint, KVSource
+from workers.engine import EngineDead, EngineRequest, InvalidEngineRequest, Phase
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+
+TIMEOUT_S = 3.0
+COUNT = itertools.count()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(length * 1000 + seed).choices(range(3, 500), k=length)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["chunk", "layer", "whole"])
+async def pair(model: Path, request: pytest.FixtureRequest) -> AsyncIterator[tuple[Driver, Driver]]:
+    """A prefill and a decode engine. Every test leaves both with all blocks free."""
+    kv = KVConfig(transfer=request.param, transfer_timeout_s=TIMEOUT_S, verify=True)
+    prefill = await Driver.start(model, name="prefill", kv=kv)
+    decode = await Driver.start(model, name="decode", kv=kv)
+    yield prefill, decode
+    await prefill.stop()
+    await decode.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def reference(model: Path) -> AsyncIterator[Driver]:
+    """An engine without prefix caching, which always computes everything itself."""
+    engine = await Driver.start(model, name="reference", enable_prefix_caching=False)
+    yield engine
+    await engine.stop()
+
+
+async def expected(reference: Driver, key: str, body: list[bytes]) -> list[int]:
+    key = f"{key}-{next(COUNT)}"  # the reference engine serves every transfer mode's turn
+    await reference.decode(key, body)
+    return await reference.done(key)
+
+
+async def transfer(prefill: Driver, decode: Driver, key: str, body: list[bytes], decode_first: bool = False) -> None:
+    steps = [prefill.prefill(key, body), decode.decode(key, body, prefill.source(key))]
+    for step in reversed(steps) if decode_first else steps:
+        await step
+
+
+async def assert_no_leaks(*drivers: Driver) -> None:
+    for driver in drivers:
+        await driver.idle()
+        assert not driver.engine.kv_totals["pd_corrupt"]
+
+
+@pytest.mark.parametrize("length", [5, 31, 32, 33, 64, 255, 256, 257, 700, 1500])
+async def test_remote_prefill_gives_the_tokens_of_a_local_one(pair, reference, length: int) -> None:
+    prefill, decode = pair
+    body = frames(prompt(length), 8)
+    await transfer(prefill, decode, f"one-{length}", body, decode_first=length % 2 == 0)
+    assert await decode.done(f"one-{length}") == await expected(reference, f"one-{length}", body)
+    assert len(await prefill.done(f"one-{length}")) == 1
+    assert str(prefill.finished[f"one-{length}"]) == "length"
+    await assert_no_leaks(prefill, decode)
+
+
+async def test_the_kv_came_by_transfer_and_is_not_called_cached(pair) -> None:
+    prefill, decode = pair
+    sent = (await prefill.engine.load()).kv.bytes_sent
+    await transfer(prefill, decode, "counted", frames(prompt(320, 1)))
+    await decode.done("counted")
+    stats = decode.stats["counted"]
+    assert (stats.num_cached_tokens, stats.num_external_cached_tokens) == (0, 320)
+    all_bytes = sent + 320 * prefill.info.kv_bytes_per_token
+    await until(lambda: prefill.loads[-1].kv.bytes_sent >= all_bytes, what="the count of all bytes")
+    assert prefill.loads[-1].kv.bytes_sent == all_bytes
+    assert prefill.loads[-1].kv.transfers > 0 and prefill.loads[-1].kv.transfer_s > 0
+    await assert_no_leaks(prefill, decode)
+
+
+async def test_prefix_hits_on_either_side_are_used_and_counted(pair, reference) -> None:
+    prefill, decode = pair
+    shared = prompt(192, 2)
+    for index, (warm_prefill, warm_decode) in enumerate([(True, False), (False, True), (True, True)]):
+        base = [index + 3, *shared]
+        for driver, warm in ((prefill, warm_prefill), (decode, warm_decode)):
+            if warm:
+                await driver.decode(f"warm-{index}", frames(base, 1))
+                await driver.done(f"warm-{index}")
+        body = frames([*base, *prompt(150, index)])
+        await transfer(prefill, decode, f"hit-{index}", body)
+        assert await decode.done(f"hit-{index}") == await expected(reference, f"hit-{index}", body)
+        assert decode.stats[f"hit-{index}"].num_cached_tokens == (192 if warm_decode else 0)
+    await assert_no_leaks(prefill, decode)
+
+
+async def test_many_at_once_in_both_directions(pair, reference) -> None:
+    first, second = pair
+    bodies = {f"many-{index}": frames(prompt(40 + 37 * index, 3), 12) for index in range(16)}
+    for index, (key, body) in enumerate(bodies.items()):
+        source, target = (first, second) if index % 2 else (second, first)
+        await transfer(source, target, key, body, decode_first=index % 3 == 0)
+    for index, (key, body) in enumerate(bodies.items()):
+        target = second if index % 2 else first
+        # Both engines know the key; the decode side gives twelve tokens, the prefill side one.
+        assert await target.done(key) == await expected(reference, key, body)
+    await assert_no_leaks(first, second)
+
+
+async def test_a_decode_aborted_while_it_waits_gives_its_blocks_back(pair) -> None:
+    prefill, decode = pair
+    # Prefill knows nothing of the request, so decode waits.
+    await decode.decode("waits", frames(prompt(500, 4)), prefill.source("waits"))
+    await until(lambda: any(load.blocks_free < decode.info.blocks_total for load in decode.loads[-1:]))
+    await decode.engine.abort(["waits"])
+    await assert_no_leaks(decode)
+    # The withdrawal overtook the prefill: nothing is kept there either.
+    await prefill.prefill("waits", frames(prompt(500, 4)))
+    await prefill.done("waits")
+    await assert_no_leaks(prefill)
+
+
+async def test_a_decode_aborted_at_any_moment_frees_both_sides(pair) -> None:
+    prefill, decode = pair
+    for index in range(20):
+        key = f"abort-{index}"
+        await transfer(prefill, decode, key, frames(prompt(900, 100 + index)), decode_first=index % 2 == 0)
+        await asyncio.sleep(index * 0.003)
+        await decode.engine.abort([key])
+    await assert_no_leaks(prefill, decode)
+
+
+async def test_an_aborted_prefill_is_recomputed_by_decode(pair, reference) -> None:
+    prefill, decode = pair
+    for index in range(12):
+        key, body = f"lost-{index}", frames(prompt(1200, 200 + index), 4)
+        await transfer(prefill, decode, key, body)
+        await asyncio.sleep(index * 0.004)
+        await prefill.engine.abort([key])
+        assert await decode.done(key) == await expected(reference, key, body)
+    await assert_no_leaks(prefill, decode)
+
+
+async def test_a_preempted_prefill_pushes_the_right_kv(pair, reference) -> None:
+    prefill, decode = pair
+    for index in range(6):
+        key, body = f"preempt-{index}", frames(prompt(1800, 500 + index), 4)
+        await transfer(prefill, decode, key, body)
+        await asyncio.sleep(0.01 + index * 0.004)
+        # vLLM preempts what runs, and the request begins again in other blocks.
+        await prefill.engine.call("reset_prefix_cache", [True])
+        assert await decode.done(key) == await expected(reference, key, body)
+    await assert_no_leaks(prefill, decode)
+    assert prefill.preempted
+
+
+async def test_hundreds_of_requests_with_aborts_on_both_sides(pair, reference) -> None:
+    """No wrong token, no leaked block, and the bytes of every completed transfer are the same at both ends."""
+    prefill, decode = pair
+    chance = random.Random(11)
+    verified = decode.engine.kv_totals["pd_verified"]
+    aborted = set()
+
+    async def one(number: int) -> None:
+        key, body = f"soak-{number}", frames(prompt(chance.randrange(40, 700), 1000 + number), 4)
+        await transfer(prefill, decode, key, body, decode_first=chance.random() < 0.5)
+        fate = chance.random()
+        if fate < 0.15:
+            await asyncio.sleep(chance.random() * 0.05)
+            if fate < 0.1:
+                aborted.add(key)
+                await decode.engine.abort([key])
+            if fate >= 0.1 or chance.random() < 0.5:
+                await prefill.engine.abort([key])
+        if key not in aborted:
+            assert await decode.done(key) == await expected(reference, key, body), key
+
+    for start in range(0, 240, 12):
+        await asyncio.gather(*(one(number) for number in range(start, start + 12)))
+    await assert_no_leaks(prefill, decode)
+    assert len(aborted) > 10
+    assert decode.engine.kv_totals["pd_verified"] - verified > 100
+
+
+async def test_a_prefill_that_never_runs_ends_in_recompute_after_the_timeout(pair, reference) -> None:
+    prefill, decode = pair
+    body = frames(prompt(300, 5))
+    await decode.decode("never", body, prefill.source("never"))
+    began = time.monotonic()
+    assert await decode.done("never") == await expected(reference, "never", body)
+    assert time.monotonic() - began >= TIMEOUT_S * 0.5
+    await assert_no_leaks(prefill, decode)
+
+
+async def test_prefilled_blocks_that_nobody_asks_for_are_freed_after_the_lease(pair) -> None:
+    prefill, _ = pair
+    await prefill.prefill("unwanted", frames(prompt(300, 6)))
+    await prefill.done("unwanted")
+    assert (await prefill.engine.load()).blocks_free < prefill.info.blocks_total
+    await assert_no_leaks(prefill)
+
+
+async def test_an_unreachable_prefill_engine_ends_in_recompute(pair, reference) -> None:
+    _, decode = pair
+    body = frames(prompt(200, 7))
+    nowhere = KVSource(KVEndpoint("no-such-engine", "127.0.0.1", 9), "nowhere")
+    await decode.decode("nowhere", body, nowhere)
+    assert await decode.done("nowhere") == await expected(reference, "nowhere", body)
+    await assert_no_leaks(decode)
+
+
+async def test_a_silent_peer_does_not_delay_handshakes_with_others(model: Path, pair, reference) -> None:
+    _, decode = pair
+    fresh = await Driver.start(model, name="fresh")
+    body = frames(prompt(200, 10))
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, never says a word
+        nowhere = KVSource(KVEndpoint("silent-engine", "127.0.0.1", silent.getsockname()[1]), "silent")
+        await decode.decode("silent", body, nowhere)
+        await transfer(fresh, decode, "prompt-answer", body)
+        right = await expected(reference, "prompt-answer", body)
+        assert await decode.done("prompt-answer") == right
+        assert "silent" not in decode.finished
+        assert await decode.done("silent") == right
+    await assert_no_leaks(fresh, decode)
+    await fresh.stop()
+
+
+async def test_a_continuation_goes_on_where_the_tokens_end(pair, reference) -> None:
+    prefill, decode = pair
+    body = frames(prompt(120, 8), 12, min_tokens=12)
+    whole = await expected(reference, "whole", body)
+    await decode.decode("rest", body, resume_tokens=whole[:5])
+    assert await decode.done("rest") == whole[5:]
+    request = EngineRequest("rest-2", Phase.PREFILL, body, resume_tokens=whole[:7])
+    await prefill.engine.submit(request)
+    await decode.decode("rest-2", body, prefill.source("rest-2"), resume_tokens=whole[:7])
+    assert await decode.done("rest-2") == whole[7:]
+    await assert_no_leaks(prefill, decode)
+
+
+async def test_what_cannot_be_run_is_refused_by_name(pair) -> None:
+    _, decode = pair
+    with pytest.raises(InvalidEngineRequest, match="broken: undecodable"):
+        await decode.decode("broken", [b"\x93junk"])
+    with pytest.raises(InvalidEngineRequest, match="over: 9 tokens are out already, of at most 8"):
+        await decode.decode("over", frames(prompt(20), 8), resume_tokens=list(range(9)))
+    # vLLM's engine core would not refuse these: it would die of them.
+    longest = decode.info.identity.max_model_len - 1
+    with pytest.raises(InvalidEngineRequest, match=f"long: expected a prompt of 1 to {longest} tokens, got 9000"):
+        await decode.decode("long", frames([1] * 9000))
+    with pytest.raises(InvalidEngineRequest, match="foreign: expected token ids of 0 to"):
+        await decode.decode("foreign", frames([1, 2, 10**6]))
+    with pytest.raises(InvalidEngineRequest, match="empty: expected a prompt of 1"):
+        await decode.decode("empty", frames([]))
+    with pytest.raises(ValueError, match="shutdown: not an engine control method"):
+        await decode.engine.call("shutdown", [])
+    assert await decode.engine.call("reset_prefix_cache", []) is True
+    await decode.engine.abort(["never heard of"])
+    await assert_no_leaks(decode)
+
+
+async def test_outputs_decode_as_vllms_own(pair) -> None:
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.serial_utils import MsgpackDecoder
+
+    _, decode = pair
+    encoded = decode.engine.encode_outputs([EngineCoreOutput("r", [1, 2])], 12.5)
+    decoded = MsgpackDecoder(EngineCoreOutputs).decode(encoded)
+    assert (decoded.outputs[0].request_id, decoded.outputs[0].new_token_ids, decoded.timestamp) == ("r", [1, 2], 12.5)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Time on a core, of all threads; exact, unlike the tick-sampled times of /proc/PID/stat."""
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()) / 1e9
+
+
+async def test_an_idle_engine_uses_little_of_a_core(pair) -> None:
+    pids = [engine_pid(driver) for driver in pair]
+    seen = []
+    # The best of a few looks: an engine that spins does so in each, while leases of earlier tests end in time.
+    for _ in range(8):
+        before, began = [_cpu_seconds(pid) for pid in pids], time.monotonic()
+        await asyncio.sleep(2.0)
+        elapsed = time.monotonic() - began
+        seen.append(max((_cpu_seconds(pid) - start) / elapsed for pid, start in zip(pids, before, strict=True)))
+        if seen[-1] < 0.02:
+            return
+    pytest.fail(f"shares of a core used while idle: {seen}")
+
+
+async def test_a_killed_prefill_engine_costs_no_request_and_no_block(model: Path, pair, reference) -> None:
+    _, decode = pair
+    doomed = await Driver.start(model, name="doomed")
+    bodies = {f"orphan-{index}": frames(prompt(1400, 300 + index), 4) for index in range(4)}
+    for key, body in bodies.items():
+        await transfer(doomed, decode, key, body)
+    os.kill(engine_pid(doomed), signal.SIGKILL)
+    await until(lambda: isinstance(doomed.error, EngineDead), what="EngineDead from next_step")
+    with pytest.raises(EngineDead):
+        await doomed.engine.load()
+    await decode.engine.fail_peer(doomed.info.kv.engine_id)
+    for key, body in bodies.items():
+        assert await decode.done(key) == await expected(reference, key, body)
+    # A request that names it afterwards does not even try.
+    await decode.decode("later", bodies["orphan-0"], doomed.source("later"))
+    assert await decode.done("later") == await decode.done("orphan-0")
+    await doomed.stop()
+    await assert_no_leaks(decode)
+
+
+async def test_a_killed_decode_engine_frees_the_prefill_side_at_once(model: Path, pair) -> None:
+    prefill, _ = pair
+    doomed = await Driver.start(model, name="doomed")
+    for index in range(4):
+        await transfer(prefill, doomed, f"half-{index}", frames(prompt(1400, 400 + index)))
+    os.kill(engine_pid(doomed), signal.SIGKILL)
+    await until(lambda: doomed.error is not None)
+    await prefill.engine.fail_peer(doomed.info.kv.engine_id)
+    for index in range(4):
+        await prefill.done(f"half-{index}")
+    await doomed.stop()
+    await assert_no_leaks(prefill)
+
+
+ORPHAN = """
+import asyncio, sys
+from pathlib import Path
+from support_vllm import Driver, engine_pid
+
+async def main(model, backend):
+    args = {"distributed_executor_backend": backend} if backend else {}
+    driver = await Driver.start(Path(model), name="orphan", **args)
+    print("engine", engine_pid(driver), flush=True)
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def _descendants(pid: int) -> set[int]:
+    children = {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        children |= {int(child) for child in (thread / "children").read_text().split()}
+    return children.union(*(_descendants(child) for child in children))
+
+
+def _running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("backend", ["", "mp"], ids=["forked", "spawned"])
+async def test_no_engine_process_outlives_its_parent(model: Path, tmp_path: Path, backend: str) -> None:
+    script = tmp_path / "orphan.py"
+    script.write_text(ORPHAN)
+    path = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parents[3])])
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(script),
+        str(model),
+        backend,
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    try:
+        assert parent.stdout is not None
+        async with asyncio.timeout(90):
+            while not (line := await parent.stdout.readline()).startswith(b"engine"):
+                assert line, "the engine did not start"
+        family = _descendants(parent.pid)
+        assert int(line.split()[1]) in family
+    finally:
+        parent.kill()
+    await until(lambda: not any(_running(pid) for pid in family), what="the end of every process")
+
+
+async def test_engines_that_differ_still_answer(model: Path, tmp_path: Path, pair, reference) -> None:
+    """KV of another block size or of another model is not taken: decode computes it without waiting."""
+    first, second = pair
+    bodies = {f"differ-{length}": frames(prompt(length, 9), 6) for length in (40, 300, 1100)}
+    coarse = await Driver.start(model, name="coarse", block_size=64)
+    for key, body in bodies.items():
+        right = await expected(reference, key, body)
+        await transfer(coarse, first, f"fine-{key}", body)
+        assert await first.done(f"fine-{key}", timeout_s=10.0) == right
+        await transfer(second, coarse, f"coarse-{key}", body)
+        assert await coarse.done(f"coarse-{key}", timeout_s=10.0) == right
+    assert coarse.engine.kv_totals["pd_receives_failed"] == len(bodies)
+    await assert_no_leaks(first, second, coarse)
+    await coarse.stop()
+
+    stranger = await Driver.start(tiny_model(tmp_path / "other", layers=3), name="stranger")
+    for key, body in bodies.items():
+        await transfer(first, stranger, f"strange-{key}", body)
+        assert len(await stranger.done(f"strange-{key}", timeout_s=10.0)) == 6
+    assert stranger.engine.kv_totals["pd_receives_failed"] == len(bodies)
+    await assert_no_leaks(first, stranger)
+    await stranger.stop()
+
+
+async def test_a_false_alarm_about_a_living_engine_corrupts_nothing(pair, reference) -> None:
+    """Last of the tests with this pair: for a while decode does not ask this prefill engine for KV."""
+    prefill, decode = pair
+    for index in range(4):
+        key, body = f"alarm-{index}", frames(prompt(1500, 600 + index), 4)
+        await transfer(prefill, decode, key, body)
+        await asyncio.sleep(0.01 * index)
+        await decode.engine.fail_peer(prefill.info.kv.engine_id)
+        await prefill.engine.fail_peer(decode.info.kv.engine_id)
+        assert await decode.done(key) == await expected(reference, key, body)
+    await assert_no_leaks(prefill, decode)
+
+
+async def test_a_taken_kv_port_is_an_error_and_not_a_wait(model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(EngineDead, match="did not start"):
+            await Driver.start(model, name="late", kv_port=taken.getsockname()[1])

@@ -1,0 +1,291 @@
+"""The simulated engine: vLLM's engine seen from outside, with modelled time and no model.
+
+Steps take as long as `SimConfig` says, blocks are accounted for by `scheduler`, KV hand-over goes over `link`
+between real processes, tokens are a pure function of the prompt. It calls itself "sim" wherever it is named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from typing import Any
+
+from orchestrator.config.settings import ConfigError, KVConfig, SimConfig
+from orchestrator.policy.prefix_keys import prefix_keys, salt_of
+from orchestrator.types import EngineIdentity, KVCounters, KVEndpoint
+from orchestrator.wire.messages import PROTOCOL_VERSION, MessageError
+from workers.engine import (
+    EngineDead,
+    EngineInfo,
+    EngineLoad,
+    EngineRequest,
+    EngineStep,
+    InvalidEngineRequest,
+    Phase,
+    PrefixDelta,
+)
+from workers.sim.scheduler import Sampled, Scheduled, SimRequest, SimScheduler, TokenStream
+from workers.sim.transfers import SimTransfers
+from workers.sim.wire import (
+    EventType,
+    SimCodec,
+    WireEvent,
+    WireOutput,
+    WirePrefillStats,
+    WireRequest,
+    WireSampling,
+)
+
+log = logging.getLogger("pd.sim")
+
+SIM_VERSION = "sim-1"
+# Beyond this a late step is not caught up with: the machine, not the model, is too slow.
+MAX_CATCH_UP_S = 0.05
+
+
+class SimEngine:
+    """Implements `workers.engine.Engine`. One event loop; a step's time passes in the background."""
+
+    def __init__(
+        self,
+        config: SimConfig,
+        model: str,
+        *,
+        engine_id: str | None = None,
+        kv_host: str = "127.0.0.1",
+        kv_port: int = 0,
+        kv: KVConfig | None = None,
+        prefix_events: bool = False,
+    ) -> None:
+        """Raises ConfigError when the longest sequence does not fit in the blocks."""
+        capacity = config.blocks * config.block_size
+        if config.max_model_len > capacity:
+            raise ConfigError(
+                f"sim.max_model_len: expected at most {capacity} (sim.blocks x sim.block_size), "
+                f"got {config.max_model_len}"
+            )
+        self._config, self._model = config, model
+        self._engine_id = engine_id or f"sim-{uuid.uuid4().hex[:12]}"
+        self._host, self._port = kv_host, kv_port
+        self._codec = SimCodec()
+        self._scheduler = SimScheduler(config)
+        self._transfers = SimTransfers(self._scheduler, kv or KVConfig(), self._engine_id, self._wake_up)
+        self._steps: asyncio.Queue[EngineStep] = asyncio.Queue()
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._step_ms = 0.0
+        self._prefix_events = prefix_events
+
+    async def start(self) -> EngineInfo:
+        """Raises OSError when the KV port is taken."""
+        port = await self._transfers.listen(self._host, self._port)
+        self._task = asyncio.create_task(self._run(), name="sim-engine")
+        config = self._config
+        identity = EngineIdentity(
+            model=self._model,
+            dtype="sim",
+            kv_cache_dtype="sim",
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+            engine="sim",
+            engine_version=SIM_VERSION,
+            protocol=PROTOCOL_VERSION,
+        )
+        return EngineInfo(
+            identity=identity,
+            kv=KVEndpoint(engine_id=self._engine_id, host=self._host, port=port),
+            blocks_total=config.blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            kv_bytes_per_token=config.kv_bytes_per_token,
+        )
+
+    async def submit(self, request: EngineRequest) -> None:
+        self._check_alive()
+        simulated = self._admit(request)
+        self._scheduler.add(simulated)
+        self._wake.set()
+
+    async def abort(self, keys: list[str]) -> None:
+        self._check_alive()
+        for key in keys:
+            if request := self._scheduler.requests.get(key):
+                self._transfers.end(request, "aborted")
+            else:
+                self._transfers.forget(key)
+        self._wake.set()
+
+    async def next_step(self) -> EngineStep:
+        if self._steps.empty():
+            self._check_alive()
+            getter = asyncio.ensure_future(self._steps.get())
+            try:
+                assert self._task is not None
+                await asyncio.wait({getter, self._task}, return_when=asyncio.FIRST_COMPLETED)
+                if getter.done():
+                    return getter.result()
+            finally:
+                getter.cancel()
+            self._check_alive()
+        return self._steps.get_nowait()
+
+    def encode_outputs(self, outputs: list[Any], timestamp: float) -> list[bytes]:
+        return self._codec.encode_outputs(outputs, timestamp)
+
+    async def load(self) -> EngineLoad:
+        self._check_alive()
+        return self._load()
+
+    async def fail_peer(self, engine_id: str) -> None:
+        self._transfers.fail_peer(engine_id)
+
+    async def call(self, method: str, args: list[Any]) -> Any:
+        """Raises ValueError for what a simulated engine cannot do."""
+        if method == "reset_prefix_cache":
+            self._scheduler.cache.clear()
+            return True
+        if method in ("reset_mm_cache", "reset_encoder_cache"):
+            return True  # nothing is cached there
+        if method in ("is_sleeping", "is_scheduler_paused"):
+            return False
+        raise ValueError(f"the simulated engine cannot {method}; use --engine vllm")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._transfers.close()
+
+    # ---- the inside --------------------------------------------------------------------------------------------
+
+    def _check_alive(self) -> None:
+        if self._task is None:
+            raise EngineDead("the simulated engine was not started")
+        if self._task.done():
+            error = None if self._task.cancelled() else self._task.exception()
+            raise EngineDead(f"the simulated engine ended: {error or 'stopped'}") from error
+
+    def _wake_up(self) -> None:
+        self._wake.set()
+
+    def _admit(self, request: EngineRequest) -> SimRequest:
+        try:
+            wire = self._codec.decode_request(request.frames)
+        except MessageError as error:
+            raise InvalidEngineRequest(str(error)) from error
+        sampling = wire.sampling_params
+        if sampling is None or wire.pooling_params is not None:
+            raise InvalidEngineRequest("the simulated engine only generates; it has no pooling")
+        for name in ("logprobs", "prompt_logprobs", "structured_outputs"):
+            if getattr(sampling, name) is not None:
+                raise InvalidEngineRequest(f"the simulated engine has no {name}")
+        return self._request(request, wire, sampling)
+
+    def _request(self, request: EngineRequest, wire: WireRequest, sampling: WireSampling) -> SimRequest:
+        prompt = wire.prompt_token_ids or []
+        resumed = len(request.resume_tokens)
+        limit = self._config.max_model_len if sampling.max_tokens is None else sampling.max_tokens
+        if limit <= resumed:
+            raise InvalidEngineRequest(f"{resumed} tokens of at most {limit} are there already")
+        eos = None if sampling.ignore_eos else sampling.eos_token_id
+        return SimRequest(
+            key=request.key,
+            phase=request.phase,
+            prompt=prompt,
+            resume_tokens=resumed,
+            max_tokens=limit - resumed,
+            min_tokens=sampling.min_tokens,
+            eos_token_id=eos,
+            stop_token_ids=frozenset(sampling.stop_token_ids or ()),
+            stream=TokenStream(prompt, sampling.eos_token_id),
+            kv_source=request.kv_source if request.phase is Phase.DECODE else None,
+            prefix=self._prefix_keys(wire),
+            queued_at=time.monotonic(),
+        )
+
+    def _prefix_keys(self, wire: WireRequest) -> list[int]:
+        if not self._config.prefix_caching or wire.lora_request is not None or wire.mm_features:
+            return []
+        return prefix_keys(wire.prompt_token_ids or [], self._config.block_size, salt_of(None, wire.cache_salt))
+
+    async def _run(self) -> None:
+        due = time.monotonic()
+        while True:
+            self._wake.clear()
+            began = time.monotonic()
+            batch, receiving = self._scheduler.schedule()
+            for request in receiving:
+                self._transfers.receive(request)
+            if not batch:
+                if receiving:
+                    self._steps.put_nowait(EngineStep([], self._load(), began, self._prefix()))
+                await self._wake.wait()
+                due = time.monotonic()
+                continue
+            duration = self._duration(batch)
+            # Sleep to when the step is due, not for as long as it takes: coarse timers then do not slow the model.
+            due = max(due, began - MAX_CATCH_UP_S) + duration
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            self._step_ms = duration * 1e3
+            self._finish(batch, began)
+
+    def _duration(self, batch: list[Scheduled]) -> float:
+        config = self._config
+        prefill_tokens = _prompt_tokens(batch)
+        decodes = sum(item.tokens for item in batch) - prefill_tokens
+        modelled_us = decodes * config.decode_us_per_seq + prefill_tokens * config.prefill_us_per_token
+        return (config.step_base_ms / 1e3 + modelled_us / 1e6) / config.speed
+
+    def _finish(self, batch: list[Scheduled], began: float) -> None:
+        now = time.monotonic()
+        for item in batch:
+            if not item.request.scheduled_at:
+                item.request.scheduled_at = began
+        prompt_tokens = _prompt_tokens(batch)
+        sampled = self._scheduler.complete(batch)
+        outputs = [self._output(s) for s in sampled]
+        self._transfers.computed([item.request for item in batch], began, now)
+        self._steps.put_nowait(EngineStep(outputs, self._load(), now, self._prefix(), prompt_tokens))
+
+    def _output(self, sampled: Sampled) -> WireOutput:
+        request = sampled.request
+        output = WireOutput(request.key, [sampled.token], finish_reason=sampled.finish, stop_reason=sampled.stop_token)
+        if sampled.first:
+            tokens, external = len(request.prompt), request.external_tokens
+            output.events = [
+                WireEvent(EventType.QUEUED, request.queued_at),
+                WireEvent(EventType.SCHEDULED, request.scheduled_at),
+            ]
+            # Clients are told of prefix-cache hits only: transferred KV is not one.
+            cached = request.cached_tokens
+            output.prefill_stats = WirePrefillStats(
+                num_prompt_tokens=tokens,
+                num_computed_tokens=tokens - external - cached,
+                num_cached_tokens=cached,
+                num_local_cached_tokens=cached,
+                num_external_cached_tokens=external,
+            )
+        return output
+
+    def _prefix(self) -> PrefixDelta | None:
+        changes = self._scheduler.cache.changes
+        delta = changes.take() if changes else None
+        return delta if self._prefix_events else None
+
+    def _load(self) -> EngineLoad:
+        scheduler, sent = self._scheduler, self._transfers
+        return EngineLoad(
+            blocks_free=scheduler.blocks_free,
+            running=len(scheduler.running),
+            waiting=scheduler.waiting_count,
+            step_ms=self._step_ms,
+            kv=KVCounters(
+                bytes_sent=sent.bytes_sent, transfers=sent.completed, transfer_s=sent.seconds, failures=sent.failures
+            ),
+        )
+
+
+def _prompt_tokens(batch: list[Scheduled]) -> int:
+    return sum(item.tokens for item in batch if item.tokens != 1 or not item.request.generated)

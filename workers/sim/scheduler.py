@@ -1,0 +1,317 @@
+"""The simulated engine's scheduler: continuous batching over real block accounting. Pure: no clock, no I/O.
+
+Follows vLLM's V1 scheduler in what load balancing can see: running requests first, chunked prefill within a token
+budget, preemption by recomputation, blocks held while KV is awaited or still being pushed. Knows nothing of links.
+"""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from array import array
+from collections import deque
+
+import msgspec
+
+from orchestrator.config.settings import SimConfig
+from orchestrator.types import KVSource
+from workers.engine import InvalidEngineRequest, Phase
+from workers.sim.prefix import SimPrefixCache
+from workers.sim.wire import FinishReason
+
+
+class SimState(enum.Enum):
+    """Where a request is in the simulated engine. Absent once its blocks are free."""
+
+    WAITING = "waiting"  # for admission; may hold received blocks
+    AWAITING_KV = "awaiting_kv"  # blocks reserved, the prompt's KV is on its way
+    RUNNING = "running"
+    PUSHING = "pushing"  # prefill has ended, blocks held until the receiver has them
+    LEAVING = "leaving"  # aborted or failed while a transfer could still touch its blocks
+
+
+LEGAL: dict[SimState, frozenset[SimState]] = {
+    SimState.WAITING: frozenset({SimState.AWAITING_KV, SimState.RUNNING, SimState.LEAVING}),
+    SimState.AWAITING_KV: frozenset({SimState.WAITING, SimState.LEAVING}),
+    SimState.RUNNING: frozenset({SimState.WAITING, SimState.PUSHING, SimState.LEAVING}),
+    SimState.PUSHING: frozenset({SimState.LEAVING}),
+    SimState.LEAVING: frozenset(),
+}
+
+_EOS_AFTER_MIN, _EOS_AFTER_SPREAD = 64, 192
+
+
+class TokenStream:
+    """The tokens that follow a prompt: a pure function of the prompt and the position, so that a request that was
+    retried, moved or prefilled elsewhere can be checked token by token. Draws from the prompt's own tokens, which
+    are valid in any vocabulary."""
+
+    def __init__(self, prompt: list[int], eos_token_id: int | None = None) -> None:
+        self._prompt = prompt
+        self._eos = eos_token_id
+        self._hash = zlib.crc32(array("q", prompt).tobytes())
+        # Where the text ends by itself. Only an end-of-sequence token known to the request makes it end there.
+        self.eos_at = _EOS_AFTER_MIN + self._hash % _EOS_AFTER_SPREAD
+
+    def token(self, position: int) -> int:
+        """Token number `position` after the prompt, from 0. Never the end-of-sequence token."""
+        mixed = (self._hash + (position + 1) * 2654435761) & 0xFFFFFFFF
+        token = self._prompt[(mixed ^ (mixed >> 15)) % len(self._prompt)]
+        return token if token != self._eos else abs(token - 1)
+
+
+class SimRequest(msgspec.Struct, eq=False):
+    """One attempt in the simulated engine. `computed` counts tokens whose KV is in its blocks."""
+
+    key: str
+    phase: Phase
+    prompt: list[int]
+    resume_tokens: int  # tokens generated elsewhere before, part of the context here
+    max_tokens: int  # tokens to generate here
+    min_tokens: int
+    eos_token_id: int | None
+    stop_token_ids: frozenset[int]
+    stream: TokenStream
+    kv_source: KVSource | None = None
+    state: SimState = SimState.WAITING
+    computed: int = 0
+    generated: int = 0
+    blocks: int = 0
+    preemptions: int = 0
+    external_tokens: int = 0  # prompt tokens whose KV was received
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    prefix: list[int] = []  # keys of the prompt's blocks; none where it shares nothing
+    queued_at: float = 0.0
+    scheduled_at: float = 0.0  # 0 until first scheduled
+    pushed: int = 0  # prompt tokens handed to the link
+
+    @property
+    def context(self) -> int:
+        """Tokens whose KV the next token needs."""
+        return len(self.prompt) + self.resume_tokens + self.generated
+
+    def enter(self, state: SimState) -> None:
+        if state not in LEGAL[self.state]:
+            raise RuntimeError(f"simulated request {self.key}: {self.state.value} cannot become {state.value}")
+        self.state = state
+
+
+class Scheduled(msgspec.Struct, frozen=True):
+    request: SimRequest
+    tokens: int
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """What one request got out of a step: its next token, and why it ended if it did."""
+
+    request: SimRequest
+    token: int
+    first: bool
+    finish: FinishReason | None
+    stop_token: int | None = None
+
+
+class SimScheduler:
+    """Owns the blocks. Every block is either free or counted in exactly one request of `requests`."""
+
+    def __init__(self, config: SimConfig) -> None:
+        self.config = config
+        self.blocks_free = config.blocks
+        self.cache = SimPrefixCache(config.blocks)
+        self.requests: dict[str, SimRequest] = {}
+        self.waiting: deque[SimRequest] = deque()
+        self.running: list[SimRequest] = []
+        self.awaiting: set[SimRequest] = set()
+
+    @property
+    def waiting_count(self) -> int:
+        """Requests waiting to run, those for remote KV included."""
+        return len(self.waiting) + len(self.awaiting)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.config.block_size)
+
+    def add(self, request: SimRequest) -> None:
+        """Raises InvalidEngineRequest for what could never run here."""
+        context, limit = request.context, self.config.max_model_len
+        if request.key in self.requests:
+            raise InvalidEngineRequest(f"key {request.key} is in use")
+        if not request.prompt:
+            raise InvalidEngineRequest("the prompt has no tokens; the simulated engine takes token prompts only")
+        if context >= limit:
+            raise InvalidEngineRequest(f"the prompt has {context} tokens, the longest sequence is {limit}")
+        if self.blocks_for(context + 1) > self.config.blocks:
+            needed = self.blocks_for(context + 1)
+            raise InvalidEngineRequest(f"the prompt needs {needed} KV blocks, the engine has {self.config.blocks}")
+        if request.phase is Phase.PREFILL:
+            request.max_tokens = 1
+        request.max_tokens = min(request.max_tokens, limit - context)
+        self.requests[request.key] = request
+        self.waiting.append(request)
+
+    def schedule(self) -> tuple[list[Scheduled], list[SimRequest]]:
+        """The next batch, and the requests that now hold blocks to receive KV into."""
+        budget = self.config.max_num_batched_tokens
+        batch: list[Scheduled] = []
+        receiving: list[SimRequest] = []
+        preempted = False
+        index = 0
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            tokens = min(request.context - request.computed, budget)
+            while not self._reserve(request, request.computed + tokens):
+                # Alone, it would preempt itself again and again while waiting requests hold what it needs.
+                if len(self.running) == 1 and self._reclaim(request):
+                    continue
+                victim = self.running.pop()
+                self._preempt(victim)
+                preempted = True
+                if victim is request:
+                    break
+            else:
+                batch.append(Scheduled(request, tokens))
+                budget -= tokens
+                index += 1
+        if not preempted:
+            self._admit(batch, budget, receiving)
+        return batch, receiving
+
+    def _admit(self, batch: list[Scheduled], budget: int, receiving: list[SimRequest]) -> None:
+        while self.waiting and budget > 0:
+            request = self.waiting[0]
+            if request.kv_source is not None:
+                # Reserve all blocks of the prompt before asking for its KV, as a push needs a place to land.
+                if not self._reserve(request, len(request.prompt)):
+                    return
+                self.waiting.popleft()
+                request.enter(SimState.AWAITING_KV)
+                self.awaiting.add(request)
+                receiving.append(request)
+                continue
+            if len(self.running) >= self.config.max_num_seqs:
+                return
+            self._take_cached(request)
+            tokens = min(request.context - request.computed, budget)
+            if not self._reserve(request, request.computed + tokens):
+                # Waiting requests that received KV hold blocks: without this, two of them could wait for each other.
+                if self.running or not self._reclaim(request):
+                    return
+                continue
+            self.waiting.popleft()
+            request.enter(SimState.RUNNING)
+            self.running.append(request)
+            batch.append(Scheduled(request, tokens))
+            budget -= tokens
+
+    def complete(self, batch: list[Scheduled]) -> list[Sampled]:
+        """Account for a batch that ran. Requests that left `running` meanwhile get nothing."""
+        sampled = []
+        for item in batch:
+            request = item.request
+            if request.state is not SimState.RUNNING:
+                continue
+            request.computed += item.tokens
+            self._store(request, request.computed - item.tokens)
+            if request.computed == request.context:
+                sampled.append(self._sample(request))
+        if any(s.finish is not None for s in sampled):
+            self.running = [r for r in self.running if r.state is SimState.RUNNING]
+        return sampled
+
+    def _sample(self, request: SimRequest) -> Sampled:
+        position = request.resume_tokens + request.generated
+        token, finish, stop_token = request.stream.token(position), None, None
+        request.generated += 1
+        if position >= request.min_tokens:
+            if request.eos_token_id is not None and position >= request.stream.eos_at:
+                token, finish = request.eos_token_id, FinishReason.STOP
+            elif token in request.stop_token_ids:
+                finish, stop_token = FinishReason.STOP, token
+        if finish is None and request.generated >= request.max_tokens:
+            finish = FinishReason.LENGTH
+        first = request.generated == 1
+        if finish is not None and request.phase is Phase.PREFILL:
+            request.enter(SimState.PUSHING)
+        elif finish is not None:
+            self.free(request)
+        return Sampled(request, token, first, finish, stop_token)
+
+    def kv_arrived(self, request: SimRequest) -> None:
+        """The whole prompt's KV is here: only its last token is computed again, to sample the next."""
+        request.computed = request.external_tokens = len(request.prompt)
+        self._store(request, 0)
+        if request.computed == request.context:
+            request.computed -= 1
+        self._requeue(request)
+
+    def _take_cached(self, request: SimRequest) -> None:
+        """At each try to admit it, until it holds blocks. Its last token is computed, to sample the next."""
+        if request.blocks == 0:
+            usable = (request.context - 1) // self.config.block_size
+            request.cached_tokens = self.cache.hit_blocks(request.prefix[:usable]) * self.config.block_size
+            request.computed, request.external_tokens = request.cached_tokens, 0
+
+    def _store(self, request: SimRequest, before: int) -> None:
+        block_size = self.config.block_size
+        if new := request.prefix[before // block_size : request.computed // block_size]:
+            self.cache.store(new)
+
+    def kv_failed(self, request: SimRequest) -> None:
+        """No KV will come: the prompt is computed here."""
+        self._release_blocks(request)
+        self._requeue(request)
+
+    def _requeue(self, request: SimRequest) -> None:
+        self.awaiting.discard(request)
+        request.kv_source = None
+        request.enter(SimState.WAITING)
+        self.waiting.appendleft(request)
+
+    def leave(self, request: SimRequest) -> None:
+        """Take it out of scheduling; its blocks stay reserved until `free`."""
+        self._unschedule(request)
+        if request.state is not SimState.LEAVING:
+            request.enter(SimState.LEAVING)
+
+    def free(self, request: SimRequest) -> None:
+        """Forget it, and return its blocks. Idempotent."""
+        if self.requests.pop(request.key, None) is not None:
+            self._unschedule(request)
+            self._release_blocks(request)
+            request.state = SimState.LEAVING
+
+    def _unschedule(self, request: SimRequest) -> None:
+        if request.state is SimState.WAITING and request in self.waiting:
+            self.waiting.remove(request)
+        elif request.state is SimState.RUNNING and request in self.running:
+            self.running.remove(request)
+        self.awaiting.discard(request)
+
+    def _preempt(self, request: SimRequest) -> None:
+        self._release_blocks(request)
+        request.computed = request.pushed = 0
+        request.preemptions += 1
+        request.enter(SimState.WAITING)
+        self.waiting.appendleft(request)
+
+    def _reclaim(self, wanting: SimRequest) -> bool:
+        """Drop received KV of the last waiting request that holds any."""
+        for request in reversed(self.waiting):
+            if request is not wanting and request.blocks:
+                self._release_blocks(request)
+                request.computed = request.pushed = request.external_tokens = 0
+                return True
+        return False
+
+    def _reserve(self, request: SimRequest, tokens: int) -> bool:
+        missing = self.blocks_for(tokens) - request.blocks
+        if missing > self.blocks_free:
+            return False
+        if missing > 0:
+            request.blocks += missing
+            self.blocks_free -= missing
+        return True
+
+    def _release_blocks(self, request: SimRequest) -> None:
+        self.blocks_free += request.blocks
+        request.blocks = 0

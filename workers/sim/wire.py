@@ -1,0 +1,155 @@
+"""What the simulated engine, and tests, need of vLLM's engine-core wire format, without importing vLLM.
+
+Positional structs that mirror the leading fields of `EngineCoreRequest`, `EngineCoreOutput` and `EngineCoreOutputs`
+(vllm/v1/engine/__init__.py, 0.32.0) and some of the named fields of `SamplingParams`; msgspec ignores what follows.
+Not used between a real frontend and a real engine: those speak vLLM's own codec.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from orchestrator.wire.messages import MessageError
+
+
+class FinishReason(enum.IntEnum):
+    """The same numbers as vLLM's."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+
+class EventType(enum.IntEnum):
+    """Engine-side events of one request, from which vLLM's frontend derives its queue and prefill times."""
+
+    QUEUED = 1
+    SCHEDULED = 2
+    PREEMPTED = 3
+
+
+class OutputKind(enum.IntEnum):
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class WireSampling(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """The sampling parameters that change what a simulated engine does. Encoded by name, so a subset suffices."""
+
+    n: int = 1
+    temperature: float = 1.0
+    seed: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    output_kind: OutputKind = OutputKind.CUMULATIVE
+    _eos_token_id: int | None = None
+    structured_outputs: Any = None
+    extra_args: dict[str, Any] | None = None
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The end-of-sequence token that stops generation; vLLM leaves it out when `ignore_eos` is set."""
+        return self._eos_token_id
+
+
+class WireRequest(msgspec.Struct, array_like=True, omit_defaults=True):
+    """`EngineCoreRequest` up to `priority`."""
+
+    request_id: str
+    prompt_token_ids: list[int] | None
+    mm_features: list[Any] | None = None
+    sampling_params: WireSampling | None = None
+    pooling_params: Any = None
+    arrival_time: float = 0.0  # unix seconds
+    lora_request: Any = None
+    cache_salt: str | None = None
+    data_parallel_rank: int | None = None
+    prompt_embeds: Any = None
+    prompt_is_token_ids: list[bool] | None = None
+    client_index: int = 0
+    current_wave: int = 0
+    priority: int = 0
+
+
+class WireEvent(msgspec.Struct):
+    type: EventType
+    timestamp: float  # the engine's monotonic clock, seconds
+
+
+class WirePrefillStats(msgspec.Struct):
+    """Where the prompt's tokens came from; sent with the first output of a request."""
+
+    num_prompt_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_local_cached_tokens: int = 0
+    num_external_cached_tokens: int = 0
+    num_cache_creation_tokens: int = 0
+
+
+class WireOutput(msgspec.Struct, array_like=True, omit_defaults=True):
+    """`EngineCoreOutput` up to `prefill_stats`."""
+
+    request_id: str
+    new_token_ids: list[int]
+    new_logprobs: Any = None
+    new_prompt_logprobs_tensors: Any = None
+    pooling_output: Any = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    events: list[WireEvent] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
+    trace_headers: dict[str, str] | None = None
+    prefill_stats: WirePrefillStats | None = None
+
+
+class WireOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
+    """`EngineCoreOutputs` up to `timestamp`."""
+
+    engine_index: int = 0
+    outputs: list[WireOutput] = []
+    scheduler_stats: Any = None
+    timestamp: float = 0.0  # the engine's monotonic clock, seconds
+
+
+class SimCodec:
+    """Frames of the simulated engine, readable by and written like vLLM's own codec."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._request = msgspec.msgpack.Decoder(WireRequest)
+        self._outputs = msgspec.msgpack.Decoder(WireOutputs)
+
+    def encode_request(self, request: WireRequest) -> list[bytes]:
+        return [self._encoder.encode(request)]
+
+    def decode_request(self, frames: Sequence[bytes]) -> WireRequest:
+        """Raises MessageError. Frames after the first carry tensors, which no simulated engine looks at."""
+        return self._decode(self._request, frames, "engine request")
+
+    def encode_outputs(self, outputs: list[WireOutput], timestamp: float) -> list[bytes]:
+        return [self._encoder.encode(WireOutputs(outputs=outputs, timestamp=timestamp))]
+
+    def decode_outputs(self, frames: Sequence[bytes]) -> WireOutputs:
+        """Raises MessageError."""
+        return self._decode(self._outputs, frames, "engine output")
+
+    @staticmethod
+    def _decode(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[bytes], what: str) -> Any:
+        if not frames:
+            raise MessageError(f"not an {what}: no payload")
+        try:
+            return decoder.decode(frames[0])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise MessageError(f"not an {what} ({len(frames[0])} bytes): {error}") from error

@@ -1,0 +1,288 @@
+"""The real engine: vLLM's async engine-core client behind the `Engine` seam. No tokenizer, no AsyncLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from typing import Any
+
+import msgspec
+import vllm
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from orchestrator.config.settings import KVConfig
+from orchestrator.types import EngineIdentity, KVCounters, KVEndpoint
+from orchestrator.wire.messages import PROTOCOL_VERSION
+from workers.engine import EngineDead, EngineInfo, EngineLoad, EngineRequest, EngineStep, PrefixDelta
+from workers.vllm_engine.launch import build_config, start_client
+from workers.vllm_engine.plugin import PREFIX_STATS
+from workers.vllm_engine.requests import RequestCodec
+
+# What `call` passes through: EngineCore's own control methods.
+CALLABLE = frozenset(
+    """add_lora remove_lora list_loras pin_lora reset_prefix_cache reset_mm_cache reset_encoder_cache sleep wake_up
+    is_sleeping pause_scheduler resume_scheduler is_scheduler_paused profile get_supported_tasks
+    set_weight_version get_weight_version""".split()
+)
+_STOP_TIMEOUT_S = 5.0
+
+
+class VllmEngine:
+    """See `workers.engine.Engine`. One engine core (any TP/PP), in its own process, per object.
+
+    `engine_args` are AsyncEngineArgs fields. `kv_port` must be free (`kv_port + dp_index` is bound); `cores` pins a
+    CPU engine. `prefix_events`: steps say what changed in the prefix cache.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        engine_args: dict[str, Any],
+        *,
+        engine_id: str,
+        kv_host: str,
+        kv_port: int,
+        kv: KVConfig,
+        cores: list[int] | None = None,
+        prefix_events: bool = False,
+    ) -> None:
+        self._model = model
+        self._engine_args = engine_args
+        self._engine_id, self._kv_host, self._kv_port, self._kv = engine_id, kv_host, kv_port, kv
+        self._cores = cores
+        self._prefix_events = prefix_events
+        self._client: Any = None
+        self._codec: RequestCodec | None = None
+        self._encoder = MsgpackEncoder()
+        self._steps: asyncio.Queue[EngineStep | None] = asyncio.Queue()
+        self._reader: asyncio.Task[None] | None = None
+        self._dead: asyncio.Future[None] | None = None
+        self._blocks_total = 0
+        self._last = EngineLoad(0, 0, 0, 0.0)
+        # All that the connector counts, summed: bytes_transferred, num_descriptors, pd_exposed_seconds ...
+        self.kv_totals: Counter[str] = Counter()
+
+    # ---- life --------------------------------------------------------------------------------------------------
+
+    async def start(self) -> EngineInfo:
+        """Loads the model; takes seconds to minutes. Raises EngineDead, or ValueError for impossible arguments."""
+        loop = asyncio.get_running_loop()
+        self._dead = loop.create_future()
+        started: asyncio.Future[Any] = loop.create_future()
+
+        def settle(result: Any, error: BaseException | None) -> None:
+            if started.cancelled():
+                if result is not None:
+                    result[0].shutdown()
+            elif error is not None:
+                started.set_exception(error)
+            else:
+                started.set_result(result)
+
+        def run() -> None:
+            try:
+                result, error = self._start_blocking(), None
+            except BaseException as caught:
+                result, error = None, caught
+            loop.call_soon_threadsafe(settle, result, error)
+
+        # A thread of its own: the loop stays free for heartbeats, and a fork from here inherits no compute threads.
+        threading.Thread(target=run, name="pd-engine-start", daemon=True).start()
+        try:
+            self._client, config = await started
+        except (RuntimeError, EngineDeadError) as error:
+            raise EngineDead(f"engine for {self._model} did not start: {error}") from error
+        self._reader = asyncio.create_task(self._read())
+        facts = await self.call_engine("pd_describe")
+        tasks = await self.call_engine("get_supported_tasks")
+        self._blocks_total = facts["blocks_total"]
+        model = config.model_config
+        self._codec = RequestCodec(model.max_model_len, model.get_vocab_size())
+        parallel = config.parallel_config
+        cache = config.cache_config
+        return EngineInfo(
+            identity=EngineIdentity(
+                model=self._model,
+                dtype=str(model.dtype).removeprefix("torch."),
+                kv_cache_dtype=str(cache.cache_dtype),
+                block_size=cache.block_size,
+                max_model_len=model.max_model_len,
+                engine="vllm",
+                engine_version=vllm.__version__,
+                protocol=PROTOCOL_VERSION,
+            ),
+            kv=KVEndpoint(
+                engine_id=self._engine_id,
+                host=self._kv_host,
+                port=self._kv_port,
+                tp_size=parallel.tensor_parallel_size,
+                pp_size=parallel.pipeline_parallel_size,
+            ),
+            blocks_total=self._blocks_total,
+            max_num_seqs=config.scheduler_config.max_num_seqs,
+            max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+            kv_bytes_per_token=facts["kv_bytes_per_token"],
+            supported_tasks=tuple(tasks),
+        )
+
+    def _start_blocking(self) -> tuple[EngineCoreClient, Any]:
+        config = build_config(
+            self._model,
+            self._engine_args,
+            engine_id=self._engine_id,
+            kv_host=self._kv_host,
+            kv_port=self._kv_port,
+            kv=self._kv,
+            prefix_events=self._prefix_events,
+        )
+        return start_client(config, kv_host=self._kv_host, kv_port=self._kv_port, cores=self._cores), config
+
+    async def stop(self) -> None:
+        """Ends the engine process; idempotent."""
+        client, self._client = self._client, None
+        if client is not None:
+            await asyncio.to_thread(client.shutdown, _STOP_TIMEOUT_S)
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+            self._reader = None
+        self._died()
+
+    # ---- requests ----------------------------------------------------------------------------------------------
+
+    async def submit(self, request: EngineRequest) -> None:
+        client = self._alive()
+        assert self._codec is not None  # set by start(), as the client is
+        await self._sending(client.add_request_async(self._codec.decode(request)))
+
+    async def abort(self, keys: list[str]) -> None:
+        await self._sending(self._alive().abort_requests_async(keys))
+
+    async def next_step(self) -> EngineStep:
+        step = await self._steps.get()
+        if step is None:
+            self._steps.put_nowait(None)  # dead for every later caller too
+            raise self._error()
+        return step
+
+    def encode_outputs(self, outputs: list[Any], timestamp: float) -> list[bytes]:
+        frames = self._encoder.encode(EngineCoreOutputs(outputs=outputs, timestamp=timestamp))
+        return [frame if isinstance(frame, bytes) else bytes(frame) for frame in frames]
+
+    # ---- load and control --------------------------------------------------------------------------------------
+
+    async def load(self) -> EngineLoad:
+        free, running, waiting = await self.call_engine("pd_load")
+        return msgspec.structs.replace(self._last, blocks_free=free, running=running, waiting=waiting)
+
+    async def fail_peer(self, engine_id: str) -> None:
+        await self.call_engine("pd_fail_peer", engine_id)
+
+    async def call(self, method: str, args: list[Any]) -> Any:
+        """Raises ValueError for a method that is not a control method, RuntimeError for one that failed."""
+        if method not in CALLABLE:
+            raise ValueError(f"{method}: not an engine control method; known are {', '.join(sorted(CALLABLE))}")
+        if method == "add_lora" and not isinstance(args[0], LoRARequest):
+            args = [LoRARequest(**args[0]) if isinstance(args[0], dict) else msgspec.convert(args[0], LoRARequest)]
+        result = await self.call_engine(method, *args)
+        return sorted(result) if isinstance(result, set | frozenset) else result
+
+    async def call_engine(self, method: str, *args: Any) -> Any:
+        """An EngineCore method by name. Raises EngineDead also when the engine dies before it answers."""
+        assert self._dead is not None
+        call = asyncio.ensure_future(self._alive().call_utility_async(method, *args))
+        await asyncio.wait({call, self._dead}, return_when=asyncio.FIRST_COMPLETED)
+        if not call.done():
+            call.cancel()
+            raise self._error()
+        try:
+            return call.result()
+        except EngineDeadError as error:
+            raise self._error() from error
+        except Exception as error:
+            raise RuntimeError(str(error)) from error
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _alive(self) -> Any:
+        if self._client is None or self._dead is None or self._dead.done():
+            raise self._error()
+        return self._client
+
+    def _error(self) -> EngineDead:
+        return EngineDead(f"the engine of {self._model} ({self._engine_id}) has ended")
+
+    async def _sending(self, sending: Any) -> None:
+        try:
+            await sending
+        except EngineDeadError as error:
+            self._died()
+            raise self._error() from error
+
+    def _died(self) -> None:
+        if self._dead is not None and not self._dead.done():
+            self._dead.set_result(None)
+        self._steps.put_nowait(None)
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                outputs = await self._client.get_output_async()
+                stats = outputs.scheduler_stats
+                prefix = _take_prefix(stats.kv_connector_stats) if stats is not None else None
+                load = self._account(stats)
+                for output in outputs.outputs:
+                    _count_prefix_hits_only(output)
+                details = stats.iteration_details if stats is not None else None
+                prompt_tokens = details.num_ctx_tokens if details is not None else 0
+                self._steps.put_nowait(EngineStep(outputs.outputs, load, outputs.timestamp, prefix, prompt_tokens))
+        except EngineDeadError:
+            self._died()
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            self._died()
+            raise
+
+    def _account(self, stats: Any) -> EngineLoad | None:
+        if stats is None:
+            return None
+        details = stats.iteration_details
+        worked = details is not None and not details.is_dummy and details.elapsed_ms > 0
+        for name, values in (stats.kv_connector_stats or {}).items():
+            self.kv_totals[name] += sum(values)
+            self.kv_totals[f"{name}_count"] += len(values)
+        kv = self.kv_totals
+        self._last = EngineLoad(
+            blocks_free=round((1.0 - stats.kv_cache_usage) * self._blocks_total),
+            running=stats.num_running_reqs,
+            waiting=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
+            step_ms=details.elapsed_ms if worked else self._last.step_ms,
+            kv=KVCounters(
+                bytes_sent=int(kv["bytes_transferred"]),
+                descriptors=int(kv["num_descriptors"]),
+                transfers=kv["pd_stream_seconds_count"],
+                transfer_s=kv["pd_stream_seconds"],
+                failures=kv["pd_streams_failed_count"] + kv["pd_receives_failed_count"],
+                bad_messages=kv["pd_bad_messages_count"],
+            ),
+        )
+        return self._last
+
+
+def _take_prefix(stats: dict[str, Any] | None) -> PrefixDelta | None:
+    """What the plugin sent along with the connector's statistics."""
+    delta = stats.pop(PREFIX_STATS, None) if stats else None
+    return None if delta is None else msgspec.convert(delta, PrefixDelta)
+
+
+def _count_prefix_hits_only(output: Any) -> None:
+    """vLLM counts KV that came from the prefill worker as cached tokens; clients are told of prefix hits only."""
+    stats = output.prefill_stats
+    if stats is not None and stats.num_external_cached_tokens:
+        stats.num_cached_tokens = stats.num_local_cached_tokens

@@ -1,0 +1,230 @@
+"""What runs inside vLLM's engine process: our engine utilities, and dying with the process that started it.
+
+`run_engine_core` stands in for vLLM's process target, by fork and by spawn; `register` is the entry point that
+vLLM loads as a general plugin, for engines started by other means.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+from workers.prefix import PrefixChanges
+from workers.vllm_engine.gloo import share_device
+from workers.vllm_engine.prefix import PrefixCollector
+from workers.vllm_engine.seeded import spare_generators
+
+# What came is collected by one step, noted by the next and scheduled by the one after, where batches are queued.
+_SETTLING_STEPS = 3
+_KV_POLL_S = 0.02  # an engine with nothing to compute looks after its waiting requests this often, unless woken
+_PARENT = "PD_ENGINE_PARENT"  # pid of the process that the engine must not outlive
+_CORES = "PD_ENGINE_CORES"  # "0,1": cores the engine computes on
+SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's own name: the folder for its local sockets
+PREFIX_STATS = "pd_prefix"  # among the connector's statistics: the step's `PrefixDelta`
+_vllm_target = EngineCoreProc.run_engine_core
+
+
+@contextmanager
+def engine_process(cores: list[int] | None) -> Iterator[None]:
+    """While open, engine processes that vLLM starts are ours."""
+    before = {name: os.environ.get(name) for name in (_PARENT, _CORES)}
+    os.environ[_PARENT] = str(os.getpid())
+    os.environ[_CORES] = ",".join(map(str, cores or []))
+    EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
+    try:
+        yield
+    finally:
+        EngineCoreProc.run_engine_core = staticmethod(_vllm_target)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def run_engine_core(*args: Any, **kwargs: Any) -> None:
+    """Target of the engine process."""
+    _die_with(int(os.environ[_PARENT]))
+    _use_cores([int(core) for core in os.environ.get(_CORES, "").split(",") if core])
+    register()
+    share_device()
+    if folder := os.environ.get(SOCKETS):
+        _meet_in(folder)
+    spare_generators()
+    EngineCoreProc._process_engine_step = _process_engine_step
+    _vllm_target(*args, **kwargs)
+
+
+def register() -> None:
+    """Add the engine utilities, callable as `call_utility_async(name, ...)`. Harmless to repeat."""
+    EngineCore.pd_load = _pd_load
+    EngineCore.pd_describe = _pd_describe
+    EngineCore.pd_fail_peer = _pd_fail_peer
+
+
+# ---- utilities ---------------------------------------------------------------------------------------------------
+
+
+def _pd_load(engine: Any) -> list[int]:
+    """[free blocks, running, waiting] of this moment, also when no step has run since something was freed."""
+    scheduler = engine.scheduler
+    running, waiting = scheduler.get_request_counts()
+    return [scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), running, waiting]
+
+
+def _pd_describe(engine: Any) -> dict[str, int]:
+    """Usable KV blocks and bytes of KV per token over all layers and ranks' worth of one engine."""
+    config = engine.scheduler.kv_cache_config
+    tokens = config.num_blocks * engine.vllm_config.cache_config.block_size
+    ranks = engine.vllm_config.parallel_config.world_size
+    total = sum(tensor.size for tensor in config.kv_cache_tensors) * ranks
+    return {"blocks_total": config.num_blocks - 1, "kv_bytes_per_token": total // max(1, tokens)}
+
+
+def _pd_fail_peer(engine: Any, engine_id: str) -> None:
+    connector = engine.scheduler.get_kv_connector()
+    if (fail := getattr(connector, "fail_engine", None)) is not None:
+        fail(engine_id)
+
+
+# ---- the engine's loop -------------------------------------------------------------------------------------------
+
+
+def _process_engine_step(engine: Any) -> bool:
+    """vLLM's, but a step that only polls for KV says nothing unless the load has changed, and an engine with nothing
+    to compute sleeps until it is woken.
+
+    vLLM's loop turns about a thousand times a second while requests wait for remote KV; a message each would cost
+    the agent more than its work, and the turns cost the worker on the next core a tenth of its speed.
+    """
+    news = _news(engine)
+    if news is not None:
+        if news.is_set():
+            engine._pd_empty_steps = 0
+            news.clear()  # before the step collects: what comes later wakes the wait below at once
+    prefix = _prefix_changes(engine)
+    began = time.monotonic()
+    outputs, executed = engine.step_fn()
+    elapsed_ms = (time.monotonic() - began) * 1000.0
+    for client, output in outputs.items() if outputs else ():
+        if output.scheduler_stats is not None and output.scheduler_stats.iteration_details is not None:
+            # vLLM's own figure leaves out what an executor in this very process computes.
+            output.scheduler_stats.iteration_details.elapsed_ms = elapsed_ms
+        if prefix and output.scheduler_stats is not None:
+            # The one dictionary in what an engine says of itself, so that it needs no channel of its own.
+            stats = output.scheduler_stats.kv_connector_stats or {}
+            output.scheduler_stats.kv_connector_stats = {**stats, PREFIX_STATS: prefix.take()}
+        if executed or _has_news(engine, output):
+            engine.output_queue.put_nowait((client, output))
+    engine.post_step(executed)
+    if executed:
+        engine._pd_empty_steps = 0
+    elif engine.scheduler.has_requests():
+        engine._pd_empty_steps = getattr(engine, "_pd_empty_steps", 0) + 1
+        if news is None:
+            time.sleep(0.001)
+        elif engine._pd_empty_steps > _SETTLING_STEPS and engine.input_queue.empty():
+            news.wait(_KV_POLL_S)
+    return bool(executed)
+
+
+def _prefix_changes(engine: Any) -> PrefixChanges | None:
+    """What changed in the prefix cache and was not told yet; None where nobody asked for it."""
+    if not hasattr(engine, "_pd_prefix"):
+        engine._pd_prefix = None
+        scheduler = engine.scheduler
+        if getattr(scheduler, "enable_kv_cache_events", False):
+            block_size = engine.vllm_config.cache_config.block_size
+            engine._pd_prefix = scheduler.kv_event_publisher = PrefixCollector(block_size, scheduler.kv_event_publisher)
+    collector: PrefixCollector | None = engine._pd_prefix
+    return collector.changes if collector is not None else None
+
+
+def _news(engine: Any) -> threading.Event | None:
+    """Set when KV or a request has come; None where the connector's worker half lives in another process."""
+    if not hasattr(engine, "_pd_news"):
+        worker = getattr(get_kv_transfer_group(), "connector_worker", None) if has_kv_transfer_group() else None
+        engine._pd_news = news = getattr(worker, "news", None)
+        if news is not None:
+            put = engine.input_queue.put_nowait
+
+            def put_and_wake(item: Any) -> None:
+                put(item)
+                news.set()
+
+            engine.input_queue.put_nowait = put_and_wake
+    found: threading.Event | None = engine._pd_news
+    return found
+
+
+def _has_news(engine: Any, output: EngineCoreOutputs) -> bool:
+    stats = output.scheduler_stats
+    if output.outputs or output.finished_requests or stats is None or stats.kv_connector_stats:
+        return True
+    seen = (
+        stats.num_running_reqs,
+        stats.num_waiting_reqs,
+        stats.num_skipped_waiting_reqs,
+        stats.kv_cache_usage,
+    )
+    if getattr(engine, "_pd_last_said", None) == seen:
+        return False
+    engine._pd_last_said = seen
+    return True
+
+
+def _meet_in(folder: str) -> None:
+    """The file by which the ranks of an engine find each other stays when they are gone: beside the sockets, then."""
+    for executor in (multiproc_executor, uniproc_executor):
+        executor.get_file_store_init_method = lambda: f"file://{folder}/vllm_dist_{uuid.uuid4().hex}"
+
+
+# ---- the process -------------------------------------------------------------------------------------------------
+
+
+def _die_with(parent: int) -> None:
+    """SIGKILL this process as soon as `parent` is gone, however that went.
+
+    Not PR_SET_PDEATHSIG: that fires when the *thread* that started us ends (prctl(2)).
+    """
+    try:
+        gone: int | None = os.pidfd_open(parent)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+    except (AttributeError, OSError):
+        gone = None  # an older kernel, or not Linux: watch by looking
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def watch() -> None:
+        if gone is not None:
+            select.select([gone], [], [])
+        else:
+            while os.getppid() == parent:
+                time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="pd-die-with-parent", daemon=True).start()
+
+
+def _use_cores(cores: list[int]) -> None:
+    """Before any compute thread exists, so that all of them inherit it."""
+    if not cores:
+        return
+    import torch
+
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))
