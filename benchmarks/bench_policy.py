@@ -24,7 +24,7 @@ from orchestrator.config.settings import SLOConfig, parse_config
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import PrefillLink
 from orchestrator.fleet.view import Fleet
-from orchestrator.policy.decode_choice import KVBlocks, decode_choice
+from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.predict import Predictor
 from orchestrator.policy.prefix_keys import prefix_keys
 from orchestrator.router.decider import Decider
@@ -171,7 +171,7 @@ def bench_decision(results: dict[str, Any], workers: int = 1000) -> None:
 
     for mode in ("threshold", "cost"):
         choose = decode_choice("kv_prefix")
-        fleet = Fleet("f", choose.standing if isinstance(choose, KVBlocks) else None)
+        fleet = Fleet("f", choose.standing)
         for name in names:
             role = Role.DECODE if name[0] == "d" else Role.PREFILL
             kv = KVEndpoint(name, "h", 1)

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from orchestrator.policy.decode_choice import Candidate, blocks_for
+from orchestrator.policy.candidate import Candidate, blocks_for
 from orchestrator.policy.prefix_index import Hits
-from orchestrator.policy.shortlist import Shortlist
+from orchestrator.policy.shortlist import SHORTLIST_FROM, Shortlist
 from orchestrator.types import Role, WorkerInfo, WorkerLoad, WorkerState
 
-# Below this many decode workers looking at each is as quick, and needs no two of them to be compared as if equal.
-SHORTLIST_FROM = 32
 MOST_HITS = 4  # workers of each role that are looked at for what they have cached of a prompt
 
 
@@ -123,7 +121,6 @@ class WorkerView:
                 running=load.running if load else 0,
                 waiting=(load.waiting if load else 0) + len(self._placed),
                 waiting_tokens=load.waiting_tokens if load else 0,
-                max_num_seqs=self._info.max_num_seqs,
                 placed_tokens=self._placed_tokens,
             )
         return self._candidate

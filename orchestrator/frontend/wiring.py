@@ -17,7 +17,7 @@ from orchestrator.fleet.queue_view import PrefillLink
 from orchestrator.fleet.ratio_controller import RatioController
 from orchestrator.fleet.view import Fleet
 from orchestrator.metrics import dropped
-from orchestrator.policy.decode_choice import KVBlocks, decode_choice
+from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.router.codec import Codec
 from orchestrator.router.router import Router
 from orchestrator.store.client import Redis, RedisAway
@@ -40,7 +40,7 @@ class FrontendLink:
         self.frontend_id = frontend_id
         self.registry = Registry(redis, config.namespace)
         choose = decode_choice(config.routing.decode_choice)
-        self.fleet = Fleet(frontend_id, choose.standing if isinstance(choose, KVBlocks) else None)
+        self.fleet = Fleet(frontend_id, choose.standing)
         self.transport = FrontendTransport(frontend_id)
         self.prefixes = PrefixView(self.transport.send, config.routing.prefix_index)
         self.calls = FleetCalls(self.fleet, self.transport)

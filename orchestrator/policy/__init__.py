@@ -1,4 +1,5 @@
-"""Decisions as pure functions over frozen structs: no clock, no I/O, no state but what the caller holds.
+"""Decisions, without clock or I/O: the time is an argument. The router and the simulator call the same code.
 
-The router and the simulator call the very same functions.
+Most are pure functions over frozen structs. What has to remember something is a small object that its caller feeds:
+`Predictor`, `LoadSampler`, `PrefixIndex`, `EventTranslator`, `Shortlist`, and a `DecodeChoice` with its turn.
 """

@@ -12,7 +12,7 @@ from typing import Union
 import msgspec
 
 from orchestrator.config.settings import SLOConfig
-from orchestrator.policy.decode_choice import Candidate
+from orchestrator.policy.candidate import Candidate
 from orchestrator.policy.placement import Decision, Local, PrefillView, Reject, Remote, uncached_tokens
 from orchestrator.policy.predict import Predictor
 from orchestrator.types import RequestInfo

@@ -1,7 +1,7 @@
-"""Which decode worker takes a request: named policies over the candidates' live state.
+"""Our decode choice, by free KV blocks, and the table of all choices that a configuration can name.
 
-Not responsible for whether the request is prefilled there (`placement`), nor for keeping the state live
-(`fleet`). A policy is a callable; what little it remembers (a rotation, a random generator) is its own.
+Not responsible for whether a request is prefilled at its decode worker (`placement`), nor for keeping the candidates
+up to date (`fleet.view`).
 """
 
 from __future__ import annotations
@@ -9,42 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-import msgspec
-
+from orchestrator.policy.candidate import EXPECTED_OUTPUT_TOKENS, Candidate, DecodeChoice
+from orchestrator.policy.references import DynamoCost, LeastRequests, LeastTokens, PowerOfTwo, RoundRobin
 from orchestrator.types import RequestInfo
 
-EXPECTED_OUTPUT_TOKENS = 256
 
-
-class Candidate(msgspec.Struct, frozen=True):
-    """A decode worker as a request sees it now.
-
-    `blocks_free` is the last report less the blocks of what this router has placed there since; `running`
-    and `waiting` include those requests. `waiting_tokens` is as reported (prompt tokens not yet computed, so
-    without blocks yet), and `placed_tokens` what was placed since the report, to be computed there.
-    """
-
-    worker_id: str
-    blocks_total: int
-    blocks_free: int
-    block_size: int  # tokens
-    running: int
-    waiting: int
-    waiting_tokens: int
-    max_num_seqs: int
-    cached_tokens: int = 0  # this request's prefix-cache hit there
-    placed_tokens: int = 0
-
-
-DecodeChoice = Callable[[RequestInfo, Sequence[Candidate]], "Candidate | None"]
-
-
-def blocks_for(tokens: int, block_size: int) -> int:
-    """KV blocks that hold this many tokens."""
-    return -(-tokens // block_size)
-
-
-class KVBlocks:
+class KVBlocks(DecodeChoice):
     """Most KV blocks free, relative to the pool, once this request and those before it have what they need.
 
     Counted against the free blocks: this prompt, the prompts still waiting there, and the growth of every
@@ -89,82 +59,17 @@ class KVBlocks:
                 best, best_fits, best_rank = candidate, fits, rank
         return best
 
-    def standing(self, candidate: Candidate) -> float:
-        """The part of a worker's rank that no request changes, for indexes over many workers (`shortlist`)."""
+    @property
+    def standing(self) -> Callable[[Candidate], float]:
+        return self._standing
+
+    def expect_output(self, tokens: float) -> None:
+        self.expected_output_tokens = int(tokens)
+
+    def _standing(self, candidate: Candidate) -> float:
         growth_tokens = (candidate.running + candidate.waiting) * self.expected_output_tokens / 2
         demand_blocks = (candidate.waiting_tokens + growth_tokens) / candidate.block_size
         return (candidate.blocks_free - demand_blocks) / (candidate.blocks_total or 1)
-
-
-class RoundRobin:
-    """Each in turn from a random start, whatever their load (vllm-router, nginx)."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self._turn = rng.randrange(1 << 16)
-
-    def __call__(self, request: RequestInfo, candidates: Sequence[Candidate]) -> Candidate | None:
-        if not candidates:
-            return None
-        self._turn += 1
-        return candidates[self._turn % len(candidates)]
-
-
-class _Least:
-    """The candidate with the least of something, ties at random."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-
-    def load(self, request: RequestInfo, candidate: Candidate) -> float:
-        raise TypeError(f"{type(self).__name__} does not say what it minimises")
-
-    def __call__(self, request: RequestInfo, candidates: Sequence[Candidate]) -> Candidate | None:
-        if not candidates:
-            return None
-        loads = [self.load(request, candidate) for candidate in candidates]
-        least = min(loads)
-        ties = [candidate for candidate, load in zip(candidates, loads, strict=True) if load == least]
-        return ties[0] if len(ties) == 1 else self._rng.choice(ties)
-
-
-class LeastRequests(_Least):
-    """Fewest requests there (least outstanding requests: Envoy's LEAST_REQUEST over all hosts, AIBrix)."""
-
-    def load(self, request: RequestInfo, candidate: Candidate) -> float:
-        return candidate.running + candidate.waiting
-
-
-class LeastTokens(_Least):
-    """Fewest tokens there: in KV blocks, and still to compute (least tokens queued, as LLM gateways count)."""
-
-    def load(self, request: RequestInfo, candidate: Candidate) -> float:
-        used_blocks = candidate.blocks_total - candidate.blocks_free
-        return used_blocks * candidate.block_size + candidate.waiting_tokens
-
-
-class PowerOfTwo(LeastRequests):
-    """The one with fewer requests of two drawn at random (Mitzenmacher 2001; smg and vllm-router)."""
-
-    def __call__(self, request: RequestInfo, candidates: Sequence[Candidate]) -> Candidate | None:
-        if len(candidates) > 2:
-            candidates = self._rng.sample(candidates, 2)
-        return super().__call__(request, candidates)
-
-
-class DynamoCost(_Least):
-    """Dynamo's KV router at temperature 0: `overlap_weight * prefill blocks + decode blocks`, the least wins.
-
-    Prefill blocks are the uncached prompt tokens there, this request's included; decode blocks those in use.
-    Source: docs.nvidia.com/dynamo, components/router, "Cost calculation".
-    """
-
-    overlap_weight = 1.0
-
-    def load(self, request: RequestInfo, candidate: Candidate) -> float:
-        uncached = request.prompt_tokens - candidate.cached_tokens
-        prefill_tokens = uncached + candidate.waiting_tokens + candidate.placed_tokens
-        decode_blocks = candidate.blocks_total - candidate.blocks_free
-        return self.overlap_weight * prefill_tokens / candidate.block_size + decode_blocks
 
 
 OVERLAP_WEIGHT = 2.0  # of kv_prefix: a cached block is one not allocated, and one not sent or computed

@@ -12,7 +12,7 @@ from typing import Union
 import msgspec
 
 from orchestrator.config.settings import RoutingConfig, SLOConfig
-from orchestrator.policy.decode_choice import Candidate, DecodeChoice, blocks_for
+from orchestrator.policy.candidate import Candidate, DecodeChoice, blocks_for
 from orchestrator.policy.predict import Predictor
 from orchestrator.types import QueueDepth, RequestInfo
 

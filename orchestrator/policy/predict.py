@@ -10,7 +10,7 @@ import math
 
 import msgspec
 
-from orchestrator.policy.decode_choice import EXPECTED_OUTPUT_TOKENS, Candidate
+from orchestrator.policy.candidate import EXPECTED_OUTPUT_TOKENS, Candidate
 from orchestrator.types import QueueDepth
 
 

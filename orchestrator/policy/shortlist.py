@@ -13,9 +13,13 @@ from itertools import count
 
 import msgspec
 
-from orchestrator.policy.decode_choice import Candidate
+from orchestrator.policy.candidate import Candidate
 
 _Entry = tuple[float, int, Candidate]  # (minus its standing, version, itself); no two versions are equal
+
+
+# Below this many workers asking each is as quick, and compares no two unequal pools as if they were equal.
+SHORTLIST_FROM = 32
 
 
 class Shortlist:

@@ -12,7 +12,7 @@ from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import PrefillLink
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.admission import admit
-from orchestrator.policy.decode_choice import Candidate, DecodeChoice
+from orchestrator.policy.candidate import Candidate, DecodeChoice
 from orchestrator.policy.placement import Decision, Local, PrefillView, Reject, place
 from orchestrator.policy.queue_order import delay_s
 from orchestrator.router.learning import Learning

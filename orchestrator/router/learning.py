@@ -6,7 +6,7 @@ Reads requests, decides nothing. Times are the router's monotonic clock, seconds
 from __future__ import annotations
 
 from orchestrator.fleet.view import WorkerView
-from orchestrator.policy.decode_choice import DecodeChoice, KVBlocks
+from orchestrator.policy.candidate import DecodeChoice
 from orchestrator.policy.predict import Predictor
 from orchestrator.router.request import ActiveRequest, State
 from orchestrator.types import Offered, RequestInfo
@@ -54,7 +54,6 @@ class Learning:
         if count == 0:
             return
         self.predictor.observe_output(count)
-        if isinstance(self._choose, KVBlocks):
-            self._choose.expected_output_tokens = int(self.predictor.output_tokens)
+        self._choose.expect_output(self.predictor.output_tokens)
         if count > 1 and request.decoding_at is not None and request.decode_worker and request.attempt == 1:
             self.predictor.observe_itl(request.decode_worker, (now - request.decoding_at) / (count - 1))

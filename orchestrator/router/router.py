@@ -20,7 +20,7 @@ from orchestrator.config.settings import Config
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import PrefillLink
 from orchestrator.fleet.view import Fleet
-from orchestrator.policy.decode_choice import DecodeChoice
+from orchestrator.policy.candidate import DecodeChoice
 from orchestrator.policy.placement import Reject, Remote
 from orchestrator.policy.predict import Predictor
 from orchestrator.router.codec import Batch, Codec

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from orchestrator.config.settings import SLOConfig
-from orchestrator.policy.decode_choice import EXPECTED_OUTPUT_TOKENS
+from orchestrator.policy.candidate import EXPECTED_OUTPUT_TOKENS
 from orchestrator.simulator.profile import Profile
 from orchestrator.simulator.stack import Stack
 from orchestrator.simulator.stay import Stay

@@ -12,7 +12,7 @@ import msgspec
 from orchestrator.config.settings import RoutingConfig, SLOConfig
 from orchestrator.policy.admission import admit
 from orchestrator.policy.claims import choose_claims, claim_budget
-from orchestrator.policy.decode_choice import KVBlocks, decode_choice
+from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.placement import Local, PrefillView, Reject, place
 from orchestrator.policy.predict import Predictor
 from orchestrator.policy.prefix_index import PrefixIndex
@@ -236,5 +236,4 @@ class Router:
     def ended(self, job: Job) -> None:
         self.predictor.observe_output(job.arrival.output_tokens)
         for choose in (self.choose, self.choose_prefill):
-            if isinstance(choose, KVBlocks):
-                choose.expected_output_tokens = int(self.predictor.output_tokens)
+            choose.expect_output(self.predictor.output_tokens)

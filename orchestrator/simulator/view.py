@@ -9,11 +9,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from orchestrator.policy.decode_choice import Candidate, DecodeChoice, KVBlocks, blocks_for
-from orchestrator.policy.shortlist import Shortlist
+from orchestrator.policy.candidate import Candidate, DecodeChoice, blocks_for
+from orchestrator.policy.shortlist import SHORTLIST_FROM, Shortlist
 from orchestrator.simulator.worker import Worker
-
-SHORTLIST_FROM = 24  # workers; below it a plain list is as fast
 
 
 class _Entry:
@@ -41,7 +39,7 @@ class PoolView:
 
     def __init__(self, choose: DecodeChoice) -> None:
         self._entries: dict[str, _Entry] = {}
-        self._shortlist = Shortlist(choose.standing) if isinstance(choose, KVBlocks) else None
+        self._shortlist = Shortlist(choose.standing) if choose.standing is not None else None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -113,9 +111,7 @@ class PoolView:
             running,
             waiting + entry.placed + entry.promised,
             waiting_tokens,
-            profile.max_num_seqs,
-            0,
-            entry.placed_tokens,
+            placed_tokens=entry.placed_tokens,
         )
         if self._shortlist is not None:
             self._shortlist.update(candidate)

@@ -5,13 +5,13 @@ import pytest
 from orchestrator.config.settings import SLOConfig
 from orchestrator.policy import slack
 from orchestrator.policy.admission import Admitted, admit
-from orchestrator.policy.decode_choice import Candidate
+from orchestrator.policy.candidate import Candidate
 from orchestrator.policy.placement import Local, PrefillView, Reject, Remote
 from orchestrator.policy.predict import Predictor
 from orchestrator.types import QueueDepth, RequestInfo
 
 PREDICTOR = Predictor(prior_s_per_token=0.001, prior_itl_s=0.0)
-WORKER = Candidate("d", 1000, 1000, 16, 0, 0, waiting_tokens=0, max_num_seqs=8)
+WORKER = Candidate("d", 1000, 1000, 16, 0, 0, waiting_tokens=0)
 
 
 def decide(decision, tokens=1000, queued=0, admission="reject", priority=0):

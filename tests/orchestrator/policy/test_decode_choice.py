@@ -4,24 +4,15 @@ from collections import Counter
 
 import pytest
 
-from orchestrator.policy.decode_choice import POLICY_NAMES, Candidate, decode_choice
+from orchestrator.policy.candidate import Candidate
+from orchestrator.policy.decode_choice import POLICY_NAMES, decode_choice
 from orchestrator.types import RequestInfo
 
 REQUEST = RequestInfo(id="r", prompt_tokens=1600, max_new_tokens=160, arrived_at=0.0)
 
 
 def worker(name: str, free: int, total: int = 1000, running: int = 0, waiting_tokens: int = 0, cached: int = 0):
-    return Candidate(
-        name,
-        total,
-        free,
-        16,
-        running=running,
-        waiting=0,
-        waiting_tokens=waiting_tokens,
-        max_num_seqs=64,
-        cached_tokens=cached,
-    )
+    return Candidate(name, total, free, 16, running, waiting=0, waiting_tokens=waiting_tokens, cached_tokens=cached)
 
 
 def test_kv_blocks_takes_most_free_relative_to_the_pool():

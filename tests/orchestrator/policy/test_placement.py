@@ -3,7 +3,8 @@
 import pytest
 
 from orchestrator.config.settings import RoutingConfig, SLOConfig
-from orchestrator.policy.decode_choice import Candidate, decode_choice
+from orchestrator.policy.candidate import Candidate
+from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.placement import Local, PrefillView, Reject, Remote, place
 from orchestrator.policy.predict import Predictor
 from orchestrator.types import QueueDepth, RequestInfo
@@ -17,8 +18,7 @@ def request(tokens: int, local_only: str | None = None) -> RequestInfo:
 
 
 def worker(name: str = "d0", free: int = 1000, waiting: int = 0, cached: int = 0) -> Candidate:
-    return Candidate(name, 1000, free, 16, running=0, waiting=waiting, waiting_tokens=0, max_num_seqs=64,
-                     cached_tokens=cached)  # fmt: skip
+    return Candidate(name, 1000, free, 16, running=0, waiting=waiting, waiting_tokens=0, cached_tokens=cached)
 
 
 def decide(req: RequestInfo, *workers: Candidate, prefill: PrefillView = IDLE):
@@ -79,7 +79,7 @@ def by_cost(tokens: int, *workers: Candidate, queued: int = 0, prefill: PrefillV
 
 
 def decoding(name: str, running: int, waiting_tokens: int = 0) -> Candidate:
-    return Candidate(name, 1000, 900, 16, running, 0, waiting_tokens, max_num_seqs=64)
+    return Candidate(name, 1000, 900, 16, running, 0, waiting_tokens)
 
 
 def test_cost_takes_the_shorter_way():

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from orchestrator.policy.decode_choice import Candidate
+from orchestrator.policy.candidate import Candidate
 from orchestrator.policy.predict import LineFit, Predictor
 from orchestrator.types import QueueDepth
 
@@ -33,7 +33,7 @@ def test_degenerate_data_never_give_a_negative_coefficient(points):
 
 def test_predictions_come_from_priors_and_then_from_measurements():
     predictor = Predictor(prior_s_per_token=0.001, prior_itl_s=0.02)
-    worker = Candidate("d", 1000, 1000, 16, 0, 0, waiting_tokens=500, max_num_seqs=8)
+    worker = Candidate("d", 1000, 1000, 16, 0, 0, waiting_tokens=500)
     assert predictor.local_s(worker, 500)[0] == pytest.approx(1.02)
     assert predictor.remote_ttft_s(1000, 1000, QueueDepth(2, 4000, 0), 2) == pytest.approx(3.0)
     for tokens in range(100, 4000, 100):
@@ -50,7 +50,7 @@ def test_predictions_come_from_priors_and_then_from_measurements():
 
 def test_a_local_prefill_costs_those_that_decode_there():
     predictor = Predictor(prior_s_per_token=0.001, prior_itl_s=0.02)
-    worker = Candidate("d", 1000, 1000, 16, 8, 0, waiting_tokens=0, max_num_seqs=8)
+    worker = Candidate("d", 1000, 1000, 16, 8, 0, waiting_tokens=0)
     assert predictor.local_s(worker, 1280)[1] == pytest.approx(0.02 + 1.28 / 128)
     for _ in range(1000):
         predictor.observe_output(64)

@@ -4,14 +4,15 @@ import random
 
 import msgspec
 
-from orchestrator.policy.decode_choice import Candidate, KVBlocks
+from orchestrator.policy.candidate import Candidate
+from orchestrator.policy.decode_choice import KVBlocks
 from orchestrator.policy.shortlist import Shortlist
 from orchestrator.types import RequestInfo
 
 
 def candidate(rng: random.Random, n: int, total: int) -> Candidate:
     return Candidate(f"w{n}", total, rng.randrange(total), 16, running=rng.randrange(64), waiting=rng.randrange(3),
-                     waiting_tokens=rng.randrange(4000), max_num_seqs=64)  # fmt: skip
+                     waiting_tokens=rng.randrange(4000))  # fmt: skip
 
 
 def test_the_choice_from_the_shortlist_is_the_choice_from_all():

@@ -1,0 +1,56 @@
+"""A decode worker as policies see it, and the interface of a decode choice, which picks one for a request.
+
+The choices themselves are in `decode_choice` (ours) and `references` (the field's).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from orchestrator.types import RequestInfo
+
+EXPECTED_OUTPUT_TOKENS = 256  # of a request, before any has ended
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A decode worker as a request sees it now.
+
+    `blocks_free` is the last report less the blocks of what this router has placed there since; `running` and
+    `waiting` include those requests. `waiting_tokens` is as reported: prompt tokens not yet computed, which have no
+    blocks yet. `placed_tokens` are the prompt tokens to compute there that were placed since the report.
+    """
+
+    worker_id: str
+    blocks_total: int
+    blocks_free: int
+    block_size: int  # tokens
+    running: int
+    waiting: int
+    waiting_tokens: int
+    cached_tokens: int = 0  # this request's prefix-cache hit there
+    placed_tokens: int = 0
+
+
+class DecodeChoice(ABC):
+    """Chooses a decode worker for each request. May remember a little: a turn, a random generator, an expectation."""
+
+    @abstractmethod
+    def __call__(self, request: RequestInfo, candidates: Sequence[Candidate]) -> Candidate | None:
+        """One of the candidates; None if there are none."""
+
+    @property
+    def standing(self) -> Callable[[Candidate], float] | None:
+        """The part of a worker's rank that no request changes, by which `Shortlist` sorts. None: there is no such part,
+        and the choice needs all candidates."""
+        return None
+
+    def expect_output(self, tokens: float) -> None:  # noqa: B027 - optional, not abstract
+        """Take the mean output length (tokens) of the requests that have ended. Most choices ignore it."""
+
+
+def blocks_for(tokens: int, block_size: int) -> int:
+    """KV blocks that hold this many tokens."""
+    return -(-tokens // block_size)
