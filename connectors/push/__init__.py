@@ -1,6 +1,7 @@
 """KV push connector: the prefill engine WRITEs KV blocks into the decode engine's memory over NIXL.
 
-`connector.py` is the facade vLLM loads; `scheduler.py` decides what is registered and shipped; `worker.py` does
-the NIXL calls over `links.py` and `writer.py`; `inbound.py` and `outbound.py` are the two ends' state machines,
-without vLLM, NIXL or a clock, over the tables in `states.py`; `stream.py` is what the latter knows of one request.
+vLLM loads `connector.py`, the facade. `scheduler.py` decides what is registered and shipped. `worker.py` makes the
+NIXL calls, through `connections.py` and `writer.py`. `inbound.py` and `outbound.py` are the state machines of the two
+ends, over the tables in `states.py`; `stream.py` holds what `outbound.py` knows of one request. They need neither
+vLLM, nor NIXL, nor a clock.
 """

@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 
 from connectors.push import actions as do
 from connectors.push import stats, wire, writer
-from connectors.push.links import Links
+from connectors.push.connections import Connections
 from connectors.push.metadata import PushMetadata
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ logger = init_logger("vllm.pd.push")
 _TICK_S = 0.1
 
 
-class PushWorker(Links):
+class PushWorker(Connections):
     """Replaces the threads and bookkeeping of vLLM's push worker; uses its memory registration and transfer plans."""
 
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:

@@ -1,6 +1,6 @@
-"""Posting WRITEs: from chunks of computed blocks to NIXL descriptors and handles.
+"""Posts WRITEs: turns chunks of computed blocks into NIXL descriptors and handles.
 
-Knows vLLM's memory layout (through its NIXL worker), nothing of who waits for what.
+It reads vLLM's memory layout from vLLM's NIXL worker. It does not know who waits for what.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 from connectors.push.actions import Chunk, Post
 
 if TYPE_CHECKING:
-    from connectors.push.worker import PushWorker
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 
 logger = init_logger("vllm.pd.push")
 
@@ -26,7 +26,7 @@ class LayoutError(ValueError):
     """The two ends' blocks do not line up."""
 
 
-def takes_chunks(worker: PushWorker, engine: str) -> bool:
+def takes_chunks(worker: NixlPushConnectorWorker, engine: str) -> bool:
     """Whether blocks of a connected engine can be written one by one: same rank layout and block size, one group."""
     topology = worker.transfer_topo
     if topology is None or engine not in worker.tp_mappings or len(worker.dst_xfer_side_handles[engine]) != 1:
@@ -75,7 +75,7 @@ def descriptors(blocks: np.ndarray, region_blocks: Sequence[int], layer: int | N
     return (offsets[:, None] + blocks[None, :]).ravel()
 
 
-def post_chunks(worker: PushWorker, post: Post) -> list[Any]:
+def post_chunks(worker: NixlPushConnectorWorker, post: Post) -> list[Any]:
     """One WRITE for all of `post`, one per layer where chunks come by layer. Raises LayoutError, NIXL's errors."""
     engine = post.order.decode.engine
     if len(post.order.blocks) != 1:
@@ -115,7 +115,7 @@ def post_chunks(worker: PushWorker, post: Post) -> list[Any]:
     return [handle]
 
 
-def post_whole(worker: PushWorker, post: Post) -> list[Any]:
+def post_whole(worker: NixlPushConnectorWorker, post: Post) -> list[Any]:
     """All of the prompt by vLLM's own plan, which knows unequal block sizes, ranks and cache groups.
 
     Its WRITEs notify decode by themselves. Raises LayoutError.
@@ -155,7 +155,7 @@ def shipped_blocks(post: Post) -> dict[int, int]:
     return {position: block for position, block in blocks.items() if position >= skip}
 
 
-def digest(worker: PushWorker, blocks: Sequence[int]) -> int:
+def digest(worker: NixlPushConnectorWorker, blocks: Sequence[int]) -> int:
     """CRC-32 over all layers of these logical blocks, in order."""
     kernel_blocks = _kernel_blocks(blocks, worker._physical_blocks_per_logical_kv_block).tolist()
     crc = 0

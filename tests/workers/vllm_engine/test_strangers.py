@@ -104,10 +104,10 @@ async def test_a_prefill_that_takes_longer_than_the_time_out_is_waited_for(
 async def test_a_peer_of_another_version_is_refused_in_both_directions(
     model: Path, decode: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from connectors.push import links, wire
+    from connectors.push import connections, wire
 
     monkeypatch.setattr(wire, "PREFIX", b"PDKV%d:" % (wire.VERSION + 1))
-    monkeypatch.setattr(links.Links, "_TRANSFER_MODE", f"pd-push-{wire.VERSION + 1}")
+    monkeypatch.setattr(connections.Connections, "_TRANSFER_MODE", f"pd-push-{wire.VERSION + 1}")
     newer = await start(model, "newer")
     monkeypatch.undo()
     failed = {engine: engine.engine.kv_totals["pd_receives_failed"] for engine in (decode, newer)}

@@ -1,6 +1,6 @@
-"""Connections of a worker to its peers: handshakes in parallel and bounded, messages, forgetting dead engines.
+"""A worker's connections to its peers: it shakes hands in parallel, sends messages, and forgets dead engines.
 
-Below `worker.py`, which decides nothing here either: it is told of each connection made or failed through events.
+`worker.py` builds on it. Nothing is decided here: each connection made or failed is an event for the state machines.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Event = Callable[[float], Iterable[Any]]
 Record = Callable[[stats.PushStats], None]
 
 
-class Links(NixlPushConnectorWorker):
+class Connections(NixlPushConnectorWorker):
     """vLLM's push worker with our connections in place of its own."""
 
     # Part of vLLM's compatibility hash: peers of another protocol are refused at the handshake.
