@@ -29,6 +29,16 @@ class WorkerState(str, enum.Enum):
     DRAINING = "draining"  # finishes what it has, takes nothing new
 
 
+class FinishReason(enum.IntEnum):
+    """Why an engine ended a request. The numbers are those of vLLM's `FinishReason` (vllm/v1/engine, 0.32.0)."""
+
+    STOP = 0  # a stop token
+    LENGTH = 1  # the most tokens that it may have
+    ABORT = 2
+    ERROR = 3  # the engine could not go on with it
+    REPETITION = 4  # vLLM's detector of endless repetition ended it
+
+
 class KVEndpoint(msgspec.Struct, frozen=True):
     """Where an engine's KV connector answers handshakes. `engine_id` is unique per process start."""
 
@@ -115,7 +125,6 @@ class WorkerLoad(msgspec.Struct, tag="load", frozen=True):
     # Highest submission number seen per frontend: what a frontend placed up to it is in this load.
     seen: dict[str, int] = {}
     prefill_tokens_per_s: float = 0.0  # measured, exponentially weighted; 0 = not measured yet
-    prefilled_tokens: int = 0
     kv: KVCounters = KVCounters()
     prefix_sequence: int = 0  # of the last `PrefixEvents` published before it; 0 = none ever
 

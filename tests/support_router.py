@@ -14,8 +14,8 @@ from orchestrator.frontend.wiring import FrontendLink
 from orchestrator.policy.prefix_keys import reusable_keys
 from orchestrator.router.codec import Batch
 from orchestrator.store.client import Redis
-from orchestrator.types import RequestInfo
-from workers.sim.wire import FinishReason, SimCodec, WireOutput, WireRequest, WireSampling
+from orchestrator.types import FinishReason, RequestInfo
+from workers.sim.wire import SimCodec, WireOutput, WireRequest, WireSampling
 
 
 class SimRouterCodec:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
 from orchestrator.config.settings import KVConfig, SimConfig
-from orchestrator.types import KVEndpoint, KVSource
+from orchestrator.types import FinishReason, KVEndpoint, KVSource
 from workers.engine import EngineInfo, EngineLoad, EngineRequest, Phase
 from workers.sim.engine import SimEngine
-from workers.sim.wire import FinishReason, SimCodec, WirePrefillStats, WireRequest, WireSampling
+from workers.sim.wire import SimCodec, WirePrefillStats, WireRequest, WireSampling
 
 FAST = SimConfig(speed=20)
 DEADLINE_S = 10.0

@@ -24,7 +24,16 @@ from orchestrator.launch.embedded_redis import EmbeddedRedis
 from orchestrator.store.client import Redis, RedisAway, connect
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry
-from orchestrator.types import KVSource, PrefillJob, PrefixEvents, Role, WorkerInfo, WorkerLoad, WorkerState
+from orchestrator.types import (
+    FinishReason,
+    KVSource,
+    PrefillJob,
+    PrefixEvents,
+    Role,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerState,
+)
 from orchestrator.wire.messages import (
     Abort,
     CallReply,
@@ -42,7 +51,7 @@ from orchestrator.wire.transport import Disconnected, FrontendTransport
 from workers.agent import Agent
 from workers.sim.engine import SimEngine
 from workers.sim.scheduler import TokenStream
-from workers.sim.wire import FinishReason, SimCodec, WireRequest, WireSampling
+from workers.sim.wire import SimCodec, WireRequest, WireSampling
 
 DEADLINE_S = 15.0
 ROOT = Path(__file__).parents[1]

@@ -16,20 +16,21 @@ PACKAGES = ("orchestrator", "workers", "connectors")
 ROOMS: dict[str, tuple[str, ...]] = {
     "orchestrator.types": (),
     "orchestrator.metrics": (),
+    "orchestrator.parent": (),
     "orchestrator.config": (),
     "orchestrator.wire": ("types",),
     "orchestrator.policy": ("types", "config"),
     "orchestrator.store": ("types", "config"),
     "orchestrator.fleet": ("types", "metrics", "config", "wire", "policy", "store"),
     "orchestrator.router": ("types", "metrics", "config", "wire", "policy", "store", "fleet"),
-    "orchestrator.frontend": ("types", "metrics", "config", "wire", "policy", "store", "fleet", "router"),
+    "orchestrator.frontend": ("types", "metrics", "parent", "config", "wire", "policy", "store", "fleet", "router"),
     "orchestrator.simulator": ("types", "config", "policy"),
-    "orchestrator.launch": ("types", "config", "store"),
+    "orchestrator.launch": ("types", "parent", "config", "store"),
     "orchestrator.cli": ("types", "config", "store", "launch", "simulator"),
     "connectors.push": (),
-    "workers": ("types", "config", "wire", "policy", "store"),
+    "workers": ("types", "parent", "config", "wire", "policy", "store"),
     "workers.sim": ("types", "config", "wire", "policy", "workers"),
-    "workers.vllm_engine": ("types", "config", "wire", "policy", "workers"),
+    "workers.vllm_engine": ("types", "parent", "config", "wire", "policy", "workers"),
 }
 # The one place where a folder reaches up: a worker's command line makes the engine that its configuration names.
 MAKERS = {

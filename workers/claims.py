@@ -17,7 +17,7 @@ from orchestrator.config.settings import QueueConfig
 from orchestrator.policy.claims import choose_claims, claim_budget
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import Claim, PrefillQueue
-from orchestrator.types import KVEndpoint, KVSource, PrefillJob, engine_key
+from orchestrator.types import FinishReason, KVEndpoint, KVSource, PrefillJob, engine_key
 from orchestrator.wire.messages import Claimed, MessageError, Prefilled, PrefillFailed, unpack_frames
 from workers.attempts import Attempts, Held
 from workers.engine import Engine, EngineInfo, EngineOutput, EngineRequest, Phase
@@ -31,7 +31,7 @@ LEFT_WAIT_S = 0.2  # the same, where jobs were left: to workers that have their 
 MEMORY_WAIT_S = 0.05  # for KV blocks to come free
 GREETING_TIMEOUT_S = 1.0  # for a frontend that has not said hello to this worker yet
 AWAY_PAUSE_S = 0.25
-_ENDED_WELL = (0, 1)  # vLLM's FinishReason: STOP, LENGTH
+_ENDED_WELL = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class ClaimLoop:
@@ -211,7 +211,7 @@ class ClaimLoop:
     def finished(self, held: Held, output: EngineOutput, timestamp: float) -> None:
         """The engine computed it, or gave it up; it is not in the attempts any more. `timestamp`: its step's."""
         payload: list[bytes] = []
-        if int(output.finish_reason) in _ENDED_WELL:
+        if output.finish_reason in _ENDED_WELL:
             self._attempts.note_pushing(held)
             stats = getattr(output, "prefill_stats", None)
             output.request_id = held.request_id

@@ -70,7 +70,6 @@ class LoadReporter:
         self._attempts, self._publish = attempts, publish
         self.rate = PrefillRate()
         self.engine = EngineLoad(blocks_free=blocks_total, running=0, waiting=0, step_ms=0.0)
-        self.prefilled_tokens = 0
         self.prefix_sequence = 0  # of what was published before the next report
         self.dirty = asyncio.Event()  # something happened that no step may ever report
         self.steps = 0
@@ -96,7 +95,6 @@ class LoadReporter:
 
     def prefilled(self, tokens: int) -> None:
         """Call after the attempts were updated."""
-        self.prefilled_tokens += tokens
         self.rate.prefilled(tokens, self._attempts.waiting_tokens > 0, time.monotonic())
 
     def stepped(self, load: EngineLoad | None) -> None:
@@ -152,7 +150,6 @@ class LoadReporter:
                 step_ms=engine.step_ms,
                 seen={frontend_id: numbers.seen for frontend_id, numbers in self._seen.items()},
                 prefill_tokens_per_s=self.rate.tokens_per_s,
-                prefilled_tokens=self.prefilled_tokens,
                 kv=engine.kv,
                 prefix_sequence=self.prefix_sequence,
             )

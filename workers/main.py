@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import errno
 import logging
 import os
 import signal
 import sys
-import threading
-import time
 import uuid
 from typing import Any
 
 import uvloop
 
 from orchestrator.config.settings import ConfigError
+from orchestrator.parent import die_with_parent
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.registry import IncompatibleWorker
 from orchestrator.types import Role
@@ -28,8 +26,6 @@ from workers.ports import free_port
 log = logging.getLogger("pd.worker")
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_ORPHAN_POLL_S = 0.5
 
 
 def prefill_main() -> None:
@@ -49,7 +45,7 @@ def main(role: Role, arguments: list[str]) -> int:
         parsed = parse(role, arguments)
         os.environ.update(environment(parsed.config, role))
         if parsed.die_with_parent:
-            _die_with_parent(parsed.config.launcher.stop_timeout_s)
+            die_with_parent(parsed.config.launcher.stop_timeout_s)
         _set_up_logging(parsed.worker_id)
         return uvloop.run(_run(parsed))
     except (ConfigError, RedisAway, IncompatibleWorker, IdInUse) as error:
@@ -116,21 +112,6 @@ def _set_up_logging(worker_id: str) -> None:
     logger.handlers = [handler]
     logger.setLevel(os.environ.get("PD_LOG_LEVEL", "INFO").upper())
     logger.propagate = False
-
-
-def _die_with_parent(stop_timeout_s: float) -> None:
-    """SIGTERM when the parent dies, so that engines can clean up; the hard way when that takes too long."""
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_ORPHAN_POLL_S)
-        os.kill(os.getpid(), signal.SIGTERM)  # a second one: nobody is left to drain for
-        time.sleep(stop_timeout_s)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="orphan-watch", daemon=True).start()
 
 
 if __name__ == "__main__":

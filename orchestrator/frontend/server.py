@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -38,6 +37,7 @@ from orchestrator.frontend.edge import EdgeMiddleware, fleet_routes
 from orchestrator.frontend.engine import FleetCore, FleetLLM
 from orchestrator.frontend.vllm_codec import VllmCodec
 from orchestrator.frontend.wiring import FrontendLink
+from orchestrator.parent import die_with_parent
 from orchestrator.store.client import RedisAway, connect
 
 log = logging.getLogger("pd.frontend")
@@ -180,13 +180,6 @@ async def serve(config: Config, redis_url: str, index: int, port: int) -> None:
         await redis.aclose()
 
 
-def die_with_parent() -> None:
-    """Ask the kernel (Linux) to end this process when its parent dies, SIGKILL included."""
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)
-    if os.getppid() == 1:
-        sys.exit("the launcher is gone")
-
-
 def log_to_stderr() -> None:
     """Our own loggers, whatever vLLM and uvicorn do to the root's."""
     handler = logging.StreamHandler()
@@ -205,11 +198,11 @@ def main() -> None:
     parser.add_argument("--port", type=int)
     parser.add_argument("--die-with-parent", action="store_true")
     options = parser.parse_args()
-    if options.die_with_parent:
-        die_with_parent()
     log_to_stderr()
     try:
         config = load_config(options.config)
+        if options.die_with_parent:
+            die_with_parent(config.launcher.stop_timeout_s)
         port = config.frontend.port if options.port is None else options.port
         uvloop.run(serve(config, options.redis, options.index, port))
     except (ConfigError, RedisAway) as error:

@@ -6,19 +6,18 @@ The server is a direct child that the kernel ends with the thread that started i
 from __future__ import annotations
 
 import asyncio
-import ctypes
+import functools
 import os
 import shutil
-import signal
 import socket
 import subprocess
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from orchestrator.parent import kill_with
+
 _START_DEADLINE_S = 10.0
 _STOP_DEADLINE_S = 5.0
 _PORT_TRIES = 5
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class EmbeddedRedisError(RuntimeError):
@@ -101,13 +100,6 @@ class EmbeddedRedis:
 
 
 def _spawn(binary: str, run_dir: Path, port: int) -> subprocess.Popen[bytes]:
-    parent = os.getpid()
-
-    def die_with_parent() -> None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(1)
-
     options = {
         "port": str(port),
         "bind": "127.0.0.1",
@@ -128,7 +120,7 @@ def _spawn(binary: str, run_dir: Path, port: int) -> subprocess.Popen[bytes]:
             stdout=log_file,
             stderr=log_file,
             start_new_session=True,  # Ctrl-C ends the fleet in order, the queue last
-            preexec_fn=die_with_parent,
+            preexec_fn=functools.partial(kill_with, os.getpid()),
         )
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import msgspec
 
+from orchestrator.parent import PARENT
+
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 16
@@ -65,7 +67,7 @@ class LocalProcess:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **self._spec.env},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", PARENT: str(os.getpid()), **self._spec.env},
             # Ctrl-C reaches the launcher alone, which ends the fleet in order.
             start_new_session=True,
         )

@@ -43,7 +43,6 @@ async def test_load_says_which_submissions_it_includes(workers: Workers) -> None
     )
     assert seen.running == 1 and seen.blocks_free < seen.blocks_total
     await until(lambda: frontend.loads[worker.id].prefill_tokens_per_s > 0)
-    assert frontend.loads[worker.id].prefilled_tokens == len(PROMPT)
     frontend.abort(worker.id, request)
     await workers.assert_no_leaks()
 

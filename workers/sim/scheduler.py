@@ -14,10 +14,9 @@ from collections import deque
 import msgspec
 
 from orchestrator.config.settings import SimConfig
-from orchestrator.types import KVSource
+from orchestrator.types import FinishReason, KVSource
 from workers.engine import InvalidEngineRequest, Phase
 from workers.sim.prefix import SimPrefixCache
-from workers.sim.wire import FinishReason
 
 
 class SimState(enum.Enum):

@@ -13,16 +13,8 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.types import FinishReason
 from orchestrator.wire.messages import MessageError
-
-
-class FinishReason(enum.IntEnum):
-    """The same numbers as vLLM's."""
-
-    STOP = 0
-    LENGTH = 1
-    ABORT = 2
-    ERROR = 3
 
 
 class EventType(enum.IntEnum):

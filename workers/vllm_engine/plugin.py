@@ -7,8 +7,6 @@ vLLM loads as a general plugin, for engines started by other means.
 from __future__ import annotations
 
 import os
-import select
-import signal
 import threading
 import time
 import uuid
@@ -21,15 +19,14 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
+from orchestrator.parent import PARENT, die_with_parent
 from workers.prefix import PrefixChanges
-from workers.vllm_engine.gloo import share_device
+from workers.vllm_engine.patches import share_gloo_device, spare_generators
 from workers.vllm_engine.prefix import PrefixCollector
-from workers.vllm_engine.seeded import spare_generators
 
 # What came is collected by one step, noted by the next and scheduled by the one after, where batches are queued.
 _SETTLING_STEPS = 3
 _KV_POLL_S = 0.02  # an engine with nothing to compute looks after its waiting requests this often, unless woken
-_PARENT = "PD_ENGINE_PARENT"  # pid of the process that the engine must not outlive
 _CORES = "PD_ENGINE_CORES"  # "0,1": cores the engine computes on
 SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's own name: the folder for its local sockets
 PREFIX_STATS = "pd_prefix"  # among the connector's statistics: the step's `PrefixDelta`
@@ -39,8 +36,8 @@ _vllm_target = EngineCoreProc.run_engine_core
 @contextmanager
 def engine_process(cores: list[int] | None) -> Iterator[None]:
     """While open, engine processes that vLLM starts are ours."""
-    before = {name: os.environ.get(name) for name in (_PARENT, _CORES)}
-    os.environ[_PARENT] = str(os.getpid())
+    before = {name: os.environ.get(name) for name in (PARENT, _CORES)}
+    os.environ[PARENT] = str(os.getpid())
     os.environ[_CORES] = ",".join(map(str, cores or []))
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
     try:
@@ -56,10 +53,10 @@ def engine_process(cores: list[int] | None) -> Iterator[None]:
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
     """Target of the engine process."""
-    _die_with(int(os.environ[_PARENT]))
+    die_with_parent()
     _use_cores([int(core) for core in os.environ.get(_CORES, "").split(",") if core])
     register()
-    share_device()
+    share_gloo_device()
     if folder := os.environ.get(SOCKETS):
         _meet_in(folder)
     spare_generators()
@@ -192,32 +189,6 @@ def _meet_in(folder: str) -> None:
 
 
 # ---- the process -------------------------------------------------------------------------------------------------
-
-
-def _die_with(parent: int) -> None:
-    """SIGKILL this process as soon as `parent` is gone, however that went.
-
-    Not PR_SET_PDEATHSIG: that fires when the *thread* that started us ends (prctl(2)).
-    """
-    try:
-        gone: int | None = os.pidfd_open(parent)
-    except ProcessLookupError:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return
-    except (AttributeError, OSError):
-        gone = None  # an older kernel, or not Linux: watch by looking
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def watch() -> None:
-        if gone is not None:
-            select.select([gone], [], [])
-        else:
-            while os.getppid() == parent:
-                time.sleep(1.0)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="pd-die-with-parent", daemon=True).start()
 
 
 def _use_cores(cores: list[int]) -> None:

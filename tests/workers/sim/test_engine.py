@@ -8,10 +8,11 @@ import pytest
 from support_sim import FAST, SimFixture, collect, request_of, wire_of
 
 from orchestrator.config.settings import ConfigError, KVConfig, SimConfig
+from orchestrator.types import FinishReason
 from workers.engine import EngineRequest, InvalidEngineRequest, Phase
 from workers.sim.engine import SimEngine
 from workers.sim.scheduler import TokenStream
-from workers.sim.wire import FinishReason, SimCodec, WireRequest, WireSampling
+from workers.sim.wire import SimCodec, WireRequest, WireSampling
 
 PROMPT = list(range(100, 180))
 

@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.config.settings import SimConfig
-from orchestrator.types import KVEndpoint, KVSource
+from orchestrator.types import FinishReason, KVEndpoint, KVSource
 from workers.engine import InvalidEngineRequest, Phase
 from workers.sim.scheduler import SimRequest, SimScheduler, SimState, TokenStream
-from workers.sim.wire import FinishReason
 
 SOURCE = KVSource(KVEndpoint("peer", "h", 1), "k")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from orchestrator.types import FinishReason
 from orchestrator.wire.messages import MessageError
 from workers.sim.wire import (
     EventType,
-    FinishReason,
     OutputKind,
     SimCodec,
     WireEvent,

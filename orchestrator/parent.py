@@ -1,0 +1,59 @@
+"""A process that does not outlive the one that started it, however that one ended.
+
+For Python processes a thread watches the parent; a program that is executed next leaves it to the kernel (Linux).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import threading
+import time
+
+PARENT = "PD_PARENT"  # in the environment: pid of the parent, so that one that died before we could look is missed
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_POLL_S = 0.5
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(stop_timeout_s: float = 0.0) -> None:
+    """End this process once its parent is gone: SIGKILL, after `stop_timeout_s` in which SIGTERM may do it.
+
+    Not PR_SET_PDEATHSIG: that fires when the *thread* that started us ends (prctl(2)).
+    """
+    parent = int(os.environ.get(PARENT) or os.getppid())
+
+    def watch() -> None:
+        _wait_for_end(parent)
+        if stop_timeout_s > 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(min(_POLL_S, stop_timeout_s))
+            os.kill(os.getpid(), signal.SIGTERM)  # a worker drains after the first, but nobody is left to drain for
+            time.sleep(stop_timeout_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="pd-die-with-parent", daemon=True).start()
+
+
+def _wait_for_end(parent: int) -> None:
+    try:
+        process = os.pidfd_open(parent)
+    except (AttributeError, OSError):
+        pass  # gone already, an older kernel, or not Linux
+    else:
+        if os.getppid() == parent:  # else the number may be another's by now
+            poll = select.poll()
+            poll.register(process, select.POLLIN)
+            poll.poll()
+        os.close(process)
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+
+
+def kill_with(parent: int) -> None:
+    """For `preexec_fn`: the kernel kills the program executed next when the thread that started it ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)

@@ -1,0 +1,78 @@
+"""No process outlives its parent: real grandchildren, whose parent is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 15.0
+
+# Each prints the child's pid once it is set up, and never ends by itself.
+CHILD = """
+import os, signal, sys, time
+from orchestrator.parent import die_with_parent
+if sys.argv[2:]:
+    signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))
+die_with_parent(float(sys.argv[1]))
+print(os.getpid(), flush=True)
+while True:
+    time.sleep(60)
+"""
+PARENT_OF_PYTHON = f"""
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {CHILD!r}, *sys.argv[1:]])
+time.sleep(60)
+"""
+PARENT_OF_ANY = """
+import functools, os, subprocess, time
+from orchestrator.parent import kill_with
+child = subprocess.Popen(["sleep", "60"], preexec_fn=functools.partial(kill_with, os.getpid()))
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "told"),
+    [
+        (PARENT_OF_PYTHON, ["0"], 0),
+        (PARENT_OF_PYTHON, ["5"], 0),
+        (PARENT_OF_PYTHON, ["0.2", "stubborn"], 2),
+        (PARENT_OF_ANY, [], 0),
+    ],
+    ids=["at once", "in order", "stubborn", "any program"],
+)
+def test_ends_with_its_parent(code: str, arguments: list[str], told: int) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert alive(pid)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + DEADLINE_S
+    while alive(pid):
+        assert time.monotonic() < deadline, "it outlived its parent"
+        time.sleep(0.02)
+    assert parent.stdout.read() == "told\n" * told  # end of file: nobody else holds the pipe
+
+
+def test_a_parent_that_was_gone_before_is_missed() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    child = [sys.executable, "-c", CHILD, "0"]
+    done = subprocess.run(child, env={**os.environ, "PD_PARENT": str(gone.pid)}, cwd=ROOT, timeout=DEADLINE_S)
+    assert done.returncode == -signal.SIGKILL
