@@ -1,5 +1,6 @@
 # make up         install once, then serve the demo model on this machine's CPU until Ctrl-C
-# make test       the whole suite; test-fast: what needs no vLLM; lint: ruff and mypy
+# make check      before every commit: lint (ruff, mypy) and test-fast (what needs no vLLM and is not slow)
+# make test       the whole suite; format: let ruff mend what it can
 # make bench-kv   KV transfer figures; bench-policy: policy and queue figures
 
 SHELL  := /bin/bash
@@ -14,7 +15,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Asked only where the configured index offers no CPU build of torch.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: up venv model test test-fast lint format bench-kv bench-policy clean
+.PHONY: up venv model check test test-fast lint format bench-kv bench-policy clean
 
 up: venv
 	@$(BIN)/orchestrator up $(CONFIG)
@@ -34,6 +35,8 @@ $(STAMP): $(LOCK) pyproject.toml
 model: venv
 	@$(BIN)/python -m orchestrator.config.model
 
+check: lint test-fast
+
 test: model
 	$(BIN)/pytest
 
@@ -42,6 +45,7 @@ test-fast: venv
 
 lint: venv
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 format: venv
