@@ -1,32 +1,35 @@
 """Names for KV blocks and everything before them: chained hashes of token ids, from prompts and from engine events.
 
-Python's own tuple hash of integers: no seed goes into it, so that every 64-bit CPython from 3.8 on gives the same, on
-any host; one that did not would lose hits only, and a collision costs a cache miss.
+A protocol between hosts. A block's key is XXH3 (64 bits, unsigned) of its token ids, each a 32-bit little-endian
+unsigned integer, with the key of the block before it as the seed; the first block's seed is the prompt's salt. All of a
+fleet's hosts must agree, or prefixes are never found. Two prompts with equal keys cost a cache miss, no wrong answer.
 """
 
 from __future__ import annotations
 
-import hashlib
+import struct
 from collections.abc import Iterable, Sequence
+
+from xxhash import xxh3_64_intdigest
+
+TOKEN_BYTES = 4
 
 
 def salt_of(lora: str | None, cache_salt: str | None) -> int:
-    """What keys begin with for prompts that share KV only with those of the same LoRA and cache salt. 0 for neither."""
+    """The first seed for prompts that share KV only with those of the same LoRA and cache salt. 0 for neither.
+
+    XXH3 of the LoRA's name and the salt in UTF-8, each after its length in bytes (32-bit little-endian).
+    """
     if not lora and not cache_salt:
         return 0
-    digest = hashlib.blake2b(repr((lora or "", cache_salt or "")).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big", signed=True)
+    names = [(name or "").encode(errors="surrogatepass") for name in (lora, cache_salt)]
+    return xxh3_64_intdigest(b"".join(len(name).to_bytes(4, "little") + name for name in names))
 
 
 def prefix_keys(tokens: Sequence[int], block_size: int, salt: int = 0, max_blocks: int = 8192) -> list[int]:
-    """The chained keys of a prompt's full blocks, first block first, at most `max_blocks`. `salt`: see `salt_of`."""
-    keys: list[int] = []
-    chain = salt
+    """The keys of a prompt's full blocks, first block first, at most `max_blocks`. `salt`: see `salt_of`."""
     full = min(len(tokens) // block_size, max_blocks)
-    for start in range(0, full * block_size, block_size):
-        chain = hash((chain, *tokens[start : start + block_size]))
-        keys.append(chain)
-    return keys
+    return _chain(tokens, full, block_size, salt)
 
 
 def reusable_keys(tokens: Sequence[int], block_size: int, salt: int = 0) -> list[int]:
@@ -58,14 +61,13 @@ class EventTranslator:
         else:
             return []
         keys: list[int] = []
-        for index, engine_hash in enumerate(engine_hashes):
-            start = index * self.block_size
-            chain = hash((chain, *tokens[start : start + self.block_size]))
+        chained = _chain(tokens, len(engine_hashes), self.block_size, chain)
+        for engine_hash, key in zip(engine_hashes, chained, strict=True):
             if (held := self._held.get(engine_hash)) is not None:
                 held[1] += 1
             else:
-                self._held[engine_hash] = [chain, 1]
-                keys.append(chain)
+                self._held[engine_hash] = [key, 1]
+                keys.append(key)
         return keys
 
     def removed(self, engine_hashes: Iterable[object]) -> list[int]:
@@ -81,3 +83,9 @@ class EventTranslator:
 
     def clear(self) -> None:
         self._held.clear()
+
+
+def _chain(tokens: Sequence[int], blocks: int, block_size: int, seed: int) -> list[int]:
+    count, width = blocks * block_size, block_size * TOKEN_BYTES
+    packed = struct.pack(f"<{count}I", *tokens[:count])
+    return [seed := xxh3_64_intdigest(packed[start : start + width], seed) for start in range(0, len(packed), width)]
