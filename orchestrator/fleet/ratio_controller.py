@@ -15,8 +15,14 @@ from orchestrator import metrics
 from orchestrator.config.settings import Config
 from orchestrator.fleet.view import Fleet, WorkerView
 from orchestrator.policy.predict import Predictor
-from orchestrator.policy.ratio import LoadSample, RatioLimits, desired_ratio
-from orchestrator.policy.sampling import LoadSampler, Look, offered_since
+from orchestrator.policy.ratio import (
+    LoadSample,
+    LoadSampler,
+    Observation,
+    desired_ratio,
+    offered_since,
+    samples_in_window,
+)
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry
 from orchestrator.types import Offered, QueueDepth, Role, WorkerState
@@ -24,9 +30,6 @@ from orchestrator.types import Offered, QueueDepth, Role, WorkerState
 log = logging.getLogger("pd.ratio")
 
 LEASE_S = 5.0
-# Decode workers on which prompts are prefilled too must not be left so full that they could not, and they take what
-# is too much for the prefill workers.
-_OVERFLOW_DECODE_LOAD, _OVERFLOW_PREFILL_LOAD = 0.5, 2.0
 
 
 class RatioController:
@@ -44,18 +47,8 @@ class RatioController:
         self._frontend_id, self._registry, self._fleet = frontend_id, registry, fleet
         self._depth, self._predictor = depth, predictor
         self._ratio, self._tpot_s = config.ratio, config.slo.tpot_s
-        overflows = config.routing.placement == "cost"
-        self._limits = RatioLimits(
-            min_prefill=config.ratio.min_prefill,
-            min_decode=config.ratio.min_decode,
-            cool_down_s=config.ratio.cool_down_s,
-            gain=config.ratio.gain,
-            busy=config.ratio.busy,
-            decode_load=_OVERFLOW_DECODE_LOAD if overflows else 1.0,
-            prefill_load=_OVERFLOW_PREFILL_LOAD if overflows else 1.0,
-            backlog_s=config.ratio.backlog_s,
-        )
-        self._looks = max(2, round(config.ratio.window_s / config.ratio.interval_s))
+        self._overflow = config.routing.placement == "cost"
+        self._looks = samples_in_window(config.ratio)
         self._tick_s = min(config.ratio.interval_s, LEASE_S / 3)
         self._forget()
 
@@ -106,7 +99,7 @@ class RatioController:
         changing = any(view.info.state is not WorkerState.READY for view in self._fleet.workers.values())
         if current is None or changing or len(self._window) < self._looks:
             return
-        wanted = desired_ratio(list(self._window), current, self._limits)
+        wanted = desired_ratio(list(self._window), current, self._ratio, self._overflow)
         if wanted is None or not await self._registry.propose_desired(self._frontend_id, current, wanted):
             return
         metrics.ratio_changes.inc()
@@ -116,14 +109,14 @@ class RatioController:
         )
 
 
-def look_at(views: Iterable[WorkerView], at: float, offered: Offered, depth: QueueDepth | None) -> Look | None:
+def look_at(views: Iterable[WorkerView], at: float, offered: Offered, depth: QueueDepth | None) -> Observation | None:
     """None while no decode worker has told its load, or the queue cannot be seen."""
     decoding = _decoding(views)
     loads = [view.load for view in decoding if view.load is not None]
     if not loads or depth is None:
         return None
     block_size = decoding[0].info.identity.block_size
-    return Look(
+    return Observation(
         at=at,
         offered=offered,
         queued_prefill_tokens=depth.tokens,

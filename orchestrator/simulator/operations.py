@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.policy.ratio import LoadSample, RatioLimits, desired_ratio
-from orchestrator.policy.sampling import LoadSampler, Look
+from orchestrator.config.settings import RatioConfig
+from orchestrator.policy.ratio import LoadSample, LoadSampler, Observation, desired_ratio, samples_in_window
 from orchestrator.simulator.job import FleetError
 from orchestrator.simulator.stay import Stay
 from orchestrator.simulator.view import PoolView
@@ -16,22 +16,17 @@ from orchestrator.types import DesiredRatio
 if TYPE_CHECKING:
     from orchestrator.simulator.simulation import Simulation
 
-SAMPLE_S = 5.0
-WINDOW = 12  # samples; also the warm-up, since the first to end are the short ones
-
 
 class RatioControl:
     """Samples the load, asks `policy.ratio`, and changes roles by draining, as the launcher does."""
 
-    def __init__(self, sim: Simulation) -> None:
-        self._sim = sim
-        overflows = sim.settings.stack.placement == "cost"
-        self._limits = RatioLimits(
-            cool_down_s=30.0, gain=0.1, decode_load=0.5 if overflows else 1.0, prefill_load=2.0 if overflows else 1.0
-        )
-        self._window: deque[LoadSample] = deque(maxlen=WINDOW)
+    def __init__(self, sim: Simulation, config: RatioConfig) -> None:
+        self._sim, self._config = sim, config
+        self._overflow = sim.settings.stack.placement == "cost"
+        self._samples = samples_in_window(self._config)
+        self._window: deque[LoadSample] = deque(maxlen=self._samples)
         self._current = DesiredRatio(sim.settings.prefill, sim.settings.decode, set_at=-1e9)
-        self._next_at = SAMPLE_S
+        self._next_at = self._config.interval_s
         self._sampler = LoadSampler(sim.router.slo.tpot_s, sim.settings.profile.step_s)
         self._plain: dict[str, tuple[float, int]] = {}  # by worker: seconds and steps that only decoded, so far
         self._moving: list[tuple[Worker, PoolView]] = []
@@ -42,17 +37,17 @@ class RatioControl:
         self._finish_moves()
         if now < self._next_at:
             return
-        self._next_at = now + SAMPLE_S
-        if (sample := self._sampler.sample(self._look(now), self._sim.router.predictor)) is not None:
+        self._next_at = now + self._config.interval_s
+        if (sample := self._sampler.sample(self._observe(now), self._sim.router.predictor)) is not None:
             self._window.append(sample)
-        if self._moving or len(self._window) < WINDOW:
+        if self._moving or len(self._window) < self._samples:
             return
-        desired = desired_ratio(list(self._window), self._current, self._limits)
+        desired = desired_ratio(list(self._window), self._current, self._config, self._overflow)
         if desired is not None:
             self._apply(desired)
             self.changes.append((now, desired.prefill, desired.decode))
 
-    def _look(self, now: float) -> Look:
+    def _observe(self, now: float) -> Observation:
         router, profile = self._sim.router, self._sim.settings.profile
         workers = router.decode.workers()
         running = sum(len(worker.running) for worker in workers)
@@ -62,7 +57,7 @@ class RatioControl:
             if (new := worker.plain_steps - steps) > 0:
                 self._sampler.observe_step(len(worker.running), (worker.plain_s - seconds) / new)
                 self._plain[worker.name] = (worker.plain_s, worker.plain_steps)
-        return Look(
+        return Observation(
             at=now,
             offered=router.offered,
             queued_prefill_tokens=router.queue_tokens,

@@ -54,8 +54,8 @@ class Simulation:
             self.add_worker(f"p{n}", self.router.prefill)
         for n in range(settings.decode):
             self.add_worker(f"d{n}", self.router.decode)
-        if settings.stack.ratio and settings.prefill + settings.decode > 2:
-            self.ratio = RatioControl(self)
+        if settings.stack.ratio is not None and settings.prefill + settings.decode > 2:
+            self.ratio = RatioControl(self, settings.stack.ratio)
 
     def add_worker(self, name: str, view: PoolView) -> Worker:
         worker = Worker(name, self.settings.profile, self.load.unit_tokens, self, self._wake_at)

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from orchestrator.config.settings import RatioConfig
 from orchestrator.policy.decode_choice import POLICY_NAMES
 
 
@@ -25,17 +26,23 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     window: int = 16  # jobs at the head of the queue that a claim chooses from
     prefix_index: bool = True
     admission: Literal["off", "reject", "queue"] = "off"
-    ratio: bool = False
+    ratio: RatioConfig | None = None  # how roles change; None: never
 
 
 FIELD = "field:"
-_OURS = Stack(name="ours", order="slack", weight=8.0, admission="queue", ratio=True)
+_OURS = Stack(
+    name="ours",
+    order="slack",
+    weight=8.0,
+    admission="queue",
+    ratio=RatioConfig(mode="auto", cool_down_s=30.0, gain=0.1),
+)
 # What the router does with the configuration's defaults.
 _DEFAULT = Stack(name="default", placement="threshold", window=32)
 _NAMED = {
     "default": _DEFAULT,
     "ours": _OURS,
-    "ours:fixed": msgspec.structs.replace(_OURS, name="ours:fixed", ratio=False),
+    "ours:fixed": msgspec.structs.replace(_OURS, name="ours:fixed", ratio=None),
     "ours:fcfs": Stack(name="ours:fcfs", order="length", weight=0.0),
     "ours:reject": msgspec.structs.replace(_OURS, name="ours:reject", admission="reject"),
 }

@@ -1,13 +1,13 @@
-"""From looks at a fleet to load samples."""
+"""From observations of a fleet to load samples."""
 
 import msgspec
 import pytest
 
 from orchestrator.policy.predict import Predictor
-from orchestrator.policy.sampling import MEAN_PROMPT_TOKENS, LoadSampler, Look, offered_since
+from orchestrator.policy.ratio import MEAN_PROMPT_TOKENS, LoadSampler, Observation, offered_since
 from orchestrator.types import Offered
 
-LOOK = Look(
+FIRST = Observation(
     at=100.0,
     offered=Offered(50, 9000, 900.0),
     queued_prefill_tokens=700,
@@ -20,13 +20,13 @@ LOOK = Look(
 
 
 def later(seconds=10.0, requests=10, tokens=20_000, output=1500.0, **changes):
-    offered = LOOK.offered + Offered(requests, tokens, output)
-    return msgspec.structs.replace(LOOK, at=LOOK.at + seconds, offered=offered, **changes)
+    offered = FIRST.offered + Offered(requests, tokens, output)
+    return msgspec.structs.replace(FIRST, at=FIRST.at + seconds, offered=offered, **changes)
 
 
-def test_a_sample_is_what_came_between_two_looks():
+def test_a_sample_is_what_came_between_two_observations():
     sampler = LoadSampler(tpot_slo_s=0.1, prior_step_s=0.02)
-    assert sampler.sample(LOOK, Predictor(0.0005)) is None
+    assert sampler.sample(FIRST, Predictor(0.0005)) is None
     sample = sampler.sample(later(), Predictor(0.0005))
     assert (sample.at, sample.period_s) == (110.0, 10.0)
     assert (sample.offered_requests, sample.offered_prefill_tokens, sample.offered_output_tokens) == (10, 20_000, 1500)
@@ -36,7 +36,7 @@ def test_a_sample_is_what_came_between_two_looks():
 
 def test_a_clock_that_was_set_back_gives_no_sample():
     sampler = LoadSampler(0.1)
-    sampler.sample(LOOK, Predictor())
+    sampler.sample(FIRST, Predictor())
     assert sampler.sample(later(seconds=-5.0), Predictor()) is None
     assert sampler.sample(later(seconds=5.0), Predictor()).period_s == 10.0
 
@@ -51,9 +51,9 @@ def test_a_clock_that_was_set_back_gives_no_sample():
 )
 def test_a_worker_is_full_by_its_batch_or_its_memory(changes, concurrency):
     sampler = LoadSampler(0.1, prior_step_s=0.02)
-    sampler.sample(LOOK, Predictor())
+    sampler.sample(FIRST, Predictor())
     sample = sampler.sample(later(waiting=60, **changes), Predictor())
-    assert sample.decode_held == pytest.approx(64 / concurrency)
+    assert sample.filled_decode_workers == pytest.approx(64 / concurrency)
     assert sample.decode_tokens_per_s == pytest.approx(concurrency / 0.02)
 
 
@@ -62,18 +62,18 @@ def test_a_worker_is_full_when_its_steps_reach_the_objective():
     for sequences in range(1, 40):
         sampler.observe_step(sequences, 0.01 + 0.002 * sequences)
     sampler.observe_step(0, 9.0)  # no step at all
-    sampler.sample(LOOK, Predictor())
+    sampler.sample(FIRST, Predictor())
     sample = sampler.sample(later(holding=40, held_tokens=40_000), Predictor())
-    assert sample.decode_held == pytest.approx(2.0, rel=0.01)
+    assert sample.filled_decode_workers == pytest.approx(2.0, rel=0.01)
     assert sample.decode_tokens_per_s == pytest.approx(20 / 0.05, rel=0.01)
 
 
 def test_an_idle_fleet_is_sampled_too():
     sampler = LoadSampler(0.1, prior_step_s=0.02)
-    idle = msgspec.structs.replace(LOOK, holding=0, held_tokens=0)
+    idle = msgspec.structs.replace(FIRST, holding=0, held_tokens=0)
     sampler.sample(idle, Predictor(0.001))
     sample = sampler.sample(msgspec.structs.replace(idle, at=101.0), Predictor(0.001))
-    assert sample.offered_requests == 0 and sample.decode_held == 0
+    assert sample.offered_requests == 0 and sample.filled_decode_workers == 0
     assert sample.prefill_s_per_token == pytest.approx(0.001), f"of a prompt of {MEAN_PROMPT_TOKENS} tokens"
 
 
