@@ -1,18 +1,23 @@
-"""A process that does not outlive the one that started it, however that one ended.
+"""What a process owes the one that started it: not to outlive it, however that one ended, and to say why it ends.
 
-For Python processes a thread watches the parent; a program that is executed next leaves it to the kernel (Linux).
+In Python processes a thread watches the parent; a program that is executed next leaves that to the kernel (Linux).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
 import signal
+import sys
 import threading
 import time
+from pathlib import Path
 
 PARENT = "PD_PARENT"  # in the environment: pid of the parent, so that one that died before we could look is missed
+# In the environment: the file in which the process says why it ends, like a container's termination message.
+EXIT_REASON_FILE = "PD_EXIT_REASON_FILE"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL_S = 0.5
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -57,3 +62,20 @@ def kill_with(parent: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
+
+
+def report_exit(program: str, reason: str) -> None:
+    """Say in one line on standard error, and in the parent's file where it named one, why this process ends."""
+    line = " ".join(reason.split())
+    print(f"{program}: {line}", file=sys.stderr, flush=True)
+    if path := os.environ.get(EXIT_REASON_FILE):
+        with contextlib.suppress(OSError):  # the folder is gone, and so is the parent
+            Path(path).write_text(line)
+
+
+def read_exit_reason(path: Path) -> str | None:
+    """What the process said; None when it said nothing, like one that was killed."""
+    try:
+        return path.read_text() or None
+    except OSError:
+        return None

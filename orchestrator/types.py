@@ -129,6 +129,38 @@ class WorkerLoad(msgspec.Struct, tag="load", frozen=True):
     prefix_sequence: int = 0  # of the last `PrefixEvents` published before it; 0 = none ever
 
 
+class WorkerStatus(msgspec.Struct, frozen=True):
+    """One worker as `/fleet` and `orchestrator status` show it. None stands for a load that is not known."""
+
+    id: str
+    role: Role
+    state: str  # a WorkerState, or "unreachable"
+    engine: str
+    host: str
+    pid: int
+    blocks_total: int
+    blocks_free: int | None
+    running: int | None
+    waiting: int | None
+    step_ms: float | None
+
+    @classmethod
+    def of(cls, info: WorkerInfo, load: WorkerLoad | None = None, connected: bool = True) -> WorkerStatus:
+        return cls(
+            id=info.id,
+            role=info.role,
+            state=info.state.value if connected else "unreachable",
+            engine=info.identity.engine,
+            host=info.host,
+            pid=info.pid,
+            blocks_total=load.blocks_total if load else info.blocks_total,
+            blocks_free=load.blocks_free if load else None,
+            running=load.running if load else None,
+            waiting=load.waiting if load else None,
+            step_ms=round(load.step_ms, 2) if load else None,
+        )
+
+
 class PrefixEvents(msgspec.Struct, tag="prefix", frozen=True):
     """What changed in one worker's prefix cache: `cleared` first, then `removed`, then `stored`. Keys as `prefix_keys`.
 

@@ -25,6 +25,7 @@ import psutil
 from support_vllm import tiny_model
 
 from orchestrator.config.model import resolve_model
+from orchestrator.launch.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
 START_TIMEOUT_S = 180
@@ -62,6 +63,7 @@ class RunningFleet:
         for item in arguments:
             command += ["--set", item]
         self.log_file = Path(tempfile.gettempdir()) / f"pd-{self.namespace}.log"
+        self.process_log = RunFolder(self.namespace).log_path
         # Its own session: a test that kills the launcher's group must not end pytest.
         self.process = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -78,11 +80,8 @@ class RunningFleet:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        with self.log_file.open("w") as file:
-            for line in self.process.stdout:
-                self.log.append(line.rstrip("\n"))
-                file.write(line)
-                file.flush()
+        for line in self.process.stdout:
+            self.log.append(line.rstrip("\n"))
 
     def wait_for_line(self, pattern: str, timeout_s: float) -> re.Match[str]:
         seen = 0
@@ -95,8 +94,10 @@ class RunningFleet:
             if self.process.poll() is not None and seen == len(self.log):
                 break
             time.sleep(0.05)
-        tail = "\n".join(self.log[-60:])
-        raise FleetFailed(f"no line matching {pattern!r} (exit code {self.process.poll()}):\n{tail}")
+        raise FleetFailed(f"no line matching {pattern!r} (exit code {self.process.poll()}):\n{self._tail()}")
+
+    def _tail(self) -> str:
+        return "\n".join([*self.process_lines()[-60:], "shown:", *self.log[-60:]])
 
     def stop(self) -> None:
         if self.process.poll() is None:
@@ -105,9 +106,7 @@ class RunningFleet:
                 self.process.wait(30)
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
-                raise FleetFailed(
-                    "the launcher did not end within 30 s of Ctrl-C:\n" + "\n".join(self.log[-60:])
-                ) from None
+                raise FleetFailed(f"the launcher did not end within 30 s of Ctrl-C:\n{self._tail()}") from None
 
     # ---- looking -----------------------------------------------------------------------------------------------
 
@@ -128,10 +127,19 @@ class RunningFleet:
                 total += float(line.rsplit(" ", 1)[1])
         return total
 
+    def process_lines(self) -> list[str]:
+        """The output of the fleet's processes so far."""
+        return self.process_log.read_text().splitlines() if self.process_log.exists() else []
+
     def request_lines(self) -> list[dict[str, Any]]:
         """The `pd.request` log lines so far."""
-        found = (re.search(r"pd\.request\b.*?(\{.*\})", line) for line in self.log)
+        found = (re.search(r" pd\.request: (\{.*\})", line) for line in self.process_lines())
         return [json.loads(match.group(1)) for match in found if match]
+
+    def curls(self) -> list[str]:
+        """The requests that are shown after Ready, shortest prompt first."""
+        self.wait_for_line(r"^curl .*printf", SETTLE_TIMEOUT_S)
+        return [line for line in self.log if line.startswith("curl ")]
 
     def redis_pid(self) -> int:
         """The embedded Redis: the launcher's child whose command names the server."""
@@ -158,8 +166,7 @@ class RunningFleet:
             seen: object = self.fleet()
         except httpx.HTTPError as error:
             seen = repr(error)
-        log = f"log: {self.log_file}\n" + "\n".join(self.log[-40:])
-        raise FleetFailed(f"not within {timeout_s:g} s: {what}; fleet: {seen}; {log}")
+        raise FleetFailed(f"not within {timeout_s:g} s: {what}; fleet: {seen}; log: {self.log_file}\n{self._tail()}")
 
     def assert_no_leaks(self) -> None:
         """Every block of every worker free, nothing running or waiting, queue and claims empty."""
@@ -254,6 +261,15 @@ class RunningFleet:
                 await asyncio.wait_for(asyncio.gather(*tasks), 180)
 
 
+def paste(line: str, shell: str = "bash") -> dict[str, Any]:
+    """The answer to a curl line as a person pastes it into a shell; -s only hides the progress meter."""
+    command = [shell, "-c", line.replace("curl ", "curl -s ", 1)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("{"), done.stdout + done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
 @contextlib.contextmanager
 def running_fleet(config: str, *sets: str) -> Iterator[RunningFleet]:
     """Ends with: the launcher stopped cleanly, none of its processes left. The log is kept when something failed."""
@@ -265,6 +281,9 @@ def running_fleet(config: str, *sets: str) -> Iterator[RunningFleet]:
         fleet.http.close()
         fleet.stop()
         left = [pid for pid in family if Path(f"/proc/{pid}").exists()]
+        # The runtime folder goes with the test session; the log of a failure stays.
+        fleet.log_file.write_text("\n".join([*fleet.process_lines(), "shown:", *fleet.log, ""]))
+        fleet.process_log.unlink(missing_ok=True)
         assert not left, f"processes left behind: {left}; log: {fleet.log_file}"
     fleet.log_file.unlink()
 

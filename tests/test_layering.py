@@ -17,7 +17,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "orchestrator.types": (),
     "orchestrator.metrics": (),
     "orchestrator.parent": (),
-    "orchestrator.config": (),
+    "orchestrator.config": ("types",),
     "orchestrator.wire": ("types",),
     "orchestrator.policy": ("types", "config"),
     "orchestrator.store": ("types", "config"),

@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from orchestrator.config.settings import Config, ConfigError, PoolConfig, load_config, parse_config
+from orchestrator.config.engine_args import engine_args
+from orchestrator.config.settings import Config, ConfigError, load_config, parse_config
 from orchestrator.types import Role
 
 
@@ -51,10 +52,9 @@ def parse(role: Role, arguments: list[str]) -> WorkerSettings:
         raise ConfigError("--model: required when no --config names one")
     else:
         config = parse_config(overrides)
-    pool: PoolConfig = getattr(config.workers, role.value)
-    engine_args = {**config.workers.engine_args, **pool.engine_args}
+    merged = engine_args(config, role)
     if config.engine == "vllm":
-        engine_args |= vllm_arguments(passed_through)
+        merged |= vllm_arguments(passed_through)
     elif passed_through:
         raise ConfigError(
             f"{passed_through[0]}: unknown argument; the simulated engine is set up by `sim:` in the --config file"
@@ -65,7 +65,7 @@ def parse(role: Role, arguments: list[str]) -> WorkerSettings:
         redis_url=options.redis,
         host=options.host or config.workers.host,
         config=config,
-        engine_args=engine_args,
+        engine_args=merged,
         kv_port=options.kv_port,
         cores=_cores(options.cores),
         die_with_parent=options.die_with_parent,
@@ -90,12 +90,6 @@ def _parser(role: Role) -> argparse.ArgumentParser:
     parser.add_argument("--cores", help="CPU cores to compute on, as 0,1")
     parser.add_argument("--die-with-parent", action="store_true", help="stop when the parent process dies")
     return parser
-
-
-def environment(config: Config, role: Role) -> dict[str, str]:
-    """What the file sets for workers of this role; an engine reads much of it when it is imported."""
-    pool: PoolConfig = getattr(config.workers, role.value)
-    return {**config.workers.env, **pool.env}
 
 
 def vllm_arguments(arguments: list[str]) -> dict[str, Any]:

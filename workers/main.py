@@ -13,13 +13,14 @@ from typing import Any
 
 import uvloop
 
+from orchestrator.config.engine_args import environment
 from orchestrator.config.settings import ConfigError
-from orchestrator.parent import die_with_parent
+from orchestrator.parent import die_with_parent, report_exit
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.registry import IncompatibleWorker
 from orchestrator.types import Role
 from workers.agent import Agent, EngineStartFailed, IdInUse
-from workers.arguments import WorkerSettings, environment, parse
+from workers.arguments import WorkerSettings, parse
 from workers.engine import Engine
 from workers.ports import free_port
 
@@ -40,7 +41,6 @@ def decode_main() -> None:
 
 def main(role: Role, arguments: list[str]) -> int:
     """Returns the exit code: 0 left in order, 1 the engine failed, 2 it could never have worked."""
-    name = f"{role.value}-worker"
     try:
         parsed = parse(role, arguments)
         os.environ.update(environment(parsed.config, role))
@@ -57,7 +57,7 @@ def main(role: Role, arguments: list[str]) -> int:
         why, code = str(error), EXIT_FAILED
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    print(f"{name}: {' '.join(why.split())}", file=sys.stderr, flush=True)
+    report_exit(f"{role.value}-worker", why)
     return code
 
 

@@ -16,42 +16,43 @@ _SIGNAL_WAIT_S = 60.0
 
 
 def start_detached(config: Config, arguments: list[str]) -> None:
-    """`arguments` are those of `up`, without --detach. Raises ConfigError with the launcher's own last line."""
+    """`arguments` are those of `up`, without --detach. Raises ConfigError with the launcher's own last line.
+
+    Nothing that the launcher shows once it is ready is read: it then writes to its log file only.
+    """
     folder = RunFolder(config.namespace)
     if folder.is_held:
-        raise FleetRunning(
-            f"namespace {config.namespace!r} is already served by process {folder.launcher_pid()}; end it with "
-            f"`orchestrator down --namespace {config.namespace}`, or choose another: --set namespace=NAME"
-        )
-    log_file = folder.make_log()
-    with log_file.open("w+b", buffering=0) as log, log_file.open("rb") as shown:
-        launcher = subprocess.Popen(
-            [sys.executable, "-m", "orchestrator.cli.main", "up", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,
-        )
+        raise FleetRunning(config.namespace, folder.launcher_pid())
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "orchestrator.cli.main", "up", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,
+    )
+    assert launcher.stdout is not None
+    with launcher.stdout as shown:
+        os.set_blocking(shown.fileno(), False)
         try:
             _show_until_ready(launcher, folder, shown)
         except KeyboardInterrupt:
             launcher.terminate()
             launcher.wait(_SIGNAL_WAIT_S)
             raise
-    print(f"runs on as process {launcher.pid}; log: {log_file}; end it with `orchestrator down`", flush=True)
+    print(f"runs on as process {launcher.pid}; log: {folder.log_path}; end it with `orchestrator down`", flush=True)
 
 
 def _show_until_ready(launcher: subprocess.Popen[bytes], folder: RunFolder, shown: IO[bytes]) -> None:
-    last = b""
+    last = rest = b""
     while True:
-        # Looked at before the log is read, so that what was written before it is shown.
+        # Asked before the output is read, so that all of what was written before is shown.
         ended, ready = launcher.poll() is not None, folder.ready() is not None
-        for line in shown.readlines():
+        *lines, rest = (rest + (shown.read() or b"")).split(b"\n")
+        for line in lines:
             last = line.strip() or last
             if not (ended and line.startswith(b"orchestrator: ")):
-                sys.stdout.write(line.decode(errors="replace"))
-        sys.stdout.flush()
+                print(line.decode(errors="replace"), flush=True)
         if ended:
             said = last.decode(errors="replace").removeprefix("orchestrator: ")
             raise ConfigError(said or f"the launcher ended with exit code {launcher.returncode} and said nothing")

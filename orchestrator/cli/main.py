@@ -21,11 +21,11 @@ from rich.live import Live
 
 from orchestrator.cli.compare import compare_command, profile_command
 from orchestrator.cli.detach import start_detached
-from orchestrator.cli.operator import Fleet, FleetHandle, Refused, find_fleet, open_fleet
+from orchestrator.cli.operator import FleetHandle, FleetOperator, Refused, find_fleet, open_fleet
 from orchestrator.cli.simulate import simulate_command
 from orchestrator.cli.views import fields_view, fleet_view, keys_view, queue_view
+from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.settings import Config, ConfigError, load_config
-from orchestrator.launch.commands import check_config
 from orchestrator.launch.console import Console
 from orchestrator.launch.launcher import launch
 from orchestrator.launch.leftovers import end_processes, remove_shared_memory
@@ -59,7 +59,7 @@ WorkerArgument = Annotated[str, typer.Argument(help="A worker's id, as `orchestr
 T = TypeVar("T")
 _out = RichConsole(width=None if sys.stdout.isatty() else 200)
 _KILL_AFTER_S = 60.0
-_EXIT_AFTER_S = 5.0  # the interpreter, after the fleet
+_EXIT_AFTER_S = 5.0  # how long the interpreter may run on after the fleet has ended
 _WATCH_EVERY_S = 1.0
 
 
@@ -68,13 +68,15 @@ def up(
     config: Annotated[Path, typer.Argument(help="A YAML file; see `orchestrator config keys`.")],
     set_: SetOption = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return once the fleet is ready; it runs on.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the whole output of the fleet's processes.")] = False,
 ) -> None:
     """Start a fleet on this machine and run it until Ctrl-C."""
     parsed = load_config(config, set_)
     if detach:
-        start_detached(parsed, [str(config), *(part for item in set_ or [] for part in ("--set", item))])
+        sets = [part for item in set_ or [] for part in ("--set", item)]
+        start_detached(parsed, [str(config), *sets, *(["--verbose"] if verbose else [])])
     else:
-        launch(parsed, Console())
+        launch(parsed, Console(verbose=verbose))
 
 
 @app.command()
@@ -123,7 +125,7 @@ def status(
     """Show workers, their KV blocks and the queue."""
     handle = find_fleet(namespace, redis)
     if not watch:
-        seen = _ask(handle, Fleet.status)
+        seen = _ask(handle, FleetOperator.status)
         _print_json(seen) if as_json else _out.print(fleet_view(seen))
     elif as_json:
         _ask(handle, lambda fleet: _repeat(fleet, _print_json))
@@ -183,7 +185,7 @@ def queue(
     if context.invoked_subcommand is not None:
         return
 
-    async def read(fleet: Fleet) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    async def read(fleet: FleetOperator) -> tuple[list[dict[str, Any]], dict[str, int]]:
         return await fleet.queue.peek(limit), msgspec.to_builtins(await fleet.queue.depth())
 
     waiting, depth = _ask(find_fleet(namespace, redis), read)
@@ -208,7 +210,7 @@ def queue_show(
 def config_check(file: Annotated[Path, typer.Argument()], set_: SetOption = None) -> None:
     """Check a file without starting anything."""
     parsed = load_config(file, set_)
-    check_config(parsed)
+    check_engine_args(parsed)
     shape = f"{parsed.workers.prefill.replicas}P{parsed.workers.decode.replicas}D"
     _out.print(f"{file}: ok ({shape}, engine {parsed.engine}, model {parsed.model})", highlight=False, soft_wrap=True)
 
@@ -219,7 +221,7 @@ def config_keys() -> None:
     _out.print(keys_view(Config))
 
 
-def _ask(handle: FleetHandle, what: Callable[[Fleet], Awaitable[T]]) -> T:
+def _ask(handle: FleetHandle, what: Callable[[FleetOperator], Awaitable[T]]) -> T:
     async def connected() -> T:
         async with open_fleet(handle) as fleet:
             return await what(fleet)
@@ -227,7 +229,7 @@ def _ask(handle: FleetHandle, what: Callable[[Fleet], Awaitable[T]]) -> T:
     return asyncio.run(connected())
 
 
-async def _repeat(fleet: Fleet, show: Callable[[dict[str, Any]], None]) -> None:
+async def _repeat(fleet: FleetOperator, show: Callable[[dict[str, Any]], None]) -> None:
     while True:
         show(await fleet.status())
         await asyncio.sleep(_WATCH_EVERY_S)

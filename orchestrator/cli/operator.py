@@ -1,24 +1,24 @@
-"""What a person tells a running fleet to do: scale, change a role, drain; and what it answers when asked how it is.
+"""What an operator tells a running fleet to do (scale, change a role, drain), and how the fleet is.
 
-Works on the registry and the queue alone, from any machine that reaches the fleet's Redis.
+Needs the registry and the queue alone, so it works from any machine that reaches the fleet's Redis.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 import msgspec
 
 from orchestrator.config.settings import Config, ConfigError, QueueConfig
-from orchestrator.launch.http_get import get
 from orchestrator.launch.reconcile import SeenWorker, is_last_decode, see
 from orchestrator.launch.run_folder import RunFolder, held_namespaces
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry, UnknownWorker
-from orchestrator.types import DesiredRatio, Role, WorkerInfo
+from orchestrator.types import DesiredRatio, Role, WorkerStatus
 
 _REDIS_TIMEOUT_S = 2.0
 _HTTP_TIMEOUT_S = 2.0
@@ -30,16 +30,16 @@ class Refused(ConfigError):
 
 
 class FleetHandle(msgspec.Struct, frozen=True):
-    """Where a fleet is: from the options, else from the launcher that runs here."""
+    """Where a fleet is, according to the options or to the launcher that runs here."""
 
     namespace: str
     redis_url: str
-    url: str | None  # of its endpoint, when a launcher of this machine knows it
+    url: str | None  # of its endpoint; None unless a launcher on this machine runs it
     config: Config | None
 
 
 def find_fleet(namespace: str | None, redis_url: str | None) -> FleetHandle:
-    """Raises Refused when neither options nor a running launcher say where it is."""
+    """Raises Refused when neither the options nor a running launcher say where it is."""
     if namespace is None:
         held = held_namespaces()
         if len(held) > 1:
@@ -56,7 +56,7 @@ def find_fleet(namespace: str | None, redis_url: str | None) -> FleetHandle:
     return FleetHandle(namespace, url, ready.url if ready else None, folder.config() if running else None)
 
 
-class Fleet:
+class FleetOperator:
     """An open connection to one fleet. Every method raises Refused or RedisAway."""
 
     def __init__(self, handle: FleetHandle, registry: Registry, queue: PrefillQueue) -> None:
@@ -65,7 +65,7 @@ class Fleet:
         self._registry = registry
 
     async def scale(self, prefill: int | None, decode: int | None) -> DesiredRatio:
-        """Set how many there should be; None leaves that role as it is. Returns the new ratio."""
+        """Set how many workers there should be; None leaves that role as it is. Returns the new ratio."""
         current = await self._desired()
         wanted = DesiredRatio(
             current.prefill if prefill is None else prefill, current.decode if decode is None else decode, "scale"
@@ -79,7 +79,7 @@ class Fleet:
         return wanted
 
     async def change_role(self, worker_id: str, role: Role, force: bool) -> bool:
-        """Order a role, and move the desired ratio with it. False when it has, or was told to take, it already."""
+        """Order a role, and move the desired ratio with it. False when it has, or was told to take, that role."""
         workers = await self._seen()
         worker = self._one(worker_id, workers)
         if worker.leaving:
@@ -89,7 +89,7 @@ class Fleet:
         await self._guard(worker_id, workers, force, "role")
         current = await self._desired()
         step = 1 if role is Role.DECODE else -1
-        # The order first: the launcher reads both together, and must not pick another worker for the new ratio.
+        # The order goes first: the launcher reads both together, and must not pick another worker for the new ratio.
         await self._registry.order_role(worker_id, role)
         decode = max(0 if force else 1, current.decode + step)
         await self._registry.set_desired(max(0, current.prefill - step), decode, "role")
@@ -110,13 +110,16 @@ class Fleet:
         return True
 
     async def status(self) -> dict[str, Any]:
-        """The frontend's `/fleet` where it answers; else the registry, in which loads are not known (null)."""
+        """What a frontend's `/fleet` says; where none answers, the registry, which knows no loads (null)."""
         urls = [self.handle.url] if self.handle.url else []
         urls += [frontend.url for frontend in (await self._registry.frontends()).values()]
-        for url in dict.fromkeys(urls):
-            if (body := get(f"{url}/fleet", _HTTP_TIMEOUT_S)) is not None:
-                seen: dict[str, Any] = msgspec.json.decode(body)
-                return seen
+        async with httpx.AsyncClient(timeout=_HTTP_TIMEOUT_S, trust_env=False) as client:
+            for url in dict.fromkeys(urls):
+                with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
+                    answer = await client.get(f"{url}/fleet")
+                    if answer.status_code == httpx.codes.OK:
+                        seen: dict[str, Any] = answer.json()
+                        return seen
         return await self._status_from_registry()
 
     async def _status_from_registry(self) -> dict[str, Any]:
@@ -124,8 +127,8 @@ class Fleet:
         depth, desired = await self.queue.depth(), await self._registry.desired()
         return {
             "model": workers[0].identity.model if workers else None,
-            "workers": [_describe(info) for info in workers],
-            "queue": {"requests": depth.requests, "tokens": depth.tokens, "claimed": depth.claimed},
+            "workers": msgspec.to_builtins([WorkerStatus.of(info) for info in workers]),
+            "queue": msgspec.to_builtins(depth),
             "desired": msgspec.to_builtins(desired),
         }
 
@@ -138,7 +141,7 @@ class Fleet:
         return seen
 
     async def _desired(self) -> DesiredRatio:
-        """What was set; in a fleet without a launcher, what is there."""
+        """The ratio that was set; in a fleet without a launcher, the ratio that is there."""
         desired = await self._registry.desired()
         if desired is None:
             roles = [worker.role for worker in await self._seen() if not worker.leaving]
@@ -153,7 +156,7 @@ class Fleet:
         raise Refused(f"worker {worker_id!r} is not in the fleet; there: {there}")
 
     async def _guard(self, worker_id: str, workers: list[SeenWorker], force: bool, command: str) -> None:
-        """The last worker of a role stays while it is needed."""
+        """Raises Refused for the last worker of a role while it is needed, unless forced."""
         if force:
             return
         if is_last_decode(worker_id, workers):
@@ -170,32 +173,16 @@ class Fleet:
             )
 
 
-@asynccontextmanager
-async def open_fleet(handle: FleetHandle) -> AsyncIterator[Fleet]:
+@contextlib.asynccontextmanager
+async def open_fleet(handle: FleetHandle) -> AsyncIterator[FleetOperator]:
     """Raises Refused when its Redis cannot be used."""
     try:
         redis = await connect(handle.redis_url, _REDIS_TIMEOUT_S)
         try:
             config = handle.config.queue if handle.config else QueueConfig()
             queue = PrefillQueue(redis, handle.namespace, config)
-            yield Fleet(handle, Registry(redis, handle.namespace), queue)
+            yield FleetOperator(handle, Registry(redis, handle.namespace), queue)
         finally:
             await redis.aclose()
     except (RedisAway, UnknownWorker) as error:
         raise Refused(str(error)) from None
-
-
-def _describe(info: WorkerInfo) -> dict[str, Any]:
-    return {
-        "id": info.id,
-        "role": info.role.value,
-        "state": info.state.value,
-        "engine": info.identity.engine,
-        "host": info.host,
-        "pid": info.pid,
-        "blocks_total": info.blocks_total,
-        "blocks_free": None,
-        "running": None,
-        "waiting": None,
-        "step_ms": None,
-    }

@@ -20,12 +20,11 @@ _BAR_CELLS = 6
 def fleet_view(seen: dict[str, Any]) -> RenderableType:
     """`/fleet` as a table and two lines. A load that is not known is a dash."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    for name, justify in (
-        *(("worker", "left"), ("role", "left"), ("state", "left"), ("engine", "left"), ("KV blocks used", "left")),
-        *(("run", "right"), ("wait", "right"), ("step", "right"), ("pid", "right"), ("host", "left")),
-    ):
-        # What a narrow terminal has no room for is taken from the host.
-        table.add_column(name, justify=typing.cast(Literal["left", "right"], justify), no_wrap=name != "host")
+    for name in ("worker", "role", "state", "engine", "KV blocks used"):
+        table.add_column(name, no_wrap=True)
+    for name in ("run", "wait", "step", "pid"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("host")  # wraps where the terminal is narrow
     for worker in seen["workers"]:
         step_ms = worker["step_ms"]
         table.add_row(
@@ -68,7 +67,7 @@ def queue_view(rows: list[dict[str, Any]], depth: dict[str, int]) -> RenderableT
 
 
 def fields_view(fields: dict[str, Any]) -> RenderableType:
-    """One thing's fields, a line each."""
+    """The fields of one job, a line each."""
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in fields.items():
         table.add_row(name, str(value))
@@ -86,7 +85,7 @@ def keys_view(struct: type[msgspec.Struct]) -> RenderableType:
 
 
 def config_keys(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """(a.b.c, type, default as YAML would spell it, or "required"), sections opened."""
+    """Every key, those of sections included, as (a.b.c, type, its default in YAML or "required")."""
     hints = typing.get_type_hints(struct, include_extras=True)
     for field in msgspec.structs.fields(struct):
         key, kind = prefix + field.name, hints[field.name]

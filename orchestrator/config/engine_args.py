@@ -1,6 +1,6 @@
-"""Engine and server arguments as configured: their known names, and their spelling on a command line.
+"""Engine arguments and environment of each role, the names that this vLLM knows, and their command-line spelling.
 
-The names are read out of vLLM's source without importing it, which would take seconds.
+The names are read from vLLM's source without importing it, which would take seconds.
 """
 
 from __future__ import annotations
@@ -15,16 +15,44 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.config.settings import Config, ConfigError
+from orchestrator.config.settings import Config, ConfigError, PoolConfig
+from orchestrator.types import Role
 
 # Where vLLM 0.32 defines the arguments, relative to its package, and the dataclasses that hold them.
 _ENGINE_FILE, _ENGINE_CLASSES = "engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")
 _SERVER_FILE = "entrypoints/launchers/cli_args.py"
 _SERVER_CLASSES = ("BaseFrontendArgs", "FrontendArgs")
-# Set by the workers themselves.
+# The workers set these themselves.
 _RESERVED = {"model": "model", "kv_transfer_config": "kv.transfer", "served_model_name": "served_model_name"}
 # An engine's KV blocks can be read by another engine only when these agree.
 _FLEET_WIDE = ("dtype", "kv_cache_dtype", "block_size", "max_model_len", "quantization", "revision")
+
+
+def pool(config: Config, role: Role) -> PoolConfig:
+    """The section of the configuration that describes the workers of this role."""
+    return config.workers.prefill if role is Role.PREFILL else config.workers.decode
+
+
+def engine_args(config: Config, role: Role) -> dict[str, Any]:
+    """vLLM's engine arguments for the workers of this role; the role's own replace the common ones."""
+    return {**config.workers.engine_args, **pool(config, role).engine_args}
+
+
+def environment(config: Config, role: Role) -> dict[str, str]:
+    """Environment variables for the workers of this role; an engine reads many of them when it is imported."""
+    return {**config.workers.env, **pool(config, role).env}
+
+
+def ranks(config: Config, role: Role) -> int:
+    """How many GPUs, or CPU processes, one worker of this role has. Raises ConfigError."""
+    arguments = engine_args(config, role)
+    product = 1
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        value = arguments.get(name, 1)
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"workers.engine_args.{name}: expected an integer >= 1, got {value!r}")
+        product *= value
+    return product
 
 
 def to_command_line(arguments: Mapping[str, Any]) -> list[str]:
@@ -42,7 +70,7 @@ def to_command_line(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def check_engine_args(config: Config) -> None:
-    """Names that no engine knows, or that the two roles must agree on and do not. Raises ConfigError."""
+    """Raises ConfigError for a name that no engine knows, and for a value that the two roles must share but do not."""
     workers = config.workers
     sections = {
         "workers.engine_args": workers.engine_args,
@@ -56,8 +84,7 @@ def check_engine_args(config: Config) -> None:
         _check_names(section, arguments, _engine_names())
     _check_names("frontend.server_args", config.frontend.server_args, _engine_names() | _server_names())
     if workers.prefill.replicas and workers.decode.replicas:
-        prefill = {**workers.engine_args, **workers.prefill.engine_args}
-        decode = {**workers.engine_args, **workers.decode.engine_args}
+        prefill, decode = engine_args(config, Role.PREFILL), engine_args(config, Role.DECODE)
         for name in _FLEET_WIDE:
             if prefill.get(name) != decode.get(name):
                 raise ConfigError(
@@ -80,13 +107,13 @@ def _engine_names() -> frozenset[str]:
 
 def _server_names() -> frozenset[str]:
     fields = _names(_SERVER_FILE, _SERVER_CLASSES)
-    # Some options have no field of their own, so those the parsers spell out are known too.
+    # Some options have no field, so the options that the parsers spell out are known too.
     return fields and fields | _names(_SERVER_FILE, ()) | _names(_ENGINE_FILE, ())
 
 
 @functools.cache
 def _names(file: str, classes: tuple[str, ...]) -> frozenset[str]:
-    """Fields of the classes, or without classes every "--option" in the file; empty when vLLM is not there."""
+    """The fields of the classes, or without classes every "--option" in the file; empty without vLLM."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         return frozenset()

@@ -17,9 +17,9 @@ from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from orchestrator.fleet.view import Fleet, WorkerView
+from orchestrator.fleet.view import Fleet
 from orchestrator.policy.predict import Predictor
-from orchestrator.types import DesiredRatio, QueueDepth, Role
+from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerStatus
 
 MAX_REQUEST_ID_LENGTH = 200
 
@@ -115,23 +115,6 @@ class _Reply:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-def describe_worker(view: WorkerView) -> dict[str, Any]:
-    info, load = view.info, view.load
-    return {
-        "id": info.id,
-        "role": info.role.value,
-        "state": info.state.value if view.connected else "unreachable",
-        "engine": info.identity.engine,
-        "host": info.host,
-        "pid": info.pid,
-        "blocks_total": load.blocks_total if load else info.blocks_total,
-        "blocks_free": load.blocks_free if load else info.blocks_total,
-        "running": load.running if load else 0,
-        "waiting": load.waiting if load else 0,
-        "step_ms": round(load.step_ms, 2) if load else 0.0,
-    }
-
-
 def fleet_routes(
     model: str,
     fleet: Fleet,
@@ -158,8 +141,8 @@ def fleet_routes(
         workers = sorted(fleet.workers.values(), key=lambda view: (view.info.role.value, view.info.id))
         return {
             "model": model,
-            "workers": [describe_worker(view) for view in workers],
-            "queue": {"requests": queue.requests, "tokens": queue.tokens, "claimed": queue.claimed} if queue else None,
+            "workers": msgspec.to_builtins([WorkerStatus.of(view.info, view.load, view.connected) for view in workers]),
+            "queue": msgspec.to_builtins(queue),
             "desired": msgspec.to_builtins(wanted),
         }
 

@@ -28,7 +28,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
-from orchestrator.config.engine_args import to_command_line
+from orchestrator.config.engine_args import engine_args, to_command_line
 from orchestrator.config.model import resolve_model
 from orchestrator.config.settings import Config, ConfigError, load_config
 from orchestrator.fleet.control_calls import FleetCalls
@@ -37,8 +37,9 @@ from orchestrator.frontend.edge import EdgeMiddleware, fleet_routes
 from orchestrator.frontend.engine import FleetCore, FleetLLM
 from orchestrator.frontend.vllm_codec import VllmCodec
 from orchestrator.frontend.wiring import FrontendLink
-from orchestrator.parent import die_with_parent
+from orchestrator.parent import die_with_parent, report_exit
 from orchestrator.store.client import RedisAway, connect
+from orchestrator.types import Role
 
 log = logging.getLogger("pd.frontend")
 
@@ -51,8 +52,7 @@ def server_arguments(config: Config) -> list[str]:
     options: dict[str, Any] = {
         "model": resolve_model(config.model),
         "served_model_name": served_name(config),
-        **{k: v for k, v in config.workers.engine_args.items() if not k.startswith(_ENGINE_ONLY)},
-        **{k: v for k, v in config.workers.decode.engine_args.items() if not k.startswith(_ENGINE_ONLY)},
+        **{k: v for k, v in engine_args(config, Role.DECODE).items() if not k.startswith(_ENGINE_ONLY)},
         # Its cache assumes a single engine that has seen what it has sent.
         "mm_processor_cache_gb": 0,
         "enable_prompt_tokens_details": True,
@@ -206,7 +206,7 @@ def main() -> None:
         port = config.frontend.port if options.port is None else options.port
         uvloop.run(serve(config, options.redis, options.index, port))
     except (ConfigError, RedisAway) as error:
-        print(f"orchestrator.frontend.server: {error}", file=sys.stderr)
+        report_exit("orchestrator.frontend.server", str(error))
         sys.exit(2)
 
 

@@ -1,6 +1,7 @@
-"""What the launcher shows: progress while the fleet loads, then the log lines of its processes by name.
+"""What the launcher shows: progress while the fleet loads, then its own log and one line per ended request.
 
-On a terminal progress is a live table; elsewhere every change is a plain line.
+On a terminal progress is a live table; elsewhere every change is a plain line. The whole output of the fleet's
+processes goes to a log file; a verbose console shows it too.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ import logging
 import os
 import sys
 import time
-from typing import IO
+from pathlib import Path
+from typing import IO, Any
 
+import msgspec
 from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.spinner import Spinner
@@ -19,12 +22,43 @@ from rich.text import Text
 
 _COLOURS = {"prefill": 36, "decode": 32, "frontend": 35, "launcher": 33}  # ANSI
 _REFRESH_PER_S = 8
+_MAX_LOG_BYTES = 32 << 20
+_SHOWN_AFTER_FAILURE = 15  # lines
+
+
+class LogFile:
+    """A log of bounded size. What was there before, and the older part of a long log, is kept as NAME.1."""
+
+    def __init__(self, path: Path, max_bytes: int = _MAX_LOG_BYTES) -> None:
+        """Raises OSError."""
+        self.path = path
+        self._max_bytes = max_bytes
+        self._file = self._begin()
+
+    def write(self, line: str) -> None:
+        try:
+            if self._file.tell() > self._max_bytes:
+                self._file.close()
+                self._file = self._begin()
+            self._file.write(line.encode(errors="replace") + b"\n")
+        except (OSError, ValueError):
+            return  # a full disk, or closed: the fleet matters more than its log
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _begin(self) -> IO[bytes]:
+        if self.path.exists():
+            self.path.replace(self.path.with_name(self.path.name + ".1"))
+        return self.path.open("wb", buffering=0)
 
 
 class Console:
     """Everything goes to one stream, line by line. A stream whose reader is gone is written to no more."""
 
-    def __init__(self, stream: IO[str] | None = None) -> None:
+    def __init__(self, stream: IO[str] | None = None, verbose: bool = False) -> None:
+        self.log_file: LogFile | None = None
+        self._verbose = verbose
         self._stream = stream or sys.stdout
         self._colour = self._stream.isatty() and not os.environ.get("NO_COLOR")
         self._rich = RichConsole(file=self._stream) if self._stream.isatty() else None
@@ -47,7 +81,7 @@ class Console:
         now = time.monotonic()
         _, since, until = self._rows.get(name, ("", now, None))
         if until is not None:
-            since = now  # it had come to an end, and begins again
+            since = now  # it had ended, and begins again
         self._rows[name] = (stage, since, now if done else None)
         if self._live is None:
             took = f" after {now - since:.1f} s" if done and now - since >= 0.1 else ""
@@ -57,8 +91,29 @@ class Console:
         """A line of the launcher's own."""
         self._write(text)
 
+    def note(self, line: str) -> None:
+        """A line of the launcher's own log."""
+        self._write_log("launcher", line)
+        self._write_named("launcher", line)
+
     def log(self, name: str, line: str) -> None:
         """A line of one of the fleet's processes."""
+        self._write_log(name, line)
+        if self._verbose:
+            self._write_named(name, line)
+        elif shown := shown_request(line):
+            self._write_named(name, shown)
+
+    def show_failure(self, name: str, lines: list[str]) -> None:
+        """The end of the output of a process that failed; a verbose console has shown it already."""
+        for line in [] if self._verbose else lines[-_SHOWN_AFTER_FAILURE:]:
+            self._write_named(name, line)
+
+    def _write_log(self, name: str, line: str) -> None:
+        if self.log_file is not None:
+            self.log_file.write(f"[{name}] {line}")
+
+    def _write_named(self, name: str, line: str) -> None:
         prefix = f"[{name}]"
         if self._colour:
             prefix = f"\x1b[{_COLOURS.get(name.partition('-')[0], 34)}m{prefix}\x1b[0m"
@@ -72,7 +127,7 @@ class Console:
                 self._stream.write(line + "\n")
                 self._stream.flush()
         except (BrokenPipeError, ValueError):
-            self._stream = open(os.devnull, "w")  # the fleet matters more than who watches it
+            self._stream = open(os.devnull, "w")  # the reader is gone; the fleet runs on
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
@@ -84,7 +139,7 @@ class Console:
 
 
 class ConsoleHandler(logging.Handler):
-    """The launcher's own log, among the others'."""
+    """Shows the launcher's own log."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -92,6 +147,35 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._console.log("launcher", self.format(record))
+            self._console.note(self.format(record))
         except Exception:  # logging's contract: a line that cannot be formatted must not end the program
             self.handleError(record)
+
+
+def shown_request(line: str) -> str | None:
+    """A frontend's `pd.request` line (router/request_log.py) for a person; None for any other line."""
+    _, found, encoded = line.partition(" pd.request: ")
+    if not found:
+        return None
+    try:
+        fields: dict[str, Any] = msgspec.json.decode(encoded)
+        prefill, decode = fields["prefill_worker"], fields["decode_worker"]
+        where = f", prefilled by {prefill}, decoded by {decode}" if prefill else f", prefilled and decoded by {decode}"
+        stages = [
+            f"{label} {fields[name]:.0f} ms"
+            for name, label in (
+                ("queued_ms", "queued"),
+                ("prefill_ms", "prefill"),
+                ("exposed_ms", "exposed transfer"),
+                ("decode_ms", "decode"),
+            )
+            if name in fields
+        ]
+        cached = f" ({fields['cached_tokens']} cached)" if fields.get("cached_tokens") else ""
+        return (
+            f"pd.request {fields['id']}: {fields['outcome']}, {fields['prompt_tokens']}{cached} prompt and "
+            f"{fields['output_tokens']} output tokens{where if decode else ''} ({fields['reason']})"
+            f"{'; ' if stages else ''}{', '.join(stages)}"
+        )
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+        return line

@@ -1,7 +1,7 @@
 """Runs a fleet on this machine in the foreground: checks first, then Redis, workers and frontends, then `Ready`.
 
-Owns what they share: the run folder, the port, signals, and that nothing is left at the end. The processes are
-local_fleet.py's, Redis is redis_server.py's.
+Owns what they share: the run folder, the port, the log, signals, and that nothing is left at the end. local_fleet.py
+has the processes, redis_server.py has Redis.
 """
 
 from __future__ import annotations
@@ -16,33 +16,41 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
+from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.model import find_model
-from orchestrator.config.settings import Config
-from orchestrator.launch.commands import Placement, check_config, hold_port, resolve
-from orchestrator.launch.console import Console, ConsoleHandler
+from orchestrator.config.settings import Config, ConfigError
+from orchestrator.launch.commands import resolve
+from orchestrator.launch.console import Console, ConsoleHandler, LogFile
 from orchestrator.launch.leftovers import end_processes, remove_shared_memory
 from orchestrator.launch.local_fleet import LocalFleet
+from orchestrator.launch.machine import MachineShares, hold_port
 from orchestrator.launch.process import adopt_orphans
 from orchestrator.launch.redis_server import RedisServer
 from orchestrator.launch.run_folder import Ready, RunFolder, StartedProcess
 from orchestrator.store.registry import Registry
 
-# One Ctrl-C can arrive twice: from the terminal, and passed on by the program that started us.
+# One Ctrl-C can arrive twice: from the terminal, and from the program that started us.
 _SAME_SIGNAL_S = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_CURL_TOKENS = 24
+_REPEATED = "{repeated}"  # stands for a shell's substitution in a JSON body
 
 
 def launch(config: Config, console: Console) -> None:
-    """Until SIGINT, SIGTERM or SIGHUP. Raises ConfigError when the fleet cannot come up; leaves nothing behind."""
-    check_config(config)
+    """Run until SIGINT, SIGTERM or SIGHUP. Leaves nothing behind but a log.
+
+    Raises ConfigError when the fleet cannot come up.
+    """
+    check_engine_args(config)
     folder = RunFolder(config.namespace)
     started_at = time.time()
     with _logging_to(console), _signals_interrupt():
         _clean_up_after_killed(folder, folder.claim(), console)
         try:
-            Placement(config).check_room()
-            # Refused before minutes of loading; held for good once the fleet starts.
+            MachineShares(config).check_room()
+            # A port in use is refused now, not after minutes of loading; it is held once the fleet starts.
             hold_port(config.frontend.host, config.frontend.port)[0].close()
+            _open_log(folder, console)
             console.start_progress()
             console.stage("model", "looking for it")
             model = find_model(config.model, lambda stage: console.stage("model", stage))
@@ -53,6 +61,8 @@ def launch(config: Config, console: Console) -> None:
             console.say("Stopped before anything was started")
         finally:
             console.stop_progress()
+            if console.log_file is not None:
+                console.log_file.close()
             folder.remove()
             remove_shared_memory(newer_than=started_at)
 
@@ -71,23 +81,23 @@ async def _run(config: Config, model: str, folder: RunFolder, console: Console) 
         held, port = hold_port(config.frontend.host, config.frontend.port)
         stack.callback(held.close)
         resolved = resolve(config, model, server.url, port)
-        placement = Placement(config)
+        machine = MachineShares(config)
         registry = Registry(redis, config.namespace)
-        fleet = LocalFleet(resolved, folder.write_config(resolved), registry, placement, console, folder.note_started)
+        fleet = LocalFleet(resolved, folder.write_config(resolved), registry, machine, console, folder.note_started)
         stop.at_once = fleet.kill
         stack.push_async_callback(fleet.end)
         await fleet.start()
         watching = asyncio.create_task(fleet.watch.run(), name="fleet-watch")
-        keeping = asyncio.create_task(server.keep_running(fleet.watch.look), name="redis-keeper")
+        keeping = asyncio.create_task(server.keep_running(fleet.watch.read_soon), name="redis-keeper")
         for task in (watching, keeping):
             stack.push_async_callback(_cancel, task)
         if await stop.or_done(fleet.until_ready(), watching):
-            _announce(fleet, placement.device, folder, console)
+            _announce(fleet, machine.device, folder, console)
             await stop.or_done(asyncio.Event().wait(), watching)
 
 
 class _Stop:
-    """Signals while the fleet runs: the first ends it in order, the next at once."""
+    """Signals while the fleet runs: the first ends it in order, the second at once."""
 
     def __init__(self, console: Console) -> None:
         self.at_once: Callable[[], None] = lambda: None
@@ -111,7 +121,7 @@ class _Stop:
             self._event.set()
 
     async def or_done(self, doing: Coroutine[Any, Any, object], watching: asyncio.Task[None]) -> bool:
-        """Whether it ended before a signal came. Raises what it, or the watching beside it, raised."""
+        """Whether `doing` ended before a signal came. Raises what it, or `watching`, raised."""
         task = asyncio.create_task(doing)
         stopped = asyncio.create_task(self._event.wait())
         try:
@@ -131,21 +141,43 @@ async def _cancel(task: asyncio.Task[Any]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
+def _open_log(folder: RunFolder, console: Console) -> None:
+    """Raises ConfigError."""
+    try:
+        console.log_file = LogFile(folder.log_path)
+    except OSError as error:
+        raise ConfigError(f"{folder.log_path}: cannot be written ({error.strerror}); set XDG_RUNTIME_DIR") from None
+    console.stage("log", str(folder.log_path), done=True)
+
+
 def _announce(fleet: LocalFleet, device: str, folder: RunFolder, console: Console) -> None:
-    """The last two lines of a start."""
-    name = fleet.config.served_model_name or fleet.config.model
-    engine = "simulated engines: timed, not computed" if fleet.config.engine == "sim" else f"vLLM on {device}"
+    """The last lines of a start: where the fleet is, and requests to try it with."""
+    config = fleet.config
+    name = config.served_model_name or config.model
+    engine = "simulated engines: timed, not computed" if config.engine == "sim" else f"vLLM on {device}"
     ready = Ready(fleet.url, name, f"{fleet.desired.prefill}P{fleet.desired.decode}D ({engine})")
-    folder.note_ready(ready)
     console.stop_progress()
     console.say(f"Ready  {ready.url}  model {ready.model}  fleet {ready.fleet}")
-    messages = [{"role": "user", "content": "What is the capital of France?"}]
-    body = json.dumps({"model": name, "messages": messages, "temperature": 0})
-    console.say(f"curl {fleet.url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(body)}")
+    console.say("A short prompt is prefilled where it is decoded:")
+    console.say(_curl(ready))
+    if fleet.desired.prefill:
+        console.say("A long one is prefilled by one worker and decoded by another:")
+        console.say(_curl(ready, sentences=config.routing.remote_prefill_min_tokens // 3))
+    folder.note_ready(ready)  # last: `up --detach` returns once it is there
+
+
+def _curl(ready: Ready, sentences: int = 0) -> str:
+    """A chat request to paste into a shell, which puts a repeated sentence of four tokens in front of the question."""
+    question = f"{_REPEATED}What is the capital of France?" if sentences else "What is the capital of France?"
+    messages = [{"role": "user", "content": question}]
+    body = json.dumps({"model": ready.model, "messages": messages, "max_tokens": _CURL_TOKENS, "temperature": 0})
+    repeat = f"$(printf 'You answer briefly. %.0s' $(seq {sentences}))"
+    quoted = shlex.quote(body).replace(_REPEATED, f"""'"{repeat}"'""")
+    return f"curl {ready.url}/v1/chat/completions -H 'content-type: application/json' -d {quoted}"
 
 
 def _clean_up_after_killed(folder: RunFolder, left: list[StartedProcess], console: Console) -> None:
-    """What a launcher of this namespace has left that was killed."""
+    """End and remove what a launcher of this namespace left when it was killed."""
     ended = end_processes(left)
     removed = remove_shared_memory(newer_than=folder.previous_start) if folder.previous_start else []
     if ended or removed:
@@ -169,7 +201,7 @@ def _logging_to(console: Console) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """Outside of the event loop every one of our signals is what Ctrl-C is."""
+    """Outside of the event loop each of our signals raises KeyboardInterrupt, as Ctrl-C does."""
     before = {number: signal.signal(number, signal.default_int_handler) for number in _SIGNALS}
     try:
         yield

@@ -12,12 +12,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import httpx
+
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.launch.commands import Placement, frontend_spec
+from orchestrator.launch.commands import frontend_spec
 from orchestrator.launch.console import Console
-from orchestrator.launch.http_get import get
+from orchestrator.launch.machine import MachineShares
 from orchestrator.launch.process import started_ticks
-from orchestrator.launch.registry_watch import FleetWatch, Snapshot
+from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.launch.run_folder import StartedProcess
 from orchestrator.launch.supervise import Stage, Supervised, describe
 from orchestrator.launch.worker_pool import WorkerPool
@@ -27,7 +29,7 @@ from orchestrator.types import DesiredRatio, Role
 
 log = logging.getLogger("pd.launcher")
 
-_EXIT_USAGE = 2  # a worker's or frontend's word that it could never work
+_EXIT_USAGE = 2  # with it a worker or frontend says that it can never work
 _STARTS_BEFORE_GIVING_UP = 3
 _POLL_S = 0.1
 _READY_REQUEST_TIMEOUT_S = 2.0
@@ -45,25 +47,25 @@ class StartFailed(ConfigError):
 
 
 class LocalFleet:
-    """`start`, `until_ready`, `serve`, and whatever happens `end`. `config` is resolved: nothing left to be found."""
+    """`start`, then `until_ready` while `watch` runs; `end`, whatever happens. `config` is resolved."""
 
     def __init__(
         self,
         config: Config,
         config_file: Path,
         registry: Registry,
-        placement: Placement,
+        machine: MachineShares,
         console: Console,
         note_started: Callable[[list[StartedProcess]], None],
     ) -> None:
         self.config = config
         self.desired = DesiredRatio(config.workers.prefill.replicas, config.workers.decode.replicas, "launcher")
-        self.watch = FleetWatch(registry, self._update)
+        self.watch = RegistryWatch(registry, self._update)
         self._registry = registry
         self._console = console
         self._note_started = note_started
         self._noted: list[StartedProcess] = []
-        self._pool = WorkerPool(config, config_file, registry, placement, console.log, self._show)
+        self._pool = WorkerPool(config, config_file, registry, machine, console.log, self._show)
         self._frontends = [
             Supervised(
                 f"frontend-{index}",
@@ -89,16 +91,18 @@ class LocalFleet:
         self._tasks = [asyncio.create_task(process.run(), name=process.name) for process in self._frontends]
 
     async def until_ready(self) -> None:
-        """Until everything is up and the endpoint answers. Raises StartFailed."""
-        expected = self.config.workers.prefill.replicas + self.config.workers.decode.replicas
-        while True:
-            processes = self._processes()
-            for process in processes:
-                _give_up_on(process)
-            if len(processes) >= expected + len(self._frontends) and all(p.stage is Stage.READY for p in processes):
-                if await asyncio.to_thread(get, f"{self.url}/ready", _READY_REQUEST_TIMEOUT_S) is not None:
-                    return
-            await asyncio.sleep(_POLL_S)
+        """Returns when everything is up and the endpoint answers. Raises StartFailed."""
+        expected = self.config.workers.prefill.replicas + self.config.workers.decode.replicas + len(self._frontends)
+        async with httpx.AsyncClient(timeout=_READY_REQUEST_TIMEOUT_S, trust_env=False) as client:
+            while True:
+                processes = self._processes()
+                for process in processes:
+                    self._check_start(process)
+                if len(processes) >= expected and all(process.stage is Stage.READY for process in processes):
+                    with contextlib.suppress(httpx.HTTPError):
+                        if (await client.get(f"{self.url}/ready")).status_code == httpx.codes.OK:
+                            return
+                await asyncio.sleep(_POLL_S)
 
     async def end(self) -> None:
         """Frontends first, so that nothing new comes; then workers, all at once. Returns when all are gone."""
@@ -108,7 +112,7 @@ class LocalFleet:
         await self._pool.close()
 
     def kill(self) -> None:
-        """SIGKILL to everything, for who does not want to wait for `end`."""
+        """SIGKILL to everything, which makes `end` quick."""
         for process in self._processes():
             process.request_stop()
             process.kill()
@@ -123,7 +127,7 @@ class LocalFleet:
         return [*self._frontends, *(slot.process for slot in self._pool.slots.values())]
 
     async def _forget_the_dead(self) -> None:
-        """Workers of this host that are registered but do not run: they would keep a different fleet out."""
+        """Take workers of this host that do not run out of the registry: a different fleet could not join them."""
         for worker_id, info in (await self._registry.workers()).items():
             if info.host == self.config.workers.host and started_ticks(info.pid) is None:
                 await self._registry.leave(worker_id)
@@ -132,7 +136,7 @@ class LocalFleet:
         await self._registry.set_desired(self.desired.prefill, self.desired.decode, self.desired.set_by)
 
     async def _update(self, snapshot: Snapshot) -> None:
-        """With every reading of the registry. Raises RedisAway."""
+        """Act on a new reading of the registry. Raises RedisAway."""
         registered = {frontend.pid for frontend in snapshot.frontends.values()}
         for process in self._frontends:
             if process.pid in registered:
@@ -145,7 +149,7 @@ class LocalFleet:
         self._note_processes()
 
     def _note_processes(self) -> None:
-        """For whoever cleans up should this process be killed."""
+        """Write down what runs, for the one that cleans up if this process is killed."""
         started = [(process.name, process.pid, started_ticks(process.pid)) for process in self._processes()]
         noted = [StartedProcess(name, pid, ticks) for name, pid, ticks in started if pid and ticks is not None]
         if noted != self._noted:
@@ -154,20 +158,24 @@ class LocalFleet:
 
     def _show(self, process: Supervised) -> None:
         self._console.stage(process.name, _SHOWN[process.stage], done=process.stage in (Stage.READY, Stage.ENDED))
-        self.watch.look()
+        self.watch.read_soon()
 
     async def _frontend_left(self, process: Supervised) -> None:
-        """Take it out of the registry at once; its waiting jobs are then nobody's, and swept."""
+        """Take it out of the registry at once, so that its waiting jobs are swept."""
         with contextlib.suppress(RedisAway):
             for frontend in (await self._registry.frontends()).values():
                 if frontend.pid == process.last_pid:
                     await self._registry.leave_frontend(frontend.id)
 
-
-def _give_up_on(process: Supervised) -> None:
-    """A process that says it can never work, or dies again and again, ends the start. Raises StartFailed."""
-    end = process.last_exit
-    if end is None or end.was_ready:
-        return
-    if end.code == _EXIT_USAGE or process.crashes >= _STARTS_BEFORE_GIVING_UP or process.stage is Stage.ENDED:
-        raise StartFailed(f"{process.name} did not start: it {describe(end)}")
+    def _check_start(self, process: Supervised) -> None:
+        """A process that can never work, or dies again and again, ends the start. Raises StartFailed."""
+        end = process.last_exit
+        if end is None or end.was_ready:
+            return
+        if end.code == _EXIT_USAGE or process.crashes >= _STARTS_BEFORE_GIVING_UP or process.stage is Stage.ENDED:
+            self._console.stop_progress()
+            if not end.said:
+                self._console.show_failure(process.name, process.last_lines)
+            log_file = self._console.log_file
+            where = f"; log: {log_file.path}" if log_file is not None else ""
+            raise StartFailed(f"{process.name} did not start: it {describe(end)}{where}")

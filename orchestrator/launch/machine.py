@@ -1,16 +1,83 @@
-"""Which CPU cores and which GPUs each worker gets. Arithmetic only; `find_*` at the end look at the machine."""
+"""What each process gets of this machine: CPU cores or GPUs, memory, and the port that the frontends share.
+
+Refuses a fleet that the machine has no room for. Starts nothing.
+"""
 
 from __future__ import annotations
 
+import errno
+import importlib.metadata
 import os
 import re
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.config.settings import ConfigError
+import msgspec
 
-# vLLM's default for gpu_memory_utilization is near 1: without a number of its own, a worker has its GPUs to itself.
+from orchestrator.config.engine_args import engine_args, environment, pool, ranks
+from orchestrator.config.settings import Config, ConfigError
+from orchestrator.types import Role
+
+# vLLM's default for gpu_memory_utilization is near 1: a worker without a number of its own has its GPUs to itself.
 _WHOLE_GPU = 1.0
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What one worker gets, as command-line arguments and environment variables."""
+
+    arguments: list[str] = []
+    env: dict[str, str] = {}
+
+
+class MachineShares:
+    """Shares out the cores, or the GPUs, of this machine among the workers of one fleet. Raises ConfigError."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._gpus: GpuShares | None = None
+        self._cores: CoreShares | None = None
+        self.device = "simulated"
+        if config.engine == "sim":
+            return
+        gpus = find_gpus()
+        # The CPU build of vLLM imports as `vllm` too, but has no distribution of that name.
+        if gpus and _has_cuda_vllm():
+            self.device, self._gpus = "CUDA", GpuShares(gpus)
+        else:
+            self.device = "CPU"
+            workers = config.workers.prefill.replicas + config.workers.decode.replicas
+            most_ranks = max(ranks(config, role) for role in Role)
+            self._cores = CoreShares(find_cores(), workers, config.frontend.replicas, most_ranks)
+
+    def take(self, owner: str, role: Role) -> Share:
+        """This worker's share; the same one again until it is given back. Raises ConfigError when there is no room."""
+        if self._gpus is not None and "CUDA_VISIBLE_DEVICES" not in environment(self._config, role):
+            utilization = engine_args(self._config, role).get("gpu_memory_utilization")
+            gpus = self._gpus.take(owner, ranks(self._config, role), utilization)
+            return Share(env={"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
+        if self._cores is not None and (cores := self._cores.take(owner)):
+            return Share(["--cores", ",".join(map(str, cores))])
+        return Share()
+
+    def give_back(self, owner: str) -> None:
+        for shares in (self._gpus, self._cores):
+            if shares is not None:
+                shares.give_back(owner)
+
+    def check_room(self) -> None:
+        """Raises ConfigError unless all configured workers fit on this machine together."""
+        owners = [
+            (f"workers.{role.value} {index}", role)
+            for role in Role
+            for index in range(pool(self._config, role).replicas)
+        ]
+        for owner, role in owners:
+            self.take(owner, role)
+        for owner, _ in owners:
+            self.give_back(owner)
+        if self._cores is not None:
+            _check_memory(self._config)
 
 
 class CoreShares:
@@ -70,14 +137,62 @@ class GpuShares:
 
 
 def find_cores() -> list[int]:
-    """The cores that this process may use."""
+    """The cores that this process may use, by number."""
     return sorted(os.sched_getaffinity(0))
 
 
 def find_gpus(devices: Path = Path("/dev")) -> list[str]:
-    """NVIDIA GPUs by the names CUDA_VISIBLE_DEVICES takes; that variable, when set, is the list to share out."""
+    """The NVIDIA GPUs, by the names that CUDA_VISIBLE_DEVICES takes. Where that variable is set, it is the list."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [gpu for gpu in re.split(r"\s*,\s*", visible.strip()) if gpu and gpu != "-1"]
     found = (re.fullmatch(r"nvidia(\d+)", path.name) for path in devices.glob("nvidia*"))
     return [str(number) for number in sorted(int(match[1]) for match in found if match)]
+
+
+def hold_port(host: str, port: int) -> tuple[socket.socket, int]:
+    """Reserve the frontends' port until the socket is closed; it does not listen. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    address = (host, port)
+    try:
+        if port:
+            # First without SO_REUSEPORT: the frontends of another fleet would share their port with ours.
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+                probe.listen(1)
+        held = socket.socket(family)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"frontend.port: port {port} on {host} is in use; stop what listens there, or choose another: "
+                "--set frontend.port=0 takes a free one"
+            ) from None
+        raise ConfigError(f"frontend.host: {host}:{port} cannot be listened on ({error.strerror})") from None
+    return held, held.getsockname()[1]
+
+
+def _has_cuda_vllm() -> bool:
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _check_memory(config: Config) -> None:
+    """The explicit KV cache sizes alone must fit into the machine's memory. Raises ConfigError."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = 0
+    for role in Role:
+        size = engine_args(config, role).get("kv_cache_memory_bytes")
+        needed += pool(config, role).replicas * (size if isinstance(size, int) else 0)
+    if needed > total:
+        raise ConfigError(
+            f"workers: {config.workers.prefill.replicas} prefill and {config.workers.decode.replicas} decode replicas "
+            f"with their kv_cache_memory_bytes need {needed / 2**30:.1f} GiB, this machine has "
+            f"{total / 2**30:.1f} GiB; lower replicas or kv_cache_memory_bytes"
+        )

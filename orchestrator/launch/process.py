@@ -1,6 +1,6 @@
 """One child process on this machine: its own session, its output line by line, and an end that leaves nothing behind.
 
-Not responsible for whether it should run (supervise.py) nor for what it is (commands.py).
+Whether it should run is supervise.py's, and what it runs is commands.py's.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from pathlib import Path
 
 import msgspec
 
-from orchestrator.parent import PARENT
+from orchestrator.parent import EXIT_REASON_FILE, PARENT, read_exit_reason
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 16
 _KEPT_LINES = 30
-# Helpers of a dead process (its engine, Python's resource tracker) end by themselves; then they are killed.
+# The helpers of a dead process (its engine, Python's resource tracker) have this long to end by themselves.
 _GROUP_PATIENCE_S = 3.0
 _POLL_S = 0.02
 
 
 class ProcessSpec(msgspec.Struct, frozen=True):
-    """What to start. `env` goes on top of our own environment."""
+    """What to start. `env` goes on top of our own environment; `exit_file` is where it may say why it ends."""
 
     name: str
     command: list[str]
     env: dict[str, str] = {}
+    exit_file: Path | None = None
 
 
 def adopt_orphans() -> None:
@@ -62,12 +63,16 @@ class LocalProcess:
 
     async def start(self) -> None:
         """Raises OSError."""
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", PARENT: str(os.getpid()), **self._spec.env}
+        if self._spec.exit_file is not None:
+            self._spec.exit_file.unlink(missing_ok=True)
+            env[EXIT_REASON_FILE] = str(self._spec.exit_file)
         self._process = await asyncio.create_subprocess_exec(
             *self._spec.command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", PARENT: str(os.getpid()), **self._spec.env},
+            env=env,
             # Ctrl-C reaches the launcher alone, which ends the fleet in order.
             start_new_session=True,
         )
@@ -81,12 +86,17 @@ class LocalProcess:
     def running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
+    @property
+    def exit_reason(self) -> str | None:
+        """What it said about its end, if it did."""
+        return read_exit_reason(self._spec.exit_file) if self._spec.exit_file is not None else None
+
     async def wait(self) -> int:
         """Until it has ended and everything of its process group too. Returns the exit code, negative for a signal."""
         assert self._process is not None and self._pump is not None, "start it first"
         code = await self._process.wait()
         await self._end_group()
-        # Somebody outside the group may hold the pipe; its lines are not worth waiting for.
+        # A process outside the group may hold the pipe open; its lines are not worth waiting for.
         await asyncio.wait({self._pump}, timeout=1.0)
         self._pump.cancel()
         return code
@@ -137,7 +147,7 @@ class LocalProcess:
             self._say(rest)
 
     def _say(self, line: bytes) -> None:
-        # Of a progress bar that redraws itself only what it showed last.
+        # A progress bar redraws itself in one line: keep what it showed last.
         text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace").rstrip()
         if text:
             self.last_lines.append(text)

@@ -1,6 +1,6 @@
 """The launcher's view of the registry: members, orders and desired ratio, read again whenever something changes.
 
-Keeps what it saw last while Redis is away, and says so. Decides nothing.
+Keeps the last reading while Redis is away, and says so. Decides nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Frontend, Registry, WorkerOrders
 from orchestrator.types import DesiredRatio, WorkerInfo
 
-# Changes come in bursts, and an order with the desired ratio that goes with it in two steps: read after both.
+# Changes come in bursts. An order and the desired ratio that goes with it are two writes: read after both.
 _SETTLE_S = 0.1
 _READ_EVERY_S = 1.0
 
@@ -31,8 +31,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     read_at: float = 0.0
 
 
-class FleetWatch:
-    """`run` it; `on_read` gets every new snapshot, and what it does is done before the next is read."""
+class RegistryWatch:
+    """`run` it. `on_read` gets every new snapshot, and ends before the next one is read."""
 
     def __init__(self, registry: Registry, on_read: Callable[[Snapshot], Awaitable[None]]) -> None:
         self.snapshot = Snapshot()
@@ -41,15 +41,15 @@ class FleetWatch:
         self._on_read = on_read
         self._changed = asyncio.Event()
 
-    def look(self) -> None:
-        """Something else changed: read soon."""
+    def read_soon(self) -> None:
+        """Something else changed: read without waiting for the next regular reading."""
         self._changed.set()
 
     async def run(self) -> None:
         listener = asyncio.create_task(self._listen(), name="fleet-events")
         try:
             while True:
-                await self._read()
+                await self.read()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_READ_EVERY_S):
                         await self._changed.wait()
@@ -59,7 +59,8 @@ class FleetWatch:
             listener.cancel()
             await asyncio.gather(listener, return_exceptions=True)
 
-    async def _read(self) -> None:
+    async def read(self) -> None:
+        """Read now, and hand the snapshot on. Redis being away changes nothing but `redis_away_since`."""
         try:
             self.snapshot = Snapshot(
                 workers=await self._registry.workers(),

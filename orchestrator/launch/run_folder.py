@@ -1,7 +1,7 @@
 """The folder of one running fleet: who runs it, where its Redis and its endpoint are, what it was configured with.
 
-One per namespace and user. Held with a file lock, which the kernel lets go of however the launcher ends; so a folder
-whose lock is free is what a killed launcher left.
+There is one per namespace and user. The launcher holds it with a file lock, which the kernel releases however the
+launcher ends; so a folder whose lock is free was left by a launcher that was killed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,23 @@ _CONFIG = "config.yaml"
 _REDIS = "redis.url"
 _READY = "ready.json"
 _PROCESSES = "processes.json"
-_LOG = "launcher.log"
 _WAIT_POLL_S = 0.05
-# Whoever only asks whether a folder is held, holds it for a moment.
+# A process that only asks whether a folder is held holds it for a moment.
 _CLAIM_PATIENCE_S = 0.5
 
 
 class FleetRunning(ConfigError):
     """A launcher holds this namespace's folder."""
 
+    def __init__(self, namespace: str, pid: int | None) -> None:
+        super().__init__(
+            f"namespace {namespace!r} is already served by process {pid}; end it with "
+            f"`orchestrator down --namespace {namespace}`, or choose another: --set namespace=NAME"
+        )
+
 
 class StartedProcess(msgspec.Struct, frozen=True):
-    """A process that the launcher started. A pid alone may be somebody else's later; with its start it is not."""
+    """A process that the launcher started. A pid may be given to another process later; the start tells them apart."""
 
     name: str
     pid: int
@@ -50,12 +55,14 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class RunFolder:
-    """Paths and small files; `claim` is the launcher's, everything else anybody's."""
+    """Paths and small files. `claim` and what writes are for the launcher; anybody may read."""
 
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
         self.path = base_folder() / namespace
-        self.previous_start = 0.0  # unix seconds; when the launcher that left it was started
+        # Beside the folder, not in it: the log outlives the fleet.
+        self.log_path = base_folder() / f"{namespace}.log"
+        self.previous_start = 0.0  # unix seconds; when the launcher that was killed had started
         self._lock: IO[str] | None = None
 
     # ---- the launcher's side -----------------------------------------------------------------------------------
@@ -67,10 +74,7 @@ class RunFolder:
             deadline = time.monotonic() + _CLAIM_PATIENCE_S
             while (lock := self._try_lock()) is None:
                 if time.monotonic() > deadline:
-                    raise FleetRunning(
-                        f"namespace {self.namespace!r} is already served by process {self.launcher_pid()}; end it with "
-                        f"`orchestrator down --namespace {self.namespace}`, or choose another: --set namespace=NAME"
-                    )
+                    raise FleetRunning(self.namespace, self.launcher_pid())
                 time.sleep(_WAIT_POLL_S)
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be written ({error.strerror}); set XDG_RUNTIME_DIR") from None
@@ -79,7 +83,7 @@ class RunFolder:
         status = os.fstat(lock.fileno())
         self.previous_start = status.st_mtime if status.st_size else 0.0
         for path in self.path.iterdir():
-            if path.name not in (_LOCK, _LOG) and not path.is_dir():
+            if path.name != _LOCK and not path.is_dir():
                 path.unlink(missing_ok=True)
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
@@ -101,7 +105,7 @@ class RunFolder:
 
     def remove(self) -> None:
         """The folder and everything in it. Idempotent."""
-        # Emptied before the lock is let go: nobody may meet a folder that is half there.
+        # Emptied before the lock is released: nobody may meet a folder that is half there.
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             self._lock.close()
@@ -115,7 +119,7 @@ class RunFolder:
             if os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name)):
                 return lock
         except (BlockingIOError, FileNotFoundError):
-            pass  # held; or a launcher that was just ending removed it under us
+            pass  # held; or a launcher that was ending has just removed it
         lock.close()
         return None
 
@@ -155,14 +159,8 @@ class RunFolder:
         text = self._read(_READY)
         return msgspec.json.decode(text, type=Ready) if text else None
 
-    def make_log(self) -> Path:
-        """A file in the folder for a launcher that is about to start in the background; removed with the folder."""
-        _own_base_folder()
-        self.path.mkdir(mode=0o700, exist_ok=True)
-        return self.path / _LOG
-
     def wait_until_free(self, timeout_s: float) -> bool:
-        """Whether no launcher holds it any more within the time."""
+        """Wait until no launcher holds it. False when one still does after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self.is_held:
             if time.monotonic() > deadline:
@@ -174,7 +172,7 @@ class RunFolder:
         try:
             return msgspec.json.decode(self._read(_PROCESSES) or "[]", type=list[StartedProcess])
         except msgspec.DecodeError:
-            return []  # cut short by the same kill that left it
+            return []  # the launcher was killed while it wrote
 
     def _read(self, name: str) -> str | None:
         try:

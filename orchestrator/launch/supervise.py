@@ -1,6 +1,6 @@
 """Keeps one process running: starts it, waits until it is ready, and starts it again with growing pauses when it dies.
 
-Whether it is ready is told from outside (`mark_ready`): it shows in the registry, not in the process.
+`mark_ready` says from outside that it is ready, which shows in the registry and not in the process.
 """
 
 from __future__ import annotations
@@ -27,12 +27,30 @@ class Stage(enum.Enum):
     ENDED = "ended"  # and it is not started again
 
 
+SUCCESSORS: dict[Stage, frozenset[Stage]] = {
+    Stage.STARTING: frozenset({Stage.READY, Stage.PAUSING, Stage.LEAVING, Stage.ENDED}),
+    Stage.READY: frozenset({Stage.PAUSING, Stage.LEAVING, Stage.ENDED}),
+    Stage.PAUSING: frozenset({Stage.STARTING, Stage.LEAVING, Stage.ENDED}),
+    Stage.LEAVING: frozenset({Stage.ENDED}),
+    Stage.ENDED: frozenset(),
+}
+
+
+class IllegalTransition(RuntimeError):
+    """A move that the table does not have: a bug in the launcher."""
+
+
 class Exit(msgspec.Struct, frozen=True):
-    """How a process ended. `code` is negative for a signal; `why` is what it said last."""
+    """How a process ended. `code` is negative for a signal.
+
+    `reason` is what the process itself said about its end; without that it is the last line of its output, which need
+    not be about the end: `said` tells which.
+    """
 
     code: int
-    why: str
+    reason: str
     was_ready: bool
+    said: bool = False
 
 
 def backoff_s(crashes: int, config: LauncherConfig) -> float:
@@ -79,8 +97,13 @@ class Supervised:
 
     @property
     def last_pid(self) -> int:
-        """Of what runs, or ran last."""
+        """The pid of what runs, or of what ran last."""
         return self._process.pid if self._process is not None else 0
+
+    @property
+    def last_lines(self) -> list[str]:
+        """The end of the output of what runs, or of what ran last."""
+        return list(self._process.last_lines) if self._process is not None else []
 
     def mark_ready(self) -> None:
         if self.stage is Stage.STARTING:
@@ -89,7 +112,7 @@ class Supervised:
             self._enter(Stage.READY)
 
     def expect_exit(self, within_s: float) -> None:
-        """It was told to leave: it is not started again, and stopped when it is still there after `within_s`."""
+        """It was told to leave: do not start it again, and stop it if it still runs after `within_s`."""
         if self.stage in (Stage.STARTING, Stage.READY, Stage.PAUSING):
             pausing = self.stage is Stage.PAUSING
             self._wanted = False
@@ -107,20 +130,20 @@ class Supervised:
         self._stopping.set()
 
     def kill(self) -> None:
-        """SIGKILL, as a crash: it is started again unless its end was expected."""
+        """SIGKILL. Counts as a crash: it is started again unless its end was expected."""
         if self._process is not None:
             self._process.kill()
 
     async def run(self) -> None:
-        """Until stopped, or it ended as expected. Leaves no process behind, however it ends."""
+        """Returns when it was stopped, or ended as expected. Leaves no process behind, however it returns."""
         self._on_stage(self)
         try:
             while self._wanted:
                 code = await self._run_once()
-                self.last_exit = Exit(code, self._why(), self._ready.is_set())
+                self.last_exit = self._describe_exit(code)
                 await self._on_exit(self)
                 if not self._wanted or (code == 0 and self._ready.is_set()):
-                    break  # it left in order; whether another is needed is for whoever plans
+                    break  # it left in order; reconcile.py decides whether another is needed
                 await self._pause()
         finally:
             if self._process is not None and self._process.running:
@@ -129,7 +152,7 @@ class Supervised:
             self._enter(Stage.ENDED)
 
     async def _run_once(self) -> int:
-        """One start to its end. Returns the exit code."""
+        """One process from its start to its end. Returns the exit code."""
         self._ready.clear()
         self.started_at = time.monotonic()
         self._enter(Stage.STARTING)
@@ -138,7 +161,7 @@ class Supervised:
             await self._process.start()
         except OSError as error:
             self._process.last_lines.append(f"{self._spec().command[0]}: {error.strerror}")
-            return 127  # as a shell says it
+            return 127  # what a shell returns
         exited = asyncio.create_task(self._process.wait())
         stop = asyncio.create_task(self._stopping.wait())
         late = asyncio.create_task(self._too_late())
@@ -174,25 +197,21 @@ class Supervised:
         except TimeoutError:
             return
 
-    def _why(self) -> str:
-        """What it said about its end: its own last word where it has one, else the last line."""
-        lines = list(self._process.last_lines) if self._process is not None else []
-        own = [line for line in lines if line.startswith(_LAST_WORDS)]
-        return (own or lines or ["no output"])[-1]
+    def _describe_exit(self, code: int) -> Exit:
+        said = self._process.exit_reason if self._process is not None else None
+        return Exit(code, said or (self.last_lines or ["no output"])[-1], self._ready.is_set(), said is not None)
 
     def _enter(self, stage: Stage) -> None:
-        if stage is not self.stage:
-            self.stage = stage
-            self._on_stage(self)
-
-
-# How the fleet's programs begin the one line that says why they end.
-_LAST_WORDS = ("prefill-worker: ", "decode-worker: ", "orchestrator.frontend.server: ")
+        if stage is self.stage:
+            return
+        if stage not in SUCCESSORS[self.stage]:
+            raise IllegalTransition(f"{self.name}: {self.stage.value} -> {stage.value}")
+        self.stage = stage
+        self._on_stage(self)
 
 
 def describe(end: Exit) -> str:
+    """How a process ended, for a line that begins with its name."""
+    # The last output of a process that was killed says nothing about its end.
     how = f"killed by signal {-end.code}" if end.code < 0 else f"ended with exit code {end.code}"
-    for prefix in _LAST_WORDS:
-        if end.why.startswith(prefix):
-            return f"{how} ({end.why.removeprefix(prefix)})"
-    return f"{how} ({end.why})" if end.code >= 0 else how
+    return f"{how} ({end.reason})" if end.said or end.code >= 0 else how

@@ -1,6 +1,6 @@
 """The worker processes of this launcher: one supervised process per worker id, made equal to the desired ratio.
 
-What to do is decided in reconcile.py; this carries it out. Workers that others run are told through the registry.
+reconcile.py decides what to do; this carries it out. Workers that others run get their orders through the registry.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.launch.commands import Placement, worker_spec
+from orchestrator.launch.commands import worker_spec
+from orchestrator.launch.machine import MachineShares
 from orchestrator.launch.reconcile import Action, Drain, Flip, SeenWorker, Start, new_id, plan, see
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage, Supervised
@@ -22,8 +23,8 @@ from orchestrator.types import DesiredRatio, Role, WorkerInfo, WorkerState
 
 log = logging.getLogger("pd.launcher")
 
-# A worker that was ready and then vanishes from a registry that works, but runs on, hangs: this many heartbeat
-# time-outs are left for it to come back.
+# A worker that was ready, still runs, and is not in a registry that works has hung: it has this many heartbeat
+# time-outs to come back.
 _HUNG_TIMEOUTS = 4.0
 
 
@@ -45,7 +46,7 @@ class WorkerPool:
         config: Config,
         config_file: Path,
         registry: Registry,
-        placement: Placement,
+        machine: MachineShares,
         on_line: Callable[[str, str], None],
         on_stage: Callable[[Supervised], None],
     ) -> None:
@@ -53,7 +54,7 @@ class WorkerPool:
         self._config = config
         self._config_file = config_file
         self._registry = registry
-        self._placement = placement
+        self._machine = machine
         self._on_line = on_line
         self._on_stage = on_stage
         self._closed = False
@@ -62,10 +63,10 @@ class WorkerPool:
     def start(self, role: Role, taken: set[str]) -> Slot:
         """Start a worker under a new id. Raises ConfigError when the machine has no room for it."""
         worker_id = new_id(role, taken | set(self.slots))
-        placed = self._placement.take(worker_id, role)
+        share = self._machine.take(worker_id, role)
         process = Supervised(
             worker_id,
-            lambda: worker_spec(self._config, slot.role, worker_id, self._config_file, placed),
+            lambda: worker_spec(self._config, slot.role, worker_id, self._config_file, share),
             self._config.launcher,
             self._config.workers.start_timeout_s,
             self._on_line,
@@ -78,7 +79,7 @@ class WorkerPool:
         return slot
 
     async def update(self, snapshot: Snapshot) -> None:
-        """Learn what the registry says of our workers, then do what the desired ratio asks for. Raises RedisAway."""
+        """Note what the registry says of our workers, then do what the desired ratio asks for. Raises RedisAway."""
         now = time.monotonic()
         for worker_id, slot in self.slots.items():
             info = snapshot.workers.get(worker_id)
@@ -93,13 +94,13 @@ class WorkerPool:
                 await self._do(action, snapshot)
 
     def seen(self, snapshot: Snapshot) -> list[SeenWorker]:
-        """All workers as the plan wants them: the registry's, and ours that are not in it."""
+        """All workers as `plan` takes them: those in the registry, and ours that are not in it."""
         workers = []
         for worker_id, info in snapshot.workers.items():
             slot = self.slots.get(worker_id)
             owned = slot is not None and slot.process.pid == info.pid
             if slot is not None and not owned:
-                continue  # what a dead predecessor left; the slot below stands for it
+                continue  # left by its dead predecessor; the slot below stands for the worker
             orders = snapshot.orders.get(worker_id)
             worker = see(info, orders.role if orders else None, bool(orders and orders.drain), owned)
             if slot is not None and slot.process.stage is Stage.LEAVING:
@@ -127,7 +128,7 @@ class WorkerPool:
         if info.state is not WorkerState.STARTING:
             slot.process.mark_ready()
         orders = snapshot.orders.get(info.id)
-        # What it was told to become is what it starts as if it dies on the way.
+        # If it dies while it changes its role, it starts again in the new one.
         slot.role = (orders.role if orders else None) or info.role
         if orders is not None and orders.drain and slot.process.stage is Stage.READY:
             slot.process.expect_exit(self._leave_deadline_s())
@@ -163,14 +164,14 @@ class WorkerPool:
         if worker_id in snapshot.workers:
             await self._registry.order_drain(worker_id)
             slot.process.expect_exit(self._leave_deadline_s())
-        else:  # it serves nobody yet
+        else:  # nobody knows it yet
             slot.process.expect_exit(0)
 
     def _leave_deadline_s(self) -> float:
         return self._config.workers.drain_timeout_s + self._config.launcher.stop_timeout_s
 
     def _say(self, desired: DesiredRatio | None, what: str) -> None:
-        """Not again every second while it cannot be done."""
+        """Log it once, not every second while it cannot be done."""
         wanted = f"{desired.prefill}P{desired.decode}D (set by {desired.set_by})" if desired else ""
         line = f"{wanted}: {what}"
         if line != self._said:
@@ -182,10 +183,10 @@ class WorkerPool:
             await slot.process.run()
         finally:
             self.slots.pop(slot.process.name, None)
-            self._placement.give_back(slot.process.name)
+            self._machine.give_back(slot.process.name)
 
     async def _left(self, process: Supervised) -> None:
-        """At once, so that everybody learns it before the time to live has run out."""
+        """Take it out of the registry at once: the others need not wait for its time to live to run out."""
         try:
             await self._registry.leave(process.name)
         except RedisAway as error:

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from support_fleet import RunningFleet, running_fleet
+from support_fleet import RunningFleet, paste, running_fleet
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -22,9 +22,16 @@ def fleet():
         running.assert_no_leaks()
 
 
+def test_the_curls_after_ready_say_paris_from_one_worker_and_from_two(fleet: RunningFleet):
+    for line, placed in zip(fleet.curls(), ("prefilled and decoded by", "prefilled by prefill-0, dec"), strict=True):
+        assert "Paris" in paste(line)["choices"][0]["message"]["content"]
+        fleet.wait_for_line(rf"pd\.request .* {placed}", 10)
+    assert not [line for line in fleet.log if "WARNING" in line], "vLLM's warnings are in the log file"
+
+
 async def test_chat_answers_and_explains_itself(fleet: RunningFleet):
     async with fleet.client() as client:
-        body = {"model": fleet.model, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 24}
+        body = {"model": fleet.model, "messages": [{"role": "user", "content": asked_anew(0)}], "max_tokens": 24}
         response = await client.post("/v1/chat/completions", json={**body, "temperature": 0})
     assert "Paris" in response.json()["choices"][0]["message"]["content"]
     request_id = response.headers["x-request-id"]

@@ -50,7 +50,8 @@ def test_bad_arguments_are_one_line_and_exit_code_2(
 def test_the_configuration_file_is_overridden_by_options(
     tmp_path: Path, redis_server: EmbeddedRedis, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from workers.arguments import environment, parse
+    from orchestrator.config.engine_args import environment
+    from workers.arguments import parse
 
     file = tmp_path / "fleet.yaml"
     file.write_text(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli.views import config_keys
+from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.settings import Config, ConfigError, load_config
-from orchestrator.launch.commands import check_config
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 
@@ -21,7 +21,7 @@ def load(tmp_path: Path, text: str, *sets: str) -> Config:
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_every_example_is_sound(file):
-    check_config(load_config(file))
+    check_engine_args(load_config(file))
 
 
 def test_there_are_examples_for_each_topology():
@@ -87,8 +87,8 @@ def test_a_missing_file_is_named(tmp_path):
 def test_workers_whose_kv_could_not_be_exchanged_are_refused(tmp_path):
     text = "model: demo\nworkers: {decode: {engine_args: {block_size: 32}}}"
     with pytest.raises(ConfigError, match=r"workers\.prefill\.engine_args\.block_size: is None.*decode.*32"):
-        check_config(load(tmp_path, text))
-    check_config(load(tmp_path, text, "workers.prefill.replicas=0"))
+        check_engine_args(load(tmp_path, text))
+    check_engine_args(load(tmp_path, text, "workers.prefill.replicas=0"))
 
 
 def test_the_list_of_keys_has_each_with_type_and_default():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support_fleet import RunningFleet, running_fleet
+from support_fleet import RunningFleet, paste, running_fleet
 
 from orchestrator.launch.process import started_ticks
 from orchestrator.launch.run_folder import RunFolder
@@ -54,22 +55,30 @@ def fleet() -> Iterator[RunningFleet]:
         yield running
 
 
-def test_the_curl_after_ready_works_when_pasted(fleet):
-    line = next(line for line in fleet.log if line.startswith("curl "))
+@pytest.mark.parametrize("shell", ["bash", "sh"])
+def test_the_curls_after_ready_work_when_pasted(fleet, shell):
     ready = next(line for line in fleet.log if line.startswith("Ready"))
     assert "model demo" in ready and "1P1D (simulated" in ready
-    # A terminal's user pastes it into a shell; -s only hides the progress meter.
-    done = subprocess.run(
-        ["bash", "-c", line.replace("curl ", "curl -s ", 1)], capture_output=True, text=True, timeout=60
-    )
-    assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant", done.stdout + done.stderr
+    short, long = (paste(line, shell) for line in fleet.curls())
+    for answer in (short, long):
+        assert answer["choices"][0]["message"]["role"] == "assistant", answer
+    assert long["usage"]["prompt_tokens"] > 256 > short["usage"]["prompt_tokens"]
 
 
-def test_progress_is_shown_and_logs_have_their_workers_name(fleet):
+def test_a_request_is_shown_with_its_stages_and_everything_else_is_in_the_log(fleet):
+    line = fleet.wait_for_line(r"pd\.request .* prefilled by prefill-0, decoded by decode-0", DEADLINE_S).string
+    for stage in ("queued", "prefill", "exposed transfer", "decode"):
+        assert re.search(rf"{stage} \d+ ms", line), line
+    shown = [line for line in fleet.log if line.startswith("[")]
+    assert shown and not [line for line in shown if "pd.request" not in line], "only requests"
+    assert f"log: {fleet.process_log}" in fleet.log
+    assert any(line.startswith("[decode-0] ") for line in fleet.process_lines())
+
+
+def test_progress_is_shown(fleet):
     for name in ("prefill-0", "decode-0", "frontend-0"):
         assert f"{name}: loading" in fleet.log
         assert any(line.startswith(f"{name}: ready") for line in fleet.log)
-    assert any(line.startswith("[decode-0] ") for line in fleet.log)
 
 
 def test_the_embedded_redis_comes_back_and_the_desired_ratio_with_it(fleet):
@@ -99,6 +108,7 @@ def test_ctrl_c_ends_everything(fleet):
     fleet.process.send_signal(signal.SIGINT)
     assert fleet.process.wait(30) == 0
     assert gone(pids) and not folder.path.exists()
+    assert folder.log_path.stat().st_size > 0, "the log stays"
 
 
 class Background:
@@ -142,7 +152,8 @@ def test_a_detached_fleet_that_cannot_start_says_why(background):
     failed = background.up("frontend.server_args={max_logprobs: many}")
     assert failed.returncode == 2
     assert failed.stderr.startswith("orchestrator: frontend-0 did not start"), failed.stderr
-    assert "many" in failed.stderr
+    assert "many" in failed.stderr and f"; log: {background.folder.log_path}" in failed.stderr
+    assert "many" in background.folder.log_path.read_text()
     assert not background.folder.path.exists()
 
 
@@ -161,13 +172,13 @@ def test_a_killed_launcher_takes_everything_with_it_and_the_next_one_cleans_up(b
 
 
 def test_a_terminal_shows_a_live_table(tmp_path):
-    """Under a pseudo-terminal: spinners while it loads, Ctrl-C typed into it ends it."""
+    """Under a pseudo-terminal: spinners while it loads, all output if it is verbose, Ctrl-C typed into it ends it."""
     pty = pytest.importorskip("pty")
     parent, child = pty.openpty()
     namespace = f"tty-{uuid.uuid4().hex[:6]}"
     sets = [f"namespace={namespace}", "frontend.port=0", *ONE_EACH]
     command = [sys.executable, "-m", "orchestrator.cli.main", "up", "configs/sim-2p2d.yaml"]
-    command += [part for item in sets for part in ("--set", item)]
+    command += ["--verbose", *(part for item in sets for part in ("--set", item))]
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -190,7 +201,7 @@ def test_a_terminal_shows_a_live_table(tmp_path):
     try:
         until(lambda: b"Ready  http://" in shown or process.poll() is not None, "ready")
         text = shown.decode(errors="replace")
-        assert "Ready  http://" in text and "✓" in text and "loading" in text
+        assert "Ready  http://" in text and "✓" in text and "loading" in text and "[decode-0]" in text
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
     finally:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.config.engine_args import ranks
 from orchestrator.config.settings import ConfigError, parse_config
-from orchestrator.launch.commands import Placement, frontend_spec, hold_port, ranks, resolve, worker_spec
-from orchestrator.launch.machine import CoreShares, GpuShares, find_gpus
+from orchestrator.launch.commands import frontend_spec, resolve, worker_spec
+from orchestrator.launch.machine import CoreShares, GpuShares, MachineShares, Share, find_gpus, hold_port
 from orchestrator.types import Role
 
 
@@ -80,22 +81,22 @@ def test_a_fleet_that_needs_more_memory_than_there_is_is_refused(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     config = config_of(workers={"decode": {"replicas": 1000}, "engine_args": {"kv_cache_memory_bytes": 1 << 40}})
     with pytest.raises(ConfigError, match="1000 decode replicas .* GiB; lower replicas"):
-        Placement(config).check_room()
+        MachineShares(config).check_room()
 
 
 def test_simulated_workers_are_not_pinned():
-    assert Placement(config_of(engine="sim")).take("a", Role.PREFILL) == ([], {})
+    assert MachineShares(config_of(engine="sim")).take("a", Role.PREFILL) == Share()
 
 
 def test_command_lines_carry_what_was_resolved(tmp_path):
     config = resolve(config_of(model="demo", workers={"env": {"A": "1"}}), "/models/demo", "redis://h:1", 1234)
     assert (config.model, config.served_model_name, config.frontend.port) == ("/models/demo", "demo", 1234)
-    spec = worker_spec(config, Role.DECODE, "prefill-0", tmp_path / "c.yaml", (["--cores", "1"], {"B": "2"}))
+    spec = worker_spec(config, Role.DECODE, "prefill-0", tmp_path / "c.yaml", Share(["--cores", "1"], {"B": "2"}))
     line = " ".join(spec.command)
     assert " -m workers.main decode --id prefill-0 --redis redis://h:1 --namespace default " in line
     assert "--die-with-parent --cores 1" in line
     assert spec.env["A"] == "1" and spec.env["B"] == "2"
-    deep = worker_spec(config, Role.DECODE, "d", Path("/" + "x" * 100) / "c.yaml", ([], {}))
+    deep = worker_spec(config, Role.DECODE, "d", Path("/" + "x" * 100) / "c.yaml", Share())
     assert "VLLM_RPC_BASE_PATH" not in deep.env, "a socket's path must fit"
     assert frontend_spec(config, 2, tmp_path / "c.yaml").name == "frontend-2"
 

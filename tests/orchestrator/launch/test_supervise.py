@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.config.settings import LauncherConfig
 from orchestrator.launch.process import LocalProcess, ProcessSpec, adopt_orphans, group_alive, started_ticks
-from orchestrator.launch.supervise import Exit, Stage, Supervised, backoff_s, describe
+from orchestrator.launch.supervise import SUCCESSORS, Exit, Stage, Supervised, backoff_s, describe
 
 FAST = LauncherConfig(restart_backoff_s=0.01, restart_backoff_max_s=0.05, stop_timeout_s=1.0)
 DEADLINE_S = 20.0
@@ -36,13 +36,19 @@ async def until(condition: Callable[[], object]) -> None:
 class Child:
     """A supervised program and everything it said and went through."""
 
-    def __init__(self, code: str, config: LauncherConfig = FAST, start_timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        code: str,
+        config: LauncherConfig = FAST,
+        start_timeout_s: float = 30.0,
+        spec: ProcessSpec | None = None,
+    ) -> None:
         self.lines: list[str] = []
         self.stages: list[Stage] = []
         self.exits: list[Exit] = []
         self.process = Supervised(
             "child",
-            lambda: python(code),
+            lambda: spec or python(code),
             config,
             start_timeout_s,
             lambda name, line: self.lines.append(line),
@@ -129,10 +135,9 @@ async def test_a_stop_in_the_pause_ends_it_at_once():
 
 
 async def test_a_program_that_cannot_be_started_is_a_crash():
-    child = Child("")
-    child.process._spec = lambda: ProcessSpec("child", ["/nonexistent/program"])
+    child = Child("", spec=ProcessSpec("child", ["/nonexistent/program"]))
     await until(lambda: child.exits)
-    assert child.exits[0].code == 127 and "/nonexistent/program" in child.exits[0].why
+    assert child.exits[0].code == 127 and "/nonexistent/program" in child.exits[0].reason
     child.process.request_stop()
     await child.ended()
 
@@ -161,10 +166,33 @@ async def test_lines_of_any_length_arrive_and_progress_bars_as_their_last_state(
     assert lines[-2:] == ["100%", "no newline"]
 
 
-async def test_the_fleets_programs_have_their_own_last_word():
-    code = "import sys; print('prefill-worker: model: no such folder'); print('noise at exit'); sys.exit(2)"
-    child = Child(code)
+async def test_what_a_program_says_about_its_end_goes_before_its_last_output(tmp_path):
+    code = (
+        "import sys; from orchestrator.parent import report_exit; report_exit('worker', 'model: no\\n such folder');"
+        "print('noise at exit'); sys.exit(2)"
+    )
+    spec = ProcessSpec("child", [sys.executable, "-c", code], exit_file=tmp_path / "child.exit")
+    child = Child("", spec=spec)
     await until(lambda: child.exits)
+    assert child.exits[0] == Exit(2, "model: no such folder", was_ready=False, said=True)
     assert describe(child.exits[0]) == "ended with exit code 2 (model: no such folder)"
+    assert child.lines[:2] == ["worker: model: no such folder", "noise at exit"]
     child.process.request_stop()
     await child.ended()
+
+
+async def test_what_an_earlier_process_said_is_not_taken_for_the_next_ones_word(tmp_path):
+    file = tmp_path / "child.exit"
+    file.write_text("said long ago")
+    spec = ProcessSpec("child", [sys.executable, "-c", "print('last line'); raise SystemExit(1)"], exit_file=file)
+    child = Child("", spec=spec)
+    await until(lambda: child.exits)
+    assert child.exits[0] == Exit(1, "last line", was_ready=False)
+    child.process.request_stop()
+    await child.ended()
+
+
+def test_every_stage_has_successors_and_an_end():
+    assert set(SUCCESSORS) == set(Stage)
+    assert [stage for stage in Stage if not SUCCESSORS[stage]] == [Stage.ENDED]
+    assert all(Stage.ENDED in SUCCESSORS[stage] for stage in Stage if stage is not Stage.ENDED)

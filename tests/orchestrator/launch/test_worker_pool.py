@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.operator import Fleet, FleetHandle, Refused, open_fleet
+from orchestrator.cli.operator import FleetHandle, FleetOperator, Refused, open_fleet
 from orchestrator.config.settings import parse_config
-from orchestrator.launch.commands import Placement
 from orchestrator.launch.embedded_redis import EmbeddedRedis
+from orchestrator.launch.machine import MachineShares
 from orchestrator.launch.process import adopt_orphans, group_alive, started_ticks
-from orchestrator.launch.registry_watch import FleetWatch, Snapshot
+from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.store.client import connect
@@ -32,7 +32,7 @@ DEADLINE_S = 40.0
 class Pool:
     """A pool kept equal to the desired ratio, and the commands that a person would give."""
 
-    def __init__(self, pool: WorkerPool, watch: FleetWatch, registry: Registry, fleet: Fleet) -> None:
+    def __init__(self, pool: WorkerPool, watch: RegistryWatch, registry: Registry, fleet: FleetOperator) -> None:
         self.pool = pool
         self.watch = watch
         self.registry = registry
@@ -93,9 +93,14 @@ async def running_pool(tmp_path: Path, prefill: int, decode: int) -> AsyncIterat
     redis = await connect(url, 5)
     registry = Registry(redis, config.namespace)
     pool = WorkerPool(
-        config, folder.write_config(config), registry, Placement(config), lambda name, line: None, lambda process: None
+        config,
+        folder.write_config(config),
+        registry,
+        MachineShares(config),
+        lambda name, line: None,
+        lambda process: None,
     )
-    watch = FleetWatch(registry, pool.update)
+    watch = RegistryWatch(registry, pool.update)
     async with open_fleet(FleetHandle(config.namespace, url, None, config)) as fleet:
         running = Pool(pool, watch, registry, fleet)
         watching = asyncio.create_task(watch.run())
@@ -177,7 +182,7 @@ async def test_workers_started_by_somebody_else_are_counted_and_never_drained(tm
             assert set(running.pids()) == {"decode-1"}
             await running.fleet.scale(None, 1)
             await running.until(lambda: running.snapshot.desired and running.snapshot.desired.decode == 1, "read")
-            await running.watch._read()
+            await running.watch.read()
             assert set(running.roles()) == {"decode-0", "decode-1"}
         finally:
             running.pool.slots["decode-0"] = own
