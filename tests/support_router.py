@@ -15,7 +15,7 @@ from orchestrator.policy.prefix_keys import reusable_keys
 from orchestrator.router.codec import Batch
 from orchestrator.store.client import Redis
 from orchestrator.types import FinishReason, RequestInfo
-from workers.sim.wire import SimCodec, WireOutput, WireRequest, WireSampling
+from workers.sim.codec import SimCodec, WireOutput, WireRequest, WireSampling
 
 
 class SimRouterCodec:

@@ -10,8 +10,8 @@ from typing import Any, Literal, overload
 from orchestrator.config.settings import KVConfig, SimConfig
 from orchestrator.types import FinishReason, KVEndpoint, KVSource
 from workers.engine import EngineInfo, EngineLoad, EngineRequest, Phase
+from workers.sim.codec import SimCodec, WirePrefillStats, WireRequest, WireSampling
 from workers.sim.engine import SimEngine
-from workers.sim.wire import SimCodec, WirePrefillStats, WireRequest, WireSampling
 
 FAST = SimConfig(speed=20)
 DEADLINE_S = 10.0
@@ -22,6 +22,7 @@ class Collected:
     tokens: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     stats: WirePrefillStats | None = None
+    stored: set[int] = field(default_factory=set)  # keys that the engine's prefix cache stored meanwhile
 
 
 def wire_of(prompt: list[int], sampling: WireSampling) -> list[bytes]:
@@ -52,6 +53,8 @@ async def collect(engine: SimEngine, *keys: str) -> Any:
     async with asyncio.timeout(DEADLINE_S):
         while any(r.finish is None for r in results.values()):
             step = await engine.next_step()
+            for result in results.values():
+                result.stored.update(step.prefix.stored if step.prefix is not None else ())
             for output in step.outputs:
                 if result := results.get(output.request_id):
                     result.tokens += output.new_token_ids

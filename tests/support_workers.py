@@ -49,9 +49,9 @@ from orchestrator.wire.messages import (
 )
 from orchestrator.wire.transport import Disconnected, FrontendTransport
 from workers.agent import Agent
+from workers.sim.codec import SimCodec, WireRequest, WireSampling
 from workers.sim.engine import SimEngine
 from workers.sim.scheduler import TokenStream
-from workers.sim.wire import SimCodec, WireRequest, WireSampling
 
 DEADLINE_S = 15.0
 ROOT = Path(__file__).parents[1]

@@ -29,7 +29,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "orchestrator.cli": ("types", "config", "store", "launch", "simulator"),
     "connectors.push": (),
     "workers": ("types", "parent", "config", "wire", "policy", "store"),
-    "workers.sim": ("types", "config", "wire", "policy", "workers"),
+    "workers.sim": ("types", "config", "wire", "policy", "workers", "connectors.push"),
     "workers.vllm_engine": ("types", "parent", "config", "wire", "policy", "workers"),
 }
 # The one place where a folder reaches up: a worker's command line makes the engine that its configuration names.

@@ -3,5 +3,5 @@
 vLLM loads `connector.py`, the facade. `scheduler.py` decides what is registered and shipped. `worker.py` makes the
 NIXL calls, through `connections.py` and `writer.py`. `inbound.py` and `outbound.py` are the state machines of the two
 ends, over the tables in `states.py`; `stream.py` holds what `outbound.py` knows of one request. They need neither
-vLLM, nor NIXL, nor a clock.
+vLLM, nor NIXL, nor a clock, and the simulated engine runs them too.
 """

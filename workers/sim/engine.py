@@ -14,7 +14,7 @@ from typing import Any
 
 from orchestrator.config.settings import ConfigError, KVConfig, SimConfig
 from orchestrator.policy.prefix_keys import prefix_keys, salt_of
-from orchestrator.types import EngineIdentity, KVCounters, KVEndpoint
+from orchestrator.types import EngineIdentity, KVEndpoint
 from orchestrator.wire.messages import PROTOCOL_VERSION, MessageError
 from workers.engine import (
     EngineDead,
@@ -26,9 +26,7 @@ from workers.engine import (
     Phase,
     PrefixDelta,
 )
-from workers.sim.scheduler import Sampled, Scheduled, SimRequest, SimScheduler, TokenStream
-from workers.sim.transfers import SimTransfers
-from workers.sim.wire import (
+from workers.sim.codec import (
     EventType,
     SimCodec,
     WireEvent,
@@ -37,6 +35,8 @@ from workers.sim.wire import (
     WireRequest,
     WireSampling,
 )
+from workers.sim.scheduler import Sampled, Scheduled, SimRequest, SimScheduler, TokenStream
+from workers.sim.transfers import SimTransfers
 
 log = logging.getLogger("pd.sim")
 
@@ -113,8 +113,6 @@ class SimEngine:
         for key in keys:
             if request := self._scheduler.requests.get(key):
                 self._transfers.end(request, "aborted")
-            else:
-                self._transfers.forget(key)
         self._wake.set()
 
     async def next_step(self) -> EngineStep:
@@ -218,6 +216,7 @@ class SimEngine:
             batch, receiving = self._scheduler.schedule()
             for request in receiving:
                 self._transfers.receive(request)
+            self._started(batch, began)
             if not batch:
                 if receiving:
                     self._steps.put_nowait(EngineStep([], self._load(), began, self._prefix()))
@@ -238,11 +237,15 @@ class SimEngine:
         modelled_us = decodes * config.decode_us_per_seq + prefill_tokens * config.prefill_us_per_token
         return (config.step_base_ms / 1e3 + modelled_us / 1e6) / config.speed
 
+    def _started(self, batch: list[Scheduled], began: float) -> None:
+        for request in (item.request for item in batch):
+            if not request.scheduled_at:
+                request.scheduled_at = began
+                if request.phase is Phase.PREFILL:
+                    self._transfers.start(request)
+
     def _finish(self, batch: list[Scheduled], began: float) -> None:
         now = time.monotonic()
-        for item in batch:
-            if not item.request.scheduled_at:
-                item.request.scheduled_at = began
         prompt_tokens = _prompt_tokens(batch)
         sampled = self._scheduler.complete(batch)
         outputs = [self._output(s) for s in sampled]
@@ -275,15 +278,13 @@ class SimEngine:
         return delta if self._prefix_events else None
 
     def _load(self) -> EngineLoad:
-        scheduler, sent = self._scheduler, self._transfers
+        scheduler = self._scheduler
         return EngineLoad(
             blocks_free=scheduler.blocks_free,
             running=len(scheduler.running),
             waiting=scheduler.waiting_count,
             step_ms=self._step_ms,
-            kv=KVCounters(
-                bytes_sent=sent.bytes_sent, transfers=sent.completed, transfer_s=sent.seconds, failures=sent.failures
-            ),
+            kv=self._transfers.counters(),
         )
 
 

@@ -82,7 +82,7 @@ class SimRequest(msgspec.Struct, eq=False):
     prefix: list[int] = []  # keys of the prompt's blocks; none where it shares nothing
     queued_at: float = 0.0
     scheduled_at: float = 0.0  # 0 until first scheduled
-    pushed: int = 0  # prompt tokens handed to the link
+    pushed_blocks: int = 0  # of the prompt, handed over to be pushed; begins again with each preemption
 
     @property
     def context(self) -> int:
@@ -288,7 +288,7 @@ class SimScheduler:
 
     def _preempt(self, request: SimRequest) -> None:
         self._release_blocks(request)
-        request.computed = request.pushed = 0
+        request.computed = request.pushed_blocks = 0
         request.preemptions += 1
         request.enter(SimState.WAITING)
         self.waiting.appendleft(request)
@@ -298,7 +298,7 @@ class SimScheduler:
         for request in reversed(self.waiting):
             if request is not wanting and request.blocks:
                 self._release_blocks(request)
-                request.computed = request.pushed = request.external_tokens = 0
+                request.computed = request.external_tokens = 0
                 return True
         return False
 

@@ -10,9 +10,9 @@ from support_sim import FAST, SimFixture, collect, request_of, wire_of
 from orchestrator.config.settings import ConfigError, KVConfig, SimConfig
 from orchestrator.types import FinishReason
 from workers.engine import EngineRequest, InvalidEngineRequest, Phase
+from workers.sim.codec import SimCodec, WireRequest, WireSampling
 from workers.sim.engine import SimEngine
 from workers.sim.scheduler import TokenStream
-from workers.sim.wire import SimCodec, WireRequest, WireSampling
 
 PROMPT = list(range(100, 180))
 
@@ -93,7 +93,6 @@ async def test_unasked_kv_is_released_at_its_deadline(sims: SimFixture) -> None:
     await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
     await collect(prefill, "a#1")
     await sims.assert_no_leaks()
-    assert (await prefill.load()).kv.failures == 1
     # Who asks too late computes it.
     await decode.submit(request_of("a#1", PROMPT, max_tokens=2, source=sims.source(p_info, "a#1")))
     result = await collect(decode, "a#1")
@@ -112,9 +111,9 @@ async def test_decode_recomputes_what_does_not_arrive_in_time(sims: SimFixture) 
 
 
 async def test_a_prefill_longer_than_the_time_out_is_waited_for_while_it_computes(sims: SimFixture) -> None:
-    slow = SimConfig(prefill_us_per_token=5000.0)  # 80 tokens: 0.4 s
+    slow = SimConfig(prefill_us_per_token=10_000.0, max_num_batched_tokens=8)  # 80 tokens: ten steps of 82 ms
     prefill, p_info = await sims.start(slow)
-    decode, _ = await sims.start(kv=KVConfig(transfer_timeout_s=0.05))
+    decode, _ = await sims.start(kv=KVConfig(transfer_timeout_s=0.25))
     await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
     await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
     result = await collect(decode, "a#1")
@@ -189,14 +188,17 @@ async def test_decode_engine_that_stops_frees_the_prefill_side(sims: SimFixture)
 
 
 async def test_fail_peer_ends_both_halves(sims: SimFixture) -> None:
-    prefill, p_info = await sims.start(SimConfig(prefill_us_per_token=2000))
+    slow = SimConfig(prefill_us_per_token=2000, max_num_batched_tokens=16)
+    prefill, p_info = await sims.start(slow)
     decode, d_info = await sims.start()
     await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
     await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
-    await sims.until(lambda load: load.waiting == 1, decode)
+    await sims.until(lambda load: load.kv.bytes_sent > 0, prefill)
     await decode.fail_peer(p_info.kv.engine_id)
     await prefill.fail_peer(d_info.kv.engine_id)
-    assert (await collect(decode, "a#1")).tokens == expected(PROMPT, 3)
+    result = await collect(decode, "a#1")
+    assert result.tokens == expected(PROMPT, 3)
+    assert result.stats is not None and result.stats.num_external_cached_tokens == 0
     await sims.assert_no_leaks()
 
 

@@ -10,9 +10,9 @@ from support_sim import FAST, SimFixture, collect, request_of
 from orchestrator.config.settings import SimConfig
 from orchestrator.policy.prefix_keys import prefix_keys, salt_of
 from workers.engine import EngineRequest, Phase
+from workers.sim.codec import SimCodec, WireRequest, WireSampling
 from workers.sim.engine import SimEngine
 from workers.sim.prefix import SimPrefixCache
-from workers.sim.wire import SimCodec, WireRequest, WireSampling
 
 PROMPT = list(range(100, 180))  # five blocks
 
@@ -88,16 +88,19 @@ async def test_received_kv_is_cached_as_well(sims: SimFixture) -> None:
 async def test_a_cache_salt_shares_with_its_own_only_and_a_lora_with_nobody(sims: SimFixture) -> None:
     engine, _ = await sims.start()
 
+    stored: set[int] = set()
+
     async def cached(key: str, **more: object) -> int:
         wire = WireRequest("ignored", PROMPT, sampling_params=WireSampling(max_tokens=1), **more)
         await engine.submit(EngineRequest(key, Phase.DECODE, SimCodec().encode_request(wire)))
-        stats = (await collect(engine, key)).stats
-        assert stats is not None
-        return stats.num_cached_tokens
+        result = await collect(engine, key)
+        stored.update(result.stored)
+        assert result.stats is not None
+        return result.stats.num_cached_tokens
 
     assert [await cached("a#1"), await cached("b#1", cache_salt="s"), await cached("c#1", cache_salt="s")] == [0, 0, 64]
     assert [await cached("d#1", lora_request={"lora_name": "l"}), await cached("e#1")] == [0, 64]
-    assert prefix_keys(PROMPT, 16, salt_of(None, "s"))[0] in engine._scheduler.cache._keys
+    assert prefix_keys(PROMPT, 16, salt_of(None, "s"))[0] in stored
 
 
 async def test_a_reset_is_told_with_the_next_step(sims: SimFixture) -> None:

@@ -1,8 +1,8 @@
-"""What the simulated engine, and tests, need of vLLM's engine-core wire format, without importing vLLM.
+"""Reads and writes vLLM's engine-core requests and outputs without vLLM, for the simulated engine and for tests.
 
-Positional structs that mirror the leading fields of `EngineCoreRequest`, `EngineCoreOutput` and `EngineCoreOutputs`
-(vllm/v1/engine/__init__.py, 0.32.0) and some of the named fields of `SamplingParams`; msgspec ignores what follows.
-Not used between a real frontend and a real engine: those speak vLLM's own codec.
+The positional structs mirror the leading fields of `EngineCoreRequest`, `EngineCoreOutput` and `EngineCoreOutputs`
+(vllm/v1/engine/__init__.py, 0.32.0), and `WireSampling` some named fields of `SamplingParams`. msgspec ignores the
+fields that follow. A real engine and its frontend use vLLM's own codec.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The vLLM-free wire structs against vLLM's own encoder and decoder, both ways, and against garbage."""
+"""The structs that need no vLLM against vLLM's own encoder and decoder, both ways, and against garbage."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.types import FinishReason
 from orchestrator.wire.messages import MessageError
-from workers.sim.wire import (
+from workers.sim.codec import (
     EventType,
     OutputKind,
     SimCodec,
