@@ -16,7 +16,7 @@ from orchestrator.launch import embedded_redis
 from orchestrator.launch.embedded_redis import EmbeddedRedis
 from orchestrator.store.client import Redis
 from orchestrator.store.keys import Keys
-from orchestrator.store.queue import PrefillQueue
+from orchestrator.store.queue import Claim, PrefillQueue
 from orchestrator.types import EngineIdentity, KVEndpoint, PrefillJob, Role, WorkerInfo, WorkerState
 
 DEADLINE_S = 15.0
@@ -103,6 +103,19 @@ def queue_config(**changes: object) -> QueueConfig:
     return QueueConfig(**({"lease_s": 30.0} | changes))  # type: ignore[arg-type]
 
 
+async def claim_head(queue: PrefillQueue, worker_id: str, max_tokens: int, max_jobs: int) -> list[Claim]:
+    """What an idle worker claims that knows of no prefix: the head of the queue, in order."""
+    claims, choice = await queue.claim(worker_id, max_tokens, max_jobs, window=0, idle=True)
+    assert not choice
+    return claims
+
+
+async def dropped(redis: Redis, queue: PrefillQueue) -> dict[str, int]:
+    """Jobs that were dropped, by why, as a person with redis-cli reads them."""
+    counts = await redis.hgetall(f"{queue.keys.prefix}dropped")
+    return {why.decode(): int(number) for why, number in counts.items()}
+
+
 async def expire_lease(redis: Redis, queue: PrefillQueue, *request_ids: str) -> None:
     """Let leases have run out, without waiting for it."""
     for request_id in request_ids:
@@ -126,7 +139,7 @@ async def assert_no_leaks(redis: Redis, namespace: str) -> None:
     left = {
         key
         for key in await keys_of(redis, namespace)
-        if key not in ("affine", "dropped", "idle", "workers", "frontends", "desired", "sweep_cursor")
+        if key not in ("affine", "dropped", "idle", "busy", "workers", "frontends", "desired", "sweep_cursor")
         and not key.startswith(("worker:", "frontend:"))
     }
     assert not left, f"left in Redis: {sorted(left)}"

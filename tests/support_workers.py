@@ -111,7 +111,7 @@ class Frontend:
 
     async def start(self, register: bool = True) -> None:
         if register:
-            await self.registry.join_frontend(self.id, "", os.getpid(), 60)
+            await self.registry.refresh_frontend(self.id, "", os.getpid(), 60)
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._receive_loads())]
 
     async def meet(self, *infos: WorkerInfo) -> None:

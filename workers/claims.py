@@ -116,7 +116,7 @@ class ClaimLoop:
     async def _claim(self, budget: int, room: int) -> tuple[list[Claim], bool]:
         """Claims, and whether all that was seen was left where it is. Raises RedisAway."""
         idle = len(self._attempts) == 0
-        claims, window = await self._queue.claim_or_look(self._worker_id, budget, room, self._window, idle)
+        claims, window = await self._queue.claim(self._worker_id, budget, room, self._window, idle)
         if not window:
             # Without a window a head that does not fit looks like an empty queue: asking again at once would not end.
             return claims, not claims and not idle and self._window == 0
@@ -129,7 +129,7 @@ class ClaimLoop:
     async def _return_unknown(self) -> None:
         """Raises RedisAway. Without it such a job would wait for its lease to run out."""
         known = [held.request_id for held in self._attempts.claimed()]
-        for request_id in await self._queue.return_unknown(self._worker_id, [*known, *self._unacked]):
+        for request_id in await self._queue.release_unknown(self._worker_id, [*known, *self._unacked]):
             log.info("gave %s back: its claim was answered while Redis could not be heard", request_id)
 
     def wake(self) -> None:
@@ -140,7 +140,7 @@ class ClaimLoop:
         """Some of what was claimed is computed, or given up: there is more room."""
         self._attempts.changed.set()
         if self._left or not len(self._attempts):
-            self._queue.look_again()  # what was left may fit now; once idle, what is others' is this worker's too
+            self._queue.wake()  # what was left may fit now; once idle, what is others' is this worker's too
 
     async def _wait_for_room(self, timeout_s: float) -> None:
         self._attempts.changed.clear()
@@ -313,7 +313,7 @@ class ClaimLoop:
     async def peer_died(self, worker_id: str) -> None:
         """Claims that it told nobody of need not wait for their leases to run out."""
         try:
-            if self._active() and await self._queue.end_leases(worker_id):
+            if self._active() and await self._queue.expire_leases(worker_id):
                 await self._sweep()  # by whoever was first to end them
         except RedisAway as error:
             log.debug("the leases of %s will run out: %s", worker_id, error)

@@ -1,1 +1,1 @@
-"""What the fleet shares in Redis: the prefill queue and the registry, each beside its Lua scripts."""
+"""What the fleet shares in Redis: the prefill queue and the registry, each with its Lua functions."""

@@ -19,13 +19,14 @@ import redis.asyncio
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
-from orchestrator.store.keys import Script
+from orchestrator.store.keys import Library
 
 log = logging.getLogger("pd.redis")
 
-OLDEST_VERSION = (6, 2)
+OLDEST_VERSION = (7, 0)  # the first with functions
+_FUNCTION_COMMANDS = ("FCALL", "FUNCTION LOAD")
 # After a failure calls fail at once for this long: a Redis that is away costs one time-out, not one per request.
 _AWAY_PAUSE_S = 0.25
 _IDLE_CHECK_S = 0.01
@@ -71,6 +72,31 @@ class Redis(redis.asyncio.Redis):
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """One command. Raises RedisAway."""
+        try:
+            response = await self._ask(*args)
+        except ResponseError as error:
+            raise self._refused(args[0], error) from None
+        callback = self.response_callbacks.get(args[0])
+        if callback is None:
+            return response
+        options.pop("keys", None)
+        parsed = callback(response, **options)
+        return await parsed if inspect.isawaitable(parsed) else parsed
+
+    async def call(self, library: Library, verb: str, prefix: str, *args: Any) -> Any:
+        """Run a function atomically, loading its library when this server does not have it. Raises RedisAway."""
+        function = library.function(verb)
+        try:
+            return await self._ask("FCALL", function, 1, prefix, *args)
+        except ResponseError as error:
+            if "Function not found" not in str(error):
+                raise self._refused("FCALL", error) from None
+        # REPLACE: another client may have loaded it meanwhile, and it is the same.
+        await self.execute_command("FUNCTION LOAD", "REPLACE", library.text)
+        return await self.execute_command("FCALL", function, 1, prefix, *args)
+
+    async def _ask(self, *args: Any) -> Any:
+        """One command. Raises RedisAway, and ResponseError where the server refuses it."""
         loop = asyncio.get_running_loop()
         if loop.time() < self._away_until:
             raise self._away(self._why)
@@ -80,26 +106,15 @@ class Redis(redis.asyncio.Redis):
         self._outbox.append((packed, caller))
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send(), name="redis-sender")
-        try:
-            response = await caller
-        except NoScriptError:
-            raise
-        except ResponseError as error:
-            # Out of memory, read-only replica, no permission, loading: whoever asked goes on without Redis.
-            raise self._away(f"it refused {args[0]}: {error}") from None
-        callback = self.response_callbacks.get(args[0])
-        if callback is None:
-            return response
-        options.pop("keys", None)
-        parsed = callback(response, **options)
-        return await parsed if inspect.isawaitable(parsed) else parsed
+        return await caller
 
-    async def run(self, script: Script, prefix: str, *args: Any) -> Any:
-        """Run a script atomically, loading it when this server does not know it yet. Raises RedisAway."""
-        try:
-            return await self.execute_command("EVALSHA", script.sha, 1, prefix, *args)
-        except NoScriptError:
-            return await self.execute_command("EVAL", script.text, 1, prefix, *args)
+    def _refused(self, command: str, error: ResponseError) -> RedisAway:
+        """Out of memory, read-only replica, no permission, loading: whoever asked goes on without Redis."""
+        why = f"it refused {command}: {error}"
+        if command in _FUNCTION_COMMANDS and ("unknown command" in str(error) or isinstance(error, NoPermissionError)):
+            oldest = ".".join(map(str, OLDEST_VERSION))
+            why += f" (the queue needs Redis {oldest} or newer, or Valkey, and a user with +fcall and +function|load)"
+        return self._away(why)
 
     async def _send(self) -> None:
         try:

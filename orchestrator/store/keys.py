@@ -1,9 +1,8 @@
-"""Names of everything in Redis, and the Lua scripts that work on them. No I/O but reading the scripts' files."""
+"""Names of everything in Redis: keys, and the function libraries that work on them. No I/O but reading Lua files."""
 
 from __future__ import annotations
 
 import hashlib
-import re
 from importlib import resources
 
 
@@ -15,7 +14,6 @@ class Keys:
         self.queue = f"{self.prefix}queue"
         self.queued_tokens = f"{self.prefix}queued_tokens"
         self.leases = f"{self.prefix}leases"
-        self.dropped = f"{self.prefix}dropped"
         self.workers = f"{self.prefix}workers"
         self.frontends = f"{self.prefix}frontends"
         self.desired = f"{self.prefix}desired"
@@ -37,16 +35,22 @@ class Keys:
         return f"{self.prefix}wake:{waiter_id}"
 
 
-class Script:
-    """A Lua file of `orchestrator/store/lua` after `common.lua`, with what it includes. KEYS[1] is the key prefix."""
+class Library:
+    """A Redis function library: a file of `store/lua`, its functions named by a hash of its text.
+
+    So two releases that share a server call their own functions each, and so do two namespaces of one release, which
+    differ in KEYS[1] only.
+    """
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.text = _lua("common") + _lua(name)
-        self.sha = hashlib.sha1(self.text.encode()).hexdigest()
+        text = (resources.files("orchestrator.store") / "lua" / f"{name}.lua").read_text()
+        version = hashlib.sha1(text.encode()).hexdigest()[:12]
+        self.name = f"pd_{name}_{version}"
+        self.text = text.replace("VERSION", version)
+
+    def function(self, verb: str) -> str:
+        """Its name on the server."""
+        return f"{self.name}_{verb}"
 
 
-def _lua(name: str) -> str:
-    """The file, with others in place of its lines `-- include NAME`. A block is the scope of what it includes."""
-    text = (resources.files("orchestrator.store") / "lua" / f"{name}.lua").read_text()
-    return re.sub(r"^ *-- include (\w+)\n", lambda line: _lua(line[1]), text, flags=re.MULTILINE)
+QUEUE, REGISTRY = Library("queue"), Library("registry")

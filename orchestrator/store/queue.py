@@ -1,4 +1,4 @@
-"""The prefill queue in Redis: waiting jobs in score order, claims as leases, every transition one Lua script.
+"""The prefill queue in Redis: waiting jobs in score order, claims as leases, atomic verbs (`lua/queue.lua`).
 
 Claims are at-least-once: a lease that runs out returns the job, so results are fenced by attempt, not by claim.
 Not responsible for what a job's body means, nor for when to claim.
@@ -10,27 +10,26 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Iterator
-from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import msgspec
 
 from orchestrator.config.settings import QueueConfig
 from orchestrator.store.client import Redis, RedisAway
-from orchestrator.store.keys import Keys, Script
+from orchestrator.store.keys import QUEUE, Keys
 from orchestrator.types import PrefillJob, QueueDepth, WindowJob
 
 log = logging.getLogger("pd.queue")
 
 # A job that nobody touches this long disappears from Redis: what is left when a whole fleet dies at once.
 JOB_TTL_S = 3600
-# One script holds up every other client: these bound what a single call looks at.
+# One call holds up every other client: these bound what it looks at.
 MAX_CLAIM_JOBS = 256
 SWEEP_LEASES = 25
 SWEEP_WAITING = 25
 SWEEP_ROUNDS = 80
 MAX_PEEK = 1000
+_LONG_STR_HEAD = {0xD9: 2, 0xDA: 3, 0xDB: 5}  # msgpack's str 8, 16 and 32, and the bytes before their content
 
 
 class QueueFull(Exception):
@@ -53,22 +52,43 @@ class SweepResult(msgspec.Struct, frozen=True):
     orphaned: list[str]
 
 
+class _ClaimedRow(msgspec.Struct, array_like=True):
+    """A row of `take` in queue.lua. Raw: a Lua string, which need not be text."""
+
+    request_id: msgspec.Raw
+    reply_to: msgspec.Raw
+    cached: msgspec.Raw
+    body: msgspec.Raw
+    attempt: int
+    tokens: int
+    uncached_tokens: int
+    deliveries: int
+    arrived_at: float
+
+
+class _ClaimReply(msgspec.Struct, array_like=True):
+    """What both claiming verbs answer. Times are unix seconds, the server's clock."""
+
+    now: float
+    lease_until: float
+    claims: list[_ClaimedRow]
+    window: list[WindowJob]
+
+
+_reply = msgspec.msgpack.Decoder(_ClaimReply)
+
+
 class PrefillQueue:
     """Verbs of the queue. Every method but `wait_for_work` raises RedisAway."""
 
     def __init__(self, redis: Redis, namespace: str, config: QueueConfig, waiter_id: str = "") -> None:
         """`waiter_id`: the worker's, for whom jobs that are cached there are woken up for first."""
         self.keys = Keys(namespace)
-        self.corrupt = 0
         self._redis = redis
         self._config = config
         self._waiter_id = waiter_id or uuid.uuid4().hex[:12]
         self._listener: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
-        names = (
-            "enqueue claim claim_chosen renew ack release return_unknown end_leases cancel sweep depth peek show wait"
-        )
-        self._scripts = {name: Script(name) for name in names.split()}
 
     async def enqueue(self, job: PrefillJob) -> None:
         """Add a job; the server's clock dates it. Raises QueueFull.
@@ -76,7 +96,7 @@ class PrefillQueue:
         Idempotent. A higher attempt of the same request replaces the older one at its place; an older one changes
         nothing.
         """
-        outcome = await self._run(
+        outcome = await self._call(
             "enqueue",
             job.request_id,
             job.attempt,
@@ -94,104 +114,93 @@ class PrefillQueue:
                 f"{self._config.max_requests} prefills wait already; add prefill workers or raise queue.max_requests"
             )
 
-    async def claim(self, worker_id: str, max_tokens: int, max_jobs: int) -> list[Claim]:
-        """Take jobs from the head while their tokens fit `max_tokens`; the first one fits any budget above 0.
-
-        Jobs that cannot be read, or whose frontend is gone, are dropped and counted instead.
-        """
-        return (await self.claim_or_look(worker_id, max_tokens, max_jobs, 0, idle=True))[0]
-
-    async def claim_or_look(
+    async def claim(
         self, worker_id: str, max_tokens: int, max_jobs: int, window: int, idle: bool
     ) -> tuple[list[Claim], list[WindowJob]]:
-        """What `choose_claims` would take, in one call where that is plain: from the head, in order, while it fits.
+        """Take jobs from the head of the queue, in order, while they fit `max_tokens`; or see what to choose from.
 
-        Otherwise, with some of the first `window` jobs cached on a claiming worker, or too long a job at the head of
-        the queue, nothing is claimed, and those jobs are returned, to choose from for `claim_chosen`.
+        An idle worker's first job fits any budget above 0. Jobs that cannot be read, or whose frontend is gone, are
+        dropped. Where `choose_claims` may prefer another order, with one of the first `window` jobs cached on a
+        claiming worker or a head that does not fit, nothing is claimed, and those jobs are returned for `claim_chosen`.
         """
         if max_tokens <= 0 or max_jobs <= 0:
             return [], []
         room = min(max_jobs, MAX_CLAIM_JOBS)
-        reply = await self._run("claim", *self._claimer(worker_id), max_tokens, room, window, int(idle))
-        if not reply.startswith(b"\n"):
-            return await self._read_claims(worker_id, reply), []
+        packed = await self._call("claim", *self._claimer(worker_id), max_tokens, room, window, int(idle))
         try:
-            return [], list(_window(reply))
-        except UnicodeDecodeError:  # no id of ours: claimed plainly, which drops it
-            return await self.claim_or_look(worker_id, max_tokens, max_jobs, 0, idle=True)
+            reply = _reply.decode(packed)
+        except UnicodeDecodeError:  # no id of ours in the window: claimed in order, which drops it
+            return await self.claim(worker_id, max_tokens, max_jobs, 0, idle=True)
+        return await self._read_claims(worker_id, reply), reply.window
 
     async def claim_chosen(self, worker_id: str, request_ids: list[str], idle: bool = False) -> list[Claim]:
         """Take those of these jobs that still wait. An idle worker is told of what is left.
 
-        `idle`: where others were quicker each time, take the head of the queue: looking again would meet that crowd.
+        `idle`: where others were quicker each time, take the head of the queue: to choose again would meet that crowd.
         """
-        claimed = await self._run("claim_chosen", *self._claimer(worker_id), int(idle), *request_ids)
-        return await self._read_claims(worker_id, claimed)
+        packed = await self._call("claim_chosen", *self._claimer(worker_id), int(idle), *request_ids)
+        return await self._read_claims(worker_id, _reply.decode(packed))
 
     def _claimer(self, worker_id: str) -> tuple[object, ...]:
         lease_s = self._config.lease_s
         return worker_id, lease_s, JOB_TTL_S, lease_s, self._waiter_id
 
-    async def _read_claims(self, worker_id: str, reply: bytes) -> list[Claim]:
-        now, lease_until = map(float, reply[: reply.index(b"\n")].split())
+    async def _read_claims(self, worker_id: str, reply: _ClaimReply) -> list[Claim]:
         claims = []
-        at = reply.index(b"\n") + 1
-        while at < len(reply):
-            start = reply.index(b"\n", at) + 1
-            attempt, tokens, uncached, arrived_at, deliveries, *lengths = reply[at:start].split()
-            ends = list(accumulate(map(int, lengths), initial=start))
-            request_id, reply_to, cached, body = (reply[a:b] for a, b in pairwise(ends))
-            at = ends[-1]
+        for row in reply.claims:
+            request_id = _raw_bytes(row.request_id)
             try:
                 job = PrefillJob(
                     request_id=request_id.decode(),
-                    attempt=int(attempt),
-                    tokens=int(tokens),
-                    uncached_tokens=int(uncached),
-                    arrived_at=float(arrived_at),
-                    reply_to=reply_to.decode(),
-                    body=body,
-                    deliveries=int(deliveries),
-                    cached=read_cached(cached.decode()),
+                    attempt=row.attempt,
+                    tokens=row.tokens,
+                    uncached_tokens=row.uncached_tokens,
+                    arrived_at=row.arrived_at,
+                    reply_to=_raw_bytes(row.reply_to).decode(),
+                    body=_raw_bytes(row.body),
+                    deliveries=row.deliveries,
+                    cached=read_cached(_raw_bytes(row.cached).decode()),
                 )
             except UnicodeDecodeError as error:
-                self.corrupt += 1
                 log.warning("dropped a corrupt prefill job %r: %s", request_id[:80], error)
-                await self._run("ack", worker_id, request_id, attempt)
+                await self._call("ack", worker_id, request_id, row.attempt)
                 continue
-            claims.append(Claim(job, max(now - job.arrived_at, 0.0), lease_until))
+            claims.append(Claim(job, max(reply.now - job.arrived_at, 0.0), reply.lease_until))
         return claims
 
     async def renew(self, worker_id: str, request_ids: list[str]) -> list[str]:
         """Extend leases by `lease_s` from now. Returns the ids that this worker does not hold any more."""
         if not request_ids:
             return []
-        lost = await self._run("renew", worker_id, self._config.lease_s, JOB_TTL_S, *request_ids)
+        lost = await self._call("renew", worker_id, self._config.lease_s, JOB_TTL_S, *request_ids)
         return [request_id.decode() for request_id in lost]
 
     async def ack(self, worker_id: str, request_id: str, attempt: int) -> bool:
         """The job is done: forget it. False when this worker did not hold this attempt."""
-        return bool(await self._run("ack", worker_id, request_id, attempt))
+        return bool(await self._call("ack", worker_id, request_id, attempt))
 
     async def release(self, worker_id: str, request_id: str, attempt: int) -> bool:
         """Give a job back to its old place in the queue. False when this worker did not hold this attempt."""
-        return bool(await self._run("release", worker_id, request_id, attempt, JOB_TTL_S))
+        return bool(await self._call("release", worker_id, request_id, attempt, JOB_TTL_S))
 
-    async def return_unknown(self, worker_id: str, known: list[str]) -> list[str]:
+    async def release_unknown(self, worker_id: str, known: list[str]) -> list[str]:
         """Give back what this worker holds without knowing: claims whose answer was lost on the way. Returns their ids.
 
         `known`: every id that the worker is answering for, acknowledgements under way included.
         """
-        returned = await self._run("return_unknown", worker_id, JOB_TTL_S, *known)
-        return [request_id.decode() for request_id in returned]
+        released = await self._call("release_unknown", worker_id, JOB_TTL_S, *known)
+        return [request_id.decode() for request_id in released]
 
-    async def end_leases(self, worker_id: str) -> int:
-        """Of a worker that died, unless it is registered again: the next sweep returns its claims. Returns how many."""
-        return int(await self._run("end_leases", worker_id))
+    async def expire_leases(self, worker_id: str) -> int:
+        """The leases of a dead worker end now, unless it is registered again. The next sweep returns its claims.
+
+        Returns how many leases ended.
+        """
+        return int(await self._call("expire_leases", worker_id))
 
     async def cancel(self, request_id: str, attempt: int) -> Literal["waiting", "claimed", "absent"]:
         """Remove this attempt, or an older one, whoever holds it. Returns what it was."""
-        outcome: Literal["waiting", "claimed", "absent"] = (await self._run("cancel", request_id, attempt)).decode()
+        outcome: Literal["waiting", "claimed", "absent"] = (await self._call("cancel", request_id, attempt)).decode()
         return outcome
 
     async def sweep(self) -> SweepResult:
@@ -202,13 +211,11 @@ class PrefillQueue:
         """
         result = SweepResult([], [], [])
         for _ in range(SWEEP_ROUNDS):
-            returned, failed, orphaned = await self._run(
+            returned, failed, orphaned = await self._call(
                 "sweep", SWEEP_LEASES, SWEEP_WAITING, self._config.max_deliveries, JOB_TTL_S, self._config.lease_s
             )
             result.returned.extend(map(_text, returned))
-            result.failed.extend(
-                (_text(failed[at]), int(failed[at + 1]), _text(failed[at + 2])) for at in range(0, len(failed), 3)
-            )
+            result.failed.extend((_text(request_id), attempt, _text(to)) for request_id, attempt, to in failed)
             result.orphaned.extend(map(_text, orphaned))
             if not (returned or failed or orphaned):
                 break
@@ -216,17 +223,12 @@ class PrefillQueue:
 
     async def depth(self) -> QueueDepth:
         """O(1)."""
-        requests, tokens, claimed = await self._run("depth")
+        requests, tokens, claimed = await self._call("depth")
         return QueueDepth(requests, tokens, claimed)
-
-    async def dropped(self) -> dict[str, int]:
-        """Jobs dropped since Redis started, by reason: corrupt, orphaned, failed, vanished."""
-        counts: dict[bytes, bytes] = await self._redis.execute_command("HGETALL", self.keys.dropped)
-        return {_text(reason): int(number) for reason, number in counts.items()}
 
     async def peek(self, limit: int) -> list[dict[str, Any]]:
         """The head of the queue, for people: id, tokens, uncached, age_s, score, attempt, reply_to."""
-        rows = await self._run("peek", min(limit, MAX_PEEK)) if limit > 0 else []
+        rows = await self._call("peek", min(limit, MAX_PEEK)) if limit > 0 else []
         return [
             {
                 "id": _text(request_id),
@@ -242,15 +244,16 @@ class PrefillQueue:
 
     async def show(self, request_id: str) -> dict[str, Any] | None:
         """One job, waiting or claimed, for people: its fields as text or numbers, `age_s`, `body_bytes`."""
-        reply = await self._run("show", request_id)
-        if not reply:
+        reply = await self._call("show", request_id)
+        if reply is None:
             return None
+        now, body_bytes, fields = reply
         shown: dict[str, Any] = {"id": request_id}
-        for at in range(2, len(reply), 2):
-            shown[_text(reply[at])] = _number(_text(reply[at + 1]))
+        for name, value in zip(fields[::2], fields[1::2], strict=True):
+            shown[_text(name)] = _number(_text(value))
         if isinstance(shown.get("arrived_at"), (int, float)):
-            shown["age_s"] = round(float(reply[0]) - shown["arrived_at"], 3)
-        return {**shown, "body_bytes": reply[1]}
+            shown["age_s"] = round(float(now) - shown["arrived_at"], 3)
+        return {**shown, "body_bytes": body_bytes}
 
     async def wait_for_work(self, timeout_s: float, doing: Literal["idle", "busy", "left"] = "idle") -> None:
         """Return when a job was enqueued since the last call, at once if some wait already, else after `timeout_s`.
@@ -263,7 +266,7 @@ class PrefillQueue:
         if self._listener is None or self._listener.done():
             self._listener = asyncio.create_task(self._listen(), name="queue-listener")
         try:
-            if not self._woken.is_set() and await self._run("wait", self._waiter_id, timeout_s, doing):
+            if not self._woken.is_set() and await self._call("wait", self._waiter_id, timeout_s, doing):
                 return
         except RedisAway as error:
             log.debug("waiting for work without Redis: %s", error)
@@ -277,8 +280,8 @@ class PrefillQueue:
         finally:
             self._woken.clear()
 
-    def look_again(self) -> None:
-        """End `wait_for_work`, or the next one: whoever waits has other reasons to look."""
+    def wake(self) -> None:
+        """End `wait_for_work`, or the next one: whoever waits has other reasons to claim."""
         self._woken.set()
 
     async def aclose(self) -> None:
@@ -294,18 +297,8 @@ class PrefillQueue:
             async for _ in wake_ups:
                 self._woken.set()
 
-    async def _run(self, script: str, *args: Any) -> Any:
-        return await self._redis.run(self._scripts[script], self.keys.prefix, *args)
-
-
-def _window(reply: bytes) -> Iterator[WindowJob]:
-    """An empty line, one of six numbers for each job, and their ids. Raises UnicodeDecodeError."""
-    at = reply.index(b"\n", 1) + 1
-    numbers = iter(reply[1:at].split())
-    for place, tokens, waited_s, here, elsewhere, length in zip(*[numbers] * 6, strict=True):
-        end = at + int(length)
-        yield WindowJob(reply[at:end].decode(), float(place), int(tokens), float(waited_s), int(here), int(elsewhere))
-        at = end
+    async def _call(self, verb: str, *args: Any) -> Any:
+        return await self._redis.call(QUEUE, verb, self.keys.prefix, *args)
 
 
 def cached_text(cached: dict[str, int]) -> str:
@@ -317,6 +310,12 @@ def read_cached(text: str) -> dict[str, int]:
     """What is not of that form is left out."""
     pairs = (part.rpartition("=") for part in text.split())
     return {name: int(tokens) for name, _, tokens in pairs if name and tokens.isdecimal()}
+
+
+def _raw_bytes(raw: msgspec.Raw) -> bytes:
+    """The bytes of a msgpack str: what follows its head of 1 byte, or of 2, 3 or 5 where it is longer than 31 bytes."""
+    packed = bytes(raw)
+    return packed[_LONG_STR_HEAD.get(packed[0], 1) :]
 
 
 def _text(value: bytes) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Union
 import msgspec
 
 from orchestrator.store.client import Redis, RedisAway
-from orchestrator.store.keys import Keys, Script
+from orchestrator.store.keys import REGISTRY, Keys
 from orchestrator.store.worker_fields import worker_from_fields, worker_to_fields
 from orchestrator.types import DesiredRatio, EngineIdentity, Offered, Role, WorkerInfo
 
@@ -23,6 +23,8 @@ log = logging.getLogger("pd.registry")
 
 # An expired member announces nothing itself: watchers look for the missing this often.
 PRUNE_S = 1.0
+# All watchers ask, one is let look. Less than PRUNE_S, or the next turn could come a moment too early.
+_PRUNE_ONCE_IN_S = 0.9 * PRUNE_S
 _OFFERED = "offered_"  # before the names of a frontend's counts, which are no change worth telling
 
 
@@ -80,9 +82,7 @@ class Ordered(msgspec.Struct, tag="ordered", frozen=True):
 
 
 class DesiredChanged(msgspec.Struct, tag="desired_changed", frozen=True):
-    prefill: int
-    decode: int
-    set_by: str
+    """The desired ratio was set."""
 
 
 class Resync(msgspec.Struct, tag="resync", frozen=True):
@@ -98,11 +98,8 @@ class Registry:
 
     def __init__(self, redis: Redis, namespace: str) -> None:
         self.keys = Keys(namespace)
-        self.corrupt = 0
         self._redis = redis
         self._complained: dict[str, str] = {}
-        names = ("member_put", "member_leave", "members", "prune", "order", "clear_orders", "set_desired", "lead")
-        self._scripts = {name: Script(name) for name in names}
 
     # ---- workers -----------------------------------------------------------------------------------------------
 
@@ -119,10 +116,10 @@ class Registry:
 
     async def leave(self, worker_id: str) -> None:
         """Take a worker out at once: itself when it stops, or whoever saw it die. Idempotent."""
-        await self._run("member_leave", "worker", worker_id)
+        await self._call("remove_member", "worker", worker_id)
 
     async def workers(self) -> dict[str, WorkerInfo]:
-        """All live workers. One whose hash cannot be read is logged, counted and left out."""
+        """All live workers. One whose hash cannot be read is logged and left out."""
         found = {}
         for worker_id, fields in await self._members("worker"):
             try:
@@ -132,7 +129,7 @@ class Registry:
         return found
 
     async def worker(self, worker_id: str) -> WorkerInfo | None:
-        """One live worker; None when there is none by that id, or its hash cannot be read (logged and counted)."""
+        """One live worker; None when there is none by that id, or its hash cannot be read (which is logged)."""
         key = self.keys.worker(worker_id)
         raw: dict[bytes, bytes] = await self._redis.execute_command("HGETALL", key)
         if not raw:
@@ -162,7 +159,7 @@ class Registry:
 
     async def clear_orders(self, worker_id: str, sequence: int) -> None:
         """The orders up to `sequence` are done. Newer ones stay."""
-        await self._run("clear_orders", worker_id, sequence)
+        await self._call("clear_orders", worker_id, sequence)
 
     async def _put_worker(self, info: WorkerInfo, ttl_s: float, fresh: bool) -> WorkerOrders:
         identity = list(EngineIdentity.__struct_fields__)
@@ -177,13 +174,10 @@ class Registry:
         return _orders(*(_text(part) for part in reply[1:4]))
 
     async def _order(self, worker_id: str, field: str, value: str) -> None:
-        if not await self._run("order", worker_id, field, value):
+        if not await self._call("order", worker_id, field, value):
             raise UnknownWorker(f"worker {worker_id!r} is not in the fleet; `orchestrator status` lists those that are")
 
     # ---- frontends ---------------------------------------------------------------------------------------------
-
-    async def join_frontend(self, frontend_id: str, url: str, pid: int, ttl_s: float) -> None:
-        await self._put("frontend", frontend_id, ttl_s, True, [], {"url": url, "pid": str(pid)})
 
     async def refresh_frontend(
         self, frontend_id: str, url: str, pid: int, ttl_s: float, offered: Offered = Offered()
@@ -194,10 +188,10 @@ class Registry:
 
     async def leave_frontend(self, frontend_id: str) -> None:
         """Idempotent. Its waiting jobs are dropped by the queue's sweep."""
-        await self._run("member_leave", "frontend", frontend_id)
+        await self._call("remove_member", "frontend", frontend_id)
 
     async def frontends(self) -> dict[str, Frontend]:
-        """All live frontends. One whose hash cannot be read is logged, counted and left out."""
+        """All live frontends. One whose hash cannot be read is logged and left out."""
         found = {}
         for frontend_id, fields in await self._members("frontend"):
             try:
@@ -214,21 +208,19 @@ class Registry:
 
     async def set_desired(self, prefill: int, decode: int, by: str) -> None:
         """Say how many workers of each role there should be, and who says so."""
-        event = DesiredChanged(prefill, decode, by)
-        await self._run("set_desired", prefill, decode, by, msgspec.json.encode(event))
+        await self._call("set_desired", prefill, decode, by)
 
     async def lead(self, frontend_id: str, lease_s: float) -> float | None:
         """Become, or stay, the one that decides the ratio, for `lease_s` more. Returns the server's clock (unix
         seconds), or None while somebody else leads."""
-        now = await self._run("lead", frontend_id, max(1, round(lease_s * 1000)))
+        now = await self._call("lead", frontend_id, max(1, round(lease_s * 1000)))
         return float(now) if now else None
 
     async def propose_desired(self, leader_id: str, seen: DesiredRatio, wanted: DesiredRatio) -> bool:
         """`set_desired`, decided upon `seen`. False when the leader leads no more, or another ratio was set since."""
-        event = msgspec.json.encode(DesiredChanged(wanted.prefill, wanted.decode, wanted.set_by))
+        proposal = (wanted.prefill, wanted.decode, wanted.set_by)
         guard = (leader_id, seen.prefill, seen.decode, repr(seen.set_at))
-        changed = await self._run("set_desired", wanted.prefill, wanted.decode, wanted.set_by, event, *guard)
-        return bool(changed)
+        return bool(await self._call("propose_desired", *proposal, *guard))
 
     async def desired(self) -> DesiredRatio | None:
         """What was set last; None when nothing was, or what is there cannot be read."""
@@ -249,10 +241,6 @@ class Registry:
 
     # ---- events ------------------------------------------------------------------------------------------------
 
-    async def publish(self, event: RegistryEvent) -> None:
-        """Tell all watchers. Every method above publishes its own change already."""
-        await self._redis.execute_command("PUBLISH", self.keys.events, msgspec.json.encode(event))
-
     async def watch(self) -> AsyncGenerator[RegistryEvent, None]:
         """Changes from now on, without end; a Resync first and after each reconnection. Never raises RedisAway."""
         pruner = asyncio.create_task(self._prune(), name="registry-pruner")
@@ -265,7 +253,6 @@ class Registry:
                     try:
                         event = _events.decode(payload)
                     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                        self.corrupt += 1
                         log.warning("dropped a corrupt event %r: %s", payload[:80], error)
                     else:
                         yield event
@@ -277,7 +264,7 @@ class Registry:
         while True:
             await asyncio.sleep(PRUNE_S)
             try:
-                await self._run("prune", round(PRUNE_S * 900))
+                await self._call("prune", round(_PRUNE_ONCE_IN_S * 1000))
             except RedisAway as error:
                 log.debug("looking for silent members: %s", error)
 
@@ -289,23 +276,26 @@ class Registry:
         pairs = [part for pair in fields.items() for part in pair]
         ttl_ms = max(1, round(ttl_s * 1000))
         mode = "join" if fresh else "refresh"
-        reply: list[bytes] = await self._run(
-            "member_put", kind, member_id, ttl_ms, mode, len(identity), *identity, *pairs
+        reply: list[bytes] = await self._call(
+            "put_member", kind, member_id, ttl_ms, mode, len(identity), *identity, *pairs
         )
         return reply
 
     async def _members(self, kind: str) -> list[tuple[str, dict[str, str]]]:
-        rows = await self._run("members", kind)
-        return [(_text(row[0]), {_text(row[at]): _text(row[at + 1]) for at in range(1, len(row), 2)}) for row in rows]
+        rows = await self._call("members", kind)
+        return [(_text(member_id), _fields(fields)) for member_id, fields in rows]
 
     def _complain(self, name: str, why: str) -> None:
-        self.corrupt += 1
         if self._complained.get(name) != why:  # once, not at every look
             self._complained[name] = why
             log.warning("left out %s, its Redis hash cannot be read: %s", name, why)
 
-    async def _run(self, script: str, *args: Any) -> Any:
-        return await self._redis.run(self._scripts[script], self.keys.prefix, *args)
+    async def _call(self, verb: str, *args: Any) -> Any:
+        return await self._redis.call(REGISTRY, verb, self.keys.prefix, *args)
+
+
+def _fields(flat: list[bytes]) -> dict[str, str]:
+    return {_text(name): _text(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
 
 
 def _orders(role: str | None, drain: str | None, sequence: str | None) -> WorkerOrders:

@@ -7,6 +7,7 @@ import os
 import signal
 
 import pytest
+from support_redis import claim_head
 from support_workers import Frontend, Workers, running_workers, until
 
 from orchestrator.launch.embedded_redis import EmbeddedRedis
@@ -275,7 +276,7 @@ async def test_what_a_dead_worker_had_claimed_goes_to_another_before_its_lease_e
         request = frontend.new(PROMPT)
         dies.kill(signal.SIGSTOP)
         await frontend.enqueue(request)
-        assert [claim.job.request_id for claim in await workers.queue.claim(dies.id, 1000, 1)] == [request.id]
+        assert [claim.job.request_id for claim in await claim_head(workers.queue, dies.id, 1000, 1)] == [request.id]
         other = await workers.start(Role.PREFILL)
         await frontend.meet(other.info)
         dies.kill()
@@ -385,7 +386,7 @@ async def test_redis_away_and_back(tmp_path_factory: pytest.TempPathFactory) -> 
             await server.start(tmp_path_factory.mktemp("redis2"), port)
             for worker_id in (prefill, decode):
                 await workers.registered(worker_id)  # by themselves
-            await frontend.registry.join_frontend(frontend.id, "", 1, 60)
+            await frontend.registry.refresh_frontend(frontend.id, "", 1, 60)
             remote = frontend.new(PROMPT)
             await frontend.enqueue(remote)
             await frontend.finished(remote)
@@ -425,7 +426,7 @@ async def test_jobs_whose_claims_died_too_often_are_told_to_their_frontend(redis
         frontend = await workers.frontend(decode)
         request = frontend.new(PROMPT)
         await frontend.enqueue(request)
-        assert await frontend.queue.claim("one-that-dies", 1000, 1)
+        assert await claim_head(frontend.queue, "one-that-dies", 1000, 1)
         failed = await until(lambda: request.got(PrefillFailed))
         assert failed.why == "its claims died too often"
         await workers.assert_no_leaks()

@@ -59,7 +59,7 @@ async def test_only_the_leader_changes_the_ratio_and_only_what_it_has_seen(regis
 
 
 async def test_counts_of_offered_load_are_no_news(registry):
-    await registry.join_frontend("f", "http://x", 1, 60)
+    await registry.refresh_frontend("f", "http://x", 1, 60)
     async with contextlib.aclosing(registry.watch()) as events:
         await anext(events)
         await registry.refresh_frontend("f", "http://x", 1, 60, Offered(3, 400, 50.5))
@@ -148,7 +148,7 @@ async def test_a_full_decode_side_is_given_workers_until_the_least_prefill_is_le
 
 async def test_a_shift_to_prefill_leaves_the_least_decode(registry):
     await registry.set_desired(1, 3, "launcher")
-    await registry.join_frontend("g", "", 1, 60)
+    await registry.refresh_frontend("g", "", 1, 60)
     fleet = fleet_of(P, D, D, D)
     async with running(registry, fleet, min_decode=2) as ratio_controller:
         for number in range(1, 10_000):

@@ -1,6 +1,7 @@
 """The client and the embedded server: what is away, what comes back, what is left behind."""
 
 import asyncio
+import copy
 import os
 import shutil
 import signal
@@ -16,7 +17,7 @@ from support_redis import eventually, running_server
 
 from orchestrator.launch.embedded_redis import EmbeddedRedis, EmbeddedRedisError, server_binary
 from orchestrator.store.client import RedisAway, connect, masked
-from orchestrator.store.keys import Keys, Script
+from orchestrator.store.keys import QUEUE, Keys
 
 
 @pytest.fixture
@@ -86,11 +87,30 @@ async def test_a_cancelled_caller_does_not_shift_the_answers(redis):
     assert await redis.get("a") == b"1"
 
 
-async def test_scripts_survive_a_flush(redis):
-    script = Script("depth")
-    assert await redis.run(script, "pd:{x}:") == [0, 0, 0]
-    await redis.script_flush()
-    assert await asyncio.gather(*(redis.run(script, "pd:{x}:") for _ in range(20))) == [[0, 0, 0]] * 20
+async def test_functions_are_loaded_again_by_a_server_that_lost_them(redis):
+    assert await redis.call(QUEUE, "depth", "pd:{x}:") == [0, 0, 0]
+    await redis.execute_command("FUNCTION FLUSH")
+    assert await asyncio.gather(*(redis.call(QUEUE, "depth", "pd:{x}:") for _ in range(20))) == [[0, 0, 0]] * 20
+    libraries = await redis.execute_command("FUNCTION LIST", "LIBRARYNAME", "pd_queue_*")
+    assert len(libraries) == 1
+
+
+async def test_two_releases_on_one_server_call_their_own_functions(redis):
+    assert await redis.call(QUEUE, "depth", "pd:{x}:") == [0, 0, 0]
+    other = copy.copy(QUEUE)
+    other.name, other.text = "pd_queue_other", QUEUE.text.replace(QUEUE.name, "pd_queue_other")
+    assert await redis.call(other, "depth", "pd:{x}:") == [0, 0, 0]
+    assert len(await redis.execute_command("FUNCTION LIST", "LIBRARYNAME", "pd_queue_*")) == 2
+    assert await redis.call(QUEUE, "depth", "pd:{x}:") == [0, 0, 0]
+
+
+async def test_a_user_that_may_not_load_functions_is_told_what_to_allow(redis, server):
+    await redis.execute_command("ACL SETUSER", "weak", "on", ">pw", "~*", "+@all", "-function")
+    weak = await connect(server.url.replace("redis://", "redis://weak:pw@"), 2.0)
+    with pytest.raises(RedisAway, match=r"refused FUNCTION LOAD: .*\+fcall and \+function\|load") as caught:
+        await weak.call(QUEUE, "depth", "pd:{x}:")
+    assert "\n" not in str(caught.value)
+    await weak.aclose()
 
 
 async def test_a_restarted_server_is_used_without_an_error(redis, server):
@@ -176,7 +196,7 @@ async def test_unix_sockets(tmp_path):
         await eventually(lambda: asyncio.sleep(0, path.exists()), "the socket is there")
         redis = await connect(f"unix://{path}", 2.0)
         assert await redis.set("a", 1)
-        assert await redis.run(Script("depth"), "pd:{x}:") == [0, 0, 0]
+        assert await redis.call(QUEUE, "depth", "pd:{x}:") == [0, 0, 0]
         await redis.aclose()
     finally:
         process.kill()
@@ -218,13 +238,13 @@ async def test_old_servers_are_refused():
     async def answer(reader, writer):
         while line := await reader.readline():
             if line.strip() in (b"PING", b"INFO"):
-                body = b"redis_version:5.0.7\r\n"
+                body = b"redis_version:6.2.7\r\n"
                 writer.write(b"+PONG\r\n" if b"PING" in line else b"$%d\r\n%s\r\n" % (len(body), body))
         writer.close()
 
     fake = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = fake.sockets[0].getsockname()[1]
-    with pytest.raises(RedisAway, match=r"version 5\.0\.7: upgrade it to 6\.2 or newer"):
+    with pytest.raises(RedisAway, match=r"version 6\.2\.7: upgrade it to 7\.0 or newer"):
         await connect(f"redis://127.0.0.1:{port}", 2.0)
     fake.close()
     await fake.wait_closed()

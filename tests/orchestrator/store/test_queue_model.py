@@ -15,7 +15,15 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support_redis import assert_no_leaks, expire_lease, fresh_namespace, job, queue_config, running_server
+from support_redis import (
+    assert_no_leaks,
+    claim_head,
+    expire_lease,
+    fresh_namespace,
+    job,
+    queue_config,
+    running_server,
+)
 
 from orchestrator.store.client import connect
 from orchestrator.store.queue import PrefillQueue, QueueFull
@@ -90,14 +98,14 @@ class QueueMachine(RuleBasedStateMachine):
                 break
             expected.append(request_id)
             used += cost
-        self.claimed(worker, expected, self.do(self.queue.claim(worker, max_tokens, max_jobs)))
+        self.claimed(worker, expected, self.do(claim_head(self.queue, worker, max_tokens, max_jobs)))
 
     @rule(worker=WORKERS, window=st.integers(1, 5), chosen=st.lists(IDS, unique=True))
-    def look_and_choose(self, worker, window, chosen):
+    def claim_from_a_window(self, worker, window, chosen):
         """Of what waits now, and of what waited a moment ago."""
         waiting = self.waiting()
         affine = any(self.jobs[request_id].cached for request_id in waiting[:window])
-        claims, seen = self.do(self.queue.claim_or_look(worker, 1, 1, window, idle=True))
+        claims, seen = self.do(self.queue.claim(worker, 1, 1, window, idle=True))
         assert [known.request_id for known in seen] == (waiting[:window] if affine else [])
         self.claimed(worker, [] if affine else waiting[:1], claims)
         expected = [request_id for request_id in chosen if request_id in self.waiting()]

@@ -9,10 +9,20 @@ import time
 
 import msgspec
 import pytest
-from support_redis import assert_no_leaks, eventually, expire_lease, fresh_namespace, job, queue_config, running_server
+from support_redis import (
+    assert_no_leaks,
+    claim_head,
+    eventually,
+    expire_lease,
+    fresh_namespace,
+    job,
+    queue_config,
+    running_server,
+)
 
 from orchestrator.policy.claims import choose_claims
 from orchestrator.store.client import RedisAway, connect
+from orchestrator.store.keys import Keys
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.types import QueueDepth
 
@@ -55,7 +65,7 @@ async def test_many_claimers_lose_nothing_and_share_nothing(queues):
 
     async def consume(queue, name):
         while sum(handed.values()) < total:
-            for claim in await queue.claim(name, 300, 5):
+            for claim in await claim_head(queue, name, 300, 5):
                 handed[claim.job.request_id] += 1
                 assert await queue.ack(name, claim.job.request_id, 1)
 
@@ -82,7 +92,7 @@ async def test_claimers_that_choose_from_one_window_share_nothing(queues):
         nonlocal lost
         mine = await queues()
         while sum(handed.values()) < total:
-            claims, window = await mine.claim_or_look(name, 300, 5, 32, idle=True)
+            claims, window = await mine.claim(name, 300, 5, 32, idle=True)
             if window:
                 chosen = choose_claims(window, 300, True, 0.001)
                 claims = await mine.claim_chosen(name, chosen)
@@ -108,7 +118,7 @@ async def test_workers_that_die_with_their_claims_cost_nothing_but_time(queues):
     async def consume(name):
         mine = await queues(max_deliveries=1000)
         while len(acked) < total:
-            for claim in await mine.claim(name, 100, 10):
+            for claim in await claim_head(mine, name, 100, 10):
                 if random_.random() < 0.3:
                     await expire_lease(queues.redis, mine, claim.job.request_id)  # dies here
                 elif await mine.ack(name, claim.job.request_id, 1):
@@ -127,14 +137,14 @@ async def test_many_sweepers_return_each_job_once(queues):
     names = [f"r{number}" for number in range(250)]
     for name in names:
         await queue.enqueue(job(name))
-    assert len(await queue.claim("w", ALL, 256)) == 250
+    assert len(await claim_head(queue, "w", ALL, 256)) == 250
     await expire_lease(queues.redis, queue, *names)
     sweepers = [await queues() for _ in range(8)]
     results = await asyncio.gather(*(sweeper.sweep() for sweeper in sweepers))
     returned = [request_id for result in results for request_id in result.returned]
     assert sorted(returned) == sorted(names)
     assert await queue.depth() == QueueDepth(250, 25_000, 0)
-    assert [claim.job.request_id for claim in await queue.claim("w", ALL, 256)] == names, "at their old places"
+    assert [claim.job.request_id for claim in await claim_head(queue, "w", ALL, 256)] == names, "at their old places"
 
 
 async def test_retries_racing_with_acks_leave_one_answer(queues):
@@ -142,9 +152,9 @@ async def test_retries_racing_with_acks_leave_one_answer(queues):
     for number in range(100):
         name = f"r{number}"
         await queue.enqueue(job(name))
-        await queue.claim("w", ALL, 1)
+        await claim_head(queue, "w", ALL, 1)
         acked, _ = await asyncio.gather(queue.ack("w", name, 1), other.enqueue(job(name, attempt=2)))
-        claims = await queue.claim("w", ALL, 1)
+        claims = await claim_head(queue, "w", ALL, 1)
         assert [claim.job.attempt for claim in claims] == [2], f"acked={acked}"
         assert await queue.ack("w", name, 2)
     await assert_no_leaks(queues.redis, queues.namespace)
@@ -160,14 +170,19 @@ async def waits(queue, timeout_s=10.0):
     return time.monotonic() - started
 
 
-async def idle(queues, number):
+async def waiters(queues):
+    """How many are registered, idle or busy."""
+    prefix = Keys(queues.namespace).prefix
+    return await queues.redis.zcard(f"{prefix}idle") + await queues.redis.zcard(f"{prefix}busy")
+
+
+async def waiting_are(queues, number):
     """Until that many waiters are registered."""
-    key = f"pd:{{{queues.namespace}}}:idle"
 
     async def registered():
-        return await queues.redis.zcard(key) >= number
+        return await waiters(queues) >= number
 
-    await eventually(registered, f"{number} waiters idle")
+    await eventually(registered, f"{number} waiters")
 
 
 async def test_waiting_ends_at_once_when_there_is_work(queues):
@@ -180,30 +195,30 @@ async def test_waiting_ends_when_a_job_comes(queues):
     queue, other = await queues(), await queues()
     await queue.wait_for_work(10)  # the subscription is new
     waiting = asyncio.create_task(waits(queue, 30))
-    await idle(queues, 1)
+    await waiting_are(queues, 1)
     await other.enqueue(job("a"))
     assert await waiting < 15
-    assert [claim.job.request_id for claim in await queue.claim("w", ALL, 1)] == ["a"]
+    assert [claim.job.request_id for claim in await claim_head(queue, "w", ALL, 1)] == ["a"]
 
 
 async def test_a_job_that_comes_between_claiming_and_waiting_is_not_slept_through(queues):
     queue, other = await queues(), await queues()
     await queue.wait_for_work(10)
-    assert await queue.claim("w", ALL, 1) == []
+    assert await claim_head(queue, "w", ALL, 1) == []
     await other.enqueue(job("a"))
     assert await waits(queue, 30) < 15
 
 
 async def test_one_job_wakes_one_of_many(queues):
-    waiters, other = [await queues() for _ in range(5)], await queues()
-    for waiter in waiters:
-        await waiter.wait_for_work(10)
-    tasks = [asyncio.create_task(waiter.wait_for_work(60)) for waiter in waiters]
-    await idle(queues, 5)
+    sleepers, other = [await queues() for _ in range(5)], await queues()
+    for sleeper in sleepers:
+        await sleeper.wait_for_work(10)
+    tasks = [asyncio.create_task(sleeper.wait_for_work(60)) for sleeper in sleepers]
+    await waiting_are(queues, 5)
     await other.enqueue(job("a"))
     done, pending = await asyncio.wait(tasks, timeout=15, return_when=asyncio.FIRST_COMPLETED)
     assert len(done) == 1
-    assert await queues.redis.zcard(f"pd:{{{queues.namespace}}}:idle") == 4
+    assert await waiters(queues) == 4
     await other.enqueue(job("b"))
     done, pending = await asyncio.wait(pending, timeout=15, return_when=asyncio.FIRST_COMPLETED)
     assert len(done) == 1
@@ -212,14 +227,14 @@ async def test_one_job_wakes_one_of_many(queues):
     await asyncio.gather(*pending, return_exceptions=True)
 
 
-async def wakes(queues, *waiters):
-    """`waiters` as (name, what it does); they wait in this order. Returns their tasks by name."""
+async def wakes(queues, *names):
+    """`names` as (name, what it does); they wait in this order. Returns their tasks by name."""
     tasks = {}
-    for name, doing in waiters:
+    for name, doing in names:
         queue = await queues(waiter=name)
         await queue.wait_for_work(10, doing)  # the subscription is new
         tasks[name] = asyncio.create_task(queue.wait_for_work(60 + len(tasks), doing), name=name)
-        await idle(queues, len(tasks))
+        await waiting_are(queues, len(tasks))
     return tasks
 
 
@@ -253,7 +268,7 @@ async def test_what_a_busy_worker_leaves_an_idle_one_is_told_of(queues):
     await producer.enqueue(job("a"))
     tasks = await wakes(queues, ("busy", "left"), ("other", "left"))
     assert await leaver.claim_chosen("w", []) == []
-    assert await queues.redis.zcard(f"pd:{{{queues.namespace}}}:idle") == 2, "they would leave it too"
+    assert await waiters(queues) == 2, "they would leave it too"
     await end(tasks)
     await producer.cancel("a", 1)
     tasks = await wakes(queues, ("idler", "idle"))
@@ -262,12 +277,12 @@ async def test_what_a_busy_worker_leaves_an_idle_one_is_told_of(queues):
     assert await first_of(tasks) == "idler"
 
 
-async def test_a_waiter_can_be_told_to_look_again(queues):
+async def test_a_waiter_can_be_woken_by_its_own_process(queues):
     queue = await queues()
     await queue.wait_for_work(10)
     waiting = asyncio.create_task(waits(queue, 30))
-    await idle(queues, 1)
-    queue.look_again()
+    await waiting_are(queues, 1)
+    queue.wake()
     assert await waiting < 15
 
 
@@ -276,9 +291,9 @@ async def test_a_dead_waiter_is_passed_over(queues):
     for queue in (dead, alive):
         await queue.wait_for_work(10)
     tasks = [asyncio.create_task(dead.wait_for_work(60))]
-    await idle(queues, 1)
+    await waiting_are(queues, 1)
     tasks.append(asyncio.create_task(alive.wait_for_work(61)))
-    await idle(queues, 2)
+    await waiting_are(queues, 2)
     await dead.aclose()
 
     async def unsubscribed():
@@ -295,10 +310,10 @@ async def test_a_dead_waiter_is_passed_over(queues):
 async def test_a_returned_job_wakes_too(queues):
     queue, waiter = await queues(), await queues()
     await queue.enqueue(job("a"))
-    await queue.claim("w", ALL, 1)
+    await claim_head(queue, "w", ALL, 1)
     await waiter.wait_for_work(10)
     waiting = asyncio.create_task(waits(waiter, 30))
-    await idle(queues, 1)
+    await waiting_are(queues, 1)
     await queue.release("w", "a", 1)
     assert await waiting < 15
 
@@ -306,10 +321,10 @@ async def test_a_returned_job_wakes_too(queues):
 async def test_a_worker_that_claims_takes_nobodys_wake_up(queues):
     busy, idler, other = await queues(), await queues(), await queues()
     await busy.wait_for_work(10)  # ended by its new subscription, still registered as idle
-    assert await busy.claim("w", ALL, 1) == []
+    assert await claim_head(busy, "w", ALL, 1) == []
     await idler.wait_for_work(10)
     waiting = asyncio.create_task(waits(idler, 30))
-    await idle(queues, 1)
+    await waiting_are(queues, 1)
     await other.enqueue(job("a"))
     assert await waiting < 15
 
@@ -333,12 +348,12 @@ async def test_a_killed_and_restarted_server(mortal):
     redis = await connect(mortal.url, 1.0)
     queue = PrefillQueue(redis, "mortal", queue_config())
     await queue.enqueue(job("a"))
-    await queue.claim("w", ALL, 1)
+    await claim_head(queue, "w", ALL, 1)
     await queue.enqueue(job("b"))
     os.kill(mortal.pid, signal.SIGKILL)
     calls = {
         "enqueue": lambda: queue.enqueue(job("c")),
-        "claim": lambda: queue.claim("w", ALL, 1),
+        "claim": lambda: claim_head(queue, "w", ALL, 1),
         "renew": lambda: queue.renew("w", ["a"]),
         "ack": lambda: queue.ack("w", "a", 1),
         "release": lambda: queue.release("w", "a", 1),
@@ -347,7 +362,6 @@ async def test_a_killed_and_restarted_server(mortal):
         "depth": queue.depth,
         "peek": lambda: queue.peek(5),
         "show": lambda: queue.show("a"),
-        "dropped": queue.dropped,
     }
     for name, call in calls.items():
         with pytest.raises(RedisAway):
@@ -368,7 +382,7 @@ async def test_a_killed_and_restarted_server(mortal):
     assert await queue.renew("w", ["a"]) == ["a"]
     assert not await queue.ack("w", "a", 1)
     await queue.enqueue(job("d"))
-    assert [claim.job.request_id for claim in await queue.claim("w", ALL, 5)] == ["d"]
+    assert [claim.job.request_id for claim in await claim_head(queue, "w", ALL, 5)] == ["d"]
     waiting = asyncio.create_task(waits(queue, 30))
     await asyncio.sleep(0)
     await queue.enqueue(job("e"))
@@ -389,7 +403,7 @@ async def test_a_server_killed_under_load_loses_no_call_for_ever(mortal):
             turn += 1
             try:
                 await queue.enqueue(job(f"r{number}-{turn}", body=b"x" * 2000))
-                for claim in await queue.claim(f"w{number}", 1000, 4):
+                for claim in await claim_head(queue, f"w{number}", 1000, 4):
                     await queue.ack(f"w{number}", claim.job.request_id, 1)
                 ended["answered"] += 1
             except RedisAway:

@@ -1,0 +1,563 @@
+#!lua name=pd_queue_VERSION
+
+-- The prefill queue. Every function that is registered at the end is one atomic step, a verb of store/queue.py.
+-- KEYS[1] is the prefix of all keys, `pd:{NAMESPACE}:`: it leads the call to the cluster slot of its namespace.
+-- VERSION stands for a hash of this text, so that each of two releases on one server calls its own functions.
+
+local SECONDS = '%.6f'    -- how times are stored and told: unix seconds on the server's clock
+local HEAD_JOBS = 16      -- jobs read from the head of the queue at once
+local MAX_UNUSABLE = 200  -- unusable jobs that one claim drops; the next one goes on behind them
+local MAX_RECOUNT = 1000  -- most waiting jobs whose tokens are counted afresh
+local AFFINE_S = 60       -- for this long after a job with a cached prefix, claims look for such jobs
+local WAITERS_S = 60      -- a set of waiters outlives its last waiter by this
+local DROPPED_S = 86400   -- the statistics of dropped jobs live this long
+
+-- ---- what every verb begins with -------------------------------------------------------------------------------
+
+-- Names of keys, and what this call took from the queue: `removed` is the tokens of its jobs, nil for no job;
+-- `damaged` says that a job went whose tokens nobody knows. `alive` remembers which frontends live.
+local function open(keys)
+  local prefix = keys[1]
+  return {
+    prefix = prefix, waiting = prefix .. 'queue', waiting_tokens = prefix .. 'queued_tokens', job = prefix .. 'job:',
+    leases = prefix .. 'leases', claims = prefix .. 'claims:', idle = prefix .. 'idle', busy = prefix .. 'busy',
+    removed = nil, damaged = false, alive = nil
+  }
+end
+
+local function clock()
+  local time = redis.call('TIME')
+  return time[1] + time[2] / 1000000
+end
+
+-- A count as stored text, or nil: 'nan', '-1', '1.5' and absent fields are no counts.
+local function count(text)
+  local value = text and tonumber(text)
+  if value and value >= 0 and value < 9007199254740992 and value % 1 == 0 then return value end
+  return nil
+end
+
+-- ---- jobs ------------------------------------------------------------------------------------------------------
+
+-- A job as a table, or nil when there is none or it cannot be trusted; then also whether something is there.
+-- A body may be long: only who names 'body' as the third argument reads it.
+local function read_job(q, id, ...)
+  local fields = redis.pcall('HMGET', q.job .. id, 'state', 'attempt', 'tokens', 'uncached', 'arrived_at', 'deliveries',
+    'reply_to', 'claimed_by', 'score', 'cached', ...)
+  if fields.err then return nil, true end
+  local job = {
+    state = fields[1], attempt = count(fields[2]), tokens = count(fields[3]), uncached = count(fields[4]),
+    arrived_at = tonumber(fields[5] or ''), deliveries = count(fields[6]), reply_to = fields[7],
+    claimed_by = fields[8], score = fields[9], cached = fields[10] or '', body = fields[11]
+  }
+  if job.attempt and job.tokens and job.uncached and job.arrived_at and job.deliveries and job.reply_to
+      and (job.state == 'waiting' or (job.state == 'claimed' and job.claimed_by)) then
+    return job, true
+  end
+  return nil, fields[1] or fields[2] or fields[3]
+end
+
+-- Forgets a job. `job` is nil when its hash could not be read. `settle` must follow.
+local function remove(q, id, job)
+  redis.call('DEL', q.job .. id)
+  if not job or job.state == 'claimed' then
+    redis.call('ZREM', q.leases, id)
+    if job then redis.call('ZREM', q.claims .. job.claimed_by, id) end
+  end
+  if redis.call('ZREM', q.waiting, id) == 1 then
+    if job then q.removed = (q.removed or 0) + job.uncached else q.damaged = true end
+  end
+end
+
+-- Removes a job that nobody asked to remove, and counts it.
+local function drop(q, id, job, why)
+  remove(q, id, job)
+  redis.call('HINCRBY', q.prefix .. 'dropped', why, 1)
+  redis.call('EXPIRE', q.prefix .. 'dropped', DROPPED_S)
+end
+
+-- Whether nobody waits for the answer any more. The grace covers a frontend whose key Redis has just lost.
+local function orphaned(q, job, now, grace_s)
+  if now - job.arrived_at <= grace_s then return false end
+  local frontend = job.reply_to
+  q.alive = q.alive or {}
+  if q.alive[frontend] == nil then q.alive[frontend] = redis.call('EXISTS', q.prefix .. 'frontend:' .. frontend) == 1 end
+  return not q.alive[frontend]
+end
+
+-- Puts a job at its place in the queue.
+-- Indexes get their time to live when they are made, and again from every sweep: without a fleet they run out.
+local function place(q, id, score, uncached, ttl_s)
+  redis.call('EXPIRE', q.job .. id, ttl_s)
+  if redis.call('ZADD', q.waiting, score, id) == 0 then q.damaged = true end -- the place of a job whose hash was lost
+  if redis.call('INCRBY', q.waiting_tokens, uncached) == tonumber(uncached) then
+    redis.call('EXPIRE', q.waiting, ttl_s)
+    redis.call('EXPIRE', q.waiting_tokens, ttl_s)
+  end
+end
+
+-- Takes what this call removed off the counter of waiting tokens; the end of every verb that removes. Where an
+-- unknown number went, a short queue is counted afresh. An empty queue has no counter.
+local function settle(q)
+  if not (q.removed or q.damaged) then return end
+  local left = q.removed and redis.call('DECRBY', q.waiting_tokens, q.removed)
+  if left and left > 0 and not q.damaged then return end
+  local waiting = redis.call('ZCARD', q.waiting)
+  if waiting == 0 then
+    redis.call('DEL', q.waiting_tokens)
+  elseif waiting <= MAX_RECOUNT then
+    local tokens = 0
+    for _, id in ipairs(redis.call('ZRANGE', q.waiting, 0, -1)) do
+      tokens = tokens + (count(redis.pcall('HGET', q.job .. id, 'uncached')) or 0)
+    end
+    redis.call('SET', q.waiting_tokens, tokens, 'KEEPTTL')
+  elseif left and left < 0 then
+    redis.call('SET', q.waiting_tokens, 0, 'KEEPTTL')
+  end
+end
+
+-- ---- waiters: two sets, of idle and of busy workers, each by the deadline of their waiting -------------------------
+
+-- Whether this waiter was in that set, still waits, and was told.
+local function tell(q, waiters, waiter, now)
+  local deadline = redis.call('ZSCORE', waiters, waiter)
+  if not deadline then return false end
+  redis.call('ZREM', waiters, waiter)
+  return tonumber(deadline) > now and redis.call('PUBLISH', q.prefix .. 'wake:' .. waiter, '') > 0
+end
+
+local function tell_first(q, waiters, now)
+  while true do
+    local first = redis.call('ZRANGE', waiters, 0, 0)[1]
+    if not first then return false end
+    if tell(q, waiters, first, now) then return true end
+  end
+end
+
+-- Tells one worker of a job: with a thousand of them the others would only find an empty queue. First one that has
+-- some of the prompt cached, then an idle one, then a busy one.
+local function wake(q, cached, now)
+  for waiter in string.gmatch(cached, '(%S+)=%d+') do
+    if tell(q, q.idle, waiter, now) or tell(q, q.busy, waiter, now) then return end
+  end
+  if not tell_first(q, q.idle, now) then tell_first(q, q.busy, now) end
+end
+
+-- From claimed back to waiting, at its old place.
+local function requeue(q, id, job, deliveries, ttl_s, now)
+  redis.call('ZREM', q.leases, id)
+  redis.call('ZREM', q.claims .. job.claimed_by, id)
+  redis.call('HDEL', q.job .. id, 'claimed_by', 'lease_until', 'score')
+  redis.call('HSET', q.job .. id, 'state', 'waiting', 'deliveries', deliveries)
+  place(q, id, tonumber(job.score or '') or job.arrived_at, job.uncached, ttl_s)
+  wake(q, job.cached, now)
+end
+
+-- Back to waiting by whoever did not begin with it: this claim does not count against the job.
+local function give_back(q, id, job, ttl_s, now)
+  requeue(q, id, job, math.max(job.deliveries - 1, 0), ttl_s, now)
+end
+
+-- ---- verbs: enqueue --------------------------------------------------------------------------------------------
+
+-- Returns 'queued', 'known' or 'full'.
+local function enqueue(keys, args)
+  local q, now = open(keys), clock()
+  local id, attempt, tokens, uncached, delay_s, max_waiting, ttl_s, reply_to, body, cached = unpack(args)
+  local arrived_at, outcome = now, 'full'
+  -- Mostly there is neither an older attempt to replace nor anybody to wake: one look tells.
+  local eventful = redis.call('EXISTS', q.job .. id, q.idle, q.busy) > 0
+  if eventful and redis.call('EXISTS', q.job .. id) == 1 then
+    local old = read_job(q, id)
+    if old then
+      local indexed = redis.call('ZSCORE', old.state == 'waiting' and q.waiting or q.leases, id)
+      if old.attempt > tonumber(attempt) or (old.attempt == tonumber(attempt) and indexed) then return 'known' end
+      arrived_at = old.arrived_at -- a retried request keeps its place
+      remove(q, id, old)
+    else
+      drop(q, id, nil, 'corrupt')
+    end
+  end
+  if redis.call('ZCARD', q.waiting) < tonumber(max_waiting) then
+    outcome = 'queued'
+    redis.call('HSET', q.job .. id, 'state', 'waiting', 'tokens', tokens, 'uncached', uncached,
+      'arrived_at', SECONDS:format(arrived_at), 'attempt', attempt, 'deliveries', '0', 'reply_to', reply_to, 'body', body)
+    if cached ~= '' then
+      redis.call('HSET', q.job .. id, 'cached', cached)
+      redis.call('SET', q.prefix .. 'affine', 1, 'EX', AFFINE_S)
+    end
+    place(q, id, arrived_at + delay_s, uncached, ttl_s)
+  end
+  settle(q)
+  if eventful and outcome == 'queued' then wake(q, cached, now) end
+  return outcome
+end
+
+-- ---- verbs: claim ----------------------------------------------------------------------------------------------
+
+-- Who claims, as args[1..5] of both claiming verbs say, and the rows of what it got.
+local function open_claims(q, args)
+  local worker, lease_s, ttl_s, grace_s, waiter = unpack(args, 1, 5)
+  local now = clock()
+  -- Whoever claims is awake: a wake-up meant for a waiting worker must not go to it.
+  redis.call('ZREM', q.idle, waiter)
+  redis.call('ZREM', q.busy, waiter)
+  return { worker = worker, now = now, lease_until = SECONDS:format(now + lease_s), ttl_s = ttl_s,
+    grace_s = tonumber(grace_s), rows = {} }
+end
+
+-- A waiting job that can be claimed, with its body; else nil, and it is dropped: nobody can read it or waits for it.
+local function read_claimable(q, claims, id)
+  local job = read_job(q, id, 'body')
+  if not (job and job.state == 'waiting' and job.body) then
+    drop(q, id, nil, 'corrupt')
+    return nil
+  end
+  if orphaned(q, job, claims.now, claims.grace_s) then
+    drop(q, id, job, 'orphaned')
+    return nil
+  end
+  return job
+end
+
+local function take(q, claims, id, job, score)
+  local deliveries = job.deliveries + 1
+  redis.call('HSET', q.job .. id, 'state', 'claimed', 'claimed_by', claims.worker, 'lease_until', claims.lease_until,
+    'score', score, 'deliveries', deliveries)
+  redis.call('ZREM', q.waiting, id)
+  redis.call('ZADD', q.leases, claims.lease_until, id)
+  redis.call('ZADD', q.claims .. claims.worker, claims.lease_until, id)
+  q.removed = (q.removed or 0) + job.uncached
+  claims.rows[#claims.rows + 1] = { id, job.reply_to, job.cached, job.body, job.attempt, job.tokens, job.uncached,
+    deliveries, job.arrived_at }
+end
+
+-- Claims from the head of the queue, in order. Returns whether it stopped at a job that does not fit `budget` tokens.
+local function take_head(q, claims, budget, max_jobs, idle)
+  local unusable = 0
+  while budget > 0 and #claims.rows < max_jobs and unusable < MAX_UNUSABLE do
+    local last = math.min(max_jobs - #claims.rows, HEAD_JOBS) - 1
+    local head = redis.call('ZRANGE', q.waiting, 0, last, 'WITHSCORES')
+    if #head == 0 then return false end
+    for i = 1, #head, 2 do
+      local job = read_claimable(q, claims, head[i])
+      if job then
+        local cost = math.max(1, job.tokens)
+        if cost > budget and not (idle and #claims.rows == 0) then return true end
+        take(q, claims, head[i], job, head[i + 1])
+        budget = budget - cost
+        if budget <= 0 then return false end
+      else
+        unusable = unusable + 1
+      end
+    end
+  end
+  return false
+end
+
+-- What a choice among waiting jobs needs of one of them. It must be cheap: of a sound job that is not old only this
+-- is read. Returns tokens, seconds waited, cached; nothing where the job was dropped.
+local function glance(q, claims, id)
+  local fields = redis.pcall('HMGET', q.job .. id, 'state', 'tokens', 'arrived_at', 'cached')
+  if not fields.err and fields[1] == 'waiting' then
+    local tokens, arrived_at = count(fields[2]), tonumber(fields[3] or '')
+    if tokens and arrived_at and claims.now - arrived_at <= claims.grace_s then
+      return tokens, claims.now - arrived_at, fields[4] or ''
+    end
+  end
+  local job = read_claimable(q, claims, id)
+  if job then return job.tokens, claims.now - job.arrived_at, job.cached end
+end
+
+-- The first jobs of the queue as WindowJobs, and whether one of them is cached on a worker that claims.
+local function read_window(q, claims, size)
+  local claiming, jobs, affine = {}, {}, false
+  -- What is cached on a worker that claims no more belongs to nobody.
+  local function claims_now(worker)
+    if claiming[worker] == nil then
+      local member = redis.pcall('HMGET', q.prefix .. 'worker:' .. worker, 'role', 'state')
+      claiming[worker] = not member.err and member[1] == 'prefill' and member[2] == 'ready'
+    end
+    return claiming[worker]
+  end
+  local head = redis.call('ZRANGE', q.waiting, 0, size - 1, 'WITHSCORES')
+  for i = 1, #head, 2 do
+    local tokens, waited_s, cached = glance(q, claims, head[i])
+    if tokens then
+      local here, elsewhere = 0, 0
+      for worker, hit in string.gmatch(cached, '(%S+)=(%d+)') do
+        hit = math.min(tonumber(hit), tokens)
+        if worker == claims.worker then
+          here = hit
+        elseif hit > elsewhere and claims_now(worker) then
+          elsewhere = hit
+        end
+      end
+      affine = affine or here > 0 or elsewhere > 0
+      jobs[#jobs + 1] = { request_id = head[i], score = tonumber(head[i + 1]), tokens = tokens, waited_s = waited_s,
+        cached_here = here, cached_elsewhere = elsewhere }
+    end
+  end
+  return jobs, affine
+end
+
+-- The reply of both claiming verbs: msgpack of now, end of lease, a row for each claim as `take` makes it, and the jobs
+-- to choose from. One string, because a table as a reply costs the server 16 KiB of buffer for each of its levels.
+local function close_claims(q, claims, window)
+  if #claims.rows > 0 then
+    redis.call('EXPIRE', q.leases, claims.ttl_s)
+    redis.call('EXPIRE', q.claims .. claims.worker, claims.ttl_s)
+  end
+  settle(q)
+  return cmsgpack.pack({ claims.now, tonumber(claims.lease_until), claims.rows, window })
+end
+
+-- args[6..9]: most tokens, most jobs, window, 1 if idle. Claims from the head of the queue what fits; an idle worker's
+-- first job fits any budget. Where another order may be better it claims nothing, and returns the first `window` jobs:
+-- one of them is cached on a worker that claims, or the head does not fit.
+local function claim(keys, args)
+  local q = open(keys)
+  local claims = open_claims(q, args)
+  local budget, max_jobs, window, idle = tonumber(args[6]), tonumber(args[7]), tonumber(args[8]), args[9] == '1'
+  if window > 0 and redis.call('EXISTS', q.prefix .. 'affine') == 1 then
+    local jobs, affine = read_window(q, claims, window)
+    if affine then return close_claims(q, claims, jobs) end
+  end
+  local too_long = take_head(q, claims, budget, max_jobs, idle)
+  local choice = {}
+  if too_long and #claims.rows == 0 and window > 0 then choice = read_window(q, claims, window) end
+  return close_claims(q, claims, choice)
+end
+
+-- args[6..]: 1 if idle, ids. Claims those that still wait; the others were somebody else's first. An idle worker that
+-- came too late for all of them gets the head of the queue.
+local function claim_chosen(keys, args)
+  local q = open(keys)
+  local claims = open_claims(q, args)
+  local function claim_one(id)
+    local score = redis.call('ZSCORE', q.waiting, id)
+    local job = score and read_claimable(q, claims, id)
+    if job then take(q, claims, id, job, score) end
+  end
+  for i = 7, #args do claim_one(args[i]) end
+  if args[6] == '1' and #claims.rows == 0 then
+    local head = redis.call('ZRANGE', q.waiting, 0, 0)[1]
+    if head then claim_one(head) end
+  end
+  local reply = close_claims(q, claims, {})
+  -- What is left behind is an idle worker's, whoever it would suit best.
+  if redis.call('EXISTS', q.waiting, q.idle) == 2 then tell_first(q, q.idle, claims.now) end
+  return reply
+end
+
+-- args: waiter, seconds, 'idle', 'busy', or 'left' (busy, and what waits is left to others).
+-- Returns 1 when there is work already; else the waiter is woken by the next job.
+local function wait(keys, args)
+  local q, waiter, wait_s, doing = open(keys), args[1], tonumber(args[2]), args[3]
+  if doing ~= 'left' and redis.call('ZCARD', q.waiting) > 0 then return 1 end
+  local waiters, others = q.busy, q.idle
+  if doing == 'idle' then waiters, others = q.idle, q.busy end
+  redis.call('ZREM', others, waiter)
+  redis.call('ZADD', waiters, clock() + wait_s, waiter)
+  redis.call('EXPIRE', waiters, math.ceil(wait_s) + WAITERS_S)
+  return 0
+end
+
+-- ---- verbs: hold and let go ------------------------------------------------------------------------------------
+
+-- args: worker, lease seconds, ttl, ids. Returns the ids that this worker does not hold.
+local function renew(keys, args)
+  local q, worker, ttl_s, lost = open(keys), args[1], args[3], {}
+  local lease_until = clock() + tonumber(args[2])
+  for i = 4, #args do
+    local id = args[i]
+    if redis.pcall('HGET', q.job .. id, 'claimed_by') == worker then
+      redis.call('HSET', q.job .. id, 'lease_until', SECONDS:format(lease_until))
+      redis.call('EXPIRE', q.job .. id, ttl_s)
+      redis.call('ZADD', q.leases, lease_until, id)
+      redis.call('ZADD', q.claims .. worker, lease_until, id)
+    else
+      redis.call('ZREM', q.claims .. worker, id)
+      lost[#lost + 1] = id
+    end
+  end
+  if #lost < #args - 3 then
+    redis.call('EXPIRE', q.leases, ttl_s)
+    redis.call('EXPIRE', q.claims .. worker, ttl_s)
+  end
+  return lost
+end
+
+-- args: worker, id, attempt. Returns 1 when the job was this worker's, and is gone now.
+local function ack(keys, args)
+  local q, worker, id, attempt = open(keys), args[1], args[2], args[3]
+  local held = redis.pcall('HMGET', q.job .. id, 'claimed_by', 'attempt')
+  if held.err or held[1] ~= worker or held[2] ~= attempt then return 0 end
+  redis.call('DEL', q.job .. id)
+  redis.call('ZREM', q.leases, id)
+  redis.call('ZREM', q.claims .. worker, id)
+  return 1
+end
+
+-- args: worker, id, attempt, ttl. Returns 1 when the job was this worker's, and waits again now.
+local function release(keys, args)
+  local q, worker, id, attempt = open(keys), args[1], args[2], tonumber(args[3])
+  local job = read_job(q, id)
+  if not job or job.state ~= 'claimed' or job.claimed_by ~= worker or job.attempt ~= attempt then return 0 end
+  give_back(q, id, job, args[4], clock())
+  return 1
+end
+
+-- args: worker, ttl, ids that the worker knows it holds. Every other claim of it waits again now. Returns their ids.
+local function release_unknown(keys, args)
+  local q, worker, now = open(keys), args[1], clock()
+  local known, released = {}, {}
+  for i = 3, #args do known[args[i]] = true end
+  for _, id in ipairs(redis.call('ZRANGE', q.claims .. worker, 0, -1)) do
+    if not known[id] then
+      local job = read_job(q, id)
+      if job and job.state == 'claimed' and job.claimed_by == worker then
+        give_back(q, id, job, args[2], now)
+        released[#released + 1] = id
+      else
+        redis.call('ZREM', q.claims .. worker, id)
+      end
+    end
+  end
+  return released
+end
+
+-- args: worker. Its leases end now, and the next sweep returns its claims; not those of a worker that is registered,
+-- which renews them. Returns how many.
+local function expire_leases(keys, args)
+  local q, worker, expired = open(keys), args[1], 0
+  if redis.call('EXISTS', q.prefix .. 'worker:' .. worker) == 1 then return 0 end
+  local now = clock()
+  for _, id in ipairs(redis.call('ZRANGE', q.claims .. worker, 0, -1)) do
+    if redis.pcall('HGET', q.job .. id, 'claimed_by') == worker then
+      expired = expired + redis.call('ZADD', q.leases, 'XX', 'LT', 'CH', now, id)
+    end
+  end
+  return expired
+end
+
+-- args: id, attempt. Removes this attempt, or an older one; a newer one is left alone. Returns what was removed.
+local function cancel(keys, args)
+  local q, id, removed = open(keys), args[1], 'absent'
+  local job, present = read_job(q, id)
+  if job and job.attempt <= tonumber(args[2]) then
+    removed = job.state
+    remove(q, id, job)
+  elseif not job and (present or redis.call('ZSCORE', q.waiting, id)) then
+    drop(q, id, nil, 'corrupt')
+  end
+  settle(q)
+  return removed
+end
+
+-- args: leases to look at, waiting jobs to look at, most deliveries, ttl, orphan grace.
+-- Returns the ids returned to the queue; rows of id, attempt and reply_to of the failed jobs; the orphaned ids.
+local function sweep(keys, args)
+  local q, now = open(keys), clock()
+  local max_leases, max_waiting, max_deliveries, ttl_s, grace_s = args[1], args[2], tonumber(args[3]), args[4],
+    tonumber(args[5])
+  local returned, failed, orphans = {}, {}, {}
+
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', q.leases, '-inf', now, 'LIMIT', 0, max_leases)) do
+    local job, present = read_job(q, id)
+    if not job then
+      drop(q, id, nil, present and 'corrupt' or 'vanished')
+    elseif job.state ~= 'claimed' then
+      redis.call('ZREM', q.leases, id)
+    elseif orphaned(q, job, now, grace_s) then
+      drop(q, id, job, 'orphaned')
+      orphans[#orphans + 1] = id
+    elseif job.deliveries >= max_deliveries then
+      drop(q, id, job, 'failed')
+      failed[#failed + 1] = { id, job.attempt, job.reply_to }
+    else
+      requeue(q, id, job, job.deliveries, ttl_s, now)
+      returned[#returned + 1] = id
+    end
+  end
+
+  -- Waiting jobs are looked at a slice per call; the cursor is shared, so that sweepers divide the work.
+  local cursor = q.prefix .. 'sweep_cursor'
+  local slice = redis.call('ZSCAN', q.waiting, redis.call('GET', cursor) or '0', 'COUNT', max_waiting)
+  if slice[1] == '0' then redis.call('DEL', cursor) else redis.call('SET', cursor, slice[1], 'EX', ttl_s) end
+  for i = 1, #slice[2], 2 do
+    local id = slice[2][i]
+    local job, present = read_job(q, id)
+    if not job or job.state ~= 'waiting' then
+      -- A scan may name one id twice: then the job is off the queue already.
+      if redis.call('ZSCORE', q.waiting, id) then drop(q, id, nil, present and 'corrupt' or 'vanished') end
+    elseif orphaned(q, job, now, grace_s) then
+      drop(q, id, job, 'orphaned')
+      orphans[#orphans + 1] = id
+    end
+  end
+  settle(q)
+  for _, key in ipairs({ q.waiting, q.waiting_tokens, q.leases }) do redis.call('EXPIRE', key, ttl_s) end
+  return { returned, failed, orphans }
+end
+
+-- ---- verbs: for people and metrics -----------------------------------------------------------------------------
+
+-- Returns waiting jobs, waiting uncached tokens, claimed jobs.
+local function depth(keys)
+  local q = open(keys)
+  return { redis.call('ZCARD', q.waiting), tonumber(redis.call('GET', q.waiting_tokens) or 0),
+    redis.call('ZCARD', q.leases) }
+end
+
+-- args: limit. Returns rows of id, tokens, uncached, age, score, attempt and reply_to from the head of the queue.
+local function peek(keys, args)
+  local q, now, rows = open(keys), clock(), {}
+  local head = redis.call('ZRANGE', q.waiting, 0, tonumber(args[1]) - 1, 'WITHSCORES')
+  for i = 1, #head, 2 do
+    local job = read_job(q, head[i])
+    if job then
+      rows[#rows + 1] = { head[i], job.tokens, job.uncached, SECONDS:format(now - job.arrived_at), head[i + 1],
+        job.attempt, job.reply_to }
+    end
+  end
+  return rows
+end
+
+-- args: id. Returns now, the body's bytes, and fields and values without the body; nil when there is no job.
+local function show(keys, args)
+  local found = redis.pcall('HGETALL', open(keys).job .. args[1])
+  if found.err or #found == 0 then return nil end
+  local body_bytes, fields = 0, {}
+  for i = 1, #found, 2 do
+    if found[i] == 'body' then
+      body_bytes = #found[i + 1]
+    else
+      fields[#fields + 1] = found[i]
+      fields[#fields + 1] = found[i + 1]
+    end
+  end
+  return { SECONDS:format(clock()), body_bytes, fields }
+end
+
+-- ---- names -----------------------------------------------------------------------------------------------------
+
+local function register(name, verb, flag)
+  redis.register_function{ function_name = 'pd_queue_VERSION_' .. name, callback = verb, flags = { flag } }
+end
+
+-- A server that is out of memory refuses new jobs and claims. What frees memory, or keeps what is held, goes on.
+register('enqueue', enqueue)
+register('claim', claim)
+register('claim_chosen', claim_chosen)
+register('wait', wait)
+register('renew', renew, 'allow-oom')
+register('ack', ack, 'allow-oom')
+register('release', release, 'allow-oom')
+register('release_unknown', release_unknown, 'allow-oom')
+register('expire_leases', expire_leases, 'allow-oom')
+register('cancel', cancel, 'allow-oom')
+register('sweep', sweep, 'allow-oom')
+register('depth', depth, 'no-writes')
+register('peek', peek, 'no-writes')
+register('show', show, 'no-writes')

@@ -1,0 +1,194 @@
+#!lua name=pd_registry_VERSION
+
+-- The registry: members ("worker" or "frontend"), their orders, the desired ratio, and events of every change. Each
+-- function registered at the end is one atomic step, called by store/registry.py.
+-- KEYS[1] is the prefix of all keys, `pd:{NAMESPACE}:`: it leads the call to the cluster slot of its namespace.
+-- VERSION stands for a hash of this text, so that each of two releases on one server calls its own functions.
+
+local SECONDS = '%.6f'  -- how times are stored and told: unix seconds on the server's clock
+local INDEX_S = 3600    -- an index of members outlives the last of them by this
+
+local function clock()
+  local time = redis.call('TIME')
+  return time[1] + time[2] / 1000000
+end
+
+local function index_key(prefix, kind) return prefix .. kind .. 's' end
+local function member_key(prefix, kind, id) return prefix .. kind .. ':' .. id end
+local function leader_key(prefix) return prefix .. 'ratio_leader' end
+local function desired_key(prefix) return prefix .. 'desired' end
+
+local function publish(prefix, event) redis.call('PUBLISH', prefix .. 'events', cjson.encode(event)) end
+
+-- The live members of a kind; those whose key has expired are taken off the index and announced once.
+local function live(prefix, kind)
+  local ids = {}
+  for _, id in ipairs(redis.call('SMEMBERS', index_key(prefix, kind))) do
+    if redis.call('EXISTS', member_key(prefix, kind, id)) == 1 then
+      ids[#ids + 1] = id
+    else
+      redis.call('SREM', index_key(prefix, kind), id)
+      publish(prefix, { type = 'left', id = id, kind = kind })
+    end
+  end
+  return ids
+end
+
+-- The sequence number of a worker's last order; 0 when there is none that can be read.
+local function order_sequence(key)
+  local sequence = tonumber(redis.call('HGET', key, 'order_sequence') or '')
+  return sequence and sequence >= 0 and sequence < 9007199254740992 and sequence % 1 == 0 and sequence or 0
+end
+
+-- ---- members ---------------------------------------------------------------------------------------------------
+
+-- The first difference between a member's identity and that of a live one: field, the other's value, the other's id.
+local function difference(prefix, kind, id, identity, mine)
+  for _, other in ipairs(live(prefix, kind)) do
+    local theirs = other ~= id and redis.pcall('HMGET', member_key(prefix, kind, other), unpack(identity))
+    if theirs and not theirs.err then
+      for i, name in ipairs(identity) do
+        -- A field that is missing is a corrupt hash, which must not keep sound workers out.
+        if theirs[i] and theirs[i] ~= mine[name] then return name, theirs[i], other end
+      end
+    end
+  end
+end
+
+-- args: kind, id, ttl in ms, 'join' or 'refresh', n, n names of identity fields, then fields and values.
+-- Returns 'ok', order_role, order_drain, order_sequence; or 'differs', field, the fleet's value, whose.
+local function put_member(keys, args)
+  local prefix, kind, id, ttl_ms, joining = keys[1], args[1], args[2], args[3], args[4] == 'join'
+  local key, names = member_key(prefix, kind, id), tonumber(args[5])
+  local first = 6 + names -- of the fields
+  local mine, identity = {}, {}
+  for i = first, #args, 2 do mine[args[i]] = args[i + 1] end
+  for i = 6, first - 1 do identity[#identity + 1] = args[i] end
+
+  if redis.call('TYPE', key).ok ~= 'hash' then redis.call('DEL', key) end
+  local known = redis.call('EXISTS', key) == 1
+  if names > 0 and (joining or not known) then
+    local field, value, other = difference(prefix, kind, id, identity, mine)
+    if field then return { 'differs', field, value, other } end
+  end
+
+  local since, changed = nil, false
+  if joining then
+    redis.call('DEL', key)
+  elseif known then
+    since = redis.call('HGET', key, 'since')
+    for name, value in pairs(mine) do
+      -- What was offered grows with every heartbeat, and is nobody's news.
+      if not string.find(name, '^offered_') and redis.call('HGET', key, name) ~= value then changed = true end
+    end
+  end
+  redis.call('HSET', key, 'since', since or SECONDS:format(clock()), unpack(args, first))
+  redis.call('PEXPIRE', key, ttl_ms)
+  redis.call('SADD', index_key(prefix, kind), id)
+  redis.call('EXPIRE', index_key(prefix, kind), INDEX_S + math.ceil(ttl_ms / 1000))
+  if joining or not known then
+    publish(prefix, { type = 'joined', id = id, kind = kind })
+  elseif changed then
+    publish(prefix, { type = 'changed', id = id, kind = kind })
+  end
+
+  local orders = redis.call('HMGET', key, 'order_role', 'order_drain', 'order_sequence')
+  return { 'ok', orders[1] or '', orders[2] or '', orders[3] or '0' }
+end
+
+-- args: kind, id. Returns 1 or 2 when something of the member was there, else 0.
+local function remove_member(keys, args)
+  local prefix, kind, id = keys[1], args[1], args[2]
+  local removed = redis.call('DEL', member_key(prefix, kind, id)) + redis.call('SREM', index_key(prefix, kind), id)
+  if removed > 0 then publish(prefix, { type = 'left', id = id, kind = kind }) end
+  return removed
+end
+
+-- args: kind. Returns the live ones as rows of id and of the hash's fields and values.
+local function members(keys, args)
+  local prefix, kind, rows = keys[1], args[1], {}
+  for i, id in ipairs(live(prefix, kind)) do
+    local fields = redis.pcall('HGETALL', member_key(prefix, kind, id))
+    rows[i] = { id, fields.err and {} or fields }
+  end
+  return rows
+end
+
+-- args: ms. Announces members that fell silent, unless somebody did so less than this long ago: everybody asks.
+local function prune(keys, args)
+  local prefix = keys[1]
+  if redis.call('SET', prefix .. 'pruned', '1', 'NX', 'PX', args[1]) then
+    live(prefix, 'worker')
+    live(prefix, 'frontend')
+  end
+end
+
+-- ---- orders ----------------------------------------------------------------------------------------------------
+
+-- args: worker, field, value. Returns 1, or 0 when there is no such worker.
+local function order(keys, args)
+  local prefix, worker, field, value = keys[1], args[1], args[2], args[3]
+  local key = member_key(prefix, 'worker', worker)
+  if redis.call('EXISTS', key) == 0 then return 0 end
+  -- From the clock, so that it grows even when Redis has lost the earlier orders.
+  local sequence = math.max(order_sequence(key) + 1, math.floor(clock() * 1000))
+  redis.call('HSET', key, field, value, 'order_sequence', sequence)
+  publish(prefix, { type = 'ordered', id = worker })
+  return 1
+end
+
+-- args: worker, sequence. The sequence itself stays, so that it never goes back.
+local function clear_orders(keys, args)
+  local key = member_key(keys[1], 'worker', args[1])
+  if order_sequence(key) <= tonumber(args[2]) then redis.call('HDEL', key, 'order_role', 'order_drain') end
+end
+
+-- ---- the desired ratio -----------------------------------------------------------------------------------------
+
+local function write_desired(prefix, prefill, decode, by)
+  local key = desired_key(prefix)
+  redis.call('DEL', key)
+  redis.call('HSET', key, 'prefill', prefill, 'decode', decode, 'set_by', by, 'set_at', SECONDS:format(clock()))
+  publish(prefix, { type = 'desired_changed' })
+end
+
+-- args: prefill, decode, by.
+local function set_desired(keys, args)
+  write_desired(keys[1], args[1], args[2], args[3])
+end
+
+-- args: prefill, decode, by; who leads, and the prefill, decode and set_at that it decided upon. Returns 1, or 0 when
+-- it leads no more, or somebody else has set something meanwhile.
+local function propose_desired(keys, args)
+  local prefix, leader = keys[1], args[4]
+  local seen = redis.call('HMGET', desired_key(prefix), 'prefill', 'decode', 'set_at')
+  local same = seen[1] == args[5] and seen[2] == args[6] and tonumber(seen[3] or '') == tonumber(args[7])
+  if not same or redis.call('GET', leader_key(prefix)) ~= leader then return 0 end
+  write_desired(prefix, args[1], args[2], args[3])
+  return 1
+end
+
+-- args: id, lease in ms. Returns now for the one that leads, by a new lease or by its own renewed; else nil.
+local function lead(keys, args)
+  local key, id, lease_ms = leader_key(keys[1]), args[1], args[2]
+  local leader = redis.call('GET', key)
+  if leader and leader ~= id then return nil end
+  redis.call('SET', key, id, 'PX', lease_ms)
+  return SECONDS:format(clock())
+end
+
+-- ---- names -----------------------------------------------------------------------------------------------------
+
+local function register(name, verb, flag)
+  redis.register_function{ function_name = 'pd_registry_VERSION_' .. name, callback = verb, flags = { flag } }
+end
+
+register('put_member', put_member)
+register('remove_member', remove_member, 'allow-oom')
+register('members', members)
+register('prune', prune)
+register('order', order)
+register('clear_orders', clear_orders)
+register('set_desired', set_desired)
+register('propose_desired', propose_desired)
+register('lead', lead)
