@@ -31,14 +31,12 @@ from orchestrator.router.decider import Decider
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest
 from orchestrator.simulator.adp import AdpSettings, simulate_adp
-from orchestrator.simulator.job import Settings
 from orchestrator.simulator.plot import PlotError, line_chart
 from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.report import Report, goodput, report
+from orchestrator.simulator.settings import Settings, stack
 from orchestrator.simulator.simulation import Simulation
-from orchestrator.simulator.stack import stack
-from orchestrator.simulator.synthetic import LOADS, synthetic
-from orchestrator.simulator.trace import Load, at_rate, first, read_trace, repeated
+from orchestrator.simulator.trace import LOADS, Load, at_rate, first, read_trace, repeated, synthetic
 from orchestrator.types import (
     EngineIdentity,
     KVEndpoint,

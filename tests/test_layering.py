@@ -190,7 +190,6 @@ def test_policies_do_no_io():
     assert [(m, o) for m in pure for o in MODULES[m] if any(fnmatch(o, pattern) for pattern in io)] == []
 
 
-@pytest.mark.xfail(strict=True, reason="three circles under TYPE_CHECKING are being untied")
 def test_there_are_no_import_circles():
     """Those under TYPE_CHECKING included: two files that know each other's types are one idea in two files."""
     done: set[str] = set()

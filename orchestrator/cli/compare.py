@@ -16,13 +16,11 @@ import typer
 
 from orchestrator.cli.simulate import parse_fleet, parse_load, parse_profile
 from orchestrator.config.settings import ConfigError
-from orchestrator.simulator.calibrate import fit_profile, measure_profile
-from orchestrator.simulator.job import FleetError, Settings
-from orchestrator.simulator.measure import MeasureError, Target, Timing, replay
+from orchestrator.simulator.calibrate import MeasureError, Target, Timing, fit_profile, measure_profile, replay
 from orchestrator.simulator.profile import PROFILES, ProfileError, load_profile
 from orchestrator.simulator.report import Report, percentile, report
+from orchestrator.simulator.settings import FleetError, Settings, stack
 from orchestrator.simulator.simulation import Simulation
-from orchestrator.simulator.stack import stack
 from orchestrator.simulator.trace import Load, TraceError, at_rate, scaled
 
 UrlOption = Annotated[str, typer.Option("--url", help="The server, as `orchestrator up` prints it.")]

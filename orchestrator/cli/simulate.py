@@ -18,15 +18,13 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 from orchestrator.config.settings import ConfigError, SLOConfig
-from orchestrator.simulator.job import FleetError, Settings
-from orchestrator.simulator.operations import Faults
+from orchestrator.simulator.faults import Faults
 from orchestrator.simulator.plot import PlotError, line_chart
 from orchestrator.simulator.profile import PROFILES, Profile, ProfileError, load_profile
 from orchestrator.simulator.report import Report, goodput, report
+from orchestrator.simulator.settings import FleetError, Settings, stack
 from orchestrator.simulator.simulation import Simulation
-from orchestrator.simulator.stack import stack
-from orchestrator.simulator.synthetic import LOADS, synthetic
-from orchestrator.simulator.trace import Load, TraceError, at_rate, first, read_trace, repeated
+from orchestrator.simulator.trace import LOADS, Load, TraceError, at_rate, first, read_trace, repeated, synthetic
 
 DEFAULT_PROFILE = "h100-llama-8b"
 

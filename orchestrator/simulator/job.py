@@ -1,41 +1,16 @@
-"""What is simulated: the settings of one run, and one request on its way through it."""
+"""One simulated request on its way (a job), and each of its attempts on a worker (a stay)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
-import msgspec
-
-from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.candidate import EXPECTED_OUTPUT_TOKENS
-from orchestrator.simulator.profile import Profile
-from orchestrator.simulator.stack import Stack
-from orchestrator.simulator.stay import Stay
 from orchestrator.simulator.trace import Arrival
 from orchestrator.types import RequestInfo
 
-
-class FleetError(ValueError):
-    """An impossible fleet or setting."""
-
-
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is simulated, beside the load. Times in seconds."""
-
-    prefill: int
-    decode: int
-    profile: Profile
-    stack: Stack
-    seed: int = 0
-    report_age_s: float = 0.1  # load reports are this old at most, and half of it on average
-    transfer: Literal["chunk", "whole"] = "whole"
-    first_token: Literal["prefill", "decode"] = "decode"  # whose token a client gets first, of a remote prefill
-    claim_batches: float = 2.0
-    slo: SLOConfig | None = None  # default: the profile's
-    itl_weight: float = 0.02
-    max_waiting_per_worker: int = 128
-    remote_prefill_min_tokens: int = 256
-    max_queued_prefill_tokens: int = 1 << 60
+# Of a stay. "prefill": prompt only; "local": prompt and decode; "remote": decode of KV that comes from elsewhere.
+Phase = Literal["prefill", "local", "remote"]
 
 
 class Job:
@@ -56,8 +31,6 @@ class Job:
         "local_tokens",
         "outcome",
         "placed_at",
-        "reason",
-        "stay",
         "uncached",
     )
 
@@ -68,7 +41,6 @@ class Job:
         self.first_at: float | None = None
         self.done_at: float | None = None
         self.outcome = ""
-        self.reason = ""
         self.hits: dict[str, int] = {}  # cached tokens by worker
         self.hits_at = 0.0
         self.uncached = 0
@@ -78,7 +50,6 @@ class Job:
         self.local_tokens = 0
         self.claimed = False
         self.bound: str | None = None  # decode worker chosen at arrival (`push`)
-        self.stay: Stay | None = None  # where it decodes, or will
 
     @property
     def prompt_tokens(self) -> int:
@@ -93,3 +64,44 @@ class Job:
         return RequestInfo(
             str(self.id), self.prompt_tokens, 16 * EXPECTED_OUTPUT_TOKENS, self.arrival.at, self.arrival.priority
         )
+
+
+class Stay:
+    """One attempt of a job on one worker: memory, progress, and the other side of its KV transfer (`peer`)."""
+
+    __slots__ = (
+        "compute",
+        "computed",
+        "computed_at",
+        "context",
+        "emitted",
+        "epoch",
+        "first_step",
+        "hit_tokens",
+        "job",
+        "keys",
+        "peer",
+        "phase",
+        "remaining",
+        "started",
+        "started_at",
+        "worker",
+    )
+
+    def __init__(self, job: Job, phase: Phase, context: int, remaining: int, keys: Sequence[int]) -> None:
+        self.job = job
+        self.phase = phase
+        self.context = context  # tokens whose KV it holds, or will hold once prefilled
+        self.remaining = remaining  # output tokens to generate here
+        self.keys = keys  # whole prefix units of the prompt
+        self.compute = 0  # prompt tokens left to compute
+        self.computed = 0  # and those that are done, or were cached
+        self.hit_tokens = 0
+        self.first_step = 0  # the worker's step counter when decoding began
+        self.epoch = 0  # outdates entries in the worker's heap
+        self.emitted = 0  # output tokens of earlier stays
+        self.peer: Stay | None = None
+        self.started = False  # its blocks are allocated
+        self.started_at = 0.0
+        self.computed_at: float | None = None
+        self.worker = ""  # name of the worker that it was submitted to

@@ -17,8 +17,8 @@ from orchestrator.policy.placement import Local, PrefillView, Reject, place
 from orchestrator.policy.predict import Predictor
 from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.policy.queue_order import delay_s
-from orchestrator.simulator.job import Job, Settings
-from orchestrator.simulator.stay import Stay
+from orchestrator.simulator.job import Job, Phase, Stay
+from orchestrator.simulator.settings import Settings
 from orchestrator.simulator.view import PoolView
 from orchestrator.simulator.worker import Worker
 from orchestrator.types import Offered, PrefixEvents, QueueDepth, WindowJob
@@ -131,12 +131,10 @@ class Router:
         self.decode.placed(name, job.prompt_tokens, 0)
         receiver = Stay(job, "remote", job.prompt_tokens, job.output_tokens, job.arrival.keys)
         receiver.peer, stay.peer = stay, receiver
-        job.stay = receiver
         self.decode.worker(name).submit(receiver, self._clock.now)
 
-    def _submit(self, job: Job, name: str, phase: str, compute: int) -> None:
+    def _submit(self, job: Job, name: str, phase: Phase, compute: int) -> None:
         stay = Stay(job, phase, job.prompt_tokens, job.output_tokens, job.arrival.keys)
-        job.stay = stay
         self.decode.placed(name, job.prompt_tokens, compute)
         self.decode.worker(name).submit(stay, self._clock.now)
 

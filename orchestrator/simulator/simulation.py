@@ -1,7 +1,6 @@
 """The event loop: one `Simulation` runs one load once, on one fleet.
 
-The router's decisions are `router`'s, a worker's steps `worker`'s, faults and role changes `operations`', and the
-figures `report`'s.
+`router` decides, `worker` computes, `ratio_control` changes roles, `faults` kills workers, `report` has the figures.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from orchestrator.simulator.job import FleetError, Job, Settings
-from orchestrator.simulator.operations import RatioControl
+from orchestrator.simulator.job import Job, Stay
+from orchestrator.simulator.ratio_control import RatioControl
 from orchestrator.simulator.router import Router
-from orchestrator.simulator.stay import Stay
+from orchestrator.simulator.settings import FleetError, Settings
 from orchestrator.simulator.trace import Load
 from orchestrator.simulator.view import PoolView
 from orchestrator.simulator.worker import Worker
@@ -46,7 +45,6 @@ class Simulation:
         self.left = len(self.jobs)
         self.busy_s: dict[str, float] = {}  # by worker, at the last arrival
         self.usage: list[tuple[float, float, float]] = []  # (time, max, mean) block usage over decode workers
-        self.on_tick: list[Callable[[float], None]] = []
         self._events: list[tuple[float, int, Callable[..., None], Any, Any]] = []
         self._order = count()
         self.workers: dict[str, Worker] = {}
@@ -54,8 +52,9 @@ class Simulation:
             self.add_worker(f"p{n}", self.router.prefill)
         for n in range(settings.decode):
             self.add_worker(f"d{n}", self.router.decode)
+        self.ratio: RatioControl | None = None
         if settings.stack.ratio is not None and settings.prefill + settings.decode > 2:
-            self.ratio = RatioControl(self, settings.stack.ratio)
+            self.ratio = RatioControl(settings, settings.stack.ratio, self.router)
 
     def add_worker(self, name: str, view: PoolView) -> Worker:
         worker = Worker(name, self.settings.profile, self.load.unit_tokens, self, self._wake_at)
@@ -124,8 +123,8 @@ class Simulation:
             if used > top:
                 top = used
         self.usage.append((now, top, total / max(1, len(decode))))
-        for action in self.on_tick:
-            action(now)
+        if self.ratio is not None:
+            self.ratio.tick(now)
 
     def _arrive(self, job: Job) -> None:
         profile = self.settings.profile
@@ -145,7 +144,7 @@ class Simulation:
     def on_start(self, worker: Worker, stay: Stay, now: float) -> None:
         """Blocks are allocated: a prefill begins and binds its decode worker, or a decode worker can receive."""
         if stay.phase == "prefill":
-            job = stay.request
+            job = stay.job
             if job.enqueued_at >= 0:
                 self.router.predictor.observe_wait(job.uncached, job.backlog_s, now - job.enqueued_at)
                 job.enqueued_at = -1.0
@@ -157,21 +156,20 @@ class Simulation:
         """A prompt is computed: its KV goes out as soon as the decode worker has room for it."""
         self.router.claimed -= 1
         stay.computed_at = now
-        if self.settings.first_token == "prefill" and stay.request.output_tokens > 1:
-            self._first(stay.request, now)
+        if self.settings.first_token == "prefill" and stay.job.output_tokens > 1:
+            self._first(stay.job, now)
         receiver = stay.peer
         if receiver is None:
             # No decode worker took it when it started, or the one that did has died: the prompt is placed again.
             self.at(now, self.release, stay)
-            self.at(now, self.replace, stay.request)
+            self.at(now, self.place_again, stay.job)
         elif receiver.started:
             self._transfer(stay, receiver)
 
     def _transfer(self, stay: Stay, receiver: Stay) -> None:
         """Blocks that the receiver has not cached, over both workers' links. In chunks it began with the prefill."""
         profile, now = self.settings.profile, self.now
-        source, target = stay.worker, receiver.worker
-        assert source is not None and target is not None
+        source, target = self.workers[stay.worker], self.workers[receiver.worker]
         tokens = receiver.context - receiver.hit_tokens
         seconds = tokens * profile.kv_bytes_per_token / profile.link_bytes_per_s
         links_free = max(source.link_free_at, target.link_free_at)
@@ -188,27 +186,27 @@ class Simulation:
     def _transferred(self, stay: Stay, receiver: Stay) -> None:
         if stay.peer is not receiver or receiver.peer is not stay:
             return  # either side has died meanwhile
-        source, target = stay.worker, receiver.worker
-        assert source is not None and target is not None
+        source, target = self.workers[stay.worker], self.workers[receiver.worker]
         if not (source.alive and target.alive):
             return  # it has, and nobody has noticed yet
         stay.peer = receiver.peer = None
-        job = receiver.request
+        job = receiver.job
         self.router.predictor.observe_transfer(job.prompt_tokens, self.now - (stay.computed_at or self.now))
         target.kv_arrived(receiver, self.now)
         source.release(stay, self.now)
 
     def release(self, stay: Stay, _: Any) -> None:
-        if stay.worker is not None and stay.worker.alive:
-            stay.worker.release(stay, self.now)
+        worker = self.workers[stay.worker]
+        if worker.alive:
+            worker.release(stay, self.now)
 
-    def replace(self, job: Job, _: Any) -> None:
+    def place_again(self, job: Job, _: Any) -> None:
         if not job.outcome:
             self.router.place(job)
 
     def on_first(self, worker: Worker, stay: Stay, at: float) -> None:
-        if self._first(stay.request, at) and stay.phase == "local":
-            job = stay.request
+        if self._first(stay.job, at) and stay.phase == "local":
+            job = stay.job
             self.router.predictor.observe_local(worker.name, job.local_tokens, at - job.placed_at)
 
     def _first(self, job: Job, at: float) -> bool:
@@ -219,7 +217,7 @@ class Simulation:
         return True
 
     def on_done(self, worker: Worker, stay: Stay, now: float) -> None:
-        job = stay.request
+        job = stay.job
         job.outcome = "ok"
         job.done_at = now + self.settings.profile.router_s
         self.left -= 1

@@ -1,6 +1,7 @@
 """`orchestrator simulate` as a user meets it."""
 
 import json
+import sys
 
 import pytest
 import typer
@@ -32,6 +33,13 @@ def test_a_table_and_a_plot(tmp_path):
     assert result.exit_code == 0, result.output
     assert "kv_blocks" in result.stdout and "field:round_robin" in result.stdout
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_without_matplotlib_names_the_mend(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    args = ["--trace", "heavy_tailed", "--requests", "50", "--fleet", "1P1D", "--plot", str(tmp_path / "out.png")]
+    result = run(*args)
+    assert isinstance(result.exception, ConfigError) and "pip install matplotlib" in str(result.exception)
 
 
 def test_workers_can_be_killed_on_the_way():

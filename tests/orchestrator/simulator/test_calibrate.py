@@ -7,13 +7,11 @@ import pytest
 
 from orchestrator.cli.compare import comparison, profile_command
 from orchestrator.config.settings import ConfigError
-from orchestrator.simulator.calibrate import Measured, fit_profile
-from orchestrator.simulator.job import Settings
-from orchestrator.simulator.measure import MeasureError, Target, replay
+from orchestrator.simulator.calibrate import Measured, MeasureError, Target, fit_profile, replay
 from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.report import report
+from orchestrator.simulator.settings import Settings, stack
 from orchestrator.simulator.simulation import Simulation
-from orchestrator.simulator.stack import stack
 from orchestrator.simulator.trace import Arrival, Load
 
 BASE = load_profile(PROFILES / "h100-llama-8b.json")

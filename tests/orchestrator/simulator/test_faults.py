@@ -5,13 +5,11 @@ import random
 import msgspec
 import pytest
 
-from orchestrator.simulator.job import FleetError, Settings
-from orchestrator.simulator.operations import Faults
+from orchestrator.simulator.faults import Faults
 from orchestrator.simulator.profile import Profile
+from orchestrator.simulator.settings import FleetError, Settings, stack, stack_names
 from orchestrator.simulator.simulation import Simulation
-from orchestrator.simulator.stack import stack, stack_names
-from orchestrator.simulator.synthetic import synthetic
-from orchestrator.simulator.trace import Arrival, Load
+from orchestrator.simulator.trace import Arrival, Load, synthetic
 
 PROFILE = Profile(
     name="small", origin="made up", step_s=0.01, prefill_s_per_token=0.0001, decode_s_per_seq=0.0005,

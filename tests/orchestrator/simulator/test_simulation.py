@@ -3,14 +3,12 @@
 import msgspec
 import pytest
 
-from orchestrator.simulator.job import FleetError, Settings
-from orchestrator.simulator.operations import Faults
+from orchestrator.simulator.faults import Faults
 from orchestrator.simulator.profile import Profile
 from orchestrator.simulator.report import goodput, report
+from orchestrator.simulator.settings import FleetError, Settings, stack, stack_names
 from orchestrator.simulator.simulation import Simulation
-from orchestrator.simulator.stack import stack, stack_names
-from orchestrator.simulator.synthetic import synthetic
-from orchestrator.simulator.trace import Arrival, Load, at_rate
+from orchestrator.simulator.trace import Arrival, Load, at_rate, synthetic
 
 PROFILE = Profile(
     name="test", origin="made up", step_s=0.01, prefill_s_per_token=0.0001, decode_s_per_seq=0.0005,
@@ -29,7 +27,7 @@ def assert_no_leaks(sim: Simulation) -> None:
     assert sim.router.queue == [] and sim.router.queue_tokens == 0 and sim.router.claimed == 0
     for worker in sim.workers.values():
         assert worker.idle and worker.kv.used == 0 and worker.pending_tokens == 0, worker.name
-        assert not any(worker._phase) and worker._context_sum == 0
+        assert worker.batch.empty, worker.name
 
 
 def test_one_request_alone_takes_what_the_formula_says():
@@ -61,7 +59,7 @@ def test_runs_of_steps_cost_what_single_steps_cost():
     quick = simulate(load, "field:least_tokens").run()
     slow = simulate(load, "field:least_tokens")
     for worker in slow.workers.values():
-        worker._run_length = lambda: 1
+        worker.batch.max_run_steps = 1
     slow.run()
     for a, b in zip(quick.jobs, slow.jobs, strict=True):
         assert a.first_at == pytest.approx(b.first_at, abs=1e-6) and a.done_at == pytest.approx(b.done_at, abs=1e-6)

@@ -3,9 +3,8 @@
 import pytest
 
 from orchestrator.simulator.profile import ProfileError, load_profile
-from orchestrator.simulator.stack import stack
-from orchestrator.simulator.synthetic import synthetic
-from orchestrator.simulator.trace import Arrival, Load, TraceError, at_rate, first, read_trace, repeated
+from orchestrator.simulator.settings import stack
+from orchestrator.simulator.trace import Arrival, Load, TraceError, at_rate, first, read_trace, repeated, synthetic
 
 MOONCAKE = """\
 {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}

@@ -1,7 +1,8 @@
-"""Named stacks: which policy a simulated router uses for each of its decisions.
+"""What is simulated beside the load: a fleet, its times, and the stack of policies that its router uses.
 
-A decode choice alone is one decision. The field's routers are modelled whole as well (`field:NAME`): they bind a
-prefill and a decode worker at arrival by the same policy, and know neither local prefill nor a global queue.
+A stack names a policy for each of the router's decisions. A decode choice alone is one decision. The field's routers
+are modelled whole as well (`field:NAME`): they choose a prefill and a decode worker at arrival by the same policy, and
+know neither local prefill nor a global queue.
 """
 
 from __future__ import annotations
@@ -10,8 +11,13 @@ from typing import Literal
 
 import msgspec
 
-from orchestrator.config.settings import RatioConfig
+from orchestrator.config.settings import RatioConfig, SLOConfig
 from orchestrator.policy.decode_choice import POLICY_NAMES
+from orchestrator.simulator.profile import Profile
+
+
+class FleetError(ValueError):
+    """An impossible fleet or setting."""
 
 
 class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -27,6 +33,25 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     prefix_index: bool = True
     admission: Literal["off", "reject", "queue"] = "off"
     ratio: RatioConfig | None = None  # how roles change; None: never
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One run, but for its load. Times in seconds."""
+
+    prefill: int
+    decode: int
+    profile: Profile
+    stack: Stack
+    seed: int = 0
+    report_age_s: float = 0.1  # load reports are this old at most, and half of it on average
+    transfer: Literal["chunk", "whole"] = "whole"
+    first_token: Literal["prefill", "decode"] = "decode"  # which worker's token a client gets first
+    claim_batches: float = 2.0
+    slo: SLOConfig | None = None  # default: the profile's
+    itl_weight: float = 0.02
+    max_waiting_per_worker: int = 128
+    remote_prefill_min_tokens: int = 256
+    max_queued_prefill_tokens: int = 1 << 60
 
 
 FIELD = "field:"

@@ -1,0 +1,70 @@
+"""Failures in a simulated fleet: workers that die at given times and come back."""
+
+from __future__ import annotations
+
+from orchestrator.simulator.job import Stay
+from orchestrator.simulator.settings import FleetError
+from orchestrator.simulator.simulation import Simulation
+from orchestrator.simulator.view import PoolView
+from orchestrator.simulator.worker import Worker
+
+
+class Faults:
+    """Kills workers at given times and brings them back. Nobody is told but by what a router would notice."""
+
+    def __init__(self, sim: Simulation, noticed_s: float = 1.0) -> None:
+        self._sim = sim
+        self._noticed_s = noticed_s
+
+    def kill(self, name: str, at: float, down_s: float) -> None:
+        """Raises FleetError for a worker that is not there."""
+        if name not in self._sim.workers:
+            raise FleetError(f"worker {name}: not in this fleet; expected one of {', '.join(self._sim.workers)}")
+        self._sim.at(at, self._kill, name, down_s)
+
+    def _kill(self, name: str, down_s: float) -> None:
+        sim, worker = self._sim, self._sim.workers[name]
+        if not worker.alive:
+            return
+        # A worker between two roles is in no view; whoever moves it will put it into one.
+        view = next((view for view in (sim.router.prefill, sim.router.decode) if name in view), None)
+        if view is not None:
+            view.remove(name)
+        if sim.router.index is not None:
+            sim.router.index.forget(name)
+        lost = worker.fail()
+        sim.at(sim.now + self._noticed_s, self._noticed, worker, lost)
+        sim.at(sim.now + max(down_s, self._noticed_s), self._restart, worker, view)
+
+    def _noticed(self, worker: Worker, lost: list[Stay]) -> None:
+        """Whoever received from it computes for itself; whoever decoded there goes on elsewhere."""
+        sim = self._sim
+        for other in sim.workers.values():
+            for receiver in [*other.receiving, *other.waiting]:
+                source = receiver.peer
+                if source is not None and source.worker == worker.name:
+                    source.peer = receiver.peer = None
+                    other.kv_lost(receiver, sim.now)
+        for stay in lost:
+            job, peer = stay.job, stay.peer
+            if stay.phase == "prefill":
+                sim.router.claimed -= 1
+                if not stay.started:
+                    sim.at(sim.now, sim.place_again, job)
+                continue
+            job.generated = min(job.generated + stay.emitted, job.arrival.output_tokens - 1)
+            if job.first_at is not None and job.first_at > sim.now:
+                job.first_at = None
+            if peer is None:
+                sim.at(sim.now, sim.place_again, job)
+                continue
+            peer.peer = stay.peer = None
+            if peer.computed_at is not None:  # else the prefill worker places it again when it has computed it
+                sim.at(sim.now, sim.release, peer)
+                sim.at(sim.now, sim.place_again, job)
+
+    def _restart(self, worker: Worker, view: PoolView | None) -> None:
+        worker.alive = True
+        if view is not None:
+            view.add(worker, self._sim.now)
+            self._sim.router.claim(worker)

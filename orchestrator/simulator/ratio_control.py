@@ -1,0 +1,89 @@
+"""Role changes in a simulated fleet: observes the load, asks `policy.ratio`, and moves workers once they are idle.
+
+The counterpart of `orchestrator.fleet.ratio_controller` and of the launcher, which applies what that decides.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from orchestrator.config.settings import RatioConfig
+from orchestrator.policy.ratio import LoadSample, LoadSampler, Observation, desired_ratio, samples_in_window
+from orchestrator.simulator.router import Router
+from orchestrator.simulator.settings import Settings
+from orchestrator.simulator.view import PoolView
+from orchestrator.simulator.worker import Worker
+from orchestrator.types import DesiredRatio
+
+
+class RatioControl:
+    """Samples the load, asks `policy.ratio`, and changes roles by draining, as the launcher does."""
+
+    def __init__(self, settings: Settings, config: RatioConfig, router: Router) -> None:
+        self._router, self._profile, self._config = router, settings.profile, config
+        self._overflow = settings.stack.placement == "cost"
+        self._samples = samples_in_window(self._config)
+        self._window: deque[LoadSample] = deque(maxlen=self._samples)
+        self._current = DesiredRatio(settings.prefill, settings.decode, set_at=-1e9)
+        self._next_at = self._config.interval_s
+        self._sampler = LoadSampler(router.slo.tpot_s, settings.profile.step_s)
+        self._plain: dict[str, tuple[float, int]] = {}  # by worker: seconds and steps that only decoded, so far
+        self._moving: list[tuple[Worker, PoolView]] = []
+        self.changes: list[tuple[float, int, int]] = []
+
+    def tick(self, now: float) -> None:
+        self._finish_moves(now)
+        if now < self._next_at:
+            return
+        self._next_at = now + self._config.interval_s
+        if (sample := self._sampler.sample(self._observe(now), self._router.predictor)) is not None:
+            self._window.append(sample)
+        if self._moving or len(self._window) < self._samples:
+            return
+        desired = desired_ratio(list(self._window), self._current, self._config, self._overflow)
+        if desired is not None:
+            self._apply(desired)
+            self.changes.append((now, desired.prefill, desired.decode))
+
+    def _observe(self, now: float) -> Observation:
+        router, profile = self._router, self._profile
+        workers = router.decode.workers()
+        running = sum(len(worker.running) for worker in workers)
+        for worker in workers:
+            # Steps that also prefill are left out: that work is counted as prefill.
+            seconds, steps = self._plain.get(worker.name, (0.0, 0))
+            if (new := worker.plain_steps - steps) > 0:
+                self._sampler.observe_step(len(worker.running), (worker.plain_s - seconds) / new)
+                self._plain[worker.name] = (worker.plain_s, worker.plain_steps)
+        return Observation(
+            at=now,
+            offered=router.offered,
+            queued_prefill_tokens=router.queue_tokens,
+            holding=running + sum(len(worker.receiving) + len(worker.arrived) for worker in workers),
+            waiting=sum(len(worker.waiting) for worker in workers),
+            held_tokens=sum(worker.used_blocks(now) for worker in workers) * profile.block_size,
+            worker_tokens=profile.blocks * profile.block_size,
+            worker_sequences=profile.max_num_seqs,
+        )
+
+    def _apply(self, desired: DesiredRatio) -> None:
+        router = self._router
+        more = desired.prefill - self._current.prefill
+        source, target = (router.decode, router.prefill) if more > 0 else (router.prefill, router.decode)
+        # Those with the least to finish are ready soonest.
+        for worker in sorted(source.workers(), key=_load)[: abs(more)]:
+            source.remove(worker.name)
+            self._moving.append((worker, target))
+        self._current = desired
+
+    def _finish_moves(self, now: float) -> None:
+        for move in list(self._moving):
+            worker, target = move
+            if worker.idle and worker.alive:
+                self._moving.remove(move)
+                target.add(worker, now)
+                self._router.claim(worker)
+
+
+def _load(worker: Worker) -> tuple[int, str]:
+    return (worker.pending_tokens + worker.kv.used, worker.name)
