@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from orchestrator.config.settings import QueueConfig
-from orchestrator.launch import embedded_redis
-from orchestrator.launch.embedded_redis import EmbeddedRedis
+from orchestrator.launch import redis_server
+from orchestrator.launch.redis_server import EmbeddedRedis
 from orchestrator.store.client import Redis
 from orchestrator.store.keys import Keys
 from orchestrator.store.queue import Claim, PrefillQueue
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 # PD_TEST_REDIS_SERVER=/usr/bin/redis-server runs these tests against another server.
 if _other := os.environ.get("PD_TEST_REDIS_SERVER"):
-    embedded_redis.server_binary = lambda: _other
+    redis_server.server_binary = lambda: _other
 
 
 class Server:

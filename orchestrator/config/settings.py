@@ -1,7 +1,7 @@
 """The configuration: frozen structs read from one YAML file, plus `--set a.b=c` overrides.
 
-An unknown key, a wrong type or an impossible value is a ConfigError whose one line names the key, the
-value and the mend. Defaults live here and nowhere else.
+An unknown key, a wrong type or an impossible value is a ConfigError whose one line names the key, the value and the
+mend. The defaults are here and nowhere else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ConfigError(ValueError):
 
 class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     url: str = "embedded"  # or redis://, rediss://, unix://
-    timeout_s: Seconds = 0.5  # one command; beyond it Redis counts as away
+    timeout_s: Seconds = 0.5  # of one command; after it Redis counts as away
 
 
 class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -54,19 +54,19 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     env: dict[str, str] = {}
     host: str = "127.0.0.1"  # address that frontends and other workers reach these workers at
     heartbeat_s: Seconds = 1.0
-    timeout_s: Seconds = 4.0  # a worker silent this long is gone
+    timeout_s: Seconds = 4.0  # a worker that is silent for this long is gone
     start_timeout_s: Seconds = 900.0
-    drain_timeout_s: Seconds = 120.0  # then what is left is moved elsewhere
-    # Prompt tokens a prefill worker may hold claimed at once, in engine batches (max_num_batched_tokens).
+    drain_timeout_s: Seconds = 120.0  # after it the requests that are left continue elsewhere
+    # How many prompt tokens a prefill worker may have claimed at once, in engine batches (max_num_batched_tokens).
     claim_batches: Annotated[float, Meta(ge=1)] = 2.0
 
 
 class SLOConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Latency objectives of the fleet, which the predicting policies aim at."""
+    """Latency objectives of the fleet. The policies that predict aim at them."""
 
     ttft_s: Seconds = 2.0
     tpot_s: Seconds = 0.1
-    # What is done with a request whose predicted TTFT is beyond the objective: nothing, 429, or to the queue's end.
+    # A request whose predicted TTFT misses the objective is served as usual, answered with 429, or queued last.
     admission: Literal["off", "reject", "queue"] = "off"
     admission_slack: Annotated[float, Meta(gt=0)] = 1.0  # in objectives: 2 tolerates a predicted TTFT twice as long
 
@@ -76,14 +76,15 @@ class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         "kv_blocks", "kv_prefix", "round_robin", "least_requests", "power_of_two", "least_tokens", "dynamo_cost"
     ] = "kv_prefix"
     placement: Literal["threshold", "cost"] = "threshold"  # local or remote by length, or by predicted times
-    itl_weight: NonNegative = 0.02  # `cost`: price of delaying those that decode where a prompt is prefilled
-    remote_prefill_min_tokens: Count = 256  # `threshold`: uncached prompt tokens from which prefill goes remote
-    max_queued_prefill_tokens: Count = 200_000  # beyond it prompts are prefilled where they decode
-    claim_timeout_s: Seconds = 15.0  # a job unclaimed this long is prefilled locally
-    max_waiting_per_worker: Positive = 128  # requests waiting in a decode engine that make it full
-    # The first token of a remote prefill: prefill's own at once, where decode would sample the same; or decode's.
+    itl_weight: NonNegative = 0.02  # `cost`: the price of delaying the requests that decode where a prompt is prefilled
+    remote_prefill_min_tokens: Count = 256  # `threshold`: prompts with this many uncached tokens are prefilled remotely
+    max_queued_prefill_tokens: Count = 200_000  # with more in the queue, prompts are prefilled where they decode
+    claim_timeout_s: Seconds = 15.0  # a job that nobody claims for this long is prefilled where it decodes
+    max_waiting_per_worker: Positive = 128  # a decode engine with this many waiting requests is full
+    # Who sends the first token after a remote prefill: prefill, at once, where decode would sample the same; or decode.
     first_token: Literal["prefill", "decode"] = "prefill"
-    # Workers say what their prefix caches hold: what is cached is neither length nor work, and draws by `kv_prefix`.
+    # Workers publish what their prefix caches hold. Cached tokens count neither as length nor as work, and `kv_prefix`
+    # prefers the decode worker that has them.
     prefix_index: bool = True
     max_attempts: Positive = 4
     placement_timeout_s: Seconds = 60.0  # a request that lost its worker waits this long for another
@@ -98,30 +99,30 @@ class QueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     weight: NonNegative = 1.0
     seconds_per_token: NonNegative = 0.0005
     max_requests: Positive = 10_000
-    # Of the jobs at the head a prefill worker claims those first whose prefix it has cached. 0: strictly in order.
+    # A prefill worker looks at this many jobs at the head and claims one whose prefix it has cached. 0: in order.
     affinity_window: Annotated[int, Meta(ge=0, le=256)] = 32
     lease_s: Seconds = 10.0
-    max_deliveries: Positive = 3  # a job whose claims died this often is handed back as failed
+    max_deliveries: Positive = 3  # a job fails when this many workers that had claimed it died
 
 
 class RatioConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Whether the fleet shifts workers between the roles by itself. How many there are in all stays the operator's."""
+    """Whether the fleet moves workers between the roles by itself. The operator sets how many there are in all."""
 
     mode: Literal["off", "auto"] = "off"
-    interval_s: Seconds = 5.0  # between two looks at the load
-    window_s: Seconds = 60.0  # of looks that must agree
-    cool_down_s: Seconds = 60.0  # after any change, an operator's too
-    gain: Annotated[float, Meta(gt=0, lt=1)] = 0.15  # least relative relief of the busier side
-    busy: NonNegative = 0.7  # a side less busy than this needs no relief
+    interval_s: Seconds = 5.0  # between two samples of the load
+    window_s: Seconds = 60.0  # the samples of this time must agree
+    cool_down_s: Seconds = 60.0  # no change for this long after any change, an operator's included
+    gain: Annotated[float, Meta(gt=0, lt=1)] = 0.15  # the busier side must become less busy by this share
+    busy: NonNegative = 0.7  # a side that is less busy than this needs no relief
     min_prefill: Positive = 1
     min_decode: Positive = 1
-    backlog_s: Seconds = 30.0  # a backlog is load, to be worked off within this
+    backlog_s: Seconds = 30.0  # a backlog counts as load that must be done within this time
 
 
 class KVConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     transfer: Literal["chunk", "layer", "whole"] = "chunk"
-    transfer_timeout_s: Seconds = 30.0  # decode recomputes what it has heard nothing of for this long
-    verify: bool = False  # compare checksums of both ends' blocks after every transfer; slow, to look for faults
+    transfer_timeout_s: Seconds = 30.0  # decode recomputes a prompt of which it has heard nothing for this long
+    verify: bool = False  # compare checksums of the blocks at both ends after every transfer: slow, finds faults
 
 
 class SimConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -144,7 +145,7 @@ class SimConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class LauncherConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     restart_backoff_s: Seconds = 0.5  # doubles with each crash in a row
     restart_backoff_max_s: Seconds = 30.0
-    stop_timeout_s: Seconds = 10.0  # then a process is killed
+    stop_timeout_s: Seconds = 10.0  # a process that was told to stop is killed after this
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

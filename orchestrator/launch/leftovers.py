@@ -1,6 +1,6 @@
-"""Ends and removes what a launcher that was killed has left: processes, and shared memory that nobody maps any more.
+"""Ends and removes what a launcher left when it was killed: processes, and shared memory that nobody maps any more.
 
-Its children end by themselves when it dies; this is for those that could not.
+The launcher's children end by themselves when it dies; this is for those that could not.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from orchestrator.launch.process import started_ticks
 from orchestrator.launch.run_folder import StartedProcess
 
 _SHARED_MEMORY = Path("/dev/shm")
-# Python's shared memory, POSIX semaphores, vLLM's CPU collectives, UCX: what engines make there.
+# Engines make these: Python's shared memory, POSIX semaphores, vLLM's CPU collectives, UCX and NIXL.
 _PATTERNS = ("psm_*", "sem.mp-*", "vllm_*", "ucx_shm_*", "nixl_*")
 _PATIENCE_S = 5.0
 _POLL_S = 0.05
 
 
 def end_processes(left: Iterable[StartedProcess], patience_s: float = _PATIENCE_S) -> list[str]:
-    """End those still alive, with their process groups: first asked, then killed. Returns their names."""
+    """End those that are still alive, with their process groups, by SIGTERM, then SIGKILL. Returns their names."""
     alive = [process for process in left if started_ticks(process.pid) == process.started_ticks]
     names = [process.name for process in alive]
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -38,9 +38,9 @@ def end_processes(left: Iterable[StartedProcess], patience_s: float = _PATIENCE_
 
 
 def remove_shared_memory(newer_than: float, folder: Path = _SHARED_MEMORY) -> list[str]:
-    """Remove engines' files of ours made since `newer_than` (unix seconds) that no process maps or holds open.
+    """Remove engines' files of this user that are newer than `newer_than` (unix seconds) and that no process uses.
 
-    Returns their names. An engine of ours that runs maps its own.
+    Returns their names. A running engine maps its files, so it keeps them.
     """
     ours = []
     for pattern in _PATTERNS:
@@ -66,7 +66,7 @@ def _in_use(folder: Path) -> set[str]:
     prefix = f"{folder}/"
     used: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours to look at
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             for line in (process / "maps").read_text().splitlines():
                 at = line.find(prefix)
                 if at >= 0:

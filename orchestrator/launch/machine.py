@@ -83,8 +83,8 @@ class MachineShares:
 class CoreShares:
     """Hands out equal runs of neighbouring cores, one run per worker.
 
-    A worker's compute threads wait for each other at every layer, so two workers on one core slow each other down
-    by far more than half. On larger machines some cores stay free for the frontends, which are not pinned.
+    The compute threads of a worker wait for each other at every layer, so two workers that share a core are each far
+    slower than half as fast. On larger machines some cores stay free for the frontends, which are not pinned.
     """
 
     def __init__(self, cores: Sequence[int], workers: int, frontends: int, ranks: int = 1) -> None:
@@ -94,7 +94,7 @@ class CoreShares:
         self._held: dict[str, list[int]] = {}
 
     def take(self, owner: str) -> list[int]:
-        """The run that fewest share; empty (not pinned) when there are too few cores for its ranks."""
+        """The run that the fewest workers share; empty (not pinned) when there are too few cores for its ranks."""
         if owner not in self._held:
             holders = list(self._held.values())
             self._held[owner] = min(self._runs, key=holders.count, default=[])
@@ -105,7 +105,7 @@ class CoreShares:
 
 
 class GpuShares:
-    """Hands out whole GPUs, or shares of them where gpu_memory_utilization says that a worker takes only a part."""
+    """Hands out whole GPUs, or parts of them where gpu_memory_utilization says that a worker needs only a part."""
 
     def __init__(self, gpus: Sequence[str]) -> None:
         self._free = dict.fromkeys(gpus, _WHOLE_GPU)

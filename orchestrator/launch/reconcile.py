@@ -1,7 +1,7 @@
-"""From the desired xPyD and the workers that are there to what must be done about it. Pure: no clock, no I/O.
+"""Compares the desired ratio with the workers that are there and says what to do. Pure: no clock, no I/O.
 
-Roles of running workers are changed before any process is started or drained, since a change of role costs a
-drain and a process costs loading the model.
+Running workers change their roles before any process is started or drained: a change of role costs a drain, a new
+process costs loading the model.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from orchestrator.types import DesiredRatio, Role, WorkerInfo, WorkerState
 
 
 class SeenWorker(msgspec.Struct, frozen=True):
-    """One worker as far as planning goes.
+    """What planning needs of one worker.
 
-    `role` is the one it has, or was told to take. `ready` means it serves that role now; a worker that loads, is
-    being restarted or changes role is not. `owned`: this launcher runs its process.
+    `role` is the one that it has, or was told to take. `ready` means that it serves this role now; a worker that
+    loads, restarts or changes its role is not ready. `owned` means that this launcher runs its process.
     """
 
     id: str
@@ -64,11 +64,11 @@ def see(info: WorkerInfo, ordered_role: Role | None, ordered_drain: bool, owned:
 
 
 def plan(desired: DesiredRatio, workers: Sequence[SeenWorker]) -> list[Action]:
-    """What to do now. What cannot be done yet is left out and comes with a later call, once more are ready.
+    """What to do now. What cannot be done yet is left for a later call, when more workers are ready.
 
-    A worker that somebody else runs counts where workers are short, and may change role, but is never drained, nor
-    is one of ours drained in its place: whoever starts one by hand adds it. While any decode worker is desired, one
-    that is ready stays so.
+    A worker that somebody else runs counts where workers are short, and may change its role. It is never drained, and
+    none of ours is drained in its place: a worker that was started by hand comes on top. While any decode worker is
+    desired, at least one stays ready.
     """
     staying = {w.id: w for w in workers if not w.leaving}
     actions: list[Action] = []
@@ -81,11 +81,11 @@ def plan(desired: DesiredRatio, workers: Sequence[SeenWorker]) -> list[Action]:
                 break
             actions.append(Flip(chosen.id, role))
             staying[chosen.id] = SeenWorker(chosen.id, role, ready=False, owned=chosen.owned)
-        # Those that could be flipped, now or once more are ready, need no process.
+        # A spare worker of the other role will be flipped, now or when more are ready: it needs no new process.
         actions += [Start(role)] * max(0, short - max(0, spare))
     for role in Role:
         spare = _count(staying.values(), role) - _wanted(desired, role)
-        # Workers of the other role that will be flipped into ours or out of it are settled before any is drained.
+        # Spare workers that the other role still waits for are flipped into it, not drained.
         waiting = max(0, _wanted(desired, role.other) - _count(staying.values(), role.other))
         owned = sum(worker.owned and worker.role is role for worker in staying.values())
         for _ in range(min(spare - waiting, owned - _wanted(desired, role))):
@@ -98,7 +98,7 @@ def plan(desired: DesiredRatio, workers: Sequence[SeenWorker]) -> list[Action]:
 
 
 def is_last_decode(worker_id: str, workers: Sequence[SeenWorker]) -> bool:
-    """Whether nobody could start a new request's decoding if this worker were taken away."""
+    """Whether this is the only ready decode worker: without it no new request could be decoded."""
     ready = {w.id for w in workers if w.role is Role.DECODE and w.ready and not w.leaving}
     return ready == {worker_id}
 
@@ -116,13 +116,13 @@ def _expendable(worker: SeenWorker, desired: DesiredRatio, workers: Sequence[See
 
 
 def _to_flip(desired: DesiredRatio, role: Role, workers: Sequence[SeenWorker]) -> SeenWorker | None:
-    """Newest first, so that the same calls always move the same workers; our own before others'."""
+    """Ours before others', and the newest first, so that equal situations move the same workers."""
     able = [w for w in workers if w.role is role and w.ready and _expendable(w, desired, workers)]
     return max(able, key=lambda w: (w.owned, _age_order(w.id)), default=None)
 
 
 def _to_drain(desired: DesiredRatio, role: Role, workers: Sequence[SeenWorker]) -> SeenWorker | None:
-    """Those that do not serve yet first, then newest first."""
+    """One that does not serve yet before one that does, and the newest first."""
     able = [w for w in workers if w.role is role and w.owned and _expendable(w, desired, workers)]
     return max(able, key=lambda w: (not w.ready, _age_order(w.id)), default=None)
 

