@@ -92,10 +92,8 @@ class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class QueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    # length: score = arrival + weight * uncached tokens * seconds_per_token. 0 is FCFS, large is shortest-first.
-    # slack: by deadline, slo.ttft_s after arrival; weight 0 is least slack, 1 earliest deadline, more prefers short.
-    # With both a request's `priority` moves it one slo.ttft_s per step, lower numbers forward, up to ten.
-    order: Literal["length", "slack"] = "length"
+    # score = arrival + weight * uncached tokens * seconds_per_token. 0 is FCFS, large is shortest-first.
+    # A request's `priority` moves it one slo.ttft_s per step, lower numbers forward, up to ten.
     weight: NonNegative = 1.0
     seconds_per_token: NonNegative = 0.0005
     max_requests: Positive = 10_000
@@ -225,12 +223,16 @@ def _kind(value: object) -> str:
     return "nothing" if value is None else f"{value!r}" if not isinstance(value, (dict, list)) else "a section or list"
 
 
+_GONE = {"queue.order": "there is one order: remove it, and take 1 from queue.weight where it was slack"}
+
+
 def _explain(error: str, tree: dict[str, Any]) -> str:
     """msgspec's message as `a.b.c: expected ..., got ...`."""
     message, _, at = error.partition(" - at `$")
     path = at.rstrip("`").lstrip(".")
     if unknown := re.match(r"Object contains unknown field `(.+)`", message):
-        return f"{_join(path, unknown[1])}: unknown key; `orchestrator config keys` lists the known ones"
+        key = _join(path, unknown[1])
+        return f"{key}: unknown key; {_GONE.get(key, '`orchestrator config keys` lists the known ones')}"
     if missing := re.match(r"Object missing required field `(.+)`", message):
         return f"{_join(path, missing[1])}: required, but not given"
     value: Any = tree

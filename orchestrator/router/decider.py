@@ -79,7 +79,6 @@ class Decider:
             reply_to=reply_to,
             body=body,
             delay_s=delay_s(
-                self._queue.order,
                 uncached_tokens,
                 self._queue.weight,
                 self._queue.seconds_per_token,

@@ -150,9 +150,7 @@ class Router:
 
     def _enqueue(self, job: Job, uncached: int, late: bool) -> None:
         stack, at, per_token = self.stack, job.arrival.at, self._seconds_per_token
-        score = at + delay_s(
-            stack.order, uncached, stack.weight, per_token, self.slo.ttft_s, job.arrival.priority, late
-        )
+        score = at + delay_s(uncached, stack.weight, per_token, self.slo.ttft_s, job.arrival.priority, late)
         depth = QueueDepth(len(self.queue), self.queue_tokens, self.claimed)
         job.uncached = uncached
         job.enqueued_at = self._clock.now

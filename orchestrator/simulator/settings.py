@@ -26,7 +26,6 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     # Prefill work is claimed by free workers from one queue, or pushed to the worker that `decode_choice` picks.
     dispatch: Literal["queue", "push"] = "queue"
     placement: Literal["remote", "threshold", "cost"] = "cost"
-    order: Literal["length", "slack"] = "length"
     weight: float = 1.0  # of the length in the order; 0 is first come, first served
     affinity: float = 1.0  # of claims to cached prefixes; 0 claims in order
     window: int = 16  # jobs at the head of the queue that a claim chooses from
@@ -57,8 +56,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 FIELD = "field:"
 _OURS = Stack(
     name="ours",
-    order="slack",
-    weight=8.0,
+    weight=7.0,
     admission="queue",
     ratio=RatioConfig(mode="auto", cool_down_s=30.0, gain=0.1),
 )
@@ -68,7 +66,7 @@ _NAMED = {
     "default": _DEFAULT,
     "ours": _OURS,
     "ours:fixed": msgspec.structs.replace(_OURS, name="ours:fixed", ratio=None),
-    "ours:fcfs": Stack(name="ours:fcfs", order="length", weight=0.0),
+    "ours:fcfs": Stack(name="ours:fcfs", weight=0.0),
     "ours:reject": msgspec.structs.replace(_OURS, name="ours:reject", admission="reject"),
 }
 # What knows of prefixes in the field; the others route blind.

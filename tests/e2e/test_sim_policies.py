@@ -8,10 +8,9 @@ from support_fleet import running_fleet, token_prompt
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize("order", ["length", "slack"])
-async def test_the_important_overtake_in_the_queue(order):
+async def test_the_important_overtake_in_the_queue():
     sets = ["workers.prefill.replicas=1", "workers.decode.replicas=1", "sim.prefill_us_per_token=500"]
-    with running_fleet("sim-2p2d.yaml", *sets, f"queue.order={order}") as fleet:
+    with running_fleet("sim-2p2d.yaml", *sets) as fleet:
         ended: list[str] = []
 
         async def ask(client, name, seed, priority):

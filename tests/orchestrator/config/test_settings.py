@@ -54,6 +54,10 @@ def test_there_are_examples_for_each_topology():
             "model: demo\nrouting: {remote_prefil_min_tokens: 3}",
             "routing.remote_prefil_min_tokens: unknown key; `orchestrator config keys` lists the known ones",
         ),
+        (
+            "model: demo\nqueue: {order: slack, weight: 8}",
+            "queue.order: unknown key; there is one order: remove it, and take 1 from queue.weight where it was slack",
+        ),
         ("model: demo\nkv: {transfer: stream}", "kv.transfer: expected one of chunk, layer, whole, got 'stream'"),
         ("model: demo\nengine: tpu", "engine: expected one of vllm, sim, got 'tpu'"),
         ("workers: {}", "model: required, but not given"),

@@ -1,9 +1,8 @@
-"""Admission by predicted TTFT, and the deadline order that deferred requests go into."""
+"""Admission by predicted TTFT."""
 
 import pytest
 
 from orchestrator.config.settings import SLOConfig
-from orchestrator.policy import slack
 from orchestrator.policy.admission import Admitted, admit
 from orchestrator.policy.candidate import Candidate
 from orchestrator.policy.placement import Local, PrefillView, Reject, Remote
@@ -45,14 +44,3 @@ def test_priority_is_patience():
 def test_a_rejection_stays_one():
     rejection = Reject("decode_full", 3.0)
     assert decide(rejection) is rejection
-
-
-def test_slack_order():
-    def score(at=0.0, tokens=1000, **more):
-        return slack.score(at, tokens, 0.001, 2.0, **more)
-
-    assert score(tokens=1500) < score(tokens=100)  # least slack first
-    assert score(tokens=1500, weight=2.0) > score(tokens=100, weight=2.0)  # unless length weighs more
-    assert score(priority=-1) < score() < score(priority=1)
-    assert score(late=True) > score(at=10.0)
-    assert score(at=100.0) > score(late=True)  # even the late are not put off for ever

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from support_bench import Bench, FakeCodec, FakeRequest
 
-from orchestrator.policy.slack import LATE_S
+from orchestrator.policy.queue_order import LATE_S
 from orchestrator.router.request import SUCCESSORS, State
 from orchestrator.router.router import FINISH_ABORT, FINISH_ERROR, Overloaded
 from orchestrator.store.client import RedisAway
@@ -407,14 +407,13 @@ async def test_offered_load_counts_each_request_once_and_those_refused_too():
     assert bench.router.learning.offered == Offered(4, 900 + 300, 50 + 2 * expected)
 
 
-@pytest.mark.parametrize("order", ["length", "slack"])
-async def test_order_and_priority_decide_the_place_in_the_queue(order):
-    bench = Bench(slo={"ttft_s": 3.0}, queue={"order": order, "weight": 4.0, "seconds_per_token": 0.001})
+async def test_length_and_priority_decide_the_place_in_the_queue():
+    bench = Bench(slo={"ttft_s": 3.0}, queue={"weight": 4.0, "seconds_per_token": 0.001})
     for request_id, prompt_tokens, priority in (("a", 1000, 0), ("b", 1000, -2), ("c", 3000, 0)):
         await bench.router.submit(FakeRequest(request_id, prompt_tokens, priority=priority))
     a, b, c = (job.delay_s for job in bench.prefill.jobs)
     assert a - b == pytest.approx(6.0)
-    assert c - a == pytest.approx(8.0 if order == "length" else 6.0)
+    assert c - a == pytest.approx(8.0)
 
 
 def test_every_state_can_be_left_or_is_an_end():
