@@ -1,6 +1,6 @@
 """The connection to Redis: one pipelined connection, and subscriptions that survive restarts.
 
-Anything that makes Redis unusable becomes `RedisAway`. Knows nothing of what the keys mean.
+Whatever makes Redis unusable becomes `RedisAway`. Not responsible for what the keys mean.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("pd.redis")
 
 OLDEST_VERSION = (7, 0)  # the first with functions
 _FUNCTION_COMMANDS = ("FCALL", "FUNCTION LOAD")
-# After a failure calls fail at once for this long: a Redis that is away costs one time-out, not one per request.
+# After a failure calls fail at once for this long. So a Redis that is away costs one time-out, not one per request.
 _AWAY_PAUSE_S = 0.25
 _IDLE_CHECK_S = 0.01
 _DEADLINE_STEP_S = 0.01
@@ -36,7 +36,7 @@ _RECONNECT_MIN_S, _RECONNECT_MAX_S = 0.05, 1.0
 
 
 class RedisAway(ConnectionError):
-    """Redis cannot be used now: not reachable, too slow, or refusing. One line with the URL and the mend."""
+    """Redis cannot be used now: it is out of reach, too slow, or refuses. One line with the URL and the mend."""
 
 
 def masked(url: str) -> str:
@@ -45,7 +45,7 @@ def masked(url: str) -> str:
 
 
 class _Pipe:
-    """One connection and the callers whose answers are still to come on it, in order."""
+    """One connection, and in order the callers that wait for an answer on it."""
 
     def __init__(self, connection: AbstractConnection) -> None:
         self.connection = connection
@@ -55,10 +55,10 @@ class _Pipe:
 
 
 class Redis(redis.asyncio.Redis):
-    """redis-py's client over one pipelined connection: commands leave at once, those of one moment together.
+    """redis-py's client over one pipelined connection. Commands that are ready together are sent together.
 
-    Nothing is sent twice: a command whose answer was lost may have been executed, and the caller is told
-    so by RedisAway. Not for blocking commands, which would hold everyone up.
+    Nothing is sent twice: a command whose answer was lost may have been executed, and its caller gets RedisAway.
+    Not for blocking commands, which would hold up all others.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -128,7 +128,7 @@ class Redis(redis.asyncio.Redis):
         except (RedisError, OSError) as error:
             await self._break(self._pipe, str(error) or type(error).__name__)
         except BaseException as error:
-            # Whatever it was, nobody is left waiting for an answer.
+            # Nobody may be left waiting for an answer.
             await self._break(self._pipe, f"the client stopped ({type(error).__name__}: {error})")
             raise
 
@@ -136,7 +136,7 @@ class Redis(redis.asyncio.Redis):
         loop, timeout_s = asyncio.get_running_loop(), pipe.connection.socket_timeout
         assert timeout_s is not None, "`connect` sets one"
         try:
-            # One deadline that is moved on, not one for each answer: they come by the hundred.
+            # One deadline is moved on. One for each answer would cost too much: they come by the hundred.
             async with asyncio.timeout(timeout_s) as limit:
                 moved_at = loop.time()
                 while pipe.callers:
@@ -159,14 +159,14 @@ class Redis(redis.asyncio.Redis):
         except (RedisError, OSError) as error:
             await self._break(pipe, str(error) or type(error).__name__)
         except BaseException as error:
-            # Half-read answers would be given to the wrong command: this connection is not used again.
+            # The next command would get a half-read answer, so this connection is not used again.
             await self._break(pipe, f"the client stopped ({type(error).__name__}: {error})")
             raise
 
     async def _connected(self) -> _Pipe:
         pipe = self._pipe
         if pipe is not None and not pipe.callers:
-            # A connection that a restarted server closed is replaced before, not after, a command is lost on it.
+            # A restarted server has closed the connection. Replace it before a command is lost on it.
             idle_s = asyncio.get_running_loop().time() - pipe.used_at
             if idle_s > _IDLE_CHECK_S:
                 await asyncio.sleep(0)  # lets the loop see that it was closed
@@ -184,7 +184,7 @@ class Redis(redis.asyncio.Redis):
         return connection
 
     async def _break(self, pipe: _Pipe | None, why: str) -> None:
-        """Everyone who waits is told; for a moment everyone who asks is told too."""
+        """Everyone who waits gets RedisAway, and for a moment everyone who asks."""
         if pipe is not self._pipe:
             return  # the other task of this connection was first
         self._pipe = None
@@ -204,9 +204,9 @@ class Redis(redis.asyncio.Redis):
         )
 
     async def listen(self, channel: str) -> AsyncGenerator[bytes | None, None]:
-        """Messages of a channel, without end and whatever happens to Redis.
+        """Messages of a channel. Never ends and never raises, whatever happens to Redis.
 
-        Yields None after each (re)connection: what was published before it is unknown.
+        Yields None after each (re)connection: messages from before it may be lost.
         """
         pause_s = _RECONNECT_MIN_S
         while True:
@@ -225,7 +225,7 @@ class Redis(redis.asyncio.Redis):
                 while True:
                     message = await connection.read_response(timeout=_SUBSCRIPTION_IDLE_S)
                     if message is None:
-                        # Silence is either a quiet channel or a dead peer that never closed: ask once.
+                        # The channel is quiet, or the peer died without closing the connection. Ping once.
                         if pinged:
                             raise redis.exceptions.ConnectionError("no answer to a ping")
                         await connection.send_command("PING", check_health=False)
@@ -240,7 +240,7 @@ class Redis(redis.asyncio.Redis):
             pause_s = min(pause_s * 2, _RECONNECT_MAX_S)
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
-        """Ends what is in flight; later calls connect again."""
+        """End the commands in flight. Later calls connect again."""
         tasks = [task for task in (self._sender, self._pipe and self._pipe.reader) if task and not task.done()]
         for task in tasks:
             task.cancel()

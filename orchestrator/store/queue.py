@@ -21,7 +21,7 @@ from orchestrator.types import PrefillJob, QueueDepth, WindowJob
 
 log = logging.getLogger("pd.queue")
 
-# A job that nobody touches this long disappears from Redis: what is left when a whole fleet dies at once.
+# A job that nobody touches for this long disappears from Redis, so a fleet that dies at once leaves nothing.
 JOB_TTL_S = 3600
 # One call holds up every other client: these bound what it looks at.
 MAX_CLAIM_JOBS = 256
@@ -37,7 +37,7 @@ class QueueFull(Exception):
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """A job this worker holds until `lease_until` (unix seconds, the server's clock), unless it renews."""
+    """A job that a worker holds until `lease_until` (unix seconds, the server's clock) or longer, if it renews."""
 
     job: PrefillJob
     queued_s: float  # from enqueue to claim, the server's clock
@@ -45,7 +45,7 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class SweepResult(msgspec.Struct, frozen=True):
-    """What one sweep did. Whoever sweeps tells the frontend of each failed job."""
+    """What one sweep did. The caller tells the frontend of each failed job."""
 
     returned: list[str]
     failed: list[tuple[str, int, str]]  # request id, attempt, reply_to
@@ -82,7 +82,7 @@ class PrefillQueue:
     """Verbs of the queue. Every method but `wait_for_work` raises RedisAway."""
 
     def __init__(self, redis: Redis, namespace: str, config: QueueConfig, waiter_id: str = "") -> None:
-        """`waiter_id`: the worker's, for whom jobs that are cached there are woken up for first."""
+        """`waiter_id`: the worker's id. A job whose prompt is cached on a waiting worker wakes that worker first."""
         self.keys = Keys(namespace)
         self._redis = redis
         self._config = config

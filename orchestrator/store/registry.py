@@ -1,7 +1,7 @@
 """Membership in Redis: who is in the fleet, in which role, what each was ordered to do, how many there should be.
 
-A member is a hash with a time to live that its owner refreshes; nobody else keeps it alive. Not responsible for
-load (published over ZMQ every engine step) nor for acting on orders.
+A member is a hash with a time to live, which only its owner refreshes. Not responsible for load, which workers publish
+over ZMQ, nor for carrying out orders.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import msgspec
 
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.keys import REGISTRY, Keys
-from orchestrator.store.worker_fields import worker_from_fields, worker_to_fields
-from orchestrator.types import DesiredRatio, EngineIdentity, Offered, Role, WorkerInfo
+from orchestrator.types import DesiredRatio, EngineIdentity, KVEndpoint, Offered, Role, WorkerInfo
 
 log = logging.getLogger("pd.registry")
 
-# An expired member announces nothing itself: watchers look for the missing this often.
+# A member whose key expires announces nothing. So every watcher asks this often for those that are missing ...
 PRUNE_S = 1.0
-# All watchers ask, one is let look. Less than PRUNE_S, or the next turn could come a moment too early.
+# ... and Redis looks once in this time. It is a little shorter, so that a watcher alone is not a moment too early.
 _PRUNE_ONCE_IN_S = 0.9 * PRUNE_S
-_OFFERED = "offered_"  # before the names of a frontend's counts, which are no change worth telling
+_OFFERED = "offered_"  # before the names of a frontend's counts, which change without an event
+_KV = "kv_"  # before the names of a KV endpoint's fields
 
 
 class IncompatibleWorker(Exception):
-    """A worker whose engine differs from the fleet's. One line: field, mine, the fleet's, the mend."""
+    """A worker whose engine differs from the fleet's. One line: the field, its value, the fleet's value, the mend."""
 
 
 class UnknownWorker(LookupError):
@@ -37,7 +37,7 @@ class UnknownWorker(LookupError):
 
 
 class WorkerOrders(msgspec.Struct, frozen=True):
-    """What a worker was told to do and has not done yet. `sequence` grows with every order; 0 is none ever."""
+    """What a worker was told to do and has not done yet. `sequence` grows with every order; 0 means there was none."""
 
     role: Role | None = None
     drain: bool = False
@@ -51,11 +51,11 @@ class Frontend(msgspec.Struct, frozen=True):
     url: str
     pid: int
     since: float  # unix seconds
-    offered: Offered = Offered()  # to it, since it started
+    offered: Offered = Offered()  # load offered to it since it started
 
 
 class Joined(msgspec.Struct, tag="joined", frozen=True):
-    """A member is there. `kind` is "worker" or "frontend", here and below."""
+    """A member joined. `kind` is "worker" or "frontend", here and below."""
 
     id: str
     kind: str = "worker"
@@ -76,7 +76,7 @@ class Left(msgspec.Struct, tag="left", frozen=True):
 
 
 class Ordered(msgspec.Struct, tag="ordered", frozen=True):
-    """A worker has orders: it fetches them with its next refresh, which it may do at once."""
+    """A worker has orders. Its next refresh returns them; it may refresh at once."""
 
     id: str
 
@@ -86,7 +86,7 @@ class DesiredChanged(msgspec.Struct, tag="desired_changed", frozen=True):
 
 
 class Resync(msgspec.Struct, tag="resync", frozen=True):
-    """The subscription is new: anything may have changed before it. Read everything again."""
+    """The subscription is new. Anything may have changed before it, so read everything again."""
 
 
 RegistryEvent = Union[Joined, Changed, Left, Ordered, DesiredChanged, Resync]
@@ -141,7 +141,7 @@ class Registry:
             return None
 
     async def orders(self) -> dict[str, WorkerOrders]:
-        """What live workers were told and have not done yet; those with nothing to do are left out."""
+        """Orders that live workers have not carried out yet. Workers without orders are left out."""
         found = {}
         for worker_id, fields in await self._members("worker"):
             orders = _orders(fields.get("order_role"), fields.get("order_drain"), fields.get("order_sequence"))
@@ -150,7 +150,7 @@ class Registry:
         return found
 
     async def order_role(self, worker_id: str, role: Role) -> None:
-        """Tell a worker to take a role; kept until it clears the order. Raises UnknownWorker."""
+        """Tell a worker to take a role. The order stays until the worker clears it. Raises UnknownWorker."""
         await self._order(worker_id, "order_role", role.value)
 
     async def order_drain(self, worker_id: str) -> None:
@@ -158,7 +158,7 @@ class Registry:
         await self._order(worker_id, "order_drain", "yes")
 
     async def clear_orders(self, worker_id: str, sequence: int) -> None:
-        """The orders up to `sequence` are done. Newer ones stay."""
+        """Forget the orders up to `sequence`, which are done. Newer ones stay."""
         await self._call("clear_orders", worker_id, sequence)
 
     async def _put_worker(self, info: WorkerInfo, ttl_s: float, fresh: bool) -> WorkerOrders:
@@ -211,19 +211,21 @@ class Registry:
         await self._call("set_desired", prefill, decode, by)
 
     async def lead(self, frontend_id: str, lease_s: float) -> float | None:
-        """Become, or stay, the one that decides the ratio, for `lease_s` more. Returns the server's clock (unix
-        seconds), or None while somebody else leads."""
+        """Become, or stay, the frontend that decides the ratio, for `lease_s` more.
+
+        Returns the server's clock (unix seconds), or None while another frontend leads.
+        """
         now = await self._call("lead", frontend_id, max(1, round(lease_s * 1000)))
         return float(now) if now else None
 
     async def propose_desired(self, leader_id: str, seen: DesiredRatio, wanted: DesiredRatio) -> bool:
-        """`set_desired`, decided upon `seen`. False when the leader leads no more, or another ratio was set since."""
+        """`set_desired` by a leader that saw `seen`. False when it leads no more, or another ratio was set since."""
         proposal = (wanted.prefill, wanted.decode, wanted.set_by)
         guard = (leader_id, seen.prefill, seen.decode, repr(seen.set_at))
         return bool(await self._call("propose_desired", *proposal, *guard))
 
     async def desired(self) -> DesiredRatio | None:
-        """What was set last; None when nothing was, or what is there cannot be read."""
+        """The ratio that was set last. None when none was, or its hash cannot be read."""
         raw: dict[bytes, bytes] = await self._redis.execute_command("HGETALL", self.keys.desired)
         if not raw:
             return None
@@ -296,6 +298,27 @@ class Registry:
 
 def _fields(flat: list[bytes]) -> dict[str, str]:
     return {_text(name): _text(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
+
+
+def worker_to_fields(info: WorkerInfo) -> dict[str, str]:
+    """Identity fields under their own names, the KV endpoint's under `kv_...`, tasks separated by commas."""
+    flat: dict[str, Any] = msgspec.to_builtins(info)
+    identity, kv = flat.pop("identity"), flat.pop("kv")
+    flat["supported_tasks"] = ",".join(flat["supported_tasks"])
+    flat |= identity | {_KV + name: value for name, value in kv.items()}
+    return {name: str(value) for name, value in flat.items()}
+
+
+def worker_from_fields(worker_id: str, fields: dict[str, str]) -> WorkerInfo:
+    """Unknown fields are ignored. Raises ValueError for a missing or wrong one, naming it."""
+    if fields.get("id") != worker_id:
+        raise ValueError(f"id is {fields.get('id')!r} in the hash of {worker_id!r}")
+    own: dict[str, Any] = {name: fields[name] for name in WorkerInfo.__struct_fields__ if name in fields}
+    own["supported_tasks"] = [task for task in fields.get("supported_tasks", "").split(",") if task]
+    own["identity"] = {name: fields[name] for name in EngineIdentity.__struct_fields__ if name in fields}
+    own["kv"] = {name: fields[_KV + name] for name in KVEndpoint.__struct_fields__ if _KV + name in fields}
+    # msgspec.ValidationError is a ValueError; strict=False reads numbers from their text.
+    return msgspec.convert(own, WorkerInfo, strict=False)
 
 
 def _orders(role: str | None, drain: str | None, sequence: str | None) -> WorkerOrders:

@@ -19,7 +19,7 @@ from support_redis import (
 )
 
 from orchestrator.policy.claims import choose_claims
-from orchestrator.store.client import connect
+from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.queue import PrefillQueue, QueueFull, SweepResult
 from orchestrator.types import QueueDepth, WindowJob
 
@@ -133,6 +133,32 @@ async def test_a_claim_carries_the_job_unchanged(make):
     assert claim.job == msgspec.structs.replace(sent, arrived_at=claim.job.arrived_at, deliveries=1)
     assert 0 <= claim.queued_s < 15
     assert claim.lease_until == pytest.approx(claim.job.arrived_at + claim.queued_s + 30.0, abs=0.01)
+
+
+@pytest.mark.parametrize("length", [0, 31, 32, 255, 256, 65535, 65536])
+async def test_a_body_of_any_length_and_bytes_comes_back(make, length):
+    queue = make()
+    body = random.Random(length).randbytes(length)
+    await queue.enqueue(job("a", body=body))
+    [claim] = await claim_head(queue, "w", ALL, 1)
+    assert claim.job.body == body
+
+
+async def test_a_server_out_of_memory_refuses_jobs_but_lets_go_of_those_it_has(make, redis):
+    queue = make()
+    for request_id in "abcd":
+        await queue.enqueue(job(request_id))
+    await claim_head(queue, "w", ALL, 2)
+    await redis.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(RedisAway, match="refused FCALL: .*maxmemory"):
+            await queue.enqueue(job("e"))
+        assert await queue.ack("w", "a", 1) and await queue.release("w", "b", 1)
+        assert await queue.cancel("c", 1) == "waiting"
+        assert await queue.depth() == QueueDepth(2, 200, 0)
+        assert await queue.sweep() == SweepResult([], [], [])
+    finally:
+        await redis.config_set("maxmemory", 0)
 
 
 # ---- affinity --------------------------------------------------------------------------------------------------
@@ -298,6 +324,18 @@ async def test_a_window_drops_what_is_corrupt_or_orphaned(make, claimers, redis)
     assert window == [], "of the first three only c is left, and nothing is known of it"
     assert [(claim.job.request_id, claim.job.cached) for claim in claims] == [("c", {}), ("d", {"w2": 50})]
     assert await dropped(redis, queue) == {"corrupt": 1, "orphaned": 1}
+
+
+async def test_a_window_with_an_id_that_is_no_text_is_claimed_in_order_which_drops_it(make, claimers, redis):
+    queue, strange = make(), b"\xff\xfe"
+    await claimers("w")
+    await queue.enqueue(cached_job("a", w=50))
+    fields = await redis.hgetall(queue.keys.job("a"))
+    await redis.hset(queue.keys.job("").encode() + strange, mapping=fields)
+    await redis.zadd(queue.keys.queue, {strange: 1.0})
+    claims, window = await queue.claim("w", ALL, 9, 4, idle=True)
+    assert [claim.job.request_id for claim in claims] == ["a"] and window == []
+    assert not await redis.exists(queue.keys.job("").encode() + strange)
 
 
 # ---- attempts --------------------------------------------------------------------------------------------------

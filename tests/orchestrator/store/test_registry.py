@@ -20,8 +20,9 @@ from orchestrator.store.registry import (
     Resync,
     UnknownWorker,
     WorkerOrders,
+    worker_from_fields,
+    worker_to_fields,
 )
-from orchestrator.store.worker_fields import worker_from_fields, worker_to_fields
 from orchestrator.types import EngineIdentity, Role, WorkerState
 
 TTL_S = 60.0
