@@ -82,17 +82,15 @@ def compare_command(
     out: Annotated[Path, typer.Option("--out", help="The JSON file to write.")],
     fleet: Annotated[str, typer.Option("--fleet", help="What the server runs.")] = "1P1D",
     policy: Annotated[
-        str, typer.Option("--policy", help="What its router does; `default` is the shipped one.")
+        str, typer.Option("--policy", help="The policies of its router; `default` is what ships.")
     ] = "default",
     seconds: Annotated[float, typer.Option("--seconds", help="Length of the slice.")] = 600.0,
-    scale: Annotated[float, typer.Option("--scale-tokens", help="Shrinks prompts and outputs to the machine.")] = 1.0,
-    transfer: Annotated[str, typer.Option("--transfer", help="whole or chunk, as the server does it.")] = "chunk",
-    first_token: Annotated[
-        str, typer.Option("--first-token", help="prefill or decode, as the server does.")
-    ] = "prefill",
+    scale: Annotated[float, typer.Option("--scale-tokens", help="Factor on the lengths of prompts and outputs.")] = 1.0,
+    transfer: Annotated[str, typer.Option("--transfer", help="whole or chunk, as on the server.")] = "chunk",
+    first_token: Annotated[str, typer.Option("--first-token", help="prefill or decode, as on the server.")] = "prefill",
     seed: Annotated[int, typer.Option("--seed")] = 0,
 ) -> None:
-    """Run a slice of a load on a real fleet and in the simulator; the errors of the predicted medians and P90s."""
+    """Run a slice of a load on a real fleet and in the simulator, and compare medians and P90s."""
     if seconds <= 0 or rate <= 0 or scale <= 0:
         raise ConfigError("--seconds, --rate, --scale-tokens: expected more than 0")
     if transfer not in ("whole", "chunk"):

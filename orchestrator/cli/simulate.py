@@ -1,6 +1,6 @@
 """`orchestrator simulate`: one load on one fleet, for one or several policies, at one or several rates.
 
-Everything is checked before anything runs; what is wrong is a ConfigError, one line.
+All options are checked before a simulation runs. A mistake is a ConfigError of one line.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def simulate_command(
     sweep: Annotated[
         str | None, _option("--sweep", "rate=10,20,40 simulates each; rate=goodput finds the highest good one.")
     ] = None,
-    requests: Annotated[int | None, _option("--requests", "Cut or repeat the load to so many.")] = None,
+    requests: Annotated[int | None, _option("--requests", "Cut or repeat the load to this many.")] = None,
     ttft_s: Annotated[float | None, _option("--ttft", "TTFT objective, seconds; default the profile's.")] = None,
     tpot_s: Annotated[float | None, _option("--tpot", "TPOT objective, seconds; default the profile's.")] = None,
     report_age_s: Annotated[float, _option("--report-age", "Age of load reports, seconds.")] = 0.1,
@@ -56,7 +56,7 @@ def simulate_command(
     kill: Annotated[
         list[str] | None, _option("--kill", "A worker, when and for how long (seconds): d0@30:10. Repeatable.")
     ] = None,
-    seed: Annotated[int, _option("--seed", "Of whatever is drawn at random.")] = 0,
+    seed: Annotated[int, _option("--seed", "Of all random draws.")] = 0,
     as_json: Annotated[bool, _option("--json", "JSON instead of a table.")] = False,
     plot: Annotated[Path | None, _option("--plot", "A PNG: attainment by rate, or block usage by time.")] = None,
 ) -> None:
@@ -88,7 +88,7 @@ def simulate_command(
         ]
         kills = [_kill(text) for text in kill or []]
         for settings in every:
-            _simulation(settings, first(load, 1), kills)  # refuses what is impossible
+            _simulation(settings, first(load, 1), kills)  # raises for an impossible fleet or kill
         _run(every, load, kills, rates, search, as_json, plot)
     except (TraceError, ProfileError, FleetError, PlotError, ValueError) as error:
         raise ConfigError(str(error)) from None

@@ -1,7 +1,7 @@
 """Whether a placed request may start now: its predicted TTFT against the objective, and its priority.
 
-Runs after `placement`, on its decision. What is not admitted is answered with 429 and an honest `Retry-After`, or
-kept and deferred behind those that can still be in time, as configured.
+Runs after `placement`, on its decision. As configured, a request that would be late is rejected with 429 and a
+predicted `Retry-After`, or deferred behind the requests that can still be in time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def predicted_ttft_s(
     prefill: PrefillView,
     predictor: Predictor,
 ) -> float:
-    """TTFT by the way decided, from now."""
+    """TTFT of a request that is placed as decided, in seconds from now."""
     if isinstance(decision, Remote):
         if prefill.queue is None:
             return predictor.prefill_s(request.prompt_tokens)
@@ -57,10 +57,10 @@ def admit(
     slo: SLOConfig,
     predictor: Predictor,
 ) -> Admission:
-    """Admit, defer or reject. `Retry-After` is when the excess over the objective will have been worked off.
+    """Admit, defer or reject. `Retry-After` is the time by which the predicted TTFT exceeds the bound.
 
-    As in vLLM a lower priority number is more important: each step below 0 tolerates one more TTFT objective, each
-    step above 0 gives up a quarter of it, so that the unimportant is refused first.
+    As in vLLM a lower priority number is more important. Each step below 0 adds one TTFT objective to the bound, each
+    step above 0 takes a quarter off it, so that unimportant requests are refused first.
     """
     if isinstance(decision, Reject):
         return decision

@@ -1,8 +1,8 @@
-"""Attention data parallelism: when lockstep ranks may start prompts, and which rank takes which.
+"""Attention data parallelism (ADP): when lockstep ranks may start prompts, and which rank takes which prompt.
 
-Every rank waits for the slowest in each iteration, so a prompt on one rank while the others decode costs all of them.
-`gate` and `assign_longest_first` follow NVIDIA's ADP balance strategy (TensorRT-LLM tech blog 10); `level_chunks` is
-our own: instead of holding prompts back until all ranks have one, it cuts them so that every rank computes the same.
+In each iteration all ranks wait for the slowest, so a prompt on one rank delays the ranks that only decode. `gate` and
+`assign_longest_first` follow NVIDIA's ADP balance strategy (TensorRT-LLM tech blog 10). `level_chunks` is our own: it
+does not hold prompts until all ranks have one, but cuts them so that every rank computes the same number of tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 
 class RankView(msgspec.Struct, frozen=True):
-    """One rank before an iteration. Prompts wait there until they are started."""
+    """One rank before an iteration."""
 
     generating: int  # sequences that decode one token each
     waiting_prompts: int  # assigned here, not started
@@ -21,10 +21,10 @@ class RankView(msgspec.Struct, frozen=True):
 
 
 class GateState(msgspec.Struct, frozen=True):
-    """How long prompts have been held (iterations), by reason."""
+    """Iterations for which prompts have been held."""
 
-    held: int = 0
-    batched: int = 0
+    held: int = 0  # until every rank has a prompt
+    batched: int = 0  # until more prompts have arrived
 
 
 def gate(
@@ -32,8 +32,9 @@ def gate(
 ) -> tuple[bool, GateState]:
     """Whether prompts start in this iteration, and the next state. A `timeout_iters` of 0 never holds.
 
-    All ranks have room and a prompt: start together, after waiting up to `batching_wait_iters` for more prompts if all
-    of them generate meanwhile. Otherwise hold, but not beyond `timeout_iters`, nor while a rank generates nothing.
+    When all ranks have room and a prompt, they start together; if all of them generate meanwhile, they wait for more
+    prompts for up to `batching_wait_iters` first. Otherwise prompts are held, for up to `timeout_iters`, unless some
+    rank generates nothing.
     """
     if timeout_iters <= 0 or not any(rank.waiting_prompts for rank in ranks):
         return True, GateState()
@@ -48,9 +49,10 @@ def gate(
 
 
 def assign_longest_first(prompts: Sequence[int], tokens: Sequence[int], active: Sequence[int]) -> list[int]:
-    """A rank for each new prompt (its length in tokens): the longest first, onto the rank with the fewest tokens.
+    """A rank for each of the new prompts (lengths in tokens): the longest first, onto the rank with the fewest tokens.
 
-    No rank gets more than ceil((active + new) / ranks) sequences. `tokens` and `active` are what each rank has.
+    `tokens` and `active` are each rank's tokens and sequences. No rank gets more than ceil((active + new) / ranks)
+    sequences.
     """
     ranks = len(tokens)
     most = -(-(sum(active) + len(prompts)) // ranks)
@@ -66,10 +68,10 @@ def assign_longest_first(prompts: Sequence[int], tokens: Sequence[int], active: 
 
 
 def level_chunks(generating: Sequence[int], backlog: Sequence[int], max_tokens: int, min_level: int) -> list[int]:
-    """Prompt tokens for each rank to compute in this iteration, so that ranks end up level: our variant.
+    """Prompt tokens for each rank to compute in this iteration, so that all ranks compute the same number of tokens.
 
-    The level is what the rank with the least to do can reach, `generating + backlog`, but at least `min_level` while
-    anything waits, so that a rank without prompts cannot stall the others; no rank exceeds `max_tokens` in all.
+    That number (the level) is `generating + backlog` of the rank with the least to do. It is at least `min_level` while
+    a prompt waits, so that a rank without prompts cannot stall the others, and at most `max_tokens`.
     """
     if not any(backlog):
         return [0] * len(backlog)

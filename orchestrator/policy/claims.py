@@ -1,7 +1,7 @@
-"""Which waiting jobs a prefill worker claims: from the head of the queue, to its token budget, by prefix affinity.
+"""Which waiting jobs a prefill worker claims: from the head of the queue, within its token budget, by prefix affinity.
 
-Pure: the window is what the caller read at the head of the queue, in score order. The claim itself, and losing a
-race for a job, are the queue's business.
+The caller reads a window of jobs at the head of the queue, in the order of their scores. The queue makes the claim, and
+says who has won when two workers want the same job.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from orchestrator.types import WindowJob
 def claim_budget(
     claim_batches: float, max_num_batched_tokens: int, claimed_tokens: int, held: int, free_tokens: int
 ) -> int:
-    """Prompt tokens that may be claimed now; 0 or less is none.
+    """Prompt tokens that may be claimed now; 0 or less: none.
 
-    `claimed_tokens`: claimed and not computed yet, of `held` jobs. An idle engine takes one job of any size, for which
-    any budget above 0 will do; a busy one only what its batches and its free KV memory can take.
+    The worker has claimed `held` jobs and has not computed `claimed_tokens` of them yet. An idle worker may take one
+    job of any size, so its budget is above 0. A busy one takes only what its batches and its free KV memory can take.
     """
     by_batches = int(claim_batches * max_num_batched_tokens) - claimed_tokens
     if held == 0:
@@ -34,12 +34,12 @@ def choose_claims(
 ) -> list[str]:
     """Ids to claim, best first, until their uncached tokens fill `budget_tokens`.
 
-    The order is the score, moved by the time that claiming here saves (or, against the worker that holds more, loses).
-    A job that belongs elsewhere is left there while waiting costs less than recomputing; an idle worker takes one
-    (steals) all the same, and any worker takes what has waited longer than recomputing would take. A single job
-    larger than the budget is claimed alone by an idle worker: otherwise nobody would ever take it. One that does not
-    fit is overtaken, by those behind it that do, for as long as it computes; then room is kept for it, until it fits
-    or the worker is idle.
+    Jobs are ordered by their score, less the time that claiming here saves (plus the time that it loses, where another
+    worker has more cached). A job whose prefix another worker has cached is left to that worker until it has waited for
+    longer than recomputing the prefix takes; an idle worker takes one such job at once. An idle worker also takes a job
+    larger than its budget, alone: nobody else ever would. A busy worker passes over a job that does not fit, and takes
+    smaller ones behind it, until the job has waited for as long as it computes. From then on it takes nothing behind
+    that job, until the job fits or the worker is idle.
     """
     ranked = sorted(window, key=lambda job: job.score - affinity * seconds_per_token * _gain(job))
     chosen: list[str] = []
@@ -62,5 +62,5 @@ def choose_claims(
 
 
 def _gain(job: WindowJob) -> int:
-    """Tokens that claiming here saves over claiming where most is cached; negative when that is elsewhere."""
+    """Prompt tokens that need not be computed here; where another worker has more cached, minus the difference."""
     return job.cached_here if job.cached_here >= job.cached_elsewhere else job.cached_here - job.cached_elsewhere

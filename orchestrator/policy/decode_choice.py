@@ -15,15 +15,15 @@ from orchestrator.types import RequestInfo
 
 
 class KVBlocks(DecodeChoice):
-    """Most KV blocks free, relative to the pool, once this request and those before it have what they need.
+    """Takes the worker with most KV blocks left, relative to its pool, after what it has taken on and this request.
 
-    Counted against the free blocks: this prompt, the prompts still waiting there, and the growth of every
-    sequence there by half of `expected_output_tokens` (a running one is on average half done) plus all of
-    this request's own. A worker where that leaves less than nothing would have to preempt, and is taken
-    only when every other would too. Ties rotate, so that an idle fleet fills evenly.
+    Subtracted from the free blocks: this prompt and its expected output, the prompts still waiting there, and half of
+    `expected_output_tokens` for every other sequence there (a running one is half done on average). A worker with
+    fewer than 0 blocks left would have to preempt; it is taken only if all others would too. Ties rotate, so that an
+    idle fleet fills evenly.
 
-    `overlap_weight` credits blocks of the prompt that are cached there: 0 ignores them (`kv_blocks`), 1 counts
-    a block that need not be allocated, more than 1 also counts the transfer or computation saved (`kv_prefix`).
+    `overlap_weight` credits blocks of the prompt that are cached there: 0 ignores them (`kv_blocks`), 1 counts a block
+    that need not be allocated, more than 1 also counts the transfer or computation that it saves (`kv_prefix`).
     """
 
     def __init__(self, overlap_weight: float = 0.0, expected_output_tokens: int = EXPECTED_OUTPUT_TOKENS) -> None:
@@ -72,7 +72,7 @@ class KVBlocks(DecodeChoice):
         return (candidate.blocks_free - demand_blocks) / (candidate.blocks_total or 1)
 
 
-OVERLAP_WEIGHT = 2.0  # of kv_prefix: a cached block is one not allocated, and one not sent or computed
+OVERLAP_WEIGHT = 2.0  # of kv_prefix: a cached block is neither allocated nor sent or computed
 
 _POLICIES: dict[str, Callable[[random.Random], DecodeChoice]] = {
     "kv_blocks": lambda rng: KVBlocks(),

@@ -1,7 +1,7 @@
 """Where a request is prefilled: at its decode worker (local), by the prefill pool (remote), or not at all.
 
-Every decision carries a reason, a short word that metrics count by. Which decode worker is
-`decode_choice`'s business; a remote request gets its worker only when a prefill worker has claimed it.
+Every decision carries a reason, a short word that metrics count by. The decode choice picks the decode worker: now for
+a local request, and for a remote one when a prefill worker has claimed it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from orchestrator.policy.predict import Predictor
 from orchestrator.types import QueueDepth, RequestInfo
 
 RETRY_AFTER_S = 1.0  # when nothing better is known
-# Local workers whose predicted TTFT is this close to the best are equal, and the decode choice picks among them.
+# The decode choice picks among the local workers whose predicted TTFT is at most this many times the best.
 TTFT_TOLERANCE = 1.1
-ITL_MARGIN = 0.9  # of the TPOT objective: predictions are means, the objective is a tail
+ITL_MARGIN = 0.9  # of the TPOT objective: a prediction is a mean, but the objective is for nearly all requests
 
 
 class PrefillView(msgspec.Struct, frozen=True):
@@ -58,12 +58,12 @@ def place(
     predictor: Predictor | None = None,
     slo: SLOConfig = SLOConfig(),
 ) -> Decision:
-    """Decide for a request that has just arrived, or whose earlier attempt failed.
+    """Place a request that has just arrived, or whose earlier attempt failed.
 
-    `routing.placement` is `threshold` (by uncached length) or `cost` (by predicted times; needs a predictor).
-    Reasons. Local: `short_prompt`, `cost`, `no_prefill_worker`, `queue_unavailable`, `queue_full`, or the request's
-    own `local_only`. Remote: `long_prompt`, `cost`, or `decode_full` for a short prompt that no decode worker can
-    take now. Reject: `decode_full`, `no_decode_worker`.
+    `routing.placement` is `threshold` (by uncached prompt length) or `cost` (by predicted times; needs a predictor).
+    Reasons for local: `short_prompt`, `cost`, `no_prefill_worker`, `queue_unavailable`, `queue_full`, or the request's
+    own `local_only`. For remote: `long_prompt`, `cost`, or `decode_full` for a short prompt that no decode worker can
+    take now. For reject: `decode_full`, `no_decode_worker`.
     """
     if not candidates:
         return Reject("no_decode_worker", RETRY_AFTER_S)
@@ -77,7 +77,7 @@ def place(
 
 
 def is_full(request: RequestInfo, candidate: Candidate, routing: RoutingConfig) -> bool:
-    """No blocks for the prompt, and as many requests waiting as are allowed to."""
+    """Too few free blocks for the prompt, and as many requests waiting as may wait."""
     return (
         candidate.waiting >= routing.max_waiting_per_worker
         and blocks_for(request.prompt_tokens, candidate.block_size) > candidate.blocks_free
@@ -96,7 +96,7 @@ def _by_threshold(
     routing: RoutingConfig,
     choose: DecodeChoice,
 ) -> Decision:
-    # Only workers that hold enough of the prompt's prefix make it short.
+    # A prompt is short on the workers that have enough of its prefix cached.
     near = [c for c in open_ones if uncached_tokens(request, c) < routing.remote_prefill_min_tokens]
     if near and (chosen := choose(request, near)) is not None:
         return Local(chosen.worker_id, "short_prompt")
@@ -116,11 +116,12 @@ def _by_cost(
     predictor: Predictor,
     slo: SLOConfig,
 ) -> Decision:
-    """The way with the lower predicted TTFT, where local also pays for the ITL it costs those decoding there.
+    """Local or remote, by the lower predicted TTFT. Local also pays for delaying the sequences that decode there.
 
-    That price: each of the `running` sequences loses the prefill's seconds out of the slack it has to the TPOT
-    objective over the tokens before it, and the loss is counted in TTFT objectives, by `routing.itl_weight`.
-    A worker whose ITL would leave the objective is no choice at all while the queue takes jobs.
+    The price: a local prefill takes its seconds from the slack that each running sequence has to the TPOT objective
+    over the tokens still ahead of it. The lost share of that slack, summed over the sequences, costs
+    `routing.itl_weight` TTFT objectives. While the queue takes jobs, a worker whose ITL would exceed the objective is
+    not considered.
     """
     if not open_ones:
         return Remote("decode_full") if blocker is None else Reject("decode_full", RETRY_AFTER_S)

@@ -1,7 +1,7 @@
-"""Predictions of TTFT and ITL from coefficients fitted online, per worker, to what was measured.
+"""Predictions of TTFT and ITL from coefficients that are fitted online, per worker, to measurements.
 
-Fed by whoever measures (router or simulator), read by `placement` and `admission`. Nothing here decides.
-Without measurements it answers from priors, so that a fleet that has just started is not blind.
+The router or the simulator measures; `placement` and `admission` read the predictions. Nothing here decides. Before the
+first measurements the predictions come from priors.
 """
 
 from __future__ import annotations
@@ -13,17 +13,25 @@ import msgspec
 from orchestrator.policy.candidate import EXPECTED_OUTPUT_TOKENS, Candidate
 from orchestrator.types import QueueDepth
 
+# Chosen, not derived. Both memories are in observations; queue waits change faster than a worker's speed.
+FIT_MEMORY, WAIT_FIT_MEMORY = 200.0, 50.0
+MIN_FIT_SAMPLES = 8  # observations before a fit has both slope and intercept, or is believed for a single worker
+MIN_RELATIVE_VARIANCE = 0.01  # of x, for both: its standard deviation is a tenth of its mean
+MAX_WAIT_PER_BACKLOG = 2.0  # seconds of wait per second of backlog; a line fitted to an idle queue may say more
+ITL_WEIGHT, OUTPUT_WEIGHT = 0.1, 0.01  # of a new observation in the running means of ITL and output length
+MIN_AHEAD_TOKENS = 16.0  # over which a sequence spreads a delay, however short outputs are
+
 
 class LineFit:
-    """y = intercept + slope * x by least squares with exponential forgetting; both never negative.
+    """y = intercept + slope * x by least squares with exponential forgetting. Neither coefficient is ever negative.
 
-    `memory` is the number of observations after which one has faded to 1/e. Until x has varied enough to tell
-    slope from intercept, all is slope (or all is intercept, where x was 0).
+    `memory` is the number of observations after which one has faded to 1/e. As long as x varies too little to tell
+    slope from intercept, the intercept is 0 (or the slope is, where x was always 0).
     """
 
     __slots__ = ("_decay", "_n", "_x", "_xx", "_xy", "_y", "intercept", "samples", "slope")
 
-    def __init__(self, slope: float, intercept: float = 0.0, memory: float = 200.0) -> None:
+    def __init__(self, slope: float, intercept: float = 0.0, memory: float = FIT_MEMORY) -> None:
         self.slope, self.intercept = slope, intercept
         self.samples = 0
         self._decay = math.exp(-1.0 / memory)
@@ -41,7 +49,7 @@ class LineFit:
         self._xx = sxx = self._xx * decay + x * x
         self._xy = sxy = self._xy * decay + x * y
         spread = n * sxx - sx * sx  # n squared times the variance of x
-        if self.samples >= 8 and spread > 0.01 * sx * sx:
+        if self.samples >= MIN_FIT_SAMPLES and spread > MIN_RELATIVE_VARIANCE * sx * sx:
             slope = (n * sxy - sx * sy) / spread
             intercept = (sy - slope * sx) / n
             if slope >= 0 and intercept >= 0:
@@ -70,7 +78,7 @@ class Smoothed:
 
 
 class Coefficients(msgspec.Struct, frozen=True):
-    """What has been fitted, to be shown: seconds and seconds per token."""
+    """The fitted coefficients, for display. Seconds, and seconds per token."""
 
     prefill_s: dict[str, tuple[float, float]]  # by worker: (fixed, per token)
     local_s: dict[str, tuple[float, float]]
@@ -81,7 +89,7 @@ class Coefficients(msgspec.Struct, frozen=True):
 
 
 class Predictor:
-    """Fitted times of one fleet. `prior_s_per_token` is a prefill worker's rate before any was measured."""
+    """Fitted times of one fleet. Priors, in seconds: a prefill worker's time per token, a decode worker's ITL."""
 
     def __init__(self, prior_s_per_token: float = 0.0005, prior_itl_s: float = 0.02) -> None:
         self._prior_s_per_token = prior_s_per_token
@@ -92,7 +100,7 @@ class Predictor:
         self._transfer = LineFit(0.0)
         self._wait: dict[int, LineFit] = {}
         self._itl: dict[str, Smoothed] = {}
-        self._output = Smoothed(EXPECTED_OUTPUT_TOKENS, weight=0.01)
+        self._output = Smoothed(EXPECTED_OUTPUT_TOKENS, weight=OUTPUT_WEIGHT)
         self.ahead_tokens = EXPECTED_OUTPUT_TOKENS / 2  # of a sequence that decodes: on average half of its output
 
     # ---- measured --------------------------------------------------------------------------------------------
@@ -103,11 +111,11 @@ class Predictor:
         self._fit(self._prefill, worker_id).observe(tokens, seconds)
 
     def observe_local(self, worker_id: str, tokens: int, seconds: float) -> None:
-        """A request prefilled where it decodes: its uncached tokens plus those ahead of it there, and its TTFT."""
+        """A request was prefilled where it decodes: its uncached tokens plus those ahead of it there, and its TTFT."""
         self._fit(self._local, worker_id).observe(tokens, seconds)
 
     def observe_transfer(self, tokens: int, seconds: float) -> None:
-        """From the end of prefill to the first token: what of the transfer was not hidden."""
+        """The part of a KV transfer that prefill did not hide: from the end of prefill to the first token."""
         self._transfer.observe(tokens, seconds)
 
     def observe_wait(self, tokens: int, backlog_s: float, seconds: float) -> None:
@@ -115,19 +123,19 @@ class Predictor:
         bucket = tokens.bit_length()
         fit = self._wait.get(bucket)
         if fit is None:
-            fit = self._wait[bucket] = LineFit(1.0, memory=50.0)
+            fit = self._wait[bucket] = LineFit(1.0, memory=WAIT_FIT_MEMORY)
         fit.observe(backlog_s, seconds)
 
     def observe_itl(self, worker_id: str, seconds: float) -> None:
         """Time per output token of the sequences decoding on a worker, local prefills between included."""
         smoothed = self._itl.get(worker_id)
         if smoothed is None:
-            smoothed = self._itl[worker_id] = Smoothed(seconds, weight=0.1)
+            smoothed = self._itl[worker_id] = Smoothed(seconds, weight=ITL_WEIGHT)
         smoothed.observe(seconds)
 
     def observe_output(self, tokens: int) -> None:
         self._output.observe(tokens)
-        self.ahead_tokens = max(16.0, self._output.value / 2)
+        self.ahead_tokens = max(MIN_AHEAD_TOKENS, self._output.value / 2)
 
     def forget(self, worker_id: str) -> None:
         for fits in (self._prefill, self._local, self._itl):
@@ -150,8 +158,10 @@ class Predictor:
     def wait_s(self, tokens: int, backlog_s: float) -> float:
         """Queue wait of a job of this length behind this backlog, in the order that the queue has."""
         fit = self._wait.get(tokens.bit_length())
-        # A line fitted to an idle queue says nothing of a long one; the backlog itself is the bound then.
-        return min(fit.at(backlog_s), 2.0 * backlog_s + fit.intercept) if fit and fit.samples >= 8 else backlog_s
+        if fit is None or fit.samples < MIN_FIT_SAMPLES:
+            return backlog_s
+        # A line fitted to an idle queue says nothing of a long one.
+        return min(fit.at(backlog_s), MAX_WAIT_PER_BACKLOG * backlog_s + fit.intercept)
 
     def remote_ttft_s(self, tokens: int, transfer_tokens: int, queue: QueueDepth, workers_ready: int) -> float:
         """TTFT by way of the queue: `tokens` to compute there, `transfer_tokens` of KV to receive."""
@@ -159,13 +169,14 @@ class Predictor:
         return waited + self._pool.at(tokens) + self._transfer.at(transfer_tokens)
 
     def local_s(self, candidate: Candidate, tokens: int) -> tuple[float, float]:
-        """For `tokens` uncached prompt tokens prefilled by this decode worker, after those waiting there: their TTFT,
-        and the ITL then of those that decode there, each of which every prefill second delays by a second.
+        """TTFT and ITL if this decode worker prefills `tokens` uncached prompt tokens, after those waiting there.
+
+        The ITL is that of the sequences decoding there: each second of prefill delays each of them by a second.
         """
         worker_id = candidate.worker_id
         pending_tokens = candidate.waiting_tokens + candidate.placed_tokens + tokens
         fit = self._local.get(worker_id)
-        if fit is None or fit.samples < 8:
+        if fit is None or fit.samples < MIN_FIT_SAMPLES:
             fit = self._pool
         smoothed = self._itl.get(worker_id)
         itl_s = smoothed.value if smoothed else self._prior_itl_s

@@ -1,7 +1,7 @@
-"""Which workers hold which KV blocks of which prefixes: fed by their stored/removed events, asked per request.
+"""Which workers have which KV blocks of which prefixes, by the events of what they stored and removed.
 
-Keys name a block *and everything before it* (a chained hash, see `prefix_keys.py`), so one look-up at depth d tells
-of d blocks. Beliefs only: a wrong one costs a cache miss, never an answer. Memory and look-ups are bounded.
+A key names a block *and everything before it* (a chained hash, see `prefix_keys.py`), so whoever has the key at depth d
+has d blocks. The index may be wrong: that costs a cache miss, never a wrong answer. Memory and look-ups are bounded.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from itertools import islice
 
 from orchestrator.types import PrefixEvents
 
-# Probes of one look-up beyond the bisection for its deepest holder, to tell those that hold less apart. Each is a cache
-# miss of the machine, and together they are most of a decision's time.
+# Probes of one look-up beyond the bisection for its deepest holder, to find how much the other holders have. Each probe
+# is a miss in the CPU's cache, and together they take most of a decision's time.
 MORE_PROBES = 6
-# Holders of one depth that are looked at for some of the wanted kind.
+# Holders of one depth among which workers of a kind are searched for.
 MAX_HOLDERS = 64
 
 
 class Hits:
-    """Who holds how many leading blocks of one prompt. Valid until the next event."""
+    """Which workers hold how many leading blocks of one prompt. Valid until the next event."""
 
     __slots__ = ("_all", "_index", "_levels")
 
@@ -39,8 +39,8 @@ class Hits:
         return 0
 
     def most(self, max_workers: int) -> dict[str, int]:
-        """Blocks by worker, for those that hold most. Equal ones take turns, so that a prefix which many hold draws
-        nobody's whole load to the same few."""
+        """Blocks by worker, for the workers that hold most. Equal ones take turns, so that a prefix that many workers
+        hold does not draw the whole load to a few of them."""
         found: dict[str, int] = {}
         for depth, mask in self._levels:
             for worker_id in self._index.holders(mask):
@@ -67,10 +67,10 @@ class Hits:
 
 
 class PrefixIndex:
-    """`max_keys` bounds memory: beyond it the keys stored longest ago are forgotten (a lost hit, no false one).
+    """`max_keys` bounds memory: beyond it the index forgets the keys stored longest ago, which loses hits.
 
-    A gap in a worker's sequence means lost events, and what is believed of it may be wrong: all of it is dropped, until
-    `resync` brings what it holds, or it is fed anew by what it stores.
+    A gap in a worker's sequence means lost events. Then the index drops all that it knows of that worker, and learns it
+    anew from `resync` or from later events.
     """
 
     def __init__(self, max_keys: int = 1_000_000) -> None:
@@ -113,13 +113,13 @@ class PrefixIndex:
         return self._sequence.get(worker_id, 0)
 
     def resync(self, worker_id: str, sequence: int, keys: Iterable[int]) -> None:
-        """Replace what is believed of a worker by all that it holds as of `sequence`."""
+        """Replace all that is known of a worker by the keys that it holds as of batch `sequence`."""
         self.forget(worker_id)
         self._sequence[worker_id] = sequence
         self.stored(worker_id, keys)
 
     def forget(self, worker_id: str) -> None:
-        """Drop a worker that is gone, restarted, or no longer believed. Constant time."""
+        """Drop a worker that is gone or restarted, or whose events were lost. Constant time."""
         self._retire(worker_id)
         self._sequence.pop(worker_id, None)
 
@@ -129,7 +129,7 @@ class PrefixIndex:
         for key in keys:
             holders[key] = holders.get(key, 0) | mask
         if (excess := len(holders) - self.max_keys) > 0:
-            # Many at once: finding the oldest again and again would walk over all that were deleted before.
+            # Many at once: each search for the oldest key walks over all entries that were deleted before.
             for key in list(islice(holders, excess + self.max_keys // 16)):
                 del holders[key]
 
@@ -146,11 +146,12 @@ class PrefixIndex:
                     del holders[key]
 
     def look_up(self, keys: Sequence[int]) -> Hits:
-        """One probe settles a prompt whose first block nobody holds.
+        """How many leading blocks each worker holds. One probe is enough if nobody holds the first block.
 
-        Else bisection, for all holders at once: each probe parts those that hold this block from those that do not
-        (whoever holds a block holds those before it, up to evictions under way). Those not told apart within
-        `MORE_PROBES` are credited with the deepest block they were seen at, so never with more than they hold.
+        Otherwise bisection for all holders at once: each probe parts those that hold this block from those that do not
+        (whoever holds a block holds those before it, up to evictions under way). Holders that are not told apart within
+        `MORE_PROBES` are credited with the deepest block that they were found to hold, so never with more than they
+        have.
         """
         holders = self._holders
         first = holders.get(keys[0], 0) & self._live if keys else 0
@@ -186,7 +187,7 @@ class PrefixIndex:
         return 0 if bit is None else 1 << bit
 
     def holders(self, mask: int) -> Iterator[str]:
-        """Workers of a mask, at most `MAX_HOLDERS`, of many from another one on each time."""
+        """Workers of a mask, at most `MAX_HOLDERS`. If there are many, each call begins with another one."""
         parts: tuple[int, ...] = (mask,)
         left = MAX_HOLDERS
         if mask.bit_count() > 4:
@@ -212,7 +213,8 @@ class PrefixIndex:
         return bit
 
     def _retire(self, worker_id: str) -> None:
-        # The bit stays set in the keys, but outside the live mask: it is reused only once swept out of them.
+        # The bit stays set in the keys, but not in the live mask. It is reused only after a sweep has cleared it in the
+        # keys.
         bit = self._bit.pop(worker_id, None)
         if bit is not None:
             del self._worker_at[bit]

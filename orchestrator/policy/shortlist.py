@@ -1,8 +1,8 @@
 """The few workers worth considering out of a thousand, kept in order as loads change.
 
-`KVBlocks` ranks a worker by a part that no request changes (its standing) and a part that is the same for workers
-with equal pools. So the best by standing of each pool size, plus the workers with a prefix hit, contain its
-choice; the very same policies then run on those few. A policy without a standing needs all candidates.
+`KVBlocks` ranks a worker by a part that no request changes (its standing) and a part that is the same for workers with
+equal pools. So its choice is among the best by standing of each pool size and the workers with a prefix hit, and the
+policies run on those few only.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from orchestrator.policy.candidate import Candidate
 _Entry = tuple[float, int, Candidate]  # (minus its standing, version, itself); no two versions are equal
 
 
-# Below this many workers asking each is as quick, and compares no two unequal pools as if they were equal.
+# With fewer workers it is as quick to rank all of them, and exact where pools differ in size by a few percent.
 SHORTLIST_FROM = 32
 
 
 class Shortlist:
-    """A sorted list per pool-size class: an update is two bisections, and the best are at its front.
+    """A sorted list for each class of pool sizes: an update is two bisections, and the best workers are at its front.
 
-    Pools within about 6% of each other share a class, and are compared as if equal until the policy sees them.
+    Pools within about 6% of each other share a class and count as equal here; the policy then compares them exactly.
     """
 
     def __init__(self, standing: Callable[[Candidate], float], per_class: int = 4) -> None:
@@ -39,7 +39,7 @@ class Shortlist:
         return len(self._current)
 
     def update(self, candidate: Candidate) -> None:
-        """A new worker, or one whose load changed."""
+        """Add a worker, or take its new load."""
         self.remove(candidate.worker_id)
         entry = (-self._standing(candidate), next(self._versions), candidate)
         self._current[candidate.worker_id] = entry
@@ -56,7 +56,7 @@ class Shortlist:
             del self._classes[size_class]
 
     def pick(self, cached_tokens: Mapping[str, int]) -> list[Candidate]:
-        """Every worker in `cached_tokens`, with its hit filled in, and the best others of each class."""
+        """Every worker in `cached_tokens`, with its hit filled in, and the best of the others of each class."""
         current = self._current
         picked = [
             msgspec.structs.replace(current[worker_id][2], cached_tokens=tokens)

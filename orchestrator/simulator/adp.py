@@ -1,9 +1,9 @@
-"""Attention data parallelism in lockstep: ranks that wait for the slowest, under `policy.adp`'s strategies.
+"""Attention data parallelism: ranks in lockstep that all wait for the slowest, under the strategies of `policy.adp`.
 
 The setting is NVIDIA's (TensorRT-LLM tech blog 10): 8 ranks, 16,000 requests of 803 in and 3,653 out on average, 5,120
-at once, at most 512 a rank. An iteration takes `fixed_s + token_s * tokens` of the busiest rank. Only the means of the
-lengths are published: their spread, and the two times, were set so that the published throughput of the baseline, its
-share of the speed of light (64.9%) and the 1.31x of context waiting come out about right; the rest is the model's.
+at once, at most 512 a rank. An iteration takes `fixed_s + token_s * tokens` of the busiest rank. Published are only the
+means of the lengths. Their spread and the two times are fitted to the published throughput of the baseline, its share
+of the speed of light (64.9%) and the speed-up of 1.31 by waiting for context; all else is what the model gives.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class AdpSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdpResult(msgspec.Struct, frozen=True):
-    """`balance` is the mean over iterations of mean over max tokens of the ranks; `sol_tokens_per_s`, the speed of
-    light, is the throughput had every iteration's time shrunk by its balance. Both as NVIDIA defines them.
-    `prompt_balance` is the mean over those iterations alone in which some rank computes prompts.
+    """`balance` is the mean, over iterations, of the ranks' mean tokens divided by their maximum. `sol_tokens_per_s`,
+    the speed of light, is the throughput if every iteration's time shrank by its balance. NVIDIA defines both so.
+    `prompt_balance` is the same mean over those iterations in which some rank computes prompts.
     """
 
     tokens_per_s: float

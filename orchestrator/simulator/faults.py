@@ -10,7 +10,7 @@ from orchestrator.simulator.worker import Worker
 
 
 class Faults:
-    """Kills workers at given times and brings them back. Nobody is told but by what a router would notice."""
+    """Kills workers at given times and brings them back. The router learns of it only after `noticed_s`."""
 
     def __init__(self, sim: Simulation, noticed_s: float = 1.0) -> None:
         self._sim = sim
@@ -26,7 +26,7 @@ class Faults:
         sim, worker = self._sim, self._sim.workers[name]
         if not worker.alive:
             return
-        # A worker between two roles is in no view; whoever moves it will put it into one.
+        # A worker that is changing roles is in no view. The ratio control puts it into one.
         view = next((view for view in (sim.router.prefill, sim.router.decode) if name in view), None)
         if view is not None:
             view.remove(name)
@@ -37,7 +37,7 @@ class Faults:
         sim.at(sim.now + max(down_s, self._noticed_s), self._restart, worker, view)
 
     def _noticed(self, worker: Worker, lost: list[Stay]) -> None:
-        """Whoever received from it computes for itself; whoever decoded there goes on elsewhere."""
+        """Who was receiving KV from it computes the prompt itself; what was decoding there is placed again."""
         sim = self._sim
         for other in sim.workers.values():
             for receiver in [*other.receiving, *other.waiting]:

@@ -1,7 +1,8 @@
-"""One simulated worker's KV memory: blocks in use, and the prefix cache in the blocks that are not.
+"""One simulated worker's KV memory: blocks in use, and the prefix cache in the blocks that are free.
 
-As in vLLM: blocks of a prefix are shared by reference counts, and stay as a cache, evicted least recently used, when
-nobody uses them. A prefix key names a *unit*, one or more whole blocks (512 tokens in Mooncake's trace).
+As in vLLM, sequences share the blocks of a prefix by reference counts. Blocks that nobody uses stay as a cache, of
+which the least recently used are evicted. A prefix key names a *unit* of one or more whole blocks (512 tokens in
+Mooncake's trace).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 
 
 class KVPool:
-    """`used` counts referenced blocks; cached ones count as free, since they yield to any allocation."""
+    """`used` counts referenced blocks. Cached ones count as free, since any allocation may evict them."""
 
     __slots__ = ("_cached", "_refs", "dirty", "total", "unit_blocks", "used")
 
@@ -38,7 +39,7 @@ class KVPool:
         return len(keys)
 
     def acquire(self, keys: Sequence[int], blocks: int) -> int:
-        """Take `blocks` in all for a prompt with these whole units; the units that were cached, or -1 for no room."""
+        """Take `blocks` in all for a prompt with these whole units. Returns how many units were cached; -1: no room."""
         if not keys:
             if blocks > self.total - self.used:
                 return -1
@@ -66,7 +67,7 @@ class KVPool:
         return hits
 
     def grow(self, blocks: int) -> None:
-        """More blocks for sequences already here. The caller has asked `free` first."""
+        """Take more blocks for sequences already here. The caller has checked `free`."""
         self.used += blocks
         if self._cached:
             self._evict()
@@ -75,7 +76,7 @@ class KVPool:
         """Give back what `acquire` and `grow` took: `blocks` in all, those of `keys` among them."""
         refs, cached, unit = self._refs, self._cached, self.unit_blocks
         freed = blocks - len(keys) * unit
-        # A prefix's last units become the oldest in the cache, so that eviction shortens it from its end.
+        # The last units of a prefix become the oldest in the cache, so that eviction shortens the prefix from its end.
         for key in reversed(keys):
             left = refs[key] - 1
             if left:

@@ -1,6 +1,6 @@
 """How fast and how large one worker is: the coefficients of its step time, its KV memory and its link.
 
-Read from a JSON file that says where its numbers come from. Measuring one is `orchestrator profile`'s business.
+Read from a JSON file that says where its numbers come from. `orchestrator profile` measures one (`calibrate`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The figures of one simulated run, and the goodput: the highest rate at which most requests meet both objectives.
 
-Requests that were rejected, failed or never finished count as missed in every figure of attainment.
+Every figure of attainment counts requests that were rejected, failed or never finished as missed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def report(sim: Simulation, warm_up: float = 0.0) -> Report:
-    """`warm_up` is the share of the load's time whose arrivals are left out of the latencies and the attainment."""
+    """`warm_up`: the first share of the load's time, whose arrivals count for neither latencies nor attainment."""
     slo, settings = sim.router.slo, sim.settings
     since = warm_up * sim.jobs[-1].arrival.at
     jobs = [job for job in sim.jobs if job.arrival.at >= since]
@@ -128,7 +128,7 @@ class Goodput(msgspec.Struct, frozen=True):
 def goodput(run: Callable[[float], Report], low: float, high: float, tolerance: float = 0.03) -> Goodput:
     """Bisect for the highest rate at which 90% of all requests meet both objectives, to within `tolerance`.
 
-    `run` simulates one rate. The bounds are widened as needed (each by at most 2 to the 6th).
+    `run` simulates one rate. The bounds are widened as needed, each by a factor of at most 64.
     """
     runs: dict[float, Report] = {}
 
@@ -157,7 +157,7 @@ def goodput(run: Callable[[float], Report], low: float, high: float, tolerance: 
 
 
 def _busy(sim: Simulation, workers: list[Worker]) -> float:
-    """While requests arrived."""
+    """The share of the time in which these workers computed, while requests arrived."""
     span = sim.jobs[-1].arrival.at * len(workers)
     return sum(sim.busy_s.get(worker.name, 0.0) for worker in workers) / span if span else 0.0
 

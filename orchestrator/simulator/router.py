@@ -23,7 +23,7 @@ from orchestrator.simulator.view import PoolView
 from orchestrator.simulator.worker import Worker
 from orchestrator.types import Offered, PrefixEvents, QueueDepth, WindowJob
 
-REFRESH_HITS_S = 1.0  # a waiting job's prefix hits are looked up again when older than this
+REFRESH_HITS_S = 1.0  # prefix hits of a waiting job that are older are looked up again
 
 
 class Clock(Protocol):
@@ -31,7 +31,7 @@ class Clock(Protocol):
 
 
 class Router:
-    """`end(job, outcome)` is called for what is refused."""
+    """Calls `end(job, outcome)` for a request that it refuses."""
 
     def __init__(self, settings: Settings, unit_tokens: int, clock: Clock, end: Callable[[Job, str], None]) -> None:
         profile, stack = settings.profile, settings.stack
@@ -101,7 +101,7 @@ class Router:
             self._enqueue(job, max(1, job.prompt_tokens - cached), late)
 
     def _push(self, job: Job) -> None:
-        """The field's way: both workers are chosen at arrival, and the prompt waits in the prefill worker."""
+        """As the field's routers do: choose both workers at arrival; the prompt waits in the prefill worker."""
         hits = self.look_up(job)
         request = job.info()
         prefill = self.choose_prefill(request, self.prefill.candidates(hits))
@@ -117,7 +117,7 @@ class Router:
         self._start_prefill(job, self.prefill.worker(prefill.worker_id))
 
     def bind(self, job: Job, stay: Stay) -> None:
-        """A prefill starts: its decode worker is chosen now (or was, at arrival) and allocates while it computes."""
+        """A prefill starts. Choose its decode worker now, unless that was done at arrival."""
         name = job.bound
         if name is not None:
             self.decode.promised(name, job.prompt_tokens, -1)
@@ -157,7 +157,7 @@ class Router:
         job.backlog_s = self.predictor.backlog_s(depth, len(self.prefill))
         self.queue_tokens += uncached
         insort(self.queue, (score, job.id, job))
-        # Whoever has room asks at once; the one that would gain most asks first, the emptiest among equals.
+        # All workers with room ask at once: first those with the longest hits, and of equal ones the emptiest.
         asking = [
             (-job.hits.get(worker.name, 0), worker.pending_tokens, worker.name)
             for worker in self.prefill.workers()
@@ -169,7 +169,7 @@ class Router:
                 break
 
     def claim(self, worker: Worker) -> None:
-        """A prefill worker takes from the head of the queue what its budget allows, window by window."""
+        """A prefill worker claims jobs at the head of the queue as its budget allows, window by window."""
         while self.queue and worker.name in self.prefill and (budget := self._claim_budget(worker)) > 0:
             if not self._claim_from_window(worker, budget):
                 return
@@ -215,7 +215,7 @@ class Router:
     # ---- what the router is told -----------------------------------------------------------------------------
 
     def report(self, view: PoolView, worker: Worker, now: float) -> None:
-        """A load report, and the cache events since the last one."""
+        """Take a load report, and the cache events since the last one."""
         view.reported(worker, now)
         if self.index is not None and worker.kv.dirty:
             dirty, worker.kv.dirty = worker.kv.dirty, set()

@@ -18,7 +18,7 @@ from orchestrator.simulator.trace import Load
 from orchestrator.simulator.view import PoolView
 from orchestrator.simulator.worker import Worker
 
-DRAIN_S = 120.0  # simulated after the last arrival; what is unfinished then counts as missed
+DRAIN_S = 120.0  # simulated after the last arrival; requests that are unfinished then count as missed
 
 
 class Simulation:
@@ -97,7 +97,7 @@ class Simulation:
         return self
 
     def finish_events(self) -> None:
-        """What is still due once all requests have ended: restarts, releases."""
+        """Run the events that are still due once all requests have ended: restarts, releases."""
         while self._events:
             self.now, _, action, a, b = heapq.heappop(self._events)
             action(a, b)
@@ -167,7 +167,7 @@ class Simulation:
             self._transfer(stay, receiver)
 
     def _transfer(self, stay: Stay, receiver: Stay) -> None:
-        """Blocks that the receiver has not cached, over both workers' links. In chunks it began with the prefill."""
+        """Send what the receiver has not cached over both workers' links; in chunks, that began with the prefill."""
         profile, now = self.settings.profile, self.now
         source, target = self.workers[stay.worker], self.workers[receiver.worker]
         tokens = receiver.context - receiver.hit_tokens
@@ -185,10 +185,10 @@ class Simulation:
 
     def _transferred(self, stay: Stay, receiver: Stay) -> None:
         if stay.peer is not receiver or receiver.peer is not stay:
-            return  # either side has died meanwhile
+            return  # one of the two has died
         source, target = self.workers[stay.worker], self.workers[receiver.worker]
         if not (source.alive and target.alive):
-            return  # it has, and nobody has noticed yet
+            return  # one of the two has died, and nobody has noticed yet
         stay.peer = receiver.peer = None
         job = receiver.job
         self.router.predictor.observe_transfer(job.prompt_tokens, self.now - (stay.computed_at or self.now))

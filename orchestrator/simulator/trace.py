@@ -38,7 +38,7 @@ class Arrival(msgspec.Struct, frozen=True):
 class Load(msgspec.Struct, frozen=True):
     """Arrivals in order of time. Without prefixes `unit_tokens` is 0.
 
-    A made load has periods in seconds that a change of rate must not squeeze: `at` makes it anew for a rate.
+    A made load has periods in seconds, which a change of rate must not squeeze: `at` makes the load anew for a rate.
     """
 
     name: str
@@ -119,7 +119,7 @@ def _azure(path: Path, lines: Sequence[str]) -> Iterator[Arrival]:
 
 
 def _spread_bursts(arrivals: list[Arrival], seed: int) -> list[Arrival]:
-    """Mooncake's clock ticks about every 3 s: spread each tick's requests evenly at random over it."""
+    """Mooncake's clock ticks about every 3 s: spread the requests of each tick at random over it."""
     rng = random.Random(seed)
     times = sorted({arrival.at for arrival in arrivals})
     following = dict(zip(times, [*times[1:], times[-1] + 3.0 if times else 0.0], strict=True))

@@ -1,4 +1,4 @@
-"""What the simulated router knows of a pool of workers: reports of a given age, plus what it placed since.
+"""What the simulated router knows of a pool of workers: reports of a given age, and what it has placed since.
 
 The counterpart of `orchestrator.fleet.view`, over simulated workers.
 """
@@ -35,7 +35,7 @@ class _Entry:
 
 
 class PoolView:
-    """`reported` takes a worker's state as of now; until the next call that is all that is known of it."""
+    """Knows of a worker its state at the last call of `reported`, and what was placed since."""
 
     def __init__(self, choose: DecodeChoice) -> None:
         self._entries: dict[str, _Entry] = {}
@@ -82,7 +82,7 @@ class PoolView:
         self._changed(entry)
 
     def promised(self, name: str, prompt_tokens: int, sign: int = 1) -> None:
-        """A request bound to this worker that has yet to reach it, or (sign -1) has now: counted until then."""
+        """Count a request that is bound to this worker and has not reached it yet; sign -1 when it has."""
         entry = self._entries.get(name)
         if entry is not None:
             entry.promised += sign

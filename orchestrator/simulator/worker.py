@@ -73,7 +73,8 @@ class Worker:
         self._run = StepRun()  # under way while busy
         self._chunks: list[tuple[Stay, int]] = []  # prompt tokens that the step under way computes
 
-    # ---- from outside ----------------------------------------------------------------------------------------
+    # ---- called by the simulation
+    # ----------------------------------------------------------------------------------------
 
     def submit(self, stay: Stay, now: float) -> None:
         stay.worker = self.name
@@ -110,7 +111,7 @@ class Worker:
             self._kick(now)
 
     def fail(self) -> list[Stay]:
-        """Die: memory is gone, all sequences are returned with what they have generated in `emitted`."""
+        """Die and lose all memory. Returns all stays; `emitted` says how many tokens each has generated."""
         lost = list(self.waiting) + list(self.running) + self.arrived + list(self.receiving)
         for stay in self.running:
             if stay not in self.prefilling:
@@ -133,13 +134,13 @@ class Worker:
         return not (self.running or self.waiting or self.arrived or self.receiving or self.held)
 
     def used_blocks(self, now: float) -> int:
-        """Blocks in use now, those taken in the middle of a run of steps included."""
+        """Blocks in use now, including those taken so far in the run of steps under way."""
         if self._can_be_cut():
             return self.kv.used + self.batch.blocks_in(self._run.steps_by(now))
         return self.kv.used
 
     def uncomputed_blocks(self) -> int:
-        """Blocks that vLLM would not have given out yet: it allocates with each chunk, this model with the prompt."""
+        """Blocks that vLLM would not have allocated yet: it allocates with each chunk, this model with the prompt."""
         if not self.prefilling:
             return 0
         return sum(stay.compute for stay in self.prefilling) // self.profile.block_size
@@ -227,7 +228,7 @@ class Worker:
             room = max(0, profile.max_num_seqs - len(self.running))
             arrived, self.arrived = self.arrived[:room], self.arrived[room:]
         for stay in arrived:
-            # As vLLM does, the last prompt token is computed again, which samples the first output token.
+            # As in vLLM, the last prompt token is computed again, which samples the first output token.
             self.running[stay] = None
             stay.context -= 1
             if stay.context % profile.block_size == 0:

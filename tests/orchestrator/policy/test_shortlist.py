@@ -37,13 +37,13 @@ def test_the_choice_from_the_shortlist_is_the_choice_from_all():
 
 def test_removed_workers_are_not_offered_and_updates_do_not_pile_up():
     rng = random.Random(1)
-    shortlist = Shortlist(KVBlocks().standing)
+    shortlist = Shortlist(KVBlocks().standing, per_class=5000)
     for turn in range(5000):
         shortlist.update(candidate(rng, turn % 10, 4096))
-    assert sum(map(len, shortlist._classes.values())) == len(shortlist) == 10
+    assert len(shortlist.pick({})) == len(shortlist) == 10
     for n in range(9):
         shortlist.remove(f"w{n}")
     assert [c.worker_id for c in shortlist.pick({"w3": 16})] == ["w9"]
     assert [c.cached_tokens for c in shortlist.pick({"w9": 16})] == [16]
     shortlist.remove("w9")
-    assert shortlist.pick({}) == [] and len(shortlist) == 0 and not shortlist._classes
+    assert shortlist.pick({}) == [] and len(shortlist) == 0
