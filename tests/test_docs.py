@@ -1,0 +1,102 @@
+"""What the documents name exists: files, folders and their imports, configuration keys, commands, metrics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from prometheus_client.metrics import MetricWrapperBase
+from test_layering import ROOMS
+
+from orchestrator import metrics
+from orchestrator.cli.main import app
+from orchestrator.cli.views import config_keys
+from orchestrator.config.settings import Config
+from orchestrator.frontend.collector import FleetCollector
+from orchestrator.types import DesiredRatio, QueueDepth
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PATHS = re.compile(r"`((?:orchestrator|workers|connectors|tests|docs|benchmarks|configs|requirements)/[\w./-]*)`")
+KEYS = {key for key, _, _ in config_keys(Config)}
+MAX_LINE = 130
+
+documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+
+def code_spans(document: Path) -> list[str]:
+    """What stands in backticks, and in code blocks line by line."""
+    text = document.read_text()
+    blocks = re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)
+    for block in blocks:
+        text = text.replace(block, "")
+    return re.findall(r"`([^`]+)`", text) + [line for block in blocks for line in block.splitlines()]
+
+
+@documents
+def test_files_that_are_named_exist(document: Path):
+    named = {name.partition(":")[0] for name in PATHS.findall(document.read_text())}
+    assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
+@documents
+def test_configuration_keys_that_are_named_exist(document: Path):
+    sections = {key.partition(".")[0] for key in KEYS if "." in key}
+    # Free-form sections hold names that are not ours: workers.engine_args.dtype, workers.env.
+    key = re.compile(rf"\b(?:{'|'.join(sections)})(?:\.[a-z_]+)+\b")
+    named = {found for span in code_spans(document) if "/" not in span for found in key.findall(span)}
+    known = KEYS | {key.rpartition(".")[0] for key in KEYS if "." in key}
+    files = (".py", ".log", ".url")
+    assert sorted(name for name in named if not name.endswith(files) and not _known(name, known)) == []
+
+
+def _known(name: str, known: set[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:count]) in known for count in range(2, len(parts) + 1))
+
+
+@documents
+def test_commands_that_are_named_exist(document: Path):
+    commands = set(typer.main.get_group(app).commands)  # type: ignore[attr-defined]
+    named = {m[1] for span in code_spans(document) if (m := re.match(r"orchestrator ([a-z]+)", span))}
+    assert named <= commands
+
+
+@documents
+def test_lines_are_short(document: Path):
+    if document.name in ("kv-transfer.md", "policies.md"):
+        pytest.skip("being rewritten")
+    assert [n for n, line in enumerate(document.read_text().splitlines(), 1) if len(line) > MAX_LINE] == []
+
+
+def test_operations_names_every_command():
+    text = (ROOT / "docs" / "operations.md").read_text()
+    commands = typer.main.get_group(app).commands  # type: ignore[attr-defined]
+    assert [name for name in commands if f"`orchestrator {name}" not in text and f"`{name}`" not in text] == []
+
+
+def our_metrics() -> Iterator[str]:
+    """Names as a scrape shows them, without the suffixes of histograms and summaries."""
+    counted = [value for value in vars(metrics).values() if isinstance(value, MetricWrapperBase)]
+    read = FleetCollector(list, lambda: QueueDepth(0, 0, 0), lambda: DesiredRatio(1, 1))
+    for collector in (*counted, read):
+        for family in collector.collect():
+            yield family.name + ("_total" if family.type == "counter" else "")
+
+
+def test_operations_names_every_metric_and_no_other():
+    text = (ROOT / "docs" / "operations.md").read_text()
+    ours = set(our_metrics())
+    assert len(ours) > 20
+    assert sorted(name for name in ours if name not in text) == []
+    named = set(re.findall(r"\bpd_[a-z_]+[a-z]\b", text))
+    assert sorted(named - ours) == []
+
+
+def test_contributing_has_the_folder_table_of_the_layering_test():
+    rows = re.findall(r"^\| `([\w/.]+)` \| [^|]+ \| ([^|]+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    shown = {name.removesuffix(".py").replace("/", "."): cell.strip() for name, cell in rows}
+    assert shown == {name: ", ".join(may).replace("orchestrator.", "") or "-" for name, may in ROOMS.items()}
