@@ -1,4 +1,7 @@
-"""What the two ends' state machines ask to be done. Plain data; `PushWorker` and the tests' fake NIXL carry it out."""
+"""The actions that the two state machines ask for: plain data.
+
+`PushWorker` carries them out, and so do the simulated engine and the tests' fake NIXL.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Finish:
-    """Tell the scheduler; `ok` False means recompute. `why` is empty when ok."""
+    """Tell the decode scheduler that the KV is here. With `ok` false it must compute it, and `why` says why not."""
 
     request: str
     ok: bool
@@ -50,7 +53,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Post:
-    """WRITE these chunks to the registration; answered by `posted` per handle, or `write_failed`."""
+    """WRITE these chunks to the registration; answered by `posted` for each handle, or by `failed`."""
 
     stream: str
     order: Register
@@ -60,7 +63,7 @@ class Post:
 
 @dataclass(frozen=True)
 class Tell:
-    """Send to every peer of the decode engine, or to `peer` alone. Nobody there: nothing to do."""
+    """Send to every peer of the decode engine, or to `peer` alone. Without a connection there is nothing to do."""
 
     engine: str
     message: Message

@@ -70,12 +70,12 @@ class Connections(NixlPushConnectorWorker):
         )
 
     def _submit(self, event: Event) -> None:
-        """From any thread: to be run by the writer."""
+        """From any thread: have the writer thread run `event`."""
         self._events.put(event)
         self._push_writer_wake.set()
 
     def _run(self, event: Event) -> None:
-        """On the writer thread: let it happen now, and carry out what follows, each on its own."""
+        """On the writer thread: report the event, and carry out the actions that follow. One failing stops no other."""
         try:
             actions = list(event(time.monotonic()))
         except Exception:
@@ -138,8 +138,8 @@ class Connections(NixlPushConnectorWorker):
         if messages_only or isinstance(error, zmq.Again):
             self._submit(functools.partial(self._on_unreachable, peer.engine, why))
         else:
-            # It answers, but its memory layout is not one that we can write to. It may be able to write to ours,
-            # and has to be told what we cannot do.
+            # It answers, but we cannot write to its memory layout. It may be able to write to ours, and must be told
+            # what we cannot do.
             self._submit(functools.partial(self._handshake_for_messages, peer, why))
 
     def _handshake_for_messages(self, peer: wire.Endpoint, why: str, now: float) -> Iterable[Any]:
@@ -180,7 +180,7 @@ class Connections(NixlPushConnectorWorker):
         return [*self._inbound.declared_dead(engine, now), *self._outbound.declared_dead(engine, now)]
 
     def _forget_dead(self) -> None:
-        """NIXL's state for dead engines goes once nothing refers to it."""
+        """Drops NIXL's state of dead engines once nothing refers to it."""
         for engine in self._to_forget - self._engines_with_inflight_transfers():
             if engine in self._connecting or self._abandoned:
                 continue
@@ -199,7 +199,7 @@ class Connections(NixlPushConnectorWorker):
         self._outbound.forget(engine_id)
 
     def add_remote_agent(self, *args: Any, **kwargs: Any) -> str:
-        with self._agents_lock:  # handshakes fetch in parallel, and load one at a time
+        with self._agents_lock:  # handshakes run in parallel, but load agents one at a time
             return super().add_remote_agent(*args, **kwargs)
 
     def _add_notif_only_remote_agent(self, *args: Any, **kwargs: Any) -> str:

@@ -1,8 +1,8 @@
-"""The decode end of KV transfers in one worker: what waits for KV, from whom, until when.
+"""The decode end of one worker's KV transfers: which request waits for KV, from whom, and until when.
 
-Calls report what happened and take `now` (monotonic seconds); they return what is to be done, in order. No NIXL,
-no threads, no clock. The promise kept here: a request is only reported finished, and its blocks so given back,
-when no WRITE into them can land any more.
+Each method reports an event at time `now` (monotonic seconds) and returns the actions that follow, in order. There is
+no NIXL, no thread and no clock here. The promise: a request is reported finished, which gives its blocks back, only
+when no WRITE can land in them any more.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class _Waiting:
     source: Endpoint
     deadline: float
     state: Inbox = Inbox.CONNECTING
-    silent: bool = False  # holds no blocks here: nobody is told how it ends
+    silent: bool = False  # it holds no blocks here, so nobody is told how it ends
     why: str = ""
     unanswered: set[str] = field(default_factory=set)  # peers that may still WRITE
     refused: bool = False
     resend_s: float = 0.5  # doubles with each repeat
     resend_at: float = 0.0
-    give_up_at: float = 0.0  # no answer by then is taken as proof of death
+    give_up_at: float = 0.0  # without an answer by then, its peers count as dead
 
 
 class Inbound:
@@ -50,8 +50,8 @@ class Inbound:
     ) -> None:
         self._timeout_s = timeout_s
         self._resend_s = resend_s
-        self._grace_s = grace_s  # a peer declared dead may still answer this long: the fleet can be wrong
-        self._dead_s = dead_s  # and is not asked for anything this long
+        self._grace_s = grace_s  # for an answer of a peer declared dead: the fleet can be wrong
+        self._dead_s = dead_s  # nothing is asked of an engine for this long after its death was declared
         self._silent_s = silent_s
         self._waiting: dict[str, _Waiting] = {}
         self._peers: dict[str, tuple[str, ...]] = {}  # engine -> agent names, once connected
@@ -62,7 +62,7 @@ class Inbound:
         return bool(self._waiting)
 
     def engines(self) -> set[str]:
-        """Engines that something here waits for."""
+        """Prefill engines that a request here waits for."""
         return {waiting.source.engine for waiting in self._waiting.values()}
 
     def blocks_of(self, request: str) -> list[list[int]]:
@@ -73,14 +73,14 @@ class Inbound:
     # ---- from the scheduler ------------------------------------------------------------------------------------
 
     def register(self, order: Register, source: Endpoint, now: float) -> list[Action]:
-        """Blocks are reserved: have `order.stream` of `source` pushed into them."""
+        """The scheduler has reserved blocks: ask `source` to push `order.stream` into them."""
         waiting = _Waiting(order=order, source=source, deadline=now + self._timeout_s)
         waiting.resend_s = self._resend_s
         self._waiting[order.request] = waiting
         return self._open(waiting, now)
 
     def disown(self, order: Unregister, source: Endpoint, now: float) -> list[Action]:
-        """Nothing was reserved and nothing will be: let the prefill engine free what it keeps for us."""
+        """No blocks are reserved and none will be: have the prefill engine free what it keeps for us."""
         if order.request in self._waiting or self._is_dead(source.engine, now):
             return []
         reserve = Register(order.stream, order.request, order.decode, [], 0)
@@ -90,7 +90,7 @@ class Inbound:
         return self._open(waiting, now)
 
     def withdraw(self, request: str, why: str, now: float) -> list[Action]:
-        """The blocks are wanted back. Reported by `Finish` as soon as that is safe; unknown requests are ignored."""
+        """The scheduler wants the blocks back. `Finish` follows as soon as it is safe. Unknown requests are ignored."""
         waiting = self._waiting.get(request)
         if waiting is None:
             return []
@@ -107,7 +107,7 @@ class Inbound:
         return actions
 
     def unreachable(self, engine: str, why: str, now: float) -> list[Action]:
-        """A handshake failed. What was already registered is not touched: its WRITEs may still come."""
+        """A handshake failed. Registrations that were sent before stay: their WRITEs may still come."""
         self._peers.pop(engine, None)
         actions: list[Action] = []
         for waiting in self._of(engine):
@@ -115,7 +115,7 @@ class Inbound:
         return actions
 
     def incompatible(self, engine: str, peers: tuple[str, ...], why: str, now: float) -> list[Action]:
-        """Connected, but its KV cannot be taken: it need not keep any for us."""
+        """The engine is connected, but we cannot take its KV: tell it to keep none for us."""
         sends: list[Action] = []
         for waiting in self._of(engine):
             order = waiting.order
@@ -124,11 +124,11 @@ class Inbound:
         return self.unreachable(engine, why, now) + sends
 
     def forget(self, engine: str) -> None:
-        """Its connection was dropped, being unused: the next registration connects anew."""
+        """The connection was unused, and dropped. The next registration connects again."""
         self._peers.pop(engine, None)
 
     def computing(self, request: str, peer: str, now: float) -> list[Action]:
-        """A prefill may take longer than the time-out, which is for those of which nothing is heard."""
+        """The prefill goes on: wait for it again. The time-out is meant for prefills of which nothing is heard."""
         waiting = self._waiting.get(request)
         if waiting is None or waiting.state is not Inbox.REGISTERED or peer not in waiting.unanswered:
             return []
@@ -143,7 +143,7 @@ class Inbound:
         return self._answer(request, peer, now, refused=True, why=why)
 
     def declared_dead(self, engine: str, now: float) -> list[Action]:
-        """The fleet says so. Peers are asked to stop all the same, and have `grace_s` to show that they live."""
+        """The fleet says that `engine` is dead. Peers are asked to stop, and have `grace_s` to show that they live."""
         self._dead[engine] = now + self._dead_s
         why = f"prefill engine {engine} is dead"
         actions: list[Action] = []
@@ -153,7 +153,7 @@ class Inbound:
         return actions
 
     def unsendable(self, engine: str, peer: str, now: float) -> list[Action]:
-        """A message to `peer` could not be sent. Of an engine that was declared dead, that is the proof."""
+        """A message to `peer` could not be sent. If its engine was declared dead, this proves it."""
         if engine not in self._dead:
             return []
         actions: list[Action] = []
@@ -163,7 +163,7 @@ class Inbound:
         return actions
 
     def tick(self, now: float) -> list[Action]:
-        """Deadlines and repeats; call it at least every `resend_s` while `busy`."""
+        """Enforces deadlines and repeats messages. Call it at least every `resend_s` while `busy`."""
         actions: list[Action] = []
         for waiting in list(self._waiting.values()):
             if waiting.state is Inbox.WITHDRAWING:
@@ -200,12 +200,12 @@ class Inbound:
         actions = self._apply(waiting, InboxEvent.SENT, now, "")
         if waiting.silent:
             return actions + self._apply(waiting, InboxEvent.WITHDRAW, now, "not needed")
-        # The registration leaves only now: before it, no peer can know these blocks.
+        # The registration leaves only now: no peer can know these blocks before.
         order = msgspec.structs.replace(waiting.order, valid_s=max(0.0, waiting.deadline - now))
         return actions + [Send(waiting.source.engine, peer, order) for peer in peers]
 
     def _ask_to_stop(self, waiting: _Waiting, now: float) -> list[Action]:
-        # Repeated, since a peer that restarts its connection may lose one; the answer is idempotent.
+        # Sent until it is answered: a peer that restarts its connection may lose one. The answer is idempotent.
         waiting.resend_at = now + waiting.resend_s
         waiting.resend_s = min(2 * waiting.resend_s, _RESEND_MAX_S)
         order = waiting.order
@@ -232,7 +232,7 @@ class Inbound:
         waiting.state = after
         waiting.why = waiting.why or why
         if after is Inbox.WITHDRAWING:
-            # Peers post nothing once the registration has run out; this long after it nothing can be on its way.
+            # Peers post nothing once the registration has run out, and this long after it no WRITE is in flight.
             waiting.give_up_at = max(now, waiting.deadline) + max(self._timeout_s, self._grace_s)
             return self._ask_to_stop(waiting, now)
         if after in INBOX_ENDS:

@@ -1,7 +1,7 @@
-"""The prefill end of KV transfers in one worker: which computed blocks go to whom, and when they may be freed.
+"""The prefill end of one worker's KV transfers: which computed blocks go to whom, and when they may be freed.
 
-Calls report what happened and take `now` (monotonic seconds); they return what is to be done, in order. No NIXL,
-no threads, no clock. The promises kept here: decode hears `Landed` only after every WRITE of the last epoch is
+Each method reports an event at time `now` (monotonic seconds) and returns the actions that follow, in order. There is
+no NIXL, no thread and no clock here. The promises: decode hears `Landed` only after every WRITE of the last epoch is
 done, and `Gone` only when none is in flight; the scheduler gets its blocks back exactly once.
 """
 
@@ -34,13 +34,13 @@ class Outbound:
     """Streams of one prefill worker rank, by request id."""
 
     def __init__(self, *, lease_s: float, expect_s: float, abandon_s: float = 60.0) -> None:
-        self.layers = 0  # how many layers a block consists of, where chunks come by layer
+        self.layers = 0  # layers of a block, where chunks come layer by layer
         self._lease_s = lease_s
         self._expect_s = expect_s
         self._abandon_s = abandon_s
         self._stepped_at = 0.0
         self._streams: dict[str, PushStream] = {}
-        self._connected: dict[str, bool] = {}  # decode engine -> it takes WRITEs chunk by chunk
+        self._connected: dict[str, bool] = {}  # decode engine -> whether it takes WRITEs chunk by chunk
         self._ended: OrderedDict[str, _Ended] = OrderedDict()
 
     @property
@@ -101,7 +101,7 @@ class Outbound:
         return self._let_go_early(stream)
 
     def abort(self, key: str, held: bool, why: str, now: float) -> list[Action]:
-        """The prefill ended otherwise; `held` says that the scheduler keeps its blocks until `Release`."""
+        """The prefill failed or was aborted. `held`: the scheduler keeps its blocks until `Release`."""
         stream = self._streams.get(key)
         if stream is None:
             self._remember(key, _Ended(Stream.DROPPED, why))
@@ -137,12 +137,12 @@ class Outbound:
         return actions + self._check(stream, now) + self._pump(stream, now)
 
     def unregister(self, order: Unregister, peer: str, now: float) -> list[Action]:
-        """Answered in any case, once nothing is in flight or to come for it."""
+        """Decode wants no KV any more. The answer comes in any case, once no WRITE is in flight or to come."""
         key, engine = order.stream, order.decode.engine
         stream = self._streams.get(key)
         answer = Register(key, order.request, order.decode, [], 0)
         if stream is None:
-            # Remembered, so that a registration which this has overtaken, or the prefill to come, finds it.
+            # Remembered for a registration that this message has overtaken, and for a prefill that has not begun.
             self._ended.setdefault(key, _Ended(Stream.DROPPED, "withdrawn by decode"))
             return self._answer_late(answer, peer)
         if stream.order is not None and not self._same(stream.order, answer):
@@ -167,7 +167,7 @@ class Outbound:
         return actions
 
     def forget(self, engine: str) -> None:
-        """Its connection was dropped, being unused: the next stream connects anew."""
+        """The connection was unused, and dropped. The next stream connects again."""
         self._connected.pop(engine, None)
 
     def posted(self, key: str, handle: Any, now: float) -> None:
@@ -191,9 +191,9 @@ class Outbound:
         return self._apply(stream, StreamEvent.GIVE_UP, now, why) if stream is not None else []
 
     def declared_dead(self, engine: str, now: float) -> list[Action]:
-        """The fleet says that this decode engine is dead: blocks are freed at once, since reading them does no harm.
+        """The fleet says that this decode engine is dead. Blocks are freed at once, since WRITEs only read them.
 
-        WRITEs in flight still end before anything is called gone, in case it lives after all.
+        `Gone` still waits until the WRITEs in flight have ended, in case the engine lives after all.
         """
         self._connected.pop(engine, None)
         actions: list[Action] = []
@@ -204,7 +204,7 @@ class Outbound:
         return actions
 
     def tick(self, now: float) -> list[Action]:
-        """Leases and deadlines. Call it at least every second while `busy`."""
+        """Enforces leases and deadlines. Call it at least every second while `busy`."""
         actions: list[Action] = []
         for stream in list(self._streams.values()):
             if stream.deadline is not None and now >= stream.deadline:
@@ -236,7 +236,7 @@ class Outbound:
 
     def _renew(self, stream: PushStream, now: float) -> list[Action]:
         if self._stepped_at <= stream.registered_at:
-            return []  # an engine that hangs has nothing to tell
+            return []  # no step since then: an engine that hangs asks for no more time
         assert stream.order is not None
         stream.renew_at = now + _RENEW_AGAIN_S
         return [Tell(stream.order.decode.engine, Computing(stream.order.request))]
@@ -248,7 +248,7 @@ class Outbound:
         return [*self._connect(order), Tell(order.decode.engine, Gone(order.request, why), peer)]
 
     def _check(self, stream: PushStream, now: float) -> list[Action]:
-        """Both ends must mean the same prompt, else the blocks do not line up."""
+        """Gives up where the two ends mean different prompts: their blocks would not line up."""
         order = stream.order
         if order is None or not stream.prompt_tokens or order.prompt_tokens in (0, stream.prompt_tokens):
             return []
@@ -256,7 +256,7 @@ class Outbound:
         return self._apply(stream, StreamEvent.GIVE_UP, now, why)
 
     def _pump(self, stream: PushStream, now: float) -> list[Action]:
-        """Post what may be posted; notice that everything is done."""
+        """Posts what may be posted, and notices when everything is done."""
         if stream.state is Stream.DRAINING:
             return [] if stream.inflight else self._apply(stream, StreamEvent.DRAINED, now, "")
         order = stream.order
@@ -266,7 +266,7 @@ class Outbound:
         if chunkwise is None:
             return []
         if stream.pending and (chunkwise or stream.state is Stream.FLUSHING):
-            # The epoch fence: a WRITE of before the preemption must not land on top of a newer one.
+            # The epoch fence: a WRITE posted before the preemption must not land on top of a newer one.
             if any(epoch < stream.epoch for epoch in stream.inflight.values()):
                 return []
             chunks = tuple(stream.pending)
@@ -277,7 +277,7 @@ class Outbound:
         return []
 
     def settle(self, key: str, now: float) -> list[Action]:
-        """After a `Post` was carried out: everything may be done already."""
+        """A `Post` was carried out without a WRITE: everything may be done already."""
         stream = self._streams.get(key)
         return self._pump(stream, now) if stream is not None else []
 
@@ -314,7 +314,7 @@ class Outbound:
         return [Release(stream.key)] if stream.held else []
 
     def _answer_late(self, order: Register, peer: str) -> list[Action]:
-        """A message about a stream that has ended: whose KV landed is told so again, all others that it is gone."""
+        """Answers a message about an ended stream: `Landed` again where the KV landed, `Gone` to everybody else."""
         ended = self._ended[order.stream]
         if ended.state is Stream.LANDED and ended.order is not None and self._same(ended.order, order):
             return [*self._connect(order), Tell(order.decode.engine, Landed(order.request), peer)]

@@ -1,7 +1,7 @@
-"""The scheduler half: which blocks are reserved for KV to come, which computed blocks are shipped, what is held.
+"""The scheduler half decides which blocks are reserved for KV to come, and which computed blocks are shipped and held.
 
-No network here. Everything it decides travels to the worker half in `PushMetadata`; the answers come back as
-finished_sending (blocks may be freed) and finished_recving (KV is here, or failed and is recomputed).
+It does not touch the network. Its decisions travel to the worker half in `PushMetadata`. The answers come back as
+finished_sending (blocks may be freed) and finished_recving (KV is here, or the transfer failed and it is recomputed).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.pd.push")
 
-_DEAD_S = 15.0  # a request that names an engine later than this after its death means that it lives
+_DEAD_S = 15.0  # a request that names the engine later than this shows that it lives
 
 
 @dataclass
@@ -103,7 +103,7 @@ class PushScheduler(NixlPushConnectorScheduler):
             if request.request_id not in self._prefills:
                 self._begin(request)
         elif params.get("do_remote_prefill"):
-            # Once only: after a failed transfer the request comes by again, to be prefilled here.
+            # Once only: after a failed transfer vLLM allocates for the request again, and prefills it here.
             params["do_remote_prefill"] = False
             if num_external_tokens > 0:
                 self._reserve(request, blocks)
@@ -214,7 +214,7 @@ class PushScheduler(NixlPushConnectorScheduler):
     # ---- the fleet ---------------------------------------------------------------------------------------------
 
     def fail_engine(self, engine_id: str) -> None:
-        """The fleet takes `engine_id` for dead. Takes effect with the next step, which this makes happen."""
+        """The fleet says that `engine_id` is dead. The next step, which this makes happen, tells the worker half."""
         if engine_id != self.engine_id and not self._is_dead(engine_id):
             self._dead[engine_id] = time.monotonic() + _DEAD_S
             self._next.dead_engines.append(engine_id)

@@ -1,6 +1,6 @@
-"""The legal states of both ends of a KV transfer, one table each. Nothing else: no data, no I/O.
+"""The states of both ends of a KV transfer, with one table of legal transitions each. No data and no I/O.
 
-An event that a state does not list is late or repeated, and has no effect.
+An event that a state does not list comes late or twice, and has no effect.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class Inbox(enum.Enum):
 
     CONNECTING = "connecting"  # the prefill engine does not know of us: no WRITE can come
     REGISTERED = "registered"  # WRITEs may land at any time
-    WITHDRAWING = "withdrawing"  # asked to stop; WRITEs may land until every peer has answered
+    WITHDRAWING = "withdrawing"  # peers are asked to stop; WRITEs may land until all of them have answered
     RECEIVED = "received"  # end: all KV is here
     FAILED = "failed"  # end: no WRITE can land any more, the KV is incomplete
 
@@ -25,7 +25,7 @@ class InboxEvent(enum.Enum):
     ALL_ANSWERED = "all_answered"  # every peer has answered, some with "gone"
     REFUSED = "refused"  # one peer said "gone", others have not answered
     WITHDRAW = "withdraw"  # aborted here, or waited too long
-    PEER_DEAD = "peer_dead"  # proven, or as good as
+    PEER_DEAD = "peer_dead"  # proven, or assumed when the last deadline for an answer is over
 
 
 INBOX: dict[tuple[Inbox, InboxEvent], Inbox] = {
@@ -50,7 +50,7 @@ class Stream(enum.Enum):
     COMPUTING = "computing"  # prefill runs, decode has not registered
     STREAMING = "streaming"  # both are known: computed blocks are posted as they come
     LEASED = "leased"  # prefill is done, decode has not registered: blocks are kept for a while
-    FLUSHING = "flushing"  # prefill is done and registered: the last WRITEs are on their way
+    FLUSHING = "flushing"  # prefill is done and decode has registered: the last WRITEs are on their way
     DRAINING = "draining"  # given up: nothing new is posted, WRITEs in flight end first
     LANDED = "landed"  # end: decode has everything and was told
     DROPPED = "dropped"  # end: decode was told that nothing will come

@@ -1,6 +1,6 @@
 """One prefill request whose KV is pushed: what is known of it, and how much of it was shipped.
 
-Moved from state to state by `outbound.py`; nothing here decides.
+`outbound.py` moves it from state to state. Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class PushStream:
     deadline: float | None = None  # of the state
     valid_until: float | None = None  # of the registration
     registered_at: float = 0.0
-    renew_at: float = 0.0  # decode is told then that the prefill goes on, so that it registers again
-    abandon_at: float | None = None  # WRITEs to an engine declared dead are not waited for beyond it
+    renew_at: float = 0.0  # then decode is told that the prefill goes on, and registers again
+    abandon_at: float | None = None  # until then WRITEs to an engine declared dead are waited for
     order: Register | None = None
     epoch: int = 0
     pending: deque[Chunk] = field(default_factory=deque)
@@ -36,7 +36,7 @@ class PushStream:
     held: bool = False  # the scheduler waits for Release
     computing: bool = False  # the scheduler will still say how the prefill ended
     covered: int = 0  # blocks shipped in all layers, from the first on
-    covered_layers: dict[int, int] = field(default_factory=dict)  # and beyond that, by layer
+    covered_layers: dict[int, int] = field(default_factory=dict)  # layer -> blocks shipped in it, where they are more
     why: str = ""
     first_post_at: float | None = None
     closed_at: float | None = None
@@ -49,7 +49,7 @@ class PushStream:
         self.covered_layers.clear()
 
     def add(self, chunk: Chunk) -> None:
-        """To be shipped."""
+        """Queues `chunk` for shipping."""
         self.pending.append(chunk)
         if chunk.whole:
             self.covered = self.total_blocks
@@ -59,21 +59,21 @@ class PushStream:
             self.covered_layers[chunk.layer] = chunk.start + len(chunk.blocks[0])
 
     def is_covered(self, layers: int) -> bool:
-        """Nothing may be called landed that was never shipped, whatever order the engine's hooks came in."""
+        """Whether every block was shipped in every layer, in whatever order the engine's hooks came."""
         if self.covered >= self.total_blocks:
             return True
         ends = self.covered_layers.values()
         return len(ends) == layers > 0 and min(ends) >= self.total_blocks
 
     def validate(self, order: Register, now: float) -> None:
-        """`order` holds for `valid_s` from now; nothing that comes late shortens what came after it."""
+        """`order` is valid for `valid_s` from now. A late one does not shorten the validity of a newer one."""
         if self.valid_until is None and self.order is not order:
-            return  # it has run out, and the stream was given up for it
+            return  # it ran out, and the stream was given up for that
         self.valid_until = max(self.valid_until or 0.0, now + order.valid_s)
         self.registered_at, self.renew_at = now, now + _RENEW_AFTER * order.valid_s
 
     def account(self, ok: bool, now: float) -> Ended:
-        """What the statistics are told at its end."""
+        """What the statistics record at its end."""
         since = self.first_post_at if self.first_post_at is not None else now
         exposed = now - self.closed_at if self.closed_at is not None else 0.0
         return Ended(self.key, ok, now - since, exposed, self.why)

@@ -1,4 +1,4 @@
-"""Messages between a decode worker and a prefill worker, carried as NIXL notifications.
+"""Messages between a decode worker and a prefill worker. NIXL notifications carry them; TCP between simulated engines.
 
 Not the KV itself, and not vLLM's own notifications (`"<request>:<ranks>"`), which `parse` hands back as `Landed`.
 """
@@ -32,8 +32,8 @@ class Register(msgspec.Struct, tag="reg", frozen=True):
     """Decode to prefill: WRITE the KV of `stream` here. Sent once the blocks are reserved.
 
     `blocks` are the decode engine's logical block ids per KV cache group, without what its prefix cache holds.
-    No WRITE may be posted `valid_s` after this was received: decode has given up by then, and takes an answer that
-    does not come as proof that none will. Sent again in answer to `Computing`, which makes it valid anew.
+    No WRITE may be posted later than `valid_s` after this was received: decode has given up by then, and takes silence
+    as proof that no WRITE will come. Decode sends it again in answer to `Computing`, which makes it valid anew.
     """
 
     stream: str  # the request as the prefill engine knows it
@@ -45,7 +45,7 @@ class Register(msgspec.Struct, tag="reg", frozen=True):
 
 
 class Unregister(msgspec.Struct, tag="unreg", frozen=True):
-    """Decode to prefill: do not WRITE any more. Answered with `Gone` once no WRITE is in flight or to come."""
+    """Decode to prefill: WRITE no more. Answered with `Gone` once no WRITE is in flight or to come."""
 
     stream: str
     request: str
@@ -53,7 +53,7 @@ class Unregister(msgspec.Struct, tag="unreg", frozen=True):
 
 
 class Computing(msgspec.Struct, tag="computing", frozen=True):
-    """Prefill to decode: this prefill is not done yet, but its engine works on. Answered with the `Register` again."""
+    """Prefill to decode: this prefill goes on, and is not done yet. Answered with the `Register` again."""
 
     request: str
 

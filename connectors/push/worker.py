@@ -1,6 +1,6 @@
-"""The worker half: one thread that owns NIXL and carries out what `Inbound` and `Outbound` decide.
+"""The worker half: one thread owns NIXL and carries out what `Inbound` and `Outbound` decide.
 
-The engine's thread only hands over each step's metadata and collects results. Handshakes run in a small pool.
+The engine's thread hands over each step's metadata and collects results. A small pool of threads shakes hands.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PushWorker(Connections):
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self.xfer_stats = stats.PushStats()
-        self.news = threading.Event()  # set with every result, for an engine loop that would rather wait than poll
+        self.news = threading.Event()  # set with every result, for an engine loop that waits instead of polling
         self._results: queue.SimpleQueue[do.Finish | do.Release] = queue.SimpleQueue()
         self._writes: dict[int, tuple[str, Any]] = {}  # handle number -> (stream, NIXL handle)
         self._abandoned: list[Any] = []
@@ -74,14 +74,14 @@ class PushWorker(Connections):
                 self._submit(abort)
 
     def _begin(self, metadata: PushMetadata) -> None:
-        """vLLM calls `start_load_kv` after the forward pass, unless something is loaded for it: layers come first."""
+        """Announces started prefills, also at the first layer: vLLM may call `start_load_kv` after the forward pass."""
         for started in metadata.started:
             start = functools.partial(self._outbound.start, started.key, started.total_blocks, started.prompt_tokens)
             self._submit(start)
         metadata.started.clear()
 
     def on_layer(self, layer_name: str, metadata: PushMetadata) -> None:
-        """One layer's KV of this step is written, or on its way on the device: ship the last chunks' part of it."""
+        """One layer's KV of this step is written, or queued on the device: ship that layer of each last chunk."""
         layer = self._layers.get(layer_name)
         if layer is None:
             return
@@ -108,7 +108,7 @@ class PushWorker(Connections):
             self._submit(functools.partial(self._outbound.computed, computed.key, chunks, *end))
 
     def _device_event(self) -> Any:
-        """What the writer waits for before it posts: this stream's work up to now, never the whole device."""
+        """What the writer waits for before it posts: the work of this stream so far, never the whole device."""
         if self.device_type != "cuda":
             return None
         event = torch.cuda.Event()
@@ -124,7 +124,7 @@ class PushWorker(Connections):
     def get_transfer_results(self) -> KVConnectorTransferResults:
         while not self._records.empty():
             self._records.get()(self.xfer_stats)
-        # vLLM's base class collects; the stock push bookkeeping in between is not used here.
+        # vLLM's base class collects the results. The bookkeeping of vLLM's push worker is not used here.
         return NixlBaseConnectorWorker.get_transfer_results(self)
 
     def _get_new_notifs(self) -> set[str]:
@@ -167,7 +167,7 @@ class PushWorker(Connections):
             self._push_writer_wake.clear()
 
     def _take_cores(self) -> None:
-        """A preference: without it this thread runs where its process does."""
+        """Moves this thread to `writer_cores`. Where that fails it runs on its process's cores."""
         if self.options.writer_cores:
             try:
                 os.sched_setaffinity(threading.get_native_id(), self.options.writer_cores)
@@ -176,14 +176,14 @@ class PushWorker(Connections):
                 logger.warning("KV is copied on the computing cores: cores %s cannot be used (%s)", cores, error)
 
     def _poll_s(self) -> float:
-        """Without a progress thread things move only when polled; but each turn is taken from the computing core."""
+        """Seconds to the next turn. Transfers move only when polled, but each turn takes time from a computing core."""
         if self._outbound.hurried:
             return 0.0005
         if self._inbound.busy:
             return 0.001
         if self._outbound.busy or self._writes:
             return 0.005  # while prefill computes: registrations come in, WRITEs go out
-        return 0.25  # what comes unannounced waits this long; a fifth of a percent of a core
+        return 0.25  # an unannounced message waits up to this long; this costs 0.2 % of a core
 
     def _carry_out(self, action: Any) -> None:
         match action:
@@ -254,7 +254,7 @@ class PushWorker(Connections):
                 continue
             telemetry = self._telemetry(handle) if state == "DONE" else None
             if not self._let_go(handle):
-                continue  # not proven over: it counts as in flight until it is
+                continue  # not proven to be over: it counts as in flight until then
             del self._writes[number]
             ok = state == "DONE"
             if ok:

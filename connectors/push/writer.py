@@ -46,9 +46,10 @@ def takes_chunks(worker: NixlPushConnectorWorker, engine: str) -> bool:
 
 
 def pair_blocks(chunks: Sequence[Chunk], total_blocks: int, remote: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Local and remote block ids of what `remote` still needs; it holds the request's last `len(remote)` blocks.
+    """Local and remote block ids of what decode still needs of `chunks`.
 
-    What comes before is in the decode engine's prefix cache. Raises LayoutError.
+    `remote` is for the last `len(remote)` blocks of the prompt: the decode engine has the earlier ones in its prefix
+    cache. Raises LayoutError.
     """
     skip = total_blocks - len(remote)
     if skip < 0:
@@ -87,7 +88,7 @@ def post_chunks(worker: NixlPushConnectorWorker, post: Post) -> list[Any]:
     for layer, chunks in _by_layer(post.chunks):
         for chunk in chunks:
             if chunk.ready is not None:
-                chunk.ready.synchronize()  # this chunk's KV is written; nothing else of the device is waited for
+                chunk.ready.synchronize()  # waits for this chunk's KV only, not for the whole device
         mine, theirs = (
             _kernel_blocks(ids, ratio) for ids in pair_blocks(chunks, post.total_blocks, post.order.blocks[0])
         )
@@ -116,9 +117,9 @@ def post_chunks(worker: NixlPushConnectorWorker, post: Post) -> list[Any]:
 
 
 def post_whole(worker: NixlPushConnectorWorker, post: Post) -> list[Any]:
-    """All of the prompt by vLLM's own plan, which knows unequal block sizes, ranks and cache groups.
+    """WRITEs of the whole prompt by vLLM's own plan, which handles unequal block sizes, ranks and cache groups.
 
-    Its WRITEs notify decode by themselves. Raises LayoutError.
+    vLLM's WRITEs notify decode themselves. Raises LayoutError.
     """
     for chunk in post.chunks:
         if chunk.ready is not None:

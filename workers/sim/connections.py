@@ -38,6 +38,7 @@ class SimConnections:
         self._engine_id = engine_id
         self._events = events
         self._server: asyncio.Server | None = None
+        self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._unsent: dict[str, list[wire.Message]] = {}  # by engine, while a connection to it is made
         self._writers: dict[str, asyncio.StreamWriter] = {}  # by engine, once it stands
@@ -70,6 +71,7 @@ class SimConnections:
 
     async def close(self) -> None:
         """Nothing is reported afterwards."""
+        self._closed = True
         if self._server is not None:
             self._server.close()
         tasks = list(self._tasks)
@@ -114,7 +116,12 @@ class SimConnections:
         return reader, writer
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._track(asyncio.create_task(self._serve(reader, writer), name="sim-kv-accepted"))
+        if self._closed:  # accepted just before
+            writer.close()
+            return
+        task = asyncio.create_task(self._serve(reader, writer), name="sim-kv-accepted")
+        task.add_done_callback(lambda _: writer.close())  # also where it was cancelled before it began
+        self._track(task)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A connection that another engine made."""
@@ -125,8 +132,6 @@ class SimConnections:
                 self._events.received(engine, await _read(reader))
         except (OSError, EOFError) as error:
             log.debug("a KV connection was closed: %s", error)
-        finally:
-            writer.close()
 
     def _track(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)

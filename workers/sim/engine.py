@@ -1,7 +1,7 @@
 """The simulated engine: vLLM's engine seen from outside, with modelled time and no model.
 
-Steps take as long as `SimConfig` says, blocks are accounted for by `scheduler`, KV hand-over goes over `link`
-between real processes, tokens are a pure function of the prompt. It calls itself "sim" wherever it is named.
+Steps take as long as `SimConfig` says, `scheduler` accounts for the blocks, `transfers` hands KV over between real
+processes, and tokens are a pure function of the prompt. It calls itself "sim" wherever it is named.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The simulated engine's prefix cache: which blocks of which prompts were written here last. Pure: no clock, no I/O.
+"""The simulated engine's prefix cache: the prompt blocks that it has written, by key. Pure: no clock, no I/O.
 
-As many different blocks as the engine has; the least recently used go first, as they do where freed blocks are reused
-in that order. Prompts only, not answers. Requests that share a prefix reserve blocks of their own nevertheless.
+It holds as many keys as the engine has blocks, and drops the least recently used first, as vLLM does when it reuses
+freed blocks. It holds prompts, not answers. Requests that share a prefix still reserve blocks of their own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The simulated engine's scheduler: continuous batching over real block accounting. Pure: no clock, no I/O.
 
 Follows vLLM's V1 scheduler in what load balancing can see: running requests first, chunked prefill within a token
-budget, preemption by recomputation, blocks held while KV is awaited or still being pushed. Knows nothing of links.
+budget, preemption by recomputation, blocks held while KV is awaited or still being pushed. It does not know how KV
+travels.
 """
 
 from __future__ import annotations

@@ -94,12 +94,15 @@ async def test_a_peer_that_never_says_a_word_is_given_up(
     pair: tuple[End, End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "CONNECT_TIMEOUT_S", 0.05)
-    silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    accepted: list[asyncio.StreamWriter] = []
+    silent = await asyncio.start_server(lambda reader, writer: accepted.append(writer), "127.0.0.1", 0)
     one, _ = pair
     one.connections.connect(wire.Endpoint("silent", "127.0.0.1", silent.sockets[0].getsockname()[1]))
     await until(lambda: one.events)
     ((event, _, why),) = one.events
     assert event == "unreachable" and why.endswith("no answer")
+    for writer in accepted:
+        writer.close()
     silent.close()
 
 
@@ -111,10 +114,10 @@ async def test_garbage_is_counted_and_costs_nobody_else_anything(frame: bytes, b
     writer.write(b"\0\0\0\1x" + frame)
     if bad_messages:
         await sims.until(lambda load: load.kv.bad_messages == bad_messages, engine)
-        writer.close()
     else:  # no frame can be found after it
         async with asyncio.timeout(DEADLINE_S):
             await reader.read()
+    writer.close()
     await engine.submit(request_of("a#1", [1, 2, 3], max_tokens=2))
     assert len((await collect(engine, "a#1")).tokens) == 2
     await sims.assert_no_leaks()

@@ -141,6 +141,19 @@ async def test_abort_of_the_waiting_decode_side_frees_both(sims: SimFixture, sta
     await sims.assert_no_leaks()
 
 
+async def test_abort_of_a_decode_that_waits_for_blocks_frees_the_prefill_side_at_once(sims: SimFixture) -> None:
+    prefill, p_info = await sims.start()
+    decode, _ = await sims.start(SimConfig(blocks=8, max_model_len=128))
+    await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
+    await collect(prefill, "a#1")
+    await decode.submit(request_of("long#1", PROMPT, max_tokens=40))
+    await sims.until(lambda load: load.running == 1, decode)
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    assert (await decode.load()).waiting == 1
+    await decode.abort(["a#1", "long#1"])
+    await sims.assert_no_leaks()  # long before the lease ends
+
+
 async def test_blocks_stay_reserved_while_a_write_may_land(sims: SimFixture) -> None:
     slow = SimConfig(kv_bytes_per_token=1_000_000, link_gb_per_s=1.0)
     prefill, p_info = await sims.start(slow)
