@@ -88,6 +88,7 @@ async def test_what_is_cached_of_a_job_does_not_count_against_the_budget(redis_s
         await workers.assert_no_leaks()
 
 
+@pytest.mark.slow
 async def test_a_busy_worker_leaves_what_belongs_elsewhere_and_an_idle_one_steals_it(
     redis_server: EmbeddedRedis,
 ) -> None:
@@ -265,6 +266,7 @@ async def test_kill_of_the_prefill_worker_while_decode_waits(redis_server: Embed
         await workers.assert_no_leaks()
 
 
+@pytest.mark.slow
 async def test_what_a_dead_worker_had_claimed_goes_to_another_before_its_lease_ends(
     redis_server: EmbeddedRedis,
 ) -> None:
@@ -285,6 +287,7 @@ async def test_what_a_dead_worker_had_claimed_goes_to_another_before_its_lease_e
         await workers.assert_no_leaks()
 
 
+@pytest.mark.slow
 async def test_a_stopped_prefill_worker_loses_its_claim_to_another(redis_server: EmbeddedRedis) -> None:
     """SIGSTOP: leases run out, another worker takes the job over; woken up, the first one gives way."""
     slow = {"speed": 1.0, "prefill_us_per_token": 2000.0}
@@ -396,6 +399,7 @@ async def test_redis_away_and_back(tmp_path_factory: pytest.TempPathFactory) -> 
         await server.stop()
 
 
+@pytest.mark.slow
 async def test_redis_lost_its_data_while_a_prefill_runs(workers: Workers) -> None:
     frontend, _, _ = await pair(workers, speed=1.0, prefill_us_per_token=2000.0)
     request = frontend.new(PROMPT)

@@ -13,11 +13,11 @@ from orchestrator.launch.redis_server import EmbeddedRedis
 from orchestrator.types import Role
 from workers.sim.scheduler import SimRequest
 
-# A fifth of a second of KV on the wire for every 500 tokens: decode's own token comes well after prefill's.
+# A tenth of a second of KV on the wire for every 500 tokens: decode's own token comes well after prefill's.
 SECTIONS = {
     "routing": {"remote_prefill_min_tokens": 100, "first_token": "prefill"},
     "kv": {"transfer": "whole"},
-    "sim": {"kv_bytes_per_token": 4_000_000, "link_gb_per_s": 1.0},
+    "sim": {"kv_bytes_per_token": 2_000_000, "link_gb_per_s": 1.0},
 }
 
 

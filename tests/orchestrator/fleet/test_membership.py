@@ -134,6 +134,7 @@ async def test_a_worker_that_hangs_is_lost(scene):
     await scene.until(lambda: scene.lost == ["d"])
 
 
+@pytest.mark.slow
 async def test_redis_away_or_empty_takes_nobody_down_who_is_heard(scene):
     await scene.start("d")
     scene.registry.away = True
@@ -148,6 +149,7 @@ async def test_redis_away_or_empty_takes_nobody_down_who_is_heard(scene):
     assert scene.lost == []
 
 
+@pytest.mark.slow
 async def test_leaving_the_registry_and_falling_silent_is_leaving(scene):
     worker = await scene.start("d")
     del scene.registry.registered["d"]

@@ -198,6 +198,7 @@ def server(tmp_path_factory):
         yield server
 
 
+@pytest.mark.slow
 def test_any_order_of_transitions_matches_the_model(server):
     QueueMachine.url = server.url
     run_state_machine_as_test(
