@@ -67,9 +67,9 @@ def test_commands_that_are_named_exist(document: Path):
 
 @documents
 def test_lines_are_short(document: Path):
-    if document.name in ("kv-transfer.md", "policies.md"):
-        pytest.skip("being rewritten")
-    assert [n for n, line in enumerate(document.read_text().splitlines(), 1) if len(line) > MAX_LINE] == []
+    lines = enumerate(document.read_text().splitlines(), 1)
+    # A row of a table cannot be broken.
+    assert [n for n, line in lines if len(line) > MAX_LINE and not line.startswith("|")] == []
 
 
 def test_operations_names_every_command():
