@@ -31,7 +31,7 @@ class Write:
     over: bool = False
 
     def land(self) -> None:
-        decode = self.rank.world.decodes.get(self.order.decode.engine)
+        decode = self.rank.world.decodes.get(self.order.decode.engine_id)
         if decode is None or self.rank.engine.dead:
             return
         for position, block in self.pairs:
@@ -56,7 +56,7 @@ class PrefillRank:
         for action in actions:
             match action:
                 case Connect(peer=peer):
-                    self._connect(peer.engine)
+                    self._connect(peer.engine_id)
                 case do.Tell():
                     self._tell(action)
                 case do.Post():
@@ -218,7 +218,7 @@ class DecodeEngine:
         for action in actions:
             match action:
                 case Connect(peer=peer):
-                    self._connect(peer.engine)
+                    self._connect(peer.engine_id)
                 case Send(peer=peer, message=message):
                     self.world.network.append((self, peer, message))
                 case Finish():

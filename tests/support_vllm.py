@@ -13,8 +13,8 @@ from typing import Any
 
 from orchestrator.config.settings import KVConfig
 from orchestrator.types import KVSource
+from workers.arguments import free_port
 from workers.engine import EngineInfo, EngineLoad, EngineRequest, Phase
-from workers.ports import free_port
 
 BLOCK_SIZE = 32
 VOCABULARY = 512
@@ -114,6 +114,7 @@ class Driver:
         self.stats: dict[str, Any] = {}
         self.preempted: set[str] = set()
         self.loads: list[EngineLoad] = []
+        self.tokens_left: dict[str, list[int]] = {}  # by key, as its steps said one after the other
         self.prefix_keys: set[int] = set()  # held by its cache, as its steps say
         self.error: BaseException | None = None
         self._task = asyncio.create_task(self._collect())
@@ -154,6 +155,8 @@ class Driver:
                 if (delta := step.prefix) is not None:
                     kept = set() if delta.cleared else self.prefix_keys - set(delta.removed)
                     self.prefix_keys = kept | set(delta.stored)
+                for key, tokens in step.tokens_left.items():
+                    self.tokens_left.setdefault(key, []).append(tokens)
                 for output in step.outputs:
                     key = output.request_id
                     self.tokens.setdefault(key, []).extend(output.new_token_ids)

@@ -266,7 +266,7 @@ class Workers:
     """One namespace on one Redis, with everything started in it."""
 
     def __init__(self, url: str, server: EmbeddedRedis, redis: Redis, config: Config, tree: dict[str, Any]) -> None:
-        self.url, self.server, self.redis, self.config, self._tree = url, server, redis, config, tree
+        self.url, self.server, self.redis, self.config, self.tree = url, server, redis, config, tree
         self.registry = Registry(redis, config.namespace)
         self.queue = PrefillQueue(redis, config.namespace, config.queue)
         self.local: list[LocalWorker] = []
@@ -275,7 +275,7 @@ class Workers:
         self._numbers = itertools.count()
 
     async def start(self, role: Role, **sim: Any) -> LocalWorker:
-        config = parse_config(self._tree | {"sim": self._tree.get("sim", {}) | sim})
+        config = parse_config(self.tree | {"sim": self.tree.get("sim", {}) | sim})
         engine = SimEngine(config.sim, "sim-model", kv=config.kv, prefix_events=config.routing.prefix_index)
         agent = Agent(engine, self.redis, config, f"{role.value}-{next(self._numbers)}", role, "127.0.0.1")
         worker = LocalWorker(agent, engine, asyncio.create_task(agent.run()))
@@ -286,7 +286,7 @@ class Workers:
     async def spawn(self, role: Role, *arguments: str, wait: bool = True) -> WorkerProcess:
         worker_id = f"{role.value}-{next(self._numbers)}"
         folder = Path(tempfile.mkdtemp(prefix="pd-test-"))
-        (folder / "fleet.yaml").write_text(yaml.safe_dump(self._tree))
+        (folder / "fleet.yaml").write_text(yaml.safe_dump(self.tree))
         command = [sys.executable, "-m", "workers.main", role.value, "--redis", self.url, "--id", worker_id]
         command += ["--config", str(folder / "fleet.yaml"), *arguments]
         process = await asyncio.create_subprocess_exec(

@@ -1,6 +1,6 @@
 """One worker process: starts the engine, joins the fleet, serves until it leaves or its engine dies.
 
-Wires the data path (`serving`), the claims, the load reports, the peers and the moves together and owns their loops.
+Builds the parts of a worker, each of those before it, and owns their loops, the registry entry and the heartbeat.
 What an engine does, what a message means and how a role changes is elsewhere.
 """
 
@@ -10,6 +10,8 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 import msgspec
 
@@ -22,19 +24,14 @@ from orchestrator.wire.transport import WorkerTransport
 from workers.attempts import Attempts
 from workers.claims import ClaimLoop
 from workers.engine import Engine, EngineDead, EngineInfo
-from workers.lifecycle import Life, Lifecycle
-from workers.loads import LoadReporter
-from workers.moves import Moves
-from workers.peers import Peers, listening
-from workers.prefix import PrefixReporter
+from workers.lifecycle import Drain, Life, Lifecycle, Moves
+from workers.peers import Frontends, Peers, listening
+from workers.prefills import Prefills
+from workers.reports import LoadReporter, PrefixReporter
 from workers.serving import Serving
 
 log = logging.getLogger("pd.worker")
 
-IDLE_REPORT_S = 0.25
-UNREPORTED_S = 0.025  # after something that no step may report, ask the engine this soon
-ENGINE_HUNG_S = 120.0  # no step is as long as this
-PUSHED_POLL_S = 0.02
 JOIN_RETRY_S = 0.25
 EXIT_LEFT, EXIT_ENGINE_DEAD = 0, 1
 
@@ -70,11 +67,16 @@ class Agent:
         Raises IncompatibleWorker, IdInUse, EngineStartFailed, ConfigError, OSError.
         """
         started_at = time.time()
-        engine = await self._start_engine()
-        if engine is None:
+        engine_info = await self._start_engine()
+        if engine_info is None:
             return EXIT_LEFT
         self._transport = WorkerTransport(self._host)
-        self.info = WorkerInfo(
+        self.info = self._describe(engine_info, started_at)
+        self._build(self.info)
+        return await self._serve()
+
+    def _describe(self, engine: EngineInfo, started_at: float) -> WorkerInfo:
+        return WorkerInfo(
             id=self.worker_id,
             role=self.life.role,
             state=self.life.registered,
@@ -82,48 +84,59 @@ class Agent:
             pid=os.getpid(),
             request_address=self._transport.request_address,
             load_address=self._transport.load_address,
-            identity=engine.identity,
-            kv=engine.kv,
-            blocks_total=engine.blocks_total,
-            max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            kv_bytes_per_token=engine.kv_bytes_per_token,
             started_at=started_at,
-            supported_tasks=engine.supported_tasks,
+            **{name: getattr(engine, name) for name in engine.__struct_fields__},
         )
-        self._load = LoadReporter(self.worker_id, engine.blocks_total, self._attempts, self._transport.publish)
-        self._prefix = PrefixReporter(self.worker_id, self._transport.publish, self._transport.send, self._load)
-        self._serving = Serving(
-            self.worker_id,
-            self._engine,
-            self._attempts,
-            self._load,
-            self._prefix,
-            self._transport.send,
-            self.life.refusal,
-            engine.identity.max_model_len,
+
+    def _build(self, info: WorkerInfo) -> None:
+        """Each part is made of those above it."""
+        self._frontends = Frontends(info.id, self._transport.send)
+        self._load = LoadReporter(info.id, info.blocks_total, self._attempts, self._transport.publish)
+        self._prefix = PrefixReporter(info.id, self._transport.publish, self._frontends.send, self._load)
+        self._prefills = Prefills(
+            info=info,
+            engine=self._engine,
+            queue=self._queue,
+            frontends=self._frontends,
+            attempts=self._attempts,
+            load=self._load,
         )
         self._claims = ClaimLoop(
-            self.worker_id,
-            engine,
-            self._queue,
-            self._config.queue,
-            self._config.workers.claim_batches,
-            self._engine,
-            self._attempts,
-            self._load,
-            self._serving,
-            lambda: self.life.claims and not self._redis_away,
+            info=info,
+            config=self._config,
+            queue=self._queue,
+            attempts=self._attempts,
+            load=self._load,
+            prefills=self._prefills,
+            active=lambda: self.life.claims and not self._redis_away,
         )
-        self._serving.prefills = self._claims
-        self._peers = Peers(self.worker_id, self._registry, self._config.workers.timeout_s, self._peer_died)
+        self._serving = Serving(
+            info=info,
+            engine=self._engine,
+            frontends=self._frontends,
+            attempts=self._attempts,
+            prefills=self._prefills,
+            load=self._load,
+            prefix=self._prefix,
+            refusal=self.life.refusal,
+        )
+        self._peers = Peers(info.id, self._registry, self._config.workers.timeout_s, self._peer_died)
+        drain = Drain(
+            engine=self._engine,
+            blocks_total=info.blocks_total,
+            attempts=self._attempts,
+            claims=self._claims,
+            prefills=self._prefills,
+            serving=self._serving,
+        )
         self._moves = Moves(
-            *(self.worker_id, self.life, self._config, self._registry, self._attempts, self._serving, self._claims),
-            self._pushed,
+            life=self.life,
+            drain=drain,
+            config=self._config,
+            clear_orders=lambda sequence: self._registry.clear_orders(info.id, sequence),
             announce=self._announce,
             end=self._ended.set,
         )
-        return await self._serve()
 
     async def _start_engine(self) -> EngineInfo | None:
         """None when it was told to stop meanwhile. Raises EngineStartFailed."""
@@ -151,9 +164,7 @@ class Agent:
         tasks: list[asyncio.Task[None]] = []
         try:
             await self._join()
-            data_path = (self._receive, self._pump, self._report, self._claims.run)
-            loops = (*data_path, self._heartbeat, self._watch, self._peers.run)
-            tasks = [asyncio.create_task(loop(), name=loop.__qualname__) for loop in loops]
+            tasks = [asyncio.create_task(loop, name=name) for name, loop in self._loops().items()]
             ended = asyncio.create_task(self._ended.wait())
             await asyncio.wait([*tasks, ended], return_when=asyncio.FIRST_COMPLETED)
             ended.cancel()
@@ -168,6 +179,18 @@ class Agent:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._close()
+
+    def _loops(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """They run until the worker leaves; one that ends by itself ends the worker."""
+        return {
+            "receive": self._receive(),
+            "pump": self._pump(),
+            "report": self._load.run(self._engine, self._claims.wake),
+            "claims": self._claims.run(),
+            "heartbeat": self._heartbeat(),
+            "watch": self._watch(),
+            "peers": self._peers.run(),
+        }
 
     def _explain(self, task: asyncio.Task[None]) -> None:
         """A loop ended by itself: that is an error, and decides how the process ends."""
@@ -185,7 +208,8 @@ class Agent:
     async def _close(self) -> None:
         await self._moves.close()
         await self._peers.close()
-        await self._claims.close()
+        await self._prefills.close()
+        await self._queue.aclose()
         await self._serving.close()
         self._prefix.close()
         self._load.close()
@@ -220,7 +244,10 @@ class Agent:
         assert self.info is not None
         log.info(
             "ready: %s worker, engine %s, %d KV blocks of %d tokens",
-            *(self.life.role.value, self.info.identity.engine, self.info.blocks_total, self.info.identity.block_size),
+            self.life.role.value,
+            self.info.identity.engine,
+            self.info.blocks_total,
+            self.info.identity.block_size,
         )
 
     async def _refuse_twin(self) -> None:
@@ -288,50 +315,6 @@ class Agent:
     async def _pump(self) -> None:
         while True:
             await self._serving.deliver(await self._engine.next_step())
-
-    async def _report(self) -> None:
-        """Load while no step reports it: what aborts and ended transfers freed, and a sign of life."""
-        measured_at_step = -1
-        while True:
-            steps = self._load.steps
-            try:
-                async with asyncio.timeout(IDLE_REPORT_S if self._load.settled else UNREPORTED_S):
-                    await self._load.dirty.wait()
-                self._load.dirty.clear()
-                await asyncio.sleep(UNREPORTED_S)  # several at once are one question
-            except TimeoutError:
-                pass
-            if self._load.steps != steps:
-                continue  # steps are running, and report themselves
-            load = self._load.engine
-            unsure = len(self._attempts) or load.blocks_free < self._load.blocks_total or load.running or load.waiting
-            if unsure or not self._load.settled or measured_at_step != steps:
-                measured_at_step = steps
-                await self._measure()
-            else:
-                self._load.publish_soon()
-
-    async def _measure(self) -> None:
-        """Raises EngineDead, also for an engine that has not answered for ENGINE_HUNG_S."""
-        asking = asyncio.create_task(self._engine.load(), name="engine-load")
-        deadline = time.monotonic() + ENGINE_HUNG_S
-        try:
-            while not (await asyncio.wait({asking}, timeout=IDLE_REPORT_S))[0]:
-                if time.monotonic() > deadline:
-                    raise EngineDead(f"the engine has not answered for {ENGINE_HUNG_S:g} s")
-                self._load.publish_soon()  # a sign of life through a long step
-        finally:
-            asking.cancel()
-        self._load.measured(asking.result())
-        self._claims.wake()
-
-    async def _pushed(self, deadline: float) -> None:
-        """Until receivers have the KV that is still being pushed: leaving before would cost them a prefill."""
-        while time.monotonic() < deadline:
-            load = await self._engine.load()
-            if load.blocks_free >= self._load.blocks_total:
-                return
-            await asyncio.sleep(PUSHED_POLL_S)
 
     # ---- leaving -----------------------------------------------------------------------------------------------
 

@@ -1,13 +1,16 @@
 """The worker's command line: one engine and one role, from options, a configuration file and vLLM's own arguments.
 
-Turns them into a `WorkerSettings`, or a ConfigError of one line. Starts nothing.
+Turns them into a `WorkerSettings`, or a ConfigError of one line, and finds a free port for the engine's handshakes.
+Starts nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
+import random
 import secrets
 import socket
 from pathlib import Path
@@ -18,6 +21,9 @@ import msgspec
 from orchestrator.config.engine_args import engine_args
 from orchestrator.config.settings import Config, ConfigError, load_config, parse_config
 from orchestrator.types import Role
+
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST_PORT = 10_000
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
@@ -116,3 +122,35 @@ def _cores(text: str | None) -> list[int]:
     if missing:
         raise ConfigError(f"--cores: core {missing[0]} is not available to this process")
     return cores
+
+
+def free_port(host: str) -> int:
+    """A port that nobody uses now, and that the kernel gives to no outgoing connection while the engine loads.
+
+    Raises OSError when `host` is not an address of this machine.
+    """
+    for port in random.sample(range(_LOWEST_PORT, _first_ephemeral_port()), 100):
+        if _is_free(host, port):
+            return port
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        first = int(_EPHEMERAL_PORTS.read_text().split()[0])
+    except (OSError, ValueError):
+        first = 32_768  # Linux's default
+    return max(first, _LOWEST_PORT + 1000)
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise
+    return True

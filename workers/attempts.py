@@ -1,4 +1,4 @@
-"""The attempts that one worker holds, prefilling or decoding, and what they sum up to. No I/O.
+"""The attempts that one worker holds, prefilling or decoding, and how much of their prompts is left. No I/O.
 
 An attempt is held from its submission or claim until its end was told to its frontend; its KV may live longer in the
 engine. At most one attempt of a request is held in each phase.
@@ -7,8 +7,8 @@ engine. At most one attempt of a request is held in each phase.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
 
 from workers.engine import Phase
 
@@ -17,12 +17,12 @@ MAX_PUSHING = 4096
 
 
 @dataclass(slots=True, eq=False)
-class Held:
-    """One attempt. `tokens` are to be computed here: none of a prompt whose KV is received."""
+class Attempt:
+    """One attempt at one request. `tokens` are to be computed here: none of a prompt whose KV is received."""
 
-    key: str
+    key: str  # what the engine knows it by
     request_id: str
-    attempt: int
+    number: int
     frontend_id: str
     phase: Phase
     tokens: int
@@ -30,123 +30,112 @@ class Held:
     computed: bool = False  # its first output has been seen
     submitted: bool = False  # the engine knows it
     leased: bool = False  # a claim in the queue stands behind it
+    tokens_left: int = field(init=False, default=0)  # of its prompt, not computed yet; kept by `Attempts`
 
 
 class Attempts:
     """`pushing` remembers prefills that ended here lately: their KV may still wait in the engine to be fetched."""
 
     def __init__(self) -> None:
-        self._by_key: dict[str, Held] = {}
-        self._by_request: dict[tuple[Phase, str], Held] = {}
-        self._claimed: dict[str, Held] = {}
-        self._pushing: OrderedDict[str, Held] = OrderedDict()
-        self._tokens = 0  # of all attempts whose prompt has not been computed
-        self._prefill_tokens = 0  # the same, of prefills
-        self._partial_tokens = 0  # of those, computed already: chunks of a prompt that goes on
-        self._completed = False  # some prompt, since the last step was accounted for
-        self._owed_tokens = 0  # of what was completed, computed in the step to be accounted for
-        self.changed = asyncio.Event()  # set whenever something is removed; cleared by who waits for it
+        self._by_key: dict[str, Attempt] = {}
+        self._by_request: dict[tuple[Phase, str], Attempt] = {}
+        self._prefills: dict[str, Attempt] = {}
+        self._pushing: OrderedDict[str, Attempt] = OrderedDict()
+        self._tokens_left: Counter[Phase] = Counter()  # sums of the attempts'
+        self.room = asyncio.Event()  # set whenever less is held or left to compute; cleared by who waits for it
 
     def __len__(self) -> int:
         return len(self._by_key)
 
     @property
     def waiting_tokens(self) -> int:
-        """Of all attempts, not yet computed."""
-        return max(0, self._tokens - self._partial_tokens)
+        """Of all attempts' prompts, not computed yet."""
+        return self._tokens_left.total()
 
     @property
     def claimed_tokens(self) -> int:
-        """Of prefills, not yet computed."""
-        return max(0, self._prefill_tokens - self._partial_tokens)
+        """Of prefills' prompts, not computed yet."""
+        return self._tokens_left[Phase.PREFILL]
 
-    def get(self, key: str) -> Held | None:
+    def get(self, key: str) -> Attempt | None:
         return self._by_key.get(key)
 
-    def find(self, phase: Phase, request_id: str) -> Held | None:
+    def find(self, phase: Phase, request_id: str) -> Attempt | None:
         return self._by_request.get((phase, request_id))
 
-    def holds(self, held: Held) -> bool:
+    def holds(self, attempt: Attempt) -> bool:
         """False once it was removed, even when the key came back."""
-        return self._by_key.get(held.key) is held
+        return self._by_key.get(attempt.key) is attempt
 
-    def claimed(self) -> list[Held]:
-        return list(self._claimed.values())
-
-    @property
-    def claims(self) -> int:
-        return len(self._claimed)
-
-    def all(self) -> list[Held]:
+    def all(self) -> list[Attempt]:
         return list(self._by_key.values())
 
+    def prefills(self) -> list[Attempt]:
+        return list(self._prefills.values())
+
+    @property
+    def prefill_count(self) -> int:
+        return len(self._prefills)
+
     def frontends(self) -> set[str]:
-        return {held.frontend_id for held in self._by_key.values()}
+        return {attempt.frontend_id for attempt in self._by_key.values()}
 
-    def add(self, held: Held) -> None:
-        if held.key in self._by_key:
-            raise ValueError(f"{held.key} is held already")
-        self._by_key[held.key] = held
-        self._by_request[held.phase, held.request_id] = held
-        self._tokens += held.tokens
-        if held.phase is Phase.PREFILL:
-            self._claimed[held.key] = held
-            self._prefill_tokens += held.tokens
+    def add(self, attempt: Attempt) -> None:
+        """Raises ValueError for a key that is held."""
+        if attempt.key in self._by_key:
+            raise ValueError(f"{attempt.key} is held already")
+        self._by_key[attempt.key] = attempt
+        self._by_request[attempt.phase, attempt.request_id] = attempt
+        if attempt.phase is Phase.PREFILL:
+            self._prefills[attempt.key] = attempt
+        self._leave(attempt, attempt.tokens)
 
-    def compute(self, held: Held) -> None:
+    def computing(self, tokens_left: dict[str, int]) -> None:
+        """What the engine says of prompts that it has begun, by key: tokens that it still has to compute."""
+        for key, tokens in tokens_left.items():
+            attempt = self._by_key.get(key)
+            if attempt is not None and not attempt.computed:
+                self._leave(attempt, tokens)
+                self.room.set()
+
+    def compute(self, attempt: Attempt) -> None:
         """Its prompt has been computed. Idempotent."""
-        if not held.computed:
-            before = min(self._partial_tokens, held.tokens)
-            self._partial_tokens -= before
-            self._owed_tokens += held.tokens - before
-            self._completed = True
-            self._settle(held)
+        attempt.computed = True
+        self._leave(attempt, 0)
+        self.room.set()
 
-    def _settle(self, held: Held) -> None:
-        held.computed = True
-        self._tokens -= held.tokens
-        if held.phase is Phase.PREFILL:
-            self._prefill_tokens -= held.tokens
-
-    def progress(self, prompt_tokens: int) -> None:
-        """A step computed so many; call after `compute` of the attempts that it completed.
-
-        Prompts are computed one after the other, so what a step leaves unfinished, once it finished one, is its own.
-        Wrong guesses of what was cached so end with the prompt that they were made of.
-        """
-        partial = max(0, self._partial_tokens + prompt_tokens - self._owed_tokens)
-        most = min(self._tokens, prompt_tokens) if self._completed else self._tokens
-        self._partial_tokens = min(partial, most)
-        self._completed, self._owed_tokens = False, 0
-
-    def remove(self, held: Held) -> None:
+    def remove(self, attempt: Attempt) -> None:
         """Idempotent."""
-        if not self.holds(held):
+        if not self.holds(attempt):
             return
-        if not held.computed:
-            self._settle(held)
-            self._partial_tokens = 0  # it may have been this one's
-        del self._by_key[held.key]
-        self._claimed.pop(held.key, None)
-        if self._by_request.get((held.phase, held.request_id)) is held:
-            del self._by_request[held.phase, held.request_id]
-        self.changed.set()
+        self._leave(attempt, 0)
+        del self._by_key[attempt.key]
+        self._prefills.pop(attempt.key, None)
+        if self._by_request.get((attempt.phase, attempt.request_id)) is attempt:
+            del self._by_request[attempt.phase, attempt.request_id]
+        self.room.set()
 
-    def note_pushing(self, held: Held) -> None:
+    def _leave(self, attempt: Attempt, tokens_left: int) -> None:
+        self._tokens_left[attempt.phase] += tokens_left - attempt.tokens_left
+        attempt.tokens_left = tokens_left
+
+    # ---- KV that outlives its attempt --------------------------------------------------------------------------
+
+    def note_pushing(self, attempt: Attempt) -> None:
         """Its prefill has ended well."""
-        self._pushing[held.request_id] = held
+        self._pushing[attempt.request_id] = attempt
         if len(self._pushing) > MAX_PUSHING:
             self._pushing.popitem(last=False)
 
-    def end_pushing(self, request_id: str, attempt: int) -> list[str]:
-        """Engine keys whose KV is not wanted any more."""
-        held = self._pushing.get(request_id)
-        if held is None or held.attempt > attempt:
+    def end_pushing(self, request_id: str, number: int) -> list[str]:
+        """Engine keys of this attempt, or an older one, whose KV is not wanted any more."""
+        attempt = self._pushing.get(request_id)
+        if attempt is None or attempt.number > number:
             return []
         del self._pushing[request_id]
-        return [held.key]
+        return [attempt.key]
 
     def end_pushing_to(self, frontend_id: str) -> list[str]:
         """The same, of all requests of one frontend."""
-        ended = [held for held in self._pushing.values() if held.frontend_id == frontend_id]
-        return [key for held in ended for key in self.end_pushing(held.request_id, held.attempt)]
+        ended = [attempt for attempt in self._pushing.values() if attempt.frontend_id == frontend_id]
+        return [key for attempt in ended for key in self.end_pushing(attempt.request_id, attempt.number)]

@@ -6,11 +6,15 @@ An engine knows requests by key (`types.engine_key`), one key per attempt, never
 from __future__ import annotations
 
 import enum
+import logging
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import msgspec
 
 from orchestrator.types import EngineIdentity, KVCounters, KVEndpoint, KVSource
+
+log = logging.getLogger("pd.engine")
 
 
 class Phase(str, enum.Enum):
@@ -50,6 +54,12 @@ class EngineRequest(msgspec.Struct, frozen=True):
     resume_tokens: list[int] = []
 
 
+class Refusal(msgspec.Struct, frozen=True):
+    """Why a request was not taken."""
+
+    why: str
+
+
 class EngineOutput(Protocol):
     """One request's part of a step. Engine-native objects satisfy it; `request_id` is the key and writable."""
 
@@ -66,14 +76,51 @@ class PrefixDelta(msgspec.Struct, frozen=True):
     cleared: bool = False
 
 
+class PrefixChanges:
+    """Net changes of a prefix cache since they were last taken, bounded by the keys that came or went."""
+
+    def __init__(self) -> None:
+        self._cleared = False
+        self._cached: dict[int, bool] = {}  # by key that came or went: whether it is cached now
+
+    def __bool__(self) -> bool:
+        return self._cleared or bool(self._cached)
+
+    def stored(self, keys: Iterable[int]) -> None:
+        self._cached.update(dict.fromkeys(keys, True))
+
+    def removed(self, keys: Iterable[int]) -> None:
+        self._cached.update(dict.fromkeys(keys, False))
+
+    def cleared(self) -> None:
+        self._cleared = True
+        self._cached.clear()
+
+    def add(self, delta: PrefixDelta) -> None:
+        if delta.cleared:
+            self.cleared()
+        self.removed(delta.removed)
+        self.stored(delta.stored)
+
+    def take(self) -> PrefixDelta:
+        stored = [key for key, cached in self._cached.items() if cached]
+        removed = [key for key, cached in self._cached.items() if not cached]
+        delta = PrefixDelta(stored, removed, self._cleared)
+        self._cleared, self._cached = False, {}
+        return delta
+
+
 class EngineStep(msgspec.Struct):
-    """One step: outputs of any number of requests, the load after it, and what it changed in the prefix cache."""
+    """One step: outputs of any number of requests, the load after it, and what it changed in the prefix cache.
+
+    `tokens_left`: of the prompts that are begun and have no output yet, by key, the tokens still to be computed.
+    """
 
     outputs: list[Any]  # of EngineOutput
     load: EngineLoad | None
     timestamp: float  # the engine's monotonic clock, seconds
     prefix: PrefixDelta | None = None
-    prompt_tokens: int = 0  # computed in it
+    tokens_left: dict[str, int] = {}
 
 
 class EngineDead(RuntimeError):
@@ -114,3 +161,17 @@ class Engine(Protocol):
     async def call(self, method: str, args: list[Any]) -> Any: ...
 
     async def stop(self) -> None: ...
+
+
+async def submit(engine: Engine, request: EngineRequest) -> Refusal | None:
+    """Hand a request to the engine. Returns why it was not taken. Raises EngineDead."""
+    try:
+        await engine.submit(request)
+    except InvalidEngineRequest as error:
+        return Refusal(f"invalid: {error}")
+    except EngineDead:
+        raise
+    except Exception as error:  # a defect met by one request must not end all the others
+        log.exception("the engine could not take %s", request.key)
+        return Refusal(f"error: {type(error).__name__}: {error}")
+    return None

@@ -1,13 +1,29 @@
-"""The states of a worker process and the legal moves between them, in one table; and its role. No I/O.
+"""The states of a worker process, the legal moves between them in one table, and how a move is made.
 
-Finer than what is registered: a worker that changes role and one that leaves are both DRAINING to the fleet.
+Finer than what is registered: a worker that changes role and one that leaves are both DRAINING to the fleet. The engine
+can do both roles, so a change of role is a drain and a registry update; weights stay loaded.
 """
 
 from __future__ import annotations
 
+import asyncio
 import enum
+import logging
+import time
+from collections.abc import Awaitable, Callable
 
+from orchestrator.config.settings import Config
+from orchestrator.store.registry import WorkerOrders
 from orchestrator.types import Role, WorkerState
+from workers.attempts import Attempts
+from workers.claims import ClaimLoop
+from workers.engine import Engine, EngineDead
+from workers.prefills import Prefills
+from workers.serving import Serving
+
+log = logging.getLogger("pd.worker")
+
+POLL_S = 0.02
 
 
 class Life(enum.Enum):
@@ -40,6 +56,8 @@ class IllegalMove(RuntimeError):
 
 
 class Lifecycle:
+    """The state and the role of this worker. No I/O."""
+
     def __init__(self, role: Role) -> None:
         self.state = Life.STARTING
         self.role = role
@@ -67,3 +85,122 @@ class Lifecycle:
         if not self.can_enter(state):
             raise IllegalMove(f"a worker that is {self.state.value} cannot become {state.value}")
         self.state = state
+
+
+class Drain:
+    """Ends what a worker holds: waits for it, and at a deadline (monotonic seconds) gives the rest back."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        blocks_total: int,
+        attempts: Attempts,
+        claims: ClaimLoop,
+        prefills: Prefills,
+        serving: Serving,
+    ) -> None:
+        self._engine, self._blocks_total, self._attempts = engine, blocks_total, attempts
+        self._claims, self._prefills, self._serving = claims, prefills, serving
+
+    def __len__(self) -> int:
+        """Attempts to be ended."""
+        return len(self._attempts)
+
+    async def end_attempts(self, deadline: float) -> None:
+        """What has not ended by the deadline is for others to continue. Raises EngineDead."""
+        while len(self._attempts) or self._claims.busy or self._prefills.busy:
+            if time.monotonic() >= deadline:
+                log.warning("drain deadline: giving %d requests back", len(self._attempts))
+                await self._prefills.give_back("drained")
+                await self._serving.give_back("drained")
+                return
+            await asyncio.sleep(POLL_S)
+
+    async def end_pushes(self, deadline: float) -> None:
+        """Leaving before receivers have their KV would cost them a prefill. Raises EngineDead."""
+        while time.monotonic() < deadline and (await self._engine.load()).blocks_free < self._blocks_total:
+            await asyncio.sleep(POLL_S)
+
+
+class Moves:
+    """Owns the one move that is going on. Every step of it has a deadline."""
+
+    def __init__(
+        self,
+        life: Lifecycle,
+        drain: Drain,
+        config: Config,
+        *,
+        clear_orders: Callable[[int], Awaitable[None]],
+        announce: Callable[[], None],
+        end: Callable[[], None],
+    ) -> None:
+        """`clear_orders(sequence)`: those up to it are carried out. `announce`: register now. `end`: the process may
+        exit."""
+        self._life, self._drain, self._drain_timeout_s = life, drain, config.workers.drain_timeout_s
+        self._clear_orders, self._announce, self._end = clear_orders, announce, end
+        self._move: asyncio.Task[None] | None = None
+        self._begun = 0  # the last role order that was begun, and the last that was done, by sequence
+        self._done = 0
+
+    async def obey(self, orders: WorkerOrders) -> None:
+        """What the registry says this worker was told; the same orders come again until cleared. Raises RedisAway."""
+        if orders.drain:
+            self.leave(self._drain_timeout_s)
+        elif orders.role is not None and orders.sequence > self._begun:
+            self._flip(orders.role, orders.sequence)
+        if orders.role is not None and orders.sequence <= self._done:
+            await self._clear_orders(self._done)
+
+    def _flip(self, role: Role, sequence: int) -> None:
+        """Take the role once everything held has ended. Told to stay what it is, it stays: also half-way."""
+        if self._life.state is Life.READY:
+            if role is self._life.role:
+                self._begun = self._done = sequence
+                return
+            self._life.enter(Life.FLIPPING)
+        elif self._life.state is not Life.FLIPPING:
+            return
+        self._begun = sequence
+        self._start(self._change_role(role, sequence), "change-role")
+
+    async def _change_role(self, role: Role, sequence: int) -> None:
+        began = time.monotonic()
+        if role is not self._life.role:
+            log.info("draining %d requests to become a %s worker", len(self._drain), role.value)
+            await self._drain.end_attempts(began + self._drain_timeout_s)
+        self._life.role = role
+        self._life.enter(Life.READY)
+        self._done = sequence
+        log.info("is a %s worker now, after %.2f s", role.value, time.monotonic() - began)
+        self._announce()
+
+    def leave(self, timeout_s: float) -> None:
+        """Drain and end. Does nothing when it is leaving already."""
+        if self._life.can_enter(Life.LEAVING):
+            self._life.enter(Life.LEAVING)
+            self._start(self._drain_and_end(time.monotonic() + timeout_s), "leave")
+
+    async def _drain_and_end(self, deadline: float) -> None:
+        log.info("draining %d requests to leave", len(self._drain))
+        try:
+            await self._drain.end_attempts(deadline)
+            await self._drain.end_pushes(deadline)
+            log.info("drained")
+        except EngineDead as error:
+            log.error("left before it was drained: %s", error)
+        finally:
+            self._end()
+
+    def _start(self, move: Awaitable[None], name: str) -> None:
+        if self._move is not None:
+            self._move.cancel()
+        self._move = asyncio.ensure_future(move)
+        self._move.set_name(name)
+        self._announce()
+
+    async def close(self) -> None:
+        if self._move is not None:
+            self._move.cancel()
+            await asyncio.gather(self._move, return_exceptions=True)

@@ -20,9 +20,8 @@ from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.registry import IncompatibleWorker
 from orchestrator.types import Role
 from workers.agent import Agent, EngineStartFailed, IdInUse
-from workers.arguments import WorkerSettings, parse
+from workers.arguments import WorkerSettings, free_port, parse
 from workers.engine import Engine
-from workers.ports import free_port
 
 log = logging.getLogger("pd.worker")
 
@@ -86,21 +85,25 @@ def _engine(parsed: WorkerSettings) -> Engine:
     config = parsed.config
     # Unique per process start, so that a restarted worker is never taken for its predecessor.
     engine_id = f"{parsed.worker_id}-{uuid.uuid4().hex[:8]}"
-    place: dict[str, Any] = {"engine_id": engine_id, "kv_host": parsed.host, "kv": config.kv}
-    place["prefix_events"] = config.routing.prefix_index
+    common: dict[str, Any] = {
+        "engine_id": engine_id,
+        "kv_host": parsed.host,
+        "kv": config.kv,
+        "prefix_events": config.routing.prefix_index,
+    }
     if config.engine == "sim":
         from workers.sim.engine import SimEngine
 
         if parsed.cores:
             os.sched_setaffinity(0, parsed.cores)
         log.info("simulated engine: times and tokens are made up")
-        return SimEngine(config.sim, config.model, kv_port=parsed.kv_port, **place)
+        return SimEngine(config.sim, config.model, kv_port=parsed.kv_port, **common)
     from orchestrator.config.model import resolve_model
     from workers.vllm_engine.engine import VllmEngine
 
     kv_port = parsed.kv_port or free_port(parsed.host)
     model = resolve_model(config.model)
-    return VllmEngine(model, parsed.engine_args, kv_port=kv_port, cores=parsed.cores or None, **place)
+    return VllmEngine(model, parsed.engine_args, kv_port=kv_port, cores=parsed.cores or None, **common)
 
 
 def _set_up_logging(worker_id: str) -> None:

@@ -1,7 +1,9 @@
-"""Which other engines are proven dead, so that KV transfers with them can be ended safely.
+"""The processes that a worker talks to, frontends and other engines, and which of them are gone.
 
-Leaving the registry is a hint, not a proof: a worker that Redis lost may still be writing into our memory. Proof is
-that neither its agent nor its engine accepts a connection any more, or that its host stays unreachable.
+A frontend is gone when it cannot be reached for a while. An engine has to be proven dead, so that KV transfers with
+it can be ended safely. Leaving the registry is a hint, not a proof: a worker that Redis lost may still be writing into
+our memory. Proof is that neither its agent nor its engine accepts a connection any more, or that its host stays
+unreachable.
 """
 
 from __future__ import annotations
@@ -10,16 +12,92 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Changed, Joined, Left, Registry, RegistryEvent, Resync
 from orchestrator.types import WorkerInfo
+from orchestrator.wire.messages import PROTOCOL_VERSION, Hello, Rejected, ToFrontend, Welcome
+from workers.engine import Refusal
 
 log = logging.getLogger("pd.peers")
 
 PROBE_TIMEOUT_S = 1.0
 PROBE_INTERVAL_S = 0.5
+MAX_LOST = 10_000  # attempts of one frontend that it is told of when it is connected again
+
+
+class Frontends:
+    """The frontends that know this worker, and which of their requests' outputs were lost on the way to them."""
+
+    def __init__(self, worker_id: str, send: Callable[[str, ToFrontend, Sequence[bytes]], bool]) -> None:
+        """`send` never waits; False means that the frontend is not connected."""
+        self._worker_id, self._send = worker_id, send
+        self._greetings: dict[str, asyncio.Event] = {}
+        self._unreachable_since: dict[str, float] = {}
+        self._lost: dict[str, list[tuple[str, int]]] = {}
+
+    def send(self, frontend_id: str, message: ToFrontend, payload: Sequence[bytes] = ()) -> bool:
+        """False: it is not connected."""
+        return self._send(frontend_id, message, payload)
+
+    def reachable(self, frontend_id: str) -> bool:
+        return self.send(frontend_id, Welcome(self._worker_id))
+
+    def reject(self, frontend_id: str, request_id: str, number: int, refusal: Refusal) -> None:
+        """Give an attempt back, now or when the frontend is connected again."""
+        level = logging.DEBUG if refusal.why == "draining" else logging.WARNING
+        log.log(level, "rejected %s#%d: %s", request_id, number, refusal.why)
+        if not self.send(frontend_id, Rejected(request_id, number, self._worker_id, refusal.why)):
+            self.lost(frontend_id, request_id, number)
+
+    def lost(self, frontend_id: str, request_id: str, number: int) -> None:
+        """Something about this attempt could not be sent."""
+        lost = self._lost.setdefault(frontend_id, [])
+        if len(lost) < MAX_LOST:
+            lost.append((request_id, number))
+
+    def greet(self, frontend_id: str, hello: Hello) -> None:
+        if hello.protocol != PROTOCOL_VERSION:
+            # Unanswered it never sends a request, which beats misunderstanding each other.
+            log.error(
+                "frontend %s speaks protocol %d, this worker %d; run the same version everywhere",
+                frontend_id,
+                hello.protocol,
+                PROTOCOL_VERSION,
+            )
+            return
+        self.send(frontend_id, Welcome(self._worker_id))
+        self._unreachable_since.pop(frontend_id, None)
+        if event := self._greetings.pop(frontend_id, None):
+            event.set()
+        for request_id, number in self._lost.pop(frontend_id, []):
+            self.reject(frontend_id, request_id, number, Refusal("its outputs were lost with the connection"))
+
+    async def greeted(self, frontend_id: str, timeout_s: float) -> bool:
+        """Wait until that frontend says hello, next time."""
+        event = self._greetings.setdefault(frontend_id, asyncio.Event())
+        try:
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def gone(self, waiting: set[str], timeout_s: float, now: float) -> list[str]:
+        """Which of those that `waiting` names, or that something could not be told to, could not be reached for
+        `timeout_s`."""
+        gone = []
+        for frontend_id in waiting | self._lost.keys():
+            if self.reachable(frontend_id):
+                self._unreachable_since.pop(frontend_id, None)
+            elif now - self._unreachable_since.setdefault(frontend_id, now) > timeout_s:
+                gone.append(frontend_id)
+        return gone
+
+    def forget(self, frontend_id: str) -> None:
+        for known in (self._greetings, self._unreachable_since, self._lost):
+            known.pop(frontend_id, None)
 
 
 class Peers:
@@ -34,6 +112,11 @@ class Peers:
         self._known: dict[str, WorkerInfo] = {}  # by engine id
         self._missing: dict[str, asyncio.Task[None]] = {}
         self._events: asyncio.Queue[RegistryEvent] = asyncio.Queue()
+
+    @property
+    def suspects(self) -> set[str]:
+        """Engine ids whose end is being looked for."""
+        return set(self._missing)
 
     def heard(self, event: RegistryEvent) -> None:
         """Membership changed. Acted upon by `run`."""
@@ -50,12 +133,12 @@ class Peers:
                 elif isinstance(event, Joined | Changed):
                     self._expect(event.id, await self._registry.worker(event.id))
                 elif isinstance(event, Resync):
-                    await self.look()
+                    await self.compare()
             except RedisAway as error:
                 log.debug("membership not read: %s", error)  # once it is back, a Resync comes
 
-    async def look(self) -> None:
-        """Compare with all of the registry. Raises RedisAway."""
+    async def compare(self) -> None:
+        """With all of the registry. Raises RedisAway."""
         workers = await self._registry.workers()
         for worker_id in {info.id for info in self._known.values()} | workers.keys():
             self._expect(worker_id, workers.get(worker_id))

@@ -115,35 +115,35 @@ class Connections(NixlPushConnectorWorker):
     # ---- connections -------------------------------------------------------------------------------------------
 
     def _connect(self, peer: wire.Endpoint) -> None:
-        if peer.engine not in self._connecting:
-            self._connecting.add(peer.engine)
+        if peer.engine_id not in self._connecting:
+            self._connecting.add(peer.engine_id)
             # Full handshakes wherever possible: today's decode peer writes to us once roles have changed.
             self._handshake(peer, messages_only=peer.pp_size > 1)
 
     def _handshake(self, peer: wire.Endpoint, messages_only: bool) -> None:
         future = self._ensure_handshake(
-            peer.engine, peer.host, peer.port, peer.tp_size, pp_size=peer.pp_size, notif_agents_only=messages_only
+            peer.engine_id, peer.host, peer.port, peer.tp_size, pp_size=peer.pp_size, notif_agents_only=messages_only
         )
         if future is None:
-            self._run(functools.partial(self._on_connected, peer.engine))
+            self._run(functools.partial(self._on_connected, peer.engine_id))
         else:
             future.add_done_callback(functools.partial(self._handshake_done, peer, messages_only))
 
     def _handshake_done(self, peer: wire.Endpoint, messages_only: bool, future: Future[Any]) -> None:
         error = future.exception()
         if error is None:
-            self._submit(functools.partial(self._on_connected, peer.engine))
+            self._submit(functools.partial(self._on_connected, peer.engine_id))
             return
         why = str(error) or type(error).__name__
         if messages_only or isinstance(error, zmq.Again):
-            self._submit(functools.partial(self._on_unreachable, peer.engine, why))
+            self._submit(functools.partial(self._on_unreachable, peer.engine_id, why))
         else:
             # It answers, but we cannot write to its memory layout. It may be able to write to ours, and must be told
             # what we cannot do.
             self._submit(functools.partial(self._handshake_for_messages, peer, why))
 
     def _handshake_for_messages(self, peer: wire.Endpoint, why: str, now: float) -> Iterable[Any]:
-        self._unwritable[peer.engine] = why
+        self._unwritable[peer.engine_id] = why
         self._handshake(peer, messages_only=True)
         return ()
 

@@ -63,7 +63,7 @@ class Inbound:
 
     def engines(self) -> set[str]:
         """Prefill engines that a request here waits for."""
-        return {waiting.source.engine for waiting in self._waiting.values()}
+        return {waiting.source.engine_id for waiting in self._waiting.values()}
 
     def blocks_of(self, request: str) -> list[list[int]]:
         """The blocks that wait for KV; none for a request that does not."""
@@ -81,7 +81,7 @@ class Inbound:
 
     def disown(self, order: Unregister, source: Endpoint, now: float) -> list[Action]:
         """No blocks are reserved and none will be: have the prefill engine free what it keeps for us."""
-        if order.request in self._waiting or self._is_dead(source.engine, now):
+        if order.request in self._waiting or self._is_dead(source.engine_id, now):
             return []
         reserve = Register(order.stream, order.request, order.decode, [], 0)
         waiting = _Waiting(order=reserve, source=source, deadline=now + self._silent_s, silent=True)
@@ -134,7 +134,7 @@ class Inbound:
             return []
         waiting.deadline = now + self._timeout_s
         order = msgspec.structs.replace(waiting.order, valid_s=self._timeout_s)
-        return [Send(waiting.source.engine, peer, order)]
+        return [Send(waiting.source.engine_id, peer, order)]
 
     def landed(self, request: str, peer: str, now: float) -> list[Action]:
         return self._answer(request, peer, now, refused=False, why="")
@@ -180,7 +180,7 @@ class Inbound:
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _of(self, engine: str) -> list[_Waiting]:
-        return [waiting for waiting in self._waiting.values() if waiting.source.engine == engine]
+        return [waiting for waiting in self._waiting.values() if waiting.source.engine_id == engine]
 
     def _is_dead(self, engine: str, now: float) -> bool:
         if now >= self._dead.get(engine, now):
@@ -188,7 +188,7 @@ class Inbound:
         return engine in self._dead
 
     def _open(self, waiting: _Waiting, now: float) -> list[Action]:
-        engine = waiting.source.engine
+        engine = waiting.source.engine_id
         if self._is_dead(engine, now):
             return self._apply(waiting, InboxEvent.WITHDRAW, now, f"prefill engine {engine} is dead")
         if peers := self._peers.get(engine):
@@ -202,7 +202,7 @@ class Inbound:
             return actions + self._apply(waiting, InboxEvent.WITHDRAW, now, "not needed")
         # The registration leaves only now: no peer can know these blocks before.
         order = msgspec.structs.replace(waiting.order, valid_s=max(0.0, waiting.deadline - now))
-        return actions + [Send(waiting.source.engine, peer, order) for peer in peers]
+        return actions + [Send(waiting.source.engine_id, peer, order) for peer in peers]
 
     def _ask_to_stop(self, waiting: _Waiting, now: float) -> list[Action]:
         # Sent until it is answered: a peer that restarts its connection may lose one. The answer is idempotent.
@@ -210,7 +210,7 @@ class Inbound:
         waiting.resend_s = min(2 * waiting.resend_s, _RESEND_MAX_S)
         order = waiting.order
         message = Unregister(order.stream, order.request, order.decode)
-        return [Send(waiting.source.engine, peer, message) for peer in sorted(waiting.unanswered)]
+        return [Send(waiting.source.engine_id, peer, message) for peer in sorted(waiting.unanswered)]
 
     def _answer(self, request: str, peer: str, now: float, *, refused: bool, why: str) -> list[Action]:
         waiting = self._waiting.get(request)

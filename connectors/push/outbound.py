@@ -53,7 +53,7 @@ class Outbound:
         return any(stream.state in (Stream.FLUSHING, Stream.DRAINING) for stream in self._streams.values())
 
     def engines(self) -> set[str]:
-        return {stream.order.decode.engine for stream in self._streams.values() if stream.order is not None}
+        return {stream.order.decode.engine_id for stream in self._streams.values() if stream.order is not None}
 
     # ---- from the scheduler ------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class Outbound:
 
     def unregister(self, order: Unregister, peer: str, now: float) -> list[Action]:
         """Decode wants no KV any more. The answer comes in any case, once no WRITE is in flight or to come."""
-        key, engine = order.stream, order.decode.engine
+        key, engine = order.stream, order.decode.engine_id
         stream = self._streams.get(key)
         answer = Register(key, order.request, order.decode, [], 0)
         if stream is None:
@@ -221,31 +221,31 @@ class Outbound:
                 assert stream.order is not None
                 handles, stream.abandon_at = tuple(stream.inflight), None
                 stream.inflight.clear()
-                actions.append(Abandon(stream.order.decode.engine, handles))
+                actions.append(Abandon(stream.order.decode.engine_id, handles))
                 actions += self._apply(stream, StreamEvent.PEER_DEAD, now, "")
         return actions
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _to(self, engine: str) -> list[PushStream]:
-        return [s for s in self._streams.values() if s.order is not None and s.order.decode.engine == engine]
+        return [s for s in self._streams.values() if s.order is not None and s.order.decode.engine_id == engine]
 
     @staticmethod
     def _same(mine: Register, theirs: Register) -> bool:
-        return (mine.decode.engine, mine.request) == (theirs.decode.engine, theirs.request)
+        return (mine.decode.engine_id, mine.request) == (theirs.decode.engine_id, theirs.request)
 
     def _renew(self, stream: PushStream, now: float) -> list[Action]:
         if self._stepped_at <= stream.registered_at:
             return []  # no step since then: an engine that hangs asks for no more time
         assert stream.order is not None
         stream.renew_at = now + _RENEW_AGAIN_S
-        return [Tell(stream.order.decode.engine, Computing(stream.order.request))]
+        return [Tell(stream.order.decode.engine_id, Computing(stream.order.request))]
 
     def _connect(self, order: Register) -> list[Action]:
-        return [] if order.decode.engine in self._connected else [Connect(order.decode)]
+        return [] if order.decode.engine_id in self._connected else [Connect(order.decode)]
 
     def _refuse(self, order: Register, peer: str, why: str) -> list[Action]:
-        return [*self._connect(order), Tell(order.decode.engine, Gone(order.request, why), peer)]
+        return [*self._connect(order), Tell(order.decode.engine_id, Gone(order.request, why), peer)]
 
     def _check(self, stream: PushStream, now: float) -> list[Action]:
         """Gives up where the two ends mean different prompts: their blocks would not line up."""
@@ -262,7 +262,7 @@ class Outbound:
         order = stream.order
         if stream.state not in (Stream.STREAMING, Stream.FLUSHING) or order is None:
             return []
-        chunkwise = self._connected.get(order.decode.engine)
+        chunkwise = self._connected.get(order.decode.engine_id)
         if chunkwise is None:
             return []
         if stream.pending and (chunkwise or stream.state is Stream.FLUSHING):
@@ -298,7 +298,7 @@ class Outbound:
         if (order := stream.order) is not None:
             message: Message = Landed(order.request) if ok else Gone(order.request, stream.why)
             if event is not StreamEvent.PEER_DEAD:
-                actions.append(Tell(order.decode.engine, message))
+                actions.append(Tell(order.decode.engine_id, message))
             actions.append(stream.account(ok, now))
         return actions + ([] if stream.computing else self._end(stream))
 
@@ -317,7 +317,7 @@ class Outbound:
         """Answers a message about an ended stream: `Landed` again where the KV landed, `Gone` to everybody else."""
         ended = self._ended[order.stream]
         if ended.state is Stream.LANDED and ended.order is not None and self._same(ended.order, order):
-            return [*self._connect(order), Tell(order.decode.engine, Landed(order.request), peer)]
+            return [*self._connect(order), Tell(order.decode.engine_id, Landed(order.request), peer)]
         return self._refuse(order, peer, ended.why or "the prefill has ended")
 
     def _remember(self, key: str, ended: _Ended) -> None:

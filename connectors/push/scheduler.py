@@ -11,12 +11,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from connectors.push.metadata import Computed, Disowned, Finished, PushMetadata, PushOptions, Reserved, Started
-from connectors.push.wire import Endpoint, Register, Unregister
+from connectors.push.wire import Endpoint, Register, Source, Unregister
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -91,7 +92,7 @@ class PushScheduler(NixlPushConnectorScheduler):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         params = request.kv_transfer_params
-        if params and params.get("do_remote_prefill") and self._is_dead(params["remote_engine_id"]):
+        if params and params.get("do_remote_prefill") and self._is_dead(_source(params).endpoint.engine_id):
             params["do_remote_prefill"] = False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
@@ -116,23 +117,33 @@ class PushScheduler(NixlPushConnectorScheduler):
         ids = self.get_exchange_clipped_blocks(blocks.get_unhashed_block_ids_all_groups())
         source = _source(params)
         order = Register(
-            stream=params["remote_request_id"],
+            stream=source.key,
             request=request.request_id,
             decode=self._endpoint,
             blocks=[list(group) for group in ids],
             prompt_tokens=request.num_prompt_tokens,
         )
-        self._reserved[request.request_id] = source
-        self._next.reserved.append(Reserved(order, source))
-        # vLLM's worker half keeps this to post-process what arrives.
-        params["remote_block_ids"] = ()
+        endpoint = source.endpoint
+        self._reserved[request.request_id] = endpoint
+        self._next.reserved.append(Reserved(order, endpoint))
+        # vLLM's worker half keeps these, by its own names, to post-process what arrives.
+        params |= {
+            "remote_request_id": source.key,
+            "remote_engine_id": endpoint.engine_id,
+            "remote_host": endpoint.host,
+            "remote_port": endpoint.port,
+            "remote_block_ids": (),
+            "tp_size": endpoint.tp_size,
+            "pp_size": endpoint.pp_size,
+        }
         self._reqs_need_recv[request.request_id] = (request, ids, (), False)
 
     def _disown(self, request: Request) -> None:
         params = request.kv_transfer_params
         assert params is not None
-        order = Unregister(params["remote_request_id"], request.request_id, self._endpoint)
-        self._next.disowned.append(Disowned(order, _source(params)))
+        source = _source(params)
+        order = Unregister(source.key, request.request_id, self._endpoint)
+        self._next.disowned.append(Disowned(order, source.endpoint))
 
     # ---- prefill: while it computes ----------------------------------------------------------------------------
 
@@ -228,11 +239,5 @@ class PushScheduler(NixlPushConnectorScheduler):
         return self._next.has_news()
 
 
-def _source(params: dict[str, Any]) -> Endpoint:
-    return Endpoint(
-        params["remote_engine_id"],
-        params["remote_host"],
-        params["remote_port"],
-        params["tp_size"],
-        params.get("pp_size", 1),
-    )
+def _source(params: dict[str, Any]) -> Source:
+    return msgspec.convert(params["kv_source"], Source)

@@ -10,7 +10,7 @@ from typing import Union
 import msgspec
 
 # Raised with any change below: a peer of another version is refused at the handshake, and message by message.
-VERSION = 3
+VERSION = 4
 PREFIX = b"PDKV%d:" % VERSION
 
 
@@ -19,13 +19,22 @@ class WireError(ValueError):
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where an engine answers NIXL handshakes. `engine` is unique per process start."""
+    """Where an engine answers NIXL handshakes, as `orchestrator.types.KVEndpoint` spells it. `engine_id` is unique per
+    process start."""
 
-    engine: str
+    engine_id: str
     host: str
     port: int
     tp_size: int = 1
     pp_size: int = 1
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Where the KV of one request comes from, as `orchestrator.types.KVSource` spells it: `kv_source` among a decode
+    request's KV transfer parameters."""
+
+    endpoint: Endpoint
+    key: str  # the request as the prefill engine knows it
 
 
 class Register(msgspec.Struct, tag="reg", frozen=True):

@@ -222,7 +222,7 @@ class PushWorker(Connections):
     # ---- WRITEs ------------------------------------------------------------------------------------------------
 
     def _post(self, post: do.Post) -> None:
-        engine = post.order.decode.engine
+        engine = post.order.decode.engine_id
         self._engine_last_active[engine] = time.perf_counter()
         try:
             if engine in self._unwritable:
@@ -294,7 +294,7 @@ class PushWorker(Connections):
 
     def _on_message(self, message: wire.Message, agent: str, now: float) -> Iterable[Any]:
         if isinstance(message, wire.Register | wire.Unregister):
-            self._to_forget.discard(message.decode.engine)  # it lives
+            self._to_forget.discard(message.decode.engine_id)  # it lives
         match message:
             case wire.Register():
                 return self._outbound.register(message, agent, now)

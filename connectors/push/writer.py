@@ -78,7 +78,7 @@ def descriptors(blocks: np.ndarray, region_blocks: Sequence[int], layer: int | N
 
 def post_chunks(worker: NixlPushConnectorWorker, post: Post) -> list[Any]:
     """One WRITE for all of `post`, one per layer where chunks come by layer. Raises LayoutError, NIXL's errors."""
-    engine = post.order.decode.engine
+    engine = post.order.decode.engine_id
     if len(post.order.blocks) != 1:
         raise LayoutError(f"decode has {len(post.order.blocks)} KV cache groups, prefill 1")
     mine_total, theirs_total = worker.dst_region_num_blocks[worker.engine_id], worker.dst_region_num_blocks[engine]
@@ -135,7 +135,7 @@ def post_whole(worker: NixlPushConnectorWorker, post: Post) -> list[Any]:
             block_ids=tuple(post.order.blocks),
             host="",
             port=0,
-            engine_id=post.order.decode.engine,
+            engine_id=post.order.decode.engine_id,
             request_id=post.order.request,
         ),
     )

@@ -67,7 +67,7 @@ def test_the_configuration_file_is_overridden_by_options(
 
 
 async def test_a_sequence_longer_than_the_memory_is_refused_at_start(workers: Workers) -> None:
-    workers._tree["sim"] = {"blocks": 10}
+    workers.tree["sim"] = {"blocks": 10}
     worker = await workers.spawn(Role.DECODE, wait=False)
     assert await worker.stopped() == 2
     assert worker.log == [
@@ -127,7 +127,7 @@ async def test_processes_hand_kv_over_and_leave_in_order(workers: Workers) -> No
 
 
 async def test_sigterm_lets_a_short_request_end_and_a_second_does_not_wait(workers: Workers) -> None:
-    workers._tree["sim"] = {"speed": 1.0}
+    workers.tree["sim"] = {"speed": 1.0}
     worker, other = await workers.spawn(Role.DECODE), await workers.spawn(Role.DECODE)
     frontend = await workers.frontend(worker, other)
     short, endless = frontend.new([1, 2, 3], max_tokens=150), frontend.new([4, 5, 6], max_tokens=30_000)

@@ -75,9 +75,9 @@ async def alive() -> AsyncIterator[tuple[Listener, Listener]]:
 async def test_missing_but_listening_is_alive_until_both_ports_are_gone(alive: tuple[Listener, Listener]) -> None:
     agent, engine = alive
     watched = Watched(FakeRegistry(info_of("a", agent.port, engine.port)))
-    await watched.peers.look()
+    await watched.peers.compare()
     watched.registry.infos.clear()
-    await watched.peers.look()
+    await watched.peers.compare()
     agent.socket.close()
     # Its agent is gone; its engine still listens, so it could still write.
     await until(lambda: asyncio.all_tasks())
@@ -86,7 +86,7 @@ async def test_missing_but_listening_is_alive_until_both_ports_are_gone(alive: t
     assert watched.dead == []
     engine.socket.close()
     await until(lambda: watched.dead == ["engine-a"])
-    await watched.peers.look()
+    await watched.peers.compare()
     assert watched.dead == ["engine-a"]
     await watched.peers.close()
 
@@ -95,11 +95,11 @@ async def test_one_that_comes_back_is_not_probed_any_more(alive: tuple[Listener,
     agent, engine = alive
     info = info_of("a", agent.port, engine.port)
     watched = Watched(FakeRegistry(info))
-    await watched.peers.look()
+    await watched.peers.compare()
     watched.registry.infos = []
-    await watched.peers.look()
+    await watched.peers.compare()
     watched.registry.infos = [info]
-    await watched.peers.look()
+    await watched.peers.compare()
     agent.socket.close()
     engine.socket.close()
     for _ in range(20):
@@ -113,9 +113,9 @@ async def test_a_successor_of_the_same_id_does_not_hide_the_dead(alive: tuple[Li
     gone = Listener()
     gone.socket.close()
     watched = Watched(FakeRegistry(info_of("a", gone.port, gone.port, "old")))
-    await watched.peers.look()
+    await watched.peers.compare()
     watched.registry.infos = [info_of("a", agent.port, engine.port, "new")]
-    await watched.peers.look()
+    await watched.peers.compare()
     await until(lambda: watched.dead == ["old"])
     await watched.peers.close()
 
@@ -134,10 +134,10 @@ async def test_events_are_followed_by_reading_only_whom_they_name(alive: tuple[L
     watched.peers.heard(Left("a"))  # it left, but listens
     watched.peers.heard(Left("b"))
     await until(lambda: watched.dead == ["engine-b"])
-    assert set(watched.peers._missing) == {"engine-a"}
+    assert watched.peers.suspects == {"engine-a"}
     watched.registry.away = False
     watched.peers.heard(Joined("a"))
-    await until(lambda: not watched.peers._missing)
+    await until(lambda: not watched.peers.suspects)
     assert watched.registry.reads == ["a", "b", "me", "a", "a"] and watched.dead == ["engine-b"]
     following.cancel()
     await watched.peers.close()
@@ -145,11 +145,11 @@ async def test_events_are_followed_by_reading_only_whom_they_name(alive: tuple[L
 
 async def test_redis_away_proves_nothing() -> None:
     watched = Watched(FakeRegistry(info_of("a", 1, 1)))
-    await watched.peers.look()
+    await watched.peers.compare()
     watched.registry.away = True
     with pytest.raises(RedisAway):
-        await watched.peers.look()
-    assert watched.dead == [] and not watched.peers._missing
+        await watched.peers.compare()
+    assert watched.dead == [] and not watched.peers.suspects
     await watched.peers.close()
 
 
@@ -159,9 +159,9 @@ async def test_an_unreachable_host_is_dead_after_the_timeout(monkeypatch: pytest
 
     monkeypatch.setattr(peers_module, "probe", no_answer)
     watched = Watched(FakeRegistry(info_of("a", 1, 1)), timeout_s=0.1)
-    await watched.peers.look()
+    await watched.peers.compare()
     watched.registry.infos = []
-    await watched.peers.look()
+    await watched.peers.compare()
     await asyncio.sleep(0)
     assert watched.dead == []
     await until(lambda: watched.dead == ["engine-a"])
@@ -170,10 +170,10 @@ async def test_an_unreachable_host_is_dead_after_the_timeout(monkeypatch: pytest
 
 async def test_itself_is_no_peer() -> None:
     watched = Watched(FakeRegistry(info_of("me", 1, 1)))
-    await watched.peers.look()
+    await watched.peers.compare()
     watched.registry.infos = []
-    await watched.peers.look()
-    assert not watched.peers._missing
+    await watched.peers.compare()
+    assert not watched.peers.suspects
     await watched.peers.close()
 
 

@@ -7,9 +7,8 @@ import pytest
 from orchestrator.types import PrefixEvents
 from orchestrator.wire.messages import PrefixSnapshot
 from workers.attempts import Attempts
-from workers.engine import PrefixDelta
-from workers.loads import LoadReporter
-from workers.prefix import SNAPSHOT_KEYS, PrefixChanges, PrefixReporter
+from workers.engine import PrefixChanges, PrefixDelta
+from workers.reports import SNAPSHOT_KEYS, LoadReporter, PrefixReporter
 
 DEADLINE_S = 10.0
 
@@ -46,11 +45,15 @@ async def test_a_burst_is_few_batches_and_their_numbers_have_no_gap(world):
     reporter, published, _, load = world
     for key in range(200):
         reporter.changed(PrefixDelta([key], [key - 10] if key >= 10 else []))
-    await until(lambda: not reporter._changes)
-    held = set()
-    for events in published:
-        held = (held - set(events.removed)) | set(events.stored)
-    assert held == set(range(190, 200)) and len(published) < 10
+
+    def believed():
+        keys = set()
+        for events in published:
+            keys = (keys - set(events.removed)) | set(events.stored)
+        return keys
+
+    await until(lambda: believed() == set(range(190, 200)))
+    assert len(published) < 10
     assert [events.sequence - published[0].sequence for events in published] == list(range(len(published)))
     assert load.prefix_sequence == published[-1].sequence
 
@@ -77,10 +80,11 @@ async def test_a_large_snapshot_comes_in_parts(world):
     assert [key for part in parts for key in part.keys] == list(range(2 * SNAPSHOT_KEYS + 5))
 
 
-async def test_a_frontend_that_cannot_be_reached_gets_no_further_part(world):
-    reporter, _, sent, _ = world
+async def test_a_frontend_that_cannot_be_reached_gets_no_further_part():
+    sent = []
+    load = LoadReporter("w", 100, Attempts(), lambda message: None)
+    reporter = PrefixReporter("w", lambda events: None, lambda to, part: bool(sent.append(part)), load)
     reporter.changed(PrefixDelta(list(range(2 * SNAPSHOT_KEYS)), []))
-    reporter._send = lambda to, part: bool(sent.append(part))
     reporter.snapshot("f")
     assert len(sent) == 1
 

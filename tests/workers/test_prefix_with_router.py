@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
 from support_router import RouterClient
 from support_workers import LocalWorker, Workers, running_workers, until
 
 from orchestrator import metrics
 from orchestrator.launch.redis_server import EmbeddedRedis
 from orchestrator.policy.prefix_keys import prefix_keys
-from orchestrator.types import Role
+from orchestrator.types import PrefixEvents, Role, WorkerLoad
+from orchestrator.wire.transport import WorkerTransport
 
 SECTIONS = {
     "sim": {"speed": 10.0},
@@ -88,16 +90,24 @@ async def test_a_prompt_asked_again_goes_where_its_prefix_is(redis_server: Embed
         assert metrics.prefix_hit_tokens.labels("prefill")._value.get() == before + 400
 
 
-async def test_lost_events_are_noticed_and_made_up_for(redis_server: EmbeddedRedis) -> None:
+async def test_lost_events_are_noticed_and_made_up_for(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish, loses = WorkerTransport.publish, set[str]()
+
+    def publish_or_lose(transport: WorkerTransport, message: WorkerLoad | PrefixEvents) -> None:
+        if isinstance(message, WorkerLoad) or message.worker_id not in loses:
+            publish(transport, message)
+
+    monkeypatch.setattr(WorkerTransport, "publish", publish_or_lose)
     async with fleet_of(redis_server) as (_, client, started):
         prefill = started[0]
         await client.ask(PROMPT, 4)
         await until(lambda: believes_all(client, *started), "all events")
         resyncs = metrics.prefix_resyncs._value.get()
-        publish, reporter = prefill.agent._prefix._publish, prefill.agent._prefix
-        reporter._publish = lambda events: None
+        loses.add(prefill.id)
         await client.ask([1, *PROMPT], 4)
-        reporter._publish = publish
+        loses.clear()
         await until(lambda: believes_all(client, *started), "what a lost batch said")
         assert metrics.prefix_resyncs._value.get() > resyncs
         await client.ask([2, *PROMPT], 4)

@@ -50,11 +50,11 @@ class SimConnections:
 
     def connect(self, peer: wire.Endpoint) -> None:
         """Answered by `connected` or `unreachable`, after `CONNECT_TIMEOUT_S` at the latest."""
-        if peer.engine in self._writers:
-            self._events.connected(peer.engine)
-        elif peer.engine not in self._unsent:
-            self._unsent[peer.engine] = []
-            self._track(asyncio.create_task(self._hold(peer), name=f"sim-kv-{peer.engine}"))
+        if peer.engine_id in self._writers:
+            self._events.connected(peer.engine_id)
+        elif peer.engine_id not in self._unsent:
+            self._unsent[peer.engine_id] = []
+            self._track(asyncio.create_task(self._hold(peer), name=f"sim-kv-{peer.engine_id}"))
 
     def is_connected(self, engine: str) -> bool:
         return engine in self._writers
@@ -81,7 +81,7 @@ class SimConnections:
 
     async def _hold(self, peer: wire.Endpoint) -> None:
         """Connect, and keep the connection until the other end closes it."""
-        engine = peer.engine
+        engine = peer.engine_id
         try:
             reader, writer = await self._open(peer)
         except (OSError, EOFError) as error:
@@ -108,7 +108,7 @@ class SimConnections:
             try:
                 _write(writer, self._engine_id.encode())
                 found = (await _read(reader)).decode(errors="replace")
-                if found != peer.engine:
+                if found != peer.engine_id:
                     raise ConnectionError(f"engine {found} is here now")
             except BaseException:
                 writer.close()

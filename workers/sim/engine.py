@@ -246,11 +246,10 @@ class SimEngine:
 
     def _finish(self, batch: list[Scheduled], began: float) -> None:
         now = time.monotonic()
-        prompt_tokens = _prompt_tokens(batch)
         sampled = self._scheduler.complete(batch)
         outputs = [self._output(s) for s in sampled]
         self._transfers.computed([item.request for item in batch], began, now)
-        self._steps.put_nowait(EngineStep(outputs, self._load(), now, self._prefix(), prompt_tokens))
+        self._steps.put_nowait(EngineStep(outputs, self._load(), now, self._prefix(), self._scheduler.tokens_left()))
 
     def _output(self, sampled: Sampled) -> WireOutput:
         request = sampled.request

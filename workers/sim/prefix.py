@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from workers.prefix import PrefixChanges
+from workers.engine import PrefixChanges
 
 
 class SimPrefixCache:

@@ -128,6 +128,10 @@ class SimScheduler:
         """Requests waiting to run, those for remote KV included."""
         return len(self.waiting) + len(self.awaiting)
 
+    def tokens_left(self) -> dict[str, int]:
+        """Prompt tokens still to be computed, by key, of requests that run and have no token yet."""
+        return {request.key: request.context - request.computed for request in self.running if not request.generated}
+
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.config.block_size)
 

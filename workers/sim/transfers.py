@@ -12,6 +12,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from connectors.push import actions as do
 from connectors.push import inbound, outbound, wire
 from orchestrator.config.settings import KVConfig
@@ -45,7 +47,7 @@ class SimTransfers:
     async def listen(self, host: str, port: int) -> int:
         """Returns the port. Raises OSError."""
         port = await self._connections.listen(host, port)
-        self._here = wire.Endpoint(self._here.engine, host, port)
+        self._here = wire.Endpoint(self._here.engine_id, host, port)
         return port
 
     async def close(self) -> None:
@@ -206,7 +208,7 @@ class SimTransfers:
         handle = next(self._handles)
         self._outbound.posted(post.stream, handle, now)
         self._writes[handle] = asyncio.get_running_loop().call_later(
-            self._link_free_at - now, self._written, post.stream, handle, post.order.decode.engine
+            self._link_free_at - now, self._written, post.stream, handle, post.order.decode.engine_id
         )
 
     def _written(self, stream: str, handle: int, engine: str) -> None:
@@ -246,5 +248,4 @@ class SimTransfers:
 
 
 def _endpoint(source: KVSource) -> wire.Endpoint:
-    at = source.endpoint
-    return wire.Endpoint(at.engine_id, at.host, at.port, at.tp_size, at.pp_size)
+    return msgspec.convert(source.endpoint, wire.Endpoint, from_attributes=True)

@@ -20,7 +20,7 @@ from orchestrator.types import EngineIdentity, KVCounters, KVEndpoint
 from orchestrator.wire.messages import PROTOCOL_VERSION
 from workers.engine import EngineDead, EngineInfo, EngineLoad, EngineRequest, EngineStep, PrefixDelta
 from workers.vllm_engine.launch import build_config, start_client
-from workers.vllm_engine.plugin import PREFIX_STATS
+from workers.vllm_engine.plugin import PREFIX_STATS, TOKENS_LEFT_STATS
 from workers.vllm_engine.requests import RequestCodec
 
 # What `call` passes through: EngineCore's own control methods.
@@ -233,14 +233,13 @@ class VllmEngine:
         try:
             while True:
                 outputs = await self._client.get_output_async()
-                stats = outputs.scheduler_stats
-                prefix = _take_prefix(stats.kv_connector_stats) if stats is not None else None
-                load = self._account(stats)
+                step = EngineStep(outputs.outputs, load=None, timestamp=outputs.timestamp)
+                if (stats := outputs.scheduler_stats) is not None:
+                    _take_what_the_plugin_says(step, stats.kv_connector_stats or {})
+                    step.load = self._account(stats)
                 for output in outputs.outputs:
                     _count_prefix_hits_only(output)
-                details = stats.iteration_details if stats is not None else None
-                prompt_tokens = details.num_ctx_tokens if details is not None else 0
-                self._steps.put_nowait(EngineStep(outputs.outputs, load, outputs.timestamp, prefix, prompt_tokens))
+                self._steps.put_nowait(step)
         except EngineDeadError:
             self._died()
         except asyncio.CancelledError:
@@ -249,9 +248,7 @@ class VllmEngine:
             self._died()
             raise
 
-    def _account(self, stats: Any) -> EngineLoad | None:
-        if stats is None:
-            return None
+    def _account(self, stats: Any) -> EngineLoad:
         details = stats.iteration_details
         worked = details is not None and not details.is_dummy and details.elapsed_ms > 0
         for name, values in (stats.kv_connector_stats or {}).items():
@@ -275,10 +272,10 @@ class VllmEngine:
         return self._last
 
 
-def _take_prefix(stats: dict[str, Any] | None) -> PrefixDelta | None:
-    """What the plugin sent along with the connector's statistics."""
-    delta = stats.pop(PREFIX_STATS, None) if stats else None
-    return None if delta is None else msgspec.convert(delta, PrefixDelta)
+def _take_what_the_plugin_says(step: EngineStep, connector_stats: dict[str, Any]) -> None:
+    if (delta := connector_stats.pop(PREFIX_STATS, None)) is not None:
+        step.prefix = msgspec.convert(delta, PrefixDelta)
+    step.tokens_left = connector_stats.pop(TOKENS_LEFT_STATS, {})
 
 
 def _count_prefix_hits_only(output: Any) -> None:

@@ -20,7 +20,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
 from orchestrator.parent import PARENT, die_with_parent
-from workers.prefix import PrefixChanges
+from workers.engine import PrefixChanges
 from workers.vllm_engine.patches import share_gloo_device, spare_generators
 from workers.vllm_engine.prefix import PrefixCollector
 
@@ -29,7 +29,9 @@ _SETTLING_STEPS = 3
 _KV_POLL_S = 0.02  # an engine with nothing to compute looks after its waiting requests this often, unless woken
 _CORES = "PD_ENGINE_CORES"  # "0,1": cores the engine computes on
 SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's own name: the folder for its local sockets
-PREFIX_STATS = "pd_prefix"  # among the connector's statistics: the step's `PrefixDelta`
+# Among the connector's statistics, the one dictionary in what an engine says of itself: what an `EngineStep` says more.
+PREFIX_STATS = "pd_prefix"
+TOKENS_LEFT_STATS = "pd_tokens_left"
 _vllm_target = EngineCoreProc.run_engine_core
 
 
@@ -116,13 +118,14 @@ def _process_engine_step(engine: Any) -> bool:
     outputs, executed = engine.step_fn()
     elapsed_ms = (time.monotonic() - began) * 1000.0
     for client, output in outputs.items() if outputs else ():
-        if output.scheduler_stats is not None and output.scheduler_stats.iteration_details is not None:
-            # vLLM's own figure leaves out what an executor in this very process computes.
-            output.scheduler_stats.iteration_details.elapsed_ms = elapsed_ms
-        if prefix and output.scheduler_stats is not None:
-            # The one dictionary in what an engine says of itself, so that it needs no channel of its own.
-            stats = output.scheduler_stats.kv_connector_stats or {}
-            output.scheduler_stats.kv_connector_stats = {**stats, PREFIX_STATS: prefix.take()}
+        if (stats := output.scheduler_stats) is not None:
+            if stats.iteration_details is not None:
+                # vLLM's own figure leaves out what an executor in this very process computes.
+                stats.iteration_details.elapsed_ms = elapsed_ms
+            if prefix:
+                stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), PREFIX_STATS: prefix.take()}
+            if executed and (tokens_left := _tokens_left(engine, stats)):
+                stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), TOKENS_LEFT_STATS: tokens_left}
         if executed or _has_news(engine, output):
             engine.output_queue.put_nowait((client, output))
     engine.post_step(executed)
@@ -135,6 +138,18 @@ def _process_engine_step(engine: Any) -> bool:
         elif engine._pd_empty_steps > _SETTLING_STEPS and engine.input_queue.empty():
             news.wait(_KV_POLL_S)
     return bool(executed)
+
+
+def _tokens_left(engine: Any, stats: Any) -> dict[str, int]:
+    """Prompt tokens not scheduled yet, by key, of running requests without an output; nothing where none changed."""
+    details = stats.iteration_details
+    if details is not None and not details.num_ctx_tokens:
+        return {}  # a step of decodes only
+    return {
+        request.request_id: max(0, request.num_prompt_tokens - request.num_computed_tokens)
+        for request in engine.scheduler.running
+        if not request.num_output_tokens
+    }
 
 
 def _prefix_changes(engine: Any) -> PrefixChanges | None:

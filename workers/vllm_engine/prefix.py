@@ -10,7 +10,7 @@ from typing import Any
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, EventBatch, EventPublisher
 
 from orchestrator.policy.prefix_keys import EventTranslator, salt_of
-from workers.prefix import PrefixChanges
+from workers.engine import PrefixChanges
 
 
 class PrefixCollector(EventPublisher):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder
@@ -38,14 +39,16 @@ class RequestCodec:
 
     def _check_prompt(self, core: EngineCoreRequest) -> None:
         tokens = core.prompt_token_ids
-        if tokens is None:
-            return  # embeddings: vLLM's frontend has measured them
+        prompt = core.prompt_embeds if tokens is None else tokens
+        length = 0 if prompt is None else len(prompt)
         longest = self._max_model_len - (1 if core.sampling_params is not None else 0)  # room for one new token
-        if not 0 < len(tokens) <= longest:
-            raise InvalidEngineRequest(
-                f"{core.request_id}: expected a prompt of 1 to {longest} tokens, got {len(tokens)}"
-            )
-        if core.prompt_is_token_ids is None and not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
+        if not 0 < length <= longest:
+            raise InvalidEngineRequest(f"{core.request_id}: expected a prompt of 1 to {longest} tokens, got {length}")
+        if (
+            tokens is not None
+            and core.prompt_is_token_ids is None
+            and not 0 <= min(tokens) <= max(tokens) < self._vocabulary
+        ):
             raise InvalidEngineRequest(
                 f"{core.request_id}: expected token ids of 0 to {self._vocabulary - 1}, "
                 f"got {min(tokens)} to {max(tokens)}"
@@ -64,17 +67,8 @@ def _set_kv(core: EngineCoreRequest, params: dict[str, Any]) -> None:
 
 
 def _receive(source: KVSource) -> dict[str, Any]:
-    endpoint = source.endpoint
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": endpoint.engine_id,
-        "remote_host": endpoint.host,
-        "remote_port": endpoint.port,
-        "tp_size": endpoint.tp_size,
-        "pp_size": endpoint.pp_size,
-        "remote_request_id": source.key,
-    }
+    """What connectors.push reads: the source as it is."""
+    return {"do_remote_prefill": True, "do_remote_decode": False, "kv_source": msgspec.to_builtins(source)}
 
 
 def _prefill_only(core: EngineCoreRequest) -> None:

@@ -143,9 +143,9 @@ class Transfers(RuleBasedStateMachine):
     def write_ends(self, index: int, ok: bool) -> None:
         writes = self.world.writes()
         write = writes[index % len(writes)]
-        if ok and write.order.decode.engine in self.world.decodes:
+        if ok and write.order.decode.engine_id in self.world.decodes:
             write.land()
-        write.rank.end_write(write, ok and write.order.decode.engine in self.world.decodes)
+        write.rank.end_write(write, ok and write.order.decode.engine_id in self.world.decodes)
 
     # ---- time and death
 

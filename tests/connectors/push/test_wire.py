@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from connectors.push import wire
+from orchestrator.types import KVEndpoint, KVSource
 
 HERE = wire.Endpoint("engine-1", "127.0.0.1", 5600)
 
@@ -21,6 +23,13 @@ HERE = wire.Endpoint("engine-1", "127.0.0.1", 5600)
 )
 def test_messages_survive_the_wire(message: wire.Message) -> None:
     assert wire.parse(wire.pack(message)) == message
+
+
+def test_the_source_is_the_fleets_own_type() -> None:
+    """A worker hands it over as builtins; the connector may not import it."""
+    source = KVSource(KVEndpoint("engine-1", "127.0.0.1", 5600, tp_size=2, pp_size=3), "r#1")
+    builtins = msgspec.to_builtins(source)
+    assert msgspec.to_builtins(msgspec.convert(builtins, wire.Source)) == builtins
 
 
 def test_vllms_own_completion_notice_is_understood() -> None:

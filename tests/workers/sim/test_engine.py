@@ -38,6 +38,14 @@ async def test_generates_the_tokens_of_its_prompt(sims: SimFixture) -> None:
     await sims.assert_no_leaks()
 
 
+async def test_steps_say_how_much_of_a_prompt_is_left(sims: SimFixture) -> None:
+    engine, _ = await sims.start(SimConfig(speed=20, max_num_batched_tokens=100))
+    await engine.submit(request_of("a#1", list(range(350)), max_tokens=2))
+    steps = [await engine.next_step() for _ in range(5)]
+    assert [step.tokens_left for step in steps] == [{"a#1": 250}, {"a#1": 150}, {"a#1": 50}, {}, {}]
+    await sims.assert_no_leaks()
+
+
 async def test_resumes_the_same_sequence_where_it_was_left(sims: SimFixture) -> None:
     engine, _ = await sims.start()
     tokens = expected(PROMPT, 12)

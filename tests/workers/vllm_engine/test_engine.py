@@ -73,6 +73,23 @@ async def assert_no_leaks(*drivers: Driver) -> None:
         assert not driver.engine.kv_totals["pd_corrupt"]
 
 
+async def test_steps_say_how_much_of_a_prompt_is_left(pair) -> None:
+    """In chunks of 256 tokens; what is cached is not left, and a prompt of one chunk ends with its first step."""
+    prefill, _ = pair
+    tokens = prompt(1000, next(COUNT) + 500)
+    first, again, short = (f"{name}-{next(COUNT)}#1" for name in ("first", "again", "short"))
+    await prefill.decode(first, frames(tokens, 4))
+    await prefill.done(first)
+    assert prefill.tokens_left[first] == [1000 - 256, 1000 - 512, 1000 - 768]
+    await prefill.decode(again, frames([*tokens[:640], *prompt(300)], 4))
+    await prefill.done(again)
+    assert prefill.tokens_left[again] == [300 - 256]
+    await prefill.decode(short, frames(prompt(100, next(COUNT)), 4))
+    await prefill.done(short)
+    assert short not in prefill.tokens_left
+    await assert_no_leaks(prefill)
+
+
 @pytest.mark.parametrize("length", [5, 31, 32, 33, 64, 255, 256, 257, 700, 1500])
 async def test_remote_prefill_gives_the_tokens_of_a_local_one(pair, reference, length: int) -> None:
     prefill, decode = pair

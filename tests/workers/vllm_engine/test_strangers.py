@@ -14,7 +14,7 @@ import pytest_asyncio
 from support_vllm import Driver, engine_pid, frames, tiny_model, until
 
 from orchestrator.config.settings import KVConfig
-from workers.ports import free_port
+from workers.arguments import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

@@ -41,7 +41,7 @@ async def real_workers(server: EmbeddedRedis, model: Path) -> AsyncIterator[Work
         workers={"engine_args": engine_args, "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, **times},
         queue={"lease_s": 3.0},
     ) as workers:
-        workers._tree |= {"model": str(model), "engine": "vllm"}
+        workers.tree |= {"model": str(model), "engine": "vllm"}
         yield workers
 
 

@@ -1,0 +1,68 @@
+"""Load reports: exact, coalesced, and how fast prefill is."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from support_workers import until
+
+from orchestrator.types import WorkerLoad
+from workers.attempts import Attempts
+from workers.engine import EngineLoad
+from workers.reports import LoadReporter, PrefillRate
+
+LOAD = EngineLoad(blocks_free=90, running=1, waiting=0, step_ms=1.0)
+
+
+def reporter() -> tuple[LoadReporter, list[WorkerLoad], Attempts]:
+    published: list[WorkerLoad] = []
+    attempts = Attempts()
+    return LoadReporter("w", 100, attempts, published.append), published, attempts
+
+
+async def test_a_submission_is_seen_by_the_second_step_after_it() -> None:
+    load, published, _ = reporter()
+    load.submitted("f", 1)
+    load.stepped(LOAD)  # may have begun before the submission
+    assert published[-1].seen == {"f": 0}
+    await until(lambda: (load.stepped(LOAD), published[-1].seen == {"f": 1})[1])
+    assert load.settled
+
+
+async def test_an_engine_that_was_asked_has_seen_everything() -> None:
+    load, published, _ = reporter()
+    load.submitted("f", 3)
+    load.submitted("g", 5)
+    assert not load.settled
+    load.measured(LOAD)
+    assert load.settled and published[-1].seen == {"f": 3, "g": 5}
+    load.forget("g")
+    await asyncio.sleep(0.003)  # beyond the interval between reports
+    load.stepped(LOAD)
+    assert published[-1].seen == {"f": 3}
+
+
+async def test_reports_of_a_fast_engine_are_coalesced_and_the_last_is_not_lost() -> None:
+    load, published, _ = reporter()
+    for free in range(1000):
+        load.stepped(EngineLoad(blocks_free=free, running=0, waiting=0, step_ms=0.1))
+    assert len(published) < 100
+    await until(lambda: published[-1].blocks_free == 999)
+    assert [p.sequence for p in published] == list(range(1, len(published) + 1))
+
+
+def test_prefill_rate_counts_only_time_with_work() -> None:
+    rate = PrefillRate()
+    rate.busy(0.0)
+    rate.prefilled(1000, more=True, now=0.5)
+    assert rate.tokens_per_s == pytest.approx(2000)
+    rate.prefilled(1000, more=False, now=1.0)
+    assert rate.tokens_per_s == pytest.approx(2000)
+    rate.busy(100.0)  # the pause in between does not count
+    rate.prefilled(1000, more=False, now=100.25)
+    assert 2000 < rate.tokens_per_s < 4000
+    before = rate.tokens_per_s
+    rate.busy(200.0)
+    rate.prefilled(10, more=False, now=200.001)  # 1 ms of evidence moves it little
+    assert rate.tokens_per_s == pytest.approx(before, rel=0.05)

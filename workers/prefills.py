@@ -1,0 +1,222 @@
+"""A prefill of this worker from its claim to the acknowledgement of its job, in one place.
+
+Frontends hear of a claim before it is computed, so that the decode side reserves memory meanwhile. Which jobs are
+claimed, and how their leases are kept, is `claims`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from orchestrator.store.client import RedisAway
+from orchestrator.store.queue import Claim, PrefillQueue
+from orchestrator.types import FinishReason, KVSource, PrefillJob, WorkerInfo, engine_key
+from orchestrator.wire.messages import Claimed, MessageError, Prefilled, PrefillFailed, unpack_frames
+from workers.attempts import Attempt, Attempts
+from workers.engine import Engine, EngineOutput, EngineRequest, Phase, submit
+from workers.peers import Frontends
+from workers.reports import LoadReporter
+
+log = logging.getLogger("pd.prefills")
+
+GREETING_TIMEOUT_S = 1.0  # for a frontend that has not said hello to this worker yet
+_ENDED_WELL = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+class Prefills:
+    """Owns the prefill attempts. Whatever ends one, its frontend is told and its job acknowledged or released."""
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        engine: Engine,
+        queue: PrefillQueue,
+        frontends: Frontends,
+        attempts: Attempts,
+        load: LoadReporter,
+    ) -> None:
+        self._worker_id, self._endpoint = info.id, info.kv
+        self._engine, self._queue, self._frontends = engine, queue, frontends
+        self._attempts, self._load = attempts, load
+        self._unacked: dict[str, int] = {}  # request id -> attempt that ended while Redis was away
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def busy(self) -> bool:
+        """A claim is being told or handed to the engine, or an end to the queue."""
+        return bool(self._tasks)
+
+    def known(self) -> list[str]:
+        """Request ids of the jobs that this worker answers for."""
+        return [*(attempt.request_id for attempt in self._attempts.prefills()), *self._unacked]
+
+    # ---- begin -------------------------------------------------------------------------------------------------
+
+    def begin(self, claim: Claim, wanted: bool) -> None:
+        """Prefill a job that was claimed, or, where it is not `wanted` any more, give it back."""
+        job = claim.job
+        if self._unacked.get(job.request_id) == job.attempt:
+            self._start(self._ack(job.request_id, job.attempt))
+            return
+        older = self._attempts.find(Phase.PREFILL, job.request_id)
+        if older is not None and older.number == job.attempt:
+            older.leased = True  # the lease had run out while Redis was away; what computes goes on
+            return
+        attempt = Attempt(
+            # A second delivery is another attempt to the engine, which must not meet the first one's KV.
+            key=engine_key(job.request_id, job.attempt) + (f"@{job.deliveries}" if job.deliveries > 1 else ""),
+            request_id=job.request_id,
+            number=job.attempt,
+            frontend_id=job.reply_to,
+            phase=Phase.PREFILL,
+            tokens=job.tokens_at(self._worker_id),
+            since=time.monotonic(),
+            leased=True,
+        )
+        if not wanted or self._attempts.get(attempt.key) is not None:
+            self._start(self._release(attempt))
+            return
+        self._attempts.add(attempt)
+        self._load.added()
+        self._start(self._prefill(attempt, job, claim.queued_s, older))
+
+    async def _prefill(self, attempt: Attempt, job: PrefillJob, queued_s: float, older: Attempt | None) -> None:
+        if older is not None:  # an earlier attempt that nobody waits for any more
+            self._attempts.remove(older)
+            await self._engine.abort([older.key])
+        try:
+            frames = unpack_frames(job.body)
+        except MessageError as error:
+            await self._fail(attempt, f"invalid: {error}")
+            return
+        while not self._tell_claimed(attempt, queued_s):
+            if not await self._frontends.greeted(attempt.frontend_id, GREETING_TIMEOUT_S):
+                log.warning("released %s: frontend %s is not connected", attempt.key, attempt.frontend_id)
+                self._attempts.remove(attempt)
+                await self._release(attempt)
+                return
+            if not self._attempts.holds(attempt):
+                return  # given back meanwhile
+        if not self._attempts.holds(attempt):
+            return  # aborted meanwhile
+        attempt.since = time.monotonic()
+        refusal = await submit(self._engine, EngineRequest(attempt.key, Phase.PREFILL, frames))
+        attempt.submitted = refusal is None
+        if refusal is not None:
+            await self._fail(attempt, refusal.why)
+        elif not self._attempts.holds(attempt):
+            await self._engine.abort([attempt.key])
+
+    def _tell_claimed(self, attempt: Attempt, queued_s: float) -> bool:
+        source = KVSource(self._endpoint, attempt.key)
+        claimed = Claimed(attempt.request_id, attempt.number, self._worker_id, source, queued_s)
+        return self._frontends.send(attempt.frontend_id, claimed)
+
+    # ---- end ---------------------------------------------------------------------------------------------------
+
+    def output(self, attempt: Attempt, output: EngineOutput, timestamp: float) -> None:
+        """The engine computed it, or gave it up, in the step of this `timestamp`."""
+        if output.finish_reason is None:
+            return
+        self._attempts.remove(attempt)
+        if output.finish_reason in _ENDED_WELL:
+            self._attempts.note_pushing(attempt)
+            self._tell_prefilled(attempt, output, timestamp)
+        else:
+            self._tell_failed(attempt, f"the engine ended it: {output.finish_reason!s}")
+        self._start(self._ack(attempt.request_id, attempt.number))
+
+    def _tell_prefilled(self, attempt: Attempt, output: EngineOutput, timestamp: float) -> None:
+        stats = getattr(output, "prefill_stats", None)
+        output.request_id = attempt.request_id
+        now = time.monotonic()
+        prefilled = Prefilled(
+            attempt.request_id,
+            attempt.number,
+            self._worker_id,
+            prefill_s=now - attempt.since,
+            cached_tokens=stats.num_cached_tokens if stats is not None else 0,
+            sent_at=now,
+        )
+        self._frontends.send(attempt.frontend_id, prefilled, self._engine.encode_outputs([output], timestamp))
+
+    def _tell_failed(self, attempt: Attempt, why: str) -> None:
+        log.warning("prefill of %s failed: %s", attempt.key, why)
+        failed = PrefillFailed(attempt.request_id, attempt.number, self._worker_id, why)
+        self._frontends.send(attempt.frontend_id, failed)
+
+    def died_too_often(self, request_id: str, number: int, frontend_id: str) -> None:
+        """Of a job that the sweep gave up, whoever had claimed it."""
+        log.error("prefill job %s failed: its claims died too often", request_id)
+        failed = PrefillFailed(request_id, number, self._worker_id, "its claims died too often")
+        self._frontends.send(frontend_id, failed)
+
+    def aborted(self, attempt: Attempt) -> None:
+        """Its frontend does not want it any more; it is not in the attempts any more."""
+        self._start(self._ack(attempt.request_id, attempt.number))
+
+    async def _fail(self, attempt: Attempt, why: str) -> None:
+        if not self._attempts.holds(attempt):
+            return
+        self._attempts.remove(attempt)
+        self._tell_failed(attempt, why)
+        await self._ack(attempt.request_id, attempt.number)
+
+    async def give_back(self, why: str) -> None:
+        """End all that are not computed yet; their frontends prefill elsewhere."""
+        attempts = self._attempts.prefills()
+        for attempt in attempts:
+            await self._fail(attempt, why)
+        await self._engine.abort([attempt.key for attempt in attempts if attempt.submitted])
+
+    # ---- the job behind it -------------------------------------------------------------------------------------
+
+    async def lease_lost(self, attempt: Attempt) -> None:
+        """Cancelled, taken over, or lost with Redis's data. Its frontend knows which, and aborts a claim that it does
+        not want; computing on keeps a running request alive through a Redis that came back empty."""
+        if not self._attempts.holds(attempt):
+            return
+        attempt.leased = False
+        if not self._tell_claimed(attempt, 0.0):
+            self._attempts.remove(attempt)
+            await self._engine.abort([attempt.key])
+
+    async def acknowledge_again(self) -> None:
+        """What ended while Redis was away."""
+        for request_id, number in list(self._unacked.items()):
+            await self._ack(request_id, number)
+
+    async def _ack(self, request_id: str, number: int) -> None:
+        try:
+            await self._queue.ack(self._worker_id, request_id, number)
+            if self._unacked.get(request_id) == number:
+                del self._unacked[request_id]
+        except RedisAway as error:
+            log.debug("acknowledged later: %s", error)
+            self._unacked[request_id] = number
+
+    async def _release(self, attempt: Attempt) -> None:
+        try:
+            await self._queue.release(self._worker_id, attempt.request_id, attempt.number)
+        except RedisAway as error:
+            log.debug("its lease will return %s: %s", attempt.key, error)
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._attempts.room.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a prefill ended with an error: %s: %s", type(error).__name__, error)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

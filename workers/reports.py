@@ -1,0 +1,266 @@
+"""What a worker publishes of itself: its load, and what changes in its prefix cache.
+
+Coalesced, so that a fast engine does not flood the mesh. Load is exact about which submissions it includes; changes of
+the prefix cache are numbered, and all of it is told to a frontend that asks. Keys are those of `policy.prefix_keys`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from orchestrator.types import PrefixEvents, WorkerLoad
+from orchestrator.wire.messages import PrefixSnapshot
+from workers.attempts import Attempts
+from workers.engine import Engine, EngineDead, EngineLoad, PrefixChanges, PrefixDelta
+
+LOAD_INTERVAL_S = 0.002  # at least, between two reports
+IDLE_REPORT_S = 0.25
+UNREPORTED_S = 0.025  # after something that no step may report, ask the engine this soon
+ENGINE_HUNG_S = 120.0  # no step is as long as this
+# A prefix is asked for again seconds later; a batch for each engine step would be most of a large fleet's traffic.
+PREFIX_INTERVAL_S = 0.02
+SNAPSHOT_KEYS = 8192  # of one message: a frontend takes it in within a few milliseconds
+_RATE_WINDOW_S = 0.1
+_RATE_WEIGHT = 0.3
+
+
+class PrefillRate:
+    """Tokens prefilled per second while there are any to prefill, exponentially weighted over windows of 0.1 s."""
+
+    def __init__(self) -> None:
+        self.tokens_per_s = 0.0
+        self._since: float | None = None
+        self._tokens = 0
+
+    def busy(self, now: float) -> None:
+        """There are tokens to prefill. Idempotent."""
+        if self._since is None:
+            self._since = now
+
+    def prefilled(self, tokens: int, more: bool, now: float) -> None:
+        """`more`: others still wait, so time goes on counting."""
+        if self._since is None:
+            return
+        self._tokens += tokens
+        elapsed_s = now - self._since
+        if self._tokens and elapsed_s > 0 and (elapsed_s >= _RATE_WINDOW_S or not more):
+            sample = self._tokens / elapsed_s
+            # A short window says less: weigh it by its length.
+            weight = _RATE_WEIGHT * min(1.0, elapsed_s / _RATE_WINDOW_S) if self.tokens_per_s else 1.0
+            self.tokens_per_s += weight * (sample - self.tokens_per_s)
+            self._since, self._tokens = now, 0
+        if not more:
+            self.idle()
+
+    def idle(self) -> None:
+        """Nothing waits any more: time stops counting."""
+        self._since, self._tokens = None, 0
+
+
+class _Seen:
+    """Submission numbers of one frontend by how surely the engine's load includes them."""
+
+    __slots__ = ("fresh", "seen", "settling")
+
+    def __init__(self) -> None:
+        self.fresh = self.settling = self.seen = 0
+
+
+class LoadReporter:
+    """Feed it what happens; it publishes by itself. `publish` never waits."""
+
+    def __init__(
+        self, worker_id: str, blocks_total: int, attempts: Attempts, publish: Callable[[WorkerLoad], None]
+    ) -> None:
+        self._worker_id, self.blocks_total = worker_id, blocks_total
+        self._attempts, self._publish = attempts, publish
+        self.rate = PrefillRate()
+        self.engine = EngineLoad(blocks_free=blocks_total, running=0, waiting=0, step_ms=0.0)
+        self.prefix_sequence = 0  # of what was published before the next report
+        self.dirty = asyncio.Event()  # something happened that no step may ever report
+        self.steps = 0
+        self._seen: dict[str, _Seen] = {}
+        self._sequence = 0
+        self._published_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def added(self) -> None:
+        """Call after an attempt was added."""
+        if self._attempts.waiting_tokens:
+            self.rate.busy(time.monotonic())
+        self.dirty.set()
+
+    def submitted(self, frontend_id: str, sequence: int) -> None:
+        """This submission was handed to the engine, or refused: both ways it is accounted for from now on."""
+        numbers = self._seen.setdefault(frontend_id, _Seen())
+        numbers.fresh = max(numbers.fresh, sequence)
+        self.dirty.set()
+
+    def forget(self, frontend_id: str) -> None:
+        self._seen.pop(frontend_id, None)
+
+    def prefilled(self, tokens: int) -> None:
+        """Call after the attempts were updated."""
+        self.rate.prefilled(tokens, self._attempts.waiting_tokens > 0, time.monotonic())
+
+    def stepped(self, load: EngineLoad | None) -> None:
+        """A step ended. It may have begun before the latest submissions, the next one cannot have."""
+        self.steps += 1
+        for numbers in self._seen.values():
+            numbers.seen, numbers.settling = numbers.settling, numbers.fresh
+        if load is not None:
+            self.engine = load
+        self.publish_soon()
+
+    def measured(self, load: EngineLoad) -> None:
+        """The engine was asked, after everything submitted so far."""
+        for numbers in self._seen.values():
+            numbers.seen = numbers.settling = numbers.fresh
+        self.engine = load
+        self.publish_soon()
+
+    @property
+    def settled(self) -> bool:
+        """Nothing was submitted that the last report does not include."""
+        return all(numbers.seen == numbers.fresh for numbers in self._seen.values())
+
+    def publish_soon(self) -> None:
+        if self._timer is not None:
+            return
+        wait_s = self._published_at + LOAD_INTERVAL_S - time.monotonic()
+        if wait_s <= 0:
+            self._publish_now()
+        else:
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._publish_now)
+
+    async def run(self, engine: Engine, measured: Callable[[], None]) -> None:
+        """Report while no step does: what aborts and ended transfers freed, and a sign of life. Raises EngineDead.
+
+        `measured` is called after the engine was asked.
+        """
+        measured_at_step = -1
+        while True:
+            steps = self.steps
+            try:
+                async with asyncio.timeout(IDLE_REPORT_S if self.settled else UNREPORTED_S):
+                    await self.dirty.wait()
+                self.dirty.clear()
+                await asyncio.sleep(UNREPORTED_S)  # several at once are one question
+            except TimeoutError:
+                pass
+            if self.steps != steps:
+                continue  # steps are running, and report themselves
+            load = self.engine
+            unsure = len(self._attempts) or load.blocks_free < self.blocks_total or load.running or load.waiting
+            if unsure or not self.settled or measured_at_step != steps:
+                measured_at_step = steps
+                self.measured(await self._ask(engine))
+                measured()
+            else:
+                self.publish_soon()
+
+    async def _ask(self, engine: Engine) -> EngineLoad:
+        """Raises EngineDead, also for an engine that has not answered for ENGINE_HUNG_S."""
+        asking = asyncio.create_task(engine.load(), name="engine-load")
+        deadline = time.monotonic() + ENGINE_HUNG_S
+        try:
+            while not (await asyncio.wait({asking}, timeout=IDLE_REPORT_S))[0]:
+                if time.monotonic() > deadline:
+                    raise EngineDead(f"the engine has not answered for {ENGINE_HUNG_S:g} s")
+                self.publish_soon()  # a sign of life through a long step
+        finally:
+            asking.cancel()
+        return asking.result()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _publish_now(self) -> None:
+        self._timer = None
+        if not self._attempts.waiting_tokens:
+            self.rate.idle()
+        self._published_at = time.monotonic()
+        self._sequence += 1
+        engine = self.engine
+        self._publish(
+            WorkerLoad(
+                worker_id=self._worker_id,
+                sequence=self._sequence,
+                blocks_total=self.blocks_total,
+                blocks_free=engine.blocks_free,
+                running=engine.running,
+                waiting=engine.waiting,
+                waiting_tokens=self._attempts.waiting_tokens,
+                step_ms=engine.step_ms,
+                seen={frontend_id: numbers.seen for frontend_id, numbers in self._seen.items()},
+                prefill_tokens_per_s=self.rate.tokens_per_s,
+                kv=engine.kv,
+                prefix_sequence=self.prefix_sequence,
+            )
+        )
+
+
+class PrefixReporter:
+    """Feed it what the engine says; it publishes by itself. `publish` and `send` never wait."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        publish: Callable[[PrefixEvents], None],
+        send: Callable[[str, PrefixSnapshot], bool],
+        load: LoadReporter,
+    ) -> None:
+        self._worker_id, self._publish, self._send, self._load = worker_id, publish, send, load
+        self._keys: dict[int, None] = {}  # as large as the engine's cache, oldest first
+        self._changes = PrefixChanges()
+        self._sequence = int(time.time() * 1e6)  # those of a restarted worker continue nothing
+        self._published_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def changed(self, delta: PrefixDelta) -> None:
+        if delta.cleared:
+            self._keys.clear()
+        for key in delta.removed:
+            self._keys.pop(key, None)
+        self._keys.update(dict.fromkeys(delta.stored))
+        self._changes.add(delta)
+        if self._timer is None:
+            wait_s = self._published_at + PREFIX_INTERVAL_S - time.monotonic()
+            if wait_s <= 0:
+                self._publish_now()
+            else:
+                self._timer = asyncio.get_running_loop().call_later(wait_s, self._publish_now)
+
+    def cleared(self) -> None:
+        """The cache was reset. The engine says so too, but with its next step only: until then prompts would be sent
+        after what is gone."""
+        if self._keys:
+            self.changed(PrefixDelta([], [], cleared=True))
+
+    def snapshot(self, frontend_id: str) -> None:
+        """Tell this frontend all that is held. What cannot be sent is asked for again."""
+        if self._changes:
+            self._publish_now()  # a snapshot is as of the last batch
+        keys = list(self._keys)
+        for start in range(0, len(keys) or 1, SNAPSHOT_KEYS):
+            end = start + SNAPSHOT_KEYS
+            part = PrefixSnapshot(self._worker_id, self._sequence, keys[start:end], more=end < len(keys))
+            if not self._send(frontend_id, part):
+                return
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _publish_now(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._published_at = time.monotonic()
+        self._sequence += 1
+        delta = self._changes.take()
+        self._publish(PrefixEvents(self._worker_id, self._sequence, delta.stored, delta.removed, delta.cleared))
+        self._load.prefix_sequence = self._sequence
