@@ -49,12 +49,12 @@ class Attempts:
 
     @property
     def waiting_tokens(self) -> int:
-        """Of all attempts' prompts, not computed yet."""
+        """Prompt tokens of all attempts that are not computed yet."""
         return self._tokens_left.total()
 
     @property
     def claimed_tokens(self) -> int:
-        """Of prefills' prompts, not computed yet."""
+        """The same, of prefills."""
         return self._tokens_left[Phase.PREFILL]
 
     def get(self, key: str) -> Attempt | None:

@@ -125,7 +125,8 @@ class ClaimLoop:
         self._room.set()
 
     async def _watch_room(self) -> None:
-        """A prompt goes on or ends: what was left may fit now; once idle, what is others' is this worker's too."""
+        """Ask the queue again once there is more room: a job that was left may fit now, and an idle worker may take
+        what is cached elsewhere."""
         while True:
             await self._attempts.room.wait()
             self._attempts.room.clear()

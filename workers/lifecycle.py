@@ -103,8 +103,9 @@ class Drain:
         self._engine, self._blocks_total, self._attempts = engine, blocks_total, attempts
         self._claims, self._prefills, self._serving = claims, prefills, serving
 
-    def __len__(self) -> int:
-        """Attempts to be ended."""
+    @property
+    def requests(self) -> int:
+        """That have not ended."""
         return len(self._attempts)
 
     async def end_attempts(self, deadline: float) -> None:
@@ -154,7 +155,8 @@ class Moves:
             await self._clear_orders(self._done)
 
     def _flip(self, role: Role, sequence: int) -> None:
-        """Take the role once everything held has ended. Told to stay what it is, it stays: also half-way."""
+        """Take the role once every attempt has ended. A worker that is told to keep its role keeps it, also while it
+        drains to change it."""
         if self._life.state is Life.READY:
             if role is self._life.role:
                 self._begun = self._done = sequence
@@ -168,7 +170,7 @@ class Moves:
     async def _change_role(self, role: Role, sequence: int) -> None:
         began = time.monotonic()
         if role is not self._life.role:
-            log.info("draining %d requests to become a %s worker", len(self._drain), role.value)
+            log.info("draining %d requests to become a %s worker", self._drain.requests, role.value)
             await self._drain.end_attempts(began + self._drain_timeout_s)
         self._life.role = role
         self._life.enter(Life.READY)
@@ -183,7 +185,7 @@ class Moves:
             self._start(self._drain_and_end(time.monotonic() + timeout_s), "leave")
 
     async def _drain_and_end(self, deadline: float) -> None:
-        log.info("draining %d requests to leave", len(self._drain))
+        log.info("draining %d requests to leave", self._drain.requests)
         try:
             await self._drain.end_attempts(deadline)
             await self._drain.end_pushes(deadline)

@@ -144,7 +144,8 @@ class Peers:
             self._expect(worker_id, workers.get(worker_id))
 
     def _expect(self, worker_id: str, info: WorkerInfo | None) -> None:
-        """This process is registered under the id now; any other known by it has to be alive or proven dead."""
+        """`info` is what is registered under this id now, None for nothing. Any other engine that was known by it is
+        looked after until it is back or proven dead."""
         if worker_id == self._worker_id:
             return
         if info is not None:

@@ -176,8 +176,11 @@ class Prefills:
     # ---- the job behind it -------------------------------------------------------------------------------------
 
     async def lease_lost(self, attempt: Attempt) -> None:
-        """Cancelled, taken over, or lost with Redis's data. Its frontend knows which, and aborts a claim that it does
-        not want; computing on keeps a running request alive through a Redis that came back empty."""
+        """The job was cancelled, taken over, or lost with Redis's data.
+
+        Its frontend knows which, and aborts a claim that it does not want. Computing goes on meanwhile: a running
+        request survives a Redis that came back empty.
+        """
         if not self._attempts.holds(attempt):
             return
         attempt.leased = False

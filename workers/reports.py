@@ -60,7 +60,8 @@ class PrefillRate:
 
 
 class _Seen:
-    """Submission numbers of one frontend by how surely the engine's load includes them."""
+    """Submission numbers of one frontend: the highest that the engine was given (`fresh`), that it had when its step
+    began (`settling`), and that its load includes (`seen`)."""
 
     __slots__ = ("fresh", "seen", "settling")
 

@@ -190,7 +190,7 @@ class Serving:
             await self._abort_frontend(frontend_id)
 
     async def frontend_left(self, frontend_id: str) -> None:
-        """The registry says so; believed unless it is still connected."""
+        """The registry says that it left. Abort its requests unless it is still connected."""
         if not self._frontends.reachable(frontend_id):
             await self._abort_frontend(frontend_id)
 

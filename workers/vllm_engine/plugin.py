@@ -24,7 +24,7 @@ from workers.engine import PrefixChanges
 from workers.vllm_engine.patches import share_gloo_device, spare_generators
 from workers.vllm_engine.prefix import PrefixCollector
 
-# What came is collected by one step, noted by the next and scheduled by the one after, where batches are queued.
+# Where batches are queued, KV that came is collected by one step, noted by the next and scheduled by the third.
 _SETTLING_STEPS = 3
 _KV_POLL_S = 0.02  # an engine with nothing to compute looks after its waiting requests this often, unless woken
 _CORES = "PD_ENGINE_CORES"  # "0,1": cores the engine computes on
@@ -102,11 +102,11 @@ def _pd_fail_peer(engine: Any, engine_id: str) -> None:
 
 
 def _process_engine_step(engine: Any) -> bool:
-    """vLLM's, but a step that only polls for KV says nothing unless the load has changed, and an engine with nothing
-    to compute sleeps until it is woken.
+    """vLLM's, with two changes: a step that only polls for KV sends no message unless the load has changed, and an
+    engine with nothing to compute sleeps until it is woken.
 
-    vLLM's loop turns about a thousand times a second while requests wait for remote KV; a message each would cost
-    the agent more than its work, and the turns cost the worker on the next core a tenth of its speed.
+    vLLM's loop turns about a thousand times a second while requests wait for remote KV. A message for each turn would
+    cost the agent more than its work, and the turns slow the worker on the next core by a tenth.
     """
     news = _news(engine)
     if news is not None:
@@ -198,7 +198,7 @@ def _has_news(engine: Any, output: EngineCoreOutputs) -> bool:
 
 
 def _meet_in(folder: str) -> None:
-    """The file by which the ranks of an engine find each other stays when they are gone: beside the sockets, then."""
+    """The ranks of an engine find each other through a file, which vLLM leaves behind: put it beside the sockets."""
     for executor in (multiproc_executor, uniproc_executor):
         executor.get_file_store_init_method = lambda: f"file://{folder}/vllm_dist_{uuid.uuid4().hex}"
 

@@ -1,6 +1,6 @@
-"""vLLM's KV cache events, in the engine process, as changes of our prefix keys.
+"""Turns vLLM's KV cache events, in the engine process, into changes of our prefix keys.
 
-Stands where the scheduler's event publisher is, and passes every batch on to that one.
+It replaces the scheduler's event publisher, and passes every batch on to that one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PrefixCollector(EventPublisher):
 
     def _stored(self, event: BlockStored) -> None:
         block_size, hashes = self._translator.block_size, event.block_hashes
-        # Where layers have caches of several kinds the one with full attention tells; windows forget their prefix.
+        # Where layers have several kinds of caches, the one with full attention counts: a window forgets its prefix.
         if not (event.kv_cache_spec_kind or "full_attention").endswith(("full_attention", "mla_attention")):
             return
         if self._group is None:

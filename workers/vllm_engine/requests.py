@@ -17,7 +17,7 @@ class RequestCodec:
     """Decodes and adapts. Raises InvalidEngineRequest, naming the request and what is wrong with it."""
 
     def __init__(self, max_model_len: int, vocabulary: int) -> None:
-        """Lengths and token ids that this engine can take: beyond them it would not fail the request but itself."""
+        """What the engine can take, in tokens. A longer sequence, or a larger token id, would end the engine itself."""
         self._max_model_len, self._vocabulary = max_model_len, vocabulary
         self._decoder = MsgpackDecoder(EngineCoreRequest)
 
@@ -72,8 +72,11 @@ def _receive(source: KVSource) -> dict[str, Any]:
 
 
 def _prefill_only(core: EngineCoreRequest) -> None:
-    """One token, under all that determines it, so that it is the one decode samples too. Not so with what carries
-    state from token to token (a grammar, a thinking budget): for those, decode's is the only true one."""
+    """Sample one token with every parameter that determines it, so that the decode engine samples the same one.
+
+    What carries state from token to token (a grammar, a thinking budget) is left out: then the decode engine's token is
+    the only true one.
+    """
     sampling = _sampling(core, "prefilled only")
     if core.prompt_token_ids is None:
         raise InvalidEngineRequest(f"{core.request_id}: a prompt of embeddings cannot be prefilled elsewhere")
