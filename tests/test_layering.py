@@ -207,7 +207,6 @@ def test_there_are_no_import_circles():
         visit(module, ())
 
 
-@pytest.mark.xfail(strict=True, reason="merges into fewer files are under way")
 def test_files_are_short_and_folders_small():
     long = {
         name: lines
