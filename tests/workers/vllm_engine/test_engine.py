@@ -180,10 +180,12 @@ async def test_an_aborted_prefill_is_recomputed_by_decode(pair, reference) -> No
 
 async def test_a_preempted_prefill_pushes_the_right_kv(pair, reference) -> None:
     prefill, decode = pair
-    for index in range(6):
-        key, body = f"preempt-{index}", frames(prompt(1800, 500 + index), 4)
+    for chunks in range(1, 6):  # of 8
+        key, body = f"preempt-{chunks}", frames(prompt(1800, 500 + chunks), 4)
         await transfer(prefill, decode, key, body)
-        await asyncio.sleep(0.01 + index * 0.004)
+        async with asyncio.timeout(10):
+            while len(prefill.tokens_left.get(key, ())) < chunks:
+                await asyncio.sleep(0.001)
         # vLLM preempts what runs, and the request begins again in other blocks.
         await prefill.engine.call("reset_prefix_cache", [True])
         assert await decode.done(key) == await expected(reference, key, body)
