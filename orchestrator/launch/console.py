@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -23,7 +24,8 @@ from rich.text import Text
 _COLOURS = {"prefill": 36, "decode": 32, "frontend": 35, "launcher": 33}  # ANSI
 _REFRESH_PER_S = 8
 _MAX_LOG_BYTES = 32 << 20
-_SHOWN_AFTER_FAILURE = 15  # lines
+_SHOWN_AFTER_FAILURE = 10  # lines
+_ERROR = re.compile(r"(^|\s)[\w.]*(Error|Exception): ")  # the last line of a traceback
 
 
 class LogFile:
@@ -105,8 +107,12 @@ class Console:
             self._write_named(name, shown)
 
     def show_failure(self, name: str, lines: list[str]) -> None:
-        """The end of the output of a process that failed; a verbose console has shown it already."""
-        for line in [] if self._verbose else lines[-_SHOWN_AFTER_FAILURE:]:
+        """What the end of a failed process's output says: its errors, else its last lines.
+
+        A verbose console has shown it already.
+        """
+        errors = [line for line in lines if _ERROR.search(line)]
+        for line in [] if self._verbose else (errors or lines)[-_SHOWN_AFTER_FAILURE:]:
             self._write_named(name, line)
 
     def _write_log(self, name: str, line: str) -> None:

@@ -50,8 +50,8 @@ def launch(config: Config, console: Console) -> None:
             MachineShares(config).check_room()
             # A port in use is refused now, not after minutes of loading; it is held once the fleet starts.
             hold_port(config.frontend.host, config.frontend.port)[0].close()
-            _open_log(folder, console)
             console.start_progress()
+            _open_log(folder, console)
             console.stage("model", "looking for it")
             model = find_model(config.model, lambda stage: console.stage("model", stage))
             console.stage("model", model, done=True)

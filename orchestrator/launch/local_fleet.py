@@ -174,7 +174,7 @@ class LocalFleet:
             return
         if end.code == _EXIT_USAGE or process.crashes >= _STARTS_BEFORE_GIVING_UP or process.stage is Stage.ENDED:
             self._console.stop_progress()
-            if not end.said:
+            if end.code != _EXIT_USAGE:  # which comes with a reason that needs no more
                 self._console.show_failure(process.name, process.last_lines)
             log_file = self._console.log_file
             where = f"; log: {log_file.path}" if log_file is not None else ""

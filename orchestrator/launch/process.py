@@ -21,7 +21,7 @@ from orchestrator.parent import EXIT_REASON_FILE, PARENT, read_exit_reason
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 16
-_KEPT_LINES = 30
+_KEPT_LINES = 100  # a traceback is in them
 # The helpers of a dead process (its engine, Python's resource tracker) have this long to end by themselves.
 _GROUP_PATIENCE_S = 3.0
 _POLL_S = 0.02

@@ -38,6 +38,8 @@ def test_a_quiet_console_shows_requests_and_the_launchers_own_lines_only(tmp_pat
     ]
     console.show_failure("decode-0", [str(number) for number in range(100)])
     assert stream.getvalue().splitlines()[-1] == "[decode-0] 99"
+    console.show_failure("decode-0", ["Traceback", "  File x", "ValueError: no memory", *map(str, range(50))])
+    assert stream.getvalue().splitlines()[-2:] == ["[decode-0] 99", "[decode-0] ValueError: no memory"]
 
 
 def test_a_verbose_console_shows_everything_as_it_is_and_nothing_twice():
