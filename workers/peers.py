@@ -115,7 +115,7 @@ class Peers:
 
     @property
     def suspects(self) -> set[str]:
-        """Engine ids whose end is being looked for."""
+        """Engine ids that are probed: alive or dead is not known yet."""
         return set(self._missing)
 
     def heard(self, event: RegistryEvent) -> None:
@@ -145,7 +145,7 @@ class Peers:
 
     def _expect(self, worker_id: str, info: WorkerInfo | None) -> None:
         """`info` is what is registered under this id now, None for nothing. Any other engine that was known by it is
-        looked after until it is back or proven dead."""
+        probed until it is back or proven dead."""
         if worker_id == self._worker_id:
             return
         if info is not None:

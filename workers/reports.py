@@ -242,7 +242,7 @@ class PrefixReporter:
             self.changed(PrefixDelta([], [], cleared=True))
 
     def snapshot(self, frontend_id: str) -> None:
-        """Tell this frontend all that is held. What cannot be sent is asked for again."""
+        """Tell this frontend every key that is cached. What cannot be sent is asked for again."""
         if self._changes:
             self._publish_now()  # a snapshot is as of the last batch
         keys = list(self._keys)

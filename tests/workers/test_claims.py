@@ -74,14 +74,14 @@ async def test_jobs_go_to_who_has_their_prefix(workers: Workers) -> None:
 
 
 async def test_what_is_cached_of_a_job_does_not_count_against_the_budget(redis_server: EmbeddedRedis) -> None:
-    """800 tokens fit in no budget of 400 while another prompt is computed; 20 that are not cached do."""
-    slow = {"speed": 1.0, "prefill_us_per_token": 2000.0, "max_num_batched_tokens": 200}
+    """500 tokens fit in no budget of 400 while another prompt is computed; 20 that are not cached do."""
+    slow = {"speed": 1.0, "prefill_us_per_token": 1000.0, "max_num_batched_tokens": 200}
     async with running_workers(redis_server, sim=slow) as workers:
         frontend, prefill, _ = await pair(workers)
-        first, second = frontend.new([1, *range(799)]), frontend.new([2, *range(799)])
+        first, second = frontend.new([1, *range(799)]), frontend.new([2, *range(499)])
         await frontend.enqueue(first)
         await until(lambda: first.got(Claimed))
-        await frontend.enqueue(second, cached={prefill: 780})
+        await frontend.enqueue(second, cached={prefill: 480})
         await until(lambda: second.got(Claimed))
         assert not first.got(Prefilled)
         await frontend.finished(first, second)
