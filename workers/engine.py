@@ -55,9 +55,10 @@ class EngineRequest(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Why a request was not taken."""
+    """Why a request was not taken. `final`: no worker would take it."""
 
     why: str
+    final: bool = False
 
 
 class EngineOutput(Protocol):
@@ -168,7 +169,7 @@ async def submit(engine: Engine, request: EngineRequest) -> Refusal | None:
     try:
         await engine.submit(request)
     except InvalidEngineRequest as error:
-        return Refusal(f"invalid: {error}")
+        return Refusal(f"invalid: {error}", final=True)
     except EngineDead:
         raise
     except Exception as error:  # a defect met by one request must not end all the others

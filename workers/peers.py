@@ -48,7 +48,7 @@ class Frontends:
         """Give an attempt back, now or when the frontend is connected again."""
         level = logging.DEBUG if refusal.why == "draining" else logging.WARNING
         log.log(level, "rejected %s#%d: %s", request_id, number, refusal.why)
-        if not self.send(frontend_id, Rejected(request_id, number, self._worker_id, refusal.why)):
+        if not self.send(frontend_id, Rejected(request_id, number, self._worker_id, refusal.why, refusal.final)):
             self.lost(frontend_id, request_id, number)
 
     def lost(self, frontend_id: str, request_id: str, number: int) -> None:

@@ -110,12 +110,13 @@ class PrefillFailed(msgspec.Struct, tag="prefill_failed", frozen=True):
 
 
 class Rejected(msgspec.Struct, tag="rejected", frozen=True):
-    """The worker did not take a `Submit` (draining, wrong role, undecodable): place it elsewhere."""
+    """The worker did not take a `Submit`. Place it elsewhere (draining, wrong role), unless it is `final`."""
 
     request_id: str
     attempt: int
     worker_id: str
     why: str
+    final: bool = False  # every worker would refuse this request: it cannot be decoded, or is too long
 
 
 class Outputs(msgspec.Struct, tag="outputs", frozen=True):

@@ -56,6 +56,7 @@ async def test_refuses_what_it_cannot_decode_or_run(workers: Workers) -> None:
     await until(lambda: garbage.got(Rejected) and long.got(Rejected))
     assert garbage.got(Rejected).why.startswith("invalid: not an engine request")
     assert long.got(Rejected).why.startswith("invalid: the prompt has 40000 tokens, the longest sequence is 32768")
+    assert long.got(Rejected).final
     await workers.assert_no_leaks()
 
 
@@ -65,7 +66,7 @@ async def test_a_prefill_worker_refuses_submissions(workers: Workers) -> None:
     request = frontend.new(PROMPT)
     frontend.submit_to(worker.id, request)
     rejected = await until(lambda: request.got(Rejected))
-    assert rejected.why == "this is a prefill worker"
+    assert rejected.why == "this is a prefill worker" and not rejected.final
 
 
 async def test_corrupt_messages_disturb_nobody(workers: Workers, caplog: pytest.LogCaptureFixture) -> None:
