@@ -39,7 +39,7 @@ from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 from orchestrator import metrics  # noqa: E402
 from orchestrator.config.model import resolve_model  # noqa: E402
 from orchestrator.frontend.vllm_codec import VllmCodec  # noqa: E402
-from orchestrator.frontend.wiring import FrontendLink  # noqa: E402
+from orchestrator.frontend.wiring import FleetConnection  # noqa: E402
 from orchestrator.launch.redis_server import EmbeddedRedis  # noqa: E402
 from orchestrator.types import Role  # noqa: E402
 
@@ -69,20 +69,20 @@ class Client:
     def __init__(self, workers: Workers, mode: str) -> None:
         routing = msgspec.structs.replace(workers.config.routing, first_token=mode, remote_prefill_min_tokens=32)
         config = msgspec.structs.replace(workers.config, routing=routing)
-        self.link = FrontendLink(f"bench-{mode}", config, workers.redis, VllmCodec())
+        self.connection = FleetConnection(f"bench-{mode}", config, workers.redis, VllmCodec())
         self._outputs: dict[str, asyncio.Queue[tuple[float, Any]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        self._tasks = [asyncio.create_task(self.link.run()), asyncio.create_task(self._distribute())]
-        await self.link.synced()
+        self._tasks = [asyncio.create_task(self.connection.run()), asyncio.create_task(self._distribute())]
+        await self.connection.synced()
         async with asyncio.timeout(START_S):
-            while not (self.link.fleet.ready(Role.PREFILL) and self.link.fleet.ready(Role.DECODE)):
+            while not (self.connection.fleet.ready(Role.PREFILL) and self.connection.fleet.ready(Role.DECODE)):
                 await asyncio.sleep(0.05)
 
     async def _distribute(self) -> None:
         while True:
-            batch = await self.link.router.batches.get()
+            batch = await self.connection.router.batches.get()
             now = time.monotonic()
             for output in batch.outputs:
                 self._outputs[output.request_id].put_nowait((now, output))
@@ -94,7 +94,7 @@ class Client:
         request = EngineCoreRequest(key, prompt, None, sampling, None, time.time(), None, None, None)
         outputs = self._outputs[key] = asyncio.Queue()
         began, times = time.monotonic(), []
-        await self.link.router.submit(request)
+        await self.connection.router.submit(request)
         async with asyncio.timeout(REQUEST_S):
             while True:
                 now, output = await outputs.get()
@@ -120,13 +120,13 @@ class Client:
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
-            self.link.router.abort(list(self.link.router.requests))
+            self.connection.router.abort(list(self.connection.router.requests))
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.link.close()
+        await self.connection.close()
 
 
 def _random_prompt(tokens: int) -> list[int]:

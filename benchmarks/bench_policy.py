@@ -22,14 +22,14 @@ from bench_queue import run as queue_benchmark
 
 from orchestrator.config.settings import SLOConfig, parse_config
 from orchestrator.fleet.prefixes import PrefixView
-from orchestrator.fleet.queue_view import PrefillLink
+from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.predict import Predictor
 from orchestrator.policy.prefix_keys import prefix_keys
 from orchestrator.router.decider import Decider
 from orchestrator.router.learning import Learning
-from orchestrator.router.request import ActiveRequest
+from orchestrator.router.request import ActiveRequest, Asked
 from orchestrator.simulator.adp import AdpSettings, simulate_adp
 from orchestrator.simulator.plot import PlotError, line_chart
 from orchestrator.simulator.profile import PROFILES, load_profile
@@ -183,12 +183,12 @@ def bench_decision(results: dict[str, Any], workers: int = 1000) -> None:
             for holder in rng.sample(names, 8):
                 prefixes.index.stored(holder, keys[: rng.randrange(1, 750)])
         config = parse_config({"model": "m", "routing": {"placement": mode}})
-        queue = cast(PrefillLink, SimpleNamespace(depth=QueueDepth(10, 50_000, 5)))
-        decider = Decider(config, fleet, queue, prefixes, choose, Learning(Predictor(), choose))
+        queue = cast(QueueView, SimpleNamespace(depth=QueueDepth(10, 50_000, 5)))
+        decider = Decider("f", config, fleet, queue, prefixes, choose, Learning(Predictor(), choose))
         decided, updated = [], []
         for number in range(20_000):
             info = RequestInfo(f"r{number}", 12_001, 4096, 0.0)
-            request = ActiveRequest(info, [], True, "", 0.0, keys=rng.choice(prompts))
+            request = ActiveRequest(Asked(info, [], "", True, True, rng.choice(prompts)), 0.0)
             started = time.perf_counter()
             decider.decide(request)
             decided.append(time.perf_counter() - started)

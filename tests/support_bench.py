@@ -7,15 +7,18 @@ import time
 from dataclasses import dataclass, field
 
 import msgspec
+from prometheus_client import REGISTRY
 
 from orchestrator.config.settings import parse_config
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.router.codec import Batch
-from orchestrator.router.router import FINISH_ERROR, Router
+from orchestrator.router.request import Asked
+from orchestrator.router.router import Router
 from orchestrator.types import (
     EngineIdentity,
+    FinishReason,
     KVEndpoint,
     KVSource,
     QueueDepth,
@@ -25,6 +28,12 @@ from orchestrator.types import (
     WorkerState,
 )
 from orchestrator.wire.messages import Claimed, MessageError, Outputs, Submit
+
+
+def counted(name: str, **labels: str) -> float:
+    """A counter of this process, as `/metrics` would show it; 0 where nothing was counted."""
+    return REGISTRY.get_sample_value(f"{name}_total", labels) or 0.0
+
 
 IDENTITY = EngineIdentity("m", "float32", "auto", 16, 4096, "sim", "1", 1)
 
@@ -49,7 +58,7 @@ class FakeOutput:
 
 
 class FakeCodec:
-    def describe(self, request):
+    def read(self, request, block_size):
         info = RequestInfo(
             request.id,
             request.prompt_tokens,
@@ -58,22 +67,14 @@ class FakeCodec:
             priority=request.priority,
             local_only=request.local_only,
         )
-        return info, request.resumable, request.id
-
-    def prefix_keys(self, request, block_size):
-        return request.keys
-
-    def encode(self, request):
-        return [request.id.encode()]
+        keys = request.keys if block_size else []
+        return Asked(info, [request.id.encode()], request.id, request.resumable, request.early, keys)
 
     def decode_outputs(self, frames, sent_at, now):
         try:
             return Batch([FakeOutput(*fields) for fields in msgspec.msgpack.decode(frames[0])], now)
         except msgspec.DecodeError as error:
             raise MessageError(str(error)) from error
-
-    def early(self, request):
-        return request.early
 
     def as_first(self, output):
         return FakeOutput(output.request_id, output.new_token_ids)
@@ -82,7 +83,7 @@ class FakeCodec:
         output.new_token_ids = output.new_token_ids[1:]
 
     def failure(self, request_id):
-        return FakeOutput(request_id, [], FINISH_ERROR)
+        return FakeOutput(request_id, [], FinishReason.ERROR)
 
 
 class FakeTransport:
@@ -103,7 +104,7 @@ class FakeTransport:
 
 
 @dataclass
-class FakePrefill:
+class FakeQueue:
     depth: QueueDepth | None = field(default_factory=lambda: QueueDepth(0, 0, 0))
     jobs: list = field(default_factory=list)
     cancelled: list = field(default_factory=list)
@@ -126,9 +127,9 @@ class Bench:
         self.config = parse_config({"model": "m", "routing": routing, "slo": slo or {}, "queue": queue or {}})
         choose = decode_choice(self.config.routing.decode_choice)
         self.fleet = Fleet("f", choose.standing)
-        self.transport, self.prefill = FakeTransport(), FakePrefill()
+        self.transport, self.queue = FakeTransport(), FakeQueue()
         self.prefixes = PrefixView(self.transport.send)
-        self.router = Router(self.config, self.fleet, self.transport, self.prefill, self.prefixes, FakeCodec(), choose)
+        self.router = Router(self.config, self.fleet, self.transport, self.queue, self.prefixes, FakeCodec(), choose)
         for name, role in (("d0", Role.DECODE), ("d1", Role.DECODE), ("p0", Role.PREFILL)):
             self.add_worker(name, role)
 
@@ -164,8 +165,8 @@ class Bench:
         return self.submits()[-1][0]
 
     async def settle(self):
-        while tasks := set(self.router._dispatch.tasks):
-            await asyncio.wait(tasks, timeout=5)
+        async with asyncio.timeout(5):
+            await self.router.settled()
 
     def assert_no_leaks(self):
         assert not self.router.requests

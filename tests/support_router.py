@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from typing import Any
+from typing import Any, ClassVar
 
 from support_workers import expected
 
 from orchestrator.config.settings import Config
-from orchestrator.frontend.wiring import FrontendLink
+from orchestrator.frontend.wiring import FleetConnection
 from orchestrator.policy.prefix_keys import reusable_keys
 from orchestrator.router.codec import Batch
+from orchestrator.router.request import Asked
 from orchestrator.store.client import Redis
 from orchestrator.types import FinishReason, RequestInfo
 from workers.sim.codec import SimCodec, WireOutput, WireRequest, WireSampling
@@ -24,24 +25,18 @@ class SimRouterCodec:
     def __init__(self) -> None:
         self._codec = SimCodec()
 
-    def describe(self, request: WireRequest) -> tuple[RequestInfo, bool, str]:
+    def read(self, request: WireRequest, block_size: int) -> Asked:
         assert request.prompt_token_ids is not None and request.sampling_params is not None
         wanted = request.sampling_params.max_tokens or 0
         info = RequestInfo(request.request_id, len(request.prompt_token_ids), wanted, request.arrival_time)
-        return info, True, request.request_id
-
-    def prefix_keys(self, request: WireRequest, block_size: int) -> list[int]:
-        return reusable_keys(request.prompt_token_ids or [], block_size) if block_size else []
-
-    def encode(self, request: WireRequest) -> list[bytes]:
-        return self._codec.encode_request(request)
+        keys = reusable_keys(request.prompt_token_ids, block_size) if block_size else []
+        frames = self._codec.encode_request(request)
+        # Simulated tokens depend on prompt and position only: the first is the same everywhere.
+        return Asked(info, frames, request.request_id, resumable=True, early_token=True, prefix_keys=keys)
 
     def decode_outputs(self, frames: list[bytes], sent_at: float, now: float) -> Batch:
         decoded = self._codec.decode_outputs(frames)
         return Batch(decoded.outputs, decoded.timestamp + now - sent_at)
-
-    def early(self, request: WireRequest) -> bool:
-        return True  # simulated tokens depend on prompt and position only
 
     def as_first(self, output: WireOutput) -> WireOutput:
         return WireOutput(output.request_id, output.new_token_ids)
@@ -56,20 +51,23 @@ class SimRouterCodec:
 class RouterClient:
     """One frontend: `ask` a prompt, get its tokens."""
 
+    open: ClassVar[set[RouterClient]] = set()  # closed after the test that fails before it closes them
+
     def __init__(self, redis: Redis, config: Config) -> None:
-        self.link = FrontendLink(f"router-{uuid.uuid4().hex[:6]}", config, redis, SimRouterCodec())
+        self.connection = FleetConnection(f"router-{uuid.uuid4().hex[:6]}", config, redis, SimRouterCodec())
         self._outputs: dict[str, asyncio.Queue[WireOutput]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.unexpected = 0
+        self.open.add(self)
 
     async def start(self) -> None:
-        self._tasks = [asyncio.create_task(self.link.run()), asyncio.create_task(self._distribute())]
-        await self.link.synced()
-        await self.link.announce("", os.getpid())
+        self._tasks = [asyncio.create_task(self.connection.run()), asyncio.create_task(self._distribute())]
+        await self.connection.synced()
+        await self.connection.announce("", os.getpid())
 
     async def _distribute(self) -> None:
         while True:
-            batch = await self.link.router.batches.get()
+            batch = await self.connection.router.batches.get()
             for output in batch.outputs:
                 if queue := self._outputs.get(output.request_id):
                     queue.put_nowait(output)
@@ -87,7 +85,7 @@ class RouterClient:
         queue = self._outputs[request_id] = asyncio.Queue()
         request = WireRequest(request_id, prompt, sampling_params=WireSampling(max_tokens=max_tokens))
         tokens: list[int] = []
-        await self.link.router.submit(request)
+        await self.connection.router.submit(request)
         while True:
             output = await queue.get()
             tokens += output.new_token_ids
@@ -98,7 +96,8 @@ class RouterClient:
         return tokens
 
     async def close(self) -> None:
+        self.open.discard(self)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.link.close()
+        await self.connection.close()

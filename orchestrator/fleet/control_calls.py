@@ -17,7 +17,7 @@ class CallFailed(RuntimeError):
     """A worker refused the call, or did not answer in time; names the worker and the call."""
 
 
-class FleetCalls:
+class ControlCalls:
     def __init__(self, fleet: Fleet, transport: FrontendTransport) -> None:
         self._fleet = fleet
         self._transport = transport

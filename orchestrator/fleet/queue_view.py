@@ -1,7 +1,7 @@
-"""A frontend's link to the prefill queue: is it there, how deep is it, and who keeps it tidy.
+"""The prefill queue as one frontend sees it: whether it is there, how deep it is, and its upkeep.
 
 The depth is polled, and corrected by what this frontend has enqueued since the last poll. When Redis fails once it
-counts as away, so that no further request waits for a timeout, until a poll succeeds.
+counts as away until a poll succeeds, so that no further request waits for a timeout.
 """
 
 from __future__ import annotations
@@ -23,18 +23,14 @@ log = logging.getLogger("pd.queue")
 POLL_S = 0.1
 
 
-class PrefillLink:
-    """`on_away()` is called each time the queue becomes unreachable, `on_failed(request_id, attempt)` for each of this
-    frontend's jobs that the queue gave up on."""
-
+class QueueView:
     def __init__(self, queue: PrefillQueue, frontend_id: str, lease_s: float) -> None:
         self._queue = queue
         self._frontend_id = frontend_id
         self._sweep_s = lease_s / 2
         self._depth: QueueDepth | None = None
+        self._away = asyncio.Event()
         self.polled = asyncio.Event()  # asked once, whatever the answer
-        self.on_away: Callable[[], None] = lambda: None
-        self.on_failed: Callable[[str, int], None] = lambda request_id, attempt: None
 
     @property
     def depth(self) -> QueueDepth | None:
@@ -46,7 +42,7 @@ class PrefillLink:
         try:
             await self._queue.enqueue(job)
         except RedisAway as error:
-            self._lost(error)
+            self._note_away(error)
             raise
         if (depth := self._depth) is not None:
             self._depth = msgspec.structs.replace(
@@ -54,30 +50,39 @@ class PrefillLink:
             )
 
     async def cancel(self, request_id: str, attempt: int) -> None:
-        """Take a job back, whatever has become of it. While Redis is away its lease or age ends it instead."""
+        """Remove a job, whatever has become of it. While Redis is away its lease or age ends it instead."""
         try:
             await self._queue.cancel(request_id, attempt)
         except RedisAway as error:
-            self._lost(error)
+            self._note_away(error)
 
-    async def run(self) -> None:
-        """Runs until cancelled."""
-        next_sweep = time.monotonic()
+    async def run(self, on_away: Callable[[], None], on_failed: Callable[[str, int], None]) -> None:
+        """Runs until cancelled. `on_away()` is called each time the queue becomes unreachable,
+        `on_failed(request_id, attempt)` for each job of this frontend that the queue has given up."""
+        next_sweep_at = time.monotonic()
         while True:
             try:
                 self._depth = await self._queue.depth()
-                if time.monotonic() >= next_sweep:
-                    next_sweep = time.monotonic() + self._sweep_s * random.uniform(0.75, 1.25)
+                if time.monotonic() >= next_sweep_at:
+                    # Everybody sweeps: jitter spreads it.
+                    next_sweep_at = time.monotonic() + self._sweep_s * random.uniform(0.75, 1.25)
                     for request_id, attempt, reply_to in (await self._queue.sweep()).failed:
                         if reply_to == self._frontend_id:
-                            self.on_failed(request_id, attempt)
+                            on_failed(request_id, attempt)
             except RedisAway as error:
-                self._lost(error)
+                self._note_away(error)
             self.polled.set()
-            await asyncio.sleep(POLL_S)
+            if self._away.is_set():
+                self._away.clear()
+                on_away()
+            try:
+                async with asyncio.timeout(POLL_S):
+                    await self._away.wait()
+            except TimeoutError:
+                continue
 
-    def _lost(self, error: RedisAway) -> None:
+    def _note_away(self, error: RedisAway) -> None:
         if self._depth is not None:
             log.warning("prompts are prefilled where they decode until Redis is back: %s", error)
             self._depth = None
-            self.on_away()
+            self._away.set()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -126,6 +127,13 @@ class WorkerView:
         return self._candidate
 
 
+class Candidates(NamedTuple):
+    """Workers that a placement chooses among."""
+
+    decode: list[Candidate]
+    cached_at_prefill: dict[str, int]  # prompt tokens, by prefill worker, of the few that have most
+
+
 class Fleet:
     """All workers that are not known to be gone.
 
@@ -160,15 +168,11 @@ class Fleet:
         if view := self.workers.get(load.worker_id):
             view.note_load(load, load.seen.get(self.frontend_id, 0), now)
 
-    def decode_candidates(self, avoid: Collection[str] = (), hits: Hits | None = None) -> list[Candidate]:
-        """Decode workers that take requests now, or the best of many; those to avoid only when there is no other.
+    def candidates(self, avoid: Collection[str] = (), hits: Hits | None = None) -> Candidates:
+        """Who could take a request now, with what is cached there of the prompt that `hits` is of.
 
-        With what is cached there of the prompt that `hits` is of.
+        Of many decode workers only the best. Workers in `avoid` only when there is no other.
         """
-        return self.look(avoid, hits)[0]
-
-    def look(self, avoid: Collection[str], hits: Hits | None) -> tuple[list[Candidate], dict[str, int]]:
-        """`decode_candidates`, and cached tokens by prefill worker for the few that have most."""
         self._apply_changes()
         usable, block_size = self._usable[Role.DECODE], self.block_size
         at_decode: dict[str, int] = {}
@@ -184,7 +188,7 @@ class Fleet:
             found = [self.workers[name].candidate for name in kept or usable]
         if hits:
             found = [candidate if candidate.cached_tokens else _with_hit(candidate, hits) for candidate in found]
-        return found, at_prefill
+        return Candidates(found, at_prefill)
 
     def ready(self, role: Role) -> int:
         self._apply_changes()

@@ -1,25 +1,15 @@
-"""What this project adds around vLLM's HTTP app: request ids, Retry-After, and the pages that show the fleet.
-
-Plain ASGI and FastAPI; knows the router's state but nothing of vLLM.
-"""
+"""What surrounds vLLM's HTTP app on every request: its id, and the `Retry-After` of a refusal. Plain ASGI."""
 
 from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Response
-from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-
-from orchestrator.fleet.view import Fleet
-from orchestrator.policy.predict import Predictor
-from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerStatus
 
 MAX_REQUEST_ID_LENGTH = 200
 
@@ -113,47 +103,3 @@ class _Reply:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await self._start({"type": "http.response.start", "status": refusal.status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-def fleet_routes(
-    model: str,
-    fleet: Fleet,
-    depth: Callable[[], QueueDepth | None],
-    desired: Callable[[], DesiredRatio | None],
-    registry: CollectorRegistry,
-    predictor: Predictor,
-) -> APIRouter:
-    """`/ready`, `/fleet`, `/predictions` and `/metrics`."""
-    routes = APIRouter()
-
-    @routes.get("/ready")
-    async def ready() -> Response:
-        """200 once at least one worker can decode."""
-        if fleet.ready(Role.DECODE):
-            return JSONResponse({"status": "ready"})
-        return JSONResponse(
-            {"status": "not ready", "why": "no decode worker is ready"}, status_code=503, headers={"retry-after": "1"}
-        )
-
-    @routes.get("/fleet")
-    async def show_fleet() -> dict[str, Any]:
-        queue, wanted = depth(), desired()
-        workers = sorted(fleet.workers.values(), key=lambda view: (view.info.role.value, view.info.id))
-        return {
-            "model": model,
-            "workers": msgspec.to_builtins([WorkerStatus.of(view.info, view.load, view.connected) for view in workers]),
-            "queue": msgspec.to_builtins(queue),
-            "desired": msgspec.to_builtins(wanted),
-        }
-
-    @routes.get("/predictions")
-    async def show_predictions() -> dict[str, Any]:
-        """The coefficients that `routing.placement: cost` decides with, in seconds, as fitted so far."""
-        shown: dict[str, Any] = msgspec.to_builtins(predictor.coefficients(), str_keys=True)
-        return shown
-
-    @routes.get("/metrics")
-    async def show_metrics() -> Response:
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
-
-    return routes

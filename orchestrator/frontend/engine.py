@@ -1,35 +1,34 @@
 """A fleet that looks like one engine: vLLM's AsyncLLM whose engine core is our router.
 
-Rendering, tokenizing, detokenizing and parallel sampling stay vLLM's (`AsyncLLM`); this file only replaces what its
-constructor would start, and translates refusals. See vllm/v1/engine/async_llm.py, 0.32.0.
+Rendering, tokenizing, detokenizing and parallel sampling stay vLLM's (`AsyncLLM`); this file gives it another engine
+core and translates refusals. See vllm/v1/engine/async_llm.py, 0.32.0.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.exceptions import GracefulHTTPError
-from vllm.renderers import renderer_from_config
 from vllm.utils.async_utils import cancel_task_threadsafe
 from vllm.utils.collection_utils import as_list
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.input_processor import InputProcessor
-from vllm.v1.engine.output_processor import OutputProcessor
-from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.executor import Executor
+from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
 
-from orchestrator.fleet.control_calls import FleetCalls
+from orchestrator.fleet.control_calls import ControlCalls
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend import edge
-from orchestrator.router.request import State
-from orchestrator.router.router import Overloaded, Router
+from orchestrator.router.request import Overloaded, State
+from orchestrator.router.router import Router
 
 STATS_INTERVAL_S = 0.5
 _REASONS = {
@@ -52,7 +51,7 @@ class FleetRefused(GracefulHTTPError):
 class FleetCore:
     """Stands where AsyncLLM has its EngineCoreClient. Control calls go to every worker."""
 
-    def __init__(self, router: Router, fleet: Fleet, calls: FleetCalls, tasks: tuple[str, ...]) -> None:
+    def __init__(self, router: Router, fleet: Fleet, calls: ControlCalls, tasks: tuple[str, ...]) -> None:
         self._router = router
         self._fleet = fleet
         self._calls = calls
@@ -72,10 +71,10 @@ class FleetCore:
             self._stats_at, stats = now, self._fleet_stats()
         return EngineCoreOutputs(outputs=batch.outputs, timestamp=batch.timestamp, scheduler_stats=stats)
 
-    def admit(self) -> None:
+    def check_admission(self) -> None:
         """Raises FleetRefused when no request can be taken now."""
         try:
-            self._router.admit()
+            self._router.check_admission()
         except Overloaded as error:
             raise FleetRefused(error) from None
 
@@ -131,42 +130,36 @@ def _combine(results: list[Any]) -> Any:
     return results[0] if results else None
 
 
+@contextlib.contextmanager
+def _engine_core(core: FleetCore) -> Iterator[None]:
+    """AsyncLLM's constructor makes its engine core by this one call: here it gets ours."""
+    original = EngineCoreClient.make_async_mp_client
+    EngineCoreClient.make_async_mp_client = staticmethod(lambda **_: core)
+    try:
+        yield
+    finally:
+        EngineCoreClient.make_async_mp_client = original
+
+
 class FleetLLM(AsyncLLM):
     """AsyncLLM without an engine of its own."""
 
     def __init__(self, vllm_config: VllmConfig, core: FleetCore, frontends: int) -> None:
-        self.vllm_config = vllm_config
-        self.model_config = vllm_config.model_config
-        self.scheduler_config = vllm_config.scheduler_config
-        self.observability_config = vllm_config.observability_config
-        self.log_requests = False
-        self.log_stats = True
-        self.admission_stats = None
-        self.renderer = renderer_from_config(vllm_config)
-        self.input_processor = InputProcessor(vllm_config, self.renderer)
-        self.output_processor = OutputProcessor(
-            self.renderer.tokenizer,
-            log_stats=True,
-            stream_interval=vllm_config.scheduler_config.stream_interval,
-            tracing_enabled=self.observability_config.otlp_traces_endpoint is not None,
-        )
-        self.engine_core: Any = core
-        self.logger_manager = StatLoggerManager(
-            vllm_config, engine_idxs=[0], enable_default_loggers=False, client_count=frontends
-        )
-        self.output_handler: asyncio.Task[None] | None = None
-        self.profiler = None
-        self._client_count = frontends
-        self._elastic_ep_lock = asyncio.Lock()
-        self._profile_lock = asyncio.Lock()
-        self._frontend_profiler_injected = False
-        self._profile_session_guard_enabled = False
-        self._profile_session_active = False
+        with _engine_core(core):
+            super().__init__(
+                vllm_config,
+                executor_class=Executor,  # of the engine that is not started
+                # Prometheus alone: what a log line would say of one engine is said in `pd.request`, per request.
+                log_stats=False,
+                stat_loggers=[PrometheusStatLogger],
+                log_requests=False,
+                client_count=frontends,
+            )
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         super().check_admission(n, request_id)
         if request_id is None:  # before a response has begun; the placement itself refuses after that
-            self.engine_core.admit()
+            self.engine_core.check_admission()
 
     async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
         try:

@@ -31,12 +31,11 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 from orchestrator.config.engine_args import engine_args, to_command_line
 from orchestrator.config.model import resolve_model
 from orchestrator.config.settings import Config, ConfigError, load_config
-from orchestrator.fleet.control_calls import FleetCalls
-from orchestrator.frontend.collector import FleetCollector
-from orchestrator.frontend.edge import EdgeMiddleware, fleet_routes
+from orchestrator.frontend.edge import EdgeMiddleware
 from orchestrator.frontend.engine import FleetCore, FleetLLM
+from orchestrator.frontend.pages import FleetCollector, fleet_routes
 from orchestrator.frontend.vllm_codec import VllmCodec
-from orchestrator.frontend.wiring import FrontendLink
+from orchestrator.frontend.wiring import FleetConnection
 from orchestrator.parent import die_with_parent, report_exit
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.types import Role
@@ -106,12 +105,11 @@ def _refused(config: Config, error: Exception) -> ConfigError:
 
 
 async def build_server_app(
-    args: argparse.Namespace, vllm_config: VllmConfig, config: Config, link: FrontendLink
+    args: argparse.Namespace, vllm_config: VllmConfig, config: Config, connection: FleetConnection
 ) -> EdgeMiddleware:
     """vLLM's app with all of its routes, over the fleet, plus ours. Raises ConfigError."""
-    tasks = ("generate",) if vllm_config.model_config.runner_type == "generate" else await link.supported_tasks()
-    calls: FleetCalls = link.calls
-    core = FleetCore(link.router, link.fleet, calls, tasks)
+    tasks = ("generate",) if vllm_config.model_config.runner_type == "generate" else await connection.supported_tasks()
+    core = FleetCore(connection.router, connection.fleet, connection.calls, tasks)
     engine = FleetLLM(vllm_config, core, config.frontend.replicas)
     try:
         app = build_app(args, tasks, vllm_config.model_config)
@@ -119,14 +117,16 @@ async def build_server_app(
     except Exception as error:
         raise _refused(config, error) from error
     registry = get_prometheus_registry()
-    registry.register(FleetCollector(link.fleet.workers.values, lambda: link.prefill.depth, lambda: link.desired))
+    registry.register(
+        FleetCollector(connection.fleet.workers.values, lambda: connection.queue.depth, lambda: connection.desired)
+    )
     ours = fleet_routes(
         served_name(config),
-        link.fleet,
-        lambda: link.prefill.depth,
-        lambda: link.desired,
+        connection.fleet,
+        lambda: connection.queue.depth,
+        lambda: connection.desired,
         registry,
-        link.router.learning.predictor,
+        connection.router.learning.predictor,
     )
     app.router.routes[:0] = ours.routes  # ahead of vLLM's own /metrics, which does not know the fleet
     return EdgeMiddleware(app)
@@ -146,10 +146,10 @@ async def serve(config: Config, redis_url: str, index: int, port: int) -> None:
     redis = await connect(redis_url, config.redis.timeout_s)
     args, vllm_config = build_vllm_config(config)
     frontend_id = f"frontend-{index}-{uuid.uuid4().hex[:8]}"
-    link = FrontendLink(frontend_id, config, redis, VllmCodec())
-    linked = asyncio.create_task(link.run())
-    await link.synced()
-    app = await build_server_app(args, vllm_config, config, link)
+    connection = FleetConnection(frontend_id, config, redis, VllmCodec())
+    connected = asyncio.create_task(connection.run())
+    await connection.synced()
+    app = await build_server_app(args, vllm_config, config, connection)
     server = QuietServer(
         uvicorn.Config(
             app,
@@ -165,18 +165,18 @@ async def serve(config: Config, redis_url: str, index: int, port: int) -> None:
         loop.add_signal_handler(number, setattr, server, "should_exit", True)
     served = asyncio.create_task(server.serve(sockets=[listener]))
     host, bound_port = listener.getsockname()[:2]
-    await link.announce(f"http://{host}:{bound_port}", os.getpid())
+    await connection.announce(f"http://{host}:{bound_port}", os.getpid())
     log.info("listening on http://%s:%s", host, bound_port)
-    await asyncio.wait({served, linked}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({served, connected}, return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
     await served
-    linked.cancel()
+    connected.cancel()
     try:
-        await linked  # raises what broke it, so that the process ends with an error and is started again
+        await connected  # raises what broke it, so that the process ends with an error and is started again
     except asyncio.CancelledError:
         log.info("stopped")
     finally:
-        await link.close()
+        await connection.close()
         await redis.aclose()
 
 

@@ -1,4 +1,4 @@
-"""vLLM's engine-core wire types, as the router's Codec: what of a request matters to routing, and bytes both ways."""
+"""The router's `Codec` for vLLM: what of a request matters to routing, and vLLM's engine-core types as bytes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from orchestrator.frontend import edge
 from orchestrator.policy.prefix_keys import reusable_keys, salt_of
 from orchestrator.router.codec import Batch
+from orchestrator.router.request import Asked
 from orchestrator.types import RequestInfo
 from orchestrator.wire.messages import MessageError
 
@@ -21,7 +22,7 @@ class VllmCodec:
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
 
-    def describe(self, request: EngineCoreRequest) -> tuple[RequestInfo, bool, str]:
+    def read(self, request: EngineCoreRequest, block_size: int) -> Asked:
         """Raises VLLMValidationError for what a fleet cannot serve."""
         if request.resumable:
             raise VLLMValidationError("streaming input is not supported over a fleet of engines")
@@ -35,16 +36,16 @@ class VllmCodec:
             local_only=_why_local(request),
         )
         context = edge.current.get()
-        label = context.request_id if context else request.external_req_id or request.request_id
-        return info, sampling is not None and _can_continue(sampling), label
+        return Asked(
+            info,
+            frames=self._encode(request),
+            label=context.request_id if context else request.external_req_id or request.request_id,
+            resumable=sampling is not None and _can_continue(sampling),
+            early_token=sampling is not None and _same_first_token(sampling),
+            prefix_keys=_prefix_keys(request, block_size),
+        )
 
-    def prefix_keys(self, request: EngineCoreRequest, block_size: int) -> list[int]:
-        if not block_size or request.mm_features or request.prompt_embeds is not None or request.pooling_params:
-            return []
-        lora = request.lora_request.lora_name if request.lora_request else None
-        return reusable_keys(request.prompt_token_ids or (), block_size, salt_of(lora, request.cache_salt))
-
-    def encode(self, request: EngineCoreRequest) -> list[bytes]:
+    def _encode(self, request: EngineCoreRequest) -> list[bytes]:
         if (sampling := request.sampling_params) is not None and sampling.extra_args:
             # Where KV comes from is the router's to say, never the client's; and what is cached is told once.
             sampling.extra_args.pop("kv_transfer_params", None)
@@ -62,17 +63,6 @@ class VllmCodec:
             for event in output.events or ():
                 event.timestamp += shift
         return Batch(decoded.outputs, decoded.timestamp + shift)
-
-    def early(self, request: EngineCoreRequest) -> bool:
-        sampling = request.sampling_params
-        return (
-            sampling is not None
-            and sampling.output_kind is not RequestOutputKind.FINAL_ONLY
-            and sampling.sampling_type is not SamplingType.RANDOM  # greedy, or seeded
-            # State that is carried from token to token, which the prefill engine does not have.
-            and sampling.structured_outputs is None
-            and sampling.thinking_token_budget is None
-        )
 
     def as_first(self, output: EngineCoreOutput) -> EngineCoreOutput:
         return EngineCoreOutput(
@@ -111,6 +101,25 @@ def _why_local(request: EngineCoreRequest) -> str | None:
     if request.prompt_embeds is not None or request.prompt_token_ids is None:
         return "prompt_embeds"
     return None
+
+
+def _prefix_keys(request: EngineCoreRequest, block_size: int) -> list[int]:
+    """`policy.prefix_keys` of the prompt's blocks that a cache may hold; none for what shares them with nobody."""
+    if not block_size or request.mm_features or request.prompt_embeds is not None or request.pooling_params:
+        return []
+    lora = request.lora_request.lora_name if request.lora_request else None
+    return reusable_keys(request.prompt_token_ids or (), block_size, salt_of(lora, request.cache_salt))
+
+
+def _same_first_token(sampling: SamplingParams) -> bool:
+    """Whether every engine samples the same first token, but for rounding, and the client sees it at once."""
+    return (
+        sampling.output_kind is not RequestOutputKind.FINAL_ONLY
+        and sampling.sampling_type is not SamplingType.RANDOM  # greedy, or seeded
+        # State that is carried from token to token, which the prefill engine does not have.
+        and sampling.structured_outputs is None
+        and sampling.thinking_token_budget is None
+    )
 
 
 def _can_continue(sampling: SamplingParams) -> bool:

@@ -1,4 +1,4 @@
-"""A frontend's whole connection to the fleet: mesh, membership, queue, router and control calls, wired together.
+"""Everything between a frontend and the fleet, made and wired together: mesh, membership, queue, router, control calls.
 
 Has no logic of its own beyond handing each message to whom it is for.
 """
@@ -10,10 +10,10 @@ import logging
 import time
 
 from orchestrator.config.settings import Config
-from orchestrator.fleet.control_calls import FleetCalls
+from orchestrator.fleet.control_calls import ControlCalls
 from orchestrator.fleet.membership import Membership
 from orchestrator.fleet.prefixes import PrefixView
-from orchestrator.fleet.queue_view import PrefillLink
+from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.ratio_controller import RatioController
 from orchestrator.fleet.view import Fleet
 from orchestrator.metrics import dropped
@@ -24,7 +24,7 @@ from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry
 from orchestrator.types import DesiredRatio
-from orchestrator.wire.messages import CallReply, PrefillFailed, PrefixSnapshot, Welcome
+from orchestrator.wire.messages import CallReply, PrefixSnapshot, Welcome
 from orchestrator.wire.transport import Disconnected, FrontendTransport
 
 log = logging.getLogger("pd.frontend")
@@ -33,7 +33,7 @@ HEARTBEAT_S = 1.0
 FRONTEND_TTL_S = 5.0
 
 
-class FrontendLink:
+class FleetConnection:
     """Construct, `run()` as a task, wait for `synced()`; `announce()` once clients can be served."""
 
     def __init__(self, frontend_id: str, config: Config, redis: Redis, codec: Codec) -> None:
@@ -43,23 +43,22 @@ class FrontendLink:
         self.fleet = Fleet(frontend_id, choose.standing)
         self.transport = FrontendTransport(frontend_id)
         self.prefixes = PrefixView(self.transport.send, config.routing.prefix_index)
-        self.calls = FleetCalls(self.fleet, self.transport)
-        self.prefill = PrefillLink(
-            PrefillQueue(redis, config.namespace, config.queue), frontend_id, config.queue.lease_s
-        )
-        self.router = Router(config, self.fleet, self.transport, self.prefill, self.prefixes, codec, choose)
+        self.calls = ControlCalls(self.fleet, self.transport)
+        self.queue = QueueView(PrefillQueue(redis, config.namespace, config.queue), frontend_id, config.queue.lease_s)
+        self.router = Router(config, self.fleet, self.transport, self.queue, self.prefixes, codec, choose)
         self.membership = Membership(
             self.registry, self.fleet, self.transport, self.prefixes, config.workers.timeout_s, self._worker_lost
         )
-        self.controller = RatioController(
-            *(frontend_id, config, self.registry, self.fleet),
-            depth=lambda: self.prefill.depth,
+        self.ratio_controller = RatioController(
+            frontend_id,
+            config,
+            self.registry,
+            self.fleet,
+            depth=lambda: self.queue.depth,
             predictor=self.router.learning.predictor,
         )
         self.desired: DesiredRatio | None = None
         self._beaten = asyncio.Event()
-        self.prefill.on_away = self.router.queue_lost
-        self.prefill.on_failed = self._job_failed
         self._url = ""
         self._pid = 0
 
@@ -67,15 +66,15 @@ class FrontendLink:
         """Runs until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.membership.run())
-            tasks.create_task(self.prefill.run())
+            tasks.create_task(self.queue.run(self.router.queue_lost, self.router.job_failed))
             tasks.create_task(self.router.run())
             tasks.create_task(self._receive())
             tasks.create_task(self._heartbeat())
-            tasks.create_task(self.controller.run())
+            tasks.create_task(self.ratio_controller.run())
 
     async def synced(self) -> None:
         """Waits until registry, queue and desired ratio have been asked once: what is decided now is well-founded."""
-        for known in (self.membership.synced, self.prefill.polled, self._beaten):
+        for known in (self.membership.synced, self.queue.polled, self._beaten):
             await known.wait()
 
     async def supported_tasks(self) -> tuple[str, ...]:
@@ -134,7 +133,3 @@ class FrontendLink:
         self.prefixes.forget(worker_id)
         self.router.worker_lost(worker_id)
         self.calls.worker_lost(worker_id)
-
-    def _job_failed(self, request_id: str, attempt: int) -> None:
-        failed = PrefillFailed(request_id, attempt, "queue", "its claims died too often")
-        self.router.handle("queue", failed, [], time.monotonic())

@@ -76,6 +76,19 @@ def place(
     return _by_threshold(request, open_ones, blocker, routing, choose)
 
 
+def reject_all(candidates: Sequence[Candidate], prefill: PrefillView, routing: RoutingConfig) -> Reject | None:
+    """Why no request could be taken now, however short, or None. For a refusal before the response has begun."""
+    if not candidates:
+        return Reject("no_decode_worker", RETRY_AFTER_S)
+    open_to_some = any(c.blocks_free > 0 or c.waiting < routing.max_waiting_per_worker for c in candidates)
+    queue_open = (
+        prefill.workers_ready > 0
+        and prefill.queue is not None
+        and prefill.queue.tokens < routing.max_queued_prefill_tokens
+    )
+    return None if open_to_some or queue_open else Reject("decode_full", RETRY_AFTER_S)
+
+
 def is_full(request: RequestInfo, candidate: Candidate, routing: RoutingConfig) -> bool:
     """Too few free blocks for the prompt, and as many requests waiting as may wait."""
     return (

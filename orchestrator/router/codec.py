@@ -1,6 +1,6 @@
 """The seam between the router and the engine's request and output types, so that it needs to know neither.
 
-`frontend_codec` implements it for vLLM; tests have their own.
+`frontend.vllm_codec` implements it for vLLM; tests have their own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from orchestrator.types import RequestInfo
+from orchestrator.router.request import Asked
 
 
 class Batch(msgspec.Struct):
@@ -22,30 +22,21 @@ class Batch(msgspec.Struct):
 class Codec(Protocol):
     """What the router needs to know of the engine's request and output types."""
 
-    def describe(self, request: Any) -> tuple[RequestInfo, bool, str]:
-        """(what policies see, whether it can be continued elsewhere after tokens were sent, the client's id)."""
+    def read(self, request: Any, block_size: int) -> Asked:
+        """What the client asked for. `block_size` (tokens): 0 makes no prefix keys. Raises what the server answers with
+        4xx for a request that a fleet cannot serve."""
         ...
-
-    def prefix_keys(self, request: Any, block_size: int) -> list[int]:
-        """`policy.prefix_keys` of the prompt's blocks that a cache may hold; none for what shares them with nobody."""
-        ...
-
-    def encode(self, request: Any) -> list[bytes]: ...
 
     def decode_outputs(self, frames: list[bytes], sent_at: float, now: float) -> Batch:
         """Raises messages.MessageError. Timestamps are rebased from the sender's clock to `now`'s."""
         ...
 
-    def early(self, request: Any) -> bool:
-        """Whether its first token is the same wherever it is sampled, but for rounding, and shown at once."""
-        ...
-
     def as_first(self, output: Any) -> Any:
-        """Prefill's last output as the first of an answer that goes on: its token, and what belongs to that."""
+        """Prefill's only output as the first of an answer that goes on: its token, and what belongs to that."""
         ...
 
     def drop_first(self, output: Any) -> None:
-        """Take the first token out of decode's first output, and what was told with prefill's already."""
+        """Remove the first token from decode's first output, with everything that prefill's output told already."""
         ...
 
     def failure(self, request_id: str) -> Any:

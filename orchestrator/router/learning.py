@@ -18,42 +18,46 @@ class Learning:
         self.offered = Offered()
 
     def arrived(self, info: RequestInfo, uncached_tokens: int) -> None:
-        """Once for each request, whatever becomes of it."""
+        """A request was taken or refused. Call once for each."""
         expected = self.predictor.output_tokens
         output_tokens = min(info.max_new_tokens, expected) if info.max_new_tokens else expected
         self.offered += Offered(1, max(1, uncached_tokens), output_tokens)
 
     def turned_away(self) -> None:
-        """A request was refused before anything was known of it: counted as one like those before it."""
+        """A request was refused before it was read. It counts like the mean of those before it."""
         so_far = self.offered
         mean_tokens = so_far.prefill_tokens // so_far.requests if so_far.requests else 0
         self.offered += Offered(1, mean_tokens, self.predictor.output_tokens)
 
-    def claimed(self, request: ActiveRequest, queued_s: float) -> None:
-        self.predictor.observe_wait(request.info.prompt_tokens, request.backlog_s, queued_s)
+    def claimed(self, request: ActiveRequest) -> None:
+        if request.placed is not None and request.prefill is not None:
+            prompt_tokens, backlog_s = request.asked.info.prompt_tokens, request.placed.backlog_s
+            self.predictor.observe_wait(prompt_tokens, backlog_s, request.prefill.queued_s)
 
-    def prefilled(self, request: ActiveRequest, cached_tokens: int, worker: WorkerView | None) -> None:
-        """At the worker's own rate: of prompts that one batch computes together each would show the time of all."""
+    def prefilled(self, request: ActiveRequest, worker: WorkerView | None) -> None:
+        """By the worker's own rate: when one batch computes several prompts, each of them shows the time of all."""
         tokens_per_s = worker.load.prefill_tokens_per_s if worker is not None and worker.load is not None else 0.0
-        computed = request.info.prompt_tokens - cached_tokens
+        computed = request.asked.info.prompt_tokens - request.cached_tokens
         if worker is not None and computed > 0 and tokens_per_s > 0:
             self.predictor.observe_prefill(worker.info.id, computed, computed / tokens_per_s)
 
     def first_token(self, request: ActiveRequest, now: float) -> None:
-        """Call before the request moves on to decoding."""
-        if request.decode_worker is None or request.submitted_at is None or request.attempt > 1:
+        """Decode's first token has come. Call before the request moves on to decoding."""
+        decode, prompt_tokens = request.decode, request.asked.info.prompt_tokens
+        if decode is None or request.attempt > 1:
             return  # a retry's times are not those of a healthy request
         if request.state is State.LOCAL:
-            tokens = max(1, request.info.prompt_tokens - request.cached_tokens) + request.ahead_tokens
-            self.predictor.observe_local(request.decode_worker, tokens, now - request.submitted_at)
-        elif request.state is State.TRANSFERRING and request.prefilled_at is not None:
-            self.predictor.observe_transfer(request.info.prompt_tokens, max(0.0, now - request.prefilled_at))
+            tokens = max(1, prompt_tokens - request.cached_tokens) + decode.ahead_tokens
+            self.predictor.observe_local(decode.worker_id, tokens, now - decode.at)
+        elif request.prefill is not None and request.prefill.ended_at is not None:
+            self.predictor.observe_transfer(prompt_tokens, max(0.0, now - request.prefill.ended_at))
 
     def finished(self, request: ActiveRequest, now: float) -> None:
-        count = len(request.tokens)
+        answer = request.answer
+        count = len(answer.tokens)
         if count == 0:
             return
         self.predictor.observe_output(count)
         self._choose.expect_output(self.predictor.output_tokens)
-        if count > 1 and request.decoding_at is not None and request.decode_worker and request.attempt == 1:
-            self.predictor.observe_itl(request.decode_worker, (now - request.decoding_at) / (count - 1))
+        if count > 1 and answer.decoding_at is not None and request.decode_worker and request.attempt == 1:
+            self.predictor.observe_itl(request.decode_worker, (now - answer.decoding_at) / (count - 1))

@@ -1,22 +1,25 @@
-"""One request's state while the router walks it: the states, their legal successors, and what is remembered.
+"""One request's state while the router walks it: the states, their legal successors, and what each stage left behind.
 
-No I/O and no decisions: `router` moves requests, this file says which moves exist.
+No I/O and no decisions: `router` moves requests, this file says which moves exist. Each stage's facts are one struct,
+made by one module. Times are the router's monotonic clock in seconds, unless a name says otherwise.
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
-import time
 from dataclasses import dataclass, field
 
-from orchestrator.types import KVSource, RequestInfo
+import msgspec
+
+from orchestrator.policy.placement import Reject
+from orchestrator.types import KVSource, PrefillJob, RequestInfo
 
 
 class State(enum.Enum):
     PLACING = "placing"  # being decided, or waiting for a worker to exist
     QUEUED = "queued"  # in the prefill queue
-    TRANSFERRING = "transferring"  # claimed by a prefill worker and bound to a decode worker; no token yet
+    TRANSFERRING = "transferring"  # claimed by a prefill worker and bound to a decode worker; decode waits for the KV
     LOCAL = "local"  # sent to a decode worker that prefills it too; no token yet
     DECODING = "decoding"  # tokens flow
     FINISHED = "finished"
@@ -42,61 +45,124 @@ class IllegalTransition(RuntimeError):
     """A move that the table does not have: a bug in the router, never the client's doing."""
 
 
-@dataclass(slots=True, eq=False)
-class ActiveRequest:
-    """A request and its current attempt. Times are the router's monotonic clock, seconds."""
+class Overloaded(Exception):
+    """The fleet cannot take this request now. `status` is 429 (full) or 503 (nobody to answer)."""
+
+    def __init__(self, rejected: Reject) -> None:
+        super().__init__(rejected.reason)
+        self.reason = rejected.reason
+        self.retry_after_s = rejected.retry_after_s
+        self.status = 503 if rejected.reason == "no_decode_worker" else 429
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What the client asked for. Made once, by the codec."""
 
     info: RequestInfo
     frames: list[bytes]  # the engine request, encoded once
-    resumable: bool  # can be continued elsewhere after tokens were sent
     label: str  # the id that the client knows
+    resumable: bool  # another worker can continue it after tokens were sent
+    early_token: bool  # its first token is the same whichever engine samples it, and the client streams
+    prefix_keys: list[int]  # of the prompt's blocks; none where it shares them with nobody
+
+
+class Placed(msgspec.Struct, frozen=True):
+    """Where one attempt goes, and why. Made by `decider`. Remote where it has a job, else local."""
+
+    reason: str
+    uncached_tokens: int  # of the prompt, on the prefill worker that has most of it cached; at least 1
+    worker_id: str = ""  # the decode worker of a local placement
+    cached_tokens: int = 0  # prompt tokens believed cached there
+    job: PrefillJob | None = None  # what waits in the prefill queue
+    backlog_s: float = 0.0  # predicted work ahead of the job in the queue
+
+    @property
+    def decision(self) -> str:
+        return "local" if self.job is None else "remote"
+
+
+class Prefilling(msgspec.Struct, frozen=True):
+    """What a remote prefill has said of itself. Made by `router` from `Claimed`, completed from `Prefilled`."""
+
+    worker_id: str
+    source: KVSource
+    queued_s: float  # enqueue to claim
+    compute_s: float = 0.0  # claim to the last chunk
+    ended_at: float | None = None
+    cached_tokens: int = 0  # the prefill worker's own prefix-cache hit
+
+
+class Submitted(msgspec.Struct, frozen=True):
+    """Which decode worker has the attempt. Made by `dispatch`."""
+
+    worker_id: str
+    at: float
+    ahead_tokens: int  # prompt tokens that waited there already
+
+
+@dataclass(slots=True)
+class Answer:
+    """What the client has of its answer. Written by `answer`."""
+
+    tokens: list[int] = field(default_factory=list)
+    early_token: int | None = None  # prefill's, until decode's own first token has confirmed it
+    first_token_at: float | None = None  # the client's
+    decoding_at: float | None = None  # decode's first token
+    heard_at: float = 0.0  # the last output of a decode worker
+
+
+@dataclass(slots=True, eq=False)
+class ActiveRequest:
+    """A request and its current attempt. Its own fields are written by `router`."""
+
+    asked: Asked
     accepted_at: float
     state: State = State.PLACING
     attempt: int = 1
-    decision: str = ""
-    reason: str = ""
-    decode_worker: str | None = None
-    prefill_worker: str | None = None
-    kv_source: KVSource | None = None
-    tokens: list[int] = field(default_factory=list)  # delivered to the client
-    early_wanted: bool = False  # its first token may come from prefill
-    early: int | None = None  # the token that did, until decode's own first one has come
+    placed: Placed | None = None
+    prefill: Prefilling | None = None
+    decode: Submitted | None = None
+    answer: Answer = field(default_factory=Answer)
+    local_because: str | None = None  # why this attempt must be prefilled where it decodes
     avoid: set[str] = field(default_factory=set)  # decode workers that refused or lost it
     retries: list[str] = field(default_factory=list)
-    keys: list[int] = field(default_factory=list)  # of its prompt's blocks; none where it shares them with nobody
-    cached_at_prefill: dict[str, int] = field(default_factory=dict)  # believed cached tokens, by prefill worker
-    cached_tokens: int = 0  # of its prompt where it is prefilled: believed when decided, known after a remote prefill
-    backlog_s: float = 0.0  # predicted work ahead of it in the queue when it was enqueued
-    deferred: bool = False  # predicted to miss its objective: waits behind those that can be in time
-    ahead_tokens: int = 0  # prompt tokens waiting at its decode worker when it was sent there
-    queued_s: float = 0.0
-    prefill_s: float = 0.0
-    submitted_at: float | None = None
-    prefilled_at: float | None = None
-    first_token_at: float | None = None  # the client's
-    decoding_at: float | None = None  # decode's first
-    last_heard_at: float = 0.0
-    timer: asyncio.TimerHandle | None = None
+    timer: asyncio.TimerHandle | None = None  # the deadline of the present state
 
-    def move(self, to: State) -> None:
-        """Raises IllegalTransition."""
-        if to not in SUCCESSORS[self.state]:
-            raise IllegalTransition(f"request {self.info.id}: {self.state.value} -> {to.value} is not a legal move")
-        self.state = to
-        self.cancel_timer()
-
-    def sent(self, to: State, worker_id: str, decision: str, reason: str) -> None:
-        """A decode worker has it. Raises IllegalTransition."""
-        self.move(to)
-        self.decision, self.reason = decision, reason
-        self.decode_worker = worker_id
-        self.submitted_at = self.last_heard_at = time.monotonic()
-
-    def cancel_timer(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
+    @property
+    def id(self) -> str:
+        return self.asked.info.id
 
     @property
     def ended(self) -> bool:
         return not SUCCESSORS[self.state]
+
+    @property
+    def decode_worker(self) -> str | None:
+        return self.decode.worker_id if self.decode is not None else None
+
+    @property
+    def prefill_worker(self) -> str | None:
+        return self.prefill.worker_id if self.prefill is not None else None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt, where it is prefilled: counted by a remote prefill, else believed when placed."""
+        if self.prefill is not None:
+            return self.prefill.cached_tokens
+        return self.placed.cached_tokens if self.placed is not None else 0
+
+    def move(self, to: State) -> None:
+        """Raises IllegalTransition."""
+        if to not in SUCCESSORS[self.state]:
+            raise IllegalTransition(f"request {self.id}: {self.state.value} -> {to.value} is not a legal move")
+        self.state = to
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def next_attempt(self, why: str) -> None:
+        """Back to PLACING, with nothing left of the attempt that failed. The next one is prefilled locally."""
+        self.move(State.PLACING)
+        self.attempt += 1
+        self.local_because = self.local_because or why
+        self.placed = self.prefill = self.decode = self.answer.early_token = None

@@ -39,24 +39,26 @@ def _ms(seconds: float | None) -> float | None:
 
 def describe(request: ActiveRequest, now: float) -> RequestLine:
     """The line of a request that has just ended. `now`: the router's monotonic clock, seconds."""
-    first, decoding, prefilled = request.first_token_at, request.decoding_at, request.prefilled_at
-    remote = request.prefill_worker is not None
-    local_prefill_s = first - request.submitted_at if first and request.submitted_at and not remote else None
+    asked, answer = request.asked, request.answer
+    placed, prefill, decode = request.placed, request.prefill, request.decode
+    first, decoding = answer.first_token_at, answer.decoding_at
+    ended = prefill.ended_at if prefill is not None else None
+    local_prefill_s = first - decode.at if first and decode is not None else None
     return RequestLine(
-        id=request.label,
+        id=asked.label,
         outcome=request.state.value,
-        decision=request.decision,
-        reason=request.reason,
-        prompt_tokens=request.info.prompt_tokens,
-        output_tokens=len(request.tokens),
+        decision=placed.decision if placed is not None else "",
+        reason=placed.reason if placed is not None else "",
+        prompt_tokens=asked.info.prompt_tokens,
+        output_tokens=len(answer.tokens),
         attempts=request.attempt,
         decode_worker=request.decode_worker,
         prefill_worker=request.prefill_worker,
         total_ms=_ms(now - request.accepted_at) or 0.0,
         ttft_ms=_ms(first - request.accepted_at) if first else None,
-        queued_ms=_ms(request.queued_s) if remote else None,
-        prefill_ms=_ms(request.prefill_s) if remote else _ms(local_prefill_s),
-        exposed_ms=_ms(decoding - prefilled) if decoding and prefilled else None,
+        queued_ms=_ms(prefill.queued_s) if prefill is not None else None,
+        prefill_ms=_ms(prefill.compute_s if prefill is not None else local_prefill_s),
+        exposed_ms=_ms(decoding - ended) if decoding and ended else None,
         decode_ms=_ms(now - first) if first else None,
         cached_tokens=request.cached_tokens,
         retries=request.retries,

@@ -1,7 +1,7 @@
 """The life of a request: placed, queued or sent, bound to a decode worker, streamed, retried, ended.
 
-Stands where an engine core client would: takes engine requests, gives engine outputs. What to do is decided in
-`decider` and carried out by `dispatch`, which moves exist is said in `request`, who is there in `fleet`. It never looks
+Stands where an engine core client would: takes engine requests, gives engine outputs. `decider` says where a request
+goes, `dispatch` sends it there, `answer` says what the client gets, `request` which moves exist. The router never looks
 inside an engine request or output beyond what `Codec` says of it.
 """
 
@@ -18,38 +18,30 @@ import msgspec
 from orchestrator import metrics
 from orchestrator.config.settings import Config
 from orchestrator.fleet.prefixes import PrefixView
-from orchestrator.fleet.queue_view import PrefillLink
+from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.candidate import DecodeChoice
-from orchestrator.policy.placement import Reject, Remote
+from orchestrator.policy.placement import Reject
 from orchestrator.policy.predict import Predictor
+from orchestrator.router.answer import Answers, Verdict
 from orchestrator.router.codec import Batch, Codec
 from orchestrator.router.decider import Decider
 from orchestrator.router.dispatch import Dispatch
-from orchestrator.router.first_token import FirstToken
 from orchestrator.router.learning import Learning
-from orchestrator.router.request import ActiveRequest, State
+from orchestrator.router.request import ActiveRequest, Overloaded, Placed, Prefilling, State
 from orchestrator.router.request_log import log_ended
+from orchestrator.types import FinishReason
 from orchestrator.wire.messages import Claimed, MessageError, Outputs, Prefilled, PrefillFailed, Rejected, ToFrontend
 from orchestrator.wire.transport import FrontendTransport
 
 log = logging.getLogger("pd.router")
 
-# How long a request that was accepted already waits between looks for a decode worker to continue on.
-REPLACE_INTERVAL_S = 0.1
+# How long a request that was accepted waits before it asks again for a decode worker to continue on.
+PLACE_AGAIN_INTERVAL_S = 0.1
 STALL_CHECK_S = 1.0
-# vLLM's FinishReason: an engine that ends a request this way has not answered it.
-FINISH_ABORT, FINISH_ERROR = 2, 3
-
-
-class Overloaded(Exception):
-    """The fleet cannot take this request now. `status` is 429 (full) or 503 (nobody to answer)."""
-
-    def __init__(self, reason: str, retry_after_s: float, status: int) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.retry_after_s = retry_after_s
-        self.status = status
+WITH_A_WORKER = (State.TRANSFERRING, State.LOCAL, State.DECODING)
+# An engine that ends a request this way has not answered it: another one continues.
+GIVEN_UP = {FinishReason.ABORT: "engine_abort", FinishReason.ERROR: "engine_error"}
 
 
 class Router:
@@ -60,53 +52,46 @@ class Router:
         config: Config,
         fleet: Fleet,
         transport: FrontendTransport,
-        prefill: PrefillLink,
+        queue: QueueView,
         prefixes: PrefixView,
         codec: Codec,
         choose: DecodeChoice,
     ) -> None:
         self._routing, self._fleet, self._codec, self._prefixes = config.routing, fleet, codec, prefixes
-        self._first_token = FirstToken(codec, config.routing.first_token == "prefill")
+        self._answers = Answers(codec, early_first_token=config.routing.first_token == "prefill")
         self.learning = Learning(Predictor(prior_s_per_token=config.queue.seconds_per_token), choose)
-        self._decider = Decider(config, fleet, prefill, prefixes, choose, self.learning)
-        self._dispatch = Dispatch(
-            *(fleet, transport, prefill, self._decider, config.routing.claim_timeout_s),
-            on_unclaimed=lambda active: self._retry(active, "claim_timeout"),
-        )
+        self._decider = Decider(transport.frontend_id, config, fleet, queue, prefixes, choose, self.learning)
+        self._dispatch = Dispatch(fleet, transport, queue)
         self.requests: dict[str, ActiveRequest] = {}
         self.batches: asyncio.Queue[Batch] = asyncio.Queue()
 
     # ---- what the server calls ---------------------------------------------------------------------------------
 
-    def admit(self) -> None:
-        """Refuse early, before a response has begun. Raises Overloaded."""
-        decision = self._decider.probe()
-        if isinstance(decision, Reject):
-            self._count_rejected(decision)
+    def check_admission(self) -> None:
+        """Refuse early, before a response has begun, when no request can be taken at all. Raises Overloaded."""
+        if (rejected := self._decider.closed()) is not None:
+            metrics.placements.labels("reject", rejected.reason).inc()
             self.learning.turned_away()
-            raise _overloaded(decision)
+            raise Overloaded(rejected)
 
     async def submit(self, request: Any) -> None:
         """Take a request; its outputs appear in `batches`. Raises Overloaded, and what the codec raises."""
-        info, resumable, label = self._codec.describe(request)
-        now = time.monotonic()
-        active = ActiveRequest(info, self._codec.encode(request), resumable, label, accepted_at=now, last_heard_at=now)
-        active.early_wanted = self._first_token.wanted(request, active)
-        if not self._prefixes.empty:
-            active.keys = self._codec.prefix_keys(request, self._fleet.block_size)
-        self.requests[info.id] = active
+        asked = self._codec.read(request, 0 if self._prefixes.empty else self._fleet.block_size)
+        active = self.requests[asked.info.id] = ActiveRequest(asked, accepted_at=time.monotonic())
         try:
             rejected = await self._place(active, deadline=None)
         except BaseException:
-            self.abort([info.id])  # the client left while its request was being placed, or placing it met a defect
+            self.abort([active.id])  # the client left while its request was being placed, or placing it met a defect
             raise
+        uncached_tokens = active.placed.uncached_tokens if active.placed is not None else asked.info.prompt_tokens
+        self.learning.arrived(asked.info, uncached_tokens)
         if rejected is not None:
-            self._count_rejected(rejected)
+            metrics.placements.labels("reject", rejected.reason).inc()
             self._end(active, State.REJECTED)
-            raise _overloaded(rejected)
+            raise Overloaded(rejected)
 
     def abort(self, request_ids: Iterable[str], to: State = State.ABORTED) -> None:
-        """The client no longer wants these, or (`to` FINISHED) has all it needs, a stop string having been met.
+        """The client no longer wants these, or (`to` FINISHED) a stop string was met and it has all that it needs.
         Unknown ids are ignored."""
         for request_id in request_ids:
             if active := self.requests.get(request_id):
@@ -120,9 +105,13 @@ class Router:
             self._check_claimers()
             oldest = time.monotonic() - self._routing.stall_timeout_s
             for active in list(self.requests.values()):
-                waits_for_worker = active.state in (State.TRANSFERRING, State.LOCAL, State.DECODING)
-                if waits_for_worker and active.last_heard_at < oldest:
-                    self._retry(active, "stalled", avoid=active.decode_worker)
+                if active.state in WITH_A_WORKER and active.decode is not None:
+                    if max(active.decode.at, active.answer.heard_at) < oldest:
+                        self._retry(active, "stalled", avoid=active.decode_worker)
+
+    async def settled(self) -> None:
+        """Wait until nothing runs in the background."""
+        await self._dispatch.settled()
 
     # ---- placing -----------------------------------------------------------------------------------------------
 
@@ -130,23 +119,40 @@ class Router:
         """Move a PLACING request on. With a deadline it waits for room until then and fails; without, the rejection is
         returned to the caller, who has not told the client anything yet."""
         while active.state is State.PLACING:
-            decision = self._decider.decide(active)
-            if isinstance(decision, Reject):
-                if deadline is None:
-                    return decision
-                if time.monotonic() >= deadline:
-                    self._fail(active, f"no decode worker took it over within its deadline ({decision.reason})")
-                    return None
-                await asyncio.sleep(REPLACE_INTERVAL_S)
-                continue
-            if isinstance(decision, Remote):
-                placed = await self._dispatch.enqueue(active, decision.reason)
+            placed = self._decider.decide(active)
+            if isinstance(placed, Placed):
+                active.placed = placed
+                if await self._carry_out(active, placed):
+                    metrics.placements.labels(placed.decision, placed.reason).inc()
+            elif deadline is None:
+                return placed
+            elif time.monotonic() < deadline:
+                await asyncio.sleep(PLACE_AGAIN_INTERVAL_S)
             else:
-                placed = self._dispatch.send(active, decision.worker_id, State.LOCAL, "local", decision.reason)
-                metrics.prefix_hit_tokens.labels("local").inc(active.cached_tokens if placed else 0)
-            if placed:
-                metrics.placements.labels(active.decision, active.reason).inc()
+                self._fail(active, f"no decode worker took it over within its deadline ({placed.reason})")
         return None
+
+    async def _carry_out(self, active: ActiveRequest, placed: Placed) -> bool:
+        """False when the queue or the worker did not take it, which the next decision knows."""
+        if placed.job is None:
+            sent = self._dispatch.send(active, placed.worker_id, State.LOCAL)
+            metrics.prefix_hit_tokens.labels("local").inc(placed.cached_tokens if sent else 0)
+            return sent
+        active.move(State.QUEUED)  # before the enqueue returns: a worker's claim may be here first
+        refused = await self._dispatch.enqueue(placed.job)
+        still_queued = active.state is State.QUEUED and active.attempt == placed.job.attempt
+        if refused is not None:
+            if still_queued:
+                active.local_because = refused
+                active.move(State.PLACING)
+            return False
+        if still_queued:
+            loop = asyncio.get_running_loop()
+            timeout_s = self._routing.claim_timeout_s
+            active.timer = loop.call_later(timeout_s, self._retry, active, "claim_timeout")
+        elif active.ended:
+            self._dispatch.cancel_job(active)
+        return True
 
     # ---- what workers say --------------------------------------------------------------------------------------
 
@@ -163,40 +169,48 @@ class Router:
             elif isinstance(message, Prefilled):
                 self._on_prefilled(active, message, payload, now)
             elif isinstance(message, PrefillFailed):
-                if active.state in (State.QUEUED, State.TRANSFERRING):
-                    self._retry(active, "prefill_failed")
+                self._on_prefill_failed(active)
             elif worker_id == active.decode_worker:
-                log.warning("worker %s rejected request %s: %s", worker_id, active.label, message.why)
-                if message.why.startswith("invalid"):  # it would be so anywhere
-                    self._dispatch.withdraw(active)
-                    self._fail(active, message.why)
-                else:
-                    self._retry(active, "rejected", avoid=worker_id)
+                self._on_rejected(active, message)
 
     def _on_claimed(self, active: ActiveRequest, claimed: Claimed) -> None:
         if active.state is not State.QUEUED:
             if active.prefill_worker != claimed.worker_id:  # not a duplicate of what is known already
                 self._dispatch.drop_stale(claimed.worker_id, claimed.request_id, claimed.attempt)
             return
-        active.prefill_worker, active.kv_source = claimed.worker_id, claimed.kv_source
-        active.queued_s = claimed.queued_s
+        active.prefill = Prefilling(claimed.worker_id, claimed.kv_source, claimed.queued_s)
         metrics.queue_wait_s.observe(claimed.queued_s)
-        self.learning.claimed(active, claimed.queued_s)
+        self.learning.claimed(active)
         # Bound only now, on load as fresh as the last engine step: no decode block is held while a job waits.
         while (chosen := self._decider.bind(active)) is not None:
-            if self._dispatch.send(active, chosen.worker_id, State.TRANSFERRING, active.decision, active.reason):
+            if self._dispatch.send(active, chosen.worker_id, State.TRANSFERRING):
                 metrics.prefix_hit_tokens.labels("decode").inc(chosen.cached_tokens)
                 return
         self._retry(active, "no_decode_worker")
 
-    def _on_prefilled(self, active: ActiveRequest, message: Prefilled, payload: list[bytes], now: float) -> None:
-        active.prefilled_at, active.prefill_s = now, message.prefill_s
-        active.cached_tokens = message.cached_tokens
-        metrics.prefix_hit_tokens.labels("prefill").inc(message.cached_tokens)
-        metrics.prefill_s.observe(message.prefill_s)
-        self.learning.prefilled(active, message.cached_tokens, self._fleet.workers.get(message.worker_id))
-        if (batch := self._first_token.of_prefill(active, message, payload, now)) is not None:
+    def _on_prefilled(self, active: ActiveRequest, said: Prefilled, payload: list[bytes], now: float) -> None:
+        if active.prefill is None or active.prefill.worker_id != said.worker_id:
+            return  # of a claim that another worker took over
+        active.prefill = msgspec.structs.replace(
+            active.prefill, compute_s=said.prefill_s, ended_at=now, cached_tokens=said.cached_tokens
+        )
+        metrics.prefix_hit_tokens.labels("prefill").inc(said.cached_tokens)
+        metrics.prefill_s.observe(said.prefill_s)
+        self.learning.prefilled(active, self._fleet.workers.get(said.worker_id))
+        if (batch := self._answers.from_prefill(active, said, payload, now)) is not None:
             self.batches.put_nowait(batch)
+
+    def _on_prefill_failed(self, active: ActiveRequest) -> None:
+        if active.state in (State.QUEUED, State.TRANSFERRING):
+            self._retry(active, "prefill_failed")
+
+    def _on_rejected(self, active: ActiveRequest, rejected: Rejected) -> None:
+        log.warning("worker %s rejected request %s: %s", rejected.worker_id, active.asked.label, rejected.why)
+        if rejected.final:  # every worker would refuse it
+            self._dispatch.withdraw(active)
+            self._fail(active, rejected.why)
+        else:
+            self._retry(active, "rejected", avoid=rejected.worker_id)
 
     def _on_outputs(self, worker_id: str, message: Outputs, payload: list[bytes], now: float) -> None:
         try:
@@ -204,71 +218,75 @@ class Router:
         except MessageError as error:
             self._on_lost_outputs(worker_id, error)
             return
-        current = []
+        delivered = []
         for output, attempt in zip(batch.outputs, message.attempts, strict=True):
             active = self.requests.get(output.request_id)
             if active is None or active.attempt != attempt or active.decode_worker != worker_id:
                 if output.finish_reason is None:
                     self._dispatch.drop_stale(worker_id, output.request_id, attempt)
-                continue
-            if output.finish_reason in (FINISH_ABORT, FINISH_ERROR):
-                # Nobody here asked for it: the engine gave up, so another one continues.
-                self._retry(active, "engine_abort" if output.finish_reason == FINISH_ABORT else "engine_error")
-                continue
-            active.last_heard_at = now
-            if output.new_token_ids and active.state is not State.DECODING:
-                if not self._first_token.agreed(active, output):
-                    self._diverged(active)
-                    continue
-                self._decoding(active, now)
-                if not output.new_token_ids and output.finish_reason is None:
-                    continue  # the client has it from prefill
-            active.tokens.extend(output.new_token_ids)
-            current.append(output)
-            if output.finish_reason is not None:
-                self._end(active, State.FINISHED)
-        if current:
-            batch.outputs = current
+            elif output.finish_reason in GIVEN_UP:
+                self._retry(active, GIVEN_UP[output.finish_reason])
+            elif self._take(active, output, now):
+                delivered.append(output)
+                if output.finish_reason is not None:
+                    self._end(active, State.FINISHED)
+        if delivered:
+            batch.outputs = delivered
             self.batches.put_nowait(batch)
 
+    def _take(self, active: ActiveRequest, output: Any, now: float) -> bool:
+        """Whether the output goes to the client."""
+        began = active.state is not State.DECODING and bool(output.new_token_ids)
+        first = began and active.answer.decoding_at is None
+        verdict = self._answers.from_decode(active, output, now)
+        if verdict is Verdict.DIVERGED:
+            self._diverged(active)
+            return False
+        if first:
+            self.learning.first_token(active, now)
+            if active.prefill is not None and active.prefill.ended_at is not None:
+                metrics.kv_exposed_s.observe(now - active.prefill.ended_at)
+        if began:
+            active.move(State.DECODING)
+        return verdict is Verdict.DELIVER
+
     def _on_lost_outputs(self, worker_id: str, error: MessageError) -> None:
-        """Whose tokens these were cannot be read, and an answer with a gap is a wrong one: all of them move on."""
+        """Nobody can read whose tokens these were, and an answer with a gap is a wrong one: all of them move on."""
         metrics.dropped.labels("corrupt").inc()
         log.error("worker %s sent outputs that cannot be read: %s", worker_id, error)
         for active in list(self.requests.values()):
             if active.decode_worker == worker_id:
                 self._retry(active, "corrupt_outputs")
 
-    def _decoding(self, active: ActiveRequest, now: float) -> None:
-        """Decode's first token has come."""
-        if active.decoding_at is None:
-            active.decoding_at = now
-            self.learning.first_token(active, now)
-            if active.state is State.TRANSFERRING and active.prefilled_at is not None:
-                metrics.kv_exposed_s.observe(now - active.prefilled_at)
-        active.first_token_at = active.first_token_at or now
-        active.move(State.DECODING)
-
     # ---- when something is lost --------------------------------------------------------------------------------
 
     def worker_lost(self, worker_id: str) -> None:
-        """Continue elsewhere what the worker was decoding. What it was prefilling is recomputed by the decode worker
-        that waits for it (it watches membership too), so nobody need claim it again; what it had claimed without our
-        knowing is returned to the queue by another prefill worker that sees it die, else by its lease."""
+        """Continue elsewhere what the worker was decoding.
+
+        What it was prefilling is recomputed by the decode worker that waits for it, which watches membership too, so
+        nobody need claim it again. What it had claimed without our knowing returns to the queue when another prefill
+        worker sees it die, else when its lease ends.
+        """
         self.learning.predictor.forget(worker_id)
         for active in list(self.requests.values()):
             if active.decode_worker == worker_id:
                 self._retry(active, "decode_worker_lost", avoid=worker_id)
-            elif active.prefill_worker == worker_id and active.state is State.TRANSFERRING:
-                if active.prefilled_at is None:
+            elif active.state is State.TRANSFERRING and active.prefill is not None:
+                if active.prefill.worker_id == worker_id and active.prefill.ended_at is None:
                     metrics.retries.labels("prefill_worker_lost").inc()
                     active.retries.append("prefill_worker_lost")
-                    self._dispatch.take_back(active)
+                    self._dispatch.cancel_job(active)
         self._check_claimers()
 
     def queue_lost(self) -> None:
         """Redis is away: nothing that waits in it can be claimed."""
         self._leave_queue("queue_unavailable")
+
+    def job_failed(self, request_id: str, attempt: int) -> None:
+        """The queue has given this job up: its claims died too often."""
+        active = self.requests.get(request_id)
+        if active is not None and active.attempt == attempt:
+            self._on_prefill_failed(active)
 
     def _check_claimers(self) -> None:
         if not self._fleet.claims():
@@ -285,7 +303,7 @@ class Router:
         if active.ended:
             return
         self._give_up(active, why)
-        if active.tokens and not active.resumable:
+        if active.answer.tokens and not active.asked.resumable:
             self._fail(active, f"its worker was lost ({why}) and its output cannot be continued elsewhere")
             return
         if active.attempt >= self._routing.max_attempts:
@@ -293,58 +311,45 @@ class Router:
             return
         if avoid is not None:
             active.avoid.add(avoid)
-        self._next_attempt(active, why)
-        self._dispatch.background(self._replace(active))
+        active.next_attempt(why)
+        self._dispatch.background(self._place_again(active))
 
     def _diverged(self, active: ActiveRequest) -> None:
-        """Decode sampled another first token than the client has: it goes on after that one, if it can where it is,
-        since the prompt's KV is cached there. No fault of anybody's, so no attempt is counted against it."""
-        worker_id, decision, reason = active.decode_worker, active.decision, active.reason
+        """Continue after the token that the client has, if possible where the prompt's KV is cached now. It is nobody's
+        fault, so `max_attempts` does not apply."""
+        worker_id, placed = active.decode_worker, active.placed
         self._give_up(active, "first_token_mismatch")
-        self._next_attempt(active, "first_token_mismatch")
-        if worker_id in self._fleet.workers and self._dispatch.send(active, worker_id, State.LOCAL, decision, reason):
+        active.next_attempt("first_token_mismatch")
+        if worker_id in self._fleet.workers and self._dispatch.send(active, worker_id, State.LOCAL):
+            active.placed = placed
             return
-        self._dispatch.background(self._replace(active))
+        self._dispatch.background(self._place_again(active))
 
     def _give_up(self, active: ActiveRequest, why: str) -> None:
         metrics.retries.labels(why).inc()
         active.retries.append(why)
         self._dispatch.withdraw(active)
 
-    def _next_attempt(self, active: ActiveRequest, why: str) -> None:
-        active.move(State.PLACING)
-        active.attempt += 1
-        if active.info.local_only is None:
-            active.info = msgspec.structs.replace(active.info, local_only=why)
-        active.decode_worker = active.prefill_worker = active.kv_source = active.prefilled_at = active.early = None
-        active.cached_tokens = 0
-
-    async def _replace(self, active: ActiveRequest) -> None:
+    async def _place_again(self, active: ActiveRequest) -> None:
         try:
             await self._place(active, deadline=time.monotonic() + self._routing.placement_timeout_s)
         except Exception:
-            log.exception("request %s could not be placed again", active.label)
+            log.exception("request %s could not be placed again", active.asked.label)
             if not active.ended:  # nobody else would ever end it
                 self._fail(active, "placing it again met a defect")
 
-    def _fail(self, active: ActiveRequest, why: str) -> None:
-        log.error("request %s failed: %s", active.label, why)
-        self.batches.put_nowait(Batch([self._codec.failure(active.info.id)], time.monotonic()))
-        self._end(active, State.FAILED)
-
     # ---- endings -----------------------------------------------------------------------------------------------
 
+    def _fail(self, active: ActiveRequest, why: str) -> None:
+        log.error("request %s failed: %s", active.asked.label, why)
+        self.batches.put_nowait(Batch([self._codec.failure(active.id)], time.monotonic()))
+        self._end(active, State.FAILED)
+
     def _end(self, active: ActiveRequest, state: State) -> None:
+        now = time.monotonic()
         if state is State.FINISHED:
-            self.learning.finished(active, time.monotonic())
+            self.learning.finished(active, now)
         active.move(state)
-        del self.requests[active.info.id]
+        del self.requests[active.id]
         metrics.requests.labels(state.value).inc()
-        log_ended(active, time.monotonic())
-
-    def _count_rejected(self, rejected: Reject) -> None:
-        metrics.placements.labels("reject", rejected.reason).inc()
-
-
-def _overloaded(rejected: Reject) -> Overloaded:
-    return Overloaded(rejected.reason, rejected.retry_after_s, 503 if rejected.reason == "no_decode_worker" else 429)
+        log_ended(active, now)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from support_bench import counted
 from support_router import RouterClient
 from support_workers import LocalWorker, Workers, expected, running_workers, until
 
-from orchestrator import metrics
 from orchestrator.launch.redis_server import EmbeddedRedis
 from orchestrator.types import Role
 from workers.sim.scheduler import SimRequest
@@ -26,24 +26,22 @@ async def fleet(workers: Workers) -> tuple[RouterClient, LocalWorker, LocalWorke
     client = RouterClient(workers.redis, workers.config)
     await client.start()
     await workers.frontend(prefill, decode)
-    await until(lambda: client.link.fleet.ready(Role.DECODE) and client.link.fleet.ready(Role.PREFILL), "greetings")
+    await until(
+        lambda: client.connection.fleet.ready(Role.DECODE) and client.connection.fleet.ready(Role.PREFILL), "greetings"
+    )
     return client, prefill, decode
-
-
-def count(counter: object) -> float:
-    return counter._value.get()  # type: ignore[attr-defined]
 
 
 async def test_it_is_there_while_the_kv_is_on_its_way_and_comes_once(redis_server: EmbeddedRedis) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
         client, _, _ = await fleet(workers)
-        early, wrong = count(metrics.first_tokens_early), count(metrics.first_token_mismatches)
+        early, wrong = counted("pd_first_tokens_early"), counted("pd_first_token_mismatches")
         asking = [asyncio.create_task(client.ask([i, *range(500)], 8)) for i in range(4)]
-        await until(lambda: count(metrics.first_tokens_early) == early + 4, "first tokens")
-        waiting = list(client.link.router.requests.values())
-        assert any(active.decoding_at is None for active in waiting)
+        await until(lambda: counted("pd_first_tokens_early") == early + 4, "first tokens")
+        waiting = list(client.connection.router.requests.values())
+        assert any(active.answer.decoding_at is None for active in waiting)
         await asyncio.gather(*asking)
-        assert count(metrics.first_token_mismatches) == wrong and not client.unexpected
+        assert counted("pd_first_token_mismatches") == wrong and not client.unexpected
         await workers.assert_no_leaks()
         await client.close()
 
@@ -54,7 +52,7 @@ async def test_where_decode_samples_another_the_answer_goes_on_after_the_one_sen
 ) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
         client, prefill, _ = await fleet(workers)
-        wrong = count(metrics.first_token_mismatches)
+        wrong = counted("pd_first_token_mismatches")
         admit = prefill.engine._admit
 
         def admit_rounded(request: object) -> SimRequest:
@@ -69,7 +67,7 @@ async def test_where_decode_samples_another_the_answer_goes_on_after_the_one_sen
         for prompt, answer in zip(prompts, answers, strict=True):
             right = expected(prompt, max_tokens)
             assert answer == [right[0] + 1000, *right[1:]]
-        assert count(metrics.first_token_mismatches) == wrong + 6
+        assert counted("pd_first_token_mismatches") == wrong + 6
         await workers.assert_no_leaks()
         await client.close()
 
@@ -77,10 +75,10 @@ async def test_where_decode_samples_another_the_answer_goes_on_after_the_one_sen
 async def test_a_client_that_leaves_between_the_two_frees_both_sides(redis_server: EmbeddedRedis) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
         client, _, _ = await fleet(workers)
-        early = count(metrics.first_tokens_early)
+        early = counted("pd_first_tokens_early")
         asking = [asyncio.create_task(client.ask([i, *range(500)], 8)) for i in range(4)]
-        await until(lambda: count(metrics.first_tokens_early) > early, "a first token")
-        router = client.link.router
+        await until(lambda: counted("pd_first_tokens_early") > early, "a first token")
+        router = client.connection.router
         router.abort(list(router.requests))
         for task in asking:
             task.cancel()

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from support_bench import counted
 from support_router import RouterClient
 from support_workers import LocalWorker, Workers, running_workers, until
 
-from orchestrator import metrics
 from orchestrator.launch.redis_server import EmbeddedRedis
 from orchestrator.policy.prefix_keys import prefix_keys
 from orchestrator.types import PrefixEvents, Role, WorkerLoad
@@ -40,23 +40,23 @@ async def fleet_of(
 async def joined(workers: Workers, prefill: int, decode: int) -> RouterClient:
     client = RouterClient(workers.redis, workers.config)
     await client.start()
-    fleet = client.link.fleet
+    fleet = client.connection.fleet
     await until(lambda: (fleet.ready(Role.PREFILL), fleet.ready(Role.DECODE)) == (prefill, decode), "greetings")
     return client
 
 
 def placed(reason: str) -> float:
     decision = "remote" if reason == "long_prompt" else "local"
-    return metrics.placements.labels(decision, reason)._value.get()
+    return counted("pd_placements", decision=decision, reason=reason)
 
 
 def held(client: RouterClient, worker: LocalWorker, prompt: list[int] = PROMPT) -> int:
-    return client.link.prefixes.look_up(prefix_keys(prompt, 16)).blocks(worker.id)
+    return client.connection.prefixes.look_up(prefix_keys(prompt, 16)).blocks(worker.id)
 
 
 def believes_all(client: RouterClient, *workers: LocalWorker) -> bool:
     """Exactly what they hold."""
-    index = client.link.prefixes.index
+    index = client.connection.prefixes.index
     for worker in workers:
         keys = worker.engine._scheduler.cache._keys
         believed = {key for key, holders in index._holders.items() if holders & index.mask(worker.id)}
@@ -84,10 +84,10 @@ async def test_a_prompt_asked_again_goes_where_its_prefix_is(redis_server: Embed
         await client.ask([5] * 20, 1)
         await client.ask([6] * 20, 1)
         await until(lambda: held(client, holder) == 0, "that its cache was reset")
-        before = metrics.prefix_hit_tokens.labels("prefill")._value.get()
+        before = counted("pd_prefix_hit_tokens", side="prefill")
         await client.ask([*PROMPT, 7, 8, 9], 4)
         assert placed("long_prompt") == long + 2
-        assert metrics.prefix_hit_tokens.labels("prefill")._value.get() == before + 400
+        assert counted("pd_prefix_hit_tokens", side="prefill") == before + 400
 
 
 async def test_lost_events_are_noticed_and_made_up_for(
@@ -104,12 +104,12 @@ async def test_lost_events_are_noticed_and_made_up_for(
         prefill = started[0]
         await client.ask(PROMPT, 4)
         await until(lambda: believes_all(client, *started), "all events")
-        resyncs = metrics.prefix_resyncs._value.get()
+        resyncs = counted("pd_prefix_resyncs")
         loses.add(prefill.id)
         await client.ask([1, *PROMPT], 4)
         loses.clear()
         await until(lambda: believes_all(client, *started), "what a lost batch said")
-        assert metrics.prefix_resyncs._value.get() > resyncs
+        assert counted("pd_prefix_resyncs") > resyncs
         await client.ask([2, *PROMPT], 4)
         await until(lambda: believes_all(client, *started), "that events count again")
 
@@ -132,14 +132,14 @@ async def test_a_frontend_that_joins_late_learns_what_is_there(redis_server: Emb
 async def test_a_worker_that_is_gone_holds_nothing(redis_server: EmbeddedRedis) -> None:
     async with fleet_of(redis_server, prefill=0, decode=1) as (workers, client, (first,)):
         process = await workers.spawn(Role.DECODE)
-        await until(lambda: client.link.fleet.ready(Role.DECODE) == 2, "the greeting")
+        await until(lambda: client.connection.fleet.ready(Role.DECODE) == 2, "the greeting")
         for number in range(6):
             await client.ask([number, *PROMPT], 4)
-        index = client.link.prefixes.index
+        index = client.connection.prefixes.index
         await until(lambda: index.mask(process.id) and index.mask(first.id), "events of both")
         await until(lambda: believes_all(client, first), "all events")
         process.kill()
-        await until(lambda: process.id not in client.link.fleet.workers, "that it is gone")
+        await until(lambda: process.id not in client.connection.fleet.workers, "that it is gone")
         assert not index.mask(process.id)
         for number in range(6):
             await client.ask([number, *PROMPT], 4)
@@ -149,9 +149,9 @@ async def test_a_worker_that_is_gone_holds_nothing(redis_server: EmbeddedRedis) 
 async def test_a_reset_is_known_before_the_next_step(redis_server: EmbeddedRedis) -> None:
     async with fleet_of(redis_server) as (_, client, started):
         await client.ask(PROMPT, 4)
-        await until(lambda: believes_all(client, *started) and not client.link.prefixes.empty, "all events")
-        await client.link.calls.call("reset_prefix_cache", [])
-        await until(lambda: client.link.prefixes.look_up(prefix_keys(PROMPT, 16)).most(8) == {}, "the reset")
+        await until(lambda: believes_all(client, *started) and not client.connection.prefixes.empty, "all events")
+        await client.connection.calls.call("reset_prefix_cache", [])
+        await until(lambda: client.connection.prefixes.look_up(prefix_keys(PROMPT, 16)).most(8) == {}, "the reset")
         long = placed("long_prompt")
         await client.ask(PROMPT, 4)
         assert placed("long_prompt") == long + 1
@@ -165,6 +165,6 @@ async def test_switched_off_nothing_is_told(redis_server: EmbeddedRedis) -> None
         try:
             await client.ask(PROMPT, 4)
             await client.ask(PROMPT, 4)
-            assert frontend.prefix_events == [] and client.link.prefixes.empty
+            assert frontend.prefix_events == [] and client.connection.prefixes.empty
         finally:
             await client.close()

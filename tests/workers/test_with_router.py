@@ -6,10 +6,10 @@ import asyncio
 import random
 
 import pytest
+from support_bench import counted
 from support_router import RouterClient
 from support_workers import WorkerProcess, running_workers, until
 
-from orchestrator import metrics
 from orchestrator.launch.redis_server import EmbeddedRedis
 from orchestrator.store.registry import UnknownWorker
 from orchestrator.types import Role
@@ -49,7 +49,7 @@ async def test_kills_and_flips_lose_no_request(redis_server: EmbeddedRedis) -> N
         for client in clients:
             await client.start()
         watcher = await workers.frontend(*workers.processes)
-        await until(lambda: all(client.link.fleet.ready(Role.DECODE) == 3 for client in clients), "greetings")
+        await until(lambda: all(client.connection.fleet.ready(Role.DECODE) == 3 for client in clients), "greetings")
         first, second, third, *decodes = workers.processes
 
         async def faults() -> None:
@@ -81,7 +81,7 @@ async def test_kills_and_flips_lose_no_request(redis_server: EmbeddedRedis) -> N
         assert finished() - before == 2000
         assert sum(client.unexpected for client in clients) == 0
         for client in clients:
-            assert not client.link.router.requests
+            assert not client.connection.router.requests
         for killed in (first, third, decodes[0]):
             await killed.stopped()
         await workers.assert_no_leaks()
@@ -91,4 +91,4 @@ async def test_kills_and_flips_lose_no_request(redis_server: EmbeddedRedis) -> N
 
 
 def finished() -> float:
-    return metrics.requests.labels("finished")._value.get()
+    return counted("pd_requests", outcome="finished")

@@ -1,10 +1,11 @@
-"""The link to the queue: corrected depth, one failure means away for all, and failed jobs come home."""
+"""The view of the queue: corrected depth, one failure means away for all, and failed jobs come home."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
-from orchestrator.fleet.queue_view import PrefillLink
+from orchestrator.fleet.queue_view import QueueView
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import SweepResult
 from orchestrator.types import PrefillJob, QueueDepth
@@ -43,10 +44,15 @@ def job(tokens=100):
 @pytest.fixture
 async def linked():
     queue = ScriptedQueue()
-    link = PrefillLink(queue, "f", lease_s=0.02)
-    task = asyncio.create_task(link.run())
-    await until(lambda: link.depth is not None)
-    yield queue, link
+    view = QueueView(queue, "f", lease_s=0.02)
+    told = SimpleNamespace(away=0, failed=[])
+
+    def on_away():
+        told.away += 1
+
+    task = asyncio.create_task(view.run(on_away, lambda *job: told.failed.append(job)))
+    await until(lambda: view.depth is not None)
+    yield queue, view, told
     task.cancel()
 
 
@@ -57,30 +63,27 @@ async def until(condition):
 
 
 async def test_depth_includes_what_was_enqueued_since_the_last_poll(linked):
-    _, link = linked
-    await link.enqueue(job(100))
-    await link.enqueue(job(50))
-    assert link.depth == QueueDepth(2, 150, 0)
+    _, view, _ = linked
+    await view.enqueue(job(100))
+    await view.enqueue(job(50))
+    assert view.depth == QueueDepth(2, 150, 0)
 
 
 async def test_one_failure_is_enough_and_recovery_is_noticed(linked):
-    queue, link = linked
-    away = []
-    link.on_away = lambda: away.append(True)
+    queue, view, told = linked
     queue.away = True
     with pytest.raises(RedisAway):
-        await link.enqueue(job())
-    assert link.depth is None and away == [True]
-    await link.cancel("r", 1)  # does not raise: leases and ages end what cannot be cancelled now
+        await view.enqueue(job())
+    assert view.depth is None
+    await until(lambda: told.away)
+    await view.cancel("r", 1)  # does not raise: leases and ages end what cannot be cancelled now
     queue.away = False
-    await until(lambda: link.depth is not None)
-    assert away == [True]
+    await until(lambda: view.depth is not None)
+    assert told.away == 1
 
 
 async def test_jobs_that_the_queue_gave_up_on_are_reported_to_their_own_frontend_only(linked):
-    queue, link = linked
-    failed = []
-    link.on_failed = lambda request_id, attempt: failed.append((request_id, attempt))
+    queue, _, told = linked
     queue.failed = [("mine", 2, "f"), ("theirs", 1, "g")]
-    await until(lambda: failed)
-    assert failed == [("mine", 2)]
+    await until(lambda: told.failed)
+    assert told.failed == [("mine", 2)]

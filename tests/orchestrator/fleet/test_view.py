@@ -69,10 +69,10 @@ def test_a_new_process_behind_an_old_name_starts_from_nothing():
 def test_candidates_are_ready_connected_decode_workers_and_avoidance_is_a_preference():
     fleet = fleet_of(worker("d0"), worker("d1"), worker("p", Role.PREFILL), worker("s", state=WorkerState.STARTING))
     fleet.upsert(worker("unconnected"), now=0.0)
-    names = {c.worker_id for c in fleet.decode_candidates()}
+    names = {c.worker_id for c in fleet.candidates().decode}
     assert names == {"d0", "d1"} and fleet.ready(Role.PREFILL) == 1
-    assert [c.worker_id for c in fleet.decode_candidates(avoid={"d0"})] == ["d1"]
-    assert len(fleet.decode_candidates(avoid={"d0", "d1"})) == 2
+    assert [c.worker_id for c in fleet.candidates(avoid={"d0"}).decode] == ["d1"]
+    assert len(fleet.candidates(avoid={"d0", "d1"}).decode) == 2
 
 
 def test_a_large_fleet_answers_with_its_best_and_follows_what_changes():
@@ -84,19 +84,19 @@ def test_a_large_fleet_answers_with_its_best_and_follows_what_changes():
         fleet.take_load(load(f"d{i}", 1, free=50), now=0.0)
     request = RequestInfo("r", prompt_tokens=160, max_new_tokens=16, arrived_at=0.0)
     fleet.take_load(load("d150", 2, free=99), now=1.0)
-    candidates = fleet.decode_candidates()
+    candidates = fleet.candidates().decode
     assert len(candidates) < 32 and choose(request, candidates).worker_id == "d150"
     fleet.workers["d150"].note_placed(16 * 60, 0)  # no longer the emptiest, before any report says so
-    assert choose(request, fleet.decode_candidates()).worker_id != "d150"
+    assert choose(request, fleet.candidates().decode).worker_id != "d150"
     fleet.take_load(load("d7", 2, free=98), now=1.0)
     fleet.workers["d7"].connected = False
-    assert "d7" not in {c.worker_id for c in fleet.decode_candidates()} and fleet.ready(Role.DECODE) == 199
+    assert "d7" not in {c.worker_id for c in fleet.candidates().decode} and fleet.ready(Role.DECODE) == 199
     fleet.upsert(worker("d8", state=WorkerState.DRAINING), now=1.0)
     fleet.remove("d9")
     assert fleet.ready(Role.DECODE) == 197
     spread = []
     for _ in range(100):
-        chosen = choose(request, fleet.decode_candidates())
+        chosen = choose(request, fleet.candidates().decode)
         fleet.workers[chosen.worker_id].note_placed(request.prompt_tokens, 0)
         spread.append(chosen.worker_id)
     assert max(spread.count(name) for name in set(spread)) <= 3

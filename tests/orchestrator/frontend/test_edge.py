@@ -7,8 +7,7 @@ from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry
 
 from orchestrator.fleet.view import Fleet
-from orchestrator.frontend import edge
-from orchestrator.frontend.collector import FleetCollector
+from orchestrator.frontend import edge, pages
 from orchestrator.policy.predict import Predictor
 from orchestrator.types import (
     DesiredRatio,
@@ -42,8 +41,8 @@ async def client(fleet):
     app = FastAPI()
     registry = CollectorRegistry()
     depth, desired = (lambda: QueueDepth(3, 4000, 1)), (lambda: DesiredRatio(1, 2, "ratio", 5.0))
-    registry.register(FleetCollector(fleet.workers.values, depth, desired))
-    app.router.routes[:0] = edge.fleet_routes("demo", fleet, depth, desired, registry, Predictor()).routes
+    registry.register(pages.FleetCollector(fleet.workers.values, depth, desired))
+    app.router.routes[:0] = pages.fleet_routes("demo", fleet, depth, desired, registry, Predictor()).routes
 
     @app.get("/refuse")
     async def refuse() -> Response:

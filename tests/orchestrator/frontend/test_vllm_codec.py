@@ -40,14 +40,15 @@ def request(**sampling: Any) -> Any:
     ],
 )
 def test_a_first_token_is_early_when_streamed_and_certain(codec, sampling, early: bool) -> None:
-    assert codec.early(request(**sampling)) is early
+    assert codec.read(request(**sampling), 0).early_token is early
 
 
 def test_a_pooling_request_has_no_first_token(codec) -> None:
     from vllm.pooling_params import PoolingParams
     from vllm.v1.engine import EngineCoreRequest
 
-    assert not codec.early(EngineCoreRequest("r", [1], None, None, PoolingParams(), 0.0, None, None, None))
+    pooling = EngineCoreRequest("r", [1], None, None, PoolingParams(), 0.0, None, None, None)
+    assert not codec.read(pooling, 0).early_token
 
 
 def output(tokens: list[int], **more: Any) -> Any:
@@ -100,7 +101,7 @@ def test_keys_are_those_of_what_a_cache_may_share(codec) -> None:
         made.prompt_token_ids = list(range(tokens))
         for name, value in more.items():
             setattr(made, name, value)
-        return codec.prefix_keys(made, 16)
+        return codec.read(made, 16).prefix_keys
 
     keys = prefix_keys(list(range(64)), 16)
     assert asked() == keys[:3] and asked(65) == keys  # the last token is always computed
@@ -108,10 +109,10 @@ def test_keys_are_those_of_what_a_cache_may_share(codec) -> None:
     lora = LoRARequest("l", 1, "/nowhere")
     assert asked(lora_request=lora) == prefix_keys(list(range(64)), 16, salt_of("l", None))[:3]
     assert asked(mm_features=["picture"]) == asked(prompt_token_ids=None) == []
-    assert codec.prefix_keys(request(), 0) == []  # no worker is known yet
+    assert codec.read(request(), 0).prefix_keys == []  # no worker is known yet
 
 
 def test_a_client_cannot_say_what_is_the_fleets_to_say(codec) -> None:
     made = request(extra_args={"kv_transfer_params": {"a": 1}, "kv_cache_report_mode": "full", "own": 2})
-    codec.encode(made)
+    codec.read(made, 0)
     assert made.sampling_params.extra_args == {"own": 2}

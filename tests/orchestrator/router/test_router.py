@@ -8,11 +8,11 @@ import pytest
 from support_bench import Bench, FakeCodec, FakeRequest
 
 from orchestrator.policy.queue_order import LATE_S
-from orchestrator.router.request import SUCCESSORS, State
-from orchestrator.router.router import FINISH_ABORT, FINISH_ERROR, Overloaded
+from orchestrator.router.decider import Decider
+from orchestrator.router.request import SUCCESSORS, Overloaded, State
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import QueueFull
-from orchestrator.types import Offered, QueueDepth, Role, WorkerLoad, WorkerState
+from orchestrator.types import FinishReason, Offered, QueueDepth, Role, WorkerLoad, WorkerState
 from orchestrator.wire.messages import Abort, MessageError, Prefilled, PrefillFailed, Rejected
 
 
@@ -20,7 +20,7 @@ async def test_a_short_prompt_is_prefilled_where_it_decodes():
     bench = Bench()
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
     ((worker, submit),) = bench.submits()
-    assert worker in ("d0", "d1") and submit.kv_source is None and not bench.prefill.jobs
+    assert worker in ("d0", "d1") and submit.kv_source is None and not bench.queue.jobs
     bench.tokens(worker, "r", [7])
     bench.tokens(worker, "r", [8], finish=1)
     assert bench.received() == [("r", [7], None), ("r", [8], 1)]
@@ -30,7 +30,7 @@ async def test_a_short_prompt_is_prefilled_where_it_decodes():
 async def test_a_long_prompt_is_queued_and_bound_only_when_claimed():
     bench = Bench()
     await bench.router.submit(FakeRequest("r"))
-    assert not bench.submits() and bench.prefill.jobs[0].request_id == "r"
+    assert not bench.submits() and bench.queue.jobs[0].request_id == "r"
     assert bench.router.requests["r"].state is State.QUEUED
     bench.claim("r")
     ((worker, submit),) = bench.submits()
@@ -46,16 +46,16 @@ async def test_a_long_prompt_is_queued_and_bound_only_when_claimed():
 )
 async def test_a_queue_that_refuses_means_local(error, reason):
     bench = Bench()
-    bench.prefill.error = error
+    bench.queue.error = error
     await bench.router.submit(FakeRequest("r"))
     assert bench.submits()[0][1].kv_source is None
-    assert bench.router.requests["r"].reason == reason
+    assert bench.router.requests["r"].placed.reason == reason
 
 
 async def test_requests_that_cannot_go_remote_stay_local():
     bench = Bench()
     await bench.router.submit(FakeRequest("r", local_only="prompt_logprobs"))
-    assert bench.router.requests["r"].reason == "prompt_logprobs" and not bench.prefill.jobs
+    assert bench.router.requests["r"].placed.reason == "prompt_logprobs" and not bench.queue.jobs
 
 
 async def test_a_claim_that_does_not_come_ends_in_local_prefill():
@@ -65,7 +65,7 @@ async def test_a_claim_that_does_not_come_ends_in_local_prefill():
         while not bench.submits():
             await asyncio.sleep(0.01)
     await bench.settle()
-    assert bench.prefill.cancelled == [("r", 1)]
+    assert bench.queue.cancelled == [("r", 1)]
     assert bench.submits()[0][1].attempt == 2 and bench.submits()[0][1].kv_source is None
     bench.claim("r", attempt=1)  # the claim comes late: its worker is told to forget it
     assert ("p0", Abort("r", 1)) in bench.transport.sent
@@ -75,7 +75,7 @@ async def test_a_claim_that_does_not_come_ends_in_local_prefill():
 async def test_losing_redis_moves_what_is_queued_to_local():
     bench = Bench()
     await bench.router.submit(FakeRequest("r"))
-    bench.prefill.depth = None
+    bench.queue.depth = None
     bench.router.queue_lost()
     await bench.settle()
     assert bench.submits()[0][1].attempt == 2
@@ -92,9 +92,9 @@ async def test_losing_the_last_prefill_worker_moves_what_is_queued_to_local():
     bench.fleet.remove("p0")
     bench.router.worker_lost("p0")
     await bench.settle()
-    assert bench.prefill.cancelled == [("r", 1)]
+    assert bench.queue.cancelled == [("r", 1)]
     assert bench.submits()[0][1].attempt == 2 and bench.submits()[0][1].kv_source is None
-    assert bench.router.requests["r"].reason == "no_prefill_worker"
+    assert bench.router.requests["r"].placed.reason == "no_prefill_worker"
 
 
 @pytest.mark.parametrize("gone", [{"state": WorkerState.DRAINING}, {"role": Role.DECODE}])
@@ -158,8 +158,8 @@ async def test_a_rejected_submission_goes_to_another_worker():
 async def test_an_invalid_request_fails_at_once_instead_of_touring_the_fleet():
     bench = Bench()
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
-    bench.say(bench.bound_to(), Rejected("r", 1, bench.bound_to(), "invalid: no such parameter"))
-    assert bench.received() == [("r", [], FINISH_ERROR)] and len(bench.submits()) == 1
+    bench.say(bench.bound_to(), Rejected("r", 1, bench.bound_to(), "no such parameter", final=True))
+    assert bench.received() == [("r", [], FinishReason.ERROR)] and len(bench.submits()) == 1
     bench.assert_no_leaks()
 
 
@@ -186,7 +186,7 @@ async def test_what_cannot_be_continued_fails_visibly():
     bench.tokens(first, "r", [5])
     bench.fleet.remove(first)
     bench.router.worker_lost(first)
-    assert bench.received() == [("r", [5], None), ("r", [], FINISH_ERROR)]
+    assert bench.received() == [("r", [5], None), ("r", [], FinishReason.ERROR)]
     bench.assert_no_leaks()
 
 
@@ -198,12 +198,12 @@ async def test_a_dead_prefill_worker_leaves_recovery_to_decode_but_is_noted():
     bench.router.worker_lost("p0")
     assert bench.router.requests["r"].state is State.TRANSFERRING
     await bench.settle()
-    assert bench.prefill.cancelled == [("r", 1)]  # nobody prefills again what decode recomputes
+    assert bench.queue.cancelled == [("r", 1)]  # nobody prefills again what decode recomputes
     bench.tokens(bench.bound_to(), "r", [1], finish=1)
     assert bench.received() == [("r", [1], 1)]
 
 
-@pytest.mark.parametrize("reason", [FINISH_ABORT, FINISH_ERROR])
+@pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
 async def test_an_engine_that_gives_up_is_not_the_clients_problem(reason):
     bench = Bench()
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
@@ -239,10 +239,10 @@ async def test_a_defect_while_moving_a_request_ends_it_visibly(monkeypatch):
     def broken(*args):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(bench.router._decider, "decide", broken)
+    monkeypatch.setattr(Decider, "decide", broken)
     bench.say(bench.bound_to(), Rejected("r", 1, bench.bound_to(), "draining"))
     await bench.settle()
-    assert bench.received() == [("r", [], FINISH_ERROR)]
+    assert bench.received() == [("r", [], FinishReason.ERROR)]
     with pytest.raises(ZeroDivisionError):
         await bench.router.submit(FakeRequest("s"))
     bench.assert_no_leaks()
@@ -252,9 +252,9 @@ async def test_attempts_are_bounded():
     bench = Bench(max_attempts=2)
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
     for attempt in (1, 2):
-        bench.tokens(bench.bound_to(), "r", [], attempt=attempt, finish=FINISH_ERROR)
+        bench.tokens(bench.bound_to(), "r", [], attempt=attempt, finish=FinishReason.ERROR)
         await bench.settle()
-    assert bench.received() == [("r", [], FINISH_ERROR)]
+    assert bench.received() == [("r", [], FinishReason.ERROR)]
     bench.assert_no_leaks()
 
 
@@ -277,13 +277,13 @@ async def test_waiting_for_a_worker_has_an_end():
         bench.fleet.remove(name)
     bench.router.worker_lost(bench.bound_to())
     await asyncio.wait_for(bench.settle(), 5)
-    assert bench.received() == [("r", [], FINISH_ERROR)]
+    assert bench.received() == [("r", [], FinishReason.ERROR)]
     bench.assert_no_leaks()
 
 
 async def test_no_decode_worker_refuses_with_503_and_a_full_fleet_with_429():
     bench = Bench(max_waiting_per_worker=1)
-    bench.prefill.depth = None
+    bench.queue.depth = None
     for name in ("d0", "d1"):
         load = WorkerLoad(name, 1, 1000, 0, running=9, waiting=1, waiting_tokens=0, step_ms=1.0)
         bench.fleet.take_load(load, time.monotonic())
@@ -291,7 +291,7 @@ async def test_no_decode_worker_refuses_with_503_and_a_full_fleet_with_429():
         await bench.router.submit(FakeRequest("r"))
     assert full.value.status == 429 and full.value.retry_after_s > 0
     with pytest.raises(Overloaded):
-        bench.router.admit()
+        bench.router.check_admission()
     for name in ("d0", "d1"):
         bench.fleet.remove(name)
     with pytest.raises(Overloaded) as nobody:
@@ -316,7 +316,7 @@ async def test_an_abort_reaches_everybody_who_holds_something():
     decode = bench.bound_to()
     bench.router.abort(["queued", "bound", "unknown"])
     await bench.settle()
-    assert bench.prefill.cancelled == [("queued", 1)]
+    assert bench.queue.cancelled == [("queued", 1)]
     assert (decode, Abort("bound", 1)) in bench.transport.sent and ("p0", Abort("bound", 1)) in bench.transport.sent
     bench.tokens(decode, "bound", [1])
     assert bench.received() == []
@@ -364,21 +364,21 @@ async def test_stages_are_learned_from(monkeypatch):
 
 async def test_cost_placement_keeps_a_prompt_from_a_queue_that_would_take_longer():
     bench = Bench(placement="cost")
-    bench.prefill.depth = QueueDepth(50, 100_000, 1)
+    bench.queue.depth = QueueDepth(50, 100_000, 1)
     await bench.router.submit(FakeRequest("r"))
-    assert bench.router.requests["r"].reason == "cost" and bench.submits()
-    bench.prefill.depth = QueueDepth(0, 0, 0)
+    assert bench.router.requests["r"].placed.reason == "cost" and bench.submits()
+    bench.queue.depth = QueueDepth(0, 0, 0)
     for name in ("d0", "d1"):
         load = WorkerLoad(name, 1, 1000, 900, running=9, waiting=0, waiting_tokens=500_000, step_ms=1.0)
         bench.fleet.take_load(load, time.monotonic())
     await bench.router.submit(FakeRequest("s"))
-    assert bench.router.requests["s"].decision == "remote" and bench.router.requests["s"].reason == "cost"
+    assert bench.router.requests["s"].placed.decision == "remote" and bench.router.requests["s"].placed.reason == "cost"
 
 
 @pytest.mark.parametrize("admission", ["reject", "queue"])
 async def test_a_request_that_cannot_be_in_time_is_refused_or_deferred_as_configured(admission):
     bench = Bench(slo={"ttft_s": 0.5, "admission": admission})
-    bench.prefill.depth = QueueDepth(50, 100_000, 1)
+    bench.queue.depth = QueueDepth(50, 100_000, 1)
     if admission == "reject":
         with pytest.raises(Overloaded) as refused:
             await bench.router.submit(FakeRequest("r"))
@@ -386,7 +386,7 @@ async def test_a_request_that_cannot_be_in_time_is_refused_or_deferred_as_config
         bench.assert_no_leaks()
     else:
         await bench.router.submit(FakeRequest("r"))
-        assert bench.prefill.jobs[0].delay_s > LATE_S
+        assert bench.queue.jobs[0].delay_s > LATE_S
 
 
 async def test_offered_load_counts_each_request_once_and_those_refused_too():
@@ -403,7 +403,7 @@ async def test_offered_load_counts_each_request_once_and_those_refused_too():
     with pytest.raises(Overloaded):
         await bench.router.submit(FakeRequest("c", 100, max_new_tokens=10))
     with pytest.raises(Overloaded):
-        bench.router.admit()
+        bench.router.check_admission()
     assert bench.router.learning.offered == Offered(4, 900 + 300, 50 + 2 * expected)
 
 
@@ -411,7 +411,7 @@ async def test_length_and_priority_decide_the_place_in_the_queue():
     bench = Bench(slo={"ttft_s": 3.0}, queue={"weight": 4.0, "seconds_per_token": 0.001})
     for request_id, prompt_tokens, priority in (("a", 1000, 0), ("b", 1000, -2), ("c", 3000, 0)):
         await bench.router.submit(FakeRequest(request_id, prompt_tokens, priority=priority))
-    a, b, c = (job.delay_s for job in bench.prefill.jobs)
+    a, b, c = (job.delay_s for job in bench.queue.jobs)
     assert a - b == pytest.approx(6.0)
     assert c - a == pytest.approx(8.0)
 

@@ -1,8 +1,7 @@
 """What the prefix index changes in a request's life: where it is prefilled, who decodes it, and what it counts as."""
 
-from support_bench import Bench, FakeRequest
+from support_bench import Bench, FakeRequest, counted
 
-from orchestrator import metrics
 from orchestrator.policy.decode_choice import KVBlocks
 from orchestrator.types import Role, WorkerLoad
 from orchestrator.wire.messages import Prefilled, Rejected
@@ -19,7 +18,7 @@ def bench_with(held, **routing):
 
 
 def hit_tokens(side):
-    return metrics.prefix_hit_tokens.labels(side)._value.get()
+    return counted("pd_prefix_hit_tokens", side=side)
 
 
 async def test_a_prompt_that_a_decode_worker_holds_is_short():
@@ -29,7 +28,7 @@ async def test_a_prompt_that_a_decode_worker_holds_is_short():
     ((worker, submit),) = bench.submits()
     active = bench.router.requests["r"]
     assert worker == "d1" and submit.kv_source is None and submit.cached_tokens == 960
-    assert (active.decision, active.reason, active.cached_tokens) == ("local", "short_prompt", 960)
+    assert (active.placed.decision, active.placed.reason, active.cached_tokens) == ("local", "short_prompt", 960)
     assert hit_tokens("local") == before + 960
     candidate = bench.fleet.workers["d1"].candidate
     assert candidate.placed_tokens == 40 and candidate.blocks_free == 1000 - 63
@@ -41,7 +40,7 @@ async def test_a_prompt_that_only_prefill_workers_hold_goes_where_they_are_with_
     for name in ("p1", "p2", "p3", "p4"):
         bench.add_worker(name, Role.PREFILL)
     await bench.router.submit(FakeRequest("r", keys=KEYS))
-    (job,) = bench.prefill.jobs
+    (job,) = bench.queue.jobs
     assert job.cached == {"p1": 800, "p4": 640, "p0": 640, "p3": 640}  # the four that hold most
     assert job.uncached_tokens == 200 and job.tokens == 1000
     before = hit_tokens("prefill")
@@ -57,7 +56,7 @@ async def test_what_is_cached_on_workers_that_left_counts_nothing():
     bench.prefixes.forget("d1")
     bench.add_worker("p1", Role.PREFILL)
     await bench.router.submit(FakeRequest("r", keys=KEYS))
-    assert bench.prefill.jobs[0].cached == {} and bench.prefill.jobs[0].uncached_tokens == 1000
+    assert bench.queue.jobs[0].cached == {} and bench.queue.jobs[0].uncached_tokens == 1000
 
 
 async def test_hits_are_looked_up_again_when_a_job_is_claimed():
@@ -95,7 +94,7 @@ async def test_of_a_large_fleet_the_workers_with_a_hit_are_considered():
 async def test_without_anything_cached_no_keys_are_computed():
     bench = Bench()
     await bench.router.submit(FakeRequest("r", keys=KEYS))
-    assert bench.router.requests["r"].keys == []
+    assert bench.router.requests["r"].asked.prefix_keys == []
 
 
 async def test_the_expected_output_follows_what_requests_put_out():

@@ -5,11 +5,10 @@ import time
 
 import msgspec
 import pytest
-from support_bench import Bench, FakeRequest
+from support_bench import Bench, FakeRequest, counted
 
-from orchestrator import metrics
 from orchestrator.router.request import State
-from orchestrator.router.router import FINISH_ERROR
+from orchestrator.types import FinishReason
 from orchestrator.wire.messages import Abort, Prefilled, PrefillFailed
 
 STOP, LENGTH = 0, 1
@@ -31,7 +30,7 @@ def prefilled(bench, token=5, finish=LENGTH, attempt=1, worker="p0", payload=Non
 
 
 def mismatches():
-    return metrics.first_token_mismatches._value.get()
+    return counted("pd_first_token_mismatches")
 
 
 async def test_prefills_token_goes_out_at_once_and_decodes_own_is_dropped():
@@ -39,13 +38,13 @@ async def test_prefills_token_goes_out_at_once_and_decodes_own_is_dropped():
     prefilled(bench)
     active = bench.router.requests["r"]
     assert bench.received() == [("r", [5], None)] and active.state is State.TRANSFERRING
-    assert active.first_token_at is not None and active.decoding_at is None
+    assert active.answer.first_token_at is not None and active.answer.decoding_at is None
     bench.tokens(decode, "r", [5])
     assert bench.received() == [] and active.state is State.DECODING
-    assert active.decoding_at >= active.first_token_at
+    assert active.answer.decoding_at >= active.answer.first_token_at
     bench.tokens(decode, "r", [5])  # the same token again, as the second one
     bench.tokens(decode, "r", [6], finish=LENGTH)
-    assert bench.received() == [("r", [5], None), ("r", [6], LENGTH)] and active.tokens == [5, 5, 6]
+    assert bench.received() == [("r", [5], None), ("r", [6], LENGTH)] and active.answer.tokens == [5, 5, 6]
     bench.assert_no_leaks()
 
 
@@ -182,7 +181,7 @@ async def test_a_failure_after_the_hand_over_continues_after_it(failure):
     if failure == "prefill_failed":
         bench.say("p0", PrefillFailed("r", 1, "p0", "given back"))
     else:
-        bench.tokens(decode, "r", [], finish=FINISH_ERROR)
+        bench.tokens(decode, "r", [], finish=FinishReason.ERROR)
     await bench.settle()
     assert bench.submits()[-1][1].resume_tokens == [5]
     bench.tokens(bench.bound_to(), "r", [6], attempt=2, finish=LENGTH)

@@ -1,19 +1,25 @@
-"""The fleet's state as `pd_*` metrics, read at the moment of a scrape.
+"""The pages that show the fleet: `/ready`, `/fleet`, `/predictions`, and `/metrics` with the fleet's own figures.
 
-Every frontend hears the same load reports, so whichever frontend answers shows the whole fleet, and these figures are
-never added up over frontends.
+Every frontend hears the same load reports, so whichever frontend answers shows the whole fleet, and the figures of
+`FleetCollector` are never added up over frontends. Knows nothing of vLLM.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
+import msgspec
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from orchestrator.fleet.view import WorkerView
-from orchestrator.types import DesiredRatio, QueueDepth, Role
+from orchestrator.fleet.view import Fleet, WorkerView
+from orchestrator.policy.predict import Predictor
+from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerStatus
 
 
 class FleetCollector(Collector):
@@ -70,3 +76,47 @@ class FleetCollector(Collector):
             failed.add_metric([name], load.kv.failures)
             took.add_metric([name], count_value=load.kv.transfers, sum_value=load.kv.transfer_s)
         yield from (up, blocks, running, sent, described, took, failed, bad)
+
+
+def fleet_routes(
+    model: str,
+    fleet: Fleet,
+    depth: Callable[[], QueueDepth | None],
+    desired: Callable[[], DesiredRatio | None],
+    registry: CollectorRegistry,
+    predictor: Predictor,
+) -> APIRouter:
+    """`/ready`, `/fleet`, `/predictions` and `/metrics`."""
+    routes = APIRouter()
+
+    @routes.get("/ready")
+    async def ready() -> Response:
+        """200 once at least one worker can decode."""
+        if fleet.ready(Role.DECODE):
+            return JSONResponse({"status": "ready"})
+        return JSONResponse(
+            {"status": "not ready", "why": "no decode worker is ready"}, status_code=503, headers={"retry-after": "1"}
+        )
+
+    @routes.get("/fleet")
+    async def show_fleet() -> dict[str, Any]:
+        queue, wanted = depth(), desired()
+        workers = sorted(fleet.workers.values(), key=lambda view: (view.info.role.value, view.info.id))
+        return {
+            "model": model,
+            "workers": msgspec.to_builtins([WorkerStatus.of(view.info, view.load, view.connected) for view in workers]),
+            "queue": msgspec.to_builtins(queue),
+            "desired": msgspec.to_builtins(wanted),
+        }
+
+    @routes.get("/predictions")
+    async def show_predictions() -> dict[str, Any]:
+        """The coefficients that `routing.placement: cost` decides with, in seconds, as fitted so far."""
+        shown: dict[str, Any] = msgspec.to_builtins(predictor.coefficients(), str_keys=True)
+        return shown
+
+    @routes.get("/metrics")
+    async def show_metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return routes

@@ -1,0 +1,89 @@
+"""What the client gets, token by token: prefill's first token where it may come early, then decode's.
+
+Both engines sample the first token of a remote prefill. The client gets prefill's at once, so decode's own is removed
+when it is the same. When it differs, what the client has read cannot be taken back, and the attempt is given up.
+Sends nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from typing import Any
+
+from orchestrator import metrics
+from orchestrator.router.codec import Batch, Codec
+from orchestrator.router.request import ActiveRequest, State
+from orchestrator.types import FinishReason
+from orchestrator.wire.messages import MessageError, Prefilled
+
+log = logging.getLogger("pd.router")
+
+
+class Verdict(enum.Enum):
+    """What becomes of one output of a decode worker."""
+
+    DELIVER = enum.auto()
+    KNOWN = enum.auto()  # the client has all of it from prefill
+    DIVERGED = enum.auto()  # decode sampled another first token than the client has
+
+
+class Answers:
+    """Writes the `answer` of requests."""
+
+    def __init__(self, codec: Codec, early_first_token: bool) -> None:
+        """`early_first_token`: `routing.first_token` is `prefill`."""
+        self._codec, self._early_first_token = codec, early_first_token
+
+    def from_prefill(self, active: ActiveRequest, said: Prefilled, payload: list[bytes], now: float) -> Batch | None:
+        """The first output of the answer, to be delivered now; None where decode's has to be waited for."""
+        if not payload or not self._may_come_early(active):
+            return None
+        try:
+            batch = self._codec.decode_outputs(payload, said.sent_at, now)
+        except MessageError as error:
+            metrics.dropped.labels("corrupt").inc()
+            log.error("worker %s sent a first token that cannot be read: %s", said.worker_id, error)
+            return None
+        (output,) = batch.outputs
+        if output.finish_reason != FinishReason.LENGTH:
+            return None  # the prefill token is the last one; the decode engine reports the finish reason
+        (token,) = output.new_token_ids
+        answer = active.answer
+        answer.early_token, answer.first_token_at = token, now
+        answer.tokens.append(token)
+        metrics.first_tokens_early.inc()
+        batch.outputs = [self._codec.as_first(output)]
+        return batch
+
+    def _may_come_early(self, active: ActiveRequest) -> bool:
+        """Decode samples the same token, more tokens follow, nothing was sent yet, and if decode's token differs after
+        all, another attempt can continue from what was sent."""
+        asked = active.asked
+        return (
+            self._early_first_token
+            and asked.early_token
+            and asked.resumable
+            and asked.info.max_new_tokens > 1
+            and active.state is State.TRANSFERRING
+            and not active.answer.tokens
+        )
+
+    def from_decode(self, active: ActiveRequest, output: Any, now: float) -> Verdict:
+        """Take an output of the decode worker. A first token that the client has already is removed from `output`."""
+        answer = active.answer
+        answer.heard_at = now
+        if output.new_token_ids and answer.early_token is not None:
+            if output.new_token_ids[0] != answer.early_token:
+                metrics.first_token_mismatches.inc()
+                return Verdict.DIVERGED
+            answer.early_token = None
+            self._codec.drop_first(output)
+            answer.decoding_at = answer.decoding_at or now
+            if not output.new_token_ids and output.finish_reason is None:
+                return Verdict.KNOWN
+        if output.new_token_ids:
+            answer.decoding_at = answer.decoding_at or now
+            answer.first_token_at = answer.first_token_at or now
+            answer.tokens.extend(output.new_token_ids)
+        return Verdict.DELIVER
