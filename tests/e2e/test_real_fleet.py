@@ -128,8 +128,14 @@ async def test_roles_change_in_place_and_both_engines_serve_both(fleet: RunningF
 async def test_clients_that_disconnect_free_both_sides(fleet: RunningFleet):
     before = fleet.metric("pd_requests_total", outcome="aborted")
     async with fleet.client() as client:
-        tasks = [asyncio.create_task(fleet.ask(client, token_prompt(1500, 100 + i), 400)) for i in range(6)]
-        await asyncio.sleep(2)
+        # Answers long enough that none has ended when all six hold blocks on the decode worker.
+        tasks = [asyncio.create_task(fleet.ask(client, token_prompt(1500, 100 + i), 2000)) for i in range(6)]
+        (decode,) = fleet.workers("decode")
+        await asyncio.to_thread(
+            fleet.until,
+            lambda: fleet.metric("pd_worker_requests", worker=decode["id"], state="running") == 6,
+            "six decoding",
+        )
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
