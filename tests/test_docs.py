@@ -15,7 +15,7 @@ from orchestrator import metrics
 from orchestrator.cli.main import app
 from orchestrator.cli.views import config_keys
 from orchestrator.config.settings import Config
-from orchestrator.frontend.collector import FleetCollector
+from orchestrator.frontend.pages import FleetCollector
 from orchestrator.types import DesiredRatio, QueueDepth
 
 ROOT = Path(__file__).parents[1]
