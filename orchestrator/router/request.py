@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -91,6 +92,9 @@ class Prefilling(msgspec.Struct, frozen=True):
     ended_at: float | None = None
     cached_tokens: int = 0  # the prefill worker's own prefix-cache hit
 
+    def completed(self, compute_s: float, cached_tokens: int, now: float) -> Prefilling:
+        return msgspec.structs.replace(self, compute_s=compute_s, cached_tokens=cached_tokens, ended_at=now)
+
 
 class Submitted(msgspec.Struct, frozen=True):
     """Which decode worker has the attempt. Made by `dispatch`."""
@@ -150,6 +154,15 @@ class ActiveRequest:
         if self.prefill is not None:
             return self.prefill.cached_tokens
         return self.placed.cached_tokens if self.placed is not None else 0
+
+    @property
+    def heard_at(self) -> float:
+        """The last sign of the attempt's decode worker: an output, or that the attempt was sent there."""
+        return max(self.decode.at if self.decode is not None else 0.0, self.answer.heard_at)
+
+    def set_deadline(self, delay_s: float, then: Callable[[], None]) -> None:
+        """`then()` is called after `delay_s`, unless the request moves before."""
+        self.timer = asyncio.get_running_loop().call_later(delay_s, then)
 
     def move(self, to: State) -> None:
         """Raises IllegalTransition."""

@@ -13,8 +13,6 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
-
 from orchestrator import metrics
 from orchestrator.config.settings import Config
 from orchestrator.fleet.prefixes import PrefixView
@@ -105,9 +103,8 @@ class Router:
             self._check_claimers()
             oldest = time.monotonic() - self._routing.stall_timeout_s
             for active in list(self.requests.values()):
-                if active.state in WITH_A_WORKER and active.decode is not None:
-                    if max(active.decode.at, active.answer.heard_at) < oldest:
-                        self._retry(active, "stalled", avoid=active.decode_worker)
+                if active.state in WITH_A_WORKER and active.heard_at < oldest:
+                    self._retry(active, "stalled", avoid=active.decode_worker)
 
     async def settled(self) -> None:
         """Wait until nothing runs in the background."""
@@ -147,9 +144,7 @@ class Router:
                 active.move(State.PLACING)
             return False
         if still_queued:
-            loop = asyncio.get_running_loop()
-            timeout_s = self._routing.claim_timeout_s
-            active.timer = loop.call_later(timeout_s, self._retry, active, "claim_timeout")
+            active.set_deadline(self._routing.claim_timeout_s, lambda: self._retry(active, "claim_timeout"))
         elif active.ended:
             self._dispatch.cancel_job(active)
         return True
@@ -191,9 +186,7 @@ class Router:
     def _on_prefilled(self, active: ActiveRequest, said: Prefilled, payload: list[bytes], now: float) -> None:
         if active.prefill is None or active.prefill.worker_id != said.worker_id:
             return  # of a claim that another worker took over
-        active.prefill = msgspec.structs.replace(
-            active.prefill, compute_s=said.prefill_s, ended_at=now, cached_tokens=said.cached_tokens
-        )
+        active.prefill = active.prefill.completed(said.prefill_s, said.cached_tokens, now)
         metrics.prefix_hit_tokens.labels("prefill").inc(said.cached_tokens)
         metrics.prefill_s.observe(said.prefill_s)
         self.learning.prefilled(active, self._fleet.workers.get(said.worker_id))
