@@ -14,15 +14,23 @@ local DROPPED_S = 86400   -- the statistics of dropped jobs live this long
 
 -- ---- what every verb begins with -------------------------------------------------------------------------------
 
--- Names of keys, and what this call took from the queue: `removed` is the tokens of its jobs, nil for no job;
--- `damaged` says that a job went whose tokens nobody knows. `alive` remembers which frontends live.
+local queues = {} -- by prefix
+
+-- The queue of this call: names of keys, made once, and what this call took from it, which starts afresh. `removed` is
+-- the tokens of its jobs, nil for no job; `damaged` says that a job went whose tokens nobody knows; `alive` remembers
+-- which frontends live.
 local function open(keys)
   local prefix = keys[1]
-  return {
-    prefix = prefix, waiting = prefix .. 'queue', waiting_tokens = prefix .. 'queued_tokens', job = prefix .. 'job:',
-    leases = prefix .. 'leases', claims = prefix .. 'claims:', idle = prefix .. 'idle', busy = prefix .. 'busy',
-    removed = nil, damaged = false, alive = nil
-  }
+  local q = queues[prefix]
+  if not q then
+    q = {
+      prefix = prefix, waiting = prefix .. 'queue', waiting_tokens = prefix .. 'queued_tokens', job = prefix .. 'job:',
+      leases = prefix .. 'leases', claims = prefix .. 'claims:', idle = prefix .. 'idle', busy = prefix .. 'busy'
+    }
+    queues[prefix] = q
+  end
+  q.removed, q.damaged, q.alive = nil, false, nil
+  return q
 end
 
 local function clock()
