@@ -94,6 +94,7 @@ def test_the_walk_names_every_file_that_a_remote_request_passes_and_no_other(tmp
         asyncio.run(ask(fleet, 1))
         trace.enter(IDLE)
         time.sleep(IDLE_S)
+        fleet.assert_no_leaks()  # what it asks for after each request is not the request's either
         trace.enter(ASKED)
         asyncio.run(ask(fleet, 2))
         trace.enter(AFTER)
