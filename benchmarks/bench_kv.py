@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import platform
 import random
@@ -19,14 +18,14 @@ import sys
 import tempfile
 import time
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests")]
 
-from kv_tables import markdown  # noqa: E402
+from kv_tables import Row, save  # noqa: E402
 from support_vllm import frames, tiny_model  # noqa: E402
 
 from orchestrator.config.model import resolve_model  # noqa: E402
@@ -57,21 +56,6 @@ VARIANTS = [
 
 
 @dataclass(frozen=True)
-class Row:
-    model: str
-    variant: str
-    tokens: int
-    bytes: int
-    prefill_s: float  # submit to the end of prefill compute
-    exposed_s: float
-    decode_step_s: float
-    prefill_best_s: float
-    exposed_best_s: float
-    raw_write_s: float
-    runs: int
-    rounds: int = 1  # pairs of engines that these runs are of
-
-
 class Pair:
     """A prefill and a decode engine of one variant, and the timing of single requests through them."""
 
@@ -271,35 +255,6 @@ def _line(row: Row) -> str:
         f"exposed {row.exposed_s * 1e3:>7.1f} ms (best {row.exposed_best_s * 1e3:>7.1f})   "
         f"decode step {row.decode_step_s * 1e3:>6.1f} ms   raw WRITE {row.raw_write_s * 1e3:>7.1f} ms"
     )
-
-
-def save(rows: list[Row], device: str, out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    document = {"device": device, "python": platform.python_version(), "rows": [asdict(row) for row in rows]}
-    (out / "bench_kv.json").write_text(json.dumps(document, indent=1) + "\n")
-    (out / "kv.md").write_text(markdown(document))
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    models = sorted({row.model for row in rows})
-    figure, axes = plt.subplots(1, len(models), figsize=(7 * len(models), 5), squeeze=False)
-    for axis, model in zip(axes[0], models, strict=True):
-        mine = [row for row in rows if row.model == model]
-        for variant in dict.fromkeys(row.variant for row in mine):
-            line = [row for row in mine if row.variant == variant]
-            axis.plot([r.tokens for r in line], [max(r.exposed_s, 1e-4) * 1e3 for r in line], "o-", label=variant)
-        sizes = {row.tokens: row.raw_write_s for row in mine}
-        axis.plot(list(sizes), [seconds * 1e3 for seconds in sizes.values()], "k--", label="raw NIXL WRITE")
-        axis.set(title=model, xlabel="prompt tokens", ylabel="exposed transfer, ms", xscale="log", yscale="log")
-        axis.set_xticks(list(sizes), [f"{tokens:,}" for tokens in sizes], minor=False)
-        axis.set_xticks([], minor=True)
-        axis.legend(fontsize=8)
-    figure.suptitle(f"Time from the end of prefill to decode's first token, less one decode step ({device})")
-    figure.tight_layout()
-    figure.savefig(out / "bench_kv.png", dpi=120)
-    print(f"saved {out / 'bench_kv.json'} and .png")
 
 
 def _models(options: argparse.Namespace, scratch: Path) -> dict[str, tuple[str, dict[str, Any]]]:

@@ -1,14 +1,60 @@
-"""The KV transfer figures as Markdown, from what `bench_kv.py` saved; as a script it joins several saved runs."""
+"""The KV transfer figures as JSON, Markdown and a picture; as a script it joins several saved runs of `bench_kv.py`."""
 
 from __future__ import annotations
 
 import json
+import platform
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 REFERENCE = "stock push, repaired"
+
+
+class Row:
+    model: str
+    variant: str
+    tokens: int
+    bytes: int
+    prefill_s: float  # submit to the end of prefill compute
+    exposed_s: float
+    decode_step_s: float
+    prefill_best_s: float
+    exposed_best_s: float
+    raw_write_s: float
+    runs: int
+    rounds: int = 1  # pairs of engines that these runs are of
+
+
+def save(rows: list[Row], device: str, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    document = {"device": device, "python": platform.python_version(), "rows": [asdict(row) for row in rows]}
+    (out / "bench_kv.json").write_text(json.dumps(document, indent=1) + "\n")
+    (out / "kv.md").write_text(markdown(document))
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    models = sorted({row.model for row in rows})
+    figure, axes = plt.subplots(1, len(models), figsize=(7 * len(models), 5), squeeze=False)
+    for axis, model in zip(axes[0], models, strict=True):
+        mine = [row for row in rows if row.model == model]
+        for variant in dict.fromkeys(row.variant for row in mine):
+            line = [row for row in mine if row.variant == variant]
+            axis.plot([r.tokens for r in line], [max(r.exposed_s, 1e-4) * 1e3 for r in line], "o-", label=variant)
+        sizes = {row.tokens: row.raw_write_s for row in mine}
+        axis.plot(list(sizes), [seconds * 1e3 for seconds in sizes.values()], "k--", label="raw NIXL WRITE")
+        axis.set(title=model, xlabel="prompt tokens", ylabel="exposed transfer, ms", xscale="log", yscale="log")
+        axis.set_xticks(list(sizes), [f"{tokens:,}" for tokens in sizes], minor=False)
+        axis.set_xticks([], minor=True)
+        axis.legend(fontsize=8)
+    figure.suptitle(f"Time from the end of prefill to decode's first token, less one decode step ({device})")
+    figure.tight_layout()
+    figure.savefig(out / "bench_kv.png", dpi=120)
+    print(f"saved {out / 'bench_kv.json'} and .png")
 
 
 def markdown(document: dict[str, Any]) -> str:
@@ -79,8 +125,6 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def main() -> None:
     """`kv_tables.py RUN.json ...`: their rows as one result. A later run's replace equal ones."""
-    from bench_kv import Row, save
-
     documents = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
     rows = {(r["model"], r["tokens"], r["variant"]): Row(**r) for document in documents for r in document["rows"]}
     joined = sorted(rows.values(), key=lambda row: (row.model, row.tokens))

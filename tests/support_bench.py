@@ -125,7 +125,7 @@ class Bench:
     def __init__(self, slo=None, queue=None, **routing):
         routing = {"remote_prefill_min_tokens": 100, **routing}
         self.config = parse_config({"model": "m", "routing": routing, "slo": slo or {}, "queue": queue or {}})
-        choose = decode_choice(self.config.routing.decode_choice)
+        self.choose = choose = decode_choice(self.config.routing.decode_choice)
         self.fleet = Fleet("f", choose.standing)
         self.transport, self.queue = FakeTransport(), FakeQueue()
         self.prefixes = PrefixView(self.transport.send)

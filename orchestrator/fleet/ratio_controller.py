@@ -1,7 +1,7 @@
 """The ratio control loop: the elected frontend turns the fleet's load into a desired xPyD, when `ratio.mode` is auto.
 
 What the split should be is `policy.ratio`'s to say, and changing roles the launcher's. The frontend that leads holds a
-lease in Redis; when it dies the next one to ask leads, and looks for a whole window before it decides.
+lease in Redis; when it dies the next one to ask leads, and observes a whole window before it decides.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class RatioController:
         self._depth, self._predictor = depth, predictor
         self._ratio, self._tpot_s = config.ratio, config.slo.tpot_s
         self._overflow = config.routing.placement == "cost"
-        self._looks = samples_in_window(config.ratio)
+        self._window_samples = samples_in_window(config.ratio)
         self._tick_s = min(config.ratio.interval_s, LEASE_S / 3)
         self._forget()
 
     def _forget(self) -> None:
-        self._window: deque[LoadSample] = deque(maxlen=self._looks)
+        self.window: deque[LoadSample] = deque(maxlen=self._window_samples)
         self._sampler = LoadSampler(self._tpot_s)
         self._counted: dict[str, Offered] | None = None
         self._offered = Offered()
-        self._next_look_at = 0.0  # the loop's clock
+        self._next_sample_at = 0.0  # the loop's clock
 
     async def run(self) -> None:
         """Runs until cancelled; returns at once when it is off."""
@@ -75,13 +75,13 @@ class RatioController:
             self._forget()
             return
         moment = asyncio.get_running_loop().time()
-        if moment < self._next_look_at:
+        if moment < self._next_sample_at:
             return
-        self._next_look_at = moment + self._ratio.interval_s - self._tick_s / 2
-        await self._look(now)
+        self._next_sample_at = moment + self._ratio.interval_s - self._tick_s / 2
+        await self._observe(now)
         await self._decide()
 
-    async def _look(self, now: float) -> None:
+    async def _observe(self, now: float) -> None:
         counts = {name: frontend.offered for name, frontend in (await self._registry.frontends()).items()}
         if self._counted is not None:
             self._offered += offered_since(self._counted, counts)
@@ -90,26 +90,29 @@ class RatioController:
         for view in _decoding(views):
             if view.load and not view.load.waiting_tokens:
                 self._sampler.observe_step(view.load.running, view.load.step_ms / 1000)
-        look = look_at(views, now, self._offered, self._depth())
-        if look is not None and (sample := self._sampler.sample(look, self._predictor)) is not None:
-            self._window.append(sample)
+        observation = observe(views, now, self._offered, self._depth())
+        if observation is not None and (sample := self._sampler.sample(observation, self._predictor)) is not None:
+            self.window.append(sample)
 
     async def _decide(self) -> None:
         current = await self._registry.desired()
         changing = any(view.info.state is not WorkerState.READY for view in self._fleet.workers.values())
-        if current is None or changing or len(self._window) < self._looks:
+        if current is None or changing or len(self.window) < self._window_samples:
             return
-        wanted = desired_ratio(list(self._window), current, self._ratio, self._overflow)
+        wanted = desired_ratio(list(self.window), current, self._ratio, self._overflow)
         if wanted is None or not await self._registry.propose_desired(self._frontend_id, current, wanted):
             return
         metrics.ratio_changes.inc()
         log.info(
             "the load asks for %d prefill and %d decode workers instead of %d and %d",
-            *(wanted.prefill, wanted.decode, current.prefill, current.decode),
+            wanted.prefill,
+            wanted.decode,
+            current.prefill,
+            current.decode,
         )
 
 
-def look_at(views: Iterable[WorkerView], at: float, offered: Offered, depth: QueueDepth | None) -> Observation | None:
+def observe(views: Iterable[WorkerView], at: float, offered: Offered, depth: QueueDepth | None) -> Observation | None:
     """None while no decode worker has told its load, or the queue cannot be seen."""
     decoding = _decoding(views)
     loads = [view.load for view in decoding if view.load is not None]

@@ -17,7 +17,7 @@ from orchestrator.policy.prefix_index import Hits
 from orchestrator.policy.shortlist import SHORTLIST_FROM, Shortlist
 from orchestrator.types import Role, WorkerInfo, WorkerLoad, WorkerState
 
-MOST_HITS = 4  # workers of each role that are looked at for what they have cached of a prompt
+MOST_HITS = 4  # workers of each role whose cached part of a prompt is considered
 
 
 @dataclass(slots=True)

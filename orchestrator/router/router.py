@@ -1,8 +1,8 @@
 """The life of a request: placed, queued or sent, bound to a decode worker, streamed, retried, ended.
 
 Stands where an engine core client would: takes engine requests, gives engine outputs. `decider` says where a request
-goes, `dispatch` sends it there, `answer` says what the client gets, `request` which moves exist. The router never looks
-inside an engine request or output beyond what `Codec` says of it.
+goes, `dispatch` sends it there, `answer` says what the client gets, `request` which moves exist. The router knows of
+an engine request or output what `Codec` says of it, and no more.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from support_redis import eventually, fresh_namespace, running_server, worker
 
 from orchestrator.config.settings import parse_config
 from orchestrator.fleet import ratio_controller as controller
-from orchestrator.fleet.ratio_controller import RatioController, look_at
+from orchestrator.fleet.ratio_controller import RatioController, observe
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.predict import Predictor
 from orchestrator.store.client import connect
@@ -93,14 +93,14 @@ P, D = Role.PREFILL, Role.DECODE
 
 def test_a_look_adds_up_the_decode_workers():
     views = fleet_of(P, D, D, running=5, waiting=2, free=412).workers.values()
-    look = look_at(views, 9.0, Offered(1, 2, 3.0), QueueDepth(1, 700, 0))
+    look = observe(views, 9.0, Offered(1, 2, 3.0), QueueDepth(1, 700, 0))
     assert (look.holding, look.waiting, look.held_tokens, look.queued_prefill_tokens) == (10, 4, 2 * 100 * 16, 700)
     assert (look.worker_tokens, look.worker_sequences) == (512 * 16, 64)
 
 
-def test_there_is_no_look_without_decode_workers_or_queue():
-    assert look_at(fleet_of(P).workers.values(), 9.0, Offered(), QueueDepth(0, 0, 0)) is None
-    assert look_at(fleet_of(P, D).workers.values(), 9.0, Offered(), None) is None
+def test_nothing_is_observed_without_decode_workers_or_queue():
+    assert observe(fleet_of(P).workers.values(), 9.0, Offered(), QueueDepth(0, 0, 0)) is None
+    assert observe(fleet_of(P, D).workers.values(), 9.0, Offered(), None) is None
 
 
 # ---- deciding --------------------------------------------------------------------------------------------------
@@ -128,13 +128,13 @@ async def is_desired(registry, prefill, decode):
     return ratio if ratio is not None and (ratio.prefill, ratio.decode) == (prefill, decode) else None
 
 
-async def looked(ratio_controller):
-    """Until it has a full window, and some more looks."""
+async def observed(ratio_controller):
+    """Until it has a full window twice."""
     for _ in range(2):
-        ratio_controller._window.clear()
+        ratio_controller.window.clear()
 
         async def full():
-            return len(ratio_controller._window) == ratio_controller._window.maxlen
+            return len(ratio_controller.window) == ratio_controller.window.maxlen
 
         await eventually(full, "a full window")
 
@@ -156,7 +156,7 @@ async def test_a_shift_to_prefill_leaves_the_least_decode(registry):
             if await is_desired(registry, 2, 2):
                 break
             await asyncio.sleep(0.01)
-        await looked(ratio_controller)
+        await observed(ratio_controller)
         assert await is_desired(registry, 2, 2)
 
 
@@ -174,9 +174,9 @@ async def test_nothing_is_changed_while(registry, why):
     async with running(registry, fleet_of(P, P, P, D, state=state, **full), cool_down_s=cool_down_s) as mine:
         if why == "another leads":
             await asyncio.sleep(0.3)
-            assert not mine._window
+            assert not mine.window
         else:
-            await looked(mine)
+            await observed(mine)
     assert await registry.desired() is None if why == "nothing was set" else await is_desired(registry, 3, 1)
 
 
@@ -185,7 +185,7 @@ async def test_when_the_leader_dies_another_goes_on(registry, monkeypatch):
     await registry.set_desired(3, 1, "launcher")
     fleet = fleet_of(P, P, P, D, running=64, waiting=190)
     async with running(registry, fleet_of(P, P, P, D), "first") as first:
-        await looked(first)
+        await observed(first)
     assert await is_desired(registry, 3, 1)
     async with running(registry, fleet, "second"):
         await eventually(lambda: is_desired(registry, 1, 3), "the second decides")

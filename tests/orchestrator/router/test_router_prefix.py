@@ -99,10 +99,9 @@ async def test_without_anything_cached_no_keys_are_computed():
 
 async def test_the_expected_output_follows_what_requests_put_out():
     bench = Bench()
-    choose = bench.router.learning._choose
-    assert isinstance(choose, KVBlocks)
-    before = choose.expected_output_tokens
+    assert isinstance(bench.choose, KVBlocks)
+    before = bench.choose.expected_output_tokens
     for number in range(50):
         await bench.router.submit(FakeRequest(f"r{number}", prompt_tokens=10))
         bench.tokens(bench.bound_to(), f"r{number}", [1], finish=1)
-    assert choose.expected_output_tokens < before / 4
+    assert bench.choose.expected_output_tokens < before / 4
