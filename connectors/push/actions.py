@@ -40,8 +40,8 @@ class Finish:
 class Chunk:
     """Blocks whose KV is computed: logical ids per KV cache group, from block `start` of the request.
 
-    `layer` is None for all layers, else one of `Outbound.layers`. `ready` is what the poster waits for (a CUDA
-    event).
+    `layer` is None for all layers, else one of `Outbound.layers`. `ready` is the CUDA event after which the blocks
+    hold their KV; None means that they do already.
     """
 
     start: int
@@ -49,6 +49,10 @@ class Chunk:
     layer: int | None = None
     ready: Any = None
     whole: bool = False  # all that decode needs, in groups that block positions do not describe
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ready is None or bool(self.ready.query())
 
 
 @dataclass(frozen=True)

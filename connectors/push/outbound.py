@@ -52,6 +52,11 @@ class Outbound:
         """Somebody waits for WRITEs in flight to end."""
         return any(stream.state in (Stream.FLUSHING, Stream.DRAINING) for stream in self._streams.values())
 
+    @property
+    def awaits_device(self) -> bool:
+        """Chunks wait for the device to compute them."""
+        return any(stream.pending and not stream.pending[-1].is_ready for stream in self._streams.values())
+
     def engines(self) -> set[str]:
         return {stream.order.decode.engine_id for stream in self._streams.values() if stream.order is not None}
 
@@ -89,6 +94,12 @@ class Outbound:
         """The engine has taken a step: whatever it computes goes on."""
         self._stepped_at = now
         return []
+
+    def device_worked(self, now: float) -> list[Action]:
+        """The device may have computed chunks that were not ready. Call it often while `awaits_device`."""
+        return [
+            action for stream in list(self._streams.values()) if stream.pending for action in self._pump(stream, now)
+        ]
 
     def finish(self, key: str, now: float) -> list[Action]:
         """The prefill ended well and the scheduler holds its blocks until `Release`."""
@@ -269,8 +280,8 @@ class Outbound:
             # The epoch fence: a WRITE posted before the preemption must not land on top of a newer one.
             if any(epoch < stream.epoch for epoch in stream.inflight.values()):
                 return []
-            chunks = tuple(stream.pending)
-            stream.pending.clear()
+            if not (chunks := stream.take_ready(all_or_none=not chunkwise)):
+                return []
             return [Post(stream.key, order, chunks, stream.total_blocks)]
         if stream.state is Stream.FLUSHING and not stream.pending and not stream.inflight:
             return self._apply(stream, StreamEvent.FLUSHED, now, "")

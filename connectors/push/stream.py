@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +58,15 @@ class PushStream:
             self.covered = max(self.covered, chunk.start + len(chunk.blocks[0]))
         elif chunk.start <= self.covered and chunk.layer is not None:
             self.covered_layers[chunk.layer] = chunk.start + len(chunk.blocks[0])
+
+    def take_ready(self, all_or_none: bool) -> tuple[Chunk, ...]:
+        """Dequeues the chunks that may be shipped: in order, up to the first that the device has not computed yet."""
+        ready = tuple(itertools.takewhile(lambda chunk: chunk.is_ready, self.pending))
+        if all_or_none and len(ready) < len(self.pending):
+            return ()
+        for _ in ready:
+            self.pending.popleft()
+        return ready
 
     def is_covered(self, layers: int) -> bool:
         """Whether every block was shipped in every layer, in whatever order the engine's hooks came."""

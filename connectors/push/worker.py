@@ -17,6 +17,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
 from connectors.push import actions as do
 from connectors.push import stats, wire, writer
@@ -38,6 +39,7 @@ class PushWorker(Connections):
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self.xfer_stats = stats.PushStats()
+        self._drafts = vllm_config.speculative_config is not None
         self.news = threading.Event()  # set with every result, for an engine loop that waits instead of polling
         self._results: queue.SimpleQueue[do.Finish | do.Release] = queue.SimpleQueue()
         self._writes: dict[int, tuple[str, Any]] = {}  # handle number -> (stream, NIXL handle)
@@ -60,6 +62,7 @@ class PushWorker(Connections):
         for engine in metadata.dead_engines:
             self._submit(functools.partial(self._on_dead, engine))
         self._begin(metadata)
+        self._ship_whole(metadata)
         for reserved in metadata.reserved:
             self._submit(functools.partial(self._inbound.register, reserved.order, reserved.source))
         for disowned in metadata.disowned:
@@ -67,18 +70,27 @@ class PushWorker(Connections):
         for request in metadata.withdrawn:
             self._submit(functools.partial(self._inbound.withdraw, request, "aborted"))
         for finished in metadata.finished:
-            if finished.ok:
-                self._submit(functools.partial(self._outbound.finish, finished.key))
-            else:
-                abort = functools.partial(self._outbound.abort, finished.key, finished.held, "the prefill was aborted")
-                self._submit(abort)
+            end = functools.partial(self._outbound.finish, finished.key)
+            if not finished.ok:
+                end = functools.partial(self._outbound.abort, finished.key, finished.held, "the prefill was aborted")
+            self._submit(end)
 
     def _begin(self, metadata: PushMetadata) -> None:
         """Announces started prefills, also at the first layer: vLLM may call `start_load_kv` after the forward pass."""
-        for started in metadata.started:
-            start = functools.partial(self._outbound.start, started.key, started.total_blocks, started.prompt_tokens)
-            self._submit(start)
+        for it in metadata.started:
+            self._submit(functools.partial(self._outbound.start, it.key, it.total_blocks, it.prompt_tokens))
         metadata.started.clear()
+
+    def _ship_whole(self, metadata: PushMetadata) -> None:
+        """Ships prompts that earlier steps computed, before this step's work is queued on the device.
+
+        Their last token is known, so the device has computed them; a drafter may still be at it.
+        """
+        for computed in metadata.computed:
+            if computed.whole:
+                ready = self._device_event() if self._drafts else None
+                chunk = do.Chunk(computed.start, computed.blocks, None, ready, whole=True)
+                self._submit(functools.partial(self._outbound.computed, computed.key, [chunk], computed.epoch, True))
 
     def on_layer(self, layer_name: str, metadata: PushMetadata) -> None:
         """One layer's KV of this step is written, or queued on the device: ship that layer of each last chunk."""
@@ -98,17 +110,16 @@ class PushWorker(Connections):
         """After the forward pass was launched (CUDA) or has run (CPU)."""
         shipped_by_layer = len(self._layers_seen) == self.num_regions > 0
         self._layers_seen.clear()
-        if not metadata.computed:
-            return
-        ready = self._device_event()
-        for computed in metadata.computed:
-            chunk = do.Chunk(computed.start, computed.blocks, None, ready, computed.whole)
-            chunks = [] if computed.closed and shipped_by_layer and not computed.whole else [chunk]
+        by_position = [computed for computed in metadata.computed if not computed.whole]
+        ready = self._device_event() if by_position else None
+        for computed in by_position:
+            chunk = do.Chunk(computed.start, computed.blocks, None, ready)
+            chunks = [] if computed.closed and shipped_by_layer else [chunk]
             end = (computed.epoch, computed.closed)
             self._submit(functools.partial(self._outbound.computed, computed.key, chunks, *end))
 
     def _device_event(self) -> Any:
-        """What the writer waits for before it posts: the work of this stream so far, never the whole device."""
+        """Happens when the device has done the work of this stream so far."""
         if self.device_type != "cuda":
             return None
         event = torch.cuda.Event()
@@ -144,7 +155,8 @@ class PushWorker(Connections):
 
     def _push_writer_loop(self) -> None:
         if self.device_type == "cuda":
-            torch.cuda.set_device(self.device_id)
+            # Not torch's own: it makes no context current on a fresh thread.
+            current_platform.set_device(torch.device(self.device_type, self.device_id))
         self._take_cores()
         tick_at = 0.0
         while not self._push_writer_stop.is_set():
@@ -153,6 +165,7 @@ class PushWorker(Connections):
                 while not self._events.empty():
                     self._run(self._events.get())
                 self._poll_writes()
+                self._run(self._outbound.device_worked)
                 if (now := time.monotonic()) >= tick_at:
                     tick_at = now + _TICK_S
                     if self._stepped:
@@ -179,7 +192,7 @@ class PushWorker(Connections):
         """Seconds to the next turn. Transfers move only when polled, but each turn takes time from a computing core."""
         if self._outbound.hurried:
             return 0.0005
-        if self._inbound.busy:
+        if self._inbound.busy or self._outbound.awaits_device:
             return 0.001
         if self._outbound.busy or self._writes:
             return 0.005  # while prefill computes: registrations come in, WRITEs go out

@@ -86,9 +86,6 @@ def post_chunks(worker: NixlPushConnectorWorker, post: Post) -> list[Any]:
     local: list[np.ndarray] = []
     remote: list[np.ndarray] = []
     for layer, chunks in _by_layer(post.chunks):
-        for chunk in chunks:
-            if chunk.ready is not None:
-                chunk.ready.synchronize()  # waits for this chunk's KV only, not for the whole device
         mine, theirs = (
             _kernel_blocks(ids, ratio) for ids in pair_blocks(chunks, post.total_blocks, post.order.blocks[0])
         )
@@ -121,9 +118,6 @@ def post_whole(worker: NixlPushConnectorWorker, post: Post) -> list[Any]:
 
     vLLM's WRITEs notify decode themselves. Raises LayoutError.
     """
-    for chunk in post.chunks:
-        if chunk.ready is not None:
-            chunk.ready.synchronize()
     groups = range(len(post.chunks[0].blocks))
     local = tuple([block for chunk in post.chunks for block in chunk.blocks[group]] for group in groups)
     ratio = worker._physical_blocks_per_logical_kv_block

@@ -241,3 +241,52 @@ def test_the_table_is_sound() -> None:
         assert StreamEvent.GIVE_UP in {event for before, event in STREAM if before is state} or state is Stream.DRAINING
     assert {after for (_, event), after in STREAM.items() if event is StreamEvent.GIVE_UP} == {Stream.DRAINING}
     assert [before for (before, _), after in STREAM.items() if after is Stream.LANDED] == [Stream.FLUSHING]
+
+
+class DeviceEvent:
+    """A CUDA event: asked, never waited for."""
+
+    def __init__(self) -> None:
+        self.happened = False
+
+    def query(self) -> bool:
+        return self.happened
+
+
+def test_a_chunk_is_posted_once_the_device_has_computed_it(end: Outbound) -> None:
+    steps = DeviceEvent(), DeviceEvent()
+    first, second = Chunk(0, ((1, 2),), ready=steps[0]), Chunk(2, ((3, 4),), ready=steps[1])
+    assert end.computed("s", [first], 0, False, 1.0) == []
+    assert end.computed("s", [second], 0, True, 1.1) == []  # the next step is launched before the first has ended
+    assert end.awaits_device
+    steps[0].happened = True
+    assert posts(end.device_worked(2.0)) == [(first,)]
+    end.posted("s", 1, 2.0)
+    assert end.written("s", 1, True, 2.1) == []  # not landed: the second chunk is to come
+    assert end.device_worked(2.2) == []
+    steps[1].happened = True
+    assert posts(end.device_worked(3.0)) == [(second,)]
+    assert not end.awaits_device
+    end.posted("s", 2, 3.0)
+    assert told(end.written("s", 2, True, 3.1)) == [Landed("r")]
+
+
+def test_decode_withdraws_while_the_device_computes(end: Outbound) -> None:
+    step = DeviceEvent()
+    end.computed("s", [Chunk(0, ((1, 2, 3, 4),), ready=step)], 0, True, 1.0)
+    assert told(end.unregister(BACK, "D", 1.5)) == [Gone("r", "withdrawn by decode")]
+    step.happened = True
+    assert end.device_worked(2.0) == [] and not end.awaits_device
+
+
+def test_a_prompt_that_goes_out_whole_waits_for_all_its_chunks() -> None:
+    end = Outbound(lease_s=10, expect_s=10)
+    step = DeviceEvent()
+    end.start("s", 4, 100, 0.0)
+    end.register(ORDER, "D", 0.0)
+    end.connected("D", False, 0.0)
+    first, second = chunk(0, 1, 2), Chunk(2, ((3, 4),), ready=step)
+    assert end.computed("s", [first], 0, False, 1.0) == []
+    assert end.computed("s", [second], 0, True, 1.1) == []
+    step.happened = True
+    assert posts(end.device_worked(2.0)) == [(first, second)]
