@@ -18,6 +18,7 @@ from connectors.push.wire import Computing, Gone, Landed, Message, Register, Unr
 
 _REMEMBERED = 8192  # ended streams kept, to answer what comes late
 _RENEW_AGAIN_S = 1.0  # while no answer comes
+_HURRY_S = 5.0  # a WRITE that lasts longer after its stream was given up may never end
 
 
 Action = Union[Connect, Post, Tell, Release, Abandon, Ended]
@@ -50,7 +51,10 @@ class Outbound:
     @property
     def hurried(self) -> bool:
         """Somebody waits for WRITEs in flight to end."""
-        return any(stream.state in (Stream.FLUSHING, Stream.DRAINING) for stream in self._streams.values())
+        return any(
+            stream.state is Stream.FLUSHING or (stream.state is Stream.DRAINING and stream.deadline is not None)
+            for stream in self._streams.values()
+        )
 
     @property
     def awaits_device(self) -> bool:
@@ -202,7 +206,7 @@ class Outbound:
         return self._apply(stream, StreamEvent.GIVE_UP, now, why) if stream is not None else []
 
     def declared_dead(self, engine: str, now: float) -> list[Action]:
-        """The fleet says that this decode engine is dead. Blocks are freed at once, since WRITEs only read them.
+        """The fleet says that this decode engine is dead.
 
         `Gone` still waits until the WRITEs in flight have ended, in case the engine lives after all.
         """
@@ -211,7 +215,6 @@ class Outbound:
         for stream in self._to(engine):
             stream.abandon_at = now + self._abandon_s
             actions += self._apply(stream, StreamEvent.GIVE_UP, now, f"decode engine {engine} is dead")
-            actions += self._let_go_early(stream)
         return actions
 
     def tick(self, now: float) -> list[Action]:
@@ -219,7 +222,7 @@ class Outbound:
         actions: list[Action] = []
         for stream in list(self._streams.values()):
             if stream.deadline is not None and now >= stream.deadline:
-                leased = stream.state is Stream.LEASED
+                leased = stream.state is Stream.LEASED  # nothing happens to one that drains: it only hurries no more
                 why = f"decode did not register within {self._lease_s:g} s" if leased else "the prefill never came"
                 stream.deadline = None
                 actions += self._apply(stream, StreamEvent.GIVE_UP, now, why)
@@ -301,7 +304,8 @@ class Outbound:
         stream.deadline = now + self._lease_s if after is Stream.LEASED else None
         if after is Stream.DRAINING:
             stream.pending.clear()
-            return self._pump(stream, now)
+            stream.deadline = now + _HURRY_S
+            return self._let_go_early(stream) + self._pump(stream, now)
         if after not in STREAM_ENDS:
             return []
         ok = after is Stream.LANDED
@@ -314,7 +318,8 @@ class Outbound:
         return actions + ([] if stream.computing else self._end(stream))
 
     def _let_go_early(self, stream: PushStream) -> list[Action]:
-        if stream.abandon_at is None or not stream.held or stream.key not in self._streams:
+        """The blocks of a stream given up: its WRITEs in flight, which may never end, only read them."""
+        if stream.state is not Stream.DRAINING or not stream.held:
             return []
         stream.held = False
         return [Release(stream.key)]

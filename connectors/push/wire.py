@@ -1,6 +1,6 @@
 """Messages between a decode worker and a prefill worker. NIXL notifications carry them; TCP between simulated engines.
 
-Not the KV itself, and not vLLM's own notifications (`"<request>:<ranks>"`), which `parse` hands back as `Landed`.
+Not the KV itself, and not vLLM's own completion notice, which ends nothing here (`is_stock_notice`).
 """
 
 from __future__ import annotations
@@ -98,11 +98,13 @@ def parse(notification: bytes) -> Message:
             return _decoder.decode(memoryview(notification)[len(PREFIX) :])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise WireError(f"malformed KV notification of {len(notification)} bytes: {error}") from error
-    # vLLM's completion notice rides on the WRITE itself in topologies that cannot stream.
-    request, colon, ranks = notification.rpartition(b":")
-    if colon and ranks.isdigit() and not notification.startswith(b"PDKV"):
-        try:
-            return Landed(request.decode())
-        except UnicodeDecodeError:
-            pass
     raise WireError(f"unknown KV notification {notification[:24]!r}; is the peer of another version?")
+
+
+def is_stock_notice(notification: bytes) -> bool:
+    """Whether it is vLLM's own completion notice, `"<request>:<ranks>"`, which rides on a WRITE of a whole prompt.
+
+    It tells that one WRITE has landed, and nothing of the others or of the prefill. Our `Landed` always follows.
+    """
+    request, colon, ranks = notification.rpartition(b":")
+    return bool(request and colon and ranks.isdigit()) and not notification.startswith(b"PDKV")

@@ -237,23 +237,22 @@ class PushWorker(Connections):
     def _post(self, post: do.Post) -> None:
         engine = post.order.decode.engine_id
         self._engine_last_active[engine] = time.perf_counter()
+        posted, why = len(self._writes), ""
         try:
             if engine in self._unwritable:
                 raise writer.LayoutError(self._unwritable[engine])
             chunkwise = writer.takes_chunks(self, engine)
-            handles = (writer.post_chunks if chunkwise else writer.post_whole)(self, post)
+            for handle in (writer.post_chunks if chunkwise else writer.post_whole)(self, post):
+                self._handle_count += 1
+                self._writes[self._handle_count] = (post.stream, handle)
+                self._outbound.posted(post.stream, self._handle_count, time.monotonic())
             if self.options.verify and chunkwise:
                 self._shipped.setdefault(post.order.request, {}).update(writer.shipped_blocks(post))
         except Exception as error:
             why = f"the WRITE could not be posted: {error}"
+        if why:
             self._run(functools.partial(self._outbound.failed, post.stream, why))
-            return
-        now = time.monotonic()
-        for handle in handles:
-            self._handle_count += 1
-            self._writes[self._handle_count] = (post.stream, handle)
-            self._outbound.posted(post.stream, self._handle_count, now)
-        if not handles:
+        elif len(self._writes) == posted:
             self._run(functools.partial(self._outbound.settle, post.stream))
 
     def _poll_writes(self) -> None:
@@ -297,6 +296,8 @@ class PushWorker(Connections):
     def _receive(self) -> None:
         for agent, notifications in self.nixl_wrapper.get_new_notifs().items():
             for notification in notifications:
+                if wire.is_stock_notice(notification):
+                    continue
                 try:
                     message = wire.parse(notification)
                 except wire.WireError as error:

@@ -6,7 +6,7 @@ It reads vLLM's memory layout from vLLM's NIXL worker. It does not know who wait
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -92,7 +92,7 @@ def post_chunks(worker: NixlPushConnectorWorker, post: Post) -> list[Any]:
         if not mine.size:
             continue
         if theirs.min() < 0 or theirs.max() >= min(theirs_total):
-            raise LayoutError(f"decode named block {theirs.max()} of {min(theirs_total)}")
+            raise LayoutError(f"decode named blocks {theirs.min()} to {theirs.max()} of {min(theirs_total)}")
         local.append(descriptors(mine, mine_total, layer))
         remote.append(descriptors(theirs, theirs_total, layer))
     if not local:
@@ -113,11 +113,17 @@ def post_chunks(worker: NixlPushConnectorWorker, post: Post) -> list[Any]:
     return [handle]
 
 
-def post_whole(worker: NixlPushConnectorWorker, post: Post) -> list[Any]:
+def post_whole(worker: NixlPushConnectorWorker, post: Post) -> Iterator[Any]:
     """WRITEs of the whole prompt by vLLM's own plan, which handles unequal block sizes, ranks and cache groups.
 
-    vLLM's WRITEs notify decode themselves. Raises LayoutError.
+    Yields those that are in flight, and then raises LayoutError where others could not be posted.
     """
+    engine = post.order.decode.engine_id
+    their_ratio = worker.transfer_topo.get_engine_info(engine).remote_physical_blocks_per_logical
+    their_total = worker.dst_num_blocks[engine] // their_ratio
+    for block in (block for group in post.order.blocks for block in group):
+        if not 0 <= block < their_total:
+            raise LayoutError(f"decode named block {block} of {their_total}")
     groups = range(len(post.chunks[0].blocks))
     local = tuple([block for chunk in post.chunks for block in chunk.blocks[group]] for group in groups)
     ratio = worker._physical_blocks_per_logical_kv_block
@@ -129,7 +135,7 @@ def post_whole(worker: NixlPushConnectorWorker, post: Post) -> list[Any]:
             block_ids=tuple(post.order.blocks),
             host="",
             port=0,
-            engine_id=post.order.decode.engine_id,
+            engine_id=engine,
             request_id=post.order.request,
         ),
     )
@@ -138,9 +144,9 @@ def post_whole(worker: NixlPushConnectorWorker, post: Post) -> list[Any]:
         handles = worker._sending_transfers.pop(post.stream, [])
         failed = post.stream in worker._send_failures
         worker._send_failures.discard(post.stream)
-    if failed and not handles:
-        raise LayoutError("vLLM could not post the WRITE; see the log above")
-    return list(handles)
+    yield from handles
+    if failed:
+        raise LayoutError("vLLM could not post a WRITE; see the log above")
 
 
 def shipped_blocks(post: Post) -> dict[int, int]:

@@ -147,13 +147,24 @@ def test_only_the_first_decode_engine_gets_the_kv(end: Outbound) -> None:
     assert end.register(ORDER, "D/1", 1.0) == []  # another rank of the same
 
 
-def test_an_aborted_prefill_is_told_and_released_after_its_writes(end: Outbound) -> None:
+def test_an_aborted_prefill_is_released_at_once_and_told_after_its_writes(end: Outbound) -> None:
     end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
     end.posted("s", 1, 1.0)
-    assert end.abort("s", True, "the prefill was aborted", 2.0) == []
+    assert end.abort("s", True, "the prefill was aborted", 2.0) == [Release("s")]
     actions = end.written("s", 1, True, 3.0)
     assert told(actions) == [Gone("r", "the prefill was aborted")]
-    assert actions[-1] == Release("s")
+    assert Release("s") not in actions and not end.busy
+
+
+def test_a_write_that_never_ends_keeps_neither_the_blocks_nor_the_writer_thread_busy(end: Outbound) -> None:
+    end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
+    end.posted("s", 1, 1.0)
+    assert end.finish("s", 1.0) == []
+    assert end.unregister(BACK, "D", 2.0) == [Release("s")]
+    assert end.hurried
+    assert end.tick(10.0) == [] and not end.hurried
+    assert end.busy  # decode is not told that no WRITE is in flight
+    assert told(end.written("s", 1, False, 1e6)) == [Gone("r", "withdrawn by decode")]
 
 
 def test_a_failed_write_fails_the_transfer_not_the_prefill(end: Outbound) -> None:
@@ -215,7 +226,8 @@ def test_an_unreachable_decode_engine_ends_the_stream(end: Outbound) -> None:
     end.start("s", 4, 100, 0.0)
     end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
     end.finish("s", 1.0)
-    assert end.unreachable("D", "no answer", 2.0)[-1] == Release("s")
+    assert end.unreachable("D", "no answer", 2.0)[0] == Release("s")
+    assert not end.busy
 
 
 def test_prompts_that_differ_are_not_mixed_up() -> None:

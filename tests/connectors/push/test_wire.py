@@ -32,8 +32,22 @@ def test_the_source_is_the_fleets_own_type() -> None:
     assert msgspec.to_builtins(msgspec.convert(builtins, wire.Source)) == builtins
 
 
-def test_vllms_own_completion_notice_is_understood() -> None:
-    assert wire.parse(b"chat-1:with:colons#2:4") == wire.Landed("chat-1:with:colons#2")
+@pytest.mark.parametrize(
+    ("notification", "stock"),
+    [
+        (b"chat-1:with:colons#2:4", True),
+        (wire.pack(wire.Landed("r:2")), False),
+        (b"PDKV0:1", False),
+        (b"HB:a,b", False),
+        (b":4", False),
+        (b"", False),
+    ],
+)
+def test_vllms_own_completion_notice_is_recognised_and_is_no_message(notification: bytes, stock: bool) -> None:
+    assert wire.is_stock_notice(notification) is stock
+    if stock:
+        with pytest.raises(wire.WireError):
+            wire.parse(notification)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,88 @@
+"""The worker half on a fake NIXL: ranks that differ, WRITEs and messages that fail, links that are cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from connectors.push import wire
+from connectors.push.metadata import Computed, Finished, Reserved, Started
+
+pytestmark = pytest.mark.vllm
+
+DECODE = wire.Endpoint("D", "host", 1, 4)
+
+
+@pytest.fixture
+def push() -> Any:
+    return pytest.importorskip("support_push")  # imports vLLM, which takes seconds
+
+
+def order(stream: str, *blocks: int, decode: wire.Endpoint = DECODE) -> wire.Register:
+    return wire.Register(stream, f"r-{stream}", decode, [list(blocks)], 32, valid_s=30.0)
+
+
+def prefill(worker: Any, stream: str, decode: wire.Endpoint = DECODE) -> None:
+    """Prefill `stream` of two blocks in one step, for the first rank of `decode`."""
+    worker.step(started=[Started(stream, 2, 32)])
+    worker.hear(f"{decode.engine_id}/0", order(stream, 7, 8, decode=decode))
+    worker.step(computed=[Computed(stream, 0, 0, ((1, 2),), True)], finished=[Finished(stream, True, True)])
+    worker.step()
+
+
+@pytest.fixture
+def unequal(push: Any) -> Any:
+    """Rank 0 of 2. Decode has 4: this rank writes to two of them."""
+    worker = push.FakeWorker(0, 2)
+    worker.know("D", 4, [0, 1])
+    return worker
+
+
+def test_a_whole_push_is_told_as_landed_when_it_is_on_every_rank(unequal: Any) -> None:
+    prefill(unequal, "s")
+    first, second = unequal.nixl_wrapper.writes
+    unequal.nixl_wrapper.writes[first] = "DONE"
+    unequal.turn()
+    assert unequal.nixl_wrapper.told() == []
+    unequal.nixl_wrapper.writes[second] = "DONE"
+    unequal.turn()
+    assert unequal.nixl_wrapper.told() == [wire.Landed("r-s")] * 2
+    assert unequal._get_new_notifs() == {"s"}
+
+
+def test_a_whole_push_that_fails_at_one_rank_is_gone_once_its_other_writes_are_over(unequal: Any) -> None:
+    unequal.nixl_wrapper.broken = {"D/1"}
+    prefill(unequal, "s")
+    assert len(unequal.nixl_wrapper.writes) == 1
+    assert not any(isinstance(message, wire.Gone | wire.Landed) for message in unequal.nixl_wrapper.told())
+    unequal.nixl_wrapper.broken = set()
+    unequal.end_writes()
+    (why,) = {message.why for message in unequal.nixl_wrapper.told()}
+    assert "could not post" in why
+
+
+@pytest.mark.parametrize("block", [-1, 100])
+def test_a_whole_push_into_blocks_that_decode_has_not_is_refused(unequal: Any, block: int) -> None:
+    unequal.step(started=[Started("s", 2, 32)])
+    unequal.hear("D/0", order("s", 7, block))
+    unequal.step(computed=[Computed("s", 0, 0, ((1, 2),), True)])
+    assert unequal.nixl_wrapper.writes == {}
+    assert f"block {block} of 100" in unequal.nixl_wrapper.told()[0].why
+
+
+def test_vllms_own_completion_notice_ends_nothing(push: Any) -> None:
+    """It comes even when the prefill worker gave its blocks back with the WRITE in flight."""
+    worker = push.FakeWorker(0, 2)
+    worker.know("P2", 2, [0])
+    source = wire.Endpoint("P2", "host", 2, 2)
+    worker.step(reserved=[Reserved(order("s", 7, 8), source)])
+    assert len(worker.nixl_wrapper.told()) == 1
+    worker.nixl_wrapper.heard["P2/0"] = [b"r-s:2"]
+    worker.turn()
+    worker._get_new_notifs()
+    assert worker._recving_transfers == {} and worker._failed_recv_reqs.empty()
+    assert worker._records.empty()  # not counted as a bad message
+    worker.hear("P2/0", wire.Landed("r-s"))
+    worker._get_new_notifs()
+    assert worker._recving_transfers == {"r-s": []}
