@@ -14,13 +14,22 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 PARENT = "PD_PARENT"  # in the environment: pid of the parent, so that one that died before we could look is missed
 # In the environment: the file in which the process says why it ends, like a container's termination message.
 EXIT_REASON_FILE = "PD_EXIT_REASON_FILE"
+_FINAL, _PASSING = "final", "passing"  # the first word in that file
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL_S = 0.5
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+class ExitReason(NamedTuple):
+    """Why a process ended, in its own words. `final`: another start with the same configuration would end the same."""
+
+    text: str
+    final: bool
 
 
 def die_with_parent(stop_timeout_s: float = 0.0) -> None:
@@ -64,18 +73,19 @@ def kill_with(parent: int) -> None:
         os._exit(1)
 
 
-def report_exit(program: str, reason: str) -> None:
+def report_exit(program: str, reason: str, final: bool) -> None:
     """Say in one line on standard error, and in the parent's file where it named one, why this process ends."""
     line = " ".join(reason.split())
     print(f"{program}: {line}", file=sys.stderr, flush=True)
     if path := os.environ.get(EXIT_REASON_FILE):
         with contextlib.suppress(OSError):  # the folder is gone, and so is the parent
-            Path(path).write_text(line)
+            Path(path).write_text(f"{_FINAL if final else _PASSING} {line}")
 
 
-def read_exit_reason(path: Path) -> str | None:
+def read_exit_reason(path: Path) -> ExitReason | None:
     """What the process said; None when it said nothing, like one that was killed."""
     try:
-        return path.read_text() or None
+        kind, _, text = path.read_text().partition(" ")
     except OSError:
         return None
+    return ExitReason(text, kind == _FINAL) if text else None

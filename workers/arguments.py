@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import random
+import re
 import secrets
 import socket
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from orchestrator.config.engine_args import engine_args
-from orchestrator.config.settings import Config, ConfigError, load_config, parse_config
+from orchestrator.config.settings import Config, ConfigError, check_name, load_config, parse_config
 from orchestrator.types import Role
 
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -66,7 +67,7 @@ def parse(role: Role, arguments: list[str]) -> WorkerSettings:
             f"{passed_through[0]}: unknown argument; the simulated engine is set up by `sim:` in the --config file"
         )
     return WorkerSettings(
-        worker_id=options.id or f"{role.value}-{socket.gethostname()}-{secrets.token_hex(2)}",
+        worker_id=_made_up_id(role) if options.id is None else check_name("--id", options.id),
         role=role,
         redis_url=options.redis,
         host=options.host or config.workers.host,
@@ -96,6 +97,11 @@ def _parser(role: Role) -> argparse.ArgumentParser:
     parser.add_argument("--cores", help="CPU cores to compute on, as 0,1")
     parser.add_argument("--die-with-parent", action="store_true", help="stop when the parent process dies")
     return parser
+
+
+def _made_up_id(role: Role) -> str:
+    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
+    return f"{role.value}-{host}-{secrets.token_hex(2)}"
 
 
 def vllm_arguments(arguments: list[str]) -> dict[str, Any]:

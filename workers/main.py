@@ -40,6 +40,7 @@ def decode_main() -> None:
 
 def main(role: Role, arguments: list[str]) -> int:
     """Returns the exit code: 0 left in order, 1 the engine failed, 2 it could never have worked."""
+    final = False
     try:
         parsed = parse(role, arguments)
         os.environ.update(environment(parsed.config, role))
@@ -47,7 +48,9 @@ def main(role: Role, arguments: list[str]) -> int:
             die_with_parent(parsed.config.launcher.stop_timeout_s)
         _set_up_logging(parsed.worker_id)
         return uvloop.run(_run(parsed))
-    except (ConfigError, RedisAway, IncompatibleWorker, IdInUse) as error:
+    except (ConfigError, IncompatibleWorker) as error:
+        why, code, final = str(error), EXIT_USAGE, True
+    except (RedisAway, IdInUse) as error:
         why, code = str(error), EXIT_USAGE
     except OSError as error:
         mend = "; free it, or choose another --kv-port" if error.errno == errno.EADDRINUSE else ""
@@ -56,7 +59,7 @@ def main(role: Role, arguments: list[str]) -> int:
         why, code = str(error), EXIT_FAILED
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    report_exit(f"{role.value}-worker", why)
+    report_exit(f"{role.value}-worker", why, final)
     return code
 
 

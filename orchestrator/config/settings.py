@@ -21,8 +21,19 @@ Seconds = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 
 
+# What may become part of a key in Redis and the name of a file: never a path, never two names that look alike.
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*\Z"
+
+
 class ConfigError(ValueError):
     """One line: key, value, mend. The command line prints it and exits with 2."""
+
+
+def check_name(key: str, name: str) -> str:
+    """Returns `name`. Raises ConfigError for one that may not become part of a key or of a file's name."""
+    if not re.search(NAME_PATTERN, name):
+        raise ConfigError(f"{key}: expected letters, digits, '_', '.' and '-', a letter or digit first, got {name!r}")
+    return name
 
 
 class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -149,7 +160,7 @@ class LauncherConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model: str  # "demo", a folder, or a Hugging Face name
     served_model_name: str | None = None
-    namespace: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]+$")] = "default"
+    namespace: Annotated[str, Meta(pattern=NAME_PATTERN)] = "default"
     engine: Literal["vllm", "sim"] = "vllm"
     redis: RedisConfig = RedisConfig()
     frontend: FrontendConfig = FrontendConfig()

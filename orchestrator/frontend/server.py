@@ -206,7 +206,7 @@ def main() -> None:
         port = config.frontend.port if options.port is None else options.port
         uvloop.run(serve(config, options.redis, options.index, port))
     except (ConfigError, RedisAway) as error:
-        report_exit("orchestrator.frontend.server", str(error))
+        report_exit("orchestrator.frontend.server", str(error), final=isinstance(error, ConfigError))
         sys.exit(2)
 
 

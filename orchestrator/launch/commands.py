@@ -56,6 +56,6 @@ def frontend_spec(config: Config, index: int, config_file: Path) -> ProcessSpec:
         # The counters of all frontends lie in one place, so that whichever is scraped answers for all. The folder must
         # exist before they import prometheus_client. It has our pid: counters of an earlier launcher do not count.
         metrics = folder / f"metrics-{os.getpid()}"
-        metrics.mkdir(mode=0o700, exist_ok=True)
+        metrics.mkdir(mode=0o700, parents=True, exist_ok=True)
         env["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
     return ProcessSpec(name, command, env, folder / f"{name}.exit")

@@ -9,8 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import re
+import select
 import sys
+import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,6 +27,8 @@ from rich.text import Text
 _COLOURS = {"prefill": 36, "decode": 32, "frontend": 35, "launcher": 33}  # ANSI
 _REFRESH_PER_S = 8
 _MAX_LOG_BYTES = 32 << 20
+_MAX_UNREAD_BYTES = 1 << 20
+_LAST_WORDS_S = 1.0
 _SHOWN_AFTER_FAILURE = 10  # lines
 _ERROR = re.compile(r"(^|\s)[\w.]*(Error|Exception): ")  # the last line of a traceback
 
@@ -39,9 +44,9 @@ class LogFile:
 
     def write(self, line: str) -> None:
         try:
-            if self._file.tell() > self._max_bytes:
-                self._file.close()
-                self._file = self._begin()
+            if self._file.tell() > self._max_bytes or not self.path.exists():
+                full, self._file = self._file, self._begin()
+                full.close()
             self._file.write(line.encode(errors="replace") + b"\n")
         except (OSError, ValueError):
             return  # a full disk, or closed: the fleet matters more than its log
@@ -50,20 +55,86 @@ class LogFile:
         self._file.close()
 
     def _begin(self) -> IO[bytes]:
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.path.exists():
             self.path.replace(self.path.with_name(self.path.name + ".1"))
         return self.path.open("wb", buffering=0)
 
 
+class Outlet:
+    """Writes to a stream in a thread, so that nobody waits for a stopped terminal, an unread pipe or a full disk.
+
+    What the stream does not take is dropped, and its lines are counted. A text file as far as rich needs one.
+    """
+
+    encoding = "utf-8"
+
+    def __init__(self, stream: IO[str], max_bytes: int = _MAX_UNREAD_BYTES) -> None:
+        self.isatty, self.fileno = stream.isatty, stream.fileno
+        self._max_bytes = max_bytes
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._dropped_lines = 0
+        self._changed = threading.Condition()
+        threading.Thread(target=self._drain, name="pd-console", daemon=True).start()
+
+    def write(self, text: str) -> int:
+        data = text.encode(errors="replace")
+        with self._changed:
+            if self._waiting_bytes + len(data) > self._max_bytes:
+                self._dropped_lines += data.count(b"\n")
+            else:
+                self._waiting.append(data)
+                self._waiting_bytes += len(data)
+                self._changed.notify_all()
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing: `written` waits."""
+
+    def written(self, timeout_s: float) -> bool:
+        """Wait until everything is written or dropped. False when something still waits after `timeout_s`."""
+        with self._changed:
+            deadline = time.monotonic() + timeout_s
+            while self._waiting_bytes and (left_s := deadline - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+            return not self._waiting_bytes
+
+    def _drain(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting:
+                    self._changed.wait()
+                data, dropped = self._waiting.popleft(), self._dropped_lines
+            note = f"({dropped} lines were not shown, since nobody took them)\n" if dropped else ""
+            try:
+                self._write_all(note.encode() + data)
+            except (OSError, ValueError):  # ValueError: the stream was closed
+                dropped = -data.count(b"\n")
+            with self._changed:
+                self._dropped_lines -= dropped
+                self._waiting_bytes -= len(data)
+                self._changed.notify_all()
+
+    def _write_all(self, data: bytes) -> None:
+        # Not through the stream: its lock, held by a thread that waits, would hold up the end of the program.
+        while data:
+            try:
+                data = data[os.write(self.fileno(), data) :]
+            except BlockingIOError:  # somebody who shares the terminal set it to not block
+                select.select([], [self.fileno()], [])
+
+
 class Console:
-    """Everything goes to one stream, line by line. A stream whose reader is gone is written to no more."""
+    """Everything goes to one stream that has a file descriptor, line by line."""
 
     def __init__(self, stream: IO[str] | None = None, verbose: bool = False) -> None:
         self.log_file: LogFile | None = None
         self._verbose = verbose
-        self._stream = stream or sys.stdout
-        self._colour = self._stream.isatty() and not os.environ.get("NO_COLOR")
-        self._rich = RichConsole(file=self._stream) if self._stream.isatty() else None
+        self._outlet = Outlet(stream or sys.stdout)
+        terminal = self._outlet.isatty()
+        self._colour = terminal and not os.environ.get("NO_COLOR")
+        self._rich = RichConsole(file=self._outlet) if terminal else None  # type: ignore[arg-type]
         self._live: Live | None = None
         self._rows: dict[str, tuple[str, float, float | None]] = {}  # stage, since, until (monotonic)
 
@@ -77,6 +148,13 @@ class Console:
         live, self._live = self._live, None
         if live is not None:
             live.stop()
+
+    def close(self) -> None:
+        """The last lines get a moment to be written; the log file is closed."""
+        self.stop_progress()
+        self._outlet.written(_LAST_WORDS_S)
+        if self.log_file is not None:
+            self.log_file.close()
 
     def stage(self, name: str, stage: str, done: bool = False) -> None:
         """A part of the fleet has come to this stage; `done` ends its clock."""
@@ -126,14 +204,10 @@ class Console:
         self._write(f"{prefix} {line}")
 
     def _write(self, line: str) -> None:
-        try:
-            if self._live is not None:
-                self._live.console.print(Text.from_ansi(line), soft_wrap=True)
-            else:
-                self._stream.write(line + "\n")
-                self._stream.flush()
-        except (BrokenPipeError, ValueError):
-            self._stream = open(os.devnull, "w")  # the reader is gone; the fleet runs on
+        if self._live is not None:
+            self._live.console.print(Text.from_ansi(line), soft_wrap=True)
+        else:
+            self._outlet.write(line + "\n")
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))

@@ -60,9 +60,7 @@ def launch(config: Config, console: Console) -> None:
             console.stop_progress()
             console.say("Stopped before anything was started")
         finally:
-            console.stop_progress()
-            if console.log_file is not None:
-                console.log_file.close()
+            console.close()
             folder.remove()
             remove_shared_memory(newer_than=started_at)
 

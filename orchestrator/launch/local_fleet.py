@@ -29,7 +29,6 @@ from orchestrator.types import DesiredRatio, Role
 
 log = logging.getLogger("pd.launcher")
 
-_EXIT_USAGE = 2  # with it a worker or frontend says that it can never work
 _STARTS_BEFORE_GIVING_UP = 3
 _POLL_S = 0.1
 _READY_REQUEST_TIMEOUT_S = 2.0
@@ -64,7 +63,6 @@ class LocalFleet:
         self._registry = registry
         self._console = console
         self._note_started = note_started
-        self._noted: list[StartedProcess] = []
         self._pool = WorkerPool(config, config_file, registry, machine, console.log, self._show)
         self._frontends = [
             Supervised(
@@ -152,9 +150,7 @@ class LocalFleet:
         """Write down what runs, for the one that cleans up if this process is killed."""
         started = [(process.name, process.pid, started_ticks(process.pid)) for process in self._processes()]
         noted = [StartedProcess(name, pid, ticks) for name, pid, ticks in started if pid and ticks is not None]
-        if noted != self._noted:
-            self._noted = noted
-            self._note_started(noted)
+        self._note_started(noted)
 
     def _show(self, process: Supervised) -> None:
         self._console.stage(process.name, _SHOWN[process.stage], done=process.stage in (Stage.READY, Stage.ENDED))
@@ -172,9 +168,9 @@ class LocalFleet:
         end = process.last_exit
         if end is None or end.was_ready:
             return
-        if end.code == _EXIT_USAGE or process.crashes >= _STARTS_BEFORE_GIVING_UP or process.stage is Stage.ENDED:
+        if end.final or process.crashes >= _STARTS_BEFORE_GIVING_UP or process.stage is Stage.ENDED:
             self._console.stop_progress()
-            if end.code != _EXIT_USAGE:  # which comes with a reason that needs no more
+            if not end.final:  # a final reason needs no more
                 self._console.show_failure(process.name, process.last_lines)
             log_file = self._console.log_file
             where = f"; log: {log_file.path}" if log_file is not None else ""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from orchestrator.parent import EXIT_REASON_FILE, PARENT, read_exit_reason
+from orchestrator.parent import EXIT_REASON_FILE, PARENT, ExitReason, read_exit_reason
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _READ_BYTES = 1 << 16
@@ -87,7 +87,7 @@ class LocalProcess:
         return self._process is not None and self._process.returncode is None
 
     @property
-    def exit_reason(self) -> str | None:
+    def exit_reason(self) -> ExitReason | None:
         """What it said about its end, if it did."""
         return read_exit_reason(self._spec.exit_file) if self._spec.exit_file is not None else None
 

@@ -7,6 +7,7 @@ launcher ends; so a folder whose lock is free was left by a launcher that was ki
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 import time
@@ -16,7 +17,9 @@ from typing import IO
 import msgspec
 import yaml
 
-from orchestrator.config.settings import Config, ConfigError, parse_config
+from orchestrator.config.settings import Config, ConfigError, check_name, parse_config
+
+log = logging.getLogger("pd.launcher")
 
 _LOCK = "launcher.pid"
 _CONFIG = "config.yaml"
@@ -58,12 +61,15 @@ class RunFolder:
     """Paths and small files. `claim` and what writes are for the launcher; anybody may read."""
 
     def __init__(self, namespace: str) -> None:
-        self.namespace = namespace
+        """Raises ConfigError for a namespace that cannot be a folder's name."""
+        self.namespace = check_name("namespace", namespace)
         self.path = base_folder() / namespace
         # Beside the folder, not in it: the log outlives the fleet.
         self.log_path = base_folder() / f"{namespace}.log"
         self.previous_start = 0.0  # unix seconds; when the launcher that was killed had started
         self._lock: IO[str] | None = None
+        self._texts: dict[str, str] = {}  # by file name, as written last
+        self._complaint = ""
 
     # ---- the launcher's side -----------------------------------------------------------------------------------
 
@@ -78,56 +84,93 @@ class RunFolder:
                 time.sleep(_WAIT_POLL_S)
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be written ({error.strerror}); set XDG_RUNTIME_DIR") from None
-        self._lock = lock
         left = self._started()
         status = os.fstat(lock.fileno())
         self.previous_start = status.st_mtime if status.st_size else 0.0
         for path in self.path.iterdir():
             if path.name != _LOCK and not path.is_dir():
                 path.unlink(missing_ok=True)
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
+        self._hold(lock)
         return left
 
     def write_config(self, config: Config) -> Path:
         """As the fleet's processes read it. Returns the file."""
-        path = self.path / _CONFIG
-        path.write_text(yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
+        self._write(_CONFIG, yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
         self._write(_REDIS, config.redis.url)
-        return path
+        return self.path / _CONFIG
 
     def note_started(self, processes: list[StartedProcess]) -> None:
-        self._write(_PROCESSES, msgspec.json.encode(processes).decode())
+        """Call it often: it also puts back what a logout or a cleaner of temporary files took away.
+
+        A fleet runs on without its folder, so what cannot be written is logged, once.
+        """
+        try:
+            self._keep_lock()
+            self._write(_PROCESSES, msgspec.json.encode(processes).decode())
+            self._complaint = ""
+        except (OSError, ConfigError) as error:
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                log.error("the run folder %s cannot be written: %s", self.path, error)
 
     def note_ready(self, ready: Ready) -> None:
         self._write(_READY, msgspec.json.encode(ready).decode())
 
     def remove(self) -> None:
-        """The folder and everything in it. Idempotent."""
-        # Emptied before the lock is released: nobody may meet a folder that is half there.
-        shutil.rmtree(self.path, ignore_errors=True)
+        """The folder and everything in it, unless another launcher has taken it. Idempotent."""
+        if self._lock is None:
+            return
+        if self._is_ours(self._lock) or not (self.path / _LOCK).exists():
+            # Emptied before the lock is released: nobody may meet a folder that is half there.
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+        self._lock = None
+
+    def _hold(self, lock: IO[str]) -> None:
+        self._lock = lock
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+
+    def _keep_lock(self) -> None:
+        """Raises OSError, ConfigError, and FleetRunning when another launcher took the name meanwhile."""
+        if self._lock is not None and self._is_ours(self._lock):
+            return
+        _own_base_folder()
+        if (lock := self._try_lock()) is None:
+            raise FleetRunning(self.namespace, self.launcher_pid())
         if self._lock is not None:
             self._lock.close()
-            self._lock = None
+        self._hold(lock)
+
+    def _is_ours(self, lock: IO[str]) -> bool:
+        try:
+            return os.path.samestat(os.fstat(lock.fileno()), os.stat(self.path / _LOCK))
+        except OSError:
+            return False
 
     def _try_lock(self) -> IO[str] | None:
         self.path.mkdir(mode=0o700, exist_ok=True)
         lock = (self.path / _LOCK).open("a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name)):
-                return lock
-        except (BlockingIOError, FileNotFoundError):
-            pass  # held; or a launcher that was ending has just removed it
+            if self._is_ours(lock):
+                return lock  # else a launcher that was ending has just removed it
+        except BlockingIOError:
+            pass
         lock.close()
         return None
 
     def _write(self, name: str, text: str) -> None:
-        temporary = self.path / f".{name}.tmp"
-        temporary.touch(mode=0o600)  # a Redis URL may carry a password
-        temporary.write_text(text)
-        temporary.replace(self.path / name)
+        """This file where its text is new, and every file that is missing. Raises OSError."""
+        changed = self._texts.get(name) != text
+        self._texts[name] = text
+        for other, kept in self._texts.items():
+            if (changed and other == name) or not (self.path / other).exists():
+                temporary = self.path / f".{other}.tmp"
+                temporary.touch(mode=0o600)  # a Redis URL may carry a password
+                temporary.write_text(kept)
+                temporary.replace(self.path / other)
 
     # ---- everybody else's side ---------------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ from orchestrator.launch.process import LocalProcess, ProcessSpec
 
 log = logging.getLogger("pd.launcher")
 
+_NOT_STARTED = 127  # the exit code that a shell gives to a program that cannot be started
+
 
 class Stage(enum.Enum):
     STARTING = "starting"
@@ -44,13 +46,14 @@ class Exit(msgspec.Struct, frozen=True):
     """How a process ended. `code` is negative for a signal.
 
     `reason` is what the process itself said about its end; without that it is the last line of its output, which need
-    not be about the end: `said` tells which.
+    not be about the end: `said` tells which. `final`: it said that another start would end the same.
     """
 
     code: int
     reason: str
     was_ready: bool
     said: bool = False
+    final: bool = False
 
 
 def backoff_s(crashes: int, config: LauncherConfig) -> float:
@@ -84,6 +87,7 @@ class Supervised:
         self._on_stage = on_stage
         self._on_exit = on_exit
         self._process: LocalProcess | None = None
+        self._not_started = ""  # why not
         self._ready_at = 0.0
         self._ready = asyncio.Event()
         self._wanted = True
@@ -156,12 +160,14 @@ class Supervised:
         self._ready.clear()
         self.started_at = time.monotonic()
         self._enter(Stage.STARTING)
-        self._process = LocalProcess(self._spec(), self._on_line)
+        self._process = None
         try:
+            spec = self._spec()
+            self._process = LocalProcess(spec, self._on_line)
             await self._process.start()
         except OSError as error:
-            self._process.last_lines.append(f"{self._spec().command[0]}: {error.strerror}")
-            return 127  # what a shell returns
+            self._not_started = str(error)
+            return _NOT_STARTED
         exited = asyncio.create_task(self._process.wait())
         stop = asyncio.create_task(self._stopping.wait())
         late = asyncio.create_task(self._too_late())
@@ -187,9 +193,12 @@ class Supervised:
     async def _pause(self) -> None:
         steady = self._ready.is_set() and time.monotonic() - self._ready_at > self._config.restart_backoff_max_s
         self.crashes = 1 if steady else self.crashes + 1
-        pause_s = backoff_s(self.crashes, self._config)
         assert self.last_exit is not None
-        log.error("%s: %s; starting it again in %.1f s", self.name, describe(self.last_exit), pause_s)
+        # What ended for good may work once its surroundings have changed: a folder was mounted, a worker has left.
+        final = self.last_exit.final
+        pause_s = self._config.restart_backoff_max_s if final else backoff_s(self.crashes, self._config)
+        then = "the next try is" if final else "starting it again"
+        log.error("%s: %s; %s in %.1f s", self.name, describe(self.last_exit), then, pause_s)
         self._enter(Stage.PAUSING)
         try:
             async with asyncio.timeout(pause_s):
@@ -198,8 +207,12 @@ class Supervised:
             return
 
     def _describe_exit(self, code: int) -> Exit:
-        said = self._process.exit_reason if self._process is not None else None
-        return Exit(code, said or (self.last_lines or ["no output"])[-1], self._ready.is_set(), said is not None)
+        ready = self._ready.is_set()
+        if code == _NOT_STARTED:
+            return Exit(code, self._not_started, ready)
+        if self._process is not None and (said := self._process.exit_reason) is not None:
+            return Exit(code, said.text, ready, said=True, final=said.final)
+        return Exit(code, (self.last_lines or ["no output"])[-1], ready)
 
     def _enter(self, stage: Stage) -> None:
         if stage is self.stage:

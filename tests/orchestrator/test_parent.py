@@ -70,6 +70,29 @@ def test_ends_with_its_parent(code: str, arguments: list[str], told: int) -> Non
     assert parent.stdout.read() == "told\n" * told  # end of file: nobody else holds the pipe
 
 
+# The launcher of a container: process 1 of its namespace of processes, and so the parent of the rest.
+FIRST_PROCESS = f"""
+import os, subprocess, sys, time
+assert os.getpid() == 1
+child = subprocess.Popen([sys.executable, "-c", {CHILD!r}, "0"], stdout=subprocess.PIPE, env={{**os.environ, **ENV}})
+child.stdout.readline()
+time.sleep(1.5)
+print(child.poll(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "asks"])
+def test_the_first_process_of_a_container_is_a_parent_like_any_other(told: bool) -> None:
+    in_container = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*in_container, "true"], capture_output=True).returncode:
+        pytest.skip("this machine gives nobody namespaces of their own")
+    code = f"ENV = {{'PD_PARENT': '1'}} if {told} else {{}}\n{FIRST_PROCESS}"
+    done = subprocess.run(
+        [*in_container, sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=DEADLINE_S
+    )
+    assert done.stdout == "None\n", done.stderr
+
+
 def test_a_parent_that_was_gone_before_is_missed() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()

@@ -26,6 +26,7 @@ from workers.main import main
         (["--redis", "redis://h"], "--model: required when no --config names one"),
         (["--redis", "redis://h", "--model", "m", "--engine", "tpu"], "engine: "),
         (["--redis", "redis://h", "--model", "m", "--namespace", "a b"], "namespace: "),
+        (["--redis", "redis://h", "--model", "m", "--id", "../x"], "--id: expected letters"),
         (["--redis", "redis://h", "--config", "/no/such.yaml"], "/no/such.yaml: cannot be read"),
         (["--redis", "redis://h", "--model", "m", "--engine", "sim", "--enforce-eager"], "--enforce-eager: unknown"),
         (["--redis", "redis://h", "--model", "m", "--cores", "x"], "--cores: expected numbers like 0,1, got 'x'"),

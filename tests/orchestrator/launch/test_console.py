@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import io
+import asyncio
+import os
+import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import msgspec
+import pytest
 
-from orchestrator.launch.console import Console, LogFile, shown_request
+from orchestrator.launch.console import Console, LogFile, Outlet, shown_request
+from orchestrator.launch.process import LocalProcess, ProcessSpec
 from orchestrator.router.request_log import RequestLine
 
 LINE = RequestLine(
@@ -17,38 +24,49 @@ LINE = RequestLine(
 )  # fmt: skip
 
 
+WRITTEN_S = 10.0
+
+
+@pytest.fixture
+def stream(tmp_path: Path) -> Iterator[IO[str]]:
+    with (tmp_path / "shown").open("w+") as stream:
+        yield stream
+
+
+def shown(console: Console, stream: IO[str]) -> list[str]:
+    console.close()
+    return Path(stream.name).read_text().splitlines()
+
+
 def logged(line: RequestLine) -> str:
     """As a frontend writes it."""
     return f"12:00:00.123 INFO pd.request: {msgspec.json.encode(line).decode()}"
 
 
-def test_a_quiet_console_shows_requests_and_the_launchers_own_lines_only(tmp_path):
-    stream = io.StringIO()
+def test_a_quiet_console_shows_requests_and_the_launchers_own_lines_only(tmp_path, stream):
     console = Console(stream)
     console.log_file = LogFile(tmp_path / "log")
     console.log("decode-0", "WARNING of an engine")
     console.log("frontend-0", logged(LINE))
     console.note("WARNING pd.launcher: decode-0 died")
-    shown = stream.getvalue().splitlines()
-    assert [line.partition(" ")[0] for line in shown] == ["[frontend-0]", "[launcher]"]
+    assert [line.partition(" ")[0] for line in shown(console, stream)] == ["[frontend-0]", "[launcher]"]
     assert (tmp_path / "log").read_text().splitlines() == [
         "[decode-0] WARNING of an engine",
         f"[frontend-0] {logged(LINE)}",
         "[launcher] WARNING pd.launcher: decode-0 died",
     ]
     console.show_failure("decode-0", [str(number) for number in range(100)])
-    assert stream.getvalue().splitlines()[-1] == "[decode-0] 99"
+    assert shown(console, stream)[-1] == "[decode-0] 99"
     console.show_failure("decode-0", ["Traceback", "  File x", "ValueError: no memory", *map(str, range(50))])
-    assert stream.getvalue().splitlines()[-2:] == ["[decode-0] 99", "[decode-0] ValueError: no memory"]
+    assert shown(console, stream)[-2:] == ["[decode-0] 99", "[decode-0] ValueError: no memory"]
 
 
-def test_a_verbose_console_shows_everything_as_it_is_and_nothing_twice():
-    stream = io.StringIO()
+def test_a_verbose_console_shows_everything_as_it_is_and_nothing_twice(stream):
     console = Console(stream, verbose=True)
     console.log("decode-0", "WARNING of an engine")
     console.log("frontend-0", logged(LINE))
     console.show_failure("decode-0", ["WARNING of an engine"])
-    assert stream.getvalue().splitlines() == ["[decode-0] WARNING of an engine", f"[frontend-0] {logged(LINE)}"]
+    assert shown(console, stream) == ["[decode-0] WARNING of an engine", f"[frontend-0] {logged(LINE)}"]
 
 
 def test_a_request_is_told_by_its_stages():
@@ -87,3 +105,58 @@ def test_the_log_is_bounded_and_the_one_before_is_kept(tmp_path: Path):
     assert (tmp_path / "log").read_text().endswith("line 999\n")
     log.close()
     log.write("after its end")
+
+
+def test_the_log_comes_back_after_its_folder_was_removed(tmp_path: Path):
+    log = LogFile(tmp_path / "run" / "log")
+    log.write("before")
+    shutil.rmtree(tmp_path / "run")
+    log.write("after")
+    assert (tmp_path / "run" / "log").read_text() == "after\n"
+    log.close()
+
+
+# More than the pipe from the child and the console's own buffer take together.
+TALKATIVE = "import sys\nfor _ in range(8000): sys.stderr.write('x' * 400 + chr(10))"
+
+
+@pytest.mark.parametrize("what", ["an unread pipe", "a full disk", "a closed pipe"])
+async def test_a_child_does_not_wait_for_who_reads_the_launcher(what):
+    if what == "a full disk":
+        reader, writer = -1, os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, writer = os.pipe()
+    if what == "a closed pipe":
+        os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        console = Console(stream, verbose=True)
+        child = LocalProcess(ProcessSpec("decode-0", [sys.executable, "-c", TALKATIVE]), console.log)
+        await child.start()
+        try:
+            async with asyncio.timeout(WRITTEN_S):
+                assert await child.wait() == 0
+        finally:
+            child.kill()
+            if what == "an unread pipe":
+                os.close(reader)
+
+
+def test_lines_that_nobody_took_are_counted():
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        outlet = Outlet(stream, max_bytes=100_000)
+        for number in range(10_000):
+            outlet.write(f"line {number} {'x' * 90}\n")
+        assert not outlet.written(0.05)
+        read = bytearray()
+        while not outlet.written(0):
+            read += os.read(reader, 65536)
+        outlet.write("the last line\n")
+        assert outlet.written(WRITTEN_S)
+    while data := os.read(reader, 65536):
+        read += data
+    os.close(reader)
+    *lines, last = read.decode().splitlines()
+    dropped = sum(int(line[1:].split()[0]) for line in lines if line.startswith("("))
+    assert last == "the last line"
+    assert dropped > 5_000 and dropped + sum(line.startswith("line ") for line in lines) == 10_000

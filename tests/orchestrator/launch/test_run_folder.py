@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 import subprocess
 import sys
 import time
 
 import pytest
 
-from orchestrator.config.settings import parse_config
+from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.launch.leftovers import end_processes, remove_shared_memory
 from orchestrator.launch.process import started_ticks
 from orchestrator.launch.run_folder import (
@@ -53,6 +55,61 @@ def test_what_is_written_is_what_others_read():
     assert file.parent.stat().st_mode & 0o077 == 0, "passwords are in it"
     folder.remove()
     assert other.redis_url() is None and other.ready() is None
+
+
+@pytest.mark.parametrize("lost", ["all", "one file", "the lock"])
+def test_what_a_cleaner_of_temporary_files_took_is_put_back(tmp_path, lost):
+    folder = RunFolder("a")
+    folder.claim()
+    folder.write_config(parse_config({"model": "m", "namespace": "a", "redis": {"url": "redis://h:1"}}))
+    folder.note_ready(Ready("http://h:1", "m", "1P1D"))
+    folder.note_started([StartedProcess("decode-0", 1, 1)])
+    if lost == "all":
+        shutil.rmtree(folder.path.parent)
+    else:
+        (folder.path / {"one file": "redis.url", "the lock": "launcher.pid"}[lost]).unlink()
+    folder.note_started([StartedProcess("decode-0", 2, 2)])
+    other = RunFolder("a")
+    assert other.is_held and other.launcher_pid() == folder.launcher_pid() is not None
+    assert (other.redis_url(), other.ready()) == ("redis://h:1", folder.ready())
+    assert '"pid":2' in (folder.path / "processes.json").read_text()
+    with pytest.raises(FleetRunning):
+        other.claim()
+    folder.remove()
+    assert not folder.path.exists()
+
+
+def test_a_folder_that_another_launcher_took_meanwhile_is_left_to_it(caplog):
+    first, second = RunFolder("a"), RunFolder("a")
+    first.claim()
+    shutil.rmtree(first.path)
+    second.claim()
+    with caplog.at_level(logging.ERROR, "pd.launcher"):
+        first.note_started([])
+        first.note_started([])
+    assert len(caplog.messages) == 1 and "already served" in caplog.text
+    first.remove()
+    assert second.is_held and second.path.exists()
+    second.remove()
+
+
+def test_a_folder_that_cannot_be_written_does_not_end_the_fleet(tmp_path, monkeypatch, caplog):
+    folder = RunFolder("a")
+    folder.claim()
+    shutil.rmtree(folder.path.parent)
+    folder.path.parent.write_text("a file is in its place")
+    with caplog.at_level(logging.ERROR, "pd.launcher"):
+        folder.note_started([])
+    assert "cannot be written" in caplog.text
+    folder.remove()
+
+
+@pytest.mark.parametrize("name", ["..", ".", "../x", "a/b", "a\n", "", "-x", ".hidden"])
+def test_a_namespace_cannot_leave_its_folder(name):
+    with pytest.raises(ConfigError, match="namespace"):
+        RunFolder(name)
+    with pytest.raises(ConfigError, match="namespace"):
+        parse_config({"model": "demo", "namespace": name})
 
 
 CLAIM_AND_DIE = """

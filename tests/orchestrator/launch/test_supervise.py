@@ -168,8 +168,8 @@ async def test_lines_of_any_length_arrive_and_progress_bars_as_their_last_state(
 
 async def test_what_a_program_says_about_its_end_goes_before_its_last_output(tmp_path):
     code = (
-        "import sys; from orchestrator.parent import report_exit; report_exit('worker', 'model: no\\n such folder');"
-        "print('noise at exit'); sys.exit(2)"
+        "import sys; from orchestrator.parent import report_exit;"
+        "report_exit('worker', 'model: no\\n such folder', final=False); print('noise at exit'); sys.exit(2)"
     )
     spec = ProcessSpec("child", [sys.executable, "-c", code], exit_file=tmp_path / "child.exit")
     child = Child("", spec=spec)
@@ -181,9 +181,39 @@ async def test_what_a_program_says_about_its_end_goes_before_its_last_output(tmp
     await child.ended()
 
 
+async def test_one_that_says_it_can_never_work_waits_for_the_longest_pause(tmp_path):
+    code = "from orchestrator.parent import report_exit; report_exit('worker', 'no such model', final=True); exit(2)"
+    spec = ProcessSpec("child", [sys.executable, "-c", code], exit_file=tmp_path / "child.exit")
+    child = Child("", LauncherConfig(restart_backoff_s=0.01, restart_backoff_max_s=300), spec=spec)
+    await until(lambda: child.process.stage is Stage.PAUSING)
+    assert child.exits == [Exit(2, "no such model", was_ready=False, said=True, final=True)]
+    await asyncio.sleep(0.2)  # many times the first pause
+    assert len(child.exits) == 1 and child.process.stage is Stage.PAUSING
+    child.process.request_stop()
+    await child.ended()
+
+
+async def test_a_specification_that_cannot_be_made_is_a_crash():
+    def spec() -> ProcessSpec:
+        raise FileNotFoundError(2, "No such file or directory", "/gone/metrics")
+
+    exits: list[Exit | None] = []
+
+    async def left(process: Supervised) -> None:
+        exits.append(process.last_exit)
+
+    process = Supervised("child", spec, FAST, 30.0, lambda name, line: None, lambda process: None, left)
+    task = asyncio.create_task(process.run())
+    await until(lambda: len(exits) >= 2)
+    assert exits[0] is not None and "/gone/metrics" in exits[0].reason
+    process.request_stop()
+    async with asyncio.timeout(DEADLINE_S):
+        await task
+
+
 async def test_what_an_earlier_process_said_is_not_taken_for_the_next_ones_word(tmp_path):
     file = tmp_path / "child.exit"
-    file.write_text("said long ago")
+    file.write_text("final said long ago")
     spec = ProcessSpec("child", [sys.executable, "-c", "print('last line'); raise SystemExit(1)"], exit_file=file)
     child = Child("", spec=spec)
     await until(lambda: child.exits)
