@@ -20,6 +20,7 @@ from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import IncompatibleWorker, Left, Ordered, Registry, Resync
 from orchestrator.types import Role, WorkerInfo
+from orchestrator.wire.messages import EngineCrashed
 from orchestrator.wire.transport import WorkerTransport
 from workers.attempts import Attempts
 from workers.claims import ClaimLoop
@@ -202,6 +203,8 @@ class Agent:
         self._exit_code = EXIT_ENGINE_DEAD
         if isinstance(error, EngineDead):
             log.error("leaving: %s", error)
+            for frontend_id in self._attempts.frontends():
+                self._frontends.send(frontend_id, EngineCrashed(self.worker_id, str(error)))
         else:
             log.error("leaving: %s ended unexpectedly", task.get_name(), exc_info=error)
 

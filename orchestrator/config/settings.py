@@ -149,6 +149,7 @@ class SimConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     kv_bytes_per_token: Positive = 131_072
     link_gb_per_s: Annotated[float, Meta(gt=0)] = 10.0
     speed: Annotated[float, Meta(gt=0)] = 1.0  # 2 runs twice as fast as the times above
+    crash_token: int | None = None  # a prompt with this token id ends the engine that computes it, to try faults
 
 
 class LauncherConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -123,6 +123,7 @@ class WorkerView:
                 waiting=(load.waiting if load else 0) + len(self._placed),
                 waiting_tokens=load.waiting_tokens if load else 0,
                 placed_tokens=self._placed_tokens,
+                max_num_seqs=self._info.max_num_seqs,
             )
         return self._candidate
 

@@ -31,6 +31,7 @@ class Candidate(msgspec.Struct, frozen=True):
     waiting: int
     waiting_tokens: int
     cached_tokens: int = 0  # this request's prefix-cache hit there
+    max_num_seqs: int = 1 << 30  # requests that it computes at once
     placed_tokens: int = 0
 
 

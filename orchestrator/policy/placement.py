@@ -80,7 +80,10 @@ def reject_all(candidates: Sequence[Candidate], prefill: PrefillView, routing: R
     """Why no request could be taken now, however short, or None. For a refusal before the response has begun."""
     if not candidates:
         return Reject("no_decode_worker", RETRY_AFTER_S)
-    open_to_some = any(c.blocks_free > 0 or c.waiting < routing.max_waiting_per_worker for c in candidates)
+    open_to_some = any(
+        c.waiting < routing.max_waiting_per_worker or (c.blocks_free > 0 and not _no_place(c, routing))
+        for c in candidates
+    )
     queue_open = (
         prefill.workers_ready > 0
         and prefill.queue is not None
@@ -90,11 +93,15 @@ def reject_all(candidates: Sequence[Candidate], prefill: PrefillView, routing: R
 
 
 def is_full(request: RequestInfo, candidate: Candidate, routing: RoutingConfig) -> bool:
-    """Too few free blocks for the prompt, and as many requests waiting as may wait."""
-    return (
-        candidate.waiting >= routing.max_waiting_per_worker
-        and blocks_for(request.prompt_tokens, candidate.block_size) > candidate.blocks_free
+    """As many requests wait as may, and it has no blocks for the prompt or no place for another request."""
+    return candidate.waiting >= routing.max_waiting_per_worker and (
+        blocks_for(request.prompt_tokens, candidate.block_size) > candidate.blocks_free or _no_place(candidate, routing)
     )
+
+
+def _no_place(candidate: Candidate, routing: RoutingConfig) -> bool:
+    """It has all that it computes at once, and all that may wait beside."""
+    return candidate.running + candidate.waiting >= candidate.max_num_seqs + routing.max_waiting_per_worker
 
 
 def uncached_tokens(request: RequestInfo, candidate: Candidate) -> int:

@@ -6,9 +6,8 @@ made by one module. Times are the router's monotonic clock in seconds, unless a 
 
 from __future__ import annotations
 
-import asyncio
 import enum
-from collections.abc import Callable
+import time
 from dataclasses import dataclass, field
 
 import msgspec
@@ -123,6 +122,8 @@ class ActiveRequest:
     accepted_at: float
     state: State = State.PLACING
     attempt: int = 1
+    charged: int = 0  # attempts given up that count against `routing.max_attempts`
+    crashes: int = 0  # engines that crashed while it was on them
     placed: Placed | None = None
     prefill: Prefilling | None = None
     decode: Submitted | None = None
@@ -130,7 +131,7 @@ class ActiveRequest:
     local_because: str | None = None  # why this attempt must be prefilled where it decodes
     avoid: set[str] = field(default_factory=set)  # decode workers that refused or lost it
     retries: list[str] = field(default_factory=list)
-    timer: asyncio.TimerHandle | None = None  # the deadline of the present state
+    moved_at: float = field(default_factory=time.monotonic)  # into its present state
 
     @property
     def id(self) -> str:
@@ -149,6 +150,11 @@ class ActiveRequest:
         return self.prefill.worker_id if self.prefill is not None else None
 
     @property
+    def computing_worker(self) -> str | None:
+        """The prefill worker whose engine has not computed it yet."""
+        return self.prefill.worker_id if self.prefill is not None and self.prefill.ended_at is None else None
+
+    @property
     def cached_tokens(self) -> int:
         """Of the prompt, where it is prefilled: counted by a remote prefill, else believed when placed."""
         if self.prefill is not None:
@@ -160,18 +166,11 @@ class ActiveRequest:
         """The last sign of the attempt's decode worker: an output, or that the attempt was sent there."""
         return max(self.decode.at if self.decode is not None else 0.0, self.answer.heard_at)
 
-    def set_deadline(self, delay_s: float, then: Callable[[], None]) -> None:
-        """`then()` is called after `delay_s`, unless the request moves before."""
-        self.timer = asyncio.get_running_loop().call_later(delay_s, then)
-
     def move(self, to: State) -> None:
         """Raises IllegalTransition."""
         if to not in SUCCESSORS[self.state]:
             raise IllegalTransition(f"request {self.id}: {self.state.value} -> {to.value} is not a legal move")
-        self.state = to
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
+        self.state, self.moved_at = to, time.monotonic()
 
     def next_attempt(self, why: str) -> None:
         """Back to PLACING, with nothing left of the attempt that failed. The next one is prefilled locally."""

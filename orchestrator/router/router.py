@@ -19,24 +19,32 @@ from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.candidate import DecodeChoice
-from orchestrator.policy.placement import Reject
 from orchestrator.policy.predict import Predictor
+from orchestrator.router.active_requests import ActiveRequests
 from orchestrator.router.answer import Answers, Verdict
-from orchestrator.router.codec import Batch, Codec
+from orchestrator.router.codec import Codec
 from orchestrator.router.decider import Decider
 from orchestrator.router.dispatch import Dispatch
 from orchestrator.router.learning import Learning
-from orchestrator.router.request import ActiveRequest, Overloaded, Placed, Prefilling, State
-from orchestrator.router.request_log import log_ended
+from orchestrator.router.placer import Placer
+from orchestrator.router.recovery import Recovery
+from orchestrator.router.request import ActiveRequest, Overloaded, Prefilling, State
 from orchestrator.types import FinishReason
-from orchestrator.wire.messages import Claimed, MessageError, Outputs, Prefilled, PrefillFailed, Rejected, ToFrontend
+from orchestrator.wire.messages import (
+    Claimed,
+    EngineCrashed,
+    MessageError,
+    Outputs,
+    Prefilled,
+    PrefillFailed,
+    Rejected,
+    ToFrontend,
+)
 from orchestrator.wire.transport import FrontendTransport
 
 log = logging.getLogger("pd.router")
 
-# How long a request that was accepted waits before it asks again for a decode worker to continue on.
-PLACE_AGAIN_INTERVAL_S = 0.1
-STALL_CHECK_S = 1.0
+CHECK_S = 1.0
 WITH_A_WORKER = (State.TRANSFERRING, State.LOCAL, State.DECODING)
 # An engine that ends a request this way has not answered it: another one continues.
 GIVEN_UP = {FinishReason.ABORT: "engine_abort", FinishReason.ERROR: "engine_error"}
@@ -60,8 +68,10 @@ class Router:
         self.learning = Learning(Predictor(prior_s_per_token=config.queue.seconds_per_token), choose)
         self._decider = Decider(transport.frontend_id, config, fleet, queue, prefixes, choose, self.learning)
         self._dispatch = Dispatch(fleet, transport, queue)
-        self.requests: dict[str, ActiveRequest] = {}
-        self.batches: asyncio.Queue[Batch] = asyncio.Queue()
+        self._requests = ActiveRequests(codec, self.learning)
+        self._placer = Placer(self._decider, self._dispatch)
+        self._recovery = Recovery(config.routing, fleet, self._requests, self._dispatch, self._placer)
+        self.requests, self.batches = self._requests.by_id, self._requests.batches
 
     # ---- what the server calls ---------------------------------------------------------------------------------
 
@@ -75,9 +85,10 @@ class Router:
     async def submit(self, request: Any) -> None:
         """Take a request; its outputs appear in `batches`. Raises Overloaded, and what the codec raises."""
         asked = self._codec.read(request, 0 if self._prefixes.empty else self._fleet.block_size)
-        active = self.requests[asked.info.id] = ActiveRequest(asked, accepted_at=time.monotonic())
+        active = ActiveRequest(asked, accepted_at=time.monotonic())
+        self._requests.add(active)
         try:
-            rejected = await self._place(active, deadline=None)
+            rejected = await self._placer.place(active)
         except BaseException:
             self.abort([active.id])  # the client left while its request was being placed, or placing it met a defect
             raise
@@ -85,7 +96,7 @@ class Router:
         self.learning.arrived(asked.info, uncached_tokens)
         if rejected is not None:
             metrics.placements.labels("reject", rejected.reason).inc()
-            self._end(active, State.REJECTED)
+            self._requests.end(active, State.REJECTED)
             raise Overloaded(rejected)
 
     def abort(self, request_ids: Iterable[str], to: State = State.ABORTED) -> None:
@@ -97,57 +108,24 @@ class Router:
                 self._end(active, to)
 
     async def run(self) -> None:
-        """Ends requests that stall. Runs until cancelled."""
+        """Keeps the deadlines of states. Runs until cancelled."""
         while True:
-            await asyncio.sleep(STALL_CHECK_S)
-            self._check_claimers()
-            oldest = time.monotonic() - self._routing.stall_timeout_s
-            for active in list(self.requests.values()):
-                if active.state in WITH_A_WORKER and active.heard_at < oldest:
-                    self._retry(active, "stalled", avoid=active.decode_worker)
+            await asyncio.sleep(CHECK_S)
+            self.check(time.monotonic())
+
+    def check(self, now: float) -> None:
+        """Start another attempt of each request that waits for longer than its state may last."""
+        self._check_claimers()
+        for active in self._requests.all():
+            if active.state is State.QUEUED and now - active.moved_at > self._routing.claim_timeout_s:
+                self._recovery.retry(active, "claim_timeout")
+            elif active.state in WITH_A_WORKER and now - active.heard_at > self._routing.stall_timeout_s:
+                self._recovery.retry(active, "stalled", avoid=active.decode_worker)
+        self._recovery.check(now)
 
     async def settled(self) -> None:
         """Wait until nothing runs in the background."""
         await self._dispatch.settled()
-
-    # ---- placing -----------------------------------------------------------------------------------------------
-
-    async def _place(self, active: ActiveRequest, deadline: float | None) -> Reject | None:
-        """Move a PLACING request on. With a deadline it waits for room until then and fails; without, the rejection is
-        returned to the caller, who has not told the client anything yet."""
-        while active.state is State.PLACING:
-            placed = self._decider.decide(active)
-            if isinstance(placed, Placed):
-                active.placed = placed
-                if await self._carry_out(active, placed):
-                    metrics.placements.labels(placed.decision, placed.reason).inc()
-            elif deadline is None:
-                return placed
-            elif time.monotonic() < deadline:
-                await asyncio.sleep(PLACE_AGAIN_INTERVAL_S)
-            else:
-                self._fail(active, f"no decode worker took it over within its deadline ({placed.reason})")
-        return None
-
-    async def _carry_out(self, active: ActiveRequest, placed: Placed) -> bool:
-        """False when the queue or the worker did not take it, which the next decision knows."""
-        if placed.job is None:
-            sent = self._dispatch.send(active, placed.worker_id, State.LOCAL)
-            metrics.prefix_hit_tokens.labels("local").inc(placed.cached_tokens if sent else 0)
-            return sent
-        active.move(State.QUEUED)  # before the enqueue returns: a worker's claim may be here first
-        refused = await self._dispatch.enqueue(placed.job)
-        still_queued = active.state is State.QUEUED and active.attempt == placed.job.attempt
-        if refused is not None:
-            if still_queued:
-                active.local_because = refused
-                active.move(State.PLACING)
-            return False
-        if still_queued:
-            active.set_deadline(self._routing.claim_timeout_s, lambda: self._retry(active, "claim_timeout"))
-        elif active.ended:
-            self._dispatch.cancel_job(active)
-        return True
 
     # ---- what workers say --------------------------------------------------------------------------------------
 
@@ -155,9 +133,11 @@ class Router:
         """One message from a worker. Late, duplicate and unknown ones are dropped and their sender told to forget."""
         if isinstance(message, Outputs):
             self._on_outputs(worker_id, message, payload, now)
+        elif isinstance(message, EngineCrashed):
+            self._recovery.engine_crashed(worker_id, message.why)
         elif isinstance(message, (Claimed, Prefilled, PrefillFailed, Rejected)):
-            active = self.requests.get(message.request_id)
-            if active is None or active.attempt != message.attempt:
+            active = self._requests.current(message.request_id, message.attempt)
+            if active is None:
                 self._dispatch.drop_stale(worker_id, message.request_id, message.attempt)
             elif isinstance(message, Claimed):
                 self._on_claimed(active, message)
@@ -181,7 +161,7 @@ class Router:
             if self._dispatch.send(active, chosen.worker_id, State.TRANSFERRING):
                 metrics.prefix_hit_tokens.labels("decode").inc(chosen.cached_tokens)
                 return
-        self._retry(active, "no_decode_worker")
+        self._recovery.retry(active, "no_decode_worker")
 
     def _on_prefilled(self, active: ActiveRequest, said: Prefilled, payload: list[bytes], now: float) -> None:
         if active.prefill is None or active.prefill.worker_id != said.worker_id:
@@ -195,15 +175,14 @@ class Router:
 
     def _on_prefill_failed(self, active: ActiveRequest) -> None:
         if active.state in (State.QUEUED, State.TRANSFERRING):
-            self._retry(active, "prefill_failed")
+            self._recovery.retry(active, "prefill_failed")
 
     def _on_rejected(self, active: ActiveRequest, rejected: Rejected) -> None:
         log.warning("worker %s rejected request %s: %s", rejected.worker_id, active.asked.label, rejected.why)
         if rejected.final:  # every worker would refuse it
-            self._dispatch.withdraw(active)
-            self._fail(active, rejected.why)
+            self._recovery.fail_withdrawn(active, rejected.why)
         else:
-            self._retry(active, "rejected", avoid=rejected.worker_id)
+            self._recovery.retry(active, "rejected", avoid=rejected.worker_id)
 
     def _on_outputs(self, worker_id: str, message: Outputs, payload: list[bytes], now: float) -> None:
         try:
@@ -213,12 +192,12 @@ class Router:
             return
         delivered = []
         for output, attempt in zip(batch.outputs, message.attempts, strict=True):
-            active = self.requests.get(output.request_id)
-            if active is None or active.attempt != attempt or active.decode_worker != worker_id:
+            active = self._requests.current(output.request_id, attempt)
+            if active is None or active.decode_worker != worker_id:
                 if output.finish_reason is None:
                     self._dispatch.drop_stale(worker_id, output.request_id, attempt)
             elif output.finish_reason in GIVEN_UP:
-                self._retry(active, GIVEN_UP[output.finish_reason])
+                self._recovery.retry(active, GIVEN_UP[output.finish_reason])
             elif self._take(active, output, now):
                 delivered.append(output)
                 if output.finish_reason is not None:
@@ -233,7 +212,7 @@ class Router:
         first = began and active.answer.decoding_at is None
         verdict = self._answers.from_decode(active, output, now)
         if verdict is Verdict.DIVERGED:
-            self._diverged(active)
+            self._recovery.diverged(active)
             return False
         if first:
             self.learning.first_token(active, now)
@@ -241,15 +220,16 @@ class Router:
                 metrics.kv_exposed_s.observe(now - active.prefill.ended_at)
         if began:
             active.move(State.DECODING)
+            self._recovery.harmless(active)
         return verdict is Verdict.DELIVER
 
     def _on_lost_outputs(self, worker_id: str, error: MessageError) -> None:
         """Nobody can read whose tokens these were, and an answer with a gap is a wrong one: all of them move on."""
         metrics.dropped.labels("corrupt").inc()
         log.error("worker %s sent outputs that cannot be read: %s", worker_id, error)
-        for active in list(self.requests.values()):
+        for active in self._requests.all():
             if active.decode_worker == worker_id:
-                self._retry(active, "corrupt_outputs")
+                self._recovery.retry(active, "corrupt_outputs")
 
     # ---- when something is lost --------------------------------------------------------------------------------
 
@@ -261,9 +241,9 @@ class Router:
         worker sees it die, else when its lease ends.
         """
         self.learning.predictor.forget(worker_id)
-        for active in list(self.requests.values()):
+        for active in self._requests.all():
             if active.decode_worker == worker_id:
-                self._retry(active, "decode_worker_lost", avoid=worker_id)
+                self._recovery.retry(active, "decode_worker_lost", avoid=worker_id)
             elif active.state is State.TRANSFERRING and active.prefill is not None:
                 if active.prefill.worker_id == worker_id and active.prefill.ended_at is None:
                     metrics.retries.labels("prefill_worker_lost").inc()
@@ -273,76 +253,17 @@ class Router:
 
     def queue_lost(self) -> None:
         """Redis is away: nothing that waits in it can be claimed."""
-        self._leave_queue("queue_unavailable")
+        self._recovery.leave_queue("queue_unavailable")
 
     def job_failed(self, request_id: str, attempt: int) -> None:
         """The queue has given this job up: its claims died too often."""
-        active = self.requests.get(request_id)
-        if active is not None and active.attempt == attempt:
+        if (active := self._requests.current(request_id, attempt)) is not None:
             self._on_prefill_failed(active)
 
     def _check_claimers(self) -> None:
         if not self._fleet.claims():
-            self._leave_queue("no_prefill_worker")
-
-    def _leave_queue(self, why: str) -> None:
-        """Whoever waits in the queue would wait there for its claim deadline: prefilled locally instead."""
-        for active in list(self.requests.values()):
-            if active.state is State.QUEUED:
-                self._retry(active, why)
-
-    def _retry(self, active: ActiveRequest, why: str, avoid: str | None = None) -> None:
-        """Give the current attempt up and start the next. What went wrong remotely is done locally then."""
-        if active.ended:
-            return
-        self._give_up(active, why)
-        if active.answer.tokens and not active.asked.resumable:
-            self._fail(active, f"its worker was lost ({why}) and its output cannot be continued elsewhere")
-            return
-        if active.attempt >= self._routing.max_attempts:
-            self._fail(active, f"{active.attempt} attempts failed: {', '.join(active.retries)}")
-            return
-        if avoid is not None:
-            active.avoid.add(avoid)
-        active.next_attempt(why)
-        self._dispatch.background(self._place_again(active))
-
-    def _diverged(self, active: ActiveRequest) -> None:
-        """Continue after the token that the client has, if possible where the prompt's KV is cached now. It is nobody's
-        fault, so `max_attempts` does not apply."""
-        worker_id, placed = active.decode_worker, active.placed
-        self._give_up(active, "first_token_mismatch")
-        active.next_attempt("first_token_mismatch")
-        if worker_id in self._fleet.workers and self._dispatch.send(active, worker_id, State.LOCAL):
-            active.placed = placed
-            return
-        self._dispatch.background(self._place_again(active))
-
-    def _give_up(self, active: ActiveRequest, why: str) -> None:
-        metrics.retries.labels(why).inc()
-        active.retries.append(why)
-        self._dispatch.withdraw(active)
-
-    async def _place_again(self, active: ActiveRequest) -> None:
-        try:
-            await self._place(active, deadline=time.monotonic() + self._routing.placement_timeout_s)
-        except Exception:
-            log.exception("request %s could not be placed again", active.asked.label)
-            if not active.ended:  # nobody else would ever end it
-                self._fail(active, "placing it again met a defect")
-
-    # ---- endings -----------------------------------------------------------------------------------------------
-
-    def _fail(self, active: ActiveRequest, why: str) -> None:
-        log.error("request %s failed: %s", active.asked.label, why)
-        self.batches.put_nowait(Batch([self._codec.failure(active.id)], time.monotonic()))
-        self._end(active, State.FAILED)
+            self._recovery.leave_queue("no_prefill_worker")
 
     def _end(self, active: ActiveRequest, state: State) -> None:
-        now = time.monotonic()
-        if state is State.FINISHED:
-            self.learning.finished(active, now)
-        active.move(state)
-        del self.requests[active.id]
-        metrics.requests.labels(state.value).inc()
-        log_ended(active, now)
+        self._requests.end(active, state)
+        self._recovery.harmless(active)

@@ -112,6 +112,7 @@ class PoolView:
             waiting + entry.placed + entry.promised,
             waiting_tokens,
             placed_tokens=entry.placed_tokens,
+            max_num_seqs=profile.max_num_seqs,
         )
         if self._shortlist is not None:
             self._shortlist.update(candidate)

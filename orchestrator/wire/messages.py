@@ -13,7 +13,7 @@ import msgspec
 from orchestrator.types import KVSource, PrefixEvents, WorkerLoad
 
 # Raised whenever a message below changes meaning; part of EngineIdentity, so mixed fleets are refused.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class MessageError(ValueError):
@@ -119,6 +119,13 @@ class Rejected(msgspec.Struct, tag="rejected", frozen=True):
     final: bool = False  # every worker would refuse this request: it cannot be decoded, or is too long
 
 
+class EngineCrashed(msgspec.Struct, tag="engine_crashed", frozen=True):
+    """The worker's engine has died by itself, and the worker leaves. `why`: the engine's own words."""
+
+    worker_id: str
+    why: str
+
+
 class Outputs(msgspec.Struct, tag="outputs", frozen=True):
     """One engine step's outputs for this frontend. Payload: the engine's encoding of the outputs.
 
@@ -146,7 +153,9 @@ class PrefixSnapshot(msgspec.Struct, tag="prefix_snapshot", frozen=True):
     more: bool  # other parts of the same snapshot follow
 
 
-ToFrontend = Union[Welcome, Claimed, Prefilled, PrefillFailed, Rejected, Outputs, CallReply, PrefixSnapshot]
+ToFrontend = Union[
+    Welcome, Claimed, Prefilled, PrefillFailed, Rejected, EngineCrashed, Outputs, CallReply, PrefixSnapshot
+]
 
 
 # ---- from a worker to all frontends ------------------------------------------------------------------------------

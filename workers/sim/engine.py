@@ -228,7 +228,15 @@ class SimEngine:
             due = max(due, began - MAX_CATCH_UP_S) + duration
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             self._step_ms = duration * 1e3
+            self._crash_on_token(batch)
             self._finish(batch, began)
+
+    def _crash_on_token(self, batch: list[Scheduled]) -> None:
+        """Raises EngineDead where a prompt in the batch is one that the configuration calls deadly."""
+        token = self._config.crash_token
+        for item in batch:
+            if token is not None and not item.request.generated and token in item.request.prompt:
+                raise EngineDead(f"prompt of {item.request.key} has the token {token} (sim.crash_token)")
 
     def _duration(self, batch: list[Scheduled]) -> float:
         config = self._config

@@ -5,7 +5,7 @@ import pytest
 from orchestrator.config.settings import RoutingConfig, SLOConfig
 from orchestrator.policy.candidate import Candidate
 from orchestrator.policy.decode_choice import decode_choice
-from orchestrator.policy.placement import Local, PrefillView, Reject, Remote, place
+from orchestrator.policy.placement import Local, PrefillView, Reject, Remote, is_full, place, reject_all
 from orchestrator.policy.predict import Predictor
 from orchestrator.types import QueueDepth, RequestInfo
 
@@ -98,3 +98,14 @@ def test_cost_counts_those_who_decode_there():
 def test_cost_without_a_queue_takes_the_worker_with_the_least_before_it():
     away = PrefillView(1, None)
     assert by_cost(1000, decoding("a", 5, 9000), decoding("b", 5, 0), prefill=away) == Local("b", "queue_unavailable")
+
+
+@pytest.mark.parametrize(("running", "waiting", "full"), [(8, 4, True), (8, 3, False), (7, 4, False), (0, 12, True)])
+def test_a_worker_with_free_blocks_is_full_when_it_has_all_that_it_computes_and_all_that_may_wait(
+    running, waiting, full
+):
+    candidate = Candidate("a", 1000, 900, 16, running, waiting, waiting_tokens=0, max_num_seqs=8)
+    routing = RoutingConfig(max_waiting_per_worker=4)
+    assert is_full(request(100), candidate, routing) is full
+    away = PrefillView(0, None)
+    assert (reject_all([candidate], away, routing) is not None) is full

@@ -1,0 +1,50 @@
+"""The requests of one frontend that have not ended, what goes to their clients, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from orchestrator import metrics
+from orchestrator.router.codec import Batch, Codec
+from orchestrator.router.learning import Learning
+from orchestrator.router.request import ActiveRequest, State
+from orchestrator.router.request_log import log_ended
+
+log = logging.getLogger("pd.router")
+
+
+class ActiveRequests:
+    def __init__(self, codec: Codec, learning: Learning) -> None:
+        self._codec, self._learning = codec, learning
+        self.by_id: dict[str, ActiveRequest] = {}
+        self.batches: asyncio.Queue[Batch] = asyncio.Queue()
+
+    def add(self, active: ActiveRequest) -> None:
+        self.by_id[active.id] = active
+
+    def all(self) -> list[ActiveRequest]:
+        """A copy: whoever goes through them may end some."""
+        return list(self.by_id.values())
+
+    def current(self, request_id: str, attempt: int) -> ActiveRequest | None:
+        """None where this attempt is not the current one, or the request has ended."""
+        active = self.by_id.get(request_id)
+        return active if active is not None and active.attempt == attempt else None
+
+    def fail(self, active: ActiveRequest, why: str) -> None:
+        """The client is told that its request failed."""
+        log.error("request %s failed: %s", active.asked.label, why)
+        self.batches.put_nowait(Batch([self._codec.failure(active.id)], time.monotonic()))
+        self.end(active, State.FAILED)
+
+    def end(self, active: ActiveRequest, state: State) -> None:
+        """Raises IllegalTransition."""
+        now = time.monotonic()
+        if state is State.FINISHED:
+            self._learning.finished(active, now)
+        active.move(state)
+        del self.by_id[active.id]
+        metrics.requests.labels(state.value).inc()
+        log_ended(active, now)

@@ -1,0 +1,56 @@
+"""Moves a request from PLACING to where the decider says: into the prefill queue, or to a decode worker.
+
+Waits for room where it is told to. What becomes of the request afterwards is `router`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from orchestrator import metrics
+from orchestrator.policy.placement import Reject
+from orchestrator.router.decider import Decider
+from orchestrator.router.dispatch import Dispatch
+from orchestrator.router.request import ActiveRequest, Placed, State
+
+# How long a request that was accepted waits before it asks again for a decode worker to continue on.
+PLACE_AGAIN_INTERVAL_S = 0.1
+
+
+class Placer:
+    def __init__(self, decider: Decider, dispatch: Dispatch) -> None:
+        self._decider, self._dispatch = decider, dispatch
+
+    async def place(self, active: ActiveRequest, wait_s: float = 0.0) -> Reject | None:
+        """Returns why it could not be placed, after waiting for room for `wait_s`; None once it is not PLACING any
+        more, whoever moved it."""
+        deadline = time.monotonic() + wait_s
+        while active.state is State.PLACING:
+            placed = self._decider.decide(active)
+            if isinstance(placed, Placed):
+                active.placed = placed
+                if await self._carry_out(active, placed):
+                    metrics.placements.labels(placed.decision, placed.reason).inc()
+            elif time.monotonic() >= deadline:
+                return placed
+            else:
+                await asyncio.sleep(PLACE_AGAIN_INTERVAL_S)
+        return None
+
+    async def _carry_out(self, active: ActiveRequest, placed: Placed) -> bool:
+        """False when the queue or the worker did not take it, which the next decision knows."""
+        if placed.job is None:
+            sent = self._dispatch.send(active, placed.worker_id, State.LOCAL)
+            metrics.prefix_hit_tokens.labels("local").inc(placed.cached_tokens if sent else 0)
+            return sent
+        active.move(State.QUEUED)  # before the enqueue returns: a worker's claim may be here first
+        refused = await self._dispatch.enqueue(placed.job)
+        if refused is not None:
+            if active.state is State.QUEUED and active.attempt == placed.job.attempt:
+                active.local_because = refused
+                active.move(State.PLACING)
+            return False
+        if active.ended:
+            self._dispatch.cancel_job(active)
+        return True

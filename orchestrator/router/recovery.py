@@ -1,0 +1,121 @@
+"""What becomes of a request whose attempt failed: the next attempt, on another worker, or a failure that is told.
+
+Also what places a request again that was accepted already, and waits for room as long as it may.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from orchestrator import metrics
+from orchestrator.config.settings import RoutingConfig
+from orchestrator.fleet.view import Fleet
+from orchestrator.router.active_requests import ActiveRequests
+from orchestrator.router.dispatch import Dispatch
+from orchestrator.router.placer import Placer
+from orchestrator.router.quarantine import Quarantine
+from orchestrator.router.request import ActiveRequest, State
+
+log = logging.getLogger("pd.router")
+
+
+class Recovery:
+    def __init__(
+        self, routing: RoutingConfig, fleet: Fleet, requests: ActiveRequests, dispatch: Dispatch, placer: Placer
+    ) -> None:
+        self._routing, self._fleet, self._requests = routing, fleet, requests
+        self._dispatch, self._placer = dispatch, placer
+        self._quarantine = Quarantine()
+
+    def retry(self, active: ActiveRequest, why: str, avoid: str | None = None) -> None:
+        """Give the current attempt up and start the next. What went wrong remotely is done locally then."""
+        if active.ended or not self._give_up(active, why):
+            return
+        active.charged += 1
+        if active.charged >= self._routing.max_attempts:
+            self._fail(active, f"{active.attempt} attempts failed: {', '.join(active.retries)}")
+            return
+        if avoid is not None:
+            active.avoid.add(avoid)
+        active.next_attempt(why)
+        self._dispatch.background(self._place_again(active))
+
+    def diverged(self, active: ActiveRequest) -> None:
+        """Continue after the token that the client has, if possible where the prompt's KV is cached now. It is nobody's
+        fault, so `max_attempts` does not apply."""
+        worker_id, placed = active.decode_worker, active.placed
+        if not self._give_up(active, "first_token_mismatch"):
+            return
+        active.next_attempt("first_token_mismatch")
+        if worker_id in self._fleet.workers and self._dispatch.send(active, worker_id, State.LOCAL):
+            active.placed = placed
+            return
+        self._dispatch.background(self._place_again(active))
+
+    def leave_queue(self, why: str) -> None:
+        """Whoever waits in the queue would wait there for its claim deadline: prefilled locally instead."""
+        for active in self._requests.all():
+            if active.state is State.QUEUED:
+                self.retry(active, why)
+
+    def fail_withdrawn(self, active: ActiveRequest, why: str) -> None:
+        """No worker could answer it: whoever holds something of it lets go, and its client is told."""
+        self._dispatch.withdraw(active)
+        self._fail(active, why)
+
+    # ---- engines that crash ------------------------------------------------------------------------------------
+
+    def engine_crashed(self, worker_id: str, why: str) -> None:
+        """One of the requests there may be the cause. The others go on, and no attempt is counted against them."""
+        everyone = self._requests.all()
+        victims = [active for active in everyone if worker_id in (active.decode_worker, active.computing_worker)]
+        guilty = self._quarantine.crashed(victims)
+        for active in victims:
+            if active in guilty:
+                self.fail_withdrawn(active, f"it crashed {active.crashes} engines, the last on {worker_id}: {why}")
+            elif active.decode_worker == worker_id and self._give_up(active, "engine_crashed"):
+                active.avoid.add(worker_id)
+                active.next_attempt("engine_crashed")
+                self._quarantine.add(active)
+        self._release_next()
+
+    def harmless(self, active: ActiveRequest) -> None:
+        """It has produced a token, or has ended: its engine will not crash of it."""
+        if active.crashes and self._quarantine.cleared(active):
+            self._release_next()
+
+    def check(self, now: float) -> None:
+        """Let the next go on when one that is alone takes long."""
+        if self._quarantine.overdue(now):
+            self._release_next()
+
+    def _release_next(self) -> None:
+        if (active := self._quarantine.release()) is not None:
+            self._dispatch.background(self._place_again(active))
+
+    # ---- shared ------------------------------------------------------------------------------------------------
+
+    def _give_up(self, active: ActiveRequest, why: str) -> bool:
+        """End the current attempt. False where the request failed with it: the client has a part of an answer that
+        nobody else can continue."""
+        metrics.retries.labels(why).inc()
+        active.retries.append(why)
+        self._dispatch.withdraw(active)
+        if active.answer.tokens and not active.asked.resumable:
+            self._fail(active, f"its worker was lost ({why}) and its output cannot be continued elsewhere")
+            return False
+        return True
+
+    async def _place_again(self, active: ActiveRequest) -> None:
+        try:
+            rejected = await self._placer.place(active, self._routing.placement_timeout_s)
+            if rejected is not None:
+                self._fail(active, f"no decode worker took it over within its deadline ({rejected.reason})")
+        except Exception:
+            log.exception("request %s could not be placed again", active.asked.label)
+            if not active.ended:  # nobody else would ever end it
+                self._fail(active, "placing it again met a defect")
+
+    def _fail(self, active: ActiveRequest, why: str) -> None:
+        self._requests.fail(active, why)
+        self.harmless(active)

@@ -1,0 +1,133 @@
+"""Engines that crash: who goes on, who goes on alone, and who is held to be the cause."""
+
+import time
+
+from support_bench import Bench, FakeRequest
+
+from orchestrator.router.quarantine import ALONE_S
+from orchestrator.router.request import State
+from orchestrator.types import FinishReason, Role
+from orchestrator.wire.messages import EngineCrashed
+
+
+class CrashBench(Bench):
+    """Decode workers d0 to d3; short prompts, so that every request is decoded where it is prefilled."""
+
+    def __init__(self, **routing):
+        super().__init__(**routing)
+        for name in ("d2", "d3"):
+            self.add_worker(name, Role.DECODE)
+
+    async def ask(self, *names):
+        for name in names:
+            await self.router.submit(FakeRequest(name, prompt_tokens=10))
+
+    async def crash(self, worker_id):
+        self.say(worker_id, EngineCrashed(worker_id, "a kernel failed"))
+        self.fleet.remove(worker_id)
+        self.router.worker_lost(worker_id)
+        await self.settle()
+
+    def where(self, name):
+        return self.router.requests[name].decode_worker
+
+    def on(self, worker_id):
+        return {name for name, active in self.router.requests.items() if active.decode_worker == worker_id}
+
+    def failed(self):
+        return [name for name, _, finish in self.received() if finish is FinishReason.ERROR]
+
+
+async def all_on_one_worker(bench, *names):
+    for name in ("d1", "d2", "d3"):
+        bench.fleet.workers[name].connected = False
+    await bench.ask(*names)
+    for name in ("d1", "d2", "d3"):
+        bench.fleet.workers[name].connected = True
+
+
+async def test_after_a_crash_each_goes_on_alone_until_it_has_a_token():
+    bench = CrashBench()
+    await all_on_one_worker(bench, "a", "b", "c")
+    for name in "abc":
+        bench.tokens("d0", name, [1])
+    await bench.crash("d0")
+    assert [bench.where(name) is not None for name in "abc"] == [True, False, False]
+    bench.tokens(bench.where("a"), "a", [2], attempt=2)
+    await bench.settle()
+    assert [bench.where(name) is not None for name in "abc"] == [True, True, False]
+    bench.router.abort(["b"])  # an end makes room too
+    await bench.settle()
+    bench.tokens(bench.where("c"), "c", [2], attempt=2, finish=FinishReason.STOP)
+    bench.tokens(bench.where("a"), "a", [3], attempt=2, finish=FinishReason.STOP)
+    assert bench.failed() == []
+    bench.assert_no_leaks()
+
+
+async def test_what_crashes_its_engine_while_alone_fails_and_the_others_go_on():
+    bench = CrashBench()
+    await all_on_one_worker(bench, "poison", "a", "b")
+    await bench.crash("d0")
+    second = bench.where("poison")
+    await bench.ask("new")  # whoever else is on the second worker is not to blame
+    await bench.crash(second)
+    assert bench.failed() == ["poison"]
+    for _ in range(3):
+        for name, active in list(bench.router.requests.items()):
+            if active.decode_worker is not None and active.state is State.LOCAL:
+                bench.tokens(active.decode_worker, name, [7], attempt=active.attempt)
+        await bench.settle()
+    assert all(active.state is State.DECODING for active in bench.router.requests.values())
+    assert set(bench.router.requests) == {"a", "b", "new"}
+
+
+async def test_the_only_one_in_two_crashes_is_guilty_even_when_not_alone():
+    bench = CrashBench()
+    await all_on_one_worker(bench, "poison")
+    bench.tokens("d0", "poison", [1])
+    await bench.crash("d0")
+    second = bench.where("poison")
+    bench.tokens(second, "poison", [2], attempt=2)  # no longer alone
+    await bench.ask(*(f"r{number}" for number in range(9)))
+    bystanders = bench.on(second) - {"poison"}
+    assert bystanders
+    await bench.crash(second)
+    assert bench.failed() == ["poison"]
+    assert bystanders <= set(bench.router.requests)
+
+
+async def test_crashes_are_not_counted_against_the_attempts_of_bystanders():
+    bench = CrashBench(max_attempts=1)
+    await all_on_one_worker(bench, "a", "b")
+    await bench.crash("d0")
+    for name in "ab":
+        bench.tokens(bench.where(name), name, [1], attempt=2, finish=FinishReason.STOP)
+        await bench.settle()
+    assert bench.failed() == []
+    bench.assert_no_leaks()
+
+
+async def test_one_that_is_alone_and_slow_does_not_hold_the_others_up_for_ever():
+    bench = CrashBench()
+    await all_on_one_worker(bench, "slow", "a")
+    await bench.crash("d0")
+    bench.router.check(time.monotonic())
+    await bench.settle()
+    assert bench.where("a") is None
+    bench.router.check(time.monotonic() + ALONE_S + 1)
+    await bench.settle()
+    assert bench.where("a") is not None
+
+
+async def test_a_crash_of_the_prefill_engine_counts_for_what_it_computed():
+    bench = CrashBench()
+    await bench.router.submit(FakeRequest("poison"))
+    bench.claim("poison")
+    decode = bench.bound_to()
+    bench.say("p0", EngineCrashed("p0", "a kernel failed"))
+    bench.fleet.remove("p0")
+    bench.router.worker_lost("p0")  # decode recomputes it
+    assert bench.router.requests["poison"].state is State.TRANSFERRING
+    await bench.crash(decode)
+    assert bench.failed() == ["poison"]
+    bench.assert_no_leaks()

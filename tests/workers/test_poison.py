@@ -1,0 +1,37 @@
+"""A request that crashes every engine it meets fails alone; what ran beside it is answered right."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from support_router import RouterClient
+from support_workers import running_workers, until
+
+from orchestrator.launch.redis_server import EmbeddedRedis
+from orchestrator.types import FinishReason, Role
+
+POISON = 666_666
+SECTIONS = {
+    "sim": {"speed": 2.0, "crash_token": POISON},
+    "routing": {"remote_prefill_min_tokens": 10_000},
+}
+
+
+@pytest.mark.parametrize("beside", [0, 10])
+async def test_a_poison_request_takes_two_engines_down_and_no_third(redis_server: EmbeddedRedis, beside: int) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        started = [await workers.start(Role.DECODE) for _ in range(4)]
+        client = RouterClient(workers.redis, workers.config)
+        await client.start()
+        await until(lambda: client.connection.fleet.ready(Role.DECODE) == 4, "greetings")
+        streams = [asyncio.create_task(client.ask([number, 1, 2, 3], 400)) for number in range(beside)]
+        await until(lambda: len(client.connection.router.requests) == beside, "streams")
+        with pytest.raises(AssertionError, match=str(FinishReason.ERROR.name)):
+            await client.ask([POISON, 1, 2, 3], 8)
+        async with asyncio.timeout(30):
+            await asyncio.gather(*streams)
+        await until(lambda: sum(worker.task.done() for worker in started) == 2, "that two engines are dead")
+        await client.ask([5, 6, 7], 8)
+        assert sum(worker.task.done() for worker in started) == 2, "no third one died"
+        await client.close()
