@@ -19,13 +19,24 @@ import redis.asyncio
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import NoPermissionError, RedisError, ResponseError
+from redis.exceptions import (
+    ClusterDownError,
+    MasterDownError,
+    MovedError,
+    NoPermissionError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
 
 from orchestrator.store.keys import Library
 
 log = logging.getLogger("pd.redis")
 
 OLDEST_VERSION = (7, 0)  # the first with functions
+# What a server says that is not, or not yet, the one to talk to. Another may be behind the same address by now: after
+# a fail-over old connections still lead to the old one. (LOADING, the last of them, is a ConnectionError of redis-py.)
+_ELSEWHERE = (ReadOnlyError, MovedError, ClusterDownError, MasterDownError)
 _FUNCTION_COMMANDS = ("FCALL", "FUNCTION LOAD")
 # After a failure calls fail at once for this long. So a Redis that is away costs one time-out, not one per request.
 _AWAY_PAUSE_S = 0.25
@@ -67,6 +78,7 @@ class Redis(redis.asyncio.Redis):
         self._outbox: list[tuple[bytes, asyncio.Future[Any]]] = []
         self._sender: asyncio.Task[None] | None = None
         self._pipe: _Pipe | None = None
+        self._subscriptions: set[AbstractConnection] = set()
         self._away_until = 0.0
         self._why = ""
 
@@ -146,6 +158,10 @@ class Redis(redis.asyncio.Redis):
                         caller = pipe.callers.popleft()
                         if not caller.done():
                             caller.set_exception(error)
+                        if isinstance(error, _ELSEWHERE):
+                            await self._break(pipe, f"it sends us elsewhere: {error}")
+                            await self._break_subscriptions()
+                            return
                     else:
                         caller = pipe.callers.popleft()
                         if not caller.done():
@@ -198,6 +214,11 @@ class Redis(redis.asyncio.Redis):
             pipe.callers.clear()
             await pipe.connection.disconnect(nowait=True)
 
+    async def _break_subscriptions(self) -> None:
+        """Each connects again."""
+        for connection in list(self._subscriptions):
+            await connection.disconnect(nowait=True)
+
     def _away(self, why: str) -> RedisAway:
         return RedisAway(
             f"Redis at {masked(self.url)} cannot be used: {why.rstrip('.')}. Start it or mend it, or set redis.url"
@@ -219,6 +240,7 @@ class Redis(redis.asyncio.Redis):
                     await connection.connect()
                     await connection.send_command("SUBSCRIBE", channel, check_health=False)
                     await connection.read_response()
+                self._subscriptions.add(connection)
                 yield None
                 pause_s = _RECONNECT_MIN_S
                 pinged = False
@@ -235,6 +257,7 @@ class Redis(redis.asyncio.Redis):
             except (RedisError, OSError) as error:
                 log.debug("subscription to %s broke: %s", channel, error)
             finally:
+                self._subscriptions.discard(connection)
                 await connection.disconnect(nowait=True)
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, _RECONNECT_MAX_S)

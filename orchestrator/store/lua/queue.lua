@@ -93,12 +93,36 @@ local function orphaned(q, job, now, grace_s)
   return not q.alive[frontend]
 end
 
+-- Counts the waiting tokens of a short queue afresh; an empty queue has no counter. Returns whether it did.
+local function recount(q)
+  local waiting, tokens = redis.call('ZCARD', q.waiting), 0
+  if waiting > MAX_RECOUNT then return false end
+  if waiting == 0 then
+    redis.call('DEL', q.waiting_tokens)
+  else
+    for _, id in ipairs(redis.call('ZRANGE', q.waiting, 0, -1)) do
+      tokens = tokens + (count(redis.pcall('HGET', q.job .. id, 'uncached')) or 0)
+    end
+    redis.call('SET', q.waiting_tokens, tokens, 'KEEPTTL')
+  end
+  return true
+end
+
+-- Changes the counter of waiting tokens, and counts afresh where it is no number. Returns the new count.
+local function add_tokens(q, change)
+  local total = redis.pcall('INCRBY', q.waiting_tokens, change)
+  if type(total) == 'number' then return total end
+  redis.call('DEL', q.waiting_tokens)
+  recount(q)
+  return count(redis.call('GET', q.waiting_tokens)) or 0
+end
+
 -- Puts a job at its place in the queue.
 -- Indexes get their time to live when they are made, and again from every sweep: without a fleet they run out.
 local function place(q, id, score, uncached, ttl_s)
   redis.call('EXPIRE', q.job .. id, ttl_s)
   if redis.call('ZADD', q.waiting, score, id) == 0 then q.damaged = true end -- the place of a job whose hash was lost
-  if redis.call('INCRBY', q.waiting_tokens, uncached) == tonumber(uncached) then
+  if add_tokens(q, tonumber(uncached)) == tonumber(uncached) then
     redis.call('EXPIRE', q.waiting, ttl_s)
     redis.call('EXPIRE', q.waiting_tokens, ttl_s)
   end
@@ -108,20 +132,9 @@ end
 -- unknown number went, a short queue is counted afresh. An empty queue has no counter.
 local function settle(q)
   if not (q.removed or q.damaged) then return end
-  local left = q.removed and redis.call('DECRBY', q.waiting_tokens, q.removed)
+  local left = q.removed and add_tokens(q, -q.removed)
   if left and left > 0 and not q.damaged then return end
-  local waiting = redis.call('ZCARD', q.waiting)
-  if waiting == 0 then
-    redis.call('DEL', q.waiting_tokens)
-  elseif waiting <= MAX_RECOUNT then
-    local tokens = 0
-    for _, id in ipairs(redis.call('ZRANGE', q.waiting, 0, -1)) do
-      tokens = tokens + (count(redis.pcall('HGET', q.job .. id, 'uncached')) or 0)
-    end
-    redis.call('SET', q.waiting_tokens, tokens, 'KEEPTTL')
-  elseif left and left < 0 then
-    redis.call('SET', q.waiting_tokens, 0, 'KEEPTTL')
-  end
+  if not recount(q) and left and left < 0 then redis.call('SET', q.waiting_tokens, 0, 'KEEPTTL') end
 end
 
 -- ---- waiters: two sets, of idle and of busy workers, each by the deadline of their waiting -------------------------
@@ -514,7 +527,7 @@ end
 -- Returns waiting jobs, waiting uncached tokens, claimed jobs.
 local function depth(keys)
   local q = open(keys)
-  return { redis.call('ZCARD', q.waiting), tonumber(redis.call('GET', q.waiting_tokens) or 0),
+  return { redis.call('ZCARD', q.waiting), count(redis.pcall('GET', q.waiting_tokens)) or 0,
     redis.call('ZCARD', q.leases) }
 end
 

@@ -1,6 +1,7 @@
 """The client and the embedded server: what is away, what comes back, what is left behind."""
 
 import asyncio
+import contextlib
 import copy
 import os
 import shutil
@@ -10,6 +11,8 @@ import ssl
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from support_redis import eventually, running_server
 from orchestrator.launch.redis_server import EmbeddedRedis, EmbeddedRedisError, server_binary
 from orchestrator.store.client import RedisAway, connect, masked
 from orchestrator.store.keys import QUEUE, Keys
+from orchestrator.store.registry import Registry, Resync
 
 
 @pytest.fixture
@@ -111,6 +115,108 @@ async def test_a_user_that_may_not_load_functions_is_told_what_to_allow(redis, s
         await weak.call(QUEUE, "depth", "pd:{x}:")
     assert "\n" not in str(caught.value)
     await weak.aclose()
+
+
+@asynccontextmanager
+async def movable_address(url: str) -> AsyncIterator[tuple[str, Callable[[str], None]]]:
+    """An address, as a name or a virtual IP is one, whose new connections lead to the server that it was moved to."""
+    target, pumps = [int(url.rpartition(":")[2])], set()
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        to_server = await asyncio.open_connection("127.0.0.1", target[0])
+        pumps.update({asyncio.create_task(pump(reader, to_server[1])), asyncio.create_task(pump(to_server[0], writer))})
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    try:
+        yield f"redis://127.0.0.1:{port}", lambda url: target.__setitem__(0, int(url.rpartition(":")[2]))
+    finally:
+        server.close()
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def test_after_a_fail_over_the_new_primary_is_found_and_gets_the_functions(server, tmp_path_factory):
+    with running_server(tmp_path_factory.mktemp("replica")) as other:
+        async with movable_address(server.url) as (url, move_to):
+            redis = await connect(url, 2.0)
+            registry = Registry(redis, "t")
+            old, new = await connect(server.url, 2.0), await connect(other.url, 2.0)
+            events = registry.watch()
+            try:
+                await registry.set_desired(1, 1, "before")
+                assert isinstance(await anext(events), Resync)
+                host, _, port = other.url.removeprefix("redis://").rpartition(":")
+                await old.execute_command("REPLICAOF", host, port)
+                move_to(other.url)
+
+                async def settable() -> bool:
+                    with contextlib.suppress(RedisAway):
+                        await registry.set_desired(1, 2, "after")
+                        return True
+                    return False
+
+                await eventually(settable, "the desired ratio can be set")
+                assert (await Registry(new, "t").desired()).decode == 2
+                assert len(await new.execute_command("FUNCTION LIST")) == 1, "it came without functions"
+
+                async def resynced() -> bool:
+                    return isinstance(await anext(events), Resync)
+
+                async with asyncio.timeout(10):
+                    await eventually(resynced, "the subscription leads to the new primary, too")
+            finally:
+                await events.aclose()
+                await old.execute_command("REPLICAOF", "NO", "ONE")  # or its primary waits for it when it ends
+                for client in (redis, old, new):
+                    await client.aclose()
+
+
+@pytest.mark.parametrize("refusal", ["MOVED 1 h:1", "CLUSTERDOWN down", "MASTERDOWN no", "READONLY no", "LOADING it"])
+async def test_a_server_that_is_not_the_one_is_left(refusal):
+    """One connection for each attempt; other refusals keep the connection."""
+    connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        with contextlib.suppress(OSError):
+            while command := await reader.readline():
+                parts = [(await reader.readline(), await reader.readline())[1] for _ in range(int(command[1:]))]
+                name = parts[0].strip().upper()
+                answers = {b"PING": b"+PONG", b"INFO": b"$0\r\n", b"GET": f"-{refusal}".encode(), b"LLEN": b"-ERR no"}
+                writer.write(answers.get(name, b"+OK") + b"\r\n")
+        writer.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    redis = await connect(f"redis://127.0.0.1:{listening.sockets[0].getsockname()[1]}", 2.0)
+    try:
+        for _ in range(3):
+            with pytest.raises(RedisAway):
+                await redis.llen("k")
+        assert connections == 1
+        for attempt in (1, 2):
+            with pytest.raises(RedisAway):
+                await redis.get("k")
+
+            async def answers() -> bool:
+                with contextlib.suppress(RedisAway):
+                    return bool(await redis.ping())
+                return False
+
+            await eventually(answers, "the pause after a failure is over")
+            assert connections == 1 + attempt
+    finally:
+        await redis.aclose()
+        listening.close()
 
 
 async def test_a_restarted_server_is_used_without_an_error(redis, server):

@@ -530,6 +530,40 @@ async def test_one_sweep_clears_many_orphans_of_a_long_queue(make, redis):
 
 # ---- damage ----------------------------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize("value", ["abc", "1.5", "", "-7"])
+@pytest.mark.parametrize("verb", ["enqueue", "claim", "cancel", "release"])
+async def test_a_counter_that_is_no_number_is_counted_afresh(make, redis, value, verb):
+    queue = make()
+    for name in ("a", "b"):
+        await queue.enqueue(job(name, tokens=100))
+    if verb == "release":
+        assert len(await claim_head(queue, "w1", ALL, 1)) == 1
+    await redis.set(queue.keys.queued_tokens, value)
+    assert (await queue.depth()).tokens == 0, "unknown, but no error"
+    match verb:
+        case "enqueue":
+            await queue.enqueue(job("c", tokens=100))
+        case "claim":
+            assert len(await claim_head(queue, "w1", ALL, 1)) == 1
+        case "cancel":
+            assert await queue.cancel("a", 1) == "waiting"
+        case "release":
+            assert await queue.release("w1", "a", 1)
+    waiting = {"enqueue": 3, "claim": 1, "cancel": 1, "release": 2}[verb]
+    assert (await queue.depth()).tokens == (100 * waiting if value != "-7" or verb in ("claim", "cancel") else 100 - 7)
+
+
+async def test_a_counter_of_another_type_is_replaced(make, redis):
+    queue = make()
+    await queue.enqueue(job("a", tokens=100))
+    await redis.delete(queue.keys.queued_tokens)
+    await redis.lpush(queue.keys.queued_tokens, "x")
+    assert await queue.depth() == QueueDepth(1, 0, 0)
+    await queue.enqueue(job("b", tokens=50))
+    assert await queue.depth() == QueueDepth(2, 150, 0)
+
+
 DAMAGE = {
     "hash gone": lambda redis, key: redis.delete(key),
     "not a hash": lambda redis, key: redis.set(key, "x"),
