@@ -82,6 +82,9 @@ class FakeCodec:
     def drop_first(self, output):
         output.new_token_ids = output.new_token_ids[1:]
 
+    def count_prompt(self, output, cached_tokens, created_cache_tokens):
+        pass  # fake outputs do not speak of prompts
+
     def failure(self, request_id):
         return FakeOutput(request_id, [], FinishReason.ERROR)
 

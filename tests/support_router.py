@@ -16,7 +16,7 @@ from orchestrator.router.codec import Batch
 from orchestrator.router.request import Asked
 from orchestrator.store.client import Redis
 from orchestrator.types import FinishReason, RequestInfo
-from workers.sim.codec import SimCodec, WireOutput, WireRequest, WireSampling
+from workers.sim.codec import SimCodec, WireOutput, WirePrefillStats, WireRequest, WireSampling
 
 
 class SimRouterCodec:
@@ -39,10 +39,16 @@ class SimRouterCodec:
         return Batch(decoded.outputs, decoded.timestamp + now - sent_at)
 
     def as_first(self, output: WireOutput) -> WireOutput:
-        return WireOutput(output.request_id, output.new_token_ids)
+        return WireOutput(output.request_id, output.new_token_ids, prefill_stats=output.prefill_stats)
 
     def drop_first(self, output: WireOutput) -> None:
         output.new_token_ids = output.new_token_ids[1:]
+        output.prefill_stats = None
+
+    def count_prompt(self, output: WireOutput, cached_tokens: int, created_cache_tokens: int) -> None:
+        if output.prefill_stats is not None:
+            output.prefill_stats.num_cached_tokens = cached_tokens
+            output.prefill_stats.num_cache_creation_tokens = created_cache_tokens
 
     def failure(self, request_id: str) -> Any:
         return WireOutput(request_id, [], finish_reason=FinishReason.ERROR)
@@ -58,6 +64,7 @@ class RouterClient:
         self._outputs: dict[str, asyncio.Queue[WireOutput]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.unexpected = 0
+        self.prompts: list[WirePrefillStats] = []  # what answers said of their prompts
         self.open.add(self)
 
     async def start(self) -> None:
@@ -89,6 +96,8 @@ class RouterClient:
         while True:
             output = await queue.get()
             tokens += output.new_token_ids
+            if output.prefill_stats is not None:
+                self.prompts.append(output.prefill_stats)
             if output.finish_reason is not None:
                 break
         del self._outputs[request_id]

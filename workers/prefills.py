@@ -140,6 +140,7 @@ class Prefills:
             self._worker_id,
             prefill_s=now - attempt.since,
             cached_tokens=stats.num_cached_tokens if stats is not None else 0,
+            created_cache_tokens=stats.num_cache_creation_tokens if stats is not None else 0,
             sent_at=now,
         )
         self._frontends.send(attempt.frontend_id, prefilled, self._engine.encode_outputs([output], timestamp))

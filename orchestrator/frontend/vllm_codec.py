@@ -85,6 +85,10 @@ class VllmCodec:
         if output.new_sampling_mask is not None:
             output.new_sampling_mask = output.new_sampling_mask.slice_request(1, left) if left else None
 
+    def count_prompt(self, output: EngineCoreOutput, cached_tokens: int, created_cache_tokens: int) -> None:
+        if (stats := output.prefill_stats) is not None:
+            stats.num_cached_tokens, stats.num_cache_creation_tokens = cached_tokens, created_cache_tokens
+
     def failure(self, request_id: str) -> Any:
         return EngineCoreOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.ERROR)
 

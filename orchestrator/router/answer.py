@@ -82,6 +82,9 @@ class Answers:
             answer.decoding_at = answer.decoding_at or now
             if not output.new_token_ids and output.finish_reason is None:
                 return Verdict.KNOWN
+        if output.new_token_ids and not answer.tokens and (prefill := active.prefill) is not None:
+            if prefill.ended_at is not None:
+                self._codec.count_prompt(output, prefill.cached_tokens, prefill.created_cache_tokens)
         if output.new_token_ids:
             answer.decoding_at = answer.decoding_at or now
             answer.first_token_at = answer.first_token_at or now

@@ -39,6 +39,10 @@ class Codec(Protocol):
         """Remove the first token from decode's first output, with everything that prefill's output told already."""
         ...
 
+    def count_prompt(self, output: Any, cached_tokens: int, created_cache_tokens: int) -> None:
+        """Say in decode's first output how much of the prompt prefill had cached, and how much it cached."""
+        ...
+
     def failure(self, request_id: str) -> Any:
         """An output that ends the request as failed."""
         ...

@@ -90,9 +90,16 @@ class Prefilling(msgspec.Struct, frozen=True):
     compute_s: float = 0.0  # claim to the last chunk
     ended_at: float | None = None
     cached_tokens: int = 0  # the prefill worker's own prefix-cache hit
+    created_cache_tokens: int = 0  # prompt tokens that it wrote to its prefix cache
 
-    def completed(self, compute_s: float, cached_tokens: int, now: float) -> Prefilling:
-        return msgspec.structs.replace(self, compute_s=compute_s, cached_tokens=cached_tokens, ended_at=now)
+    def completed(self, compute_s: float, cached_tokens: int, created_cache_tokens: int, now: float) -> Prefilling:
+        return msgspec.structs.replace(
+            self,
+            compute_s=compute_s,
+            cached_tokens=cached_tokens,
+            created_cache_tokens=created_cache_tokens,
+            ended_at=now,
+        )
 
 
 class Submitted(msgspec.Struct, frozen=True):

@@ -97,6 +97,7 @@ class Prefilled(msgspec.Struct, tag="prefilled", frozen=True):
     worker_id: str
     prefill_s: float
     cached_tokens: int = 0  # the prefill worker's own prefix-cache hit
+    created_cache_tokens: int = 0  # prompt tokens that it wrote to its prefix cache
     sent_at: float = 0.0  # the worker's monotonic clock, to rebase engine timestamps
 
 

@@ -4,6 +4,7 @@ float32 throughout, so that no difference can be put down to rounding.
 """
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -27,6 +28,26 @@ MAX_TOKENS = 16
 SEEDED = {"temperature": 1.0, "top_p": 0.9, "seed": 7}
 
 
+def prompt_usage(fleet: RunningFleet) -> list[dict]:
+    """What chat, Responses and Anthropic's Messages say of prompts asked for the first and for the second time."""
+    usage = []
+    for turn, stream in enumerate((False, True)):
+        text = f"{turn} " + "count these words please " * 60
+        chat = {"model": fleet.model, "messages": [{"role": "user", "content": text}], "max_tokens": 4}
+        for _ in range(2):
+            if stream:
+                body = chat | {"stream": True, "stream_options": {"include_usage": True}}
+                events = fleet.http.post("/v1/chat/completions", json=body).text.split("\n\n")
+                usage.append(json.loads(events[-3].removeprefix("data: "))["usage"])
+            else:
+                usage.append(fleet.http.post("/v1/chat/completions", json=chat).json()["usage"])
+    responses = {"model": fleet.model, "input": "respond " * 200, "max_output_tokens": 4}
+    usage += [fleet.http.post("/v1/responses", json=responses).json()["usage"] for _ in range(2)]
+    messages = {"model": fleet.model, "messages": [{"role": "user", "content": "message " * 200}], "max_tokens": 4}
+    usage += [fleet.http.post("/v1/messages", json=messages).json()["usage"] for _ in range(2)]
+    return usage
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return f"model={small_model(tmp_path_factory.mktemp('model') / 'small')}"
@@ -34,15 +55,16 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def aggregated(model):
-    """Greedy and (to the others) seeded answers of decode workers only: every prompt prefilled where it decodes."""
+    """Greedy and (to the others) seeded answers, and what is said of prompts, of decode workers only: every prompt prefilled where it decodes."""
     with running_fleet("aggregated-cpu.yaml", *ENGINE, model, "workers.decode.replicas=1") as fleet:
         greedy = asyncio.run(fleet.ask_all(PROMPTS, concurrency=8, max_tokens=MAX_TOKENS))
         seeded = asyncio.run(fleet.ask_all(OTHERS, concurrency=8, max_tokens=MAX_TOKENS, **SEEDED))
         for answer in greedy + seeded:
             assert answer.ok and len(answer.tokens) == MAX_TOKENS, answer.error
         assert fleet.metric("pd_placements_total", decision="remote") == 0
+        usage = prompt_usage(fleet)
         fleet.assert_no_leaks()
-    return [answer.tokens for answer in greedy], [answer.tokens for answer in seeded]
+    return [answer.tokens for answer in greedy], [answer.tokens for answer in seeded], usage
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +112,14 @@ async def test_first_tokens_come_from_prefill_once_and_are_those_of_one_engine(f
     assert len(answer.tokens) == len(answer.logprobs) == MAX_TOKENS
     assert fleet.metric("pd_first_token_mismatches_total") == 0
     assert fleet.metric("pd_retries_total") == 0
+
+
+async def test_usage_says_of_a_prompt_what_one_engine_says(fleet: RunningFleet, aggregated):
+    remote = fleet.metric("pd_placements_total", decision="remote")
+    usage = prompt_usage(fleet)
+    assert fleet.metric("pd_placements_total", decision="remote") == remote + 8
+    assert usage[0]["prompt_tokens_details"]["created_cache_tokens"] > 200
+    assert usage == aggregated[2]
 
 
 async def test_killing_the_only_prefill_worker_under_load_fails_nobody(fleet: RunningFleet, truth):

@@ -46,6 +46,25 @@ async def test_it_is_there_while_the_kv_is_on_its_way_and_comes_once(redis_serve
         await client.close()
 
 
+@pytest.mark.parametrize("first_token", ["prefill", "decode"])
+async def test_a_remote_answer_says_of_its_prompt_what_a_local_one_says(
+    redis_server: EmbeddedRedis, first_token: str
+) -> None:
+    routing = {"first_token": first_token, "prefix_index": False}
+
+    async def said(**more: object) -> list[tuple[int, int]]:
+        async with running_workers(redis_server, **(SECTIONS | {"routing": routing | more})) as workers:
+            client, _, _ = await fleet(workers)
+            for prompt in ([7, *range(500)], [7, *range(500)], [7, *range(300)]):
+                await client.ask(prompt, 8)
+            await client.close()
+            return [(prompt.num_cached_tokens, prompt.num_cache_creation_tokens) for prompt in client.prompts]
+
+    local = await said(remote_prefill_min_tokens=10_000)
+    assert local == [(0, 496), (496, 0), (288, 0)]
+    assert await said(remote_prefill_min_tokens=100) == local
+
+
 @pytest.mark.parametrize("max_tokens", [2, 8])
 async def test_where_decode_samples_another_the_answer_goes_on_after_the_one_sent(
     redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, max_tokens: int

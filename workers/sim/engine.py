@@ -270,12 +270,14 @@ class SimEngine:
             ]
             # Clients are told of prefix-cache hits only: transferred KV is not one.
             cached = request.cached_tokens
+            cacheable = len(request.prefix) * self._config.block_size
             output.prefill_stats = WirePrefillStats(
                 num_prompt_tokens=tokens,
                 num_computed_tokens=tokens - external - cached,
                 num_cached_tokens=cached,
                 num_local_cached_tokens=cached,
                 num_external_cached_tokens=external,
+                num_cache_creation_tokens=max(0, cacheable - cached - external),
             )
         return output
 
