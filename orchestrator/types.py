@@ -127,6 +127,7 @@ class WorkerLoad(msgspec.Struct, tag="load", frozen=True):
     prefill_tokens_per_s: float = 0.0  # measured, exponentially weighted; 0 = not measured yet
     kv: KVCounters = KVCounters()
     prefix_sequence: int = 0  # of the last `PrefixEvents` published before it; 0 = none ever
+    pause: str = ""  # abort, wait or keep: how an operator has paused it; empty where it is not
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):

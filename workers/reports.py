@@ -80,6 +80,7 @@ class LoadReporter:
         self.rate = PrefillRate()
         self.engine = EngineLoad(blocks_free=blocks_total, running=0, waiting=0, step_ms=0.0)
         self.prefix_sequence = 0  # of what was published before the next report
+        self.pause = ""  # how an operator has paused the fleet
         self.dirty = asyncio.Event()  # something happened that no step may ever report
         self.steps = 0
         self._seen: dict[str, _Seen] = {}
@@ -97,6 +98,11 @@ class LoadReporter:
         """This submission was handed to the engine, or refused: both ways it is accounted for from now on."""
         numbers = self._seen.setdefault(frontend_id, _Seen())
         numbers.fresh = max(numbers.fresh, sequence)
+        self.dirty.set()
+
+    def paused(self, mode: str) -> None:
+        """An operator pauses the fleet, or (empty) resumes it: every frontend shall know."""
+        self.pause = mode
         self.dirty.set()
 
     def forget(self, frontend_id: str) -> None:
@@ -200,6 +206,7 @@ class LoadReporter:
                 prefill_tokens_per_s=self.rate.tokens_per_s,
                 kv=engine.kv,
                 prefix_sequence=self.prefix_sequence,
+                pause=self.pause,
             )
         )
 

@@ -11,8 +11,10 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 from orchestrator.types import WorkerInfo, engine_key
+from orchestrator.wire.control import METHODS
 from orchestrator.wire.messages import Abort, Call, CallReply, Hello, Outputs, PrefixResync, Submit, ToWorker
 from workers.attempts import Attempt, Attempts
 from workers.engine import Engine, EngineOutput, EngineRequest, EngineStep, Phase, Refusal, submit
@@ -130,7 +132,7 @@ class Serving:
     async def _call(self, frontend_id: str, call: Call) -> None:
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
-                result = await self._engine.call(call.method, call.args)
+                result = await self._carry_out(call)
             reply = CallReply(call.call_id, self._worker_id, result=result)
             self._frontends.send(frontend_id, reply)
             if call.method == "reset_prefix_cache" and result:
@@ -139,6 +141,14 @@ class Serving:
             why = "no answer in time" if isinstance(error, TimeoutError) else f"{error or type(error).__name__}"
             failed = CallReply(call.call_id, self._worker_id, error=f"{call.method}: {why}")
             self._frontends.send(frontend_id, failed)
+
+    async def _carry_out(self, call: Call) -> Any:
+        if call.method not in METHODS:
+            raise ValueError("not a control method")
+        if call.method in ("hold", "release"):
+            self._load.paused(call.args[0] if call.method == "hold" else "")
+            return None
+        return await self._engine.call(call.method, call.args, call.kwargs)
 
     # ---- from the engine ---------------------------------------------------------------------------------------
 

@@ -1,20 +1,25 @@
-"""Control calls to every worker at once (LoRA, sleep, cache resets), each with a deadline."""
+"""Control calls to workers (LoRA, pause, cache resets): all or none, each with a deadline."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+from collections.abc import Iterable
 from typing import Any
 
 from orchestrator.fleet.view import Fleet
+from orchestrator.wire.control import METHODS, Reach
 from orchestrator.wire.messages import Call, CallReply
 from orchestrator.wire.transport import FrontendTransport
+
+log = logging.getLogger("pd.frontend")
 
 CALL_TIMEOUT_S = 60.0
 
 
 class CallFailed(RuntimeError):
-    """A worker refused the call, or did not answer in time; names the worker and the call."""
+    """A worker refused the call, or did not answer in time; names the call and the workers."""
 
 
 class ControlCalls:
@@ -24,34 +29,64 @@ class ControlCalls:
         self._ids = itertools.count(1)
         self._waiting: dict[tuple[int, str], asyncio.Future[Any]] = {}
 
-    async def call(self, method: str, args: list[Any], timeout_s: float = CALL_TIMEOUT_S) -> list[Any]:
-        """One result per connected worker. Raises CallFailed when any of them fails."""
+    async def call(
+        self, method: str, args: list[Any], kwargs: dict[str, Any] | None = None, timeout_s: float = CALL_TIMEOUT_S
+    ) -> Any:
+        """The fleet's answer to a method of `wire.control`. Raises CallFailed when a worker fails; it is undone
+        then where it succeeded."""
+        row = METHODS[method]
+        workers = [worker_id for worker_id, view in self._fleet.workers.items() if view.connected]
+        if not workers:
+            raise CallFailed(f"{method}: no worker is connected")
+        if row.reach is Reach.ONE:
+            workers = workers[:1]
+        results, failures = await self._ask(workers, method, args, kwargs or {}, timeout_s)
+        if not failures:
+            return row.combine([results[worker_id] for worker_id in workers])
+        why = "; ".join(f"worker {worker_id}: {error}" for worker_id, error in failures.items())
+        if row.undo is not None and results:
+            # What did not answer may have succeeded; to undo what was not done does no harm.
+            await self._undo([*results, *failures], method, row.undo, args)
+            why += f" (undone on {', '.join(results)})"
+        raise CallFailed(f"{method}: {why}")
+
+    async def _undo(self, workers: Iterable[str], method: str, undo: str, args: list[Any]) -> None:
+        undo_args = [args[0].lora_int_id] if method == "add_lora" else []
+        _, failures = await self._ask(workers, undo, undo_args, {}, CALL_TIMEOUT_S)
+        for worker_id, error in failures.items():
+            log.warning("%s was not undone on worker %s: %s", method, worker_id, error)
+
+    async def _ask(
+        self, workers: Iterable[str], method: str, args: list[Any], kwargs: dict[str, Any], timeout_s: float
+    ) -> tuple[dict[str, Any], dict[str, BaseException]]:
+        """Results and failures by worker; each worker is in one of them."""
         call_id = next(self._ids)
         loop = asyncio.get_running_loop()
-        waiting = {}
-        for worker_id, view in self._fleet.workers.items():
-            if view.connected and self._transport.send(worker_id, Call(call_id, method, args)):
-                waiting[worker_id] = self._waiting[call_id, worker_id] = loop.create_future()
+        waiting: dict[str, asyncio.Future[Any]] = {}
+        for worker_id in workers:
+            waiting[worker_id] = self._waiting[call_id, worker_id] = loop.create_future()
+            if not self._transport.send(worker_id, Call(call_id, method, args, kwargs)):
+                waiting[worker_id].set_exception(CallFailed("it is not connected"))
         try:
-            async with asyncio.timeout(timeout_s):
-                return [await future for future in waiting.values()]
-        except TimeoutError:
-            silent = [worker_id for worker_id, future in waiting.items() if not future.done()]
-            raise CallFailed(f"{method}: no answer from {', '.join(silent)} within {timeout_s:g} s") from None
+            _, silent = await asyncio.wait(waiting.values(), timeout=timeout_s)
         finally:
             for worker_id in waiting:
                 del self._waiting[call_id, worker_id]
+        for future in silent:
+            future.set_exception(CallFailed(f"no answer within {timeout_s:g} s"))
+        failures = {worker_id: error for worker_id, future in waiting.items() if (error := future.exception())}
+        return {name: future.result() for name, future in waiting.items() if name not in failures}, failures
 
     def on_reply(self, worker_id: str, reply: CallReply) -> None:
         future = self._waiting.get((reply.call_id, worker_id))
         if future is None or future.done():
             return
         if reply.error is not None:
-            future.set_exception(CallFailed(f"worker {worker_id}: {reply.error}"))
+            future.set_exception(CallFailed(reply.error))
         else:
             future.set_result(reply.result)
 
     def worker_lost(self, worker_id: str) -> None:
         for (_, waited_for), future in self._waiting.items():
             if waited_for == worker_id and not future.done():
-                future.set_exception(CallFailed(f"worker {worker_id} is gone"))
+                future.set_exception(CallFailed("it is gone"))

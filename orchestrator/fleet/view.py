@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from orchestrator.fleet.pause import Pause
 from orchestrator.policy.candidate import Candidate, blocks_for
 from orchestrator.policy.prefix_index import Hits
 from orchestrator.policy.shortlist import SHORTLIST_FROM, Shortlist
@@ -145,6 +146,7 @@ class Fleet:
     def __init__(self, frontend_id: str, standing: Callable[[Candidate], float] | None = None) -> None:
         self.frontend_id = frontend_id
         self.workers: dict[str, WorkerView] = {}
+        self.pause = Pause()
         self.block_size = 0  # tokens; the same on every worker, 0 before the first is known
         self._changed: set[str] = set()
         # Dictionaries as sets that keep their order.
@@ -163,11 +165,13 @@ class Fleet:
 
     def remove(self, worker_id: str) -> WorkerView | None:
         self._changed.add(worker_id)
+        self.pause.note(worker_id, "")
         return self.workers.pop(worker_id, None)
 
     def take_load(self, load: WorkerLoad, now: float) -> None:
         if view := self.workers.get(load.worker_id):
             view.note_load(load, load.seen.get(self.frontend_id, 0), now)
+            self.pause.note(load.worker_id, view.load.pause if view.load is not None else "")
 
     def candidates(self, avoid: Collection[str] = (), hits: Hits | None = None) -> Candidates:
         """Who could take a request now, with what is cached there of the prompt that `hits` is of.

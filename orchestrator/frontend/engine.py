@@ -17,18 +17,18 @@ from vllm.config import VllmConfig
 from vllm.exceptions import GracefulHTTPError
 from vllm.utils.async_utils import cancel_task_threadsafe
 from vllm.utils.collection_utils import as_list
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, PauseMode
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
 
-from orchestrator.fleet.control_calls import ControlCalls
-from orchestrator.fleet.view import Fleet
 from orchestrator.frontend import edge
+from orchestrator.frontend.wiring import FleetConnection
+from orchestrator.router.codec import Batch
 from orchestrator.router.request import Overloaded, State
-from orchestrator.router.router import Router
+from orchestrator.wire.control import METHODS, REFUSED
 
 STATS_INTERVAL_S = 0.5
 _REASONS = {
@@ -49,12 +49,14 @@ class FleetRefused(GracefulHTTPError):
 
 
 class FleetCore:
-    """Stands where AsyncLLM has its EngineCoreClient. Control calls go to every worker."""
+    """Stands where AsyncLLM has its EngineCoreClient."""
 
-    def __init__(self, router: Router, fleet: Fleet, calls: ControlCalls, tasks: tuple[str, ...]) -> None:
-        self._router = router
-        self._fleet = fleet
-        self._calls = calls
+    def __init__(self, connection: FleetConnection, tasks: tuple[str, ...]) -> None:
+        self._router = connection.router
+        self._fleet = connection.fleet
+        self._calls = connection.calls
+        self._pause = connection.pause
+        self._fleet.pause.on_abort = self._abort_all
         self._tasks = tasks
         self._stats_at = 0.0
         self.engine_ranks_managed = [0]
@@ -79,6 +81,7 @@ class FleetCore:
             raise FleetRefused(error) from None
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
+        await self._fleet.pause.over()
         try:
             await self._router.submit(request)
         except Overloaded as error:
@@ -100,14 +103,33 @@ class FleetCore:
     def get_kv_event_sources(self) -> dict[int, Any]:
         return {}
 
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        """`<method>_async(*args)`: the same call on every worker; workers refuse what they do not offer."""
-        if not name.endswith("_async"):
-            raise AttributeError(name)
-        method = name.removesuffix("_async")
+    async def pause_scheduler_async(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        await self._pause.begin(mode, clear_cache)
 
-        async def call(*args: Any) -> Any:
-            return _combine(await self._calls.call(method, list(args)))
+    async def resume_scheduler_async(self) -> None:
+        await self._pause.end()
+
+    async def is_scheduler_paused_async(self) -> bool:
+        return self._pause.on
+
+    def _abort_all(self) -> None:
+        """As an engine that is paused by `abort`: every request in flight ends, and its client is told why."""
+        request_ids = list(self._router.requests)
+        self._router.abort(request_ids)
+        ended = [EngineCoreOutput(name, [], finish_reason=FinishReason.ABORT) for name in request_ids]
+        self._router.batches.put_nowait(Batch(ended, time.monotonic()))
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        """The methods of `wire.control`: the same call on the workers, or refused with 501."""
+        method = name.removesuffix("_async")
+        if method not in METHODS and method not in REFUSED:
+            raise AttributeError(name)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            if method in REFUSED:
+                message = f"{method} is not supported over a fleet of engines: {REFUSED[method]}"
+                raise GracefulHTTPError(message, HTTPStatus.NOT_IMPLEMENTED)
+            return await self._calls.call(method, list(args), kwargs)
 
         return call
 
@@ -119,15 +141,6 @@ class FleetCore:
             num_waiting_reqs=sum(load.waiting for load in loads),
             kv_cache_usage=1 - sum(load.blocks_free for load in loads) / total if loads else 0.0,
         )
-
-
-def _combine(results: list[Any]) -> Any:
-    """One answer for the fleet: true if true everywhere, what all have in common, else the first."""
-    if results and all(isinstance(result, bool) for result in results):
-        return all(results)
-    if results and all(isinstance(result, (list, set)) for result in results):
-        return set.intersection(*(set(result) for result in results))
-    return results[0] if results else None
 
 
 @contextlib.contextmanager

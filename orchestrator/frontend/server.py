@@ -109,7 +109,7 @@ async def build_server_app(
 ) -> EdgeMiddleware:
     """vLLM's app with all of its routes, over the fleet, plus ours. Raises ConfigError."""
     tasks = ("generate",) if vllm_config.model_config.runner_type == "generate" else await connection.supported_tasks()
-    core = FleetCore(connection.router, connection.fleet, connection.calls, tasks)
+    core = FleetCore(connection, tasks)
     engine = FleetLLM(vllm_config, core, config.frontend.replicas)
     try:
         app = build_app(args, tasks, vllm_config.model_config)

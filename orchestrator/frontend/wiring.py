@@ -16,6 +16,7 @@ from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.ratio_controller import RatioController
 from orchestrator.fleet.view import Fleet
+from orchestrator.frontend.pause import PauseCalls
 from orchestrator.metrics import dropped
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.router.codec import Codec
@@ -49,6 +50,7 @@ class FleetConnection:
         self.membership = Membership(
             self.registry, self.fleet, self.transport, self.prefixes, config.workers.timeout_s, self._worker_lost
         )
+        self.pause = PauseCalls(self.fleet, self.calls, self.router, lambda: self.queue.depth)
         self.ratio_controller = RatioController(
             frontend_id,
             config,

@@ -53,11 +53,12 @@ class Abort(msgspec.Struct, tag="abort", frozen=True):
 
 
 class Call(msgspec.Struct, tag="call", frozen=True):
-    """A control call passed through to the engine (LoRA, sleep, cache reset). Answered with `CallReply`."""
+    """A control call: a method of `wire.control`, for the engine or the worker itself. Answered with `CallReply`."""
 
     call_id: int
     method: str
     args: list[Any] = []
+    kwargs: dict[str, Any] = {}
 
 
 class PrefixResync(msgspec.Struct, tag="prefix_resync", frozen=True):

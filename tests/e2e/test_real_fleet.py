@@ -55,7 +55,8 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def aggregated(model):
-    """Greedy and (to the others) seeded answers, and what is said of prompts, of decode workers only: every prompt prefilled where it decodes."""
+    """Greedy and (to the others) seeded answers and usage of decode workers only: prompts are prefilled where they
+    decode."""
     with running_fleet("aggregated-cpu.yaml", *ENGINE, model, "workers.decode.replicas=1") as fleet:
         greedy = asyncio.run(fleet.ask_all(PROMPTS, concurrency=8, max_tokens=MAX_TOKENS))
         seeded = asyncio.run(fleet.ask_all(OTHERS, concurrency=8, max_tokens=MAX_TOKENS, **SEEDED))

@@ -167,11 +167,11 @@ async def test_control_calls_are_answered(workers: Workers) -> None:
     worker = await workers.start(Role.DECODE)
     frontend = await workers.frontend(worker)
     frontend.transport.send(worker.id, Call(7, "reset_prefix_cache"))
-    frontend.transport.send(worker.id, Call(8, "sleep", [1]))
+    frontend.transport.send(worker.id, Call(8, "pin_lora", [1]))
     await until(lambda: len(frontend.replies) == 2)
     by_id = {reply.call_id: reply for reply in frontend.replies}
     assert by_id[7].result is True and by_id[7].error is None
-    assert by_id[8].error == "sleep: the simulated engine cannot sleep; use --engine vllm"
+    assert by_id[8].error == "pin_lora: the simulated engine cannot pin_lora; use --engine vllm"
 
 
 async def test_another_protocol_is_not_welcomed(workers: Workers, caplog: pytest.LogCaptureFixture) -> None:

@@ -80,7 +80,7 @@ async def test_a_prompt_asked_again_goes_where_its_prefix_is(redis_server: Embed
         assert placed("short_prompt") == short + 5
         assert held(client, other) == 0
         # What only the prefill worker has is no reason to prefill locally, but spares computing it.
-        await holder.engine.call("reset_prefix_cache", [])
+        await holder.engine.call("reset_prefix_cache", [], {})
         await client.ask([5] * 20, 1)
         await client.ask([6] * 20, 1)
         await until(lambda: held(client, holder) == 0, "that its cache was reset")

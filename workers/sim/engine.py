@@ -76,6 +76,7 @@ class SimEngine:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._step_ms = 0.0
+        self._paused = False
         self._prefix_events = prefix_events
 
     async def start(self) -> EngineInfo:
@@ -139,14 +140,20 @@ class SimEngine:
     async def fail_peer(self, engine_id: str) -> None:
         self._transfers.fail_peer(engine_id)
 
-    async def call(self, method: str, args: list[Any]) -> Any:
+    async def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Raises ValueError for what a simulated engine cannot do."""
+        if method in ("pause_scheduler", "resume_scheduler"):
+            self._paused = method == "pause_scheduler"
+            self._wake.set()
+            return None
         if method == "reset_prefix_cache":
             self._scheduler.cache.clear()
             return True
         if method in ("reset_mm_cache", "reset_encoder_cache"):
             return True  # nothing is cached there
-        if method in ("is_sleeping", "is_scheduler_paused"):
+        if method == "is_scheduler_paused":
+            return self._paused
+        if method == "is_sleeping":
             return False
         raise ValueError(f"the simulated engine cannot {method}; use --engine vllm")
 
@@ -212,6 +219,10 @@ class SimEngine:
         due = time.monotonic()
         while True:
             self._wake.clear()
+            if self._paused:
+                await self._wake.wait()
+                due = time.monotonic()
+                continue
             began = time.monotonic()
             batch, receiving = self._scheduler.schedule()
             for request in receiving:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
@@ -17,18 +18,13 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from orchestrator.config.settings import KVConfig
 from orchestrator.types import EngineIdentity, KVCounters, KVEndpoint
+from orchestrator.wire.control import METHODS
 from orchestrator.wire.messages import PROTOCOL_VERSION
 from workers.engine import EngineDead, EngineInfo, EngineLoad, EngineRequest, EngineStep, PrefixDelta
 from workers.vllm_engine.launch import build_config, start_client
 from workers.vllm_engine.plugin import PREFIX_STATS, TOKENS_LEFT_STATS
 from workers.vllm_engine.requests import RequestCodec
 
-# What `call` passes through: EngineCore's own control methods.
-CALLABLE = frozenset(
-    """add_lora remove_lora list_loras pin_lora reset_prefix_cache reset_mm_cache reset_encoder_cache sleep wake_up
-    is_sleeping pause_scheduler resume_scheduler is_scheduler_paused profile get_supported_tasks
-    set_weight_version get_weight_version""".split()
-)
 _STOP_TIMEOUT_S = 5.0
 
 
@@ -183,19 +179,23 @@ class VllmEngine:
     async def fail_peer(self, engine_id: str) -> None:
         await self.call_engine("pd_fail_peer", engine_id)
 
-    async def call(self, method: str, args: list[Any]) -> Any:
+    async def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Raises ValueError for a method that is not a control method, RuntimeError for one that failed."""
-        if method not in CALLABLE:
-            raise ValueError(f"{method}: not an engine control method; known are {', '.join(sorted(CALLABLE))}")
-        if method == "add_lora" and not isinstance(args[0], LoRARequest):
-            args = [LoRARequest(**args[0]) if isinstance(args[0], dict) else msgspec.convert(args[0], LoRARequest)]
-        result = await self.call_engine(method, *args)
+        if method not in METHODS:
+            raise ValueError(f"{method}: not a control method; known are {', '.join(sorted(METHODS))}")
+        if method == "add_lora":
+            args = [msgspec.convert(args[0], LoRARequest)]
+        result = await self._answered(getattr(self._alive(), f"{method}_async")(*args, **kwargs))
         return sorted(result) if isinstance(result, set | frozenset) else result
 
     async def call_engine(self, method: str, *args: Any) -> Any:
-        """An EngineCore method by name. Raises EngineDead also when the engine dies before it answers."""
+        """An EngineCore method by name. Raises EngineDead, RuntimeError."""
+        return await self._answered(self._alive().call_utility_async(method, *args))
+
+    async def _answered(self, calling: Coroutine[Any, Any, Any]) -> Any:
+        """Raises EngineDead also when the engine dies before it answers."""
         assert self._dead is not None
-        call = asyncio.ensure_future(self._alive().call_utility_async(method, *args))
+        call = asyncio.ensure_future(calling)
         await asyncio.wait({call, self._dead}, return_when=asyncio.FIRST_COMPLETED)
         if not call.done():
             call.cancel()

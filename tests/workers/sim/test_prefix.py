@@ -107,7 +107,7 @@ async def test_a_reset_is_told_with_the_next_step(sims: SimFixture) -> None:
     engine, _ = await sims.start()
     await engine.submit(request_of("a#1", PROMPT))
     await collect(engine, "a#1")
-    assert await engine.call("reset_prefix_cache", []) is True
+    assert await engine.call("reset_prefix_cache", [], {}) is True
     await engine.submit(request_of("b#1", [7] * 40, max_tokens=1))
     step = await engine.next_step()
     assert step.prefix is not None and step.prefix.cleared

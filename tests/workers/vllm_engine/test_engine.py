@@ -187,7 +187,7 @@ async def test_a_preempted_prefill_pushes_the_right_kv(pair, reference) -> None:
             while len(prefill.tokens_left.get(key, ())) < chunks:
                 await asyncio.sleep(0.001)
         # vLLM preempts what runs, and the request begins again in other blocks.
-        await prefill.engine.call("reset_prefix_cache", [True])
+        await prefill.engine.call("reset_prefix_cache", [True], {})
         assert await decode.done(key) == await expected(reference, key, body)
     await assert_no_leaks(prefill, decode)
     assert prefill.preempted
@@ -291,9 +291,9 @@ async def test_what_cannot_be_run_is_refused_by_name(pair) -> None:
         await decode.decode("foreign", frames([1, 2, 10**6]))
     with pytest.raises(InvalidEngineRequest, match="empty: expected a prompt of 1"):
         await decode.decode("empty", frames([]))
-    with pytest.raises(ValueError, match="shutdown: not an engine control method"):
-        await decode.engine.call("shutdown", [])
-    assert await decode.engine.call("reset_prefix_cache", []) is True
+    with pytest.raises(ValueError, match="shutdown: not a control method"):
+        await decode.engine.call("shutdown", [], {})
+    assert await decode.engine.call("reset_prefix_cache", [], {}) is True
     await decode.engine.abort(["never heard of"])
     await assert_no_leaks(decode)
 

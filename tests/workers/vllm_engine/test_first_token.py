@@ -67,7 +67,7 @@ async def test_seeded_prompts_in_chunks_beside_others_give_what_they_give_alone(
     for key, body in bodies.items():
         await decode.decode(f"together-{key}", body)
     together = {key: await decode.done(f"together-{key}") for key in bodies}
-    assert await decode.engine.call("reset_prefix_cache", [])
+    assert await decode.engine.call("reset_prefix_cache", [], {})
     for key, body in bodies.items():
         await decode.decode(f"alone-{key}", body)
         assert await decode.done(f"alone-{key}") == together[key]
@@ -88,7 +88,7 @@ async def test_a_token_that_ends_the_answer_is_said_to_and_its_kv_is_pushed_all_
     _, decode = pair
     _, (would, *_) = await both(pair, "goes-on", frames(prompt(200), 5))
     for driver in pair:
-        assert await driver.engine.call("reset_prefix_cache", [])
+        assert await driver.engine.call("reset_prefix_cache", [], {})
     early, answer = await both(pair, "stops", frames(prompt(200), 5, stop_token_ids=[would]))
     assert early == answer == [would]
     assert {str(driver.finished["stops"]) for driver in pair} == {"stop"}

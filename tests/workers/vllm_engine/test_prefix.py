@@ -132,7 +132,7 @@ async def test_a_real_engine_reuses_exactly_what_its_events_say(tmp_path: Path) 
             hits += believed > 0
         assert 5 < hits < 40
         await engine.idle()
-        await engine.engine.call("reset_prefix_cache", [])
+        await engine.engine.call("reset_prefix_cache", [], {})
         await engine.decode("after", frames([9] * 40, 1))
         await engine.done("after")
         await until(lambda: engine.prefix_keys == set(prefix_keys([9] * 40, BLOCK_SIZE)), what="the cleared cache")

@@ -1,0 +1,76 @@
+"""What a control call may ask of workers: one row for every engine-core method that vLLM's server may call.
+
+The methods are those of vLLM's engine-core client (vllm/v1/engine/core_client.py, 0.32.0) without their `_async`.
+A worker carries out no other, whoever asks.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+
+class Reach(enum.Enum):
+    ALL = "all"  # every connected worker; one that fails makes the call fail
+    ONE = "one"  # any worker: all would answer the same
+
+
+def _everywhere(results: Sequence[Any]) -> bool:
+    return all(results)
+
+
+def _common(results: Sequence[Any]) -> set[Any]:
+    return set.intersection(*(set(result) for result in results))
+
+
+def _first(results: Sequence[Any]) -> Any:
+    return results[0]
+
+
+class ControlMethod(msgspec.Struct, frozen=True):
+    """`combine`: the fleet's one answer out of those of its workers. `undo`: takes the same first argument's id."""
+
+    reach: Reach = Reach.ALL
+    combine: Callable[[Sequence[Any]], Any] = _first
+    undo: str | None = None  # called where it succeeded when it failed elsewhere
+
+
+METHODS: dict[str, ControlMethod] = {
+    # Carried out by the worker itself: see orchestrator/fleet/pause.py.
+    "hold": ControlMethod(undo="release"),
+    "release": ControlMethod(),
+    # Carried out by its engine.
+    "pause_scheduler": ControlMethod(undo="resume_scheduler"),
+    "resume_scheduler": ControlMethod(),
+    "is_scheduler_paused": ControlMethod(combine=_everywhere),
+    "is_sleeping": ControlMethod(combine=_everywhere),
+    "add_lora": ControlMethod(combine=_everywhere, undo="remove_lora"),
+    "remove_lora": ControlMethod(combine=_everywhere),
+    "list_loras": ControlMethod(combine=_common),
+    "pin_lora": ControlMethod(combine=_everywhere),
+    "reset_prefix_cache": ControlMethod(combine=_everywhere),
+    "reset_mm_cache": ControlMethod(),
+    "reset_encoder_cache": ControlMethod(),
+    "profile": ControlMethod(),
+    "set_weight_version": ControlMethod(),
+    "get_weight_version": ControlMethod(reach=Reach.ONE),
+    "compute_weight_checksums": ControlMethod(reach=Reach.ONE),
+}
+
+_KV_MEMORY = "the engines' KV memory stays registered for transfers"
+_ONE_ENGINE = "its arguments name the ranks of one engine"
+REFUSED: dict[str, str] = {
+    "sleep": _KV_MEMORY,
+    "wake_up": _KV_MEMORY,
+    "release_kv_cache_memory": _KV_MEMORY,
+    "collective_rpc": _ONE_ENGINE,
+    "save_sharded_state": _ONE_ENGINE,
+    "execute_dummy_batch": _ONE_ENGINE,
+    "prepare_elastic_ep": "scale the fleet with `orchestrator scale`",
+    "commit_elastic_ep": "scale the fleet with `orchestrator scale`",
+    "handle_fault": "the fleet replaces workers that fail",
+    "get_status": "`/fleet` shows the workers",
+}

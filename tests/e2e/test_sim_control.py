@@ -1,0 +1,58 @@
+"""What an operator asks of vLLM's server, over a fleet of simulated engines and two frontends."""
+
+import asyncio
+
+import pytest
+from support_fleet import running_fleet, token_prompt
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def fleet():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_SERVER_DEV_MODE", "1")
+        with running_fleet("sim-2p2d.yaml", "frontend.replicas=2", "routing.remote_prefill_min_tokens=100") as running:
+            yield running
+
+
+async def paused(client) -> bool:
+    return (await client.get("/is_paused")).json()["is_paused"]
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+async def test_a_paused_fleet_is_paused_as_one_engine(fleet, mode):
+    async with fleet.client() as client:
+        # Connections are kept alive, so that both frontends have some of them.
+        running = [asyncio.create_task(fleet.ask(client, token_prompt(30 * i + 5, i), 600)) for i in range(12)]
+        await asyncio.to_thread(
+            fleet.until, lambda: sum(w["running"] for w in fleet.workers("decode")) == 12, "all decode"
+        )
+        answered = await client.post("/pause", params={"mode": mode})
+        assert (answered.status_code, answered.json()) == (200, {"status": "paused"})
+        later = asyncio.create_task(fleet.ask(client, token_prompt(500, 77), 5))
+        assert await paused(client)
+        if mode == "keep":
+            assert not any(task.done() for task in running)
+        else:
+            answers = await asyncio.gather(*running)
+            assert [a.error for a in answers if a.error] == []
+            lengths = {len(a.tokens) for a in answers}
+            assert lengths == {600} if mode == "wait" else max(lengths) < 600
+        await asyncio.sleep(1)
+        assert not later.done(), "a new request waits"
+        answered = await client.post("/resume")
+        assert answered.status_code == 200
+        assert (await later).ok and len((await later).tokens) == 5
+        if mode == "keep":
+            assert {len(a.tokens) for a in await asyncio.gather(*running)} == {600}
+        assert not await paused(client)
+    fleet.assert_no_leaks()
+
+
+async def test_what_a_fleet_cannot_do_is_refused_with_501(fleet):
+    async with fleet.client() as client:
+        answered = await client.post("/collective_rpc", json={"method": "reset_weights"})
+        assert answered.status_code == 501 and "collective_rpc is not supported" in answered.text
+        assert (await client.post("/reset_prefix_cache")).json() == {"success": True}
+        assert (await client.post("/reset_mm_cache")).status_code == 200

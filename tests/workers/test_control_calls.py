@@ -1,0 +1,136 @@
+"""Control calls over a real mesh: a fleet answers as one engine, all or none."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import Any
+
+import msgspec
+import pytest
+from support_router import RouterClient
+from support_workers import LocalWorker, Workers, running_workers, until
+
+from orchestrator.fleet.control_calls import CallFailed
+from orchestrator.launch.redis_server import EmbeddedRedis
+from orchestrator.types import Role
+from orchestrator.wire.messages import Call
+
+SECTIONS = {"routing": {"remote_prefill_min_tokens": 100, "first_token": "prefill"}}
+
+
+class Adapter(msgspec.Struct, array_like=True):
+    """As vLLM's LoRARequest goes over the wire, which this test does without."""
+
+    lora_name: str
+    lora_int_id: int
+
+
+async def fleet(workers: Workers) -> tuple[list[RouterClient], LocalWorker, LocalWorker]:
+    prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
+    clients = [RouterClient(workers.redis, workers.config) for _ in range(2)]
+    for client in clients:
+        await client.start()
+        known = client.connection.fleet
+        await until(lambda known=known: known.ready(Role.DECODE) and known.ready(Role.PREFILL), "greetings")
+    return clients, prefill, decode
+
+
+def answering(worker: LocalWorker, monkeypatch: pytest.MonkeyPatch, **answers: Any) -> list[tuple[str, list, dict]]:
+    """The worker's engine answers these calls, or raises them; the calls it got are returned."""
+    calls = []
+
+    async def call(method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        calls.append((method, args, kwargs))
+        if isinstance(answers[method], Exception):
+            raise answers[method]
+        return answers[method]
+
+    monkeypatch.setattr(worker.engine, "call", call)
+    return calls
+
+
+async def test_arguments_by_name_reach_every_worker_and_answers_are_combined(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        (client, other), prefill, decode = await fleet(workers)
+        first = answering(prefill, monkeypatch, profile=None, list_loras=[1, 2], reset_prefix_cache=True)
+        second = answering(decode, monkeypatch, profile=None, list_loras=[2, 3], reset_prefix_cache=False)
+        calls = client.connection.calls
+        await calls.call("profile", [True], {"profile_prefix": "p"})
+        assert first == second == [("profile", [True], {"profile_prefix": "p"})]
+        assert await calls.call("list_loras", []) == {2}
+        assert await calls.call("reset_prefix_cache", []) is False
+        await client.close()
+        await other.close()
+
+
+async def test_what_fails_on_one_worker_is_undone_on_the_others_and_names_the_worker(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        (client, other), prefill, decode = await fleet(workers)
+        broken = RuntimeError("no such adapter")
+        first = answering(prefill, monkeypatch, add_lora=broken, remove_lora=broken)
+        second = answering(decode, monkeypatch, add_lora=True, remove_lora=True)
+        with pytest.raises(CallFailed, match=f"add_lora: worker {prefill.id}: .*no such adapter.*{decode.id}"):
+            await client.connection.calls.call("add_lora", [Adapter("a", 7)])
+        assert [call[0] for call in second] == ["add_lora", "remove_lora"] and second[1][1] == [7]
+        assert [call[0] for call in first] == ["add_lora", "remove_lora"]  # it may have failed late
+        with pytest.raises(CallFailed, match="no such adapter"):  # on both: there is nothing to undo
+            monkeypatch.setattr(decode.engine, "call", prefill.engine.call)
+            await client.connection.calls.call("add_lora", [Adapter("a", 7)])
+        await client.close()
+        await other.close()
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+async def test_a_worker_carries_out_no_other_method(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        worker = await workers.start(Role.DECODE)
+        frontend = await workers.frontend(worker)
+        calls = answering(worker, monkeypatch)
+        frontend.transport.send(worker.id, Call(1, "shutdown"))
+        await until(lambda: frontend.replies)
+        assert frontend.replies[0].error == "shutdown: not a control method" and calls == []
+
+
+@pytest.mark.parametrize("mode", ["wait", "keep"])
+async def test_a_fleet_is_paused_as_one_engine_for_every_frontend(redis_server: EmbeddedRedis, mode: str) -> None:
+    async with running_workers(redis_server, sim={"speed": 1.0}, **SECTIONS) as workers:
+        (client, other), prefill, decode = await fleet(workers)
+        asked = [asyncio.create_task(c.ask([i, *range(300 * i)], 50)) for i, c in enumerate((client, other))]
+        await until(lambda: client.connection.router.requests and other.connection.router.requests, "both asked")
+        await client.connection.pause.begin(mode, clear_cache=False)
+        assert client.connection.pause.on
+        await until(lambda: other.connection.pause.on, "the other frontend knows")
+        paused = await client.connection.calls.call("is_scheduler_paused", [])
+        assert paused is True
+        if mode == "wait":
+            assert all(task.done() for task in asked)
+        else:
+            assert not any(task.done() for task in asked)
+        await other.connection.pause.end()
+        await asyncio.gather(*asked)
+        await client.ask([9, *range(300)], 5)
+        assert not client.connection.pause.on
+        await workers.assert_no_leaks()
+        await client.close()
+        await other.close()
+
+
+async def test_a_pause_that_fails_pauses_nobody(redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        (client, other), prefill, decode = await fleet(workers)
+        broken = RuntimeError("cannot")
+        answering(prefill, monkeypatch, pause_scheduler=broken, resume_scheduler=None)
+        with pytest.raises(CallFailed, match=f"pause_scheduler: worker {prefill.id}: .*cannot"):
+            await client.connection.pause.begin("abort", clear_cache=True)
+        await until(lambda: not client.connection.pause.on and not other.connection.pause.on, "nobody is paused")
+        await client.ask([1, 2, 3], 5)  # the decode worker's engine runs
+        await client.close()
+        await other.close()
