@@ -13,7 +13,7 @@ import msgspec
 from orchestrator.types import KVSource, PrefixEvents, WorkerLoad
 
 # Raised whenever a message below changes meaning; part of EngineIdentity, so mixed fleets are refused.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class MessageError(ValueError):
