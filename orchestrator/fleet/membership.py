@@ -1,12 +1,14 @@
 """Keeps the fleet view and the mesh equal to who is there: registry events, load reports, broken connections.
 
-Redis being away changes nothing: workers stay known for as long as they are heard. A worker is lost when the registry
-says that it left, when its connection stays broken, or when it falls silent.
+Redis being away changes nothing: workers stay known for as long as they are heard. A worker is lost when it left the
+registry and is not heard, when its connection stays broken, or when it falls silent. Time in which this process itself
+did not run is not counted against anybody.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -15,8 +17,9 @@ from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry
-from orchestrator.types import WorkerLoad
-from orchestrator.wire.transport import FrontendTransport
+from orchestrator.types import WorkerInfo, WorkerLoad
+from orchestrator.wire.ticks import ticks
+from orchestrator.wire.transport import AddressError, FrontendTransport
 
 log = logging.getLogger("pd.membership")
 
@@ -46,6 +49,8 @@ class Membership:
         self._silence_s = silence_s
         self._on_lost = on_lost
         self._stirred = asyncio.Event()
+        self._unregistered: set[str] = set()
+        self._bad_addresses: dict[str, str] = {}  # what was said of a worker's, to say it once
         self.synced = asyncio.Event()  # the registry has been asked once
 
     async def run(self) -> None:
@@ -75,7 +80,9 @@ class Membership:
         await self._resync()
         self.synced.set()
         while True:
-            await self._stirred.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RESYNC_S):
+                    await self._stirred.wait()
             self._stirred.clear()
             began = time.monotonic()
             await self._resync()
@@ -83,15 +90,17 @@ class Membership:
             await asyncio.sleep(max(COALESCE_S, 4 * (time.monotonic() - began)))
 
     async def _tick(self) -> None:
-        next_resync = time.monotonic() + RESYNC_S
-        while True:
-            await asyncio.sleep(TICK_S)
+        async for late_s in ticks(TICK_S):
+            if late_s > TICK_S:
+                self._fleet.excuse(late_s, time.monotonic())
+                continue  # what was said meanwhile is still to be read
             now = time.monotonic()
             for worker_id in self._fleet.silent(now, self._silence_s, RECONNECT_S):
                 self._lose(worker_id, "it fell silent or its connection stayed broken")
-            if now >= next_resync:
-                next_resync = now + RESYNC_S
-                await self._resync()
+            for worker_id in self._unregistered & self._fleet.workers.keys():
+                # A Redis that lost its data must not take the fleet down with it: believe what is still heard.
+                if now - self._fleet.workers[worker_id].heard_at > 2 * TICK_S + self._heartbeat_slack():
+                    self._lose(worker_id, "it left the registry")
 
     async def _hear(self) -> None:
         while True:
@@ -115,13 +124,21 @@ class Membership:
             known = self._fleet.workers.get(info.id)
             if known is not None and known.info.started_at > info.started_at:
                 continue  # an older process's entry, written late
+            if not self._connect(info):
+                continue
             if self._fleet.upsert(info, now) and known is not None:
                 self._on_lost(info.id)
+        self._unregistered = self._fleet.workers.keys() - registered.keys()
+
+    def _connect(self, info: WorkerInfo) -> bool:
+        try:
             self._transport.connect(info.id, info.request_address, info.load_address)
-        for worker_id in self._fleet.workers.keys() - registered.keys():
-            # A Redis that lost its data must not take the fleet down with it: believe what is still heard.
-            if now - self._fleet.workers[worker_id].heard_at > 2 * TICK_S + self._heartbeat_slack():
-                self._lose(worker_id, "it left the registry")
+        except AddressError as error:
+            if self._bad_addresses.get(info.id) != str(error):
+                self._bad_addresses[info.id] = str(error)
+                log.warning("left out worker %s: %s", info.id, error)
+            return False
+        return True
 
     def _heartbeat_slack(self) -> float:
         return min(1.0, self._silence_s / 4)

@@ -5,8 +5,9 @@ A view only: `membership` feeds it from the registry and the mesh, `router` read
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,22 +37,22 @@ class WorkerView:
         "_changed",
         "_connected",
         "_info",
+        "_numbers",
         "_placed",
         "_placed_blocks",
         "_placed_tokens",
         "disconnected_at",
         "heard_at",
         "load",
-        "sequence",
     )
 
-    def __init__(self, info: WorkerInfo, heard_at: float, changed: set[str]) -> None:
-        """`changed` collects the ids of workers whose usability or load is not what it was."""
+    def __init__(self, info: WorkerInfo, heard_at: float, changed: set[str], numbers: Iterator[int]) -> None:
+        """`changed` collects the ids of workers whose usability or load is not what it was; `numbers` number what is
+        submitted."""
         self.heard_at = heard_at
         self.load: WorkerLoad | None = None
         self.disconnected_at: float | None = None
-        self.sequence = 0  # of the last submission sent to it
-        self._info, self._changed, self._connected = info, changed, False
+        self._info, self._changed, self._numbers, self._connected = info, changed, numbers, False
         self._placed: deque[_Placed] = deque()
         self._placed_blocks = self._placed_tokens = 0
         self._candidate: Candidate | None = None
@@ -88,13 +89,13 @@ class WorkerView:
 
         `compute_tokens`: of the context, those to prefill there.
         """
-        self.sequence += 1
+        sequence = next(self._numbers)
         blocks = blocks_for(context_tokens, self._info.identity.block_size)
-        self._placed.append(_Placed(self.sequence, blocks, compute_tokens))
+        self._placed.append(_Placed(sequence, blocks, compute_tokens))
         self._placed_blocks += blocks
         self._placed_tokens += compute_tokens
         self._touch()
-        return self.sequence
+        return sequence
 
     def note_load(self, load: WorkerLoad, seen: int, now: float) -> None:
         """Take a load report that includes every submission up to `seen`. Older reports are ignored."""
@@ -149,6 +150,8 @@ class Fleet:
         self.pause = Pause()
         self.block_size = 0  # tokens; the same on every worker, 0 before the first is known
         self._changed: set[str] = set()
+        # One count for all workers: one that was thought lost and is found again remembers the last number it saw.
+        self._numbers = itertools.count(1)
         # Dictionaries as sets that keep their order.
         self._usable: dict[Role, dict[str, None]] = {role: {} for role in Role}
         self._shortlist = Shortlist(standing) if standing is not None else None
@@ -159,7 +162,7 @@ class Fleet:
         if view is not None and view.info.kv.engine_id == info.kv.engine_id:
             view.info = info
             return False
-        self.workers[info.id] = WorkerView(info, now, self._changed)
+        self.workers[info.id] = WorkerView(info, now, self._changed, self._numbers)
         self.block_size = info.identity.block_size
         return True
 
@@ -206,13 +209,20 @@ class Fleet:
         )
 
     def silent(self, now: float, timeout_s: float, reconnect_s: float) -> list[str]:
-        """Workers to give up: fell silent for `timeout_s`, or stayed disconnected for `reconnect_s`."""
+        """Workers to give up: not heard for `timeout_s`, or disconnected for `reconnect_s`."""
         return [
             worker_id
             for worker_id, view in self.workers.items()
-            if (view.load is not None and now - view.heard_at > timeout_s)
+            if ((view.connected or view.load is not None) and now - view.heard_at > timeout_s)
             or (view.disconnected_at is not None and now - view.disconnected_at > reconnect_s)
         ]
+
+    def excuse(self, late_s: float, now: float) -> None:
+        """This frontend did not listen for the last `late_s`: nobody's silence in that time counts."""
+        for view in self.workers.values():
+            view.heard_at = min(now, view.heard_at + late_s)
+            if view.disconnected_at is not None:
+                view.disconnected_at = min(now, view.disconnected_at + late_s)
 
     def _apply_changes(self) -> None:
         for worker_id in self._changed:

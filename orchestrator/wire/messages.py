@@ -38,7 +38,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
 
     request_id: str
     attempt: int
-    sequence: int  # counts this frontend's submissions to this worker
+    sequence: int  # counts this frontend's submissions, to all workers
     prompt_tokens: int
     kv_source: KVSource | None = None
     resume_tokens: list[int] = []

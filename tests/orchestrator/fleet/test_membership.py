@@ -1,7 +1,9 @@
 """Who is there, on real sockets and a scripted registry: joining, dying, restarting, and Redis losing its mind."""
 
 import asyncio
+import time
 
+import msgspec
 import pytest
 
 from orchestrator.fleet.membership import Membership
@@ -33,15 +35,28 @@ class ScriptedRegistry:
             yield await self.events.get()
 
 
+def block_the_loop(pause_s):
+    time.sleep(pause_s)
+
+
+def worker_info(name, engine_id, request_address="tcp://127.0.0.1:1", load_address="tcp://127.0.0.1:2"):
+    return WorkerInfo(
+        name, Role.DECODE, WorkerState.READY, "h", 1, request_address, load_address,
+        IDENTITY, KVEndpoint(engine_id, "h", 1), 100, 8, 64, 1, 1.0,
+    )  # fmt: skip
+
+
 class LivingWorker:
     """A worker's sockets, answering greetings and publishing load."""
 
-    def __init__(self, name, engine_id):
+    def __init__(self, name, engine_id, load_address=""):
         self.transport = WorkerTransport("127.0.0.1")
-        self.info = WorkerInfo(
-            name, Role.DECODE, WorkerState.READY, "h", 1, self.transport.request_address, self.transport.load_address,
-            IDENTITY, KVEndpoint(engine_id, "h", 1), 100, 8, 64, 1, 1.0,
-        )  # fmt: skip
+        addresses = self.transport.request_address, load_address or self.transport.load_address
+        self.info = worker_info(name, engine_id, *addresses)
+        self.sequence = 0
+        self.speak()
+
+    def speak(self):
         self.tasks = [asyncio.create_task(self._greet()), asyncio.create_task(self._publish())]
 
     async def _greet(self):
@@ -51,10 +66,9 @@ class LivingWorker:
                 self.transport.send(frontend_id, Welcome(self.info.id))
 
     async def _publish(self):
-        sequence = 0
         while True:
-            sequence += 1
-            self.transport.publish(WorkerLoad(self.info.id, sequence, 100, 50, 0, 0, 0, 1.0))
+            self.sequence += 1
+            self.transport.publish(WorkerLoad(self.info.id, self.sequence, 100, 50, 0, 0, 0, 1.0))
             await asyncio.sleep(0.05)
 
     def mute(self):
@@ -91,8 +105,15 @@ class Scene:
         self.living.append(worker)
         self.registry.registered[name] = worker.info
         await self.changed()
-        await self.until(lambda: self.fleet.ready(Role.DECODE) and self.fleet.workers[name].load)
+        await self.heard(name)
         return worker
+
+    async def heard(self, name):
+        """Its load, from now on."""
+        if name in self.fleet.workers:
+            self.fleet.workers[name].load = None
+        await self.until(lambda: name in self.fleet.workers and self.fleet.workers[name].load)
+        await self.until(lambda: self.fleet.workers[name].connected)
 
     async def changed(self):
         await self.registry.events.put(Resync())
@@ -168,3 +189,36 @@ async def test_a_restart_behind_the_same_name_loses_what_the_old_process_had(sce
     old.die()
     await scene.until(lambda: scene.fleet.workers["d"].load)
     assert scene.fleet.workers["d"].usable(Role.DECODE) and scene.lost == ["d"]
+
+
+async def test_a_frontend_whose_loop_was_blocked_declares_nobody_dead(scene):
+    worker = await scene.start("d")
+    for pause_s in (0.3, 2.5):  # longer than the second after which silence is death
+        worker.mute()  # in this process it could not publish anyway
+        block_the_loop(pause_s)
+        worker.speak()
+        await scene.heard("d")
+    assert scene.lost == [] and scene.fleet.ready(Role.DECODE) == 1
+    worker.mute()
+    await scene.until(lambda: scene.lost == ["d"])
+
+
+async def test_a_worker_whose_load_cannot_be_heard_is_given_up(scene):
+    worker = LivingWorker("d", "e1", load_address="tcp://127.0.0.1:9")
+    scene.living.append(worker)
+    scene.registry.registered["d"] = worker.info
+    await scene.changed()
+    await scene.until(lambda: scene.lost == ["d"])
+
+
+async def test_a_worker_with_a_bad_address_is_left_out_with_one_line(scene, caplog):
+    scene.registry.registered["bad"] = msgspec.structs.replace(
+        worker_info("bad", "e9"), request_address="tcp://nonsense"
+    )
+    await scene.start("d")
+    await scene.changed()
+    await scene.start("d2")
+    assert scene.fleet.workers.keys() == {"d", "d2"}
+    assert [record.getMessage() for record in caplog.records].count(
+        "left out worker bad: 'tcp://nonsense' is not an address like tcp://127.0.0.1:5000"
+    ) == 1

@@ -61,9 +61,39 @@ def test_a_new_process_behind_an_old_name_starts_from_nothing():
     fleet = fleet_of(worker("d"))
     fleet.workers["d"].note_placed(160, 160)
     assert not fleet.upsert(worker("d", state=WorkerState.DRAINING), now=1.0)
-    assert fleet.workers["d"].sequence == 1 and not fleet.workers["d"].usable(Role.DECODE)
+    assert fleet.workers["d"].candidate.waiting == 1 and not fleet.workers["d"].usable(Role.DECODE)
     assert fleet.upsert(worker("d", engine_id="restarted"), now=2.0)
-    assert fleet.workers["d"].sequence == 0 and not fleet.workers["d"].connected
+    assert fleet.workers["d"].candidate.waiting == 0 and not fleet.workers["d"].connected
+
+
+def test_a_worker_that_was_thought_lost_and_is_found_again_is_counted_as_exactly_as_before():
+    fleet = fleet_of(worker("d"))
+    seen = [fleet.workers["d"].note_placed(160, 160) for _ in range(500)][-1]  # the worker remembers this
+    fleet.remove("d")
+    fleet.upsert(worker("d"), now=1.0)
+    for _ in range(2):
+        fleet.workers["d"].note_placed(160, 160)
+    fleet.take_load(load("d", 1, free=100, seen=seen), now=2.0)  # of a step that began before those two
+    assert fleet.workers["d"].candidate.blocks_free == 100 - 20
+
+
+def test_a_worker_that_is_greeted_and_never_heard_is_given_up():
+    fleet = fleet_of(worker("deaf"))
+    fleet.upsert(worker("starting"), now=0.0)
+    assert fleet.silent(3.9, timeout_s=4, reconnect_s=0.5) == []
+    assert fleet.silent(4.1, timeout_s=4, reconnect_s=0.5) == ["deaf"]
+
+
+def test_time_in_which_nobody_listened_is_not_silence():
+    fleet = fleet_of(worker("d"), worker("broken"))
+    fleet.take_load(load("d", 1, free=1), now=1.0)
+    fleet.workers["broken"].heard_at, fleet.workers["broken"].disconnected_at = 1.0, 1.2
+    fleet.excuse(5.0, now=6.3)
+    assert fleet.silent(6.3, timeout_s=4, reconnect_s=0.5) == []
+    assert fleet.silent(6.8, timeout_s=4, reconnect_s=0.5) == ["broken"]  # and no longer than that
+    assert fleet.silent(10.1, timeout_s=4, reconnect_s=0.5) == ["d", "broken"]
+    fleet.excuse(60.0, now=11.0)
+    assert fleet.silent(15.1, timeout_s=4, reconnect_s=0.5) == ["d", "broken"]
 
 
 def test_candidates_are_ready_connected_decode_workers_and_avoidance_is_a_preference():
@@ -103,7 +133,8 @@ def test_a_large_fleet_answers_with_its_best_and_follows_what_changes():
 
 
 def test_silence_and_broken_connections_end_a_worker_but_not_one_that_never_spoke():
-    fleet = fleet_of(worker("talks"), worker("silent"), worker("broken"), worker("starting"))
+    fleet = fleet_of(worker("talks"), worker("silent"), worker("broken"))
+    fleet.upsert(worker("starting"), now=0.0)
     for name in ("talks", "silent", "broken"):
         fleet.take_load(load(name, 1, free=1), now=0.0)
     fleet.take_load(load("talks", 2, free=1), now=9.0)

@@ -1,15 +1,55 @@
-"""The mesh's sockets: addressing, corrupt bytes, reconnection, and a peer that is gone."""
+"""The mesh's sockets: addressing, corrupt bytes, reconnection, and a peer that is gone or cut off."""
 
 import asyncio
+import contextlib
+import os
+import time
 
+import msgspec
 import pytest
 import zmq
 
 from orchestrator.types import WorkerLoad
 from orchestrator.wire.messages import Abort, Hello, Rejected, Welcome
-from orchestrator.wire.transport import Disconnected, FrontendTransport, WorkerTransport
+from orchestrator.wire.transport import AddressError, Disconnected, FrontendTransport, WorkerTransport
 
 DEADLINE_S = 10
+
+
+class Link:
+    """A network between a frontend and a port, which may be cut: nothing passes, and nobody is told."""
+
+    def __init__(self):
+        self.passes = asyncio.Event()
+        self.passes.set()
+        self.tasks = set()
+
+    async def to(self, address):
+        """Opens a port that leads to `address`. Returns its own address."""
+        host, port = address.removeprefix("tcp://").split(":")
+
+        async def relay(reader, writer):
+            with contextlib.suppress(OSError):
+                while data := await reader.read(65536):
+                    await self.passes.wait()
+                    writer.write(data)
+            writer.close()
+
+        async def accepted(reader, writer):
+            there_reader, there_writer = await asyncio.open_connection(host, int(port))
+            for pipe in ((reader, there_writer), (there_reader, writer)):
+                task = asyncio.create_task(relay(*pipe))
+                self.tasks.add(task)
+                task.add_done_callback(self.tasks.discard)
+
+        self.server = await asyncio.start_server(accepted, "127.0.0.1", 0)
+        return f"tcp://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+
+    async def close(self):
+        self.server.close()
+        for task in list(self.tasks):
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
 @pytest.fixture
@@ -75,3 +115,99 @@ async def test_a_dead_worker_is_noticed_and_a_new_one_greeted(pair):
     assert (await asyncio.wait_for(again.receive(), DEADLINE_S))[1] == Hello()
     assert again.send("frontend-1", Rejected("r", 1, "w", "draining"))
     again.close()
+
+
+async def test_a_host_that_is_cut_off_is_noticed_within_5_s_on_both_sides_and_greeted_when_it_is_back():
+    worker, frontend, link = WorkerTransport("127.0.0.1"), FrontendTransport("f"), Link()
+    frontend.connect("w", await link.to(worker.request_address), worker.load_address)
+    async with asyncio.timeout(DEADLINE_S):
+        await worker.receive()
+    link.passes.clear()
+    cut_at = time.monotonic()
+    async with asyncio.timeout(5):
+        assert await frontend.receive() == ("w", Disconnected("w"), [])
+        while worker.send("f", Welcome("w")):
+            await asyncio.sleep(0.05)
+    assert not frontend.send("w", Abort("r", 1))
+    assert time.monotonic() - cut_at > 2  # not for a hiccup
+    link.passes.set()
+    async with asyncio.timeout(DEADLINE_S):
+        while (await worker.receive())[1] != Hello():
+            pass
+    assert worker.send("f", Welcome("w"))
+    await link.close()
+    frontend.close()
+    worker.close()
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def test_connections_come_and_go_without_a_trace():
+    frontend = FrontendTransport("f")
+    before = 0
+    for turn in range(150):
+        worker = WorkerTransport("127.0.0.1")
+        frontend.connect("w", worker.request_address, worker.load_address)
+        async with asyncio.timeout(DEADLINE_S):
+            await worker.receive()
+        if turn % 2:
+            frontend.disconnect("w")  # every other one is replaced while it is connected
+        worker.close()
+        if turn == 5:
+            before = descriptors()
+    async with asyncio.timeout(DEADLINE_S):
+        while descriptors() > before + 5:
+            await asyncio.sleep(0.05)
+    frontend.close()
+
+
+async def test_an_address_has_one_process(pair):
+    worker, frontend = pair
+    frontend.connect("newer", worker.request_address, worker.load_address)
+    async with asyncio.timeout(DEADLINE_S):
+        assert await frontend.receive() == ("w", Disconnected("w"), [])
+        assert (await worker.receive())[1] == Hello()
+    assert frontend.send("newer", Abort("r", 1)) and not frontend.send("w", Abort("r", 1))
+
+
+@pytest.mark.parametrize("address", ["tcp://nonsense", "tcp://a-name:5000", "127.0.0.1:5000", "tcp://127.0.0.1:0", ""])
+async def test_an_address_that_cannot_be_connected_to_is_named(pair, address):
+    worker, frontend = pair
+    with pytest.raises(AddressError, match=repr(address)):
+        frontend.connect("x", address, worker.load_address)
+    with pytest.raises(AddressError, match=repr(address)):
+        frontend.connect("x", "tcp://127.0.0.1:5000", address)
+    assert frontend.send("w", Abort("r", 1))
+
+
+def publish_while_the_loop_is_blocked(worker, loads):
+    for load in loads:
+        worker.publish(load)
+    time.sleep(0.5)  # all has come
+
+
+async def test_reading_what_has_piled_up_lets_others_run(pair):
+    worker, frontend = pair
+    load = WorkerLoad("w", 1, blocks_total=10, blocks_free=4, running=1, waiting=2, waiting_tokens=30, step_ms=1.5)
+    reading = asyncio.create_task(frontend.receive_published())
+    async with asyncio.timeout(DEADLINE_S):
+        while not reading.done():
+            worker.publish(load)
+            await asyncio.sleep(0.01)
+    publish_while_the_loop_is_blocked(worker, [load] * 5000 + [msgspec.structs.replace(load, sequence=2)])
+    turns = 0
+
+    async def others():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(others())
+    async with asyncio.timeout(DEADLINE_S):
+        while (await frontend.receive_published()).sequence != 2:
+            pass
+    task.cancel()
+    assert turns > 15
