@@ -21,6 +21,7 @@ from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import IncompatibleWorker, Left, Ordered, Registry, Resync
 from orchestrator.types import Role, WorkerInfo
 from orchestrator.wire.messages import EngineCrashed
+from orchestrator.wire.ticks import ticks
 from orchestrator.wire.transport import WorkerTransport
 from workers.attempts import Attempts
 from workers.claims import ClaimLoop
@@ -189,6 +190,7 @@ class Agent:
             "report": self._load.run(self._engine, self._claims.wake),
             "claims": self._claims.run(),
             "heartbeat": self._heartbeat(),
+            "frontends": self._check_frontends(),
             "watch": self._watch(),
             "peers": self._peers.run(),
         }
@@ -274,7 +276,6 @@ class Agent:
                 await self._moves.obey(orders)
             except RedisAway as error:
                 self._note_redis(error)
-            await self._serving.check_frontends(self._config.workers.timeout_s, time.monotonic())
             try:
                 async with asyncio.timeout(self._config.workers.heartbeat_s):
                     await self._beat_now.wait()
@@ -282,6 +283,10 @@ class Agent:
                 continue
             finally:
                 self._beat_now.clear()
+
+    async def _check_frontends(self) -> None:
+        async for late_s in ticks(self._config.workers.heartbeat_s):
+            await self._serving.check_frontends(self._config.workers.timeout_s, time.monotonic(), late_s)
 
     def _note_redis(self, error: RedisAway | None) -> None:
         if (error is not None) != self._redis_away:

@@ -84,14 +84,17 @@ class Frontends:
             return False
         return True
 
-    def gone(self, waiting: set[str], timeout_s: float, now: float) -> list[str]:
-        """Which of those that `waiting` names, or that something could not be told to, could not be reached for
-        `timeout_s`."""
+    def gone(self, known: set[str], timeout_s: float, now: float, late_s: float = 0.0) -> list[str]:
+        """Which of those that `known` names, or that something could not be told to, could not be reached for
+        `timeout_s`. `late_s`: of the time since the last call, in which this process did not run; it is not counted."""
         gone = []
-        for frontend_id in waiting | self._lost.keys():
+        for frontend_id in known | self._lost.keys():
             if self.reachable(frontend_id):
                 self._unreachable_since.pop(frontend_id, None)
-            elif now - self._unreachable_since.setdefault(frontend_id, now) > timeout_s:
+                continue
+            if frontend_id in self._unreachable_since:
+                self._unreachable_since[frontend_id] += late_s
+            if now - self._unreachable_since.setdefault(frontend_id, now) > timeout_s:
                 gone.append(frontend_id)
         return gone
 
@@ -160,17 +163,17 @@ class Peers:
     async def _prove(self, info: WorkerInfo) -> None:
         """Runs until the engine is proven dead, or cancelled because it is back."""
         engine_id = info.kv.engine_id
-        unreachable_since = None
+        unreachable_s = 0.0
         while True:
+            began = time.monotonic()
             answers = [await listening(info.request_address), await probe(info.kv.host, info.kv.port)]
-            if not any(answer is True for answer in answers):
-                now = time.monotonic()
-                unreachable_since = unreachable_since or now
-                if all(answer is False for answer in answers) or now - unreachable_since > self._timeout_s:
-                    break
-            else:
-                unreachable_since = None
+            if any(answer is True for answer in answers):
+                unreachable_s = 0.0
+            elif all(answer is False for answer in answers) or unreachable_s > self._timeout_s:
+                break
             await asyncio.sleep(PROBE_INTERVAL_S)
+            # If this took longer, it was this process that did not run, which proves nothing.
+            unreachable_s += min(time.monotonic() - began, 2 * PROBE_TIMEOUT_S + PROBE_INTERVAL_S)
         log.warning("worker %s is dead: ending KV transfers with its engine %s", info.id, engine_id)
         self._known.pop(engine_id, None)
         self._missing.pop(engine_id, None)

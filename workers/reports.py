@@ -105,6 +105,11 @@ class LoadReporter:
         self.pause = mode
         self.dirty.set()
 
+    @property
+    def frontends(self) -> set[str]:
+        """Those whose submissions the reports count."""
+        return set(self._seen)
+
     def forget(self, frontend_id: str) -> None:
         self._seen.pop(frontend_id, None)
 

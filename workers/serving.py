@@ -194,9 +194,13 @@ class Serving:
 
     # ---- frontends that vanish ---------------------------------------------------------------------------------
 
-    async def check_frontends(self, timeout_s: float, now: float) -> None:
-        """Abort what belongs to frontends that could not be reached for `timeout_s`. Raises EngineDead."""
-        for frontend_id in self._frontends.gone(self._attempts.frontends(), timeout_s, now):
+    async def check_frontends(self, timeout_s: float, now: float, late_s: float = 0.0) -> None:
+        """Forget frontends that could not be reached for `timeout_s`, and abort what is theirs. Raises EngineDead.
+
+        `late_s`: see `Frontends.gone`.
+        """
+        known = self._attempts.frontends() | self._load.frontends
+        for frontend_id in self._frontends.gone(known, timeout_s, now, late_s):
             await self._abort_frontend(frontend_id)
 
     async def frontend_left(self, frontend_id: str) -> None:

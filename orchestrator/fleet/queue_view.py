@@ -1,7 +1,8 @@
 """The prefill queue as one frontend sees it: whether it is there, how deep it is, and its upkeep.
 
 The depth is polled, and corrected by what this frontend has enqueued since the last poll. When Redis fails once it
-counts as away until a poll succeeds, so that no further request waits for a timeout.
+counts as away until a poll succeeds, so that no further request waits for a timeout. What is queued already waits a
+little longer: a server that only paused has lost nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from orchestrator.types import PrefillJob, QueueDepth
 log = logging.getLogger("pd.queue")
 
 POLL_S = 0.1
+AWAY_GRACE_S = 2.0  # a queue that is out of reach for longer is given up
 
 
 class QueueView:
@@ -29,7 +31,8 @@ class QueueView:
         self._frontend_id = frontend_id
         self._sweep_s = lease_s / 2
         self._depth: QueueDepth | None = None
-        self._away = asyncio.Event()
+        self._away_since: float | None = None
+        self._server_run: str | None = None  # of the server that was polled last
         self.polled = asyncio.Event()  # asked once, whatever the answer
 
     @property
@@ -57,12 +60,19 @@ class QueueView:
             self._note_away(error)
 
     async def run(self, on_away: Callable[[], None], on_failed: Callable[[str, int], None]) -> None:
-        """Runs until cancelled. `on_away()` is called each time the queue becomes unreachable,
-        `on_failed(request_id, attempt)` for each job of this frontend that the queue has given up."""
+        """Runs until cancelled. `on_away()` is called once for each time that the queue is given up: it was away for
+        long, or another server, or the same one restarted, answers after it was.
+        `on_failed(request_id, attempt)` is called for each job of this frontend that the queue has given up."""
         next_sweep_at = time.monotonic()
+        given_up = False
         while True:
             try:
-                self._depth = await self._queue.depth()
+                depth = await self._queue.depth()
+                if self._depth is None:
+                    if await self._replaced() and not given_up:
+                        on_away()
+                    given_up, self._away_since = False, None
+                self._depth = depth
                 if time.monotonic() >= next_sweep_at:
                     # Everybody sweeps: jitter spreads it.
                     next_sweep_at = time.monotonic() + self._sweep_s * random.uniform(0.75, 1.25)
@@ -72,17 +82,19 @@ class QueueView:
             except RedisAway as error:
                 self._note_away(error)
             self.polled.set()
-            if self._away.is_set():
-                self._away.clear()
+            away_since = self._away_since
+            if away_since is not None and not given_up and time.monotonic() - away_since > AWAY_GRACE_S:
+                given_up = True
                 on_away()
-            try:
-                async with asyncio.timeout(POLL_S):
-                    await self._away.wait()
-            except TimeoutError:
-                continue
+            await asyncio.sleep(POLL_S)
+
+    async def _replaced(self) -> bool:
+        """Whether this may be another queue than the one before. Raises RedisAway."""
+        before, self._server_run = self._server_run, await self._queue.server_run()
+        return self._away_since is not None and (not before or before != self._server_run)
 
     def _note_away(self, error: RedisAway) -> None:
-        if self._depth is not None:
+        self._depth = None
+        if self._away_since is None:
             log.warning("prompts are prefilled where they decode until Redis is back: %s", error)
-            self._depth = None
-            self._away.set()
+            self._away_since = time.monotonic()

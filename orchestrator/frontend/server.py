@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -35,13 +36,14 @@ from orchestrator.frontend.edge import EdgeMiddleware
 from orchestrator.frontend.engine import FleetCore, FleetLLM
 from orchestrator.frontend.pages import FleetCollector, fleet_routes
 from orchestrator.frontend.vllm_codec import VllmCodec
-from orchestrator.frontend.wiring import FleetConnection
+from orchestrator.frontend.wiring import FleetConnection, unless_ended
 from orchestrator.parent import die_with_parent, report_exit
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.types import Role
 
 log = logging.getLogger("pd.frontend")
 
+MAX_DESCRIPTORS = 65_535
 # A frontend has no engine: what says where an engine's weights and memory go is not its business.
 _ENGINE_ONLY = ("tensor_parallel", "pipeline_parallel", "data_parallel", "distributed_", "kv_cache_memory", "gpu_")
 
@@ -148,8 +150,8 @@ async def serve(config: Config, redis_url: str, index: int, port: int) -> None:
     frontend_id = f"frontend-{index}-{uuid.uuid4().hex[:8]}"
     connection = FleetConnection(frontend_id, config, redis, VllmCodec())
     connected = asyncio.create_task(connection.run())
-    await connection.synced()
-    app = await build_server_app(args, vllm_config, config, connection)
+    await unless_ended(connected, connection.synced())
+    app = await unless_ended(connected, build_server_app(args, vllm_config, config, connection))
     server = QuietServer(
         uvicorn.Config(
             app,
@@ -190,6 +192,14 @@ def log_to_stderr() -> None:
     ours.propagate = False
 
 
+def allow_many_connections() -> None:
+    """Each client and each worker costs descriptors: allow as many as `vllm serve` does, or as the system lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < MAX_DESCRIPTORS:
+        allowed = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="orchestrator.frontend.server", description=__doc__)
     parser.add_argument("--redis", required=True, help="redis://, rediss:// or unix:// URL")
@@ -199,6 +209,7 @@ def main() -> None:
     parser.add_argument("--die-with-parent", action="store_true")
     options = parser.parse_args()
     log_to_stderr()
+    allow_many_connections()
     try:
         config = load_config(options.config)
         if options.die_with_parent:

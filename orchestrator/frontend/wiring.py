@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from orchestrator.config.settings import Config
 from orchestrator.fleet.control_calls import ControlCalls
@@ -34,8 +36,23 @@ HEARTBEAT_S = 1.0
 FRONTEND_TTL_S = 5.0
 
 
+T = TypeVar("T")
+
+
+async def unless_ended(running: asyncio.Task[None], work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns. Raises what ended `running` when that ends first: then `work` may wait for ever."""
+    working = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({running, working}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            running.result()
+        return await working
+    finally:
+        working.cancel()
+
+
 class FleetConnection:
-    """Construct, `run()` as a task, wait for `synced()`; `announce()` once clients can be served."""
+    """Construct, `run()` as a task, wait for `synced()` unless that ends; `announce()` once clients can be served."""
 
     def __init__(self, frontend_id: str, config: Config, redis: Redis, codec: Codec) -> None:
         self.frontend_id = frontend_id

@@ -226,6 +226,14 @@ class PrefillQueue:
         requests, tokens, claimed = await self._call("depth")
         return QueueDepth(requests, tokens, claimed)
 
+    async def server_run(self) -> str:
+        """Names what runs: with another name than before jobs may be gone. Empty when the server does not tell."""
+        try:
+            return str((await self._redis.info("server")).get("run_id", ""))
+        except RedisAway as error:
+            log.debug("the server does not tell its run: %s", error)  # INFO may be forbidden by an ACL
+            return ""
+
     async def peek(self, limit: int) -> list[dict[str, Any]]:
         """The head of the queue, for people: id, tokens, uncached, age_s, score, attempt, reply_to."""
         rows = await self._call("peek", min(limit, MAX_PEEK)) if limit > 0 else []

@@ -145,6 +145,19 @@ async def test_requests_of_a_frontend_that_vanished_are_aborted(workers: Workers
     await workers.assert_no_leaks()
 
 
+async def test_a_frontend_that_left_in_order_is_in_no_more_reports(workers: Workers) -> None:
+    worker = await workers.start(Role.DECODE)
+    stays, leaves = await workers.frontend(worker), await workers.frontend(worker)
+    requests = [(frontend, frontend.new(PROMPT)) for frontend in (stays, leaves)]
+    for frontend, request in requests:
+        frontend.submit_to(worker.id, request)
+        await frontend.finished(request)
+    await until(lambda: stays.loads[worker.id].seen.keys() == {stays.id, leaves.id})
+    await leaves.registry.leave_frontend(leaves.id)  # first, as frontends do
+    await leaves.close()
+    await until(lambda: stays.loads[worker.id].seen.keys() == {stays.id})
+
+
 async def test_outputs_lost_with_a_connection_are_owned_up_to(workers: Workers) -> None:
     """A frontend that reconnects is told which requests it missed tokens of, and continues them after what it has."""
     worker = await workers.start(Role.DECODE, speed=1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -13,7 +14,7 @@ from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Changed, Joined, Left, Resync
 from orchestrator.types import EngineIdentity, KVEndpoint, Role, WorkerInfo, WorkerState
 from workers import peers as peers_module
-from workers.peers import Peers, listening, probe
+from workers.peers import Frontends, Peers, listening, probe
 
 IDENTITY = EngineIdentity("m", "f", "auto", 16, 4096, "sim", "1", 1)
 
@@ -166,6 +167,42 @@ async def test_an_unreachable_host_is_dead_after_the_timeout(monkeypatch: pytest
     assert watched.dead == []
     await until(lambda: watched.dead == ["engine-a"])
     await watched.peers.close()
+
+
+async def test_a_pause_of_the_judge_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    probes = 0
+
+    async def no_answer_while_paused(host: str, port: int) -> bool | None:
+        nonlocal probes
+        probes += 1
+        if probes > 4:
+            return True
+        if probes == 2:
+            time.sleep(0.5)  # noqa: ASYNC251 - this process does not run
+        return None
+
+    monkeypatch.setattr(peers_module, "probe", no_answer_while_paused)
+    monkeypatch.setattr(peers_module, "PROBE_TIMEOUT_S", 0.05)
+    watched = Watched(FakeRegistry(info_of("a", 1, 1)), timeout_s=0.3)
+    await watched.peers.compare()
+    watched.registry.infos = []
+    await watched.peers.compare()
+    await until(lambda: probes > 6)
+    assert watched.dead == []
+    await watched.peers.close()
+
+
+def test_a_frontend_is_gone_when_it_was_out_of_reach_while_this_process_ran() -> None:
+    connected = {"a", "b"}
+    frontends = Frontends("w", lambda frontend_id, message, payload: frontend_id in connected)
+    assert frontends.gone({"a", "b"}, 4.0, now=0.0) == []
+    connected.clear()
+    assert frontends.gone({"a", "b"}, 4.0, now=1.0) == []
+    assert frontends.gone({"a", "b"}, 4.0, now=7.0, late_s=5.0) == []  # after a pause nobody has connected again yet
+    connected.add("b")
+    assert frontends.gone({"a", "b"}, 4.0, now=9.9) == []
+    connected.clear()
+    assert frontends.gone({"a", "b"}, 4.0, now=10.1) == ["a"]
 
 
 async def test_itself_is_no_peer() -> None:

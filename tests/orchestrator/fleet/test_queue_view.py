@@ -1,10 +1,14 @@
-"""The view of the queue: corrected depth, one failure means away for all, and failed jobs come home."""
+"""The view of the queue: corrected depth, one failure means away for all, and failed jobs come home.
+
+What is queued stays queued through a pause of Redis, and is given up when Redis stays away or comes back as another.
+"""
 
 import asyncio
 from types import SimpleNamespace
 
 import pytest
 
+from orchestrator.fleet import queue_view
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import SweepResult
@@ -16,6 +20,11 @@ class ScriptedQueue:
         self.away = False
         self.jobs = []
         self.failed = []
+        self.run = "a"
+
+    async def server_run(self):
+        self._check()
+        return self.run
 
     def _check(self):
         if self.away:
@@ -42,7 +51,8 @@ def job(tokens=100):
 
 
 @pytest.fixture
-async def linked():
+async def linked(monkeypatch):
+    monkeypatch.setattr(queue_view, "AWAY_GRACE_S", 0.5)
     queue = ScriptedQueue()
     view = QueueView(queue, "f", lease_s=0.02)
     told = SimpleNamespace(away=0, failed=[])
@@ -80,6 +90,16 @@ async def test_one_failure_is_enough_and_recovery_is_noticed(linked):
     queue.away = False
     await until(lambda: view.depth is not None)
     assert told.away == 1
+
+
+async def test_a_pause_leaves_the_queue_as_it_is(linked):
+    queue, view, told = linked
+    for run in ("a", "b"):
+        queue.away = True
+        await until(lambda: view.depth is None)
+        queue.run, queue.away = run, False
+        await until(lambda: view.depth is not None)
+        assert told.away == (run == "b")  # restarted meanwhile: the jobs are gone
 
 
 async def test_jobs_that_the_queue_gave_up_on_are_reported_to_their_own_frontend_only(linked):

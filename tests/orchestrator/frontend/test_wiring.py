@@ -1,0 +1,73 @@
+"""How a frontend starts: it does not wait for what cannot come, and may hold many connections."""
+
+import asyncio
+import resource
+import sys
+
+import pytest
+from support_router import SimRouterCodec
+
+from orchestrator.config.settings import ConfigError, parse_config
+from orchestrator.frontend.wiring import FleetConnection, unless_ended
+
+
+class DamagedRedis:
+    """Answers what nobody can read."""
+
+    async def call(self, *args):
+        raise ValueError("damaged")
+
+    execute_command = info = call
+
+    async def listen(self, channel):
+        yield None
+        await asyncio.Event().wait()
+
+
+async def test_a_start_that_cannot_succeed_fails_at_once_with_its_cause():
+    config = parse_config({"model": "demo", "namespace": "t"})
+    connection = FleetConnection("f", config, DamagedRedis(), SimRouterCodec())
+    running = asyncio.create_task(connection.run())
+    async with asyncio.timeout(10):
+        with pytest.raises(ExceptionGroup) as failed:
+            await unless_ended(running, connection.synced())
+    assert failed.group_contains(ValueError, match="damaged")
+    connection.transport.close()
+
+
+async def test_what_is_done_first_is_returned_and_its_errors_are_raised():
+    running = asyncio.create_task(asyncio.sleep(60))
+
+    async def work(error=None):
+        await asyncio.sleep(0)
+        if error:
+            raise error
+        return 7
+
+    assert await unless_ended(running, work()) == 7
+    with pytest.raises(KeyError):
+        await unless_ended(running, work(KeyError("k")))
+    running.cancel()
+
+
+def test_a_frontend_raises_its_limit_of_open_files(monkeypatch):
+    pytest.importorskip("vllm")
+    from orchestrator.frontend import server
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = []
+
+    def load_config(path):
+        limits.append(resource.getrlimit(resource.RLIMIT_NOFILE))
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(server, "load_config", load_config)
+    monkeypatch.setattr(sys, "argv", ["server", "--redis", "redis://h", "--config", "c"])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    try:
+        with pytest.raises(SystemExit):
+            server.main()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    hard = before[1]
+    assert limits == [(65_535 if hard == resource.RLIM_INFINITY else min(65_535, hard), hard)]
