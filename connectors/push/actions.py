@@ -50,10 +50,6 @@ class Chunk:
     ready: Any = None
     whole: bool = False  # all that decode needs, in groups that block positions do not describe
 
-    @property
-    def is_ready(self) -> bool:
-        return self.ready is None or bool(self.ready.query())
-
 
 @dataclass(frozen=True)
 class Post:

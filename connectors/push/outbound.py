@@ -59,7 +59,7 @@ class Outbound:
     @property
     def awaits_device(self) -> bool:
         """Chunks wait for the device to compute them."""
-        return any(stream.pending and not stream.pending[-1].is_ready for stream in self._streams.values())
+        return any(stream.awaits_device for stream in self._streams.values())
 
     def engines(self) -> set[str]:
         return {stream.order.decode.engine_id for stream in self._streams.values() if stream.order is not None}

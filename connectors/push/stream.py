@@ -59,9 +59,14 @@ class PushStream:
         elif chunk.start <= self.covered and chunk.layer is not None:
             self.covered_layers[chunk.layer] = chunk.start + len(chunk.blocks[0])
 
+    @property
+    def awaits_device(self) -> bool:
+        """The device has not computed the last of the chunks yet."""
+        return bool(self.pending) and not _is_computed(self.pending[-1])
+
     def take_ready(self, all_or_none: bool) -> tuple[Chunk, ...]:
         """Dequeues the chunks that may be shipped: in order, up to the first that the device has not computed yet."""
-        ready = tuple(itertools.takewhile(lambda chunk: chunk.is_ready, self.pending))
+        ready = tuple(itertools.takewhile(_is_computed, self.pending))
         if all_or_none and len(ready) < len(self.pending):
             return ()
         for _ in ready:
@@ -87,3 +92,7 @@ class PushStream:
         since = self.first_post_at if self.first_post_at is not None else now
         exposed = now - self.closed_at if self.closed_at is not None else 0.0
         return Ended(self.key, ok, now - since, exposed, self.why)
+
+
+def _is_computed(chunk: Chunk) -> bool:
+    return chunk.ready is None or bool(chunk.ready.query())
