@@ -148,7 +148,8 @@ class FakeWorker(PushWorker):
     def end_writes(self, state: str = "DONE") -> None:
         for handle in self.nixl_wrapper.writes:
             self.nixl_wrapper.writes[handle] = state
-        self.turn()
+        self.turn()  # they are seen to have ended
+        self.turn()  # and that follows
 
     def know(self, engine: str, tp_size: int, ranks: list[int]) -> None:
         """A full handshake with these ranks of `engine` has succeeded."""

@@ -162,8 +162,11 @@ class PrefillEngine:
             rank.run(rank.outbound.stepped(self.world.now))
 
     def preempt(self, stream: str) -> None:
-        self.requests[stream].done = 0
-        self.requests[stream].epoch += 1
+        request = self.requests[stream]
+        request.done = 0
+        request.epoch += 1
+        for rank in self.ranks:
+            rank.run(rank.outbound.preempted(stream, request.epoch, self.world.now))
 
     def end(self, stream: str, ok: bool) -> None:
         request = self.requests[stream]

@@ -143,7 +143,8 @@ class Prefills:
             created_cache_tokens=stats.num_cache_creation_tokens if stats is not None else 0,
             sent_at=now,
         )
-        self._frontends.send(attempt.frontend_id, prefilled, self._engine.encode_outputs([output], timestamp))
+        payload = self._engine.encode_outputs([output], timestamp) if output.new_token_ids else []
+        self._frontends.send(attempt.frontend_id, prefilled, payload)
 
     def _tell_failed(self, attempt: Attempt, why: str) -> None:
         log.warning("prefill of %s failed: %s", attempt.key, why)

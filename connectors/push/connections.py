@@ -1,6 +1,6 @@
-"""A worker's connections to its peers: it shakes hands in parallel, sends messages, and forgets dead engines.
+"""A worker's connections to its peers, and the messages over them.
 
-`worker.py` builds on it. Nothing is decided here: each connection made or failed is an event for the state machines.
+`worker.py` builds on it. Nothing is decided here: each connection and each message is an event for the state machines.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.logger import init_logger
 
+from connectors.push import actions as do
 from connectors.push import stats, wire, writer
 from connectors.push.inbound import Inbound
 from connectors.push.metadata import PushOptions
@@ -63,6 +64,7 @@ class Connections(NixlPushConnectorWorker):
         self._unwritable: dict[str, str] = {}  # connected for messages only, and why
         self._to_forget: set[str] = set()
         self._undelivered: dict[str, list[tuple[str | None, wire.Message]]] = {}
+        self._shipped: dict[str, dict[int, int]] = {}  # decode request -> position -> block, to verify
         self._agents_lock = threading.Lock()
         self._handshake_initiation_executor.shutdown(wait=False)
         self._handshake_initiation_executor: ThreadPoolExecutor = ThreadPoolExecutor(
@@ -88,7 +90,15 @@ class Connections(NixlPushConnectorWorker):
                 logger.exception("KV transfer: %s was not carried out", type(action).__name__)
 
     def _carry_out(self, action: Any) -> None:
-        raise TypeError(f"{type(self).__name__} carries out no {type(action).__name__}")
+        match action:
+            case do.Connect(peer=peer):
+                self._connect(peer)
+            case do.Send(engine=engine, peer=peer, message=message):
+                self._send(engine, peer, message)
+            case do.Tell(engine=engine, message=message, peer=peer):
+                self._tell(engine, self._sign(message), peer)
+            case _:
+                raise TypeError(f"{type(self).__name__} carries out no {type(action).__name__}")
 
     # ---- messages ----------------------------------------------------------------------------------------------
 
@@ -111,6 +121,53 @@ class Connections(NixlPushConnectorWorker):
         for name in self._agents(engine):
             if agent is None or agent == name:
                 self._send(engine, name, message)
+
+    def _receive(self) -> None:
+        for agent, notifications in self.nixl_wrapper.get_new_notifs().items():
+            for notification in notifications:
+                if wire.is_stock_notice(notification):
+                    continue
+                try:
+                    message = wire.parse(notification)
+                except wire.WireError as error:
+                    logger.warning("KV message from %s dropped: %s", agent, error)
+                    self._records.put(lambda s: s.record(stats.BAD_MESSAGES))
+                    continue
+                self._run(functools.partial(self._on_message, message, agent))
+
+    def _on_message(self, message: wire.Message, agent: str, now: float) -> Iterable[Any]:
+        if isinstance(message, wire.Register | wire.Unregister):
+            self._to_forget.discard(message.decode.engine_id)  # it lives
+        match message:
+            case wire.Register():
+                return self._outbound.register(message, agent, now)
+            case wire.Unregister():
+                return self._outbound.unregister(message, agent, now)
+            case wire.Computing(request=request):
+                return self._inbound.computing(request, agent, now)
+            case wire.Landed(request=request, digest=digest):
+                if digest is not None and not self._verify(request, digest):
+                    return self._inbound.gone(request, agent, "the KV that came differs from what was sent", now)
+                return self._inbound.landed(request, agent, now)
+            case wire.Gone(request=request, why=why):
+                return self._inbound.gone(request, agent, why, now)
+
+    def _sign(self, message: wire.Message) -> wire.Message:
+        if not isinstance(message, wire.Landed | wire.Gone) or message.request not in self._shipped:
+            return message
+        blocks = self._shipped.pop(message.request)
+        if isinstance(message, wire.Gone):
+            return message
+        return wire.Landed(message.request, writer.digest(self, [blocks[position] for position in sorted(blocks)]))
+
+    def _verify(self, request: str, digest: int) -> bool:
+        if not (groups := self._inbound.blocks_of(request)):
+            return True  # nobody waits for it any more
+        same = writer.digest(self, groups[0]) == digest
+        if not same:
+            logger.error("KV of %s is corrupt", request)
+        self._records.put(functools.partial(stats.PushStats.record, name=stats.VERIFIED if same else stats.CORRUPT))
+        return same
 
     # ---- connections -------------------------------------------------------------------------------------------
 

@@ -1,15 +1,15 @@
 """The facade vLLM loads (`kv_connector_module_path`): a scheduler half in the engine, a worker half per rank.
 
 Scheduler: on_new_request, get_num_new_matched_tokens, update_state_after_alloc, build_connector_meta,
-request_finished, update_connector_output, has_pending_push_work. Worker: start_load_kv, save_kv_layer,
-wait_for_save, get_transfer_results.
+request_finished, update_connector_output, has_pending_push_work. Worker: handle_preemptions, start_load_kv,
+save_kv_layer, wait_for_save, get_transfer_results.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPushConnector
 
@@ -47,6 +47,10 @@ class PushConnector(NixlPushConnector):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         assert self.connector_worker is not None
         self.connector_worker.start_load_kv(self._metadata())
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert self.connector_worker is not None and isinstance(kv_connector_metadata, PushMetadata)
+        self.connector_worker.handle_preemptions(kv_connector_metadata)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -70,6 +70,14 @@ class Computed:
 
 
 @dataclass(frozen=True)
+class Preempted:
+    """A prefill has lost its blocks, and begins again as `epoch`."""
+
+    key: str
+    epoch: int
+
+
+@dataclass(frozen=True)
 class Finished:
     """A prefill ended; `held`: the scheduler keeps its blocks until they are reported sent."""
 
@@ -99,6 +107,7 @@ class PushMetadata(NixlConnectorMetadata):
         super().__init__()
         self.started: list[Started] = []
         self.computed: list[Computed] = []
+        self.preempted: list[Preempted] = []
         self.finished: list[Finished] = []
         self.reserved: list[Reserved] = []
         self.withdrawn: list[str] = []
@@ -109,6 +118,7 @@ class PushMetadata(NixlConnectorMetadata):
         return bool(
             self.started
             or self.computed
+            or self.preempted
             or self.finished
             or self.reserved
             or self.withdrawn

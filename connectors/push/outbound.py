@@ -7,28 +7,18 @@ done, and `Gone` only when none is in flight; the scheduler gets its blocks back
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Any, Union
 
 from connectors.push.actions import Abandon, Chunk, Connect, Ended, Post, Release, Tell
 from connectors.push.states import STREAM, STREAM_ENDS, Stream, StreamEvent
-from connectors.push.stream import PushStream
+from connectors.push.stream import EndedStream, EndedStreams, PushStream
 from connectors.push.wire import Computing, Gone, Landed, Message, Register, Unregister
 
-_REMEMBERED = 8192  # ended streams kept, to answer what comes late
 _RENEW_AGAIN_S = 1.0  # while no answer comes
 _HURRY_S = 5.0  # a WRITE that lasts longer after its stream was given up may never end
 
 
 Action = Union[Connect, Post, Tell, Release, Abandon, Ended]
-
-
-@dataclass(frozen=True)
-class _Ended:
-    state: Stream
-    why: str
-    order: Register | None = None
 
 
 class Outbound:
@@ -42,7 +32,7 @@ class Outbound:
         self._stepped_at = 0.0
         self._streams: dict[str, PushStream] = {}
         self._connected: dict[str, bool] = {}  # decode engine -> whether it takes WRITEs chunk by chunk
-        self._ended: OrderedDict[str, _Ended] = OrderedDict()
+        self._ended = EndedStreams()
 
     @property
     def busy(self) -> bool:
@@ -83,7 +73,7 @@ class Outbound:
         if stream is None or stream.state in STREAM_ENDS or stream.state is Stream.DRAINING or epoch < stream.epoch:
             return []
         if epoch > stream.epoch:
-            stream.begin_again(epoch)
+            self.preempted(key, epoch, now)
         for chunk in chunks:
             stream.add(chunk)
         if not closed:
@@ -93,6 +83,14 @@ class Outbound:
             why = f"only {stream.covered} of {stream.total_blocks} blocks were shipped"
             return self._apply(stream, StreamEvent.GIVE_UP, now, why)
         return self._apply(stream, StreamEvent.CLOSE, now, "") + self._pump(stream, now)
+
+    def preempted(self, key: str, epoch: int, now: float) -> list[Action]:
+        """The prefill lost its blocks, and begins again. WRITEs in flight may read what is not its KV any more."""
+        stream = self._streams.get(key)
+        if stream is None or epoch <= stream.epoch:
+            return []
+        stream.begin_again(epoch)
+        return self._apply(stream, StreamEvent.PREEMPTED, now, "")
 
     def stepped(self, now: float) -> list[Action]:
         """The engine has taken a step: whatever it computes goes on."""
@@ -119,7 +117,7 @@ class Outbound:
         """The prefill failed or was aborted. `held`: the scheduler keeps its blocks until `Release`."""
         stream = self._streams.get(key)
         if stream is None:
-            self._remember(key, _Ended(Stream.DROPPED, why))
+            self._ended.add(key, EndedStream(Stream.DROPPED, why))
             return [Release(key)] if held else []
         stream.held, stream.computing = held, False
         if stream.state in STREAM_ENDS:
@@ -158,7 +156,8 @@ class Outbound:
         answer = Register(key, order.request, order.decode, [], 0)
         if stream is None:
             # Remembered for a registration that this message has overtaken, and for a prefill that has not begun.
-            self._ended.setdefault(key, _Ended(Stream.DROPPED, "withdrawn by decode"))
+            if key not in self._ended:
+                self._ended.add(key, EndedStream(Stream.DROPPED, "withdrawn by decode"))
             return self._answer_late(answer, peer)
         if stream.order is not None and not self._same(stream.order, answer):
             return self._refuse(answer, peer, "withdrawn")
@@ -326,7 +325,7 @@ class Outbound:
 
     def _end(self, stream: PushStream) -> list[Action]:
         del self._streams[stream.key]
-        self._remember(stream.key, _Ended(stream.state, stream.why, stream.order))
+        self._ended.add(stream.key, EndedStream(stream.state, stream.why, stream.order))
         return [Release(stream.key)] if stream.held else []
 
     def _answer_late(self, order: Register, peer: str) -> list[Action]:
@@ -335,8 +334,3 @@ class Outbound:
         if ended.state is Stream.LANDED and ended.order is not None and self._same(ended.order, order):
             return [*self._connect(order), Tell(order.decode.engine_id, Landed(order.request), peer)]
         return self._refuse(order, peer, ended.why or "the prefill has ended")
-
-    def _remember(self, key: str, ended: _Ended) -> None:
-        self._ended[key] = ended
-        while len(self._ended) > _REMEMBERED:
-            self._ended.popitem(last=False)

@@ -16,7 +16,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import Nix
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
-from connectors.push.metadata import Computed, Disowned, Finished, PushMetadata, PushOptions, Reserved, Started
+from connectors.push.metadata import (
+    Computed,
+    Disowned,
+    Finished,
+    Preempted,
+    PushMetadata,
+    PushOptions,
+    Reserved,
+    Started,
+)
 from connectors.push.wire import Endpoint, Register, Source, Unregister
 
 if TYPE_CHECKING:
@@ -121,7 +130,7 @@ class PushScheduler(NixlPushConnectorScheduler):
             request=request.request_id,
             decode=self._endpoint,
             blocks=[list(group) for group in ids],
-            prompt_tokens=request.num_prompt_tokens,
+            prompt_tokens=self._get_remote_prefill_token_count(request.num_prompt_tokens),
         )
         endpoint = source.endpoint
         self._reserved[request.request_id] = endpoint
@@ -153,6 +162,10 @@ class PushScheduler(NixlPushConnectorScheduler):
         self._next.started.append(Started(request.request_id, total, request.num_prompt_tokens))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PushMetadata:
+        for key in scheduler_output.preempted_req_ids or ():
+            if (prefill := self._prefills.get(key)) is not None:
+                prefill.epoch, prefill.sent_blocks, prefill.closed = prefill.request.num_preemptions, 0, False
+                self._next.preempted.append(Preempted(key, prefill.epoch))
         state = scheduler_output.kv_connector_block_state
         if self.by_position and self._prefills and state is not None:
             for key, tokens in scheduler_output.num_scheduled_tokens.items():
@@ -170,8 +183,6 @@ class PushScheduler(NixlPushConnectorScheduler):
     def _ship(self, key: str, prefill: _Prefill, scheduled_tokens: int, state: Any) -> None:
         """Runs before vLLM advances num_computed_tokens: `done` is what holds KV after this step."""
         request = prefill.request
-        if request.num_preemptions != prefill.epoch:
-            prefill.epoch, prefill.sent_blocks = request.num_preemptions, 0
         done = min(request.num_computed_tokens + scheduled_tokens, request.num_prompt_tokens)
         closed = done >= request.num_prompt_tokens
         full = prefill.total_blocks if closed else done // self.block_size
@@ -201,7 +212,9 @@ class PushScheduler(NixlPushConnectorScheduler):
             return False, None
         if not params.get("do_remote_decode"):
             return False, None
-        return self._finish_prefill(request, block_ids), None
+        # The token sampled after a truncated prompt is a guess of a token of the prompt.
+        said = {"prompt_truncated": True} if params.get("_p_side_truncated") else None
+        return self._finish_prefill(request, block_ids), said
 
     def _finish_prefill(self, request: Request, block_ids: Any) -> bool:
         key = request.request_id

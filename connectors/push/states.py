@@ -60,6 +60,7 @@ class StreamEvent(enum.Enum):
     REGISTER = "register"
     START = "start"  # the first chunk was scheduled
     CLOSE = "close"  # the last chunk is computed
+    PREEMPTED = "preempted"  # all that was computed is void
     FLUSHED = "flushed"  # nothing pending, nothing in flight
     GIVE_UP = "give_up"  # withdrawn, aborted, a WRITE failed, the lease ended
     DRAINED = "drained"  # given up, and nothing in flight
@@ -75,8 +76,10 @@ STREAM: dict[tuple[Stream, StreamEvent], Stream] = {
     (Stream.STREAMING, StreamEvent.CLOSE): Stream.FLUSHING,
     (Stream.STREAMING, StreamEvent.GIVE_UP): Stream.DRAINING,
     (Stream.LEASED, StreamEvent.REGISTER): Stream.FLUSHING,
+    (Stream.LEASED, StreamEvent.PREEMPTED): Stream.COMPUTING,
     (Stream.LEASED, StreamEvent.GIVE_UP): Stream.DRAINING,
     (Stream.FLUSHING, StreamEvent.FLUSHED): Stream.LANDED,
+    (Stream.FLUSHING, StreamEvent.PREEMPTED): Stream.STREAMING,
     (Stream.FLUSHING, StreamEvent.GIVE_UP): Stream.DRAINING,
     (Stream.DRAINING, StreamEvent.DRAINED): Stream.DROPPED,
     (Stream.DRAINING, StreamEvent.PEER_DEAD): Stream.DROPPED,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from connectors.push.states import Stream
 from connectors.push.wire import Register
 
 _RENEW_AFTER = 1 / 3  # of a registration's time
+_REMEMBERED = 8192
 
 
 @dataclass
@@ -96,3 +97,19 @@ class PushStream:
 
 def _is_computed(chunk: Chunk) -> bool:
     return chunk.ready is None or bool(chunk.ready.query())
+
+
+@dataclass(frozen=True)
+class EndedStream:
+    state: Stream
+    why: str
+    order: Register | None = None
+
+
+class EndedStreams(OrderedDict[str, EndedStream]):
+    """The last ones, by key, to answer what comes late."""
+
+    def add(self, key: str, ended: EndedStream) -> None:
+        self[key] = ended
+        while len(self) > _REMEMBERED:
+            self.popitem(last=False)

@@ -10,7 +10,6 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +19,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from connectors.push import actions as do
-from connectors.push import stats, wire, writer
+from connectors.push import stats, writer
 from connectors.push.connections import Connections
 from connectors.push.metadata import PushMetadata
 
@@ -48,7 +47,6 @@ class PushWorker(Connections):
         self._layers: dict[str, int] = {}  # layer name -> region, in layer mode
         self._layers_seen: set[int] = set()
         self._stepped = False  # since the writer looked last
-        self._shipped: dict[str, dict[int, int]] = {}  # decode request -> position -> block, to verify
 
     # ---- the engine's thread -----------------------------------------------------------------------------------
 
@@ -59,6 +57,7 @@ class PushWorker(Connections):
                 meta.local_block_ids, self._physical_blocks_per_logical_kv_block
             )
             self._recving_metadata[request] = meta
+        self.handle_preemptions(metadata)
         for engine in metadata.dead_engines:
             self._submit(functools.partial(self._on_dead, engine))
         self._begin(metadata)
@@ -74,6 +73,12 @@ class PushWorker(Connections):
             if not finished.ok:
                 end = functools.partial(self._outbound.abort, finished.key, finished.held, "the prefill was aborted")
             self._submit(end)
+
+    def handle_preemptions(self, metadata: PushMetadata) -> None:
+        """Before the step in which the blocks of preempted prefills may be written for others."""
+        for preempted in metadata.preempted:
+            self._submit(functools.partial(self._outbound.preempted, preempted.key, preempted.epoch))
+        metadata.preempted.clear()
 
     def _begin(self, metadata: PushMetadata) -> None:
         """Announces started prefills, also at the first layer: vLLM may call `start_load_kv` after the forward pass."""
@@ -206,12 +211,6 @@ class PushWorker(Connections):
                 self._report(action)
             case do.Release():
                 self._report(action)
-            case do.Connect(peer=peer):
-                self._connect(peer)
-            case do.Send(engine=engine, peer=peer, message=message):
-                self._send(engine, peer, message)
-            case do.Tell(engine=engine, message=message, peer=peer):
-                self._tell(engine, self._sign(message), peer)
             case do.Post():
                 self._post(action)
             case do.Abandon(handles=handles):
@@ -219,6 +218,8 @@ class PushWorker(Connections):
                     self._abandoned.append(self._writes.pop(number)[1])
             case do.Ended():
                 self._account(action)
+            case _:
+                super()._carry_out(action)
 
     def _report(self, result: do.Finish | do.Release) -> None:
         self._results.put(result)
@@ -273,7 +274,8 @@ class PushWorker(Connections):
                 self._records.put(functools.partial(stats.PushStats.record_transfer, res=telemetry))
             else:
                 self._records.put(lambda s: s.record_failed_transfer())
-            self._run(functools.partial(self._outbound.written, stream, number, ok))
+            # Behind a preemption that came in first: what it has read since may be another request's.
+            self._submit(functools.partial(self._outbound.written, stream, number, ok))
         self._abandoned = [handle for handle in self._abandoned if not self._let_go(handle)]
 
     def _telemetry(self, handle: Any) -> Any:
@@ -290,55 +292,6 @@ class PushWorker(Connections):
             logger.debug("NIXL keeps a transfer handle", exc_info=True)
             return False
         return True
-
-    # ---- messages ----------------------------------------------------------------------------------------------
-
-    def _receive(self) -> None:
-        for agent, notifications in self.nixl_wrapper.get_new_notifs().items():
-            for notification in notifications:
-                if wire.is_stock_notice(notification):
-                    continue
-                try:
-                    message = wire.parse(notification)
-                except wire.WireError as error:
-                    logger.warning("KV message from %s dropped: %s", agent, error)
-                    self._records.put(lambda s: s.record(stats.BAD_MESSAGES))
-                    continue
-                self._run(functools.partial(self._on_message, message, agent))
-
-    def _on_message(self, message: wire.Message, agent: str, now: float) -> Iterable[Any]:
-        if isinstance(message, wire.Register | wire.Unregister):
-            self._to_forget.discard(message.decode.engine_id)  # it lives
-        match message:
-            case wire.Register():
-                return self._outbound.register(message, agent, now)
-            case wire.Unregister():
-                return self._outbound.unregister(message, agent, now)
-            case wire.Computing(request=request):
-                return self._inbound.computing(request, agent, now)
-            case wire.Landed(request=request, digest=digest):
-                if digest is not None and not self._verify(request, digest):
-                    return self._inbound.gone(request, agent, "the KV that came differs from what was sent", now)
-                return self._inbound.landed(request, agent, now)
-            case wire.Gone(request=request, why=why):
-                return self._inbound.gone(request, agent, why, now)
-
-    def _sign(self, message: wire.Message) -> wire.Message:
-        if not isinstance(message, wire.Landed | wire.Gone) or message.request not in self._shipped:
-            return message
-        blocks = self._shipped.pop(message.request)
-        if isinstance(message, wire.Gone):
-            return message
-        return wire.Landed(message.request, writer.digest(self, [blocks[position] for position in sorted(blocks)]))
-
-    def _verify(self, request: str, digest: int) -> bool:
-        if not (groups := self._inbound.blocks_of(request)):
-            return True  # nobody waits for it any more
-        same = writer.digest(self, groups[0]) == digest
-        if not same:
-            logger.error("KV of %s is corrupt", request)
-        self._records.put(functools.partial(stats.PushStats.record, name=stats.VERIFIED if same else stats.CORRUPT))
-        return same
 
     def shutdown(self) -> None:
         self._push_writer_stop.set()

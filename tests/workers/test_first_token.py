@@ -11,6 +11,7 @@ from support_workers import LocalWorker, Workers, expected, running_workers, unt
 
 from orchestrator.launch.redis_server import EmbeddedRedis
 from orchestrator.types import Role
+from workers.engine import EngineStep
 from workers.sim.scheduler import SimRequest
 
 # A tenth of a second of KV on the wire for every 500 tokens: decode's own token comes well after prefill's.
@@ -103,5 +104,29 @@ async def test_a_client_that_leaves_between_the_two_frees_both_sides(redis_serve
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
         assert not router.requests
+        await workers.assert_no_leaks()
+        await client.close()
+
+
+async def test_a_prefill_without_a_token_to_hand_over_leaves_the_first_one_to_decode(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        client, prefill, _ = await fleet(workers)
+        next_step = prefill.engine.next_step
+
+        async def without_tokens() -> EngineStep:
+            step = await next_step()
+            for output in step.outputs:
+                output.new_token_ids = []
+            return step
+
+        monkeypatch.setattr(prefill.engine, "next_step", without_tokens)
+        first = [0, *range(500)]
+        assert await client.answer(first, 8) == expected(first, 8)  # `next_step` was being awaited already
+        prompts = [[i, *range(500)] for i in range(1, 4)]
+        early = counted("pd_first_tokens_early")
+        assert await asyncio.gather(*(client.answer(p, 8) for p in prompts)) == [expected(p, 8) for p in prompts]
+        assert counted("pd_first_tokens_early") == early and not client.unexpected
         await workers.assert_no_leaks()
         await client.close()

@@ -239,6 +239,7 @@ class VllmEngine:
                     step.load = self._account(stats)
                 for output in outputs.outputs:
                     _count_prefix_hits_only(output)
+                    _withhold_guess(output)
                 self._steps.put_nowait(step)
         except EngineDeadError:
             self._died()
@@ -283,3 +284,9 @@ def _count_prefix_hits_only(output: Any) -> None:
     stats = output.prefill_stats
     if stats is not None and stats.num_external_cached_tokens:
         stats.num_cached_tokens = stats.num_local_cached_tokens
+
+
+def _withhold_guess(output: Any) -> None:
+    """The token after a prompt that was truncated for its prefill guesses one of the prompt. Nobody may have it."""
+    if (output.kv_transfer_params or {}).get("prompt_truncated"):
+        output.new_token_ids = []

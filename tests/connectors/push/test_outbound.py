@@ -92,6 +92,30 @@ def test_a_preempted_prefill_posts_nothing_new_until_its_old_writes_are_over(end
     assert posts(end.computed("s", [last], 1, True, 5.0)) == [(last,)]
 
 
+def test_a_prefill_that_is_preempted_after_its_last_chunk_begins_again(end: Outbound) -> None:
+    end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
+    end.posted("s", 1, 1.0)
+    assert end.preempted("s", 1, 1.1) == []
+    assert end.written("s", 1, True, 1.2) == []  # it may have read another request's KV
+    assert posts(end.computed("s", [chunk(0, 21)], 1, False, 1.3)) == [(chunk(0, 21),)]
+    end.posted("s", 2, 1.3)
+    assert end.written("s", 2, True, 1.4) == []  # one block of four
+    assert posts(end.computed("s", [chunk(1, 22, 23, 24)], 1, True, 1.5)) == [(chunk(1, 22, 23, 24),)]
+    end.posted("s", 3, 1.5)
+    assert told(end.written("s", 3, True, 1.6)) == [Landed("r")]
+
+
+def test_a_lease_ends_when_the_prefill_begins_again() -> None:
+    end = Outbound(lease_s=10, expect_s=10)
+    end.start("s", 4, 100, 0.0)
+    end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
+    assert end.preempted("s", 1, 2.0) == []
+    assert end.tick(20.0) == []
+    end.register(ORDER, "D", 21.0)
+    assert end.connected("D", True, 21.0) == []  # what was computed is void
+    assert posts(end.computed("s", [chunk(0, 5, 6, 7, 8)], 1, True, 22.0)) == [(chunk(0, 5, 6, 7, 8),)]
+
+
 def test_a_restart_that_ships_too_little_is_not_called_landed(end: Outbound) -> None:
     end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
     end.posted("s", 1, 1.0)

@@ -100,8 +100,8 @@ class Transfers(RuleBasedStateMachine):
             found[0].end(found[1], ok=True)
 
     def prefill_is_preempted(self, index: int) -> None:
-        found = self._prefill(index, started=True, ended=False)
-        if found and found[0].requests[found[1]].done < found[0].requests[found[1]].total:
+        """Also after its last chunk, with WRITEs in flight that now read what others compute."""
+        if found := self._prefill(index, started=True, ended=False):
             found[0].preempt(found[1])
 
     def prefill_aborts(self, index: int) -> None:

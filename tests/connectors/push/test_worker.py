@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from connectors.push import wire
-from connectors.push.metadata import Computed, Finished, Reserved, Started
+from connectors.push.metadata import Computed, Finished, Preempted, PushMetadata, Reserved, Started
 
 pytestmark = pytest.mark.vllm
 
@@ -45,8 +45,7 @@ def test_a_whole_push_is_told_as_landed_when_it_is_on_every_rank(unequal: Any) -
     unequal.nixl_wrapper.writes[first] = "DONE"
     unequal.turn()
     assert unequal.nixl_wrapper.told() == []
-    unequal.nixl_wrapper.writes[second] = "DONE"
-    unequal.turn()
+    unequal.end_writes()
     assert unequal.nixl_wrapper.told() == [wire.Landed("r-s")] * 2
     assert unequal._get_new_notifs() == {"s"}
 
@@ -86,3 +85,29 @@ def test_vllms_own_completion_notice_ends_nothing(push: Any) -> None:
     worker.hear("P2/0", wire.Landed("r-s"))
     worker._get_new_notifs()
     assert worker._recving_transfers == {"r-s": []}
+
+
+def test_a_write_that_ends_after_a_preemption_does_not_count(push: Any) -> None:
+    """Its blocks are given to others in the step that begins with the preemption."""
+    worker = push.FakeWorker(0, 2)
+    worker.know("D", 2, [0])
+    decode = wire.Endpoint("D", "host", 1, 2)
+    worker.step(started=[Started("s", 2, 32)])
+    worker.hear("D/0", order("s", 7, 8, decode=decode))
+    worker.step(computed=[Computed("s", 0, 0, ((1, 2),), True)])
+    preemption = PushMetadata()
+    preemption.preempted.append(Preempted("s", 1))
+    get_state = worker.nixl_wrapper.check_xfer_state
+
+    def ends_while_the_step_begins(handle: int) -> str:
+        worker.handle_preemptions(preemption)  # the engine's thread, between the writer's two looks
+        worker.nixl_wrapper.check_xfer_state = get_state
+        return "DONE"
+
+    worker.nixl_wrapper.check_xfer_state = ends_while_the_step_begins
+    worker.turn()
+    worker.turn()
+    assert worker.nixl_wrapper.told() == []
+    worker.step(computed=[Computed("s", 1, 0, ((3, 4),), True)])
+    worker.end_writes()
+    assert worker.nixl_wrapper.told() == [wire.Landed("r-s")]

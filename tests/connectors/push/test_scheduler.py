@@ -1,0 +1,112 @@
+"""The scheduler half without an engine: what it tells the worker half of truncated and of preempted prefills."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from connectors.push import wire
+
+pytestmark = pytest.mark.vllm
+
+SOURCE = {"endpoint": {"engine_id": "P", "host": "host", "port": 1}, "key": "x"}
+
+
+def scheduler(*, mamba: bool) -> Any:
+    pytest.importorskip("vllm")  # takes seconds
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
+
+    from connectors.push.scheduler import PushScheduler
+
+    def init_without_an_engine(self: Any, config: Any, engine_id: str, kv_cache_config: Any) -> None:
+        self.engine_id, self.block_size, self.vllm_config = engine_id, 16, config
+        self.side_channel_host, self.side_channel_port = "host", 1
+        self._is_hma_required = self._has_mamba = mamba
+        self._bounded_replay = self.use_host_buffer = False
+        self._reqs_need_recv, self._reqs_need_save = {}, {}
+        self.get_exchange_clipped_blocks = lambda blocks: blocks
+
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(get_from_extra_config=lambda key, default: default),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        num_prefill_lookahead_tokens=0,
+    )
+    with patch.object(NixlPushConnectorScheduler, "__init__", init_without_an_engine):
+        return PushScheduler(config, "E", SimpleNamespace(transfer_groups=[0]))
+
+
+class Request(SimpleNamespace):
+    def __init__(self, tokens: int, **params: Any) -> None:
+        super().__init__(
+            request_id="x",
+            kv_transfer_params=params,
+            prompt_token_ids=list(range(tokens)),
+            prompt_embeds=None,
+            _all_token_ids=list(range(tokens)),
+            num_prompt_tokens=tokens,
+            num_computed_tokens=0,
+            num_preemptions=0,
+            max_tokens=1,
+            status=None,
+        )
+
+    def get_skip_reading_prefix_cache(self) -> bool:
+        return False
+
+
+def decode_order(tokens: int, *, mamba: bool) -> wire.Register:
+    decode = scheduler(mamba=mamba)
+    request = Request(tokens, do_remote_prefill=True, kv_source=SOURCE)
+    decode.on_new_request(request)
+    loaded, _ = decode.get_num_new_matched_tokens(request, 0)
+    blocks = SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: [[1, 2, 3]])
+    decode.update_state_after_alloc(request, blocks, loaded)
+    (reserved,) = decode._next.reserved
+    assert reserved.order.prompt_tokens == loaded
+    return reserved.order
+
+
+@pytest.mark.parametrize("mamba", [True, False])
+@pytest.mark.parametrize("tokens", [1, 2, 33])
+def test_both_ends_mean_the_same_prompt_also_where_prefill_truncates_it(tokens: int, mamba: bool) -> None:
+    from vllm.v1.request import RequestStatus
+
+    prefill = scheduler(mamba=mamba)
+    request = Request(tokens, do_remote_decode=True)
+    prefill.on_new_request(request)
+    prefill.update_state_after_alloc(request, None, 0)
+    (started,) = prefill._next.started
+    truncated = mamba and tokens > 1
+    assert started.prompt_tokens == tokens - truncated == decode_order(tokens, mamba=mamba).prompt_tokens
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    held, said = prefill.request_finished(request, ([1],))
+    assert held and bool(said and said["prompt_truncated"]) is truncated
+
+
+def test_a_prefill_that_is_preempted_after_its_last_chunk_is_shipped_again() -> None:
+    prefill = scheduler(mamba=False)
+    request = Request(32, do_remote_decode=True)
+    prefill.on_new_request(request)
+    prefill.update_state_after_alloc(request, None, 0)
+
+    def step(tokens: int, blocks: list[int], preempted: set[str] | None = None) -> Any:
+        return prefill.build_connector_meta(
+            SimpleNamespace(
+                kv_connector_block_state=SimpleNamespace(get_block_ids=lambda key: [blocks]),
+                num_scheduled_tokens={"x": tokens} if tokens else {},
+                preempted_req_ids=preempted,
+            )
+        )
+
+    (last,) = step(32, [4, 5]).computed
+    assert last.closed and last.epoch == 0
+    request.num_preemptions = 1
+    assert [(p.key, p.epoch) for p in step(0, [], {"x", "another"}).preempted] == [("x", 1)]
+    (again,) = step(16, [7]).computed
+    assert (again.epoch, again.start, again.blocks, again.closed) == (1, 0, ((7,),), False)
+    request.num_computed_tokens = 16
+    (last,) = step(16, [7, 8]).computed
+    assert (last.epoch, last.start, last.blocks, last.closed) == (1, 1, ((8,),), True)
