@@ -179,5 +179,6 @@ class FakeWorker(PushWorker):
             answer.set_exception(error)
         else:
             self.know(engine, args[2], list(range(args[2])) if args[2] > self.world_size else [self.tp_rank])
+            self.nixl_wrapper.broken -= set(self._remote_agents[engine].values())
             answer.set_result(None)
         return answer

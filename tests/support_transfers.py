@@ -1,5 +1,5 @@
 """A world of engines with both transfer ends in them: fake schedulers, a fake NIXL that delays, drops, reorders and
-fails, and memory that remembers what was written into it. It asserts, on every step, what must never happen.
+fails, links that are cut, and memory that remembers what was written. On every step it asserts what must never happen.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from connectors.push import actions as do
 from connectors.push.actions import Connect, Finish, Send
 from connectors.push.inbound import Inbound
 from connectors.push.outbound import Outbound
-from connectors.push.wire import Computing, Endpoint, Gone, Landed, Register, Unregister
+from connectors.push.wire import Computing, Endpoint, Gone, Landed, Message, Register, Unregister
 
 TIMEOUT_S = 10.0
 MAX_DELAY_S = 5.0  # the network loses what is older, and a WRITE takes no longer
@@ -26,78 +26,136 @@ class Write:
     rank: PrefillRank
     stream: str
     order: Register
+    peer: DecodeRank
     pairs: list[tuple[int, int]]  # (position in the prompt, decode block)
     handle: int
-    over: bool = False
 
     def land(self) -> None:
-        decode = self.rank.world.decodes.get(self.order.decode.engine_id)
-        if decode is None or self.rank.engine.dead:
+        decode = self.peer.engine
+        if decode.dead or self.rank.engine.dead:
             return
         for position, block in self.pairs:
             owner = decode.owner.get(block)
             assert owner == self.order.request, f"WRITE of {self.stream} into block {block} of {decode.name}: {owner}'s"
-            decode.memory[block, self.rank.index] = self.rank.engine.content(self.stream, position)
+            content = self.rank.engine.content(self.stream, position)
+            decode.memory[block, self.rank.index, self.peer.index] = content
 
 
-class PrefillRank:
-    """One worker: an `Outbound` and the part of `PushWorker` that carries out its actions."""
+class Rank:
+    """One worker and its connections, as `connections.py` keeps them. `kept` is told once a connection is made."""
 
-    def __init__(self, world: World, engine: PrefillEngine, index: int) -> None:
+    def __init__(self, world: World, engine: PrefillEngine | DecodeEngine, index: int) -> None:
         self.world, self.engine, self.index = world, engine, index
         self.agent = f"{engine.name}/{index}"
-        self.outbound = Outbound(lease_s=TIMEOUT_S, expect_s=TIMEOUT_S)
         self.connected: set[str] = set()
         self.connecting: set[str] = set()
-        self.undelivered: list[do.Tell] = []
+        self.lost: set[str] = set()
+        self.kept: list[do.Tell] = []
+
+    def peers(self, engine: str) -> list[str]:
+        """Agents of `engine` that this rank has to do with."""
+        raise NotImplementedError
+
+    def run(self, actions: list[Any]) -> None:
+        raise NotImplementedError
+
+    def on_connected(self, engine: str) -> None:
+        raise NotImplementedError
+
+    def connect(self, engine: str) -> None:
+        if engine in self.connecting:
+            return
+        if engine in self.connected:
+            self.on_connected(engine)
+        else:
+            self.connecting.add(engine)
+            self.world.handshakes.append((self, engine))
+
+    def handshaken(self, engine: str, ok: bool) -> None:
+        self.connecting.discard(engine)
+        mine = [tell for tell in self.kept if tell.engine == engine]
+        self.kept = [tell for tell in self.kept if tell.engine != engine]
+        if not ok:
+            self.run(self.end.unreachable(engine, "no answer", self.world.now))
+            return
+        self.connected.add(engine)
+        self.world.broken -= {(self.agent, peer) for peer in self.peers(engine)}
+        for tell in mine:
+            self.tell(tell)
+        self.on_connected(engine)
+
+    def sent(self, engine: str, peer: str, message: Message) -> bool:
+        if engine not in self.connected:
+            return False
+        if (self.agent, peer) in self.world.broken:
+            self.lose(engine)
+            return False
+        self.world.network.append((self, peer, message))
+        return True
+
+    def tell(self, tell: do.Tell) -> None:
+        for peer in self.peers(tell.engine):
+            if tell.peer in (None, peer):
+                again = do.Tell(tell.engine, tell.message, peer)
+                if tell.engine in self.connecting or not self.sent(tell.engine, peer, tell.message):
+                    if tell.engine in self.connecting:
+                        self.kept.append(again)
+
+    def lose(self, engine: str) -> None:
+        if engine in self.connected:
+            self.connected.discard(engine)
+            self.connecting.add(engine)
+            self.lost.add(engine)
+            self.end.forget(engine)
+
+    def mend(self) -> None:
+        for engine in sorted(self.lost):
+            if not self.writes_to(engine):
+                self.lost.discard(engine)
+                self.world.handshakes.append((self, engine))
+
+    def writes_to(self, engine: str) -> bool:
+        return False
+
+
+class PrefillRank(Rank):
+    """An `Outbound` and the part of `PushWorker` that carries out its actions."""
+
+    def __init__(self, world: World, engine: PrefillEngine, index: int) -> None:
+        super().__init__(world, engine, index)
+        self.end = self.outbound = Outbound(lease_s=TIMEOUT_S, expect_s=TIMEOUT_S)
         self.writes: dict[int, Write] = {}
+
+    def peers(self, engine: str) -> list[str]:
+        return [f"{engine}/{index}" for index in self.world.decode_ranks_of(self.index)]
+
+    def writes_to(self, engine: str) -> bool:
+        return self.outbound.writes_to(engine)
 
     def run(self, actions: list[Any]) -> None:
         for action in actions:
             match action:
                 case Connect(peer=peer):
-                    self._connect(peer.engine_id)
+                    self.connect(peer.engine_id)
                 case do.Tell():
-                    self._tell(action)
+                    if isinstance(action.message, Gone):
+                        flying = {write.order.request for write in self.writes.values()}
+                        assert action.message.request not in flying, f"Gone with a WRITE in flight: {action}"
+                    self.tell(action)
                 case do.Post():
                     self._post(action)
                 case do.Release(stream=stream):
                     self.engine.released(stream, self.index)
                 case do.Abandon(handles=handles):
                     for handle in handles:
-                        self.writes.pop(handle).over = True
+                        self.writes.pop(handle)
                 case do.Ended():
                     pass
                 case _:
                     raise AssertionError(action)
 
-    def _connect(self, engine: str) -> None:
-        if engine in self.connected:
-            self.run(self.outbound.connected(engine, self.world.chunkwise, self.world.now))
-        elif engine not in self.connecting:
-            self.connecting.add(engine)
-            self.world.handshakes.append((self, engine))
-
-    def handshaken(self, engine: str, ok: bool) -> None:
-        self.connecting.discard(engine)
-        mine = [tell for tell in self.undelivered if tell.engine == engine]
-        self.undelivered = [tell for tell in self.undelivered if tell.engine != engine]
-        if ok:
-            self.connected.add(engine)
-            for tell in mine:
-                self._tell(tell)
-            self.run(self.outbound.connected(engine, self.world.chunkwise, self.world.now))
-        else:
-            self.run(self.outbound.unreachable(engine, "no answer", self.world.now))
-
-    def _tell(self, tell: do.Tell) -> None:
-        if tell.engine in self.connecting:
-            self.undelivered.append(tell)
-        elif tell.engine in self.connected and tell.peer in (None, tell.engine):
-            if isinstance(tell.message, Gone):
-                for write in self.writes.values():
-                    assert write.order.request != tell.message.request, f"Gone with a WRITE in flight: {tell}"
-            self.world.network.append((self, tell.engine, tell.message))
+    def on_connected(self, engine: str) -> None:
+        self.run(self.outbound.connected(engine, self.world.chunkwise, self.world.now))
 
     def _post(self, post: do.Post) -> None:
         remote = post.order.blocks[0]
@@ -108,17 +166,54 @@ class PrefillRank:
             for offset in range(len(chunk.blocks[0]))
             if chunk.start + offset >= skip
         ]
-        if not pairs:
+        engine = post.order.decode.engine_id
+        peers = self.peers(engine) if pairs else []
+        cut = [peer for peer in peers if (self.agent, peer) in self.world.broken]
+        for peer in peers:
+            if peer not in cut:
+                handle = next(self.world.handles)
+                target = self.world.all_decodes[engine].ranks[int(peer.partition("/")[2])]
+                self.writes[handle] = Write(self, post.stream, post.order, target, pairs, handle)
+                self.outbound.posted(post.stream, handle, self.world.now)
+        if cut:
+            self.lose(engine)
+            self.run(self.outbound.failed(post.stream, "not posted", self.world.now))
+        elif not peers:
             self.run(self.outbound.settle(post.stream, self.world.now))
-            return
-        handle = next(self.world.handles)
-        self.writes[handle] = Write(self, post.stream, post.order, pairs, handle)
-        self.outbound.posted(post.stream, handle, self.world.now)
 
     def end_write(self, write: Write, ok: bool) -> None:
         del self.writes[write.handle]
-        write.over = True
+        if not ok:
+            self.lose(write.order.decode.engine_id)
         self.run(self.outbound.written(write.stream, write.handle, ok, self.world.now))
+        self.mend()
+
+
+class DecodeRank(Rank):
+    """An `Inbound` and the part of `PushWorker` that carries out its actions."""
+
+    def __init__(self, world: World, engine: DecodeEngine, index: int) -> None:
+        super().__init__(world, engine, index)
+        self.end = self.inbound = Inbound(timeout_s=TIMEOUT_S)
+
+    def peers(self, engine: str) -> list[str]:
+        return [f"{engine}/{index}" for index in self.world.prefill_ranks_of(self.index)]
+
+    def run(self, actions: list[Any]) -> None:
+        for action in actions:
+            match action:
+                case Connect(peer=peer):
+                    self.connect(peer.engine_id)
+                case Send(engine=engine, peer=peer, message=message):
+                    if engine in self.connecting or not self.sent(engine, peer, message):
+                        self.run(self.inbound.unsendable(engine, peer, message, self.world.now))
+                case Finish():
+                    self.engine.finished(action, self.index)
+                case _:
+                    raise AssertionError(action)
+
+    def on_connected(self, engine: str) -> None:
+        self.run(self.inbound.connected(engine, tuple(self.peers(engine)), self.world.now))
 
 
 @dataclass
@@ -135,8 +230,8 @@ class Prefill:
 
 class PrefillEngine:
     def __init__(self, world: World, name: str, ranks: int) -> None:
-        self.world, self.name = world, name
-        self.dead = False
+        self.world, self.name, self.dead = world, name, False
+        self.endpoint = Endpoint(name, "host", 2, ranks)
         self.ranks = [PrefillRank(world, self, index) for index in range(ranks)]
         self.requests: dict[str, Prefill] = {}
 
@@ -185,19 +280,17 @@ class PrefillEngine:
 
 
 class DecodeEngine:
-    """One rank: an `Inbound`, a block pool, and memory."""
+    """A block pool, memory, and an `Inbound` per rank: a request ends when it has ended on every rank."""
 
-    def __init__(self, world: World, name: str) -> None:
-        self.world, self.name = world, name
-        self.endpoint = Endpoint(name, "host", 1)
-        self.inbound = Inbound(timeout_s=TIMEOUT_S)
+    def __init__(self, world: World, name: str, ranks: int) -> None:
+        self.world, self.name, self.dead = world, name, False
+        self.endpoint = Endpoint(name, "host", 1, ranks)
+        self.ranks = [DecodeRank(world, self, index) for index in range(ranks)]
         self.free = list(range(DECODE_BLOCKS))
         self.owner: dict[int, str] = {}
-        self.memory: dict[tuple[int, int], object] = {}
+        self.memory: dict[tuple[int, int, int], object] = {}  # (block, prefill rank, decode rank)
         self.waiting: dict[str, Register] = {}
-        self.outcomes: dict[str, bool] = {}
-        self.connected: set[str] = set()
-        self.connecting: set[str] = set()
+        self.ended_on: dict[str, dict[int, bool]] = {}
 
     def reserve(self, request: str, stream: str, total: int, cached: int, source: PrefillEngine) -> bool:
         needed = total - cached
@@ -206,54 +299,35 @@ class DecodeEngine:
         blocks = [self.free.pop(0) for _ in range(needed)]
         for block in blocks:
             self.owner[block] = request
-            for rank in source.ranks:
-                self.memory[block, rank.index] = "garbage"
+            for pair in self.world.rank_pairs():
+                self.memory[block, *pair] = "garbage"
         order = Register(stream, request, self.endpoint, [blocks], total)
-        self.waiting[request] = order
-        self.run(self.inbound.register(order, Endpoint(source.name, "host", 2), self.world.now))
+        self.waiting[request], self.ended_on[request] = order, {}
+        for rank in self.ranks:
+            rank.run(rank.inbound.register(order, source.endpoint, self.world.now))
         return True
 
     def disown(self, request: str, stream: str, source: PrefillEngine) -> None:
         order = Unregister(stream, request, self.endpoint)
-        self.run(self.inbound.disown(order, Endpoint(source.name, "host", 2), self.world.now))
+        for rank in self.ranks:
+            rank.run(rank.inbound.disown(order, source.endpoint, self.world.now))
 
-    def run(self, actions: list[Any]) -> None:
-        for action in actions:
-            match action:
-                case Connect(peer=peer):
-                    self._connect(peer.engine_id)
-                case Send(peer=peer, message=message):
-                    self.world.network.append((self, peer, message))
-                case Finish():
-                    self._finished(action)
-                case _:
-                    raise AssertionError(action)
+    def abort(self, request: str) -> None:
+        for rank in self.ranks:
+            rank.run(rank.inbound.withdraw(request, "aborted", self.world.now))
 
-    def _connect(self, engine: str) -> None:
-        if engine in self.connected:
-            self.handshaken(engine, True)
-        elif engine not in self.connecting:
-            self.connecting.add(engine)
-            self.world.handshakes.append((self, engine))
-
-    def handshaken(self, engine: str, ok: bool) -> None:
-        self.connecting.discard(engine)
-        if ok:
-            self.connected.add(engine)
-            agents = tuple(rank.agent for rank in self.world.prefills[engine].ranks)
-            self.run(self.inbound.connected(engine, agents, self.world.now))
-        else:
-            self.run(self.inbound.unreachable(engine, "no answer", self.world.now))
-
-    def _finished(self, finish: Finish) -> None:
-        assert finish.request not in self.outcomes, f"{finish.request} finished twice"
+    def finished(self, finish: Finish, rank: int) -> None:
+        ended = self.ended_on[finish.request]
+        assert rank not in ended, f"{finish.request} finished twice on rank {rank}"
+        ended[rank] = finish.ok
+        if len(ended) < len(self.ranks):
+            return
         order = self.waiting.pop(finish.request)
-        self.outcomes[finish.request] = finish.ok
         skip = order.prompt_tokens - len(order.blocks[0])
         for offset, block in enumerate(order.blocks[0]):
-            if finish.ok:
-                for rank in range(self.world.ranks):
-                    found = self.memory[block, rank]
+            if all(ended.values()):
+                for pair in self.world.rank_pairs():
+                    found = self.memory[block, *pair]
                     assert found == (order.stream, skip + offset), f"{finish.request} decodes from {found}"
             # Given back at once, and taken by the next request: the harshest reuse.
             del self.owner[block]
@@ -261,15 +335,38 @@ class DecodeEngine:
 
 
 class World:
-    def __init__(self, *, ranks: int = 1, chunkwise: bool = True) -> None:
+    def __init__(self, *, ranks: tuple[int, int] = (1, 1), chunkwise: bool = True) -> None:
+        """`ranks`: of a prefill and of a decode engine. Unequal ones push whole prompts."""
         self.now = 0.0
-        self.ranks, self.chunkwise = ranks, chunkwise
+        self.ranks, self.chunkwise = ranks, chunkwise and ranks[0] == ranks[1]
         self.handles = itertools.count(1)
-        self.network: list[tuple[Any, str, Any]] = []  # (sender, recipient agent, message)
-        self.handshakes: list[tuple[Any, str]] = []
-        self.prefills = {name: PrefillEngine(self, name, ranks) for name in ("P0", "P1")}
-        self.decodes = {name: DecodeEngine(self, name) for name in ("D0", "D1")}
+        self.network: list[tuple[Rank, str, Message]] = []  # (sender, recipient agent, message)
+        self.handshakes: list[tuple[Rank, str]] = []
+        self.broken: set[tuple[str, str]] = set()  # agents whose connection fails, from the first to the second
+        self.prefills = {name: PrefillEngine(self, name, ranks[0]) for name in ("P0", "P1")}
+        self.all_decodes = {name: DecodeEngine(self, name, ranks[1]) for name in ("D0", "D1")}
         self.unannounced: list[str] = []
+
+    @property
+    def decodes(self) -> dict[str, DecodeEngine]:
+        return {name: decode for name, decode in self.all_decodes.items() if not decode.dead}
+
+    def engines(self) -> list[PrefillEngine | DecodeEngine]:
+        return [engine for engine in [*self.prefills.values(), *self.decodes.values()] if not engine.dead]
+
+    def living(self) -> list[Rank]:
+        return [rank for engine in self.engines() for rank in engine.ranks]
+
+    def rank_pairs(self) -> list[tuple[int, int]]:
+        """(prefill rank, decode rank) that hold the same heads."""
+        theirs, ours = self.ranks
+        return [(i * theirs // max(self.ranks), i * ours // max(self.ranks)) for i in range(max(self.ranks))]
+
+    def decode_ranks_of(self, prefill_rank: int) -> list[int]:
+        return [decode for prefill, decode in self.rank_pairs() if prefill == prefill_rank]
+
+    def prefill_ranks_of(self, decode_rank: int) -> list[int]:
+        return [prefill for prefill, decode in self.rank_pairs() if decode == decode_rank]
 
     def writes(self) -> list[Write]:
         ranks = [rank for engine in self.prefills.values() if not engine.dead for rank in engine.ranks]
@@ -277,41 +374,46 @@ class World:
 
     def deliver(self, index: int) -> None:
         sender, recipient, message = self.network.pop(index)
-        if isinstance(message, Register | Unregister):
-            engine, _, rank = recipient.partition("/")
-            target = self.prefills[engine]
-            if not target.dead:
-                outbound = target.ranks[int(rank)]
-                event = outbound.outbound.register if isinstance(message, Register) else outbound.outbound.unregister
-                outbound.run(event(message, sender.name, self.now))
-        elif (decode := self.decodes.get(recipient)) is not None:
-            if isinstance(message, Landed):
-                decode.run(decode.inbound.landed(message.request, sender.agent, self.now))
-            elif isinstance(message, Computing):
-                decode.run(decode.inbound.computing(message.request, sender.agent, self.now))
-            else:
-                decode.run(decode.inbound.gone(message.request, sender.agent, message.why, self.now))
+        name, _, number = recipient.partition("/")
+        engine = self.prefills.get(name) or self.all_decodes[name]
+        if engine.dead:
+            return
+        rank = engine.ranks[int(number)]
+        match message:
+            case Register():
+                rank.run(rank.end.register(message, sender.agent, self.now))
+            case Unregister():
+                rank.run(rank.end.unregister(message, sender.agent, self.now))
+            case Landed():
+                rank.run(rank.end.landed(message.request, sender.agent, self.now))
+            case Computing():
+                rank.run(rank.end.computing(message.request, sender.agent, self.now))
+            case Gone():
+                rank.run(rank.end.gone(message.request, sender.agent, message.why, self.now))
+        rank.mend()
 
     def shake(self, index: int, ok: bool) -> None:
-        side, engine = self.handshakes.pop(index)
-        alive = not self.prefills[engine].dead if engine in self.prefills else engine in self.decodes
-        if isinstance(side, PrefillRank) and side.engine.dead:
-            return
-        if isinstance(side, DecodeEngine) and side.name not in self.decodes:
-            return
-        side.handshaken(engine, ok and alive)
+        rank, engine = self.handshakes.pop(index)
+        peer = self.prefills.get(engine) or self.all_decodes[engine]
+        if not rank.engine.dead:
+            rank.handshaken(engine, ok and not peer.dead)
+            rank.mend()
+
+    def cut(self, prefill: str, decode: str) -> None:
+        """Both engines live, but what connects them does not. Messages on their way are lost."""
+        pairs = [(f"{prefill}/{mine}", f"{decode}/{theirs}") for mine, theirs in self.rank_pairs()]
+        links = {*pairs, *((theirs, mine) for mine, theirs in pairs)}
+        self.broken |= links
+        self.network = [one for one in self.network if (one[0].agent, one[1]) not in links]
 
     def tick(self, seconds: float) -> None:
         if seconds > MAX_DELAY_S:
             self.network.clear()
             self.end_writes()
         self.now += seconds
-        for decode in self.decodes.values():
-            decode.run(decode.inbound.tick(self.now))
-        for engine in self.prefills.values():
-            if not engine.dead:
-                for rank in engine.ranks:
-                    rank.run(rank.outbound.tick(self.now))
+        for rank in self.living():
+            rank.run(rank.end.tick(self.now))
+            rank.mend()
 
     def end_writes(self) -> None:
         while writes := self.writes():
@@ -319,18 +421,13 @@ class World:
             writes[0].rank.end_write(writes[0], ok=True)
 
     def kill(self, name: str) -> None:
-        if name in self.prefills:
-            self.prefills[name].dead = True
-        else:
-            del self.decodes[name]
+        (self.prefills.get(name) or self.all_decodes[name]).dead = True
         self.unannounced.append(name)
 
-    def announce(self, name: str) -> None:
-        for decode in self.decodes.values():
-            decode.run(decode.inbound.declared_dead(name, self.now))
-        for engine in self.prefills.values():
-            for rank in engine.ranks if not engine.dead else []:
-                rank.run(rank.outbound.declared_dead(name, self.now))
+    def announce(self, name: str, to: str = "PD") -> None:
+        for rank in self.living():
+            if rank.agent[0] in to and rank.engine.name != name:
+                rank.run(rank.end.declared_dead(name, self.now))
 
     def settle(self) -> None:
         """Let everything that was begun come to its end; then nothing may be left anywhere."""
@@ -353,13 +450,11 @@ class World:
     def check_empty(self) -> None:
         for decode in self.decodes.values():
             assert not decode.waiting, f"{decode.name} waits for {list(decode.waiting)}"
-            assert not decode.inbound.busy and not decode.owner
-            assert len(decode.free) == DECODE_BLOCKS
+            assert not decode.owner and len(decode.free) == DECODE_BLOCKS
+        assert not self.writes()
         for engine in self.prefills.values():
-            if engine.dead:
-                continue
-            assert not self.writes()
             for stream, request in engine.requests.items():
-                assert not request.unreleased, f"{engine.name} still holds the blocks of {stream}"
-            for rank in engine.ranks:
-                assert not rank.outbound.busy, f"{rank.agent} still keeps streams"
+                assert engine.dead or not request.unreleased, f"{engine.name} still holds the blocks of {stream}"
+        for rank in self.living():
+            assert not rank.end.busy, f"{rank.agent} is still busy"
+            assert not rank.lost and not rank.kept

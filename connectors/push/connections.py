@@ -63,7 +63,10 @@ class Connections(NixlPushConnectorWorker):
         self._connecting: set[str] = set()
         self._unwritable: dict[str, str] = {}  # connected for messages only, and why
         self._to_forget: set[str] = set()
+        self._endpoints: dict[str, wire.Endpoint] = {}  # of engines that are connected, or being so
+        self._lost: set[str] = set()  # connected anew as soon as no WRITE uses the old connection
         self._undelivered: dict[str, list[tuple[str | None, wire.Message]]] = {}
+        self._abandoned: list[tuple[str, Any]] = []  # (engine, NIXL handle) of WRITEs that do not end
         self._shipped: dict[str, dict[int, int]] = {}  # decode request -> position -> block, to verify
         self._agents_lock = threading.Lock()
         self._handshake_initiation_executor.shutdown(wait=False)
@@ -103,24 +106,31 @@ class Connections(NixlPushConnectorWorker):
     # ---- messages ----------------------------------------------------------------------------------------------
 
     def _send(self, engine: str, agent: str, message: wire.Message) -> None:
+        if engine in self._connecting or not self._sent(engine, agent, message):
+            self._run(functools.partial(self._inbound.unsendable, engine, agent, message))
+
+    def _tell(self, engine: str, message: wire.Message, agent: str | None) -> None:
+        if engine in self._connecting:
+            self._keep(engine, agent, message)
+            return
+        for name in self._agents(engine):
+            if (agent is None or agent == name) and not self._sent(engine, name, message):
+                self._keep(engine, name, message)
+
+    def _keep(self, engine: str, agent: str | None, message: wire.Message) -> None:
+        waiting = self._undelivered.setdefault(engine, [])
+        if len(waiting) < _UNDELIVERED_MAX:
+            waiting.append((agent, message))
+
+    def _sent(self, engine: str, agent: str, message: wire.Message) -> bool:
         self._engine_last_active[engine] = time.perf_counter()
         try:
             self.nixl_wrapper.send_notif(agent, notif_msg=wire.pack(message))
         except Exception as error:
-            # Repeated where it matters (Unregister); elsewhere the other side's deadline covers it.
-            logger.warning("KV message %s to %s was not sent: %s", type(message).__name__, engine, error)
             self._records.put(lambda s: s.record_failed_notification())
-            self._run(functools.partial(self._inbound.unsendable, engine, agent))
-
-    def _tell(self, engine: str, message: wire.Message, agent: str | None) -> None:
-        if engine in self._connecting:
-            waiting = self._undelivered.setdefault(engine, [])
-            if len(waiting) < _UNDELIVERED_MAX:
-                waiting.append((agent, message))
-            return
-        for name in self._agents(engine):
-            if agent is None or agent == name:
-                self._send(engine, name, message)
+            self._lose(engine, f"{type(message).__name__}: {error}")
+            return False
+        return True
 
     def _receive(self) -> None:
         for agent, notifications in self.nixl_wrapper.get_new_notifs().items():
@@ -174,13 +184,24 @@ class Connections(NixlPushConnectorWorker):
     def _connect(self, peer: wire.Endpoint) -> None:
         if peer.engine_id not in self._connecting:
             self._connecting.add(peer.engine_id)
+            self._endpoints[peer.engine_id] = peer
             # Full handshakes wherever possible: today's decode peer writes to us once roles have changed.
             self._handshake(peer, messages_only=peer.pp_size > 1)
 
     def _handshake(self, peer: wire.Endpoint, messages_only: bool) -> None:
-        future = self._ensure_handshake(
-            peer.engine_id, peer.host, peer.port, peer.tp_size, pp_size=peer.pp_size, notif_agents_only=messages_only
-        )
+        try:
+            future = self._ensure_handshake(
+                peer.engine_id,
+                peer.host,
+                peer.port,
+                peer.tp_size,
+                pp_size=peer.pp_size,
+                notif_agents_only=messages_only,
+            )
+        except Exception as error:
+            logger.exception("no handshake with %s", peer.engine_id)
+            self._run(functools.partial(self._on_unreachable, peer.engine_id, f"no handshake: {error}"))
+            return
         if future is None:
             self._run(functools.partial(self._on_connected, peer.engine_id))
         else:
@@ -189,10 +210,12 @@ class Connections(NixlPushConnectorWorker):
     def _handshake_done(self, peer: wire.Endpoint, messages_only: bool, future: Future[Any]) -> None:
         error = future.exception()
         if error is None:
+            if not messages_only:
+                self._unwritable.pop(peer.engine_id, None)
             self._submit(functools.partial(self._on_connected, peer.engine_id))
             return
         why = str(error) or type(error).__name__
-        if messages_only or isinstance(error, zmq.Again):
+        if messages_only or isinstance(error, zmq.ZMQError) or type(error).__module__.startswith("nixl"):
             self._submit(functools.partial(self._on_unreachable, peer.engine_id, why))
         else:
             # It answers, but we cannot write to its memory layout. It may be able to write to ours, and must be told
@@ -230,16 +253,41 @@ class Connections(NixlPushConnectorWorker):
     def _on_unreachable(self, engine: str, why: str, now: float) -> Iterable[Any]:
         self._connecting.discard(engine)
         self._undelivered.pop(engine, None)
+        self._unwritable.pop(engine, None)
+        self._endpoints.pop(engine, None)
         return [*self._inbound.unreachable(engine, why, now), *self._outbound.unreachable(engine, why, now)]
 
     def _on_dead(self, engine: str, now: float) -> Iterable[Any]:
         self._to_forget.add(engine)
         return [*self._inbound.declared_dead(engine, now), *self._outbound.declared_dead(engine, now)]
 
+    def _lose(self, engine: str, why: str) -> None:
+        """A message or a WRITE to it failed: its agents stay broken for ever, even when the link is whole again."""
+        if engine in self._connecting or engine not in self._endpoints:
+            return
+        logger.warning("KV link to %s failed (%s); it is made anew", engine, why)
+        self._connecting.add(engine)
+        self._lost.add(engine)
+        self._inbound.forget(engine)
+        self._outbound.forget(engine)
+
+    def _mend_lost(self) -> None:
+        """Drops NIXL's state of lost engines that no WRITE uses any more, and connects anew."""
+        for engine in [engine for engine in self._lost if not self._writes_to(engine)]:
+            self._lost.discard(engine)
+            self._connecting.discard(engine)
+            peer = self._endpoints[engine]
+            if engine in self._remote_agents:
+                self._cleanup_remote_engine(engine)
+            self._connect(peer)
+
+    def _writes_to(self, engine: str) -> bool:
+        return self._outbound.writes_to(engine) or any(owner == engine for owner, _ in self._abandoned)
+
     def _forget_dead(self) -> None:
         """Drops NIXL's state of dead engines once nothing refers to it."""
         for engine in self._to_forget - self._engines_with_inflight_transfers():
-            if engine in self._connecting or self._abandoned:
+            if engine in self._connecting or self._writes_to(engine):
                 continue
             self._to_forget.discard(engine)
             if engine in self._remote_agents:
@@ -252,6 +300,7 @@ class Connections(NixlPushConnectorWorker):
     def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
         super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
         self._unwritable.pop(engine_id, None)
+        self._endpoints.pop(engine_id, None)
         self._inbound.forget(engine_id)
         self._outbound.forget(engine_id)
 

@@ -7,6 +7,7 @@ when no WRITE can land in them any more.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Union
 
@@ -14,11 +15,12 @@ import msgspec
 
 from connectors.push.actions import Connect, Finish, Send
 from connectors.push.states import INBOX, INBOX_ENDS, Inbox, InboxEvent
-from connectors.push.wire import Endpoint, Register, Unregister
+from connectors.push.wire import Endpoint, Message, Register, Unregister
 
 Action = Union[Connect, Send, Finish]
 
 _RESEND_MAX_S = 4.0
+_REPEATS = 8  # of a registration within its time, while no answer comes: a cut link may have swallowed either
 
 
 @dataclass
@@ -30,6 +32,7 @@ class _Waiting:
     silent: bool = False  # it holds no blocks here, so nobody is told how it ends
     why: str = ""
     unanswered: set[str] = field(default_factory=set)  # peers that may still WRITE
+    registered: Counter[str] = field(default_factory=Counter)  # registrations that have left, by peer
     refused: bool = False
     resend_s: float = 0.5  # doubles with each repeat
     resend_at: float = 0.0
@@ -104,6 +107,8 @@ class Inbound:
         for waiting in self._of(engine):
             if waiting.state is Inbox.CONNECTING:
                 actions += self._announce(waiting, peers, now)
+            else:  # again: what was sent before, or its answer, may be lost
+                actions += self._repeat(waiting, now)
         return actions
 
     def unreachable(self, engine: str, why: str, now: float) -> list[Action]:
@@ -124,7 +129,7 @@ class Inbound:
         return self.unreachable(engine, why, now) + sends
 
     def forget(self, engine: str) -> None:
-        """The connection was unused, and dropped. The next registration connects again."""
+        """The connection was dropped: it was unused, or the link is cut. The next message connects again."""
         self._peers.pop(engine, None)
 
     def computing(self, request: str, peer: str, now: float) -> list[Action]:
@@ -133,8 +138,7 @@ class Inbound:
         if waiting is None or waiting.state is not Inbox.REGISTERED or peer not in waiting.unanswered:
             return []
         waiting.deadline = now + self._timeout_s
-        order = msgspec.structs.replace(waiting.order, valid_s=self._timeout_s)
-        return [Send(waiting.source.engine_id, peer, order)]
+        return self._ask_for_kv(waiting, {peer}, now)
 
     def landed(self, request: str, peer: str, now: float) -> list[Action]:
         return self._answer(request, peer, now, refused=False, why="")
@@ -144,7 +148,7 @@ class Inbound:
 
     def declared_dead(self, engine: str, now: float) -> list[Action]:
         """The fleet says that `engine` is dead. Peers are asked to stop, and have `grace_s` to show that they live."""
-        self._dead[engine] = now + self._dead_s
+        self._dead = {name: until for name, until in self._dead.items() if now < until} | {engine: now + self._dead_s}
         why = f"prefill engine {engine} is dead"
         actions: list[Action] = []
         for waiting in self._of(engine):
@@ -152,10 +156,10 @@ class Inbound:
             waiting.give_up_at = min(waiting.give_up_at or now + self._grace_s, now + self._grace_s)
         return actions
 
-    def unsendable(self, engine: str, peer: str, now: float) -> list[Action]:
-        """A message to `peer` could not be sent. If its engine was declared dead, this proves it."""
+    def unsendable(self, engine: str, peer: str, message: Message, now: float) -> list[Action]:
+        """`message` could not be sent to `peer`. If its engine was declared dead, this proves it."""
         if engine not in self._dead:
-            return []
+            return self._unsent(peer, message, now)
         actions: list[Action] = []
         for waiting in self._of(engine):
             if peer in waiting.unanswered:
@@ -171,10 +175,12 @@ class Inbound:
                     why = "the prefill engine does not answer"
                     actions += self._apply(waiting, InboxEvent.PEER_DEAD, now, why)
                 elif now >= waiting.resend_at:
-                    actions += self._ask_to_stop(waiting, now)
+                    actions += self._repeat(waiting, now)
             elif now >= waiting.deadline:
                 why = f"neither KV nor news of its prefill for {self._timeout_s:g} s"
                 actions += self._apply(waiting, InboxEvent.WITHDRAW, now, why)
+            elif waiting.state is Inbox.REGISTERED and now >= waiting.resend_at:
+                actions += self._repeat(waiting, now)
         return actions
 
     # ---- inside ------------------------------------------------------------------------------------------------
@@ -201,16 +207,40 @@ class Inbound:
         if waiting.silent:
             return actions + self._apply(waiting, InboxEvent.WITHDRAW, now, "not needed")
         # The registration leaves only now: no peer can know these blocks before.
+        return actions + self._ask_for_kv(waiting, waiting.unanswered, now)
+
+    def _repeat(self, waiting: _Waiting, now: float) -> list[Action]:
+        """What was asked is asked again until it is answered. Both questions are idempotent."""
+        if waiting.source.engine_id not in self._peers:
+            waiting.resend_at = now + waiting.resend_s
+            return [Connect(waiting.source)]
+        if waiting.state is Inbox.WITHDRAWING:
+            return self._ask_to_stop(waiting, now)
+        return self._ask_for_kv(waiting, waiting.unanswered, now)
+
+    def _ask_for_kv(self, waiting: _Waiting, peers: set[str], now: float) -> list[Action]:
+        waiting.resend_at = now + self._timeout_s / _REPEATS
+        waiting.registered.update(peers)
         order = msgspec.structs.replace(waiting.order, valid_s=max(0.0, waiting.deadline - now))
-        return actions + [Send(waiting.source.engine_id, peer, order) for peer in peers]
+        return [Send(waiting.source.engine_id, peer, order) for peer in sorted(peers)]
 
     def _ask_to_stop(self, waiting: _Waiting, now: float) -> list[Action]:
-        # Sent until it is answered: a peer that restarts its connection may lose one. The answer is idempotent.
         waiting.resend_at = now + waiting.resend_s
         waiting.resend_s = min(2 * waiting.resend_s, _RESEND_MAX_S)
         order = waiting.order
         message = Unregister(order.stream, order.request, order.decode)
         return [Send(waiting.source.engine_id, peer, message) for peer in sorted(waiting.unanswered)]
+
+    def _unsent(self, peer: str, message: Message, now: float) -> list[Action]:
+        """Where no registration has left, no WRITE can come: such a request waits for the connection again."""
+        waiting = self._waiting.get(message.request)
+        if waiting is None or not isinstance(message, Register):
+            return []
+        waiting.registered[peer] -= 1
+        if any(waiting.registered.values()):
+            return []
+        self._apply(waiting, InboxEvent.UNSENT, now, "")
+        return [Connect(waiting.source)] if waiting.state is Inbox.CONNECTING else []
 
     def _answer(self, request: str, peer: str, now: float, *, refused: bool, why: str) -> list[Action]:
         waiting = self._waiting.get(request)

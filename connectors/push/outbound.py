@@ -180,8 +180,11 @@ class Outbound:
             actions += self._apply(stream, StreamEvent.GIVE_UP, now, f"decode engine {engine} is unreachable: {why}")
         return actions
 
+    def writes_to(self, engine: str) -> bool:
+        return any(stream.inflight for stream in self._to(engine))
+
     def forget(self, engine: str) -> None:
-        """The connection was unused, and dropped. The next stream connects again."""
+        """The connection was dropped: it was unused, or the link is cut. The next stream connects again."""
         self._connected.pop(engine, None)
 
     def posted(self, key: str, handle: Any, now: float) -> None:

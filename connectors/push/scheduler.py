@@ -240,7 +240,8 @@ class PushScheduler(NixlPushConnectorScheduler):
     def fail_engine(self, engine_id: str) -> None:
         """The fleet says that `engine_id` is dead. The next step, which this makes happen, tells the worker half."""
         if engine_id != self.engine_id and not self._is_dead(engine_id):
-            self._dead[engine_id] = time.monotonic() + _DEAD_S
+            now = time.monotonic()
+            self._dead = {name: until for name, until in self._dead.items() if now < until} | {engine_id: now + _DEAD_S}
             self._next.dead_engines.append(engine_id)
 
     def _is_dead(self, engine_id: str) -> bool:

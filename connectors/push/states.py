@@ -20,6 +20,7 @@ class Inbox(enum.Enum):
 
 class InboxEvent(enum.Enum):
     SENT = "sent"  # the registration left
+    UNSENT = "unsent"  # it did not leave after all, to any peer: the link is cut
     UNREACHABLE = "unreachable"  # it cannot leave
     ALL_LANDED = "all_landed"  # every peer has said so
     ALL_ANSWERED = "all_answered"  # every peer has answered, some with "gone"
@@ -32,6 +33,7 @@ INBOX: dict[tuple[Inbox, InboxEvent], Inbox] = {
     (Inbox.CONNECTING, InboxEvent.SENT): Inbox.REGISTERED,
     (Inbox.CONNECTING, InboxEvent.UNREACHABLE): Inbox.FAILED,
     (Inbox.CONNECTING, InboxEvent.WITHDRAW): Inbox.FAILED,
+    (Inbox.REGISTERED, InboxEvent.UNSENT): Inbox.CONNECTING,
     (Inbox.REGISTERED, InboxEvent.ALL_LANDED): Inbox.RECEIVED,
     (Inbox.REGISTERED, InboxEvent.ALL_ANSWERED): Inbox.FAILED,
     (Inbox.REGISTERED, InboxEvent.REFUSED): Inbox.WITHDRAWING,

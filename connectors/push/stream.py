@@ -86,7 +86,8 @@ class PushStream:
         if self.valid_until is None and self.order is not order:
             return  # it ran out, and the stream was given up for that
         self.valid_until = max(self.valid_until or 0.0, now + order.valid_s)
-        self.registered_at, self.renew_at = now, now + _RENEW_AFTER * order.valid_s
+        if self.order is None or order.valid_s >= self.order.valid_s:  # a repeat postpones nothing
+            self.registered_at, self.renew_at = now, now + _RENEW_AFTER * order.valid_s
 
     def account(self, ok: bool, now: float) -> Ended:
         """What the statistics record at its end."""

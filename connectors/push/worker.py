@@ -41,8 +41,7 @@ class PushWorker(Connections):
         self._drafts = vllm_config.speculative_config is not None
         self.news = threading.Event()  # set with every result, for an engine loop that waits instead of polling
         self._results: queue.SimpleQueue[do.Finish | do.Release] = queue.SimpleQueue()
-        self._writes: dict[int, tuple[str, Any]] = {}  # handle number -> (stream, NIXL handle)
-        self._abandoned: list[Any] = []
+        self._writes: dict[int, tuple[str, str, Any]] = {}  # handle number -> (engine, stream, NIXL handle)
         self._handle_count = 0
         self._layers: dict[str, int] = {}  # layer name -> region, in layer mode
         self._layers_seen: set[int] = set()
@@ -178,6 +177,7 @@ class PushWorker(Connections):
                         self._run(self._outbound.stepped)
                     self._run(self._inbound.tick)
                     self._run(self._outbound.tick)
+                    self._mend_lost()
                     self._forget_dead()
             except Exception:
                 logger.exception("KV transfer: unexpected error; the writer goes on")
@@ -213,9 +213,9 @@ class PushWorker(Connections):
                 self._report(action)
             case do.Post():
                 self._post(action)
-            case do.Abandon(handles=handles):
+            case do.Abandon(engine=engine, handles=handles):
                 for number in handles:
-                    self._abandoned.append(self._writes.pop(number)[1])
+                    self._abandoned.append((engine, self._writes.pop(number)[2]))
             case do.Ended():
                 self._account(action)
             case _:
@@ -245,19 +245,21 @@ class PushWorker(Connections):
             chunkwise = writer.takes_chunks(self, engine)
             for handle in (writer.post_chunks if chunkwise else writer.post_whole)(self, post):
                 self._handle_count += 1
-                self._writes[self._handle_count] = (post.stream, handle)
+                self._writes[self._handle_count] = (engine, post.stream, handle)
                 self._outbound.posted(post.stream, self._handle_count, time.monotonic())
             if self.options.verify and chunkwise:
                 self._shipped.setdefault(post.order.request, {}).update(writer.shipped_blocks(post))
         except Exception as error:
             why = f"the WRITE could not be posted: {error}"
+            if not isinstance(error, writer.LayoutError):
+                self._lose(engine, why)
         if why:
             self._run(functools.partial(self._outbound.failed, post.stream, why))
         elif len(self._writes) == posted:
             self._run(functools.partial(self._outbound.settle, post.stream))
 
     def _poll_writes(self) -> None:
-        for number, (stream, handle) in list(self._writes.items()):
+        for number, (engine, stream, handle) in list(self._writes.items()):
             try:
                 state = self.nixl_wrapper.check_xfer_state(handle)
             except Exception as error:
@@ -265,6 +267,8 @@ class PushWorker(Connections):
                 state = "ERR"
             if state == "PROC":
                 continue
+            if state != "DONE":
+                self._lose(engine, f"a WRITE ended as {state}")
             telemetry = self._telemetry(handle) if state == "DONE" else None
             if not self._let_go(handle):
                 continue  # not proven to be over: it counts as in flight until then
@@ -276,7 +280,7 @@ class PushWorker(Connections):
                 self._records.put(lambda s: s.record_failed_transfer())
             # Behind a preemption that came in first: what it has read since may be another request's.
             self._submit(functools.partial(self._outbound.written, stream, number, ok))
-        self._abandoned = [handle for handle in self._abandoned if not self._let_go(handle)]
+        self._abandoned = [(engine, handle) for engine, handle in self._abandoned if not self._let_go(handle)]
 
     def _telemetry(self, handle: Any) -> Any:
         try:
@@ -298,6 +302,6 @@ class PushWorker(Connections):
         self._push_writer_wake.set()
         if self._push_writer_thread is not None:
             self._push_writer_thread.join(timeout=2)
-        for _, handle in getattr(self, "_writes", {}).values():
+        for _, _, handle in getattr(self, "_writes", {}).values():
             self._let_go(handle)
         super().shutdown()

@@ -116,7 +116,8 @@ def post_chunks(worker: NixlPushConnectorWorker, post: Post) -> list[Any]:
 def post_whole(worker: NixlPushConnectorWorker, post: Post) -> Iterator[Any]:
     """WRITEs of the whole prompt by vLLM's own plan, which handles unequal block sizes, ranks and cache groups.
 
-    Yields those that are in flight, and then raises LayoutError where others could not be posted.
+    Yields those that are in flight, and then raises ConnectionError where others could not be posted. Raises
+    LayoutError.
     """
     engine = post.order.decode.engine_id
     their_ratio = worker.transfer_topo.get_engine_info(engine).remote_physical_blocks_per_logical
@@ -146,7 +147,7 @@ def post_whole(worker: NixlPushConnectorWorker, post: Post) -> Iterator[Any]:
         worker._send_failures.discard(post.stream)
     yield from handles
     if failed:
-        raise LayoutError("vLLM could not post a WRITE; see the log above")
+        raise ConnectionError("vLLM could not post a WRITE; see the log above")
 
 
 def shipped_blocks(post: Post) -> dict[int, int]:

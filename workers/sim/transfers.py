@@ -178,7 +178,7 @@ class SimTransfers:
                     self._connections.connect(peer)
                 case do.Send(engine=engine, peer=peer, message=message):
                     if not self._connections.send(engine, message):
-                        self._carry_out(self._inbound.unsendable(engine, peer, time.monotonic()))
+                        self._carry_out(self._inbound.unsendable(engine, peer, message, time.monotonic()))
                 case do.Tell(engine=engine, message=message):
                     self._connections.send(engine, message)
                 case do.Post():

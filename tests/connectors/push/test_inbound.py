@@ -61,14 +61,14 @@ def test_kv_that_crosses_the_withdrawal_is_received(end: Inbound) -> None:
 
 
 def test_waiting_has_a_deadline(end: Inbound) -> None:
-    assert end.tick(9.9) == []
+    assert BACK not in [action.message for action in end.tick(9.9)]
     assert end.tick(10.0) == [Send("P", "P/0", BACK), Send("P", "P/1", BACK)]
 
 
 def test_a_prefill_that_goes_on_is_waited_for_as_long_as_it_says_so(end: Inbound) -> None:
     again = Register("s", "r", HERE, [[1, 2]], 50, valid_s=10)
     assert end.computing("r", "P/1", 8.0) == [Send("P", "P/1", again)]
-    assert end.tick(17.9) == []
+    assert BACK not in [action.message for action in end.tick(17.9)]
     assert end.computing("r", "P/0", 17.9) == [Send("P", "P/0", again)]
     assert end.tick(27.9) == [Send("P", "P/0", BACK), Send("P", "P/1", BACK)]
     assert end.computing("r", "P/0", 28.0) == []  # too late: it has been withdrawn
@@ -99,9 +99,44 @@ def test_a_peer_declared_dead_has_a_moment_to_show_that_it_lives(end: Inbound) -
 
 
 def test_a_message_that_cannot_be_sent_is_the_proof_of_a_declared_death(end: Inbound) -> None:
-    assert end.unsendable("P", "P/1", 1.0) == []  # the network alone proves nothing
+    assert end.unsendable("P", "P/1", BACK, 1.0) == []  # the network alone proves nothing
     end.declared_dead("P", 2.0)
-    assert end.unsendable("P", "P/1", 2.0) == [Finish("r", False, "prefill engine P is dead")]
+    assert end.unsendable("P", "P/1", BACK, 2.0) == [Finish("r", False, "prefill engine P is dead")]
+
+
+def test_a_registration_that_reached_nobody_waits_for_the_connection_again(end: Inbound) -> None:
+    end.forget("P")
+    assert end.unsendable("P", "P/0", ORDER, 0.5) == []  # the other one may have it
+    assert end.unsendable("P", "P/1", ORDER, 0.5) == [Connect(SOURCE)]
+    assert len(end.connected("P", ("P/0", "P/1"), 0.6)) == 2
+    end.unsendable("P", "P/0", ORDER, 0.7)
+    end.unsendable("P", "P/1", ORDER, 0.7)
+    assert end.unreachable("P", "no answer", 1.0) == [Finish("r", False, "no answer")]
+
+
+def test_what_a_cut_link_may_have_swallowed_is_asked_again_when_it_is_whole(end: Inbound) -> None:
+    again = Register("s", "r", HERE, [[1, 2]], 50, valid_s=8.0)
+    end.landed("r", "P/0", 1.0)
+    end.forget("P")
+    assert end.tick(1.9) == [Connect(SOURCE)]
+    assert end.connected("P", ("P/0", "P/1"), 2.0) == [Send("P", "P/1", again)]
+    end.withdraw("r", "aborted", 2.5)
+    end.forget("P")
+    assert end.tick(3.6) == [Connect(SOURCE)]
+    assert end.connected("P", ("P/0", "P/1"), 4.0) == [Send("P", "P/1", BACK)]
+
+
+def test_a_registration_is_repeated_while_nothing_is_heard(end: Inbound) -> None:
+    asked = [end.tick(0.5 + second / 10) for second in range(1, 94)]
+    valid = [action.message.valid_s for actions in asked for action in actions if action.peer == "P/0"]
+    assert 5 < len(valid) < 9 and valid == sorted(valid, reverse=True)
+
+
+def test_engines_that_are_dead_for_long_are_forgotten(end: Inbound) -> None:
+    for number in range(1000):
+        end.declared_dead(f"engine-{number}", float(number))
+    assert end.register(ORDER, Endpoint("engine-0", "host", 3), 1000.0)[0] == Connect(Endpoint("engine-0", "host", 3))
+    assert len(end._dead) <= 16
 
 
 def test_a_withdrawal_that_is_never_answered_ends_too(end: Inbound) -> None:

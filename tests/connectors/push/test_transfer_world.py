@@ -1,4 +1,4 @@
-"""Both ends of a transfer under random delays, drops, reorderings, aborts, preemptions and deaths.
+"""Both ends of a transfer under random delays, drops, reorderings, cut links, aborts, preemptions and deaths.
 
 What must hold whatever happens: no WRITE lands in a block that was given back, a transfer called complete holds the
 right KV in every block, every request ends, and no block is kept on either side.
@@ -15,8 +15,8 @@ INDEX = st.integers(0, 63)
 
 
 class Transfers(RuleBasedStateMachine):
-    @initialize(ranks=st.sampled_from([1, 2]), chunkwise=st.booleans())
-    def create(self, ranks: int, chunkwise: bool) -> None:
+    @initialize(ranks=st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (2, 4), (4, 2)]), chunkwise=st.booleans())
+    def create(self, ranks: tuple[int, int], chunkwise: bool) -> None:
         self.world = World(ranks=ranks, chunkwise=chunkwise)
         self.count = 0
         self.streams: list[tuple[str, str]] = []  # (prefill engine, stream)
@@ -80,7 +80,7 @@ class Transfers(RuleBasedStateMachine):
             return
         decode, request = self.waiting[index % len(self.waiting)]
         if (target := self.world.decodes.get(decode)) is not None:
-            target.run(target.inbound.withdraw(request, "aborted", self.world.now))
+            target.abort(request)
 
     @rule(index=INDEX)
     def prefill_starts(self, index: int) -> None:
@@ -127,6 +127,9 @@ class Transfers(RuleBasedStateMachine):
         if self.world.network:
             self.world.network.pop(index % len(self.world.network))
 
+    def a_link_is_cut(self, index: int) -> None:
+        self.world.cut(("P0", "P1")[index % 2], ("D0", "D1")[index // 2 % 2])
+
     @precondition(lambda self: self.world.handshakes)
     @rule(index=INDEX, ok=st.sampled_from([True, True, True, False]))
     def handshake(self, index: int, ok: bool) -> None:
@@ -143,9 +146,10 @@ class Transfers(RuleBasedStateMachine):
     def write_ends(self, index: int, ok: bool) -> None:
         writes = self.world.writes()
         write = writes[index % len(writes)]
-        if ok and write.order.decode.engine_id in self.world.decodes:
+        ok = ok and not write.peer.engine.dead and (write.rank.agent, write.peer.agent) not in self.world.broken
+        if ok:
             write.land()
-        write.rank.end_write(write, ok and write.order.decode.engine_id in self.world.decodes)
+        write.rank.end_write(write, ok)
 
     # ---- time and death
 
@@ -155,10 +159,16 @@ class Transfers(RuleBasedStateMachine):
 
     def a_false_alarm(self, index: int) -> None:
         """The fleet takes a living engine for dead; it answers within the grace it is given."""
-        self.world.announce(("P0", "P1", "D0", "D1")[index % 4])
+        name = ("P0", "P1", "D0", "D1")[index % 4]
+        self.world.broken = {link for link in self.world.broken if not any(agent.startswith(name) for agent in link)}
+        self.world.announce(name)
         self.everything_is_delivered()
         self.world.end_writes()
         self.everything_is_delivered()
+
+    def prefill_takes_decode_for_dead(self, index: int) -> None:
+        """It lives, and WRITEs into its blocks are in flight for long."""
+        self.world.announce(("D0", "D1")[index % 2], to="P")
 
     def an_engine_dies(self, index: int) -> None:
         name = ("P0", "P1", "D0", "D1")[index % 4]
@@ -175,6 +185,8 @@ class Transfers(RuleBasedStateMachine):
                 "drop",
                 "an_engine_dies",
                 "a_false_alarm",
+                "a_link_is_cut",
+                "prefill_takes_decode_for_dead",
             ]
         ),
         index=INDEX,

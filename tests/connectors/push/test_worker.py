@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import zmq
 
 from connectors.push import wire
 from connectors.push.metadata import Computed, Finished, Preempted, PushMetadata, Reserved, Started
@@ -51,12 +52,12 @@ def test_a_whole_push_is_told_as_landed_when_it_is_on_every_rank(unequal: Any) -
 
 
 def test_a_whole_push_that_fails_at_one_rank_is_gone_once_its_other_writes_are_over(unequal: Any) -> None:
-    unequal.nixl_wrapper.broken = {"D/1"}
+    unequal.nixl_wrapper.broken, unequal.handshakes = {"D/1"}, [None]
     prefill(unequal, "s")
     assert len(unequal.nixl_wrapper.writes) == 1
     assert not any(isinstance(message, wire.Gone | wire.Landed) for message in unequal.nixl_wrapper.told())
-    unequal.nixl_wrapper.broken = set()
     unequal.end_writes()
+    unequal.turn()
     (why,) = {message.why for message in unequal.nixl_wrapper.told()}
     assert "could not post" in why
 
@@ -111,3 +112,107 @@ def test_a_write_that_ends_after_a_preemption_does_not_count(push: Any) -> None:
     worker.step(computed=[Computed("s", 1, 0, ((3, 4),), True)])
     worker.end_writes()
     assert worker.nixl_wrapper.told() == [wire.Landed("r-s")]
+
+
+@pytest.fixture
+def equal(push: Any) -> Any:
+    """Rank 0 of 1, connected with D of one rank."""
+    worker = push.FakeWorker(0, 1)
+    worker.handshakes = [None]
+    worker.hear("D/0", order("first", 7, 8, decode=NEAR))
+    worker.turn()
+    return worker
+
+
+NEAR = wire.Endpoint("D", "host", 1, 1)
+
+
+def test_after_a_write_failed_on_a_cut_link_the_next_request_is_transferred(equal: Any) -> None:
+    nixl = equal.nixl_wrapper
+    nixl.broken, equal.handshakes = {"D/0"}, [None]
+    prefill(equal, "first", NEAR)
+    assert nixl.removed == ["D/0"]
+    equal.turn()
+    assert [type(message) for message in nixl.told()] == [wire.Gone]
+    prefill(equal, "second", NEAR)
+    equal.end_writes()
+    assert nixl.told() == [wire.Landed("r-second")]
+
+
+def test_agents_stay_until_no_write_uses_them(equal: Any) -> None:
+    nixl = equal.nixl_wrapper
+    equal.handshakes = [None]
+    prefill(equal, "first", NEAR)
+    prefill(equal, "second", NEAR)
+    first, second = nixl.writes
+    nixl.writes[first] = "ERR"
+    for _ in range(5):
+        equal.turn()
+    assert nixl.removed == []
+    nixl.writes[second] = "DONE"
+    for _ in range(3):
+        equal.turn()
+    assert nixl.removed == ["D/0"]
+    assert {type(message) for message in nixl.told()} == {wire.Gone, wire.Landed}
+
+
+def test_a_registration_that_never_left_goes_out_on_the_new_link(push: Any) -> None:
+    worker = push.FakeWorker(0, 1)
+    source = wire.Endpoint("P2", "host", 2, 1)
+    worker.handshakes = [None]
+    worker.step(reserved=[Reserved(order("s", 7, 8), source)])
+    worker.turn()
+    worker.nixl_wrapper.told()
+    worker.nixl_wrapper.broken, worker.handshakes = {"P2/0"}, [None]
+    worker.step(reserved=[Reserved(order("t", 9, 10), source)])
+    worker.turn()
+    # Both: an answer to the first may be lost.
+    assert [message.stream for message in worker.nixl_wrapper.told()] == ["s", "t"]
+
+
+def test_a_registration_that_never_left_fails_with_its_peer(push: Any) -> None:
+    worker = push.FakeWorker(0, 1)
+    source = wire.Endpoint("P2", "host", 2, 1)
+    worker.handshakes = [None]
+    worker.step(reserved=[Reserved(order("s", 7, 8), source)])
+    worker.hear("P2/0", wire.Landed("r-s"))
+    worker.nixl_wrapper.broken, worker.handshakes = {"P2/0"}, [zmq.Again()]
+    worker.step(reserved=[Reserved(order("t", 7, 8), source)])
+    worker.turn()
+    worker._get_new_notifs()
+    assert worker._failed_recv_reqs.get_nowait() == "r-t"
+
+
+def test_a_handshake_that_raises_is_tried_again(push: Any) -> None:
+    worker = push.FakeWorker(0, 1)
+    source = wire.Endpoint("P2", "host", 2, 1)
+    worker.handshakes = []  # it will raise
+    worker.step(reserved=[Reserved(order("s", 7, 8), source)])
+    worker._get_new_notifs()
+    assert worker._failed_recv_reqs.get_nowait() == "r-s"
+    worker.handshakes = [None]
+    worker.step(reserved=[Reserved(order("t", 7, 8), source)])
+    worker.turn()
+    assert [message.stream for message in worker.nixl_wrapper.told()] == ["t"]
+
+
+@pytest.mark.parametrize("second", [zmq.Again(), None])
+def test_an_engine_is_written_to_after_a_handshake_that_failed_for_a_passing_reason(
+    push: Any, second: Exception | None
+) -> None:
+    """First an error that looks like another memory layout, then silence or messages only, then a good one."""
+    worker = push.FakeWorker(0, 1)
+    worker.handshakes = [RuntimeError("layout"), second]
+    prefill(worker, "first", NEAR)
+    worker.turn()
+    if second is None:  # it is connected for messages; the link is cut before it is connected for all
+        worker.nixl_wrapper.broken, worker.handshakes = {"D/0"}, [None]
+        prefill(worker, "between", NEAR)
+        worker.turn()
+    else:
+        worker.handshakes = [None]
+    worker.nixl_wrapper.told()
+    prefill(worker, "last", NEAR)
+    worker.turn()
+    worker.end_writes()
+    assert worker.nixl_wrapper.told() == [wire.Landed("r-last")]
