@@ -7,6 +7,7 @@ save_kv_layer, wait_for_save, get_transfer_results.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
@@ -43,6 +44,11 @@ class PushConnector(NixlPushConnector):
         """Scheduler side: `engine_id` is known to be dead."""
         assert self.connector_scheduler is not None
         self.connector_scheduler.fail_engine(engine_id)
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """Scheduler side: nobody wants the KV of these prefills any more."""
+        assert self.connector_scheduler is not None
+        self.connector_scheduler.drop(keys)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         assert self.connector_worker is not None

@@ -109,6 +109,7 @@ class PushMetadata(NixlConnectorMetadata):
         self.computed: list[Computed] = []
         self.preempted: list[Preempted] = []
         self.finished: list[Finished] = []
+        self.unwanted: list[str] = []  # prefills that ended well
         self.reserved: list[Reserved] = []
         self.withdrawn: list[str] = []
         self.disowned: list[Disowned] = []
@@ -120,6 +121,7 @@ class PushMetadata(NixlConnectorMetadata):
             or self.computed
             or self.preempted
             or self.finished
+            or self.unwanted
             or self.reserved
             or self.withdrawn
             or self.disowned

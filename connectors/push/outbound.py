@@ -203,7 +203,7 @@ class Outbound:
         return self._pump(stream, now)
 
     def failed(self, key: str, why: str, now: float) -> list[Action]:
-        """This stream cannot go on (a WRITE could not be posted)."""
+        """This stream cannot go on: a WRITE could not be posted, or nobody wants it."""
         stream = self._streams.get(key)
         return self._apply(stream, StreamEvent.GIVE_UP, now, why) if stream is not None else []
 

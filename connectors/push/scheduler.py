@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,7 @@ class PushScheduler(NixlPushConnectorScheduler):
         if not self.by_position and self.options.transfer != "whole":
             logger.info("This model or topology cannot stream its KV: each prompt is pushed whole (transfer: whole)")
         self._prefills: dict[str, _Prefill] = {}
+        self._held: set[str] = set()  # prefills that have ended, and whose blocks are not given back yet
         self._reserved: dict[str, Endpoint] = {}
         self._dead: dict[str, float] = {}  # engine -> until when its KV is not asked for
         self._next = PushMetadata()
@@ -229,11 +231,20 @@ class PushScheduler(NixlPushConnectorScheduler):
             self._next.computed.append(Computed(key, prefill.epoch, 0, blocks, closed=True, whole=True))
         # Also when it failed: WRITEs of its blocks may be in flight, and decode must hear of it.
         self._next.finished.append(Finished(key, ok, held))
+        if held:
+            self._held.add(key)
         return held
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """Nobody wants the KV of these prefills any more. Those that have not ended are aborted by vLLM itself."""
+        unwanted = self._held.intersection(keys)
+        self._held -= unwanted
+        self._next.unwanted.extend(unwanted)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         for key in connector_output.finished_recving or ():
             self._reserved.pop(key, None)
+        self._held.difference_update(connector_output.finished_sending or ())
 
     # ---- the fleet ---------------------------------------------------------------------------------------------
 

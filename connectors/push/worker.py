@@ -72,6 +72,8 @@ class PushWorker(Connections):
             if not finished.ok:
                 end = functools.partial(self._outbound.abort, finished.key, finished.held, "the prefill was aborted")
             self._submit(end)
+        for key in metadata.unwanted:
+            self._submit(functools.partial(self._outbound.failed, key, "nobody wants it any more"))
 
     def handle_preemptions(self, metadata: PushMetadata) -> None:
         """Before the step in which the blocks of preempted prefills may be written for others."""

@@ -33,6 +33,7 @@ SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's own name: the folder for its local sock
 PREFIX_STATS = "pd_prefix"
 TOKENS_LEFT_STATS = "pd_tokens_left"
 _vllm_target = EngineCoreProc.run_engine_core
+_vllm_abort = EngineCore.abort_requests
 
 
 @contextmanager
@@ -67,10 +68,14 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
 
 
 def register() -> None:
-    """Add the engine utilities, callable as `call_utility_async(name, ...)`. Harmless to repeat."""
+    """Add the engine utilities, callable as `call_utility_async(name, ...)`, and an abort that frees pushed KV too.
+
+    Harmless to repeat.
+    """
     EngineCore.pd_load = _pd_load
     EngineCore.pd_describe = _pd_describe
     EngineCore.pd_fail_peer = _pd_fail_peer
+    EngineCore.abort_requests = _abort_requests
 
 
 # ---- utilities ---------------------------------------------------------------------------------------------------
@@ -96,6 +101,13 @@ def _pd_fail_peer(engine: Any, engine_id: str) -> None:
     connector = engine.scheduler.get_kv_connector()
     if (fail := getattr(connector, "fail_engine", None)) is not None:
         fail(engine_id)
+
+
+def _abort_requests(engine: Any, keys: list[str]) -> None:
+    """vLLM's, which does nothing for a prefill that has ended. Its blocks would be held until their lease ends."""
+    _vllm_abort(engine, keys)
+    if (drop := getattr(engine.scheduler.get_kv_connector(), "drop", None)) is not None:
+        drop(keys)
 
 
 # ---- the engine's loop -------------------------------------------------------------------------------------------

@@ -110,3 +110,21 @@ def test_a_prefill_that_is_preempted_after_its_last_chunk_is_shipped_again() -> 
     request.num_computed_tokens = 16
     (last,) = step(16, [7, 8]).computed
     assert (last.epoch, last.start, last.blocks, last.closed) == (1, 1, ((8,),), True)
+
+
+def test_a_prefill_that_has_ended_is_dropped_once_while_its_blocks_are_held() -> None:
+    from vllm.v1.request import RequestStatus
+
+    prefill = scheduler(mamba=False)
+    request = Request(32, do_remote_decode=True)
+    prefill.on_new_request(request)
+    prefill.update_state_after_alloc(request, None, 0)
+    prefill.drop(["x"])
+    assert prefill._next.unwanted == []  # vLLM aborts it
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    assert prefill.request_finished(request, ([1, 2],))[0]
+    prefill.drop(["x", "another"])
+    prefill.drop(["x"])
+    assert prefill.has_pending_push_work() and prefill._next.unwanted == ["x"]
+    prefill.update_connector_output(SimpleNamespace(finished_recving=None, finished_sending={"x"}))
+    assert prefill._held == set()

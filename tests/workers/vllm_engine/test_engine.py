@@ -239,6 +239,16 @@ async def test_prefilled_blocks_that_nobody_asks_for_are_freed_after_the_lease(p
     await assert_no_leaks(prefill)
 
 
+async def test_prefilled_blocks_are_freed_at_once_when_their_request_is_aborted(pair) -> None:
+    prefill, _ = pair
+    await prefill.prefill("dropped", frames(prompt(300, 6)))
+    await prefill.done("dropped")
+    began = time.monotonic()
+    await prefill.engine.abort(["dropped"])
+    await assert_no_leaks(prefill)
+    assert time.monotonic() - began < TIMEOUT_S / 2
+
+
 async def test_an_unreachable_prefill_engine_ends_in_recompute(pair, reference) -> None:
     _, decode = pair
     body = frames(prompt(200, 7))
