@@ -48,30 +48,33 @@ def remove_shared_memory(newer_than: float, folder: Path = _SHARED_MEMORY) -> li
             with contextlib.suppress(OSError):
                 status = path.stat()
                 if status.st_uid == os.getuid() and status.st_ctime >= newer_than:
-                    ours.append(path)
+                    ours.append((path, status.st_ino))
     if not ours:
         return []
     used = _in_use(folder)
     removed = []
-    for path in ours:
-        if str(path) not in used:
+    for path, inode in ours:
+        if inode not in used:
             with contextlib.suppress(OSError):
                 path.unlink()
                 removed.append(path.name)
     return removed
 
 
-def _in_use(folder: Path) -> set[str]:
-    """Files of the folder that a process maps or holds open."""
+def _in_use(folder: Path) -> set[int]:
+    """Inodes of the folder's files that a process maps or holds open.
+
+    Not names: a semaphore is mapped by the one who made it under the name that it had before it was complete.
+    """
     prefix = f"{folder}/"
-    used: set[str] = set()
+    used: set[int] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             for line in (process / "maps").read_text().splitlines():
-                at = line.find(prefix)
-                if at >= 0:
-                    used.add(line[at:])
+                if prefix in line:
+                    used.add(int(line.split(maxsplit=5)[4]))  # address, rights, offset, device, inode, name
             for descriptor in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):
-                    used.add(os.readlink(descriptor))
+                    if os.readlink(descriptor).startswith(prefix):
+                        used.add(descriptor.stat().st_ino)
     return used

@@ -84,9 +84,16 @@ def test_new_ids_fill_gaps():
     assert new_id(D, {"decode-0", "decode-2", "prefill-1"}) == "decode-1"
 
 
-fleets = st.lists(st.tuples(st.sampled_from([P, D]), st.booleans(), st.booleans(), st.booleans()), max_size=8).map(
-    lambda rows: [SeenWorker(f"w-{i}", *row) for i, row in enumerate(rows)]
-)
+def test_a_worker_that_cannot_change_its_role_is_left_out_of_role_changes():
+    fixed = [SeenWorker("prefill-8", P, True, fixed=True)]
+    assert do(1, 2, [*seen("p0", "d0"), *fixed]) == [Flip("prefill-0", D)]
+    assert do(0, 2, [*seen("d0"), *fixed]) == [Start(D), Drain("prefill-8")]
+    assert do(1, 2, [*seen("p0", ready=False), *seen("d0"), *fixed]) == []  # until prefill-0 is ready
+
+
+fleets = st.lists(
+    st.tuples(st.sampled_from([P, D]), st.booleans(), st.booleans(), st.booleans(), st.booleans()), max_size=8
+).map(lambda rows: [SeenWorker(f"w-{i}", *row) for i, row in enumerate(rows)])
 counts = st.integers(0, 5)
 
 
@@ -98,10 +105,11 @@ def carry_out(actions: list[Action], workers: list[SeenWorker]) -> list[SeenWork
             case Start(role):
                 after[name] = SeenWorker(name := f"new-{len(after)}-{len(workers)}", role, True)
             case Flip(worker_id, role):
+                assert not after[worker_id].fixed
                 after[worker_id] = SeenWorker(worker_id, role, True, False, after[worker_id].owned)
             case Drain(worker_id):
                 del after[worker_id]
-    return [SeenWorker(w.id, w.role, True, False, w.owned) for w in after.values()]
+    return [SeenWorker(w.id, w.role, True, False, w.owned, w.fixed) for w in after.values()]
 
 
 @given(fleets, counts, counts)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -163,3 +165,13 @@ def test_shared_memory_is_removed_only_when_it_is_an_engines_new_and_unused(tmp_
         assert remove_shared_memory(newer_than=before, folder=tmp_path) == ["psm_dead"]
         assert used.read() == "x"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["psm_used", "somebody_elses"]
+
+
+def test_a_semaphore_that_waits_for_a_starting_rank_is_kept():
+    """Its maker maps it under the name that it had before it was complete."""
+    before = time.time() - 1
+    lock = multiprocessing.get_context("spawn").Lock()
+    name = f"sem.{lock._semlock.name.lstrip('/')}"
+    assert (Path("/dev/shm") / name).exists()
+    assert name not in remove_shared_memory(newer_than=before)
+    assert (Path("/dev/shm") / name).exists()
