@@ -57,7 +57,10 @@ class KVSource(msgspec.Struct, frozen=True):
 
 
 class EngineIdentity(msgspec.Struct, frozen=True):
-    """What must be equal on every worker of a fleet, for KV and messages to be exchangeable."""
+    """What must be equal on every worker of a fleet, for KV and messages to be exchangeable.
+
+    Tensor and pipeline parallelism may differ.
+    """
 
     model: str
     dtype: str
@@ -67,6 +70,11 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     engine: str  # "vllm" or "sim"
     engine_version: str
     protocol: int
+    revision: str = ""  # of the model: a commit where it is known
+    quantization: str = ""  # of the weights
+    attention_backend: str = ""  # decides the layout of KV blocks
+    speculation: str = ""  # what of it has KV: the drafter
+    kv_copies: int = 1  # ranks that hold the same KV head; more than 1 where there are more ranks than heads
 
     def first_difference(self, other: EngineIdentity) -> tuple[str, object, object] | None:
         """The first field that differs as (name, mine, theirs), or None."""
@@ -95,6 +103,10 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     kv_bytes_per_token: int
     started_at: float  # unix seconds
     supported_tasks: tuple[str, ...] = ("generate",)
+
+    def can_be(self, role: Role) -> bool:
+        """An engine of several pipeline stages cannot receive KV, so it stays a prefill worker."""
+        return role is Role.PREFILL or self.kv.pp_size == 1
 
 
 class KVCounters(msgspec.Struct, frozen=True):

@@ -27,6 +27,7 @@ def tiny_model(
     heads: int = 4,
     kv_heads: int = 2,
     head_dim: int = 32,
+    hidden: int = 128,
     positions: int = 4096,
     vocabulary: int = VOCABULARY,
 ) -> Path:
@@ -37,7 +38,7 @@ def tiny_model(
     if (folder / "config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    hidden, inner = 128, 128  # of no interest here: KV is what is tested
+    inner = 128  # of no interest here: KV is what is tested
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -135,6 +135,7 @@ class Agent:
             life=self.life,
             drain=drain,
             config=self._config,
+            can_be=info.can_be,
             clear_orders=lambda sequence: self._registry.clear_orders(info.id, sequence),
             announce=self._announce,
             end=self._ended.set,

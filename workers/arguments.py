@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from orchestrator.config.engine_args import engine_args
+from orchestrator.config.engine_args import check_stages, engine_args
 from orchestrator.config.settings import Config, ConfigError, check_name, load_config, parse_config
 from orchestrator.types import Role
 
@@ -62,6 +62,7 @@ def parse(role: Role, arguments: list[str]) -> WorkerSettings:
     merged = engine_args(config, role)
     if config.engine == "vllm":
         merged |= vllm_arguments(passed_through)
+        check_stages(merged, role)
     elif passed_through:
         raise ConfigError(
             f"{passed_through[0]}: unknown argument; the simulated engine is set up by `sim:` in the --config file"

@@ -133,12 +133,14 @@ class Moves:
         drain: Drain,
         config: Config,
         *,
+        can_be: Callable[[Role], bool],
         clear_orders: Callable[[int], Awaitable[None]],
         announce: Callable[[], None],
         end: Callable[[], None],
     ) -> None:
-        """`clear_orders(sequence)`: those up to it are carried out. `announce`: register now. `end`: the process may
-        exit."""
+        """`can_be`: roles that this engine can take. `clear_orders(sequence)`: those up to it are carried out.
+        `announce`: register now. `end`: the process may exit."""
+        self._can_be = can_be
         self._life, self._drain, self._drain_timeout_s = life, drain, config.workers.drain_timeout_s
         self._clear_orders, self._announce, self._end = clear_orders, announce, end
         self._move: asyncio.Task[None] | None = None
@@ -156,7 +158,11 @@ class Moves:
 
     def _flip(self, role: Role, sequence: int) -> None:
         """Take the role once every attempt has ended. A worker that is told to keep its role keeps it, also while it
-        drains to change it."""
+        drains to change it. Orders to take a role that its engine cannot take are refused."""
+        if not self._can_be(role):
+            log.error("stays a %s worker: its engine cannot take the role %s", self._life.role.value, role.value)
+            self._begun = self._done = sequence
+            return
         if self._life.state is Life.READY:
             if role is self._life.role:
                 self._begun = self._done = sequence

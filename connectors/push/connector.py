@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPushConnector
+from vllm.platforms import current_platform
 
 from connectors.push.metadata import PushMetadata
 from connectors.push.scheduler import PushScheduler
@@ -29,8 +30,7 @@ class PushConnector(NixlPushConnector):
     """Both halves serve either role: which one is said by each request's parameters, not by configuration."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        if vllm_config.parallel_config.decode_context_parallel_size > 1:
-            raise ValueError("decode_context_parallel_size: the KV push connector supports 1 only")
+        self.refuse_unsupported(vllm_config)
         # Not the parent's constructor: it would build the stock halves.
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
         self.connector_scheduler: PushScheduler | None = None
@@ -39,6 +39,33 @@ class PushConnector(NixlPushConnector):
             self.connector_scheduler = PushScheduler(vllm_config, self.engine_id, kv_cache_config)
         else:
             self.connector_worker = PushWorker(vllm_config, self.engine_id, kv_cache_config)
+
+    @staticmethod
+    def refuse_unsupported(vllm_config: VllmConfig) -> None:
+        """Raises ValueError naming the setting with which KV would be lost or wrong, and the mend."""
+        model, parallel, kv = vllm_config.model_config, vllm_config.parallel_config, vllm_config.kv_transfer_config
+        assert kv is not None
+        if parallel.decode_context_parallel_size > 1:
+            raise ValueError("decode_context_parallel_size: the KV push connector supports 1 only")
+        if model.enable_sleep_mode:
+            raise ValueError(
+                "enable_sleep_mode: sleep would free KV memory that other engines write to; remove it, and scale the "
+                "fleet instead"
+            )
+        device = current_platform.device_type
+        if device not in ("cpu", "cuda"):
+            raise ValueError(f"device {device}: KV can be pushed from CUDA devices and CPUs only")
+        if kv.kv_buffer_device != device:
+            raise ValueError(
+                f"kv_buffer_device: KV is pushed from device to device, expected {device!r}, got "
+                f"{kv.kv_buffer_device!r}; remove the setting"
+            )
+        heads, ranks = model.get_total_num_kv_heads(), parallel.tensor_parallel_size
+        if not model.use_mla and heads % ranks and ranks % heads:
+            raise ValueError(
+                f"tensor_parallel_size: {heads} KV heads cannot be divided among {ranks} ranks; choose a divisor or a "
+                f"multiple of {heads}"
+            )
 
     def fail_engine(self, engine_id: str) -> None:
         """Scheduler side: `engine_id` is known to be dead."""

@@ -86,6 +86,8 @@ class FleetOperator:
             raise Refused(f"{worker_id}: is draining and takes no role any more; `orchestrator scale` starts another")
         if worker.role is role:
             return False
+        if worker.fixed:
+            raise Refused(f"{worker_id}: its engine has several pipeline stages and stays a {worker.role.value} worker")
         await self._guard(worker_id, workers, force, "role")
         current = await self._desired()
         step = 1 if role is Role.DECODE else -1

@@ -55,6 +55,16 @@ def ranks(config: Config, role: Role) -> int:
     return product
 
 
+def check_stages(arguments: Mapping[str, Any], role: Role) -> None:
+    """Raises ConfigError for a decode worker of several pipeline stages: an engine receives KV in one stage only."""
+    stages = arguments.get("pipeline_parallel_size", 1)
+    if role is Role.DECODE and stages != 1:
+        raise ConfigError(
+            f"workers.decode.engine_args.pipeline_parallel_size: expected 1, got {stages!r}; split a decode worker by "
+            "tensor_parallel_size, and set stages in workers.prefill.engine_args"
+        )
+
+
 def to_command_line(arguments: Mapping[str, Any]) -> list[str]:
     """{enforce_eager: true, max_model_len: 4096} as `--enforce-eager --max-model-len 4096`."""
     line: list[str] = []
@@ -82,6 +92,8 @@ def check_engine_args(config: Config) -> None:
             if name in _RESERVED:
                 raise ConfigError(f"{section}.{name}: is set by the fleet; use the key {_RESERVED[name]} instead")
         _check_names(section, arguments, _engine_names())
+    if workers.decode.replicas:
+        check_stages(engine_args(config, Role.DECODE), Role.DECODE)
     _check_names("frontend.server_args", config.frontend.server_args, _engine_names() | _server_names())
     if workers.prefill.replicas and workers.decode.replicas:
         prefill, decode = engine_args(config, Role.PREFILL), engine_args(config, Role.DECODE)

@@ -18,7 +18,8 @@ class SeenWorker(msgspec.Struct, frozen=True):
     """What planning needs of one worker.
 
     `role` is the one that it has, or was told to take. `ready` means that it serves this role now; a worker that
-    loads, restarts or changes its role is not ready. `owned` means that this launcher runs its process.
+    loads, restarts or changes its role is not ready. `owned` means that this launcher runs its process. `fixed` means
+    that its engine cannot take the other role.
     """
 
     id: str
@@ -26,6 +27,7 @@ class SeenWorker(msgspec.Struct, frozen=True):
     ready: bool
     leaving: bool = False
     owned: bool = True
+    fixed: bool = False
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -60,6 +62,7 @@ def see(info: WorkerInfo, ordered_role: Role | None, ordered_drain: bool, owned:
         ready=info.state is WorkerState.READY and not flipping and not ordered_drain,
         leaving=ordered_drain or draining,
         owned=owned,
+        fixed=not info.can_be(info.role.other),
     )
 
 
@@ -75,6 +78,7 @@ def plan(desired: DesiredRatio, workers: Sequence[SeenWorker]) -> list[Action]:
     for role in Role:
         short = _wanted(desired, role) - _count(staying.values(), role)
         spare = _count(staying.values(), role.other) - _wanted(desired, role.other)
+        spare = min(spare, _flexible(staying.values(), role.other))
         for _ in range(min(short, spare)):
             chosen = _to_flip(desired, role.other, list(staying.values()))
             if chosen is None:
@@ -87,6 +91,7 @@ def plan(desired: DesiredRatio, workers: Sequence[SeenWorker]) -> list[Action]:
         spare = _count(staying.values(), role) - _wanted(desired, role)
         # Spare workers that the other role still waits for are flipped into it, not drained.
         waiting = max(0, _wanted(desired, role.other) - _count(staying.values(), role.other))
+        waiting = min(waiting, _flexible(staying.values(), role))
         owned = sum(worker.owned and worker.role is role for worker in staying.values())
         for _ in range(min(spare - waiting, owned - _wanted(desired, role))):
             chosen = _to_drain(desired, role, list(staying.values()))
@@ -111,20 +116,24 @@ def _count(workers: Iterable[SeenWorker], role: Role) -> int:
     return sum(worker.role is role for worker in workers)
 
 
+def _flexible(workers: Iterable[SeenWorker], role: Role) -> int:
+    return sum(worker.role is role and not worker.fixed for worker in workers)
+
+
 def _expendable(worker: SeenWorker, desired: DesiredRatio, workers: Sequence[SeenWorker]) -> bool:
     return desired.decode == 0 or not is_last_decode(worker.id, workers)
 
 
 def _to_flip(desired: DesiredRatio, role: Role, workers: Sequence[SeenWorker]) -> SeenWorker | None:
     """Ours before others', and the newest first, so that equal situations move the same workers."""
-    able = [w for w in workers if w.role is role and w.ready and _expendable(w, desired, workers)]
+    able = [w for w in workers if w.role is role and w.ready and not w.fixed and _expendable(w, desired, workers)]
     return max(able, key=lambda w: (w.owned, _age_order(w.id)), default=None)
 
 
 def _to_drain(desired: DesiredRatio, role: Role, workers: Sequence[SeenWorker]) -> SeenWorker | None:
-    """One that does not serve yet before one that does, and the newest first."""
+    """One that does not serve yet before one that does, then one that cannot change its role, then the newest."""
     able = [w for w in workers if w.role is role and w.owned and _expendable(w, desired, workers)]
-    return max(able, key=lambda w: (not w.ready, _age_order(w.id)), default=None)
+    return max(able, key=lambda w: (not w.ready, w.fixed, _age_order(w.id)), default=None)
 
 
 def _age_order(worker_id: str) -> tuple[int, str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.config.settings import parse_config
+from orchestrator.store.registry import WorkerOrders
 from orchestrator.types import Role, WorkerState
-from workers.lifecycle import LEGAL, REGISTERED, IllegalMove, Life, Lifecycle
+from workers.lifecycle import LEGAL, REGISTERED, Drain, IllegalMove, Life, Lifecycle, Moves
 
 
 def test_life_has_no_way_out_of_gone_and_every_state_a_registered_one() -> None:
@@ -22,3 +24,32 @@ def test_life_has_no_way_out_of_gone_and_every_state_a_registered_one() -> None:
     assert (life.refusal(), life.claims) == (None, False)
     with pytest.raises(IllegalMove, match="ready cannot become starting"):
         life.enter(Life.STARTING)
+
+
+async def test_a_role_that_the_engine_cannot_take_is_refused_and_the_order_cleared(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    life = Lifecycle(Role.PREFILL)
+    life.enter(Life.READY)
+    cleared: list[int] = []
+
+    async def clear(sequence: int) -> None:
+        cleared.append(sequence)
+
+    def unexpected() -> None:
+        raise AssertionError("nothing changes")
+
+    moves = Moves(
+        life,
+        Drain.__new__(Drain),  # there is nothing to drain
+        parse_config({"model": "demo"}),
+        can_be=lambda role: role is Role.PREFILL,
+        clear_orders=clear,
+        announce=unexpected,
+        end=unexpected,
+    )
+    await moves.obey(WorkerOrders(Role.DECODE, sequence=7))
+    assert (life.state, life.role, cleared) == (Life.READY, Role.PREFILL, [7])
+    assert "stays a prefill worker: its engine cannot take the role decode" in caplog.text
+    await moves.obey(WorkerOrders(sequence=7))
+    assert cleared == [7]

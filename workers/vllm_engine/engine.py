@@ -9,7 +9,6 @@ from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
-import vllm
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -17,10 +16,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from orchestrator.config.settings import KVConfig
-from orchestrator.types import EngineIdentity, KVCounters, KVEndpoint
+from orchestrator.types import KVCounters, KVEndpoint
 from orchestrator.wire.control import METHODS
-from orchestrator.wire.messages import PROTOCOL_VERSION
 from workers.engine import EngineDead, EngineInfo, EngineLoad, EngineRequest, EngineStep, PrefixDelta
+from workers.vllm_engine.identity import identity_of
 from workers.vllm_engine.launch import build_config, start_client
 from workers.vllm_engine.plugin import PREFIX_STATS, TOKENS_LEFT_STATS
 from workers.vllm_engine.requests import RequestCodec
@@ -100,18 +99,8 @@ class VllmEngine:
         model = config.model_config
         self._codec = RequestCodec(model.max_model_len, model.get_vocab_size())
         parallel = config.parallel_config
-        cache = config.cache_config
         return EngineInfo(
-            identity=EngineIdentity(
-                model=self._model,
-                dtype=str(model.dtype).removeprefix("torch."),
-                kv_cache_dtype=str(cache.cache_dtype),
-                block_size=cache.block_size,
-                max_model_len=model.max_model_len,
-                engine="vllm",
-                engine_version=vllm.__version__,
-                protocol=PROTOCOL_VERSION,
-            ),
+            identity=identity_of(self._model, config, facts["attention_backend"]),
             kv=KVEndpoint(
                 engine_id=self._engine_id,
                 host=self._kv_host,

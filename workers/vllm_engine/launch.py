@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -78,8 +79,12 @@ def build_config(
             "writer_cores": sorted(os.sched_getaffinity(0)) if current_platform.is_cpu() else [],
         },
     )
+    if os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION", "0") not in ("", "0"):
+        raise ValueError("VLLM_ALLOW_INSECURE_SERIALIZATION: messages between hosts are never unpickled; unset it")
     with _environment, _set_env(_connector_env(kv_host, kv_port)):
-        return AsyncEngineArgs(model=model, **args).create_engine_config()
+        config = AsyncEngineArgs(model=model, **args).create_engine_config()
+    KVConnectorFactory.get_connector_class(config.kv_transfer_config).refuse_unsupported(config)
+    return config
 
 
 def start_client(config: VllmConfig, *, kv_host: str, kv_port: int, cores: list[int] | None) -> EngineCoreClient:

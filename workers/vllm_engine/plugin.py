@@ -88,13 +88,22 @@ def _pd_load(engine: Any) -> list[int]:
     return [scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), running, waiting]
 
 
-def _pd_describe(engine: Any) -> dict[str, int]:
-    """Usable KV blocks and bytes of KV per token over all layers and ranks' worth of one engine."""
+def _pd_describe(engine: Any) -> dict[str, Any]:
+    """Usable KV blocks, bytes of KV per token over all layers and ranks' worth of one engine, attention backend."""
     config = engine.scheduler.kv_cache_config
     tokens = config.num_blocks * engine.vllm_config.cache_config.block_size
     ranks = engine.vllm_config.parallel_config.world_size
     total = sum(tensor.size for tensor in config.kv_cache_tensors) * ranks
-    return {"blocks_total": config.num_blocks - 1, "kv_bytes_per_token": total // max(1, tokens)}
+    return {
+        "blocks_total": config.num_blocks - 1,
+        "kv_bytes_per_token": total // max(1, tokens),
+        "attention_backend": engine.model_executor.collective_rpc(_attention_backend)[0],
+    }
+
+
+def _attention_backend(worker: Any) -> str:
+    """In a rank: what its KV connector found."""
+    return str(get_kv_transfer_group().connector_worker.backend_name) if has_kv_transfer_group() else ""
 
 
 def _pd_fail_peer(engine: Any, engine_id: str) -> None:

@@ -102,3 +102,11 @@ def test_the_list_of_keys_has_each_with_type_and_default():
     assert keys["engine"] == ("vllm | sim", "vllm")
     assert keys["redis.timeout_s"][0] == "number > 0"
     assert all(kind for kind, _ in keys.values())
+
+
+def test_pipeline_stages_are_for_prefill_workers(tmp_path):
+    stages = "engine_args: {pipeline_parallel_size: 2}"
+    check_engine_args(load(tmp_path, f"model: demo\nworkers: {{prefill: {{{stages}}}}}"))
+    for section in (stages, f"decode: {{{stages}}}"):
+        with pytest.raises(ConfigError, match=r"decode\.engine_args\.pipeline_parallel_size: expected 1, got 2; split"):
+            check_engine_args(load(tmp_path, f"model: demo\nworkers: {{{section}}}"))

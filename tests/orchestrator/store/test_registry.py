@@ -89,15 +89,32 @@ def test_fields_are_flat_text_and_back():
     assert worker_from_fields("w1", fields | {"order_role": "prefill", "of_a_later_version": "x"}) == info
 
 
-@pytest.mark.parametrize("field", sorted(set(worker_to_fields(worker("w"))) - {"supported_tasks"}))
+HAVE_DEFAULTS = {
+    "supported_tasks",
+    "kv_tp_size",
+    "kv_pp_size",
+    "kv_copies",
+    "revision",
+    "quantization",
+    "attention_backend",
+    "speculation",
+}
+
+
+@pytest.mark.parametrize("field", sorted(set(worker_to_fields(worker("w"))) - HAVE_DEFAULTS))
 def test_a_missing_field_is_an_error(field):
     fields = worker_to_fields(worker("w"))
     del fields[field]
-    if field in ("kv_tp_size", "kv_pp_size"):
-        assert worker_from_fields("w", fields).kv.pp_size == 1  # these have defaults
-    else:
-        with pytest.raises(ValueError, match=field.removeprefix("kv_")):
-            worker_from_fields("w", fields)
+    with pytest.raises(ValueError, match=field.removeprefix("kv_")):
+        worker_from_fields("w", fields)
+
+
+@pytest.mark.parametrize("field", sorted(HAVE_DEFAULTS - {"supported_tasks"}))
+def test_a_missing_field_may_have_a_default(field):
+    fields = worker_to_fields(worker("w"))
+    del fields[field]
+    read = worker_to_fields(worker_from_fields("w", fields))
+    assert read.pop(field) in ("", "1") and read == fields
 
 
 async def test_who_joined_is_listed_until_it_leaves(registry):
@@ -151,6 +168,11 @@ IDENTITY_CHANGES = {
     "engine": "vllm",
     "engine_version": "2",
     "protocol": 2,
+    "revision": "abc123",
+    "quantization": "awq",
+    "attention_backend": "FLASHINFER",
+    "speculation": '{"method":"eagle"}',
+    "kv_copies": 2,
 }
 
 
@@ -168,6 +190,13 @@ async def test_a_different_engine_is_refused(registry, field):
     assert set(await registry.workers()) == {"a"}
     await registry.leave("a")
     await registry.join(other, TTL_S)
+
+
+async def test_engines_of_other_ranks_and_stages_are_welcome(registry):
+    await registry.join(worker("a"), TTL_S)
+    b = worker("b")
+    await registry.join(msgspec.structs.replace(b, kv=msgspec.structs.replace(b.kv, tp_size=4, pp_size=2)), TTL_S)
+    assert set(await registry.workers()) == {"a", "b"}
 
 
 async def test_of_many_different_engines_that_join_at_once_one_kind_gets_in(server, registry):

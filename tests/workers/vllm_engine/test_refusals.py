@@ -1,0 +1,91 @@
+"""Settings with which KV would be lost or wrong are refused before a model is loaded, in one line with the mend."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support_vllm import tiny_model
+
+from orchestrator.config.settings import KVConfig
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), heads=12, kv_heads=6, hidden=96)
+
+
+def build(model: Path, **engine_args: Any) -> Any:
+    from workers.vllm_engine.launch import build_config
+
+    defaults = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 512}
+    return build_config(
+        str(model), defaults | engine_args, engine_id="e", kv_host="127.0.0.1", kv_port=1, kv=KVConfig()
+    )
+
+
+def test_what_is_supported_is_built(model: Path) -> None:
+    for ranks in (1, 3, 12):
+        assert build(model, tensor_parallel_size=ranks).parallel_config.tensor_parallel_size == ranks
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "line"),
+    [
+        ({"tensor_parallel_size": 4}, "tensor_parallel_size: 6 KV heads cannot be divided among 4 ranks; choose"),
+        ({"data_parallel_size": 2}, "data_parallel_size: expected 1"),
+    ],
+)
+def test_engine_arguments_that_lose_kv_are_refused(model: Path, engine_args: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        build(model, **engine_args)
+
+
+def test_sleep_mode_is_refused(model: Path) -> None:
+    from connectors.push.connector import PushConnector
+
+    config = build(model)
+    config.model_config.enable_sleep_mode = True  # vLLM itself refuses it on a CPU
+    with pytest.raises(ValueError, match="enable_sleep_mode: sleep would free KV memory .*; remove it"):
+        PushConnector.refuse_unsupported(config)
+
+
+def test_insecure_serialization_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    with pytest.raises(ValueError, match="VLLM_ALLOW_INSECURE_SERIALIZATION: .*; unset it"):
+        build(model)
+
+
+@pytest.mark.parametrize(
+    ("device", "buffer", "line"),
+    [
+        ("cuda", "cpu", "kv_buffer_device: .*expected 'cuda', got 'cpu'; remove the setting"),
+        ("xpu", "xpu", "device xpu: KV can be pushed from CUDA devices and CPUs only"),
+    ],
+)
+def test_devices_and_buffers_that_kv_is_not_pushed_from_are_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, device: str, buffer: str, line: str
+) -> None:
+    from connectors.push import connector
+
+    config = build(model)
+    monkeypatch.setattr(connector, "current_platform", types.SimpleNamespace(device_type=device))
+    config.kv_transfer_config.kv_buffer_device = buffer
+    with pytest.raises(ValueError, match=line):
+        connector.PushConnector.refuse_unsupported(config)
+
+
+def test_the_identity_names_what_must_agree(model: Path) -> None:
+    from workers.vllm_engine.identity import identity_of
+
+    config = build(model, revision="abc123", tensor_parallel_size=1)
+    one = identity_of("m", config, "CPU_ATTN")
+    assert (one.revision, one.quantization, one.attention_backend, one.speculation) == ("abc123", "", "CPU_ATTN", "")
+    assert identity_of("m", build(model, revision="abc123", tensor_parallel_size=3), "CPU_ATTN") == one
+    assert identity_of("m", build(model, revision="abc123", tensor_parallel_size=12), "CPU_ATTN").first_difference(
+        one
+    ) == ("kv_copies", 2, 1)

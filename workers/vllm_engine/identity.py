@@ -1,0 +1,43 @@
+"""What an engine must have in common with the others of its fleet, read from its configuration.
+
+`store.registry` compares it when a worker joins, so that a difference is named there and not at the first transfer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import vllm
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import _get_speculative_compatibility_factors
+
+from orchestrator.types import EngineIdentity
+from orchestrator.wire.messages import PROTOCOL_VERSION
+
+
+def identity_of(model: str, config: VllmConfig, attention_backend: str) -> EngineIdentity:
+    """`model` is the name that the fleet gave. The ranks have chosen `attention_backend`."""
+    its = config.model_config
+    drafts = _get_speculative_compatibility_factors(config)  # None where speculation has no KV of its own
+    return EngineIdentity(
+        model=model,
+        dtype=str(its.dtype).removeprefix("torch."),
+        kv_cache_dtype=str(config.cache_config.cache_dtype),
+        block_size=config.cache_config.block_size,
+        max_model_len=its.max_model_len,
+        engine="vllm",
+        engine_version=vllm.__version__,
+        protocol=PROTOCOL_VERSION,
+        revision=getattr(its.hf_config, "_commit_hash", None) or its.revision or "",
+        quantization=str(its.quantization or ""),
+        attention_backend=attention_backend,
+        speculation=msgspec.json.encode(drafts, enc_hook=str, order="sorted").decode() if drafts is not None else "",
+        kv_copies=_kv_copies(its, config.parallel_config.tensor_parallel_size),
+    )
+
+
+def _kv_copies(model: Any, ranks: int) -> int:
+    if model.use_mla:
+        return 1  # every rank has all of it, which transfers between any numbers of ranks allow for
+    return max(1, ranks // model.get_total_num_kv_heads())
