@@ -202,6 +202,11 @@ class Fleet:
         self._apply_changes()
         return len(self._usable[role])
 
+    def silent_for(self, worker_id: str | None, now: float) -> float:
+        """Seconds since a worker was heard; 0 for one that is not known."""
+        view = self.workers.get(worker_id) if worker_id is not None else None
+        return now - view.heard_at if view is not None else 0.0
+
     def claims(self) -> bool:
         """Whether anybody may claim from the queue: a prefill worker, one whose connection is down too."""
         return self.ready(Role.PREFILL) > 0 or any(

@@ -44,7 +44,9 @@ from orchestrator.wire.transport import FrontendTransport
 
 log = logging.getLogger("pd.router")
 
-CHECK_S = 1.0
+CHECK_S = 0.5
+# A worker reports after each engine step, and four times a second through a long one or while idle.
+SILENT_S = 1.5
 WITH_A_WORKER = (State.TRANSFERRING, State.LOCAL, State.DECODING)
 # An engine that ends a request this way has not answered it: another one continues.
 GIVEN_UP = {FinishReason.ABORT: "engine_abort", FinishReason.ERROR: "engine_error"}
@@ -119,6 +121,9 @@ class Router:
         for active in self._requests.all():
             if active.state is State.QUEUED and now - active.moved_at > self._routing.claim_timeout_s:
                 self._recovery.retry(active, "claim_timeout")
+            elif active.state is State.TRANSFERRING and self._fleet.silent_for(active.prefill_worker, now) > SILENT_S:
+                # It may be alive: nobody is declared dead, but its client need not wait to know.
+                self._recovery.retry(active, "prefill_worker_silent")
             elif active.state in WITH_A_WORKER and now - active.heard_at > self._routing.stall_timeout_s:
                 self._recovery.retry(active, "stalled", avoid=active.decode_worker)
         self._recovery.check(now)

@@ -203,6 +203,23 @@ async def test_a_dead_prefill_worker_leaves_recovery_to_decode_but_is_noted():
     assert bench.received() == [("r", [1], 1)]
 
 
+@pytest.mark.parametrize("computed", [False, True])
+async def test_a_prefill_worker_that_falls_silent_is_not_waited_for(computed):
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r"))
+    bench.claim("r")
+    if computed:  # its KV is not there
+        bench.say("p0", Prefilled("r", 1, "p0", 0.2))
+    now = time.monotonic()
+    bench.router.check(now + 1.0)
+    assert bench.router.requests["r"].state is State.TRANSFERRING
+    bench.router.check(now + 2.0)
+    await bench.settle()
+    assert bench.router.requests["r"].retries == ["prefill_worker_silent"]
+    assert bench.submits()[-1][1].attempt == 2 and bench.submits()[-1][1].kv_source is None
+    assert "p0" in bench.fleet.workers  # silence is no death
+
+
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
 async def test_an_engine_that_gives_up_is_not_the_clients_problem(reason):
     bench = Bench()
