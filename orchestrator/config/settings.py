@@ -45,6 +45,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     host: str = "127.0.0.1"
     port: Port = 8000  # 0 picks a free one
     replicas: Positive = 1  # processes that share the port
+    max_body_bytes: Positive = 67_108_864  # a request with a larger body is answered with 413
+    max_n: Positive = 128  # a request for more choices (n), or more beams, is answered with 400
     # Arguments of vLLM's OpenAI server, as `vllm serve` spells them without dashes: {tool_call_parser: hermes}
     server_args: dict[str, Any] = {}
 

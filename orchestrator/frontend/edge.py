@@ -1,10 +1,10 @@
-"""What surrounds vLLM's HTTP app on every request: its id, and the `Retry-After` of a refusal. Plain ASGI."""
+"""What surrounds vLLM's HTTP app on every request: its id, its size, the `Retry-After` of a refusal. Plain ASGI."""
 
 from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
@@ -17,9 +17,9 @@ MAX_REQUEST_ID_LENGTH = 200
 class Refusal(msgspec.Struct, frozen=True):
     """Why a request was not taken, as an HTTP answer."""
 
-    status: int  # 429 or 503
+    status: int  # 413, 429 or 503
     message: str
-    retry_after_s: float
+    retry_after_s: float | None = None
 
 
 class RequestContext:
@@ -40,14 +40,16 @@ class EdgeMiddleware:
 
     The start of an event stream is held back until its first event: a request that is refused when it is placed,
     which is after vLLM has begun to answer with 200, then still gets its 429 and `Retry-After`.
+
+    A body over the limit is answered with 413 and never held: as soon as its header says so, or that much has come.
     """
 
-    def __init__(self, app: Any) -> None:
-        self._app = app
+    def __init__(self, app: Any, max_body_bytes: int) -> None:
+        self.app, self._max_body_bytes = app, max_body_bytes
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         printable = bytes(c for c in given[:MAX_REQUEST_ID_LENGTH] if 0x21 <= c <= 0x7E)
@@ -56,10 +58,38 @@ class EdgeMiddleware:
         scope = {**scope, "headers": [*headers, (b"x-request-id", request_id)]}
         context = RequestContext(request_id.decode())
         token = current.set(context)
+        reply = _Reply(context, send)
+        body = _Body(scope["headers"], self._max_body_bytes, receive, reply)
         try:
-            await self._app(scope, receive, _Reply(context, send))
+            if body.announced > self._max_body_bytes:
+                await body.refuse()
+            else:
+                await self.app(scope, body, reply)
         finally:
             current.reset(token)
+
+
+class _Body:
+    """The receive side of one request. What is refused reads as a client that has gone."""
+
+    def __init__(self, headers: Iterable[tuple[bytes, bytes]], limit: int, receive: Any, reply: _Reply) -> None:
+        self._limit, self._receive, self._reply = limit, receive, reply
+        length = next((value for name, value in headers if name == b"content-length"), b"")
+        self.announced = int(length) if length.isdigit() else 0
+        self._received = 0
+
+    async def __call__(self) -> MutableMapping[str, Any]:
+        message: MutableMapping[str, Any] = await self._receive()
+        if message["type"] == "http.request":
+            self._received += len(message.get("body", b""))
+            if self._received > self._limit:
+                await self.refuse()
+                return {"type": "http.disconnect"}
+        return message
+
+    async def refuse(self) -> None:
+        message = f"the body is larger than {self._limit} bytes (frontend.max_body_bytes)"
+        await self._reply.refuse(Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message))
 
 
 class _Reply:
@@ -68,7 +98,7 @@ class _Reply:
     def __init__(self, context: RequestContext, send: Any) -> None:
         self._context, self._send = context, send
         self._held: MutableMapping[str, Any] | None = None
-        self._refused = False
+        self._refused = self._started = False
 
     async def __call__(self, message: MutableMapping[str, Any]) -> None:
         if self._refused:
@@ -82,21 +112,25 @@ class _Reply:
         if (start := self._held) is not None:
             self._held = None
             if self._context.refusal is not None:
-                self._refused = True
-                await self._refuse(self._context.refusal)
+                await self.refuse(self._context.refusal)
                 return
             await self._start(start)
         await self._send(message)
 
     async def _start(self, message: MutableMapping[str, Any]) -> None:
+        self._started = True
         headers = [pair for pair in message.get("headers", []) if pair[0].lower() != b"x-request-id"]
         headers.append((b"x-request-id", self._context.request_id.encode()))
         refusal = self._context.refusal
-        if refusal is not None and message["status"] == refusal.status:
+        if refusal is not None and refusal.retry_after_s is not None and message["status"] == refusal.status:
             headers.append((b"retry-after", str(max(1, math.ceil(refusal.retry_after_s))).encode()))
         await self._send({**message, "headers": headers})
 
-    async def _refuse(self, refusal: Refusal) -> None:
+    async def refuse(self, refusal: Refusal) -> None:
+        """Answers in place of the app. Does nothing where an answer has begun."""
+        if self._started:
+            return
+        self._refused = True
         phrase = HTTPStatus(refusal.status).phrase
         error = {"message": refusal.message, "type": phrase, "param": None, "code": refusal.status}
         body = msgspec.json.encode({"error": error})

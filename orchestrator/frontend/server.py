@@ -70,6 +70,7 @@ def served_name(config: Config) -> str:
 
 def build_vllm_config(config: Config) -> tuple[argparse.Namespace, VllmConfig]:
     """Raises ConfigError for arguments that vLLM refuses."""
+    os.environ["VLLM_MAX_N_SEQUENCES"] = str(config.frontend.max_n)  # vLLM checks each request by it
     if config.engine == "sim":
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # nothing is computed, so any length goes
     parser = make_arg_parser(FlexibleArgumentParser())
@@ -131,7 +132,7 @@ async def build_server_app(
         connection.router.learning.predictor,
     )
     app.router.routes[:0] = ours.routes  # ahead of vLLM's own /metrics, which does not know the fleet
-    return EdgeMiddleware(app)
+    return EdgeMiddleware(app, config.frontend.max_body_bytes)
 
 
 class QuietServer(uvicorn.Server):
@@ -162,6 +163,7 @@ async def serve(config: Config, redis_url: str, index: int, port: int) -> None:
             timeout_graceful_shutdown=int(config.launcher.stop_timeout_s),
         )
     )
+    app.app.state.server = server  # vLLM's error handlers look there
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, setattr, server, "should_exit", True)

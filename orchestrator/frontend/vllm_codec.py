@@ -50,7 +50,10 @@ class VllmCodec:
             # Where KV comes from is the router's to say, never the client's; and what is cached is told once.
             sampling.extra_args.pop("kv_transfer_params", None)
             sampling.extra_args.pop("kv_cache_report_mode", None)
-        return [bytes(frame) for frame in self._encoder.encode(request)]
+        try:
+            return [bytes(frame) for frame in self._encoder.encode(request)]
+        except OverflowError as error:  # which vLLM's own engine core client meets as well, as an error of the server
+            raise VLLMValidationError(f"a number in the request is out of range: {error}") from error
 
     def decode_outputs(self, frames: list[bytes], sent_at: float, now: float) -> Batch:
         try:

@@ -1,8 +1,10 @@
 """Request ids, Retry-After, and the pages about the fleet, over a real ASGI app."""
 
+from typing import Annotated
+
 import httpx
 import pytest
-from fastapi import FastAPI, Response
+from fastapi import Body, FastAPI, Response
 from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry
 
@@ -63,8 +65,12 @@ async def client(fleet):
     async def echo() -> str:
         return edge.current.get().request_id
 
+    @app.post("/length")
+    async def length(body: Annotated[bytes, Body()]) -> int:
+        return len(body)
+
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(edge.EdgeMiddleware(app)), base_url="http://test"
+        transport=httpx.ASGITransport(edge.EdgeMiddleware(app, max_body_bytes=1000)), base_url="http://test"
     ) as client:
         yield client
 
@@ -134,3 +140,26 @@ async def test_metrics_have_the_promised_names(client):
         'pd_kv_transfer_seconds_count{worker="d0"} 2.0',
     ):
         assert line in text, line
+
+
+async def parts(size: int, read: list[int]):
+    for _ in range(size // 100):
+        read.append(100)
+        yield b"x" * 100
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_over_the_limit_is_answered_with_413_and_not_read_to_its_end(client, chunked):
+    async def post(size, read):
+        headers = {"x-request-id": "mine"} | ({} if chunked else {"content-length": str(size)})
+        return await client.post("/length", content=parts(size, read), headers=headers)
+
+    read: list[int] = []
+    answered = await post(1000, read)
+    assert (answered.status_code, answered.json()) == (200, 1000)
+    read.clear()
+    answered = await post(5000, read)
+    assert answered.status_code == 413 and answered.headers["x-request-id"] == "mine"
+    assert answered.json()["error"]["message"] == "the body is larger than 1000 bytes (frontend.max_body_bytes)"
+    assert len(read) == (11 if chunked else 0)
+    assert "retry-after" not in answered.headers
