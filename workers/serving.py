@@ -135,7 +135,7 @@ class Serving:
                 result = await self._carry_out(call)
             reply = CallReply(call.call_id, self._worker_id, result=result)
             self._frontends.send(frontend_id, reply)
-            if call.method == "reset_prefix_cache" and result:
+            if (call.method == "reset_prefix_cache" and result) or call.kwargs.get("clear_cache"):
                 self._prefix.cleared()
         except Exception as error:  # whatever the engine says of it is the caller's
             why = "no answer in time" if isinstance(error, TimeoutError) else f"{error or type(error).__name__}"

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from orchestrator.fleet.control_calls import CallFailed, ControlCalls
 from orchestrator.fleet.pause import PauseMode
 from orchestrator.fleet.view import Fleet
+from orchestrator.router.request import State
 from orchestrator.router.router import Router
-from orchestrator.types import QueueDepth
+from orchestrator.types import QueueDepth, Role, WorkerLoad
 
 log = logging.getLogger("pd.frontend")
 
 POLL_S = 0.05
+_BEFORE_DECODE = (State.PLACING, State.QUEUED, State.TRANSFERRING)
 HEARD_TIMEOUT_S = 10.0  # for load reports that say that their workers are paused
-ABORT_TIMEOUT_S = 60.0  # after it engines are paused although something still runs
+SETTLE_TIMEOUT_S = 60.0  # after it engines are paused although something still runs, or is transferred
 
 
 class PauseCalls:
@@ -40,10 +42,12 @@ class PauseCalls:
         await self._calls.call("hold", [mode])
         try:
             await self._heard(mode)
-            if mode == "abort":
-                await self._aborted()
-            elif mode == "wait":
-                await self._idle()
+            if mode == "wait":
+                await self._ended(self._busy)
+            elif mode == "abort":
+                await self._settled(self._busy)
+            elif clear_cache:  # engines cannot drop blocks that KV is written to or read from
+                await self._settled(self._in_transit)
             await self._calls.call("pause_scheduler", [], {"mode": mode, "clear_cache": clear_cache})
         except BaseException:
             await self._calls.call("release", [])
@@ -63,28 +67,41 @@ class PauseCalls:
             HEARD_TIMEOUT_S,
         )
 
-    async def _aborted(self) -> None:
+    async def _settled(self, true: Callable[[], bool]) -> None:
         try:
-            async with asyncio.timeout(ABORT_TIMEOUT_S):
-                await self._idle()
+            async with asyncio.timeout(SETTLE_TIMEOUT_S):
+                await self._ended(true)
         except TimeoutError:
-            log.warning("engines are paused although requests that were aborted %g s ago still run", ABORT_TIMEOUT_S)
+            log.warning("engines are paused although requests or transfers have not ended in %g s", SETTLE_TIMEOUT_S)
 
-    async def _idle(self) -> None:
-        while self._busy():
+    async def _ended(self, true: Callable[[], bool]) -> None:
+        while true():
             if not self.on:
                 raise CallFailed("pause_scheduler: the fleet was resumed before what runs had ended")
             await asyncio.sleep(POLL_S)
 
     def _busy(self) -> bool:
-        """By what this frontend and every worker's last report say, and the queue."""
-        depth = self._depth()
-        loads = (view.load for view in self._fleet.workers.values())
-        return bool(
-            self._router.requests
-            or (depth is not None and depth.requests + depth.claimed)
-            or any(load is not None and load.running + load.waiting for load in loads)
+        """Something runs, by what this frontend and every worker's last report say, and the queue."""
+        held = any(load.running + load.waiting or load.blocks_free < load.blocks_total for _, load in self._loads())
+        return bool(self._router.requests) or self._queued() or held
+
+    def _in_transit(self) -> bool:
+        """A prompt is queued, prefilled remotely, or waits for its KV."""
+        own = any(active.state in _BEFORE_DECODE for active in self._router.requests.values())
+        held = any(
+            load.waiting or (role is Role.PREFILL and load.blocks_free < load.blocks_total)
+            for role, load in self._loads()
         )
+        return own or self._queued() or held
+
+    def _loads(self) -> Iterator[tuple[Role, WorkerLoad]]:
+        for view in self._fleet.workers.values():
+            if view.load is not None:
+                yield view.info.role, view.load
+
+    def _queued(self) -> bool:
+        depth = self._depth()
+        return depth is not None and depth.requests + depth.claimed > 0
 
     async def _until(self, true: Callable[[], bool], timeout_s: float) -> None:
         try:

@@ -13,6 +13,7 @@ from support_workers import LocalWorker, Workers, running_workers, until
 
 from orchestrator.fleet.control_calls import CallFailed
 from orchestrator.launch.redis_server import EmbeddedRedis
+from orchestrator.policy.prefix_keys import reusable_keys
 from orchestrator.types import Role
 from orchestrator.wire.messages import Call
 
@@ -119,6 +120,25 @@ async def test_a_fleet_is_paused_as_one_engine_for_every_frontend(redis_server: 
         await client.ask([9, *range(300)], 5)
         assert not client.connection.pause.on
         await workers.assert_no_leaks()
+        await client.close()
+        await other.close()
+
+
+async def test_a_pause_clears_prefix_caches_and_frontends_know(redis_server: EmbeddedRedis) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        (client, other), prefill, decode = await fleet(workers)
+        prompt = [7, *range(300)]
+        keys = reusable_keys(prompt, workers.config.sim.block_size)
+        await client.ask(prompt, 5)
+
+        def known_blocks() -> int:
+            hits = other.connection.prefixes.look_up(keys)
+            return hits.blocks(prefill.id) + hits.blocks(decode.id)
+
+        await until(known_blocks, "the other frontend knows what is cached")
+        await client.connection.pause.begin("wait", clear_cache=True)
+        await until(lambda: not known_blocks(), "it knows that nothing is")
+        await client.connection.pause.end()
         await client.close()
         await other.close()
 
