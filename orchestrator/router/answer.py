@@ -46,8 +46,8 @@ class Answers:
             log.error("worker %s sent a first token that cannot be read: %s", said.worker_id, error)
             return None
         (output,) = batch.outputs
-        if output.finish_reason != FinishReason.LENGTH:
-            return None  # the prefill token is the last one; the decode engine reports the finish reason
+        if output.finish_reason != FinishReason.LENGTH or not output.new_token_ids:
+            return None  # the prefill token is the last one, or withheld; the decode engine says what follows
         (token,) = output.new_token_ids
         answer = active.answer
         answer.early_token, answer.first_token_at = token, now

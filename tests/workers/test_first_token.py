@@ -66,6 +66,17 @@ async def test_a_remote_answer_says_of_its_prompt_what_a_local_one_says(
     assert await said(remote_prefill_min_tokens=100) == local
 
 
+async def test_a_remote_answer_that_comes_before_prefills_word_counts_its_prompt_as_created(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        client, prefill, _ = await fleet(workers)
+        monkeypatch.setattr("workers.prefills.Prefills._tell_prefilled", lambda *_: None)
+        await client.ask([7, *range(500)], 8)
+        await client.close()
+        assert [(said.num_cached_tokens, said.num_cache_creation_tokens) for said in client.prompts] == [(0, 496)]
+
+
 @pytest.mark.parametrize("max_tokens", [2, 8])
 async def test_where_decode_samples_another_the_answer_goes_on_after_the_one_sent(
     redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, max_tokens: int

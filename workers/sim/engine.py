@@ -144,6 +144,8 @@ class SimEngine:
         """Raises ValueError for what a simulated engine cannot do."""
         if method in ("pause_scheduler", "resume_scheduler"):
             self._paused = method == "pause_scheduler"
+            if kwargs.get("clear_cache"):
+                self._scheduler.cache.clear()
             self._wake.set()
             return None
         if method == "reset_prefix_cache":
@@ -288,7 +290,7 @@ class SimEngine:
                 num_cached_tokens=cached,
                 num_local_cached_tokens=cached,
                 num_external_cached_tokens=external,
-                num_cache_creation_tokens=max(0, cacheable - cached - external),
+                num_cache_creation_tokens=max(0, cacheable - cached),
             )
         return output
 

@@ -58,6 +58,7 @@ class VllmEngine:
         self._reader: asyncio.Task[None] | None = None
         self._dead: asyncio.Future[None] | None = None
         self._blocks_total = 0
+        self._cached_block_tokens = 0  # tokens of a block of the prefix cache; 0 where there is none
         self._last = EngineLoad(0, 0, 0, 0.0)
         # All that the connector counts, summed: bytes_transferred, num_descriptors, pd_exposed_seconds ...
         self.kv_totals: Counter[str] = Counter()
@@ -92,6 +93,8 @@ class VllmEngine:
             self._client, config = await started
         except (RuntimeError, EngineDeadError) as error:
             raise EngineDead(f"engine for {self._model} did not start: {error}") from error
+        caching = config.cache_config
+        self._cached_block_tokens = caching.block_size if caching.enable_prefix_caching else 0
         self._reader = asyncio.create_task(self._read())
         facts = await self.call_engine("pd_describe")
         tasks = await self.call_engine("get_supported_tasks")
@@ -227,7 +230,7 @@ class VllmEngine:
                     _take_what_the_plugin_says(step, stats.kv_connector_stats or {})
                     step.load = self._account(stats)
                 for output in outputs.outputs:
-                    _count_prefix_hits_only(output)
+                    _count_transfer_as_computed(output.prefill_stats, self._cached_block_tokens)
                     _withhold_guess(output)
                 self._steps.put_nowait(step)
         except EngineDeadError:
@@ -268,11 +271,14 @@ def _take_what_the_plugin_says(step: EngineStep, connector_stats: dict[str, Any]
     step.tokens_left = connector_stats.pop(TOKENS_LEFT_STATS, {})
 
 
-def _count_prefix_hits_only(output: Any) -> None:
-    """vLLM counts KV that came from the prefill worker as cached tokens; clients are told of prefix hits only."""
-    stats = output.prefill_stats
+def _count_transfer_as_computed(stats: Any, block_tokens: int) -> None:
+    """vLLM counts KV that came from the prefill worker as cached. Clients are told of it as if it was computed and
+    cached here; the router, which hears from the prefill worker as well, corrects that by the prefix hits there."""
     if stats is not None and stats.num_external_cached_tokens:
         stats.num_cached_tokens = stats.num_local_cached_tokens
+        if block_tokens:
+            whole_blocks = stats.num_prompt_tokens // block_tokens * block_tokens
+            stats.num_cache_creation_tokens = max(0, whole_blocks - stats.num_local_cached_tokens)
 
 
 def _withhold_guess(output: Any) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from connectors.push import wire
 from orchestrator.types import KVEndpoint, KVSource
@@ -66,3 +70,18 @@ def test_vllms_own_completion_notice_is_recognised_and_is_no_message(notificatio
 def test_anything_else_is_refused(notification: bytes) -> None:
     with pytest.raises(wire.WireError):
         wire.parse(notification)
+
+
+@given(data=st.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(data: bytes) -> None:
+    for notification in (data, wire.PREFIX + data):
+        with contextlib.suppress(wire.WireError):
+            wire.parse(notification)
+
+
+@given(at=st.integers(0, 1000), byte=st.integers(0, 255), cut=st.integers(0, 2))
+def test_damaged_messages_are_read_or_refused(at: int, byte: int, cut: int) -> None:
+    sound = wire.pack(wire.Register("s", "r", wire.Endpoint("e", "h", 1), [[1, 2]], 30))
+    at %= len(sound)
+    with contextlib.suppress(wire.WireError):
+        wire.parse((sound[:at] + bytes([byte]) + sound[at + 1 :])[: len(sound) - cut])

@@ -1,11 +1,14 @@
 """Membership, orders, the desired ratio and their events, against a real server."""
 
 import asyncio
+import contextlib
 import os
 import signal
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support_redis import eventually, fresh_namespace, running_server, worker
 
 from orchestrator.store.client import RedisAway, connect
@@ -115,6 +118,16 @@ def test_a_missing_field_may_have_a_default(field):
     del fields[field]
     read = worker_to_fields(worker_from_fields("w", fields))
     assert read.pop(field) in ("", "1") and read == fields
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted(worker_to_fields(worker("w")))), st.text(max_size=20), min_size=1, max_size=4
+    )
+)
+def test_any_values_are_read_or_refused(damage):
+    with contextlib.suppress(ValueError):
+        worker_from_fields("w", worker_to_fields(worker("w")) | damage)
 
 
 async def test_who_joined_is_listed_until_it_leaves(registry):
