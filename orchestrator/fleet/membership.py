@@ -62,14 +62,15 @@ class Membership:
             tasks.create_task(self._tick())
 
     def welcomed(self, worker_id: str) -> None:
-        """The worker has answered the greeting: it can be sent requests."""
+        """The worker has answered the greeting: it can be sent requests once its load is heard too."""
         if view := self._fleet.workers.get(worker_id):
-            view.connected, view.disconnected_at, view.heard_at = True, None, time.monotonic()
+            view.greeted, view.disconnected_at, view.heard_at = True, None, time.monotonic()
+            view.connected = view.load is not None
 
     def disconnected(self, worker_id: str) -> None:
         view = self._fleet.workers.get(worker_id)
-        if view is not None and view.disconnected_at is None and view.connected:
-            view.connected, view.disconnected_at = False, time.monotonic()
+        if view is not None and view.greeted:
+            view.greeted, view.connected, view.disconnected_at = False, False, time.monotonic()
 
     async def _watch(self) -> None:
         async for _ in self._registry.watch():
@@ -105,10 +106,13 @@ class Membership:
     async def _hear(self) -> None:
         while True:
             message = await self._transport.receive_published()
-            if message.worker_id not in self._fleet.workers:
+            view = self._fleet.workers.get(message.worker_id)
+            if view is None:
                 continue  # gone: the last that it said
             if isinstance(message, WorkerLoad):
                 self._fleet.take_load(message, time.monotonic())
+                if view.greeted and not view.connected:
+                    view.connected = True
                 self._prefixes.take_load(message, time.monotonic())
             else:
                 self._prefixes.take_events(message, time.monotonic())

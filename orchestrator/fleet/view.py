@@ -42,6 +42,7 @@ class WorkerView:
         "_placed_blocks",
         "_placed_tokens",
         "disconnected_at",
+        "greeted",
         "heard_at",
         "load",
     )
@@ -51,6 +52,7 @@ class WorkerView:
         submitted."""
         self.heard_at = heard_at
         self.load: WorkerLoad | None = None
+        self.greeted = False  # it has answered the greeting
         self.disconnected_at: float | None = None
         self._info, self._changed, self._numbers, self._connected = info, changed, numbers, False
         self._placed: deque[_Placed] = deque()
@@ -73,7 +75,7 @@ class WorkerView:
 
     @property
     def connected(self) -> bool:
-        """Greeted, and the connection stands."""
+        """Greeted and heard, and the connection stands."""
         return self._connected
 
     @connected.setter
@@ -218,7 +220,7 @@ class Fleet:
         return [
             worker_id
             for worker_id, view in self.workers.items()
-            if ((view.connected or view.load is not None) and now - view.heard_at > timeout_s)
+            if ((view.greeted or view.load is not None) and now - view.heard_at > timeout_s)
             or (view.disconnected_at is not None and now - view.disconnected_at > reconnect_s)
         ]
 

@@ -203,12 +203,14 @@ async def test_a_frontend_whose_loop_was_blocked_declares_nobody_dead(scene):
     await scene.until(lambda: scene.lost == ["d"])
 
 
-async def test_a_worker_whose_load_cannot_be_heard_is_given_up(scene):
+async def test_a_worker_whose_load_cannot_be_heard_is_never_used_and_given_up(scene):
     worker = LivingWorker("d", "e1", load_address="tcp://127.0.0.1:9")
     scene.living.append(worker)
     scene.registry.registered["d"] = worker.info
     await scene.changed()
-    await scene.until(lambda: scene.lost == ["d"])
+    used = []
+    await scene.until(lambda: used.append(scene.fleet.ready(Role.DECODE)) or scene.lost == ["d"])
+    assert not any(used)
 
 
 async def test_a_worker_with_a_bad_address_is_left_out_with_one_line(scene, caplog):

@@ -78,8 +78,8 @@ def test_a_worker_that_was_thought_lost_and_is_found_again_is_counted_as_exactly
 
 
 def test_a_worker_that_is_greeted_and_never_heard_is_given_up():
-    fleet = fleet_of(worker("deaf"))
-    fleet.upsert(worker("starting"), now=0.0)
+    fleet = fleet_of(worker("deaf"), worker("starting"))
+    fleet.workers["deaf"].greeted = True
     assert fleet.silent(3.9, timeout_s=4, reconnect_s=0.5) == []
     assert fleet.silent(4.1, timeout_s=4, reconnect_s=0.5) == ["deaf"]
 
