@@ -31,12 +31,13 @@ from orchestrator.router.decider import Decider
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, Asked
 from orchestrator.simulator.adp import AdpSettings, simulate_adp
+from orchestrator.simulator.loads import LOADS, synthetic
 from orchestrator.simulator.plot import PlotError, line_chart
 from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.report import Report, goodput, report
 from orchestrator.simulator.settings import Settings, stack
 from orchestrator.simulator.simulation import Simulation
-from orchestrator.simulator.trace import LOADS, Load, at_rate, first, read_trace, repeated, synthetic
+from orchestrator.simulator.trace import Load, at_rate, first, read_trace, repeated
 from orchestrator.types import (
     EngineIdentity,
     KVEndpoint,
@@ -167,7 +168,7 @@ def bench_decision(results: dict[str, Any], workers: int = 1000) -> None:
         free, running, waiting = rng.randrange(2000, 24_800), rng.randrange(100), rng.randrange(9000)
         return WorkerLoad(name, sequence, 24_800, free, running, rng.randrange(3), waiting, 5.0)
 
-    for mode in ("threshold", "cost"):
+    for mode, routing in (("threshold", {"remote_prefill_min_tokens": 256}), ("cost", {})):
         choose = decode_choice("kv_prefix")
         fleet = Fleet("f", choose.standing)
         for name in names:
@@ -182,7 +183,7 @@ def bench_decision(results: dict[str, Any], workers: int = 1000) -> None:
         for keys in prompts:
             for holder in rng.sample(names, 8):
                 prefixes.index.stored(holder, keys[: rng.randrange(1, 750)])
-        config = parse_config({"model": "m", "routing": {"placement": mode}})
+        config = parse_config({"model": "m", "routing": routing})
         queue = cast(QueueView, SimpleNamespace(depth=QueueDepth(10, 50_000, 5)))
         decider = Decider("f", config, fleet, queue, prefixes, choose, Learning(Predictor(), choose))
         decided, updated = [], []

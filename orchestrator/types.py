@@ -215,7 +215,7 @@ class PrefillJob(msgspec.Struct, frozen=True):
     reply_to: str  # frontend id
     body: bytes  # `messages.pack_frames` of the engine request
     deliveries: int = 0
-    delay_s: float = 0.0  # added to its arrival: its place in the queue (`policy.queue_order`)
+    delay_s: float = 0.0  # added to its arrival: its place in the queue (`policy.policies`)
     cached: dict[str, int] = {}  # prefill worker id -> prompt tokens cached there when it was enqueued; at most 4
 
     def tokens_at(self, worker_id: str) -> int:

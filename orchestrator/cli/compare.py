@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from orchestrator.cli.simulate import parse_fleet, parse_load, parse_profile
+from orchestrator.cli.simulate import objectives, parse_configuration, parse_fleet, parse_load, parse_profile
 from orchestrator.config.settings import ConfigError
 from orchestrator.simulator.calibrate import MeasureError, Target, Timing, fit_profile, measure_profile, replay
 from orchestrator.simulator.profile import PROFILES, ProfileError, load_profile
@@ -81,33 +81,28 @@ def compare_command(
     rate: Annotated[float, typer.Option("--rate", help="Requests per second.")],
     out: Annotated[Path, typer.Option("--out", help="The JSON file to write.")],
     fleet: Annotated[str, typer.Option("--fleet", help="What the server runs.")] = "1P1D",
-    policy: Annotated[
-        str, typer.Option("--policy", help="The policies of its router; `default` is what ships.")
-    ] = "default",
+    config: Annotated[
+        Path | None, typer.Option("--config", help="What the server is configured by; default what ships.")
+    ] = None,
+    sets: Annotated[list[str] | None, typer.Option("--set", help="Change a key of it, as on the server.")] = None,
     seconds: Annotated[float, typer.Option("--seconds", help="Length of the slice.")] = 600.0,
     scale: Annotated[float, typer.Option("--scale-tokens", help="Factor on the lengths of prompts and outputs.")] = 1.0,
-    transfer: Annotated[str, typer.Option("--transfer", help="whole or chunk, as on the server.")] = "chunk",
-    first_token: Annotated[str, typer.Option("--first-token", help="prefill or decode, as on the server.")] = "prefill",
     seed: Annotated[int, typer.Option("--seed")] = 0,
 ) -> None:
     """Run a slice of a load on a real fleet and in the simulator, and compare medians and P90s."""
     if seconds <= 0 or rate <= 0 or scale <= 0:
         raise ConfigError("--seconds, --rate, --scale-tokens: expected more than 0")
-    if transfer not in ("whole", "chunk"):
-        raise ConfigError(f"--transfer: expected whole or chunk, got {transfer!r}")
-    if first_token not in ("prefill", "decode"):
-        raise ConfigError(f"--first-token: expected prefill or decode, got {first_token!r}")
     try:
         load = at_rate(scaled(parse_load(trace, max(2, int(seconds * rate)), seed), scale), rate)
         prefill, decode = parse_fleet(fleet)
+        worker, served = parse_profile(profile), parse_configuration(config, sets)
         settings = Settings(
             prefill=prefill,
             decode=decode,
-            profile=parse_profile(profile),
-            stack=stack(policy),
+            profile=worker,
+            stack=stack("ours", served),
             seed=seed,
-            transfer=transfer,  # type: ignore[arg-type]
-            first_token=first_token,  # type: ignore[arg-type]
+            slo=objectives(served if config else None, worker, None, None),
         )
         predicted = report(Simulation(settings, load).run())
         timings = asyncio.run(_replay(url, load))

@@ -17,14 +17,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from orchestrator.config.settings import ConfigError, SLOConfig
+from orchestrator.config.settings import Config, ConfigError, SLOConfig, load_config, overridden, parse_config
 from orchestrator.simulator.faults import Faults
+from orchestrator.simulator.loads import LOADS, synthetic
 from orchestrator.simulator.plot import PlotError, line_chart
 from orchestrator.simulator.profile import PROFILES, Profile, ProfileError, load_profile
-from orchestrator.simulator.report import Report, goodput, report
+from orchestrator.simulator.report import SHARES, Goodput, Report, goodputs, report
 from orchestrator.simulator.settings import FleetError, Settings, stack
 from orchestrator.simulator.simulation import Simulation
-from orchestrator.simulator.trace import LOADS, Load, TraceError, at_rate, first, read_trace, repeated, synthetic
+from orchestrator.simulator.trace import Load, TraceError, at_rate, first, read_trace, repeated
 
 DEFAULT_PROFILE = "h100-llama-8b"
 
@@ -37,9 +38,14 @@ def simulate_command(
     trace: Annotated[
         str, _option("--trace", f"A Mooncake .jsonl or Azure .csv file, or a made load: {', '.join(LOADS)}.")
     ],
-    fleet: Annotated[str, _option("--fleet", "Workers to begin with.")] = "8P8D",
+    fleet: Annotated[
+        str | None, _option("--fleet", "Workers to begin with; default the configuration's, else 8P8D.")
+    ] = None,
+    config: Annotated[Path | None, _option("--config", "The YAML file that the router would be configured by.")] = None,
+    sets: Annotated[list[str] | None, _option("--set", "Change a key of it: routing.itl_weight=0. Repeatable.")] = None,
     policy: Annotated[
-        list[str] | None, _option("--policy", "ours, ours:fixed, a decode choice, or field:NAME. Repeatable.")
+        list[str] | None,
+        _option("--policy", "ours (the configuration), ours:fixed, a decode choice, or field:NAME. Repeatable."),
     ] = None,
     profile: Annotated[
         str, _option("--profile", "A worker's timing: a shipped name or a JSON file.")
@@ -49,10 +55,11 @@ def simulate_command(
         str | None, _option("--sweep", "rate=10,20,40 simulates each; rate=goodput finds the highest good one.")
     ] = None,
     requests: Annotated[int | None, _option("--requests", "Cut or repeat the load to this many.")] = None,
-    ttft_s: Annotated[float | None, _option("--ttft", "TTFT objective, seconds; default the profile's.")] = None,
-    tpot_s: Annotated[float | None, _option("--tpot", "TPOT objective, seconds; default the profile's.")] = None,
+    ttft_s: Annotated[
+        float | None, _option("--ttft", "TTFT objective, s; default the file's, else the profile's.")
+    ] = None,
+    tpot_s: Annotated[float | None, _option("--tpot", "TPOT objective, s; default likewise.")] = None,
     report_age_s: Annotated[float, _option("--report-age", "Age of load reports, seconds.")] = 0.1,
-    transfer: Annotated[str, _option("--transfer", "KV after prefill (whole) or during it (chunk).")] = "whole",
     kill: Annotated[
         list[str] | None, _option("--kill", "A worker, when and for how long (seconds): d0@30:10. Repeatable.")
     ] = None,
@@ -64,15 +71,13 @@ def simulate_command(
     try:
         load = parse_load(trace, requests, seed)
         worker = parse_profile(profile)
-        prefill, decode = parse_fleet(fleet)
-        stacks = [stack(name) for name in policy or ["ours"]]
+        served = parse_configuration(config, sets)
+        prefill, decode = parse_fleet(fleet or "8P8D") if fleet or config is None else _replicas(served)
         rates, search = _rates(sweep, rate, load)
-        if transfer not in ("whole", "chunk"):
-            raise ConfigError(f"--transfer: expected whole or chunk, got {transfer!r}")
         for name, seconds in (("--ttft", ttft_s), ("--tpot", tpot_s), ("--report-age", report_age_s)):
             if seconds is not None and seconds <= 0:
                 raise ConfigError(f"{name}: expected more than 0 seconds, got {seconds:g}")
-        slo = SLOConfig(ttft_s=ttft_s or worker.ttft_slo_s, tpot_s=tpot_s or worker.tpot_slo_s)
+        slo = objectives(served if config else None, worker, ttft_s, tpot_s)
         every = [
             Settings(
                 prefill=prefill,
@@ -81,10 +86,9 @@ def simulate_command(
                 stack=chosen,
                 seed=seed,
                 report_age_s=report_age_s,
-                transfer=transfer,  # type: ignore[arg-type]
                 slo=slo,
             )
-            for chosen in stacks
+            for chosen in [stack(name, served) for name in policy or ["ours"]]
         ]
         kills = [_kill(text) for text in kill or []]
         for settings in every:
@@ -117,6 +121,7 @@ def _run(
     plot: Path | None,
 ) -> None:
     reports: list[Report] = []
+    good: dict[str, dict[float, Goodput]] = {}
     usage: dict[str, list[tuple[float, float]]] = {}
     with _progress() as progress:
         for settings in every:
@@ -131,9 +136,10 @@ def _run(
                 return report(sim)
 
             if search:
-                found = goodput(run, *rates)
-                reports += found.runs
-                progress.update(task, description=f"{name}: goodput {found.rate:.4g}/s", completed=len(load.arrivals))
+                found = good[name] = goodputs(run, rates[0], rates[1])
+                reports += {r.rate: r for at_share in found.values() for r in at_share.runs}.values()
+                rates_found = ", ".join(f"{at_share.rate:.4g}" for at_share in found.values())
+                progress.update(task, description=f"{name}: goodput {rates_found}/s", completed=len(load.arrivals))
                 continue
             for number, at in enumerate(rates):
                 before = number * len(load.arrivals)
@@ -143,36 +149,33 @@ def _run(
 
                 reports.append(run(at, done))
     if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(reports), indent=2).decode() + "\n")
+        found_rates = {name: {f"{share:.0%}": at.rate for share, at in found.items()} for name, found in good.items()}
+        shown = {"goodput": found_rates, "runs": reports} if search else reports
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown), indent=2).decode() + "\n")
     else:
-        Console(width=None if sys.stdout.isatty() else 200).print(table(reports))
+        console = Console(width=None if sys.stdout.isatty() else 220)
+        console.print(table(reports, "all rates tried" if search else ""))
+        if search:
+            at_goodput = [at.at for found in good.values() for at in found.values() if at.at is not None]
+            console.print(table(at_goodput, "goodput at " + ", ".join(f"{share:.0%}" for share in SHARES)))
     if plot is not None:
         _plot(plot, load, reports, usage)
 
 
-def table(reports: list[Report]) -> Table:
+def table(reports: list[Report], what: str = "") -> Table:
     """One line per run."""
-    shown = Table(title=f"{reports[0].load} on {reports[0].fleet}, {reports[0].profile}" if reports else None)
-    for column in (
-        "policy",
-        "rate/s",
-        "attained",
-        "TTFT p50",
-        "p99",
-        "TPOT p50",
-        "p99",
-        "ITL p99",
-        "imbalance",
-        "usage",
-    ):
+    title = f"{reports[0].load} on {reports[0].fleet}, {reports[0].profile}" if reports else "no rate is good"
+    shown = Table(title=f"{title}: {what}" if what else title)
+    columns = ("policy", "rate/s", "attained", "TTFT p50", "p90", "p99", "max", "TPOT p50", "p90", "p99", "max")
+    for column in (*columns, "ITL p99", "imbalance", "usage", "preempted", "rejected", "unfinished", "cached"):
         shown.add_column(column, justify="left" if column == "policy" else "right")
-    for column in ("preempted", "rejected", "unfinished", "cached"):
-        shown.add_column(column, justify="right")
     for r in reports:
+        ttft = (r.ttft_p50_s, r.ttft_p90_s, r.ttft_p99_s, r.ttft_max_s)
+        tpot = (r.tpot_p50_s, r.tpot_p90_s, r.tpot_p99_s, r.tpot_max_s)
         shown.add_row(
-            r.policy, f"{r.rate:.4g}", f"{r.attained:.1%}", f"{r.ttft_p50_s:.3f} s", f"{r.ttft_p99_s:.2f} s",
-            f"{r.tpot_p50_s * 1e3:.1f} ms", f"{r.tpot_p99_s * 1e3:.1f} ms", f"{r.itl_p99_s * 1e3:.1f} ms",
-            f"{r.imbalance:.3f}", f"{r.usage:.0%}", str(r.preemptions), str(r.rejected), str(r.unfinished),
+            r.policy, f"{r.rate:.4g}", f"{r.attained:.1%}", *(f"{seconds:.2f} s" for seconds in ttft),
+            *(f"{seconds * 1e3:.0f} ms" for seconds in tpot), f"{r.itl_p99_s * 1e3:.0f} ms",
+            f"{r.imbalance:.2f}", f"{r.usage:.0%}", str(r.preemptions), str(r.rejected), str(r.unfinished),
             f"{r.prefix_hit:.0%}",
         )  # fmt: skip
     return shown
@@ -220,6 +223,22 @@ def parse_profile(name: str) -> Profile:
     if not Path(name).exists():
         raise ConfigError(f"--profile: expected a JSON file or one of {', '.join(shipped)}, got {name!r}")
     return load_profile(Path(name))
+
+
+def parse_configuration(path: Path | None, sets: list[str] | None) -> Config:
+    """What ships, changed by a file and by `a.b=value`. Raises ConfigError."""
+    overrides = sets or []
+    return load_config(path, overrides) if path is not None else parse_config(overridden({"model": "demo"}, overrides))
+
+
+def objectives(served: Config | None, profile: Profile, ttft_s: float | None, tpot_s: float | None) -> SLOConfig:
+    """As asked for, else the configuration's, else the profile's."""
+    default = served.slo if served else SLOConfig(ttft_s=profile.ttft_slo_s, tpot_s=profile.tpot_slo_s)
+    return SLOConfig(ttft_s=ttft_s or default.ttft_s, tpot_s=tpot_s or default.tpot_s)
+
+
+def _replicas(served: Config) -> tuple[int, int]:
+    return served.workers.prefill.replicas, served.workers.decode.replicas
 
 
 def parse_fleet(text: str) -> tuple[int, int]:

@@ -88,10 +88,12 @@ class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     decode_choice: Literal[
         "kv_blocks", "kv_prefix", "round_robin", "least_requests", "power_of_two", "least_tokens", "dynamo_cost"
     ] = "kv_prefix"
-    placement: Literal["threshold", "cost"] = "threshold"  # local or remote by length, or by predicted times
-    itl_weight: NonNegative = 0.02  # `cost`: the price of delaying the requests that decode where a prompt is prefilled
-    remote_prefill_min_tokens: Count = 256  # `threshold`: prompts with this many uncached tokens are prefilled remotely
-    max_queued_prefill_tokens: Count = 200_000  # with more in the queue, prompts are prefilled where they decode
+    # A prompt is prefilled remotely or where it decodes: by predicted times, or, where a number is given, remotely when
+    # that many of its tokens are cached nowhere.
+    remote_prefill_min_tokens: Count | None = None
+    itl_weight: NonNegative = 0.02  # by predicted times: the price of delaying the requests that decode there
+    # With more in the queue, prompts are prefilled where they decode; default: what is claimed within claim_timeout_s.
+    max_queued_prefill_tokens: Count | None = None
     claim_timeout_s: Seconds = 15.0  # a job that nobody claims for this long is prefilled where it decodes
     max_waiting_per_worker: Positive = 128  # a decode engine with this many waiting requests is full
     # Who sends the first token after a remote prefill: prefill, at once, where decode would sample the same; or decode.
@@ -105,10 +107,10 @@ class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class QueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    # score = arrival + weight * uncached tokens * seconds_per_token. 0 is FCFS, large is shortest-first.
+    # score = arrival + weight * predicted seconds of its prefill. 0 is FCFS, large is shortest-first.
     # A request's `priority` moves it one slo.ttft_s per step, lower numbers forward, up to ten.
     weight: NonNegative = 1.0
-    seconds_per_token: NonNegative = 0.0005
+    seconds_per_token: NonNegative = 0.0005  # of prefill, until the first one has been measured
     max_requests: Positive = 10_000
     # A prefill worker looks at this many jobs at the head and claims one whose prefix it has cached. 0: in order.
     affinity_window: Annotated[int, Meta(ge=0, le=256)] = 32
@@ -177,6 +179,17 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     launcher: LauncherConfig = LauncherConfig()
 
 
+class _Yaml(yaml.SafeLoader):
+    """YAML 1.2's booleans, which are `true` and `false`: in YAML 1.1 the `off` of `mode: off` is one too."""
+
+
+_Yaml.yaml_implicit_resolvers = {
+    letter: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+    for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Yaml.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|false)$", re.I), list("tTfF"))
+
+
 def load_config(path: Path, overrides: list[str] | None = None) -> Config:
     """Read a YAML file and apply `a.b=value` overrides (values are YAML). Raises ConfigError."""
     try:
@@ -184,16 +197,21 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); name an existing YAML file") from None
     try:
-        tree = yaml.safe_load(text)
+        tree = yaml.load(text, _Yaml)
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where else ""
         raise ConfigError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of keys to values, got {_kind(tree)}")
-    for override in overrides or []:
+    return parse_config(overridden(tree, overrides or []))
+
+
+def overridden(tree: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """The tree, changed by `a.b=value`. Raises ConfigError."""
+    for override in overrides:
         _apply(tree, override)
-    return parse_config(tree)
+    return tree
 
 
 def parse_config(tree: dict[str, Any]) -> Config:
@@ -225,7 +243,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"--set {override}: {name} is a value, not a section")
     try:
-        node[leaf] = yaml.safe_load(value)
+        node[leaf] = yaml.load(value, _Yaml)
     except yaml.YAMLError:
         raise ConfigError(f"--set {override}: {value!r} is not a YAML value") from None
 
@@ -237,7 +255,10 @@ def _kind(value: object) -> str:
     return "nothing" if value is None else f"{value!r}" if not isinstance(value, (dict, list)) else "a section or list"
 
 
-_GONE = {"queue.order": "there is one order: remove it, and take 1 from queue.weight where it was slack"}
+_GONE = {
+    "queue.order": "there is one order: remove it, and take 1 from queue.weight where it was slack",
+    "routing.placement": "remove it: by length is routing.remote_prefill_min_tokens, without it by predicted times",
+}
 
 
 def _explain(error: str, tree: dict[str, Any]) -> str:

@@ -47,7 +47,7 @@ class RatioController:
         self._frontend_id, self._registry, self._fleet = frontend_id, registry, fleet
         self._depth, self._predictor = depth, predictor
         self._ratio, self._tpot_s = config.ratio, config.slo.tpot_s
-        self._overflow = config.routing.placement == "cost"
+        self._overflow = config.routing.remote_prefill_min_tokens is None
         self._window_samples = samples_in_window(config.ratio)
         self._tick_s = min(config.ratio.interval_s, LEASE_S / 3)
         self._forget()

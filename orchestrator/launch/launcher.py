@@ -33,6 +33,7 @@ from orchestrator.store.registry import Registry
 _SAME_SIGNAL_S = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CURL_TOKENS = 24
+_LONG_TOKENS = 768  # of a prompt that shows a remote prefill, where predicted times decide
 _REPEATED = "{repeated}"  # stands for a shell's substitution in a JSON body
 
 
@@ -160,7 +161,7 @@ def _announce(fleet: LocalFleet, device: str, folder: RunFolder, console: Consol
     console.say(_curl(ready))
     if fleet.desired.prefill:
         console.say("A long one is prefilled by one worker and decoded by another:")
-        console.say(_curl(ready, sentences=config.routing.remote_prefill_min_tokens // 3))
+        console.say(_curl(ready, sentences=(config.routing.remote_prefill_min_tokens or _LONG_TOKENS) // 3))
     folder.note_ready(ready)  # last: `up --detach` returns once it is there
 
 

@@ -21,7 +21,7 @@ MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
 
 class Admitted(msgspec.Struct, frozen=True):
-    """`deferred`: it cannot be in time, and goes behind those that can (`queue_order`'s `late`)."""
+    """`deferred`: it cannot be in time, and goes behind those that can (`policies.delay_s`'s `late`)."""
 
     decision: Local | Remote
     predicted_ttft_s: float

@@ -55,12 +55,12 @@ def place(
     prefill: PrefillView,
     routing: RoutingConfig,
     choose: DecodeChoice,
-    predictor: Predictor | None = None,
+    predictor: Predictor,
     slo: SLOConfig = SLOConfig(),
 ) -> Decision:
     """Place a request that has just arrived, or whose earlier attempt failed.
 
-    `routing.placement` is `threshold` (by uncached prompt length) or `cost` (by predicted times; needs a predictor).
+    By predicted times, or by uncached prompt length where `routing.remote_prefill_min_tokens` is given.
     Reasons for local: `short_prompt`, `cost`, `no_prefill_worker`, `queue_unavailable`, `queue_full`, or the request's
     own `local_only`. For remote: `long_prompt`, `cost`, or `decode_full` for a short prompt that no decode worker can
     take now. For reject: `decode_full`, `no_decode_worker`.
@@ -70,13 +70,17 @@ def place(
     open_ones = [c for c in candidates if not is_full(request, c, routing)]
     if request.local_only is not None:
         return _local(request, open_ones, choose, request.local_only)
-    blocker = _why_not_remote(request, candidates, prefill, routing)
-    if predictor is not None and routing.placement == "cost":
-        return _by_cost(request, open_ones, prefill, blocker, routing, choose, predictor, slo)
-    return _by_threshold(request, open_ones, blocker, routing, choose)
+    cached = max(prefill.cached_tokens, max([c.cached_tokens for c in candidates]))
+    blocker = _why_not_remote(prefill, max(0, request.prompt_tokens - cached), routing, predictor)
+    min_tokens = routing.remote_prefill_min_tokens
+    if min_tokens is not None:
+        return _by_threshold(request, open_ones, blocker, min_tokens, choose)
+    return _by_cost(request, open_ones, prefill, blocker, routing, choose, predictor, slo)
 
 
-def reject_all(candidates: Sequence[Candidate], prefill: PrefillView, routing: RoutingConfig) -> Reject | None:
+def reject_all(
+    candidates: Sequence[Candidate], prefill: PrefillView, routing: RoutingConfig, predictor: Predictor
+) -> Reject | None:
     """Why no request could be taken now, however short, or None. For a refusal before the response has begun."""
     if not candidates:
         return Reject("no_decode_worker", RETRY_AFTER_S)
@@ -84,12 +88,9 @@ def reject_all(candidates: Sequence[Candidate], prefill: PrefillView, routing: R
         c.waiting < routing.max_waiting_per_worker or (c.blocks_free > 0 and not _no_place(c, routing))
         for c in candidates
     )
-    queue_open = (
-        prefill.workers_ready > 0
-        and prefill.queue is not None
-        and prefill.queue.tokens < routing.max_queued_prefill_tokens
-    )
-    return None if open_to_some or queue_open else Reject("decode_full", RETRY_AFTER_S)
+    if open_to_some or _why_not_remote(prefill, 0, routing, predictor) is None:
+        return None
+    return Reject("decode_full", RETRY_AFTER_S)
 
 
 def is_full(request: RequestInfo, candidate: Candidate, routing: RoutingConfig) -> bool:
@@ -113,15 +114,15 @@ def _by_threshold(
     request: RequestInfo,
     open_ones: Sequence[Candidate],
     blocker: str | None,
-    routing: RoutingConfig,
+    min_tokens: int,
     choose: DecodeChoice,
 ) -> Decision:
     # A prompt is short on the workers that have enough of its prefix cached.
-    near = [c for c in open_ones if uncached_tokens(request, c) < routing.remote_prefill_min_tokens]
+    near = [c for c in open_ones if uncached_tokens(request, c) < min_tokens]
     if near and (chosen := choose(request, near)) is not None:
         return Local(chosen.worker_id, "short_prompt")
     if blocker is None:
-        short = request.prompt_tokens < routing.remote_prefill_min_tokens
+        short = request.prompt_tokens < min_tokens
         return Remote("decode_full" if short else "long_prompt")
     return _local(request, open_ones, choose, blocker)
 
@@ -174,16 +175,18 @@ def _by_cost(
 
 
 def _why_not_remote(
-    request: RequestInfo, candidates: Sequence[Candidate], prefill: PrefillView, routing: RoutingConfig
+    prefill: PrefillView, uncached_tokens: int, routing: RoutingConfig, predictor: Predictor
 ) -> str | None:
+    """A queue is full where a job would reach its claim deadline in it, or as `max_queued_prefill_tokens` says."""
     if prefill.workers_ready == 0:
         return "no_prefill_worker"
     if prefill.queue is None:
         return "queue_unavailable"
-    cached = max(prefill.cached_tokens, max([c.cached_tokens for c in candidates]))
-    if prefill.queue.tokens + max(0, request.prompt_tokens - cached) > routing.max_queued_prefill_tokens:
-        return "queue_full"
-    return None
+    limit = routing.max_queued_prefill_tokens
+    if limit is not None:
+        return "queue_full" if prefill.queue.tokens + uncached_tokens > limit else None
+    full = predictor.backlog_s(prefill.queue, prefill.workers_ready) > routing.claim_timeout_s
+    return "queue_full" if full else None
 
 
 def _local(request: RequestInfo, open_ones: Sequence[Candidate], choose: DecodeChoice, reason: str) -> Decision:

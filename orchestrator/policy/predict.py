@@ -147,6 +147,11 @@ class Predictor:
     def output_tokens(self) -> float:
         return self._output.value
 
+    @property
+    def s_per_token(self) -> float:
+        """Of prefill, per prompt token more."""
+        return self._pool.slope
+
     def prefill_s(self, tokens: int) -> float:
         """Computing this many tokens on a prefill worker of the pool."""
         return self._pool.at(tokens)

@@ -14,10 +14,9 @@ from orchestrator.config.settings import Config
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
-from orchestrator.policy.admission import admit
 from orchestrator.policy.candidate import Candidate, DecodeChoice
-from orchestrator.policy.placement import Local, PrefillView, Reject, place, reject_all
-from orchestrator.policy.queue_order import delay_s
+from orchestrator.policy.placement import Local, PrefillView, Reject, reject_all
+from orchestrator.policy.policies import Policies
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, Placed
 from orchestrator.types import PrefillJob, Role
@@ -36,13 +35,13 @@ class Decider:
         learning: Learning,
     ) -> None:
         self._frontend_id = frontend_id
-        self._routing, self._slo, self._order = config.routing, config.slo, config.queue
+        self._routing = config.routing
         self._fleet, self._queue, self._prefixes = fleet, queue, prefixes
-        self._choose, self._learning = choose, learning
+        self._policies, self._predictor = Policies(config, choose, learning.predictor), learning.predictor
 
     def closed(self) -> Reject | None:
         """Why no request at all can be taken now, or None."""
-        return reject_all(self._fleet.candidates().decode, self._prefill_pool(), self._routing)
+        return reject_all(self._fleet.candidates().decode, self._prefill_pool(), self._routing, self._predictor)
 
     def decide(self, active: ActiveRequest) -> Placed | Reject:
         """Where this attempt goes. A retried request is never refused by the objectives: it was accepted once."""
@@ -53,35 +52,29 @@ class Decider:
         candidates = self._fleet.candidates(active.avoid, hits)
         cached_at_prefill = candidates.cached_at_prefill
         pool = self._prefill_pool(max(cached_at_prefill.values(), default=0))
-        predictor = self._learning.predictor
-        decision = place(info, candidates.decode, pool, self._routing, self._choose, predictor, self._slo)
-        deferred = False
-        if active.attempt == 1 and self._slo.admission != "off":
-            admission = admit(decision, info, candidates.decode, pool, self._slo, predictor)
-            if isinstance(admission, Reject):
-                return admission
-            decision, deferred = admission.decision, admission.deferred
+        ruling = self._policies.decide(info, candidates.decode, pool, admission=active.attempt == 1)
+        decision = ruling.decision
         if isinstance(decision, Reject):
             return decision
         uncached_tokens = max(1, info.prompt_tokens - pool.cached_tokens)
         if isinstance(decision, Local):
             cached_tokens = hits.blocks(decision.worker_id) * self._fleet.block_size
             return Placed(decision.reason, uncached_tokens, decision.worker_id, cached_tokens)
-        backlog_s = predictor.backlog_s(pool.queue, pool.workers_ready) if pool.queue is not None else 0.0
-        job = self._job(active, uncached_tokens, cached_at_prefill, deferred)
+        backlog_s = self._predictor.backlog_s(pool.queue, pool.workers_ready) if pool.queue is not None else 0.0
+        job = self._job(active, uncached_tokens, cached_at_prefill, ruling.late)
         return Placed(decision.reason, uncached_tokens, job=job, backlog_s=backlog_s)
 
     def bind(self, active: ActiveRequest) -> Candidate | None:
         """The decode worker of a request whose prefill begins now: on load, and hits, as fresh as they are."""
         asked = active.asked
         candidates = self._fleet.candidates(active.avoid, self._prefixes.look_up(asked.prefix_keys)).decode
-        return (self._choose(asked.info, candidates) or candidates[0]) if candidates else None
+        return (self._policies.choose(asked.info, candidates) or candidates[0]) if candidates else None
 
     def _prefill_pool(self, cached_tokens: int = 0) -> PrefillView:
         return PrefillView(self._fleet.ready(Role.PREFILL), self._queue.depth, cached_tokens)
 
     def _job(
-        self, active: ActiveRequest, uncached_tokens: int, cached_at_prefill: Mapping[str, int], deferred: bool
+        self, active: ActiveRequest, uncached_tokens: int, cached_at_prefill: Mapping[str, int], late: bool
     ) -> PrefillJob:
         info = active.asked.info
         return PrefillJob(
@@ -92,13 +85,6 @@ class Decider:
             arrived_at=info.arrived_at,
             reply_to=self._frontend_id,
             body=pack_frames(active.asked.frames),
-            delay_s=delay_s(
-                uncached_tokens,
-                self._order.weight,
-                self._order.seconds_per_token,
-                self._slo.ttft_s,
-                info.priority,
-                deferred,
-            ),
+            delay_s=self._policies.delay_s(info, uncached_tokens, late),
             cached=dict(cached_at_prefill),
         )

@@ -31,8 +31,8 @@ class Learning:
 
     def claimed(self, request: ActiveRequest) -> None:
         if request.placed is not None and request.prefill is not None:
-            prompt_tokens, backlog_s = request.asked.info.prompt_tokens, request.placed.backlog_s
-            self.predictor.observe_wait(prompt_tokens, backlog_s, request.prefill.queued_s)
+            placed, queued_s = request.placed, request.prefill.queued_s
+            self.predictor.observe_wait(placed.uncached_tokens, placed.backlog_s, queued_s)
 
     def prefilled(self, request: ActiveRequest, worker: WorkerView | None) -> None:
         """By the worker's own rate: when one batch computes several prompts, each of them shows the time of all."""

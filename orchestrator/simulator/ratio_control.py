@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 
-from orchestrator.config.settings import RatioConfig
 from orchestrator.policy.ratio import LoadSample, LoadSampler, Observation, desired_ratio, samples_in_window
 from orchestrator.simulator.router import Router
 from orchestrator.simulator.settings import Settings
@@ -19,9 +18,10 @@ from orchestrator.types import DesiredRatio
 class RatioControl:
     """Samples the load, asks `policy.ratio`, and changes roles by draining, as the launcher does."""
 
-    def __init__(self, settings: Settings, config: RatioConfig, router: Router) -> None:
-        self._router, self._profile, self._config = router, settings.profile, config
-        self._overflow = settings.stack.placement == "cost"
+    def __init__(self, settings: Settings, router: Router) -> None:
+        config = settings.stack.config
+        self._router, self._profile, self._config = router, settings.profile, config.ratio
+        self._overflow = config.routing.remote_prefill_min_tokens is None
         self._samples = samples_in_window(self._config)
         self._window: deque[LoadSample] = deque(maxlen=self._samples)
         self._current = DesiredRatio(settings.prefill, settings.decode, set_at=-1e9)

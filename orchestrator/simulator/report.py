@@ -1,4 +1,4 @@
-"""The figures of one simulated run, and the goodput: the highest rate at which most requests meet both objectives.
+"""The figures of one simulated run, and goodput: the highest rate at which enough requests meet both objectives.
 
 Every figure of attainment counts requests that were rejected, failed or never finished as missed.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.worker import ITL_BUCKETS_PER_OCTAVE, Worker
 
-ATTAINMENT = 0.9
+SHARES = (0.9, 0.95, 0.99)  # of all requests, that goodput is reported at
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -35,12 +35,14 @@ class Report(msgspec.Struct, frozen=True):
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_p99_s: float
+    ttft_max_s: float
     itl_p50_s: float
     itl_p90_s: float
     itl_p99_s: float
     tpot_p50_s: float
     tpot_p90_s: float
     tpot_p99_s: float
+    tpot_max_s: float
     imbalance: float  # mean over time of max / mean block usage over decode workers
     usage: float  # mean block usage of decode workers
     preemptions: int
@@ -95,12 +97,14 @@ def report(sim: Simulation, warm_up: float = 0.0) -> Report:
         ttft_p50_s=percentile(ttft, 0.5),
         ttft_p90_s=percentile(ttft, 0.9),
         ttft_p99_s=percentile(ttft, 0.99),
+        ttft_max_s=percentile(ttft, 1.0),
         itl_p50_s=_itl_percentile(workers, 0.5),
         itl_p90_s=_itl_percentile(workers, 0.9),
         itl_p99_s=_itl_percentile(workers, 0.99),
         tpot_p50_s=percentile(tpot, 0.5),
         tpot_p90_s=percentile(tpot, 0.9),
         tpot_p99_s=percentile(tpot, 0.99),
+        tpot_max_s=percentile(tpot, 1.0),
         imbalance=sum(top / mean for top, mean in middle) / len(middle) if middle else 1.0,
         usage=sum(mean for _, mean in middle) / len(middle) if middle else 0.0,
         preemptions=sum(worker.preemptions for worker in workers),
@@ -125,8 +129,10 @@ class Goodput(msgspec.Struct, frozen=True):
     runs: list[Report]
 
 
-def goodput(run: Callable[[float], Report], low: float, high: float, tolerance: float = 0.03) -> Goodput:
-    """Bisect for the highest rate at which 90% of all requests meet both objectives, to within `tolerance`.
+def goodput(
+    run: Callable[[float], Report], low: float, high: float, tolerance: float = 0.03, share: float = SHARES[0]
+) -> Goodput:
+    """Bisect for the highest rate at which this share of all requests meets both objectives, to within `tolerance`.
 
     `run` simulates one rate. The bounds are widened as needed, each by a factor of at most 64.
     """
@@ -135,7 +141,7 @@ def goodput(run: Callable[[float], Report], low: float, high: float, tolerance: 
     def meets(rate: float) -> bool:
         if rate not in runs:
             runs[rate] = run(rate)
-        return runs[rate].attained >= ATTAINMENT
+        return runs[rate].attained >= share
 
     for _ in range(6):
         if meets(low):
@@ -154,6 +160,25 @@ def goodput(run: Callable[[float], Report], low: float, high: float, tolerance: 
     ordered = [runs[rate] for rate in sorted(runs)]
     good = meets(low)
     return Goodput(low if good else 0.0, runs[low] if good else None, ordered)
+
+
+def goodputs(
+    run: Callable[[float], Report], low: float, high: float, tolerance: float = 0.03, shares: Sequence[float] = SHARES
+) -> dict[float, Goodput]:
+    """`goodput` at each of the ascending shares. No rate is simulated twice."""
+    runs: dict[float, Report] = {}
+
+    def once(rate: float) -> Report:
+        if rate not in runs:
+            runs[rate] = run(rate)
+        return runs[rate]
+
+    found: dict[float, Goodput] = {}
+    for share in shares:
+        found[share] = goodput(once, low, high, tolerance, share)
+        if found[share].rate:
+            low, high = found[share].rate / 1.5, found[share].rate  # a larger share is met at lower rates only
+    return found
 
 
 def _busy(sim: Simulation, workers: list[Worker]) -> float:

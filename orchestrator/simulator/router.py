@@ -9,14 +9,14 @@ from typing import Protocol
 
 import msgspec
 
-from orchestrator.config.settings import RoutingConfig, SLOConfig
-from orchestrator.policy.admission import admit
+from orchestrator.config.settings import SLOConfig
+from orchestrator.policy.candidate import Candidate
 from orchestrator.policy.claims import choose_claims, claim_budget
 from orchestrator.policy.decode_choice import decode_choice
-from orchestrator.policy.placement import Local, PrefillView, Reject, place
+from orchestrator.policy.placement import Local, PrefillView, Reject
+from orchestrator.policy.policies import Policies
 from orchestrator.policy.predict import Predictor
 from orchestrator.policy.prefix_index import PrefixIndex
-from orchestrator.policy.queue_order import delay_s
 from orchestrator.simulator.job import Job, Phase, Stay
 from orchestrator.simulator.settings import Settings
 from orchestrator.simulator.view import PoolView
@@ -34,73 +34,67 @@ class Router:
     """Calls `end(job, outcome)` for a request that it refuses."""
 
     def __init__(self, settings: Settings, unit_tokens: int, clock: Clock, end: Callable[[Job, str], None]) -> None:
-        profile, stack = settings.profile, settings.stack
-        self.stack, self.profile = stack, profile
+        profile, self.stack = settings.profile, settings.stack
         self._unit_tokens = unit_tokens
         self._clock, self._end = clock, end
+        config = self.stack.config
         slo = settings.slo or SLOConfig(ttft_s=profile.ttft_slo_s, tpot_s=profile.tpot_slo_s)
-        self.slo = msgspec.structs.replace(slo, admission=stack.admission)
-        self.routing = RoutingConfig(
-            placement="cost" if stack.placement == "cost" else "threshold",
-            remote_prefill_min_tokens=0 if stack.placement == "remote" else settings.remote_prefill_min_tokens,
-            max_queued_prefill_tokens=settings.max_queued_prefill_tokens,
-            max_waiting_per_worker=settings.max_waiting_per_worker,
-            itl_weight=settings.itl_weight,
-        )
-        self.choose = decode_choice(stack.decode_choice, settings.seed)
-        self.choose_prefill = decode_choice(stack.decode_choice, settings.seed + 1)
+        self.slo = msgspec.structs.replace(config.slo, ttft_s=slo.ttft_s, tpot_s=slo.tpot_s)
+        self.choose = decode_choice(config.routing.decode_choice, settings.seed)
+        self.choose_prefill = decode_choice(config.routing.decode_choice, settings.seed + 1)
+        self.predictor = Predictor(config.queue.seconds_per_token)
+        self.policies = Policies(msgspec.structs.replace(config, slo=self.slo), self.choose, self.predictor)
         self.decode = PoolView(self.choose)
         self.prefill = PoolView(self.choose_prefill)
-        self._seconds_per_token = profile.prefill_s(2048) / 2048
-        self.predictor = Predictor(self._seconds_per_token, profile.step_s)
-        self.index = PrefixIndex() if stack.prefix_index and unit_tokens else None
-        self._claim_batches = settings.claim_batches
-        self._claim_tokens = int(settings.claim_batches * profile.max_num_batched_tokens)
+        self.index = PrefixIndex() if config.routing.prefix_index and unit_tokens else None
+        self._claim_timeout_s = config.routing.claim_timeout_s
+        self._window = config.queue.affinity_window
+        self._claim_batches = config.workers.claim_batches
+        self._claim_tokens = int(self._claim_batches * profile.max_num_batched_tokens)
         self.queue: list[tuple[float, int, Job]] = []
         self.queue_tokens = 0
         self.claimed = 0
         self.reasons: Counter[str] = Counter()
         self.offered = Offered()
         self._index_sequence: Counter[str] = Counter()
-        self._itl_seen: dict[str, tuple[float, int]] = {}
 
     # ---- placement -------------------------------------------------------------------------------------------
 
-    def place(self, job: Job) -> None:
-        """A request that has arrived, or lost its worker."""
+    def place(self, job: Job, again: bool = False) -> bool:
+        """A request that has arrived, or (`again`) lost its worker: then it is never refused. False: nobody takes it
+        now."""
         if self.stack.dispatch == "push":
-            self._push(job)
-            return
+            return self._push(job) or self._refuse(job, again)
         hits = self.look_up(job)
         request = job.info()
         candidates = self.decode.candidates(hits)
-        cached = 0
-        for name, tokens in hits.items():
-            if tokens > cached and name in self.prefill:
-                cached = tokens
+        cached = self._prefill_hit(hits)
         self.offered += Offered(1, max(1, job.prompt_tokens - cached), self.predictor.output_tokens)
         view = PrefillView(len(self.prefill), QueueDepth(len(self.queue), self.queue_tokens, self.claimed), cached)
-        decision = place(request, candidates, view, self.routing, self.choose, self.predictor, self.slo)
-        late = False
-        if self.slo.admission != "off":
-            admission = admit(decision, request, candidates, view, self.slo, self.predictor)
-            if isinstance(admission, Reject):
-                decision = admission
-            else:
-                decision, late = admission.decision, admission.deferred
+        ruling = self.policies.decide(request, candidates, view, admission=not again)
+        decision = ruling.decision
         self.reasons[f"{type(decision).__name__.lower()}:{decision.reason}"] += 1
         if isinstance(decision, Reject):
-            self._end(job, "rejected")
-        elif isinstance(decision, Local) and not (late and len(self.prefill)):
-            candidate = next(c for c in candidates if c.worker_id == decision.worker_id)
-            compute = max(1, job.prompt_tokens - candidate.cached_tokens)
-            job.local_tokens = candidate.waiting_tokens + candidate.placed_tokens + compute
-            job.placed_at = self._clock.now
-            self._submit(job, decision.worker_id, "local", compute)
+            return self._refuse(job, again)
+        if isinstance(decision, Local):
+            self._place_locally(job, decision, candidates)
         else:
-            self._enqueue(job, max(1, job.prompt_tokens - cached), late)
+            self._enqueue(job, max(1, job.prompt_tokens - cached), ruling.late)
+        return True
 
-    def _push(self, job: Job) -> None:
+    def _refuse(self, job: Job, again: bool) -> bool:
+        if not again:
+            self._end(job, "rejected")
+        return False
+
+    def _place_locally(self, job: Job, decision: Local, candidates: list[Candidate]) -> None:
+        candidate = next(c for c in candidates if c.worker_id == decision.worker_id)
+        compute = max(1, job.prompt_tokens - candidate.cached_tokens)
+        job.local_tokens = candidate.waiting_tokens + candidate.placed_tokens + compute
+        job.placed_at = self._clock.now
+        self._submit(job, decision.worker_id, "local", compute)
+
+    def _push(self, job: Job) -> bool:
         """As the field's routers do: choose both workers at arrival; the prompt waits in the prefill worker."""
         hits = self.look_up(job)
         request = job.info()
@@ -108,13 +102,13 @@ class Router:
         decode = self.choose(request, self.decode.candidates(hits))
         if prefill is None or decode is None:
             self.reasons["reject:no_worker"] += 1
-            self._end(job, "rejected")
-            return
+            return False
         self.reasons["remote:push"] += 1
         job.bound = decode.worker_id
         self.prefill.placed(prefill.worker_id, job.prompt_tokens, job.prompt_tokens - prefill.cached_tokens)
         self.decode.promised(decode.worker_id, job.prompt_tokens)
         self._start_prefill(job, self.prefill.worker(prefill.worker_id))
+        return True
 
     def bind(self, job: Job, stay: Stay) -> None:
         """A prefill starts. Choose its decode worker now, unless that was done at arrival."""
@@ -146,11 +140,18 @@ class Router:
             job.hits_at = self._clock.now
         return job.hits
 
+    def _prefill_hit(self, hits: dict[str, int]) -> int:
+        """The most that a prefill worker has cached."""
+        cached = 0
+        for name, tokens in hits.items():
+            if tokens > cached and name in self.prefill:
+                cached = tokens
+        return cached
+
     # ---- the prefill queue -----------------------------------------------------------------------------------
 
     def _enqueue(self, job: Job, uncached: int, late: bool) -> None:
-        stack, at, per_token = self.stack, job.arrival.at, self._seconds_per_token
-        score = at + delay_s(uncached, stack.weight, per_token, self.slo.ttft_s, job.arrival.priority, late)
+        score = job.arrival.at + self.policies.delay_s(job.info(), uncached, late)
         depth = QueueDepth(len(self.queue), self.queue_tokens, self.claimed)
         job.uncached = uncached
         job.enqueued_at = self._clock.now
@@ -168,6 +169,29 @@ class Router:
             if job.claimed:
                 break
 
+    def recall(self) -> None:
+        """Take those from the queue whom a decode worker would serve sooner, and those past their claim deadline."""
+        now, ahead = self._clock.now, 0
+        kept: list[tuple[float, int, Job]] = []
+        for entry in self.queue:
+            job = entry[2]
+            candidates = self.decode.candidates(self.look_up(job) if now - job.hits_at > REFRESH_HITS_S else job.hits)
+            overdue = now - job.enqueued_at > self._claim_timeout_s
+            request = msgspec.structs.replace(job.info(), local_only="claim_timeout") if overdue else job.info()
+            view = PrefillView(
+                len(self.prefill), QueueDepth(len(kept), ahead, self.claimed), self._prefill_hit(job.hits)
+            )
+            decision = self.policies.recall(request, candidates, view)
+            if decision is None:
+                ahead += job.uncached
+                kept.append(entry)
+                continue
+            self.reasons[f"recalled:{decision.reason}"] += 1
+            self.queue_tokens -= job.uncached
+            job.enqueued_at = -1.0
+            self._place_locally(job, decision, candidates)
+        self.queue = kept
+
     def claim(self, worker: Worker) -> None:
         """A prefill worker claims jobs at the head of the queue as its budget allows, window by window."""
         while self.queue and worker.name in self.prefill and (budget := self._claim_budget(worker)) > 0:
@@ -182,9 +206,9 @@ class Router:
         return claim_budget(batches, batch_tokens, worker.pending_tokens, held, free_tokens)
 
     def _claim_from_window(self, worker: Worker, budget: int) -> bool:
-        affinity = self.stack.affinity if self.index is not None else 0.0
+        affinity = 1.0 if self.index is not None else 0.0
         now = self._clock.now
-        head = self.queue[: self.stack.window]
+        head = self.queue[: self._window]
         window = []
         for score, number, job in head:
             here = elsewhere = 0
@@ -197,7 +221,7 @@ class Router:
                     elif tokens > elsewhere and name in self.prefill:
                         elsewhere = tokens
             window.append(WindowJob(str(number), score, job.prompt_tokens, now - job.enqueued_at, here, elsewhere))
-        chosen = choose_claims(window, budget, worker.pending_tokens == 0, self._seconds_per_token, affinity)
+        chosen = choose_claims(window, budget, worker.pending_tokens == 0, self.predictor.s_per_token, affinity)
         by_id = {str(number): (score, number, job) for score, number, job in head}
         for job_id in chosen:
             entry = by_id[job_id]
@@ -223,13 +247,12 @@ class Router:
             removed = [key for key in dirty if not worker.kv.holds(key)]
             self._index_sequence[worker.name] += 1
             self.index.apply(PrefixEvents(worker.name, self._index_sequence[worker.name], stored, removed))
-        if view is self.decode:
-            seconds, steps = self._itl_seen.get(worker.name, (0.0, 0))
-            if worker.decode_steps > steps:
-                self.predictor.observe_itl(worker.name, (worker.decode_s - seconds) / (worker.decode_steps - steps))
-                self._itl_seen[worker.name] = (worker.decode_s, worker.decode_steps)
 
-    def ended(self, job: Job) -> None:
+    def ended(self, job: Job, worker: Worker) -> None:
+        """The worker has generated its last token."""
+        if job.arrival.output_tokens > 1 and not job.generated and job.first_at is not None:
+            decoding_s = self._clock.now - job.first_at
+            self.predictor.observe_itl(worker.name, decoding_s / (job.arrival.output_tokens - 1))
         self.predictor.observe_output(job.arrival.output_tokens)
         for choose in (self.choose, self.choose_prefill):
             choose.expect_output(self.predictor.output_tokens)

@@ -18,6 +18,8 @@ from orchestrator.simulator.trace import Load
 from orchestrator.simulator.view import PoolView
 from orchestrator.simulator.worker import Worker
 
+PLACE_AGAIN_S = 0.1  # until a request that lost its worker is taken, as in the router
+RECALL_S = 1.0  # between two looks at what waits in the queue
 DRAIN_S = 120.0  # simulated after the last arrival; requests that are unfinished then count as missed
 
 
@@ -52,9 +54,13 @@ class Simulation:
             self.add_worker(f"p{n}", self.router.prefill)
         for n in range(settings.decode):
             self.add_worker(f"d{n}", self.router.decode)
+        self._recall_at = 0.0
         self.ratio: RatioControl | None = None
-        if settings.stack.ratio is not None and settings.prefill + settings.decode > 2:
-            self.ratio = RatioControl(settings, settings.stack.ratio, self.router)
+        config = settings.stack.config
+        self._early_token = config.routing.first_token == "prefill"
+        self._by_chunk = config.kv.transfer != "whole"
+        if config.ratio.mode == "auto" and settings.prefill + settings.decode > 2:
+            self.ratio = RatioControl(settings, self.router)
 
     def add_worker(self, name: str, view: PoolView) -> Worker:
         worker = Worker(name, self.settings.profile, self.load.unit_tokens, self, self._wake_at)
@@ -123,6 +129,9 @@ class Simulation:
             if used > top:
                 top = used
         self.usage.append((now, top, total / max(1, len(decode))))
+        if router.queue and now >= self._recall_at:
+            self._recall_at = now + RECALL_S
+            router.recall()
         if self.ratio is not None:
             self.ratio.tick(now)
 
@@ -156,7 +165,7 @@ class Simulation:
         """A prompt is computed: its KV goes out as soon as the decode worker has room for it."""
         self.router.claimed -= 1
         stay.computed_at = now
-        if self.settings.first_token == "prefill" and stay.job.output_tokens > 1:
+        if self._early_token and stay.job.output_tokens > 1:
             self._first(stay.job, now)
         receiver = stay.peer
         if receiver is None:
@@ -173,7 +182,7 @@ class Simulation:
         tokens = receiver.context - receiver.hit_tokens
         seconds = tokens * profile.kv_bytes_per_token / profile.link_bytes_per_s
         links_free = max(source.link_free_at, target.link_free_at)
-        if self.settings.transfer == "chunk":
+        if self._by_chunk:
             begins = max(links_free, min(now, max(stay.started_at, receiver.started_at)))
             last = min(tokens, profile.max_num_batched_tokens) * profile.kv_bytes_per_token / profile.link_bytes_per_s
             ends = max(begins + seconds, now + last)
@@ -201,8 +210,8 @@ class Simulation:
             worker.release(stay, self.now)
 
     def place_again(self, job: Job, _: Any) -> None:
-        if not job.outcome:
-            self.router.place(job)
+        if not job.outcome and not self.router.place(job, again=True):
+            self.at(self.now + PLACE_AGAIN_S, self.place_again, job)
 
     def on_first(self, worker: Worker, stay: Stay, at: float) -> None:
         if self._first(stay.job, at) and stay.phase == "local":
@@ -221,7 +230,7 @@ class Simulation:
         job.outcome = "ok"
         job.done_at = now + self.settings.profile.router_s
         self.left -= 1
-        self.router.ended(job)
+        self.router.ended(job, worker)
 
     def on_boundary(self, worker: Worker, tokens: int, seconds: float, now: float) -> None:
         """A step that computed prompt tokens has ended."""

@@ -35,6 +35,36 @@ def test_a_table_and_a_plot(tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_is_simulated_is_what_the_file_configures(tmp_path):
+    """The fleet, the policies and the objectives of one file, changed by `--set` as `orchestrator up` would."""
+    file = tmp_path / "served.yaml"
+    file.write_text(
+        """
+        model: demo
+        workers: {prefill: {replicas: 1}, decode: {replicas: 3}}
+        routing: {remote_prefill_min_tokens: 1}
+        slo: {ttft_s: 0.0001, tpot_s: 9}
+        ratio: {mode: off}
+        """
+    )
+    args = ["--trace", "heavy_tailed", "--requests", "50", "--rate", "5", "--json"]
+    [served] = json.loads(run(*args, "--config", str(file)).stdout)
+    assert served["fleet"] == "1P3D" and set(served["reasons"]) == {"remote:long_prompt"}
+    assert served["attained_ttft"] == 0 and served["attained_tpot"] == 1
+    [local] = json.loads(run(*args, "--config", str(file), "--set", "routing.remote_prefill_min_tokens=100000").stdout)
+    assert set(local["reasons"]) == {"local:short_prompt"}
+
+
+def test_goodput_is_given_for_three_shares_with_the_tails(tmp_path):
+    args = ["--trace", "heavy_tailed", "--requests", "300", "--fleet", "1P1D", "--sweep", "rate=goodput"]
+    found = json.loads(run(*args, "--json").stdout)
+    rates = found["goodput"]["ours"]
+    assert list(rates) == ["90%", "95%", "99%"] and rates["90%"] >= rates["95%"] >= rates["99%"] > 0
+    assert len({r["rate"] for r in found["runs"]}) == len(found["runs"])
+    assert all(r["ttft_p99_s"] <= r["ttft_max_s"] and r["tpot_p99_s"] <= r["tpot_max_s"] for r in found["runs"])
+    assert "goodput at 90%, 95%, 99%" in run(*args).stdout
+
+
 def test_a_plot_without_matplotlib_names_the_mend(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     args = ["--trace", "heavy_tailed", "--requests", "50", "--fleet", "1P1D", "--plot", str(tmp_path / "out.png")]
@@ -60,7 +90,8 @@ def test_workers_can_be_killed_on_the_way():
         (["--sweep", "rate=a"], "rate=10"),
         (["--rate", "-1"], "more than 0"),
         (["--requests", "1"], "at least 2"),
-        (["--transfer", "magic"], "whole or chunk"),
+        (["--set", "kv.transfer=magic"], "chunk, layer, whole"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
         (["--kill", "d0"], "d0@30:10"),
         (["--kill", "x9@1:1"], "not in this fleet"),
         (["--ttft", "-2"], "more than 0 seconds"),

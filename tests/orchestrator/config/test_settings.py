@@ -110,3 +110,12 @@ def test_pipeline_stages_are_for_prefill_workers(tmp_path):
     for section in (stages, f"decode: {{{stages}}}"):
         with pytest.raises(ConfigError, match=r"decode\.engine_args\.pipeline_parallel_size: expected 1, got 2; split"):
             check_engine_args(load(tmp_path, f"model: demo\nworkers: {{{section}}}"))
+
+
+def test_off_is_a_word_in_a_file_and_on_the_command_line(tmp_path):
+    """YAML 1.1 reads it as false, and so did `ratio.mode: off` fail."""
+    file = tmp_path / "config.yaml"
+    file.write_text("model: demo\nratio: {mode: off}\nkv: {verify: True}\n")
+    config = load_config(file, ["slo.admission=off", "routing.prefix_index=false"])
+    assert (config.ratio.mode, config.slo.admission, config.kv.verify) == ("off", "off", True)
+    assert config.routing.prefix_index is False

@@ -22,7 +22,7 @@ def worker(name: str = "d0", free: int = 1000, waiting: int = 0, cached: int = 0
 
 
 def decide(req: RequestInfo, *workers: Candidate, prefill: PrefillView = IDLE):
-    return place(req, workers, prefill, ROUTING, decode_choice("kv_blocks"))
+    return place(req, workers, prefill, ROUTING, decode_choice("kv_blocks"), Predictor())
 
 
 def test_length_decides_between_local_and_remote():
@@ -72,7 +72,7 @@ def test_no_worker_at_all_rejects():
 
 def by_cost(tokens: int, *workers: Candidate, queued: int = 0, prefill: PrefillView | None = None, itl_s: float = 0.02):
     predictor = Predictor(prior_s_per_token=0.001, prior_itl_s=itl_s)
-    routing = RoutingConfig(placement="cost", max_waiting_per_worker=4)
+    routing = RoutingConfig(max_waiting_per_worker=4)
     view = prefill or PrefillView(1, QueueDepth(1, queued, 0))
     slo = SLOConfig(ttft_s=2.0, tpot_s=0.1)
     return place(request(tokens), workers, view, routing, decode_choice("kv_blocks"), predictor, slo)
@@ -92,7 +92,7 @@ def test_cost_counts_those_who_decode_there():
     assert by_cost(4000, decoding("busy", 60), queued=1000) == Remote("cost")
     assert by_cost(4000, decoding("idle", 0), queued=1000) == Local("idle", "cost")
     # beyond the TPOT objective no queue is long enough
-    assert by_cost(4000, decoding("busy", 10), queued=50_000, itl_s=0.095) == Remote("cost")
+    assert by_cost(4000, decoding("busy", 10), queued=14_000, itl_s=0.095) == Remote("cost")
 
 
 def test_cost_without_a_queue_takes_the_worker_with_the_least_before_it():
@@ -108,4 +108,4 @@ def test_a_worker_with_free_blocks_is_full_when_it_has_all_that_it_computes_and_
     routing = RoutingConfig(max_waiting_per_worker=4)
     assert is_full(request(100), candidate, routing) is full
     away = PrefillView(0, None)
-    assert (reject_all([candidate], away, routing) is not None) is full
+    assert (reject_all([candidate], away, routing, Predictor()) is not None) is full

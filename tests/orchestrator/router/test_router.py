@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from support_bench import Bench, FakeCodec, FakeRequest
 
-from orchestrator.policy.queue_order import LATE_S
+from orchestrator.policy.policies import LATE_S
 from orchestrator.router.decider import Decider
 from orchestrator.router.request import SUCCESSORS, Overloaded, State
 from orchestrator.store.client import RedisAway
@@ -380,8 +380,8 @@ async def test_stages_are_learned_from(monkeypatch):
 
 
 async def test_cost_placement_keeps_a_prompt_from_a_queue_that_would_take_longer():
-    bench = Bench(placement="cost")
-    bench.queue.depth = QueueDepth(50, 100_000, 1)
+    bench = Bench(remote_prefill_min_tokens=None)
+    bench.queue.depth = QueueDepth(50, 20_000, 1)
     await bench.router.submit(FakeRequest("r"))
     assert bench.router.requests["r"].placed.reason == "cost" and bench.submits()
     bench.queue.depth = QueueDepth(0, 0, 0)
@@ -395,7 +395,7 @@ async def test_cost_placement_keeps_a_prompt_from_a_queue_that_would_take_longer
 @pytest.mark.parametrize("admission", ["reject", "queue"])
 async def test_a_request_that_cannot_be_in_time_is_refused_or_deferred_as_configured(admission):
     bench = Bench(slo={"ttft_s": 0.5, "admission": admission})
-    bench.queue.depth = QueueDepth(50, 100_000, 1)
+    bench.queue.depth = QueueDepth(50, 20_000, 1)
     if admission == "reject":
         with pytest.raises(Overloaded) as refused:
             await bench.router.submit(FakeRequest("r"))

@@ -70,7 +70,7 @@ async def test_a_load_is_replayed_and_laid_beside_its_simulation():
         assert shared[0][:512] == shared[1][:512] and shared[0][512:] != shared[1][512:] and len(shared[0]) == 600
         timings = await replay(target, load)
     assert [timing.output_tokens for timing in timings] == [5] * 10
-    predicted = report(Simulation(Settings(prefill=1, decode=1, profile=BASE, stack=stack("default")), load).run())
+    predicted = report(Simulation(Settings(prefill=1, decode=1, profile=BASE, stack=stack("ours")), load).run())
     result = comparison(predicted, [*timings, None])
     assert result["failed"] == 1 and result["requests"] == 11
     assert set(result["figures"]) == {f"{name}_{share}" for name in ("ttft", "itl", "tpot") for share in ("p50", "p90")}

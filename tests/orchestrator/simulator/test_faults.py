@@ -6,10 +6,11 @@ import msgspec
 import pytest
 
 from orchestrator.simulator.faults import Faults
+from orchestrator.simulator.loads import synthetic
 from orchestrator.simulator.profile import Profile
-from orchestrator.simulator.settings import FleetError, Settings, stack, stack_names
+from orchestrator.simulator.settings import SHIPPED, FleetError, Settings, changed, stack, stack_names
 from orchestrator.simulator.simulation import Simulation
-from orchestrator.simulator.trace import Arrival, Load, synthetic
+from orchestrator.simulator.trace import Arrival, Load
 
 PROFILE = Profile(
     name="small", origin="made up", step_s=0.01, prefill_s_per_token=0.0001, decode_s_per_seq=0.0005,
@@ -31,8 +32,7 @@ def random_run(seed: int) -> Simulation:
         prefill=rng.randrange(1, 4),
         decode=rng.randrange(1, 4),
         profile=profile,
-        stack=stack(rng.choice(stack_names())),
-        transfer=rng.choice(["whole", "chunk"]),
+        stack=stack(rng.choice(stack_names()), changed(SHIPPED, {"kv": {"transfer": rng.choice(["whole", "chunk"])}})),
         seed=seed,
     )
     sim = Simulation(settings, Load("random", arrivals, 512))

@@ -4,11 +4,12 @@ import msgspec
 import pytest
 
 from orchestrator.simulator.faults import Faults
+from orchestrator.simulator.loads import synthetic
 from orchestrator.simulator.profile import Profile
 from orchestrator.simulator.report import goodput, report
-from orchestrator.simulator.settings import FleetError, Settings, stack, stack_names
+from orchestrator.simulator.settings import SHIPPED, FleetError, Settings, changed, stack, stack_names
 from orchestrator.simulator.simulation import Simulation
-from orchestrator.simulator.trace import Arrival, Load, at_rate, synthetic
+from orchestrator.simulator.trace import Arrival, Load, at_rate
 
 PROFILE = Profile(
     name="test", origin="made up", step_s=0.01, prefill_s_per_token=0.0001, decode_s_per_seq=0.0005,
@@ -17,8 +18,10 @@ PROFILE = Profile(
 )  # fmt: skip
 
 
-def simulate(load: Load, policy="ours", prefill=2, decode=2, profile=PROFILE, **more) -> Simulation:
-    settings = Settings(prefill=prefill, decode=decode, profile=profile, stack=stack(policy), **more)
+def simulate(load: Load, policy="ours", prefill=2, decode=2, profile=PROFILE, seed=0, **sections) -> Simulation:
+    """`sections`: keys of the configuration that are not the defaults, as in `kv={"transfer": "whole"}`."""
+    chosen = stack(policy, changed(SHIPPED, sections))
+    settings = Settings(prefill=prefill, decode=decode, profile=profile, stack=chosen, seed=seed)
     return Simulation(settings, load)
 
 
@@ -32,7 +35,7 @@ def assert_no_leaks(sim: Simulation) -> None:
 
 def test_one_request_alone_takes_what_the_formula_says():
     load = Load("one", [Arrival(0.0, 1000, 101)])
-    sim = simulate(load, "field:round_robin", 1, 1).run()
+    sim = simulate(load, "field:round_robin", 1, 1, kv={"transfer": "whole"}, routing={"first_token": "decode"}).run()
     job = sim.jobs[0]
     step = PROFILE.step_s + PROFILE.decode_s_per_seq
     prefill = PROFILE.step_s + 0.1
@@ -45,10 +48,13 @@ def test_one_request_alone_takes_what_the_formula_says():
 
 def test_prefills_token_comes_before_the_transfer_and_ends_nothing_later():
     load = Load("one", [Arrival(0.0, 1000, 101)])
-    early, late = [simulate(load, "field:round_robin", 1, 1, first_token=way).run() for way in ("prefill", "decode")]
+    early, late = [
+        simulate(load, "field:round_robin", 1, 1, kv={"transfer": "whole"}, routing={"first_token": way}).run()
+        for way in ("prefill", "decode")
+    ]
     assert early.jobs[0].first_at == pytest.approx(PROFILE.step_s + 0.1)
     assert early.jobs[0].done_at == late.jobs[0].done_at
-    single = simulate(Load("one", [Arrival(0.0, 1000, 1)]), "field:round_robin", 1, 1, first_token="prefill").run()
+    single = simulate(Load("one", [Arrival(0.0, 1000, 1)]), "field:round_robin", 1, 1, kv={"transfer": "whole"}).run()
     assert single.jobs[0].first_at == late.jobs[0].first_at  # decode ends the answer, so decode gives it
 
 
@@ -98,7 +104,9 @@ def test_cached_prefixes_are_not_computed_again():
 
 @pytest.mark.parametrize("victim", ["p0", "d0"])
 def test_a_killed_worker_loses_no_request(victim):
-    sim = simulate(at_rate(synthetic("bursty", 600, seed=4), 12), "ours:fixed")
+    sim = simulate(
+        at_rate(synthetic("bursty", 600, seed=4), 12), "ours:fixed", routing={"max_queued_prefill_tokens": 1 << 40}
+    )
     faults = Faults(sim)
     for at in (5.0, 20.0, 35.0):
         faults.kill(victim, at, down_s=4.0)
@@ -109,8 +117,17 @@ def test_a_killed_worker_loses_no_request(victim):
 
 def test_the_ratio_follows_the_load():
     prompts_only = at_rate(Load("prompts", [Arrival(i, 3000, 2) for i in range(3000)]), 12)
-    sim = simulate(prompts_only, prefill=2, decode=6).run()
+    sim = simulate(prompts_only, prefill=2, decode=6, ratio={"mode": "auto"}).run()
     assert sim.ratio.changes and sim.ratio.changes[-1][1] > 2
+    assert_no_leaks(sim)
+
+
+def test_nobody_waits_for_one_prefill_worker_while_decode_workers_have_room():
+    """Eight times what the one prefill worker can do, in a fleet that could do all of it."""
+    load = at_rate(Load("long", [Arrival(float(n), 4000, 50) for n in range(400)]), 8)
+    sim = simulate(load, "ours:fixed", prefill=1, decode=15).run()
+    figures = report(sim)
+    assert figures.ttft_p99_s < 3.0 and figures.ttft_max_s < 5.0, figures
     assert_no_leaks(sim)
 
 

@@ -2,9 +2,10 @@
 
 import pytest
 
+from orchestrator.simulator.loads import synthetic
 from orchestrator.simulator.profile import ProfileError, load_profile
 from orchestrator.simulator.settings import stack
-from orchestrator.simulator.trace import Arrival, Load, TraceError, at_rate, first, read_trace, repeated, synthetic
+from orchestrator.simulator.trace import Arrival, Load, TraceError, at_rate, first, read_trace, repeated
 
 MOONCAKE = """\
 {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}
@@ -82,6 +83,20 @@ def test_bursts_last_as_long_at_any_rate():
         for arrival in load.arrivals:
             tens[int(arrival.at / 10)] += 1
         assert max(tens) > 1.5 * len(load.arrivals) / len(tens)
+
+
+@pytest.mark.parametrize("name", ["chat", "agents"])
+def test_sessions_grow_by_what_was_said(name):
+    load = at_rate(synthetic(name, 2000, seed=1), 20)
+    assert len(load.arrivals) == 2000 and load.rate == pytest.approx(20, rel=0.15)
+    # Seconds of thought are not squeezed by the rate; most requests continue one that was there before.
+    seen: set[int] = set()
+    continued = 0
+    for arrival in load.arrivals:
+        assert len(arrival.keys) <= arrival.prompt_tokens // load.unit_tokens
+        continued += bool(seen.intersection(key for key in arrival.keys if key >= 1_000_000))
+        seen.update(arrival.keys)
+    assert continued > 500
 
 
 def test_unknown_names_are_refused_with_the_known_ones(tmp_path):

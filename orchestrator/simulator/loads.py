@@ -1,0 +1,150 @@
+"""Made loads: seeded and repeatable arrivals, for what the public traces do not have."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from typing import NamedTuple
+
+from orchestrator.simulator.trace import Arrival, Load, TraceError
+
+MADE_UNIT_TOKENS = 512  # of a prefix that is shared, or not, as a whole
+
+
+def bursty(requests: int, seed: int = 0, rate: float = 1.0) -> Load:
+    """Arrivals from a two-state Markov-modulated Poisson process: calm for 30 s on average, then four times as many
+    for 10 s on average; `rate` is the mean over both (requests per second).
+
+    Lengths are log-normal: prompts with median 700 and sigma 1, outputs with median 200 and sigma 0.7. A third of the
+    prompts start with one of 40 system prompts of 512 or 1,024 tokens.
+    """
+    # Periods are drawn apart from requests: the same ones at every rate.
+    rng, periods = random.Random(seed), random.Random(f"periods {seed}")
+    calm_rate = rate / (0.75 + 0.25 * 4)
+    now, in_burst, until = 0.0, False, periods.expovariate(1 / 30)
+    arrivals = []
+    for n in range(requests):
+        work = rng.expovariate(1.0)
+        while True:
+            current = calm_rate * (4 if in_burst else 1)
+            if now + work / current <= until:
+                now += work / current
+                break
+            work -= (until - now) * current
+            now = until
+            in_burst = not in_burst
+            until = now + periods.expovariate(1 / (10 if in_burst else 30))
+        prompt = _lognormal(rng, 700, 1.0, 16, 32_000)
+        keys: tuple[int, ...] = ()
+        if rng.random() < 1 / 3:
+            system = rng.randrange(40)
+            units = 1 + system % 2
+            prompt += units * MADE_UNIT_TOKENS
+            keys = tuple(system * 2 + unit for unit in range(units))
+            own = prompt // MADE_UNIT_TOKENS - units
+            keys += tuple(1_000_000 + n * 100 + unit for unit in range(own))
+        arrivals.append(Arrival(now, prompt, _lognormal(rng, 200, 0.7, 4, 4_000), keys))
+    return Load("bursty", arrivals, MADE_UNIT_TOKENS, partial(bursty, requests, seed))
+
+
+def heavy_tailed(requests: int, seed: int = 0) -> Load:
+    """Poisson arrivals; prompts Pareto (shape 1.2, from 200 tokens, at most 60,000), outputs log-normal with median
+    250 and sigma 1.2, at most 8,000: most requests are small, and a few carry most of the tokens.
+    """
+    rng = random.Random(seed)
+    now = 0.0
+    arrivals = []
+    for _ in range(requests):
+        now += rng.expovariate(1.0)
+        prompt = min(60_000, int(200 * rng.paretovariate(1.2)))
+        arrivals.append(Arrival(now, prompt, _lognormal(rng, 250, 1.2, 4, 8_000)))
+    return Load("heavy_tailed", arrivals, 0)
+
+
+def code(requests: int, seed: int = 0) -> Load:
+    """Code completion: Poisson arrivals of long prompts (log-normal, median 2,500 tokens, sigma 0.7) that share
+    nothing, and of few tokens out (median 20, sigma 0.6).
+    """
+    rng = random.Random(seed)
+    now = 0.0
+    arrivals = []
+    for _ in range(requests):
+        now += rng.expovariate(1.0)
+        arrivals.append(Arrival(now, _lognormal(rng, 2500, 0.7, 64, 16_000), _lognormal(rng, 20, 0.6, 1, 200)))
+    return Load("code", arrivals, 0)
+
+
+def chat(requests: int, seed: int = 0, rate: float = 1.0) -> Load:
+    """Conversations of four turns on average, 30 s apart on average, that begin with one of 20 system prompts of 512
+    tokens. A turn adds a question (median 120 tokens) to what was said; answers have a median of 250 tokens.
+    """
+    conversation = _Sessions(turns=4, think_s=30.0, added=(120, 1.0), output=(250, 0.8), shared=[1] * 20)
+    return Load("chat", conversation.arrivals(requests, seed, rate), MADE_UNIT_TOKENS, partial(chat, requests, seed))
+
+
+def agents(requests: int, seed: int = 0, rate: float = 1.0) -> Load:
+    """Agents of 12 calls on average, 4 s apart on average, that begin with one of eight instructions of 4,096 to 11,264
+    tokens. A call adds what a tool said (median 500 tokens, sigma 1); answers are short (median 60 tokens).
+    """
+    agent = _Sessions(turns=12, think_s=4.0, added=(500, 1.0), output=(60, 0.8), shared=range(8, 24, 2))
+    return Load("agents", agent.arrivals(requests, seed, rate), MADE_UNIT_TOKENS, partial(agents, requests, seed))
+
+
+class _Sessions(NamedTuple):
+    """Sessions whose every request has all that was said before as its prefix. Lengths are (median, sigma)."""
+
+    turns: int  # mean; geometric
+    think_s: float  # mean from one request to the next; exponential
+    added: tuple[float, float]  # prompt tokens a turn
+    output: tuple[float, float]
+    shared: Sequence[int]  # prefix units that sessions of each kind begin with
+
+    def arrivals(self, requests: int, seed: int, rate: float) -> list[Arrival]:
+        rng = random.Random(seed)
+        arrivals: list[Arrival] = []
+        now = 0.0
+        # Sessions that began before the load's first second are among those that it sees.
+        warm_up_s = 3 * self.turns * self.think_s
+        for session in count():
+            now += rng.expovariate(rate / self.turns)
+            if now > warm_up_s + requests / rate:
+                break
+            kind = rng.randrange(len(self.shared))
+            units = [kind * 1000 + unit for unit in range(self.shared[kind])]
+            tokens, at = len(units) * MADE_UNIT_TOKENS, now
+            while True:
+                tokens += _lognormal(rng, *self.added, 4, 16_000)
+                own = tokens // MADE_UNIT_TOKENS - self.shared[kind]
+                keys = (*units, *(1_000_000 + session * 1000 + unit for unit in range(own)))
+                output = _lognormal(rng, *self.output, 1, 4_000)
+                if at >= warm_up_s:
+                    arrivals.append(Arrival(at - warm_up_s, tokens, output, keys))
+                tokens += output
+                if rng.random() < 1 / self.turns or tokens > 100_000:
+                    break
+                at += rng.expovariate(1 / self.think_s)
+        arrivals.sort(key=lambda arrival: arrival.at)
+        return arrivals[:requests]
+
+
+LOADS: dict[str, Callable[[int, int], Load]] = {
+    "bursty": bursty,
+    "heavy_tailed": heavy_tailed,
+    "code": code,
+    "chat": chat,
+    "agents": agents,
+}
+
+
+def synthetic(name: str, requests: int, seed: int = 0) -> Load:
+    """Raises TraceError."""
+    if name not in LOADS:
+        raise TraceError(f"load: expected a trace file or one of {', '.join(LOADS)}, got {name!r}")
+    return LOADS[name](requests, seed)
+
+
+def _lognormal(rng: random.Random, median: float, sigma: float, low: int, high: int) -> int:
+    return int(max(low, min(high, rng.lognormvariate(math.log(median), sigma))))

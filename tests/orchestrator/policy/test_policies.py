@@ -1,0 +1,87 @@
+"""The policies together; places in the prefill queue: by length, by priority, and of those that are late anyway."""
+
+import msgspec
+import pytest
+
+from orchestrator.config.settings import parse_config
+from orchestrator.policy.candidate import Candidate
+from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.policy.placement import Local, PrefillView, Reject, Remote
+from orchestrator.policy.policies import MAX_STEPS, Policies, delay_s
+from orchestrator.policy.predict import Predictor
+from orchestrator.types import QueueDepth, RequestInfo
+
+TTFT_S, S_PER_TOKEN = 2.0, 0.001
+
+
+def place(at=0.0, tokens=1000, weight=1.0, **more):
+    return at + delay_s(tokens * S_PER_TOKEN, weight, TTFT_S, **more)
+
+
+def test_the_place_is_arrival_plus_the_length_penalty():
+    assert 100.0 + delay_s(20.0, 2.0, TTFT_S) == 140.0
+
+
+def test_weight_0_is_first_come_first_served_and_a_large_one_shortest_first():
+    assert place(tokens=9000, weight=0.0) < place(at=0.1, tokens=10, weight=0.0)
+    assert place(tokens=9000, weight=1e6) > place(at=9.0, tokens=10, weight=1e6)
+
+
+def test_a_priority_step_is_worth_one_objective():
+    assert place() - place(priority=-1) == pytest.approx(TTFT_S)
+    assert place(priority=3) - place() == pytest.approx(3 * TTFT_S)
+
+
+def test_a_late_job_goes_behind_those_in_time_but_not_for_ever():
+    assert place(late=True) > place(at=10.0)
+    assert place(late=True) < place(at=100.0)
+
+
+def test_no_priority_puts_anybody_off_for_ever():
+    bound_s = 2 * MAX_STEPS * TTFT_S
+    assert place(priority=10**9) < place(at=bound_s + 1, priority=-(10**9))
+    assert place(priority=10**9) == place(priority=MAX_STEPS)
+
+
+def policies(**sections):
+    config = parse_config({"model": "m", **sections})
+    return Policies(config, decode_choice(config.routing.decode_choice), Predictor(prior_s_per_token=0.001))
+
+
+def request(tokens: int, **more) -> RequestInfo:
+    return RequestInfo(id="r", prompt_tokens=tokens, max_new_tokens=64, arrived_at=0.0, **more)
+
+
+IDLE_DECODE = Candidate("d0", 1000, 1000, 16, running=0, waiting=0, waiting_tokens=0)
+
+
+def queue_of(tokens: int) -> PrefillView:
+    return PrefillView(1, QueueDepth(1, tokens, 0))
+
+
+def test_a_queued_request_leaves_when_a_decode_worker_would_serve_it_sooner():
+    wait_on = policies().recall(request(1000), [IDLE_DECODE], queue_of(0))
+    leave = policies().recall(request(1000), [IDLE_DECODE], queue_of(3000))
+    assert wait_on is None and leave == Local("d0", "cost")
+    busy = msgspec.structs.replace(IDLE_DECODE, running=3, waiting_tokens=50_000)
+    assert policies().recall(request(1000), [busy], queue_of(3000)) is None
+
+
+def test_the_queue_is_full_where_jobs_would_reach_their_claim_deadline():
+    full, busy = queue_of(20_000), msgspec.structs.replace(IDLE_DECODE, running=3, waiting_tokens=50_000)
+    assert policies().decide(request(1000), [busy], full).decision == Local("d0", "queue_full")
+    patient = policies(routing={"claim_timeout_s": 60.0})
+    assert patient.decide(request(1000), [busy], full).decision == Remote("cost")
+
+
+def test_the_prior_gives_way_to_the_first_measurements():
+    chosen = policies()
+    before = chosen.delay_s(request(1000), 1000)
+    chosen.predictor.observe_prefill("p0", 500, 0.05)
+    assert before == pytest.approx(1.0) and chosen.delay_s(request(1000), 1000) == pytest.approx(0.1)
+
+
+def test_who_was_accepted_is_not_judged_again():
+    strict = policies(slo={"ttft_s": 0.5, "admission": "reject"})
+    assert isinstance(strict.decide(request(5000), [IDLE_DECODE], queue_of(0)).decision, Reject)
+    assert strict.decide(request(5000), [IDLE_DECODE], queue_of(0), admission=False).decision == Remote("cost")
