@@ -40,6 +40,7 @@ def start_fleet() -> tuple[subprocess.Popen[str], str]:
         "workers.prefill.replicas": 1,
         "workers.decode.replicas": 1,
         "sim.speed": 20,
+        "routing.remote_prefill_min_tokens": 256,
     }
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]

@@ -157,11 +157,12 @@ def _announce(fleet: LocalFleet, device: str, folder: RunFolder, console: Consol
     ready = Ready(fleet.url, name, f"{fleet.desired.prefill}P{fleet.desired.decode}D ({engine})")
     console.stop_progress()
     console.say(f"Ready  {ready.url}  model {ready.model}  fleet {ready.fleet}")
-    console.say("A short prompt is prefilled where it is decoded:")
+    by_length = config.routing.remote_prefill_min_tokens
+    console.say(f"A short prompt{'' if by_length is None else ' is prefilled where it is decoded'}:")
     console.say(_curl(ready))
     if fleet.desired.prefill:
-        console.say("A long one is prefilled by one worker and decoded by another:")
-        console.say(_curl(ready, sentences=(config.routing.remote_prefill_min_tokens or _LONG_TOKENS) // 3))
+        console.say(f"A long one{'' if by_length is None else ' is prefilled by one worker and decoded by another'}:")
+        console.say(_curl(ready, sentences=(by_length or _LONG_TOKENS) // 3))
     folder.note_ready(ready)  # last: `up --detach` returns once it is there
 
 

@@ -68,11 +68,12 @@ def place(
     if not candidates:
         return Reject("no_decode_worker", RETRY_AFTER_S)
     open_ones = [c for c in candidates if not is_full(request, c, routing)]
-    if request.local_only is not None:
+    min_tokens = routing.remote_prefill_min_tokens
+    if request.local_only is not None and min_tokens is not None:
         return _local(request, open_ones, choose, request.local_only)
     cached = max(prefill.cached_tokens, max([c.cached_tokens for c in candidates]))
-    blocker = _why_not_remote(prefill, max(0, request.prompt_tokens - cached), routing, predictor)
-    min_tokens = routing.remote_prefill_min_tokens
+    uncached = max(0, request.prompt_tokens - cached)
+    blocker = request.local_only or _why_not_remote(prefill, uncached, routing, predictor)
     if min_tokens is not None:
         return _by_threshold(request, open_ones, blocker, min_tokens, choose)
     return _by_cost(request, open_ones, prefill, blocker, routing, choose, predictor, slo)

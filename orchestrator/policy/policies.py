@@ -16,7 +16,7 @@ from orchestrator.policy.placement import Local, PrefillView, Reject, Remote, pl
 from orchestrator.policy.predict import Predictor
 from orchestrator.types import RequestInfo
 
-LATE_S = 30.0  # how far behind those still in time a hopeless job goes
+LATE_OBJECTIVES = 5.0  # how many TTFT objectives behind those still in time a hopeless job goes
 MAX_STEPS = 10  # of priority: clients name it, and nobody may pass everybody for ever
 
 
@@ -80,4 +80,4 @@ def delay_s(
     as in vLLM. `late` marks a job that was predicted to miss its objective whatever is done.
     """
     steps = max(-MAX_STEPS, min(MAX_STEPS, priority))
-    return weight * compute_s + steps * ttft_slo_s + (LATE_S if late else 0.0)
+    return weight * compute_s + steps * ttft_slo_s + (LATE_OBJECTIVES * ttft_slo_s if late else 0.0)

@@ -126,6 +126,9 @@ class Router:
                 self._recovery.retry(active, "prefill_worker_silent")
             elif active.state in WITH_A_WORKER and now - active.heard_at > self._routing.stall_timeout_s:
                 self._recovery.retry(active, "stalled", avoid=active.decode_worker)
+        queued = [active for active in self._requests.all() if active.state is State.QUEUED]
+        for active in self._decider.recalled(queued):
+            self._recovery.retry(active, "recalled")
         self._recovery.check(now)
 
     async def settled(self) -> None:

@@ -7,10 +7,12 @@ from support_fleet import running_fleet, token_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
+BY_LENGTH = "routing.remote_prefill_min_tokens=256"  # else decode workers would take what waits
+
 
 async def test_the_important_overtake_in_the_queue():
     sets = ["workers.prefill.replicas=1", "workers.decode.replicas=1", "sim.prefill_us_per_token=500"]
-    with running_fleet("sim-2p2d.yaml", *sets) as fleet:
+    with running_fleet("sim-2p2d.yaml", BY_LENGTH, *sets) as fleet:
         ended: list[str] = []
 
         async def ask(client, name, seed, priority):
@@ -34,7 +36,7 @@ async def test_the_important_overtake_in_the_queue():
 async def test_the_ratio_follows_a_load_that_decodes_much_without_a_failed_request():
     sets = ["workers.prefill.replicas=3", "workers.decode.replicas=1", "sim.max_num_seqs=4", "frontend.replicas=2"]
     quick = ["ratio.mode=auto", "ratio.interval_s=0.5", "ratio.window_s=3", "ratio.cool_down_s=2"]
-    with running_fleet("sim-2p2d.yaml", *sets, *quick) as fleet:
+    with running_fleet("sim-2p2d.yaml", BY_LENGTH, *sets, *quick) as fleet:
         prompts = [token_prompt(30 + seed, seed) for seed in range(12)]
         async with fleet.under_load(prompts, concurrency=24, max_tokens=150) as answers:
             await asyncio.to_thread(fleet.until, lambda: fleet.shape() == (1, 3), "1P3D by itself", 120)

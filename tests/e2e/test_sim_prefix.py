@@ -17,7 +17,7 @@ async def line_of(fleet: RunningFleet, prompt):
 
 
 async def test_a_prompt_asked_again_is_decided_by_what_is_cached():
-    with running_fleet("sim-2p2d.yaml", "frontend.replicas=2") as fleet:
+    with running_fleet("sim-2p2d.yaml", "frontend.replicas=2", "routing.remote_prefill_min_tokens=256") as fleet:
         prompt = token_prompt(1000, 1)
         first = await line_of(fleet, prompt)
         assert (first["decision"], first["reason"]) == ("remote", "long_prompt")

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from support_bench import Bench, FakeCodec, FakeRequest
 
-from orchestrator.policy.policies import LATE_S
+from orchestrator.policy.policies import LATE_OBJECTIVES
 from orchestrator.router.decider import Decider
 from orchestrator.router.request import SUCCESSORS, Overloaded, State
 from orchestrator.store.client import RedisAway
@@ -392,6 +392,32 @@ async def test_cost_placement_keeps_a_prompt_from_a_queue_that_would_take_longer
     assert bench.router.requests["s"].placed.decision == "remote" and bench.router.requests["s"].placed.reason == "cost"
 
 
+async def test_a_queued_request_is_prefilled_locally_once_that_is_sooner():
+    bench = Bench(remote_prefill_min_tokens=None)
+    await bench.router.submit(FakeRequest("r", 1000))
+    bench.queue.depth = QueueDepth(1, 1000, 0)
+    bench.router.check(time.monotonic())
+    assert bench.router.requests["r"].state is State.QUEUED  # nobody is ahead of it
+    bench.queue.depth = QueueDepth(20, 20_000, 0)
+    bench.router.check(time.monotonic())
+    await bench.router.settled()
+    active = bench.router.requests["r"]
+    assert active.state is State.LOCAL and active.retries == ["recalled"] and bench.queue.cancelled == [("r", 1)]
+    bench.tokens(bench.bound_to(), "r", [1], attempt=2, finish=1)
+    bench.assert_no_leaks()
+
+
+async def test_one_request_at_a_time_is_recalled_to_a_decode_worker():
+    bench = Bench(remote_prefill_min_tokens=None)
+    for number in range(5):
+        await bench.router.submit(FakeRequest(f"r{number}", 1000))
+    bench.queue.depth = QueueDepth(50, 25_000, 0)
+    bench.router.check(time.monotonic())
+    await bench.router.settled()
+    recalled = [active for active in bench.router.requests.values() if active.state is State.LOCAL]
+    assert {active.decode_worker for active in recalled} == {"d0", "d1"} and len(recalled) == 2
+
+
 @pytest.mark.parametrize("admission", ["reject", "queue"])
 async def test_a_request_that_cannot_be_in_time_is_refused_or_deferred_as_configured(admission):
     bench = Bench(slo={"ttft_s": 0.5, "admission": admission})
@@ -403,7 +429,7 @@ async def test_a_request_that_cannot_be_in_time_is_refused_or_deferred_as_config
         bench.assert_no_leaks()
     else:
         await bench.router.submit(FakeRequest("r"))
-        assert bench.queue.jobs[0].delay_s > LATE_S
+        assert bench.queue.jobs[0].delay_s > LATE_OBJECTIVES * 0.5
 
 
 async def test_offered_load_counts_each_request_once_and_those_refused_too():
