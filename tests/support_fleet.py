@@ -70,7 +70,7 @@ class RunningFleet:
         )
         threading.Thread(target=self._read, daemon=True).start()
         try:
-            ready = self.wait_for_line(r"Ready.*?(http://\S+)", START_TIMEOUT_S)
+            ready = self.wait_for_line(r"Ready.*?(https?://\S+)", START_TIMEOUT_S)
         except BaseException:
             self.stop()
             raise

@@ -6,8 +6,10 @@ Needs the registry and the queue alone, so it works from any machine that reache
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
@@ -52,8 +54,10 @@ def find_fleet(namespace: str | None, redis_url: str | None) -> FleetHandle:
         raise Refused(
             f"no fleet runs in namespace {namespace!r}; start one with `orchestrator up CONFIG`, or name its --redis"
         )
-    ready = folder.ready() if running else None
-    return FleetHandle(namespace, url, ready.url if ready else None, folder.config() if running else None)
+    if not running or url != folder.redis_url():
+        return FleetHandle(namespace, url, None, None)  # a fleet elsewhere may have the same name
+    ready = folder.ready()
+    return FleetHandle(namespace, url, ready.url if ready else None, folder.config())
 
 
 class FleetOperator:
@@ -114,8 +118,11 @@ class FleetOperator:
     async def status(self) -> dict[str, Any]:
         """What a frontend's `/fleet` says; where none answers, the registry, which knows no loads (null)."""
         urls = [self.handle.url] if self.handle.url else []
-        urls += [frontend.url for frontend in (await self._registry.frontends()).values()]
-        async with httpx.AsyncClient(timeout=_HTTP_TIMEOUT_S, trust_env=False) as client:
+        found = [frontend.url for frontend in (await self._registry.frontends()).values()]
+        # The loopback address of another host is ours here, and whoever listens there is another fleet's.
+        urls += [url for url in found if not _is_loopback(url) or _is_loopback(self.handle.redis_url)]
+        # No secret is sent, and a frontend's certificate may be known to its clients only.
+        async with httpx.AsyncClient(timeout=_HTTP_TIMEOUT_S, trust_env=False, verify=False) as client:
             for url in dict.fromkeys(urls):
                 with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
                     answer = await client.get(f"{url}/fleet")
@@ -173,6 +180,16 @@ class FleetOperator:
                 f"{worker_id}: is the last prefill worker that is ready, and {waiting} prefills wait for it. Repeat "
                 f"`orchestrator {command}` with --force to prefill them on decode workers"
             )
+
+
+def _is_loopback(url: str) -> bool:
+    """A unix socket counts: who reaches it is on its host."""
+    host = urlsplit(url).hostname
+    if host is None or host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
 
 
 @contextlib.asynccontextmanager

@@ -9,12 +9,13 @@ import ast
 import difflib
 import functools
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from orchestrator.config.server_args import check_server_args
 from orchestrator.config.settings import Config, ConfigError, PoolConfig
 from orchestrator.types import Role
 
@@ -65,8 +66,14 @@ def check_stages(arguments: Mapping[str, Any], role: Role) -> None:
         )
 
 
-def to_command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """{enforce_eager: true, max_model_len: 4096} as `--enforce-eager --max-model-len 4096`."""
+def to_command_line(
+    arguments: Mapping[str, Any], spread: Collection[str] = (), repeated: Collection[str] = ()
+) -> list[str]:
+    """{enforce_eager: true, max_model_len: 4096} as `--enforce-eager --max-model-len 4096`.
+
+    The items of a list follow the option where it is in `spread`, and each its own option where it is in `repeated`.
+    Other lists, and sections, are JSON.
+    """
     line: list[str] = []
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
@@ -74,9 +81,17 @@ def to_command_line(arguments: Mapping[str, Any]) -> list[str]:
             line.append(flag)
         elif value is False:
             line.append(flag.replace("--", "--no-", 1))
+        elif name in spread and isinstance(value, list):
+            line += [flag, *map(_text, value)]
+        elif name in repeated and isinstance(value, list):
+            line += [part for item in value for part in (flag, _text(item))]
         elif value is not None:
-            line += [flag, value if isinstance(value, str) else msgspec.json.encode(value).decode()]
+            line += [flag, _text(value)]
     return line
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def check_engine_args(config: Config) -> None:
@@ -94,6 +109,7 @@ def check_engine_args(config: Config) -> None:
         _check_names(section, arguments, _engine_names())
     if workers.decode.replicas:
         check_stages(engine_args(config, Role.DECODE), Role.DECODE)
+    check_server_args(config)
     _check_names("frontend.server_args", config.frontend.server_args, _engine_names() | _server_names())
     if workers.prefill.replicas and workers.decode.replicas:
         prefill, decode = engine_args(config, Role.PREFILL), engine_args(config, Role.DECODE)

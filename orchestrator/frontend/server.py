@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 import resource
@@ -17,7 +18,8 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 import uvicorn
 import uvloop
@@ -31,6 +33,7 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from orchestrator.config.engine_args import engine_args, to_command_line
 from orchestrator.config.model import resolve_model
+from orchestrator.config.server_args import uses_tls, uvicorn_options
 from orchestrator.config.settings import Config, ConfigError, load_config
 from orchestrator.frontend.edge import EdgeMiddleware
 from orchestrator.frontend.engine import FleetCore, FleetLLM
@@ -44,11 +47,20 @@ from orchestrator.types import Role
 log = logging.getLogger("pd.frontend")
 
 MAX_DESCRIPTORS = 65_535
+_END_S = 2.0  # from the end of the last request to the end of the process
+_ANY_PORT = 6379
 # A frontend has no engine: what says where an engine's weights and memory go is not its business.
 _ENGINE_ONLY = ("tensor_parallel", "pipeline_parallel", "data_parallel", "distributed_", "kv_cache_memory", "gpu_")
 
 
-def server_arguments(config: Config) -> list[str]:
+class ServerParser(FlexibleArgumentParser):
+    """vLLM's parser, which raises where it would print its usage and end the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def server_arguments(config: Config, parser: argparse.ArgumentParser) -> list[str]:
     """Arguments for vLLM's OpenAI server parser, from the fleet's configuration."""
     options: dict[str, Any] = {
         "model": resolve_model(config.model),
@@ -61,7 +73,10 @@ def server_arguments(config: Config) -> list[str]:
     }
     if config.engine == "sim":
         options.setdefault("max_model_len", config.sim.max_model_len)
-    return to_command_line(options)
+    # argparse tells how an option takes several values only in its list of actions.
+    spread = {action.dest for action in parser._actions if action.nargs in ("+", "*")}
+    repeated = {action.dest for action in parser._actions if isinstance(action, argparse._AppendAction)}
+    return to_command_line(options, spread, repeated)
 
 
 def served_name(config: Config) -> str:
@@ -73,9 +88,9 @@ def build_vllm_config(config: Config) -> tuple[argparse.Namespace, VllmConfig]:
     os.environ["VLLM_MAX_N_SEQUENCES"] = str(config.frontend.max_n)  # vLLM checks each request by it
     if config.engine == "sim":
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # nothing is computed, so any length goes
-    parser = make_arg_parser(FlexibleArgumentParser())
+    parser = make_arg_parser(ServerParser())
     try:
-        args = parser.parse_args(server_arguments(config))
+        args = parser.parse_args(server_arguments(config, parser))
         validate_parsed_serve_args(args)
         return args, AsyncEngineArgs.from_cli_args(args).create_engine_config()
     except Exception as error:  # vLLM refuses in many ways, all of them the configuration's doing
@@ -98,6 +113,30 @@ def listen(host: str, port: int) -> socket.socket:
             f"frontend.port: {host}:{port} cannot be listened on ({error.strerror}); free it or choose another"
         ) from None
     return listener
+
+
+def advertised_url(config: Config, bound: tuple[str, int], redis_url: str) -> str:
+    """Where others reach this frontend. For one that listens on all addresses: at that which leads to Redis."""
+    host, port = bound
+    if ipaddress.ip_address(host).is_unspecified:
+        host = _address_towards(urlsplit(redis_url).hostname or "127.0.0.1")
+    return f"{'https' if uses_tls(config) else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _address_towards(host: str) -> str:
+    """This machine's address on the way to `host`. Nothing is sent: a datagram socket only looks up the route."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+def grace_s(stop_timeout_s: float) -> float:
+    """How long running requests may take after SIGTERM. What is left lets the process end before it is killed."""
+    return max(stop_timeout_s - _END_S, stop_timeout_s / 2)
 
 
 def _refused(config: Config, error: Exception) -> ConfigError:
@@ -156,11 +195,11 @@ async def serve(config: Config, redis_url: str, index: int, port: int) -> None:
     server = QuietServer(
         uvicorn.Config(
             app,
-            log_level="warning",
             access_log=False,
             http="httptools",
             timeout_keep_alive=65,
-            timeout_graceful_shutdown=int(config.launcher.stop_timeout_s),
+            timeout_graceful_shutdown=grace_s(config.launcher.stop_timeout_s),  # type: ignore[arg-type]  # a fraction will do
+            **uvicorn_options(config),
         )
     )
     app.app.state.server = server  # vLLM's error handlers look there
@@ -168,9 +207,9 @@ async def serve(config: Config, redis_url: str, index: int, port: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, setattr, server, "should_exit", True)
     served = asyncio.create_task(server.serve(sockets=[listener]))
-    host, bound_port = listener.getsockname()[:2]
-    await connection.announce(f"http://{host}:{bound_port}", os.getpid())
-    log.info("listening on http://%s:%s", host, bound_port)
+    url = advertised_url(config, listener.getsockname()[:2], redis_url)
+    await connection.announce(url, os.getpid())
+    log.info("listening on %s", url)
     await asyncio.wait({served, connected}, return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
     await served

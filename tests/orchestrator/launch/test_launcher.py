@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from support_fleet import RunningFleet, paste, running_fleet
+from support_tls import make_certificate
 
 from orchestrator.launch.process import started_ticks
 from orchestrator.launch.run_folder import RunFolder
@@ -109,6 +110,18 @@ def test_ctrl_c_ends_everything(fleet):
     assert fleet.process.wait(30) == 0
     assert gone(pids) and not folder.path.exists()
     assert folder.log_path.stat().st_size > 0, "the log stays"
+
+
+def test_tls_is_served_shown_and_asked(tmp_path, monkeypatch):
+    certificate, key = make_certificate(tmp_path, "IP:127.0.0.1")
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))  # httpx trusts it
+    settings = f"{{ssl_certfile: {certificate}, ssl_keyfile: {key}, uvicorn_log_level: error}}"
+    with running_fleet("sim-2p2d.yaml", *ONE_EACH, f"frontend.server_args={settings}") as fleet:
+        assert fleet.url.startswith("https://127.0.0.1:")
+        assert fleet.http.get("/v1/models").status_code == 200
+        assert paste(fleet.curls()[0])["choices"]
+        shown = json.loads(fleet.cli("status", "--json").stdout)
+        assert {worker["blocks_free"] for worker in shown["workers"]} != {None}, "a frontend answered"
 
 
 class Background:

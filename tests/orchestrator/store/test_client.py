@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import copy
 import os
-import shutil
 import signal
 import socket
 import ssl
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from support_redis import eventually, running_server
+from support_tls import make_certificate
 
 from orchestrator.launch.redis_server import EmbeddedRedis, EmbeddedRedisError, server_binary
 from orchestrator.store.client import RedisAway, connect, masked
@@ -310,14 +310,7 @@ async def test_unix_sockets(tmp_path):
 
 
 async def test_tls(server, tmp_path):
-    if not (openssl := shutil.which("openssl")):
-        assert not os.environ.get("CI"), "install openssl: in CI this test must run"
-        pytest.skip("openssl makes the certificate")
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    options = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
-    made = spawn(openssl, *options.split(), "-keyout", str(key), "-out", str(certificate))
-    made.communicate()
-    assert made.returncode == 0
+    certificate, key = make_certificate(tmp_path, "DNS:localhost")
 
     async def pump(reader, writer):
         while data := await reader.read(65536):

@@ -1,0 +1,94 @@
+"""Which arguments of vLLM's server `frontend.server_args` may hold, and the TLS settings among them.
+
+A frontend is not `vllm serve`: what that does around the app is refused here, with what to use instead.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from typing import Any
+
+from orchestrator.config.settings import Config, ConfigError
+
+_NO_ACCESS_LOG = "frontends write no access log; each request has a line of the logger pd.request"
+_PARSER = "frontends parse HTTP with httptools, whose limits are fixed; limit headers in a proxy"
+_SUPERVISOR = "the launcher supervises the fleet; remove it"
+_REFUSED = {
+    "model": "use the key model",
+    "model_tag": "use the key model",
+    "config": "write its content into frontend.server_args",
+    "host": "use frontend.host",
+    "port": "use frontend.port",
+    "uds": "frontends listen on frontend.host and frontend.port; put a proxy before them",
+    "grpc": "frontends speak HTTP only; remove it",
+    "grpc_port": "frontends speak HTTP only; remove it",
+    "api_server_count": "use frontend.replicas",
+    "headless": "start workers by hand with prefill-worker and decode-worker",
+    "kv_transfer_config": "use kv.transfer",
+    "shutdown_timeout": "use launcher.stop_timeout_s",
+    "h11_max_incomplete_event_size": _PARSER,
+    "h11_max_header_count": _PARSER,
+    "enable_ssl_refresh": "restart the frontends, one after the other, to use a new certificate",
+    "disable_uvicorn_access_log": _NO_ACCESS_LOG,
+    "disable_access_log_for_endpoints": _NO_ACCESS_LOG,
+    "data_parallel_supervisor_port": _SUPERVISOR,
+    "dp_supervisor_probe_interval_s": _SUPERVISOR,
+    "dp_supervisor_probe_timeout_s": _SUPERVISOR,
+    "dp_supervisor_probe_failure_threshold": _SUPERVISOR,
+}
+_TLS_FILES = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+_LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+_DEFAULT_LOG_LEVEL = "warning"
+
+
+def check_server_args(config: Config) -> None:
+    """Raises ConfigError for an argument that a frontend cannot honour, and for TLS files that cannot be used."""
+    arguments = config.frontend.server_args
+    for name in arguments:
+        if name in _REFUSED:
+            raise ConfigError(f"frontend.server_args.{name}: is not for a frontend; {_REFUSED[name]}")
+    level = arguments.get("uvicorn_log_level", _DEFAULT_LOG_LEVEL)
+    if level not in _LOG_LEVELS:
+        raise ConfigError(
+            f"frontend.server_args.uvicorn_log_level: expected one of {', '.join(_LOG_LEVELS)}, got {level!r}"
+        )
+    for name in _TLS_FILES:
+        path = arguments.get(name)
+        if path is not None and not (isinstance(path, str) and os.access(path, os.R_OK)):
+            raise ConfigError(f"frontend.server_args.{name}: expected a file that can be read, got {path!r}")
+    others = [name for name in arguments if name.startswith("ssl_") and name != "ssl_certfile"]
+    if others and not uses_tls(config):
+        raise ConfigError(f"frontend.server_args.{others[0]}: needs ssl_certfile, the server's certificate")
+    if uses_tls(config):
+        _check_tls(arguments)
+
+
+def uses_tls(config: Config) -> bool:
+    """Whether frontends serve HTTPS."""
+    return config.frontend.server_args.get("ssl_certfile") is not None
+
+
+def needs_client_certificate(config: Config) -> bool:
+    return uses_tls(config) and config.frontend.server_args.get("ssl_cert_reqs") == ssl.CERT_REQUIRED
+
+
+def uvicorn_options(config: Config) -> dict[str, Any]:
+    """What of the server's arguments is uvicorn's, under uvicorn's names; `check_server_args` has passed them."""
+    arguments = config.frontend.server_args
+    tls = {name: value for name, value in arguments.items() if name.startswith("ssl_") and value is not None}
+    return {"log_level": arguments.get("uvicorn_log_level", _DEFAULT_LOG_LEVEL), **tls}
+
+
+def _check_tls(arguments: dict[str, Any]) -> None:
+    """Load everything as the server will. Raises ConfigError."""
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(arguments["ssl_certfile"], arguments.get("ssl_keyfile"), password=str)
+        if (authorities := arguments.get("ssl_ca_certs")) is not None:
+            context.load_verify_locations(authorities)
+        if (ciphers := arguments.get("ssl_ciphers")) is not None:
+            context.set_ciphers(ciphers)
+        context.verify_mode = ssl.VerifyMode(arguments.get("ssl_cert_reqs", ssl.CERT_NONE))
+    except (OSError, ValueError, TypeError) as error:  # ssl.SSLError is an OSError
+        raise ConfigError(f"frontend.server_args.ssl_certfile and the other ssl_ settings: {error}") from None

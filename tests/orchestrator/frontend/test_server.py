@@ -1,0 +1,77 @@
+"""How a frontend reads the arguments of vLLM's server, and what it says about itself. The server runs in e2e tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from orchestrator.config.settings import Config, ConfigError, parse_config
+
+pytest.importorskip("vllm")
+
+from orchestrator.frontend import server
+from orchestrator.frontend.server import advertised_url, build_vllm_config, grace_s, server_arguments
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(autouse=True)
+def any_model(monkeypatch):
+    monkeypatch.setattr(server, "resolve_model", lambda model: model)
+
+
+def parsed(**server_args: object) -> Any:
+    parser = server.make_arg_parser(server.ServerParser())
+    return parser.parse_args(server_arguments(config(**server_args), parser))
+
+
+def config(**server_args: object) -> Config:
+    return parse_config({"model": "/m", "engine": "sim", "frontend": {"server_args": server_args}})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "got"),
+    [
+        ("api_key", ["k1", "k2"], ["k1", "k2"]),
+        ("api_key", "k1", ["k1"]),
+        ("middleware", ["m.a", "m.b"], ["m.a", "m.b"]),
+        ("allowed_origins", ["https://a"], ["https://a"]),
+        ("served_model_name", ["a", "b"], ["a", "b"]),
+    ],
+)
+def test_a_list_is_the_list_that_vllm_gets(name, value, got):
+    assert getattr(parsed(**{name: value}), name) == got
+
+
+def test_lora_modules_are_sections_or_pairs():
+    modules = parsed(lora_modules=["a=/x", {"name": "b", "path": "/y"}]).lora_modules
+    assert [(module.name, module.path) for module in modules] == [("a", "/x"), ("b", "/y")]
+
+
+@pytest.mark.parametrize("wrong", [{"lora_modules": ["nonsense"]}, {"max_logprobs": "many"}, {"served_model_name": []}])
+def test_what_vllms_parser_refuses_is_a_configuration_error(wrong, capsys):
+    with pytest.raises(ConfigError, match=r"frontend\.server_args: .*"):
+        build_vllm_config(config(**wrong))
+    assert "usage:" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("bound", "redis_url", "url"),
+    [
+        (("10.1.2.3", 80), "redis://h", "http://10.1.2.3:80"),
+        (("fd00::1", 80), "redis://h", "http://[fd00::1]:80"),
+        (("0.0.0.0", 80), "redis://127.0.0.1:6379", "http://127.0.0.1:80"),
+        (("0.0.0.0", 80), "unix:///run/redis", "http://127.0.0.1:80"),
+        (("0.0.0.0", 80), "redis://127.5.5.5", "http://127.0.0.1:80"),
+        (("::", 80), "redis://[::1]:6379", "http://[::1]:80"),
+        (("0.0.0.0", 80), "redis://no.such.host.invalid", "http://127.0.0.1:80"),
+    ],
+)
+def test_a_frontend_announces_an_address_that_others_can_reach(bound, redis_url, url):
+    assert advertised_url(config(), bound, redis_url) == url
+
+
+@pytest.mark.parametrize(("stop_timeout_s", "grace"), [(10.0, 8.0), (3.0, 1.5), (0.5, 0.25)])
+def test_requests_end_before_the_launcher_kills_the_process(stop_timeout_s, grace):
+    assert grace_s(stop_timeout_s) == grace
