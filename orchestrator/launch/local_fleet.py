@@ -19,7 +19,7 @@ from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.commands import frontend_spec
 from orchestrator.launch.console import Console
 from orchestrator.launch.machine import MachineShares
-from orchestrator.launch.process import started_ticks
+from orchestrator.launch.process import has_ended, started_ticks
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.launch.run_folder import StartedProcess
 from orchestrator.launch.supervise import Stage, Supervised, describe
@@ -80,25 +80,34 @@ class LocalFleet:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Set the desired ratio and start every process. Raises ConfigError, RedisAway."""
+        """Set the desired ratio, unless other launchers run this fleet already, and start what is missing.
+
+        Raises ConfigError, RedisAway.
+        """
         await self._forget_the_dead()
-        await self._set_desired()
-        taken = set(await self._registry.workers())
+        await self._pool.hold_ids()
+        await self._begin_desired()
+        self.desired = await self._registry.desired() or self.desired
+        there = list(self._pool.of_others(await self._registry.launchers()).values())
         for role, replicas in ((Role.PREFILL, self.desired.prefill), (Role.DECODE, self.desired.decode)):
-            for _ in range(replicas):
-                self._pool.start(role, taken)
+            for _ in range(replicas - there.count(role)):
+                try:
+                    await self._pool.start(role)
+                except ConfigError:
+                    if not there:
+                        raise
+                    break  # what does not fit here may fit there
         self._tasks = [asyncio.create_task(process.run(), name=process.name) for process in self._frontends]
 
     async def until_ready(self) -> None:
         """Returns when everything is up and the endpoint answers. Raises StartFailed."""
-        expected = self.config.workers.prefill.replicas + self.config.workers.decode.replicas + len(self._frontends)
         # The certificate is for those who come from outside; this asks our own processes.
         async with httpx.AsyncClient(timeout=_READY_REQUEST_TIMEOUT_S, trust_env=False, verify=False) as client:
             while True:
                 processes = self._processes()
                 for process in processes:
                     self._check_start(process)
-                if len(processes) >= expected and all(process.stage is Stage.READY for process in processes):
+                if all(process.stage is Stage.READY for process in processes):
                     if needs_client_certificate(self.config):
                         return  # and we have none to ask with
                     with contextlib.suppress(httpx.HTTPError):
@@ -129,13 +138,19 @@ class LocalFleet:
         return [*self._frontends, *(slot.process for slot in self._pool.slots.values())]
 
     async def _forget_the_dead(self) -> None:
-        """Take workers of this host that do not run out of the registry: a different fleet could not join them."""
+        """Take workers and launchers of this host that do not run out of the registry: a different fleet could not join
+        them, and would leave their ratio as it is.
+        """
+        for launcher_id in await self._registry.launchers():
+            if has_ended(launcher_id):
+                await self._registry.leave_launcher(launcher_id)
         for worker_id, info in (await self._registry.workers()).items():
             if info.host == self.config.workers.host and started_ticks(info.pid) is None:
                 await self._registry.leave(worker_id)
 
-    async def _set_desired(self) -> None:
-        await self._registry.set_desired(self.desired.prefill, self.desired.decode, self.desired.set_by)
+    async def _begin_desired(self) -> None:
+        wanted, launcher_id = self.desired, self._pool.launcher_id
+        await self._registry.begin_desired(wanted.prefill, wanted.decode, wanted.set_by, launcher_id)
 
     async def _update(self, snapshot: Snapshot) -> None:
         """Act on a new reading of the registry. Raises RedisAway."""
@@ -144,7 +159,7 @@ class LocalFleet:
             if process.pid in registered:
                 process.mark_ready()
         if snapshot.desired is None:  # Redis was restarted, and has forgotten
-            await self._set_desired()
+            await self._begin_desired()
         else:
             self.desired = snapshot.desired
         await self._pool.update(snapshot)

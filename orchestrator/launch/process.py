@@ -50,6 +50,24 @@ def started_ticks(pid: int) -> int | None:
     return None if fields[0] == "Z" else int(fields[19])
 
 
+def own_identity() -> str:
+    """This process, told apart from all others of all machines and containers: where, which, and since when."""
+    return f"{_place()}/{os.getpid()}/{started_ticks(os.getpid())}"
+
+
+def has_ended(identity: str) -> bool:
+    """Whether a process that called itself so ran here and runs no more. False where that cannot be known."""
+    place, _, process = identity.partition("/")
+    pid, _, ticks = process.partition("/")
+    return place == _place() and pid.isdigit() and str(started_ticks(int(pid))) != ticks
+
+
+def _place() -> str:
+    """This boot of this machine, and the namespace of pids: containers have their own."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
+
+
 class LocalProcess:
     """`start` it in the main thread: the kernel ties a child's parent-death signal to the thread that forked it."""
 

@@ -18,8 +18,8 @@ class SeenWorker(msgspec.Struct, frozen=True):
     """What planning needs of one worker.
 
     `role` is the one that it has, or was told to take. `ready` means that it serves this role now; a worker that
-    loads, restarts or changes its role is not ready. `owned` means that this launcher runs its process. `fixed` means
-    that its engine cannot take the other role.
+    loads, restarts or changes its role is not ready. `owned` means that this launcher runs its process, `managed` that
+    one of the fleet's launchers does. `fixed` means that its engine cannot take the other role.
     """
 
     id: str
@@ -28,6 +28,7 @@ class SeenWorker(msgspec.Struct, frozen=True):
     leaving: bool = False
     owned: bool = True
     fixed: bool = False
+    managed: bool = True
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -52,7 +53,9 @@ class Drain(msgspec.Struct, frozen=True):
 Action = Union[Start, Flip, Drain]
 
 
-def see(info: WorkerInfo, ordered_role: Role | None, ordered_drain: bool, owned: bool) -> SeenWorker:
+def see(
+    info: WorkerInfo, ordered_role: Role | None, ordered_drain: bool, owned: bool, managed: bool = False
+) -> SeenWorker:
     """A registered worker and the orders it has not carried out yet."""
     flipping = ordered_role is not None and ordered_role is not info.role
     draining = info.state is WorkerState.DRAINING and ordered_role is None
@@ -63,15 +66,17 @@ def see(info: WorkerInfo, ordered_role: Role | None, ordered_drain: bool, owned:
         leaving=ordered_drain or draining,
         owned=owned,
         fixed=not info.can_be(info.role.other),
+        managed=owned or managed,
     )
 
 
 def plan(desired: DesiredRatio, workers: Sequence[SeenWorker]) -> list[Action]:
     """What to do now. What cannot be done yet is left for a later call, when more workers are ready.
 
-    A worker that somebody else runs counts where workers are short, and may change its role. It is never drained, and
-    none of ours is drained in its place: a worker that was started by hand comes on top. While any decode worker is
-    desired, at least one stays ready.
+    A worker that no launcher runs counts where workers are short, and may change its role. It is never drained, and
+    none of a launcher's is drained in its place: a worker that was started by hand comes on top. Of several launchers
+    each comes to the same plan and does its own part: the workers to flip and to drain are chosen from all of them.
+    While any decode worker is desired, at least one stays ready.
     """
     staying = {w.id: w for w in workers if not w.leaving}
     actions: list[Action] = []
@@ -84,7 +89,7 @@ def plan(desired: DesiredRatio, workers: Sequence[SeenWorker]) -> list[Action]:
             if chosen is None:
                 break
             actions.append(Flip(chosen.id, role))
-            staying[chosen.id] = SeenWorker(chosen.id, role, ready=False, owned=chosen.owned)
+            staying[chosen.id] = msgspec.structs.replace(chosen, role=role, ready=False)
         # A spare worker of the other role will be flipped, now or when more are ready: it needs no new process.
         actions += [Start(role)] * max(0, short - max(0, spare))
     for role in Role:
@@ -92,12 +97,13 @@ def plan(desired: DesiredRatio, workers: Sequence[SeenWorker]) -> list[Action]:
         # Spare workers that the other role still waits for are flipped into it, not drained.
         waiting = max(0, _wanted(desired, role.other) - _count(staying.values(), role.other))
         waiting = min(waiting, _flexible(staying.values(), role))
-        owned = sum(worker.owned and worker.role is role for worker in staying.values())
-        for _ in range(min(spare - waiting, owned - _wanted(desired, role))):
+        managed = sum(worker.managed and worker.role is role for worker in staying.values())
+        for _ in range(min(spare - waiting, managed - _wanted(desired, role))):
             chosen = _to_drain(desired, role, list(staying.values()))
             if chosen is None:
                 break
-            actions.append(Drain(chosen.id))
+            if chosen.owned:  # else its launcher drains it
+                actions.append(Drain(chosen.id))
             del staying[chosen.id]
     return actions
 
@@ -125,14 +131,14 @@ def _expendable(worker: SeenWorker, desired: DesiredRatio, workers: Sequence[See
 
 
 def _to_flip(desired: DesiredRatio, role: Role, workers: Sequence[SeenWorker]) -> SeenWorker | None:
-    """Ours before others', and the newest first, so that equal situations move the same workers."""
+    """Launchers' before others', and the newest first, so that equal situations move the same workers."""
     able = [w for w in workers if w.role is role and w.ready and not w.fixed and _expendable(w, desired, workers)]
-    return max(able, key=lambda w: (w.owned, _age_order(w.id)), default=None)
+    return max(able, key=lambda w: (w.managed, _age_order(w.id)), default=None)
 
 
 def _to_drain(desired: DesiredRatio, role: Role, workers: Sequence[SeenWorker]) -> SeenWorker | None:
     """One that does not serve yet before one that does, then one that cannot change its role, then the newest."""
-    able = [w for w in workers if w.role is role and w.owned and _expendable(w, desired, workers)]
+    able = [w for w in workers if w.role is role and w.managed and _expendable(w, desired, workers)]
     return max(able, key=lambda w: (not w.ready, w.fixed, _age_order(w.id)), default=None)
 
 
@@ -140,8 +146,3 @@ def _age_order(worker_id: str) -> tuple[int, str]:
     """prefill-10 is newer than prefill-9."""
     number = worker_id.rpartition("-")[2]
     return (int(number) if number.isdigit() else -1, worker_id)
-
-
-def new_id(role: Role, taken: set[str]) -> str:
-    """The role's name and the smallest number not in use. The name stays when the role changes."""
-    return next(name for n in range(len(taken) + 1) if (name := f"{role.value}-{n}") not in taken)

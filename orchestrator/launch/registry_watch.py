@@ -14,7 +14,7 @@ import msgspec
 
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Frontend, Registry, WorkerOrders
-from orchestrator.types import DesiredRatio, WorkerInfo
+from orchestrator.types import DesiredRatio, Role, WorkerInfo
 
 # Changes come in bursts. An order and the desired ratio that goes with it are two writes: read after both.
 _SETTLE_S = 0.1
@@ -27,6 +27,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     workers: dict[str, WorkerInfo] = {}
     orders: dict[str, WorkerOrders] = {}
     frontends: dict[str, Frontend] = {}
+    launchers: dict[str, dict[str, Role]] = {}  # the workers of each
     desired: DesiredRatio | None = None
     read_at: float = 0.0
 
@@ -66,6 +67,7 @@ class RegistryWatch:
                 workers=await self._registry.workers(),
                 orders=await self._registry.orders(),
                 frontends=await self._registry.frontends(),
+                launchers=await self._registry.launchers(),
                 desired=await self._registry.desired(),
                 read_at=time.monotonic(),
             )

@@ -6,6 +6,7 @@ reconcile.py decides what to do; this carries it out. Workers that others run ge
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -14,7 +15,8 @@ from pathlib import Path
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.commands import worker_spec
 from orchestrator.launch.machine import MachineShares
-from orchestrator.launch.reconcile import Action, Drain, Flip, SeenWorker, Start, new_id, plan, see
+from orchestrator.launch.process import own_identity
+from orchestrator.launch.reconcile import Action, Drain, Flip, SeenWorker, Start, plan, see
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage, Supervised
 from orchestrator.store.client import RedisAway
@@ -26,6 +28,7 @@ log = logging.getLogger("pd.launcher")
 # A worker that was ready, still runs, and is not in a registry that works has hung: it has this many heartbeat
 # time-outs to come back.
 _HUNG_TIMEOUTS = 4.0
+_NEXT = "the next worker"  # who asks the machine for room
 
 
 class Slot:
@@ -49,7 +52,9 @@ class WorkerPool:
         machine: MachineShares,
         on_line: Callable[[str, str], None],
         on_stage: Callable[[Supervised], None],
+        launcher_id: str = "",
     ) -> None:
+        self.launcher_id = launcher_id or own_identity()
         self.slots: dict[str, Slot] = {}
         self._config = config
         self._config_file = config_file
@@ -60,9 +65,13 @@ class WorkerPool:
         self._closed = False
         self._said = ""
 
-    def start(self, role: Role, taken: set[str]) -> Slot:
-        """Start a worker under a new id. Raises ConfigError when the machine has no room for it."""
-        worker_id = new_id(role, taken | set(self.slots))
+    async def start(self, role: Role) -> None:
+        """Start a worker under an id of its own. Raises ConfigError when the machine has no room, and RedisAway."""
+        self._machine.take(_NEXT, role)  # asked before an id is claimed: another launcher may have the room
+        self._machine.give_back(_NEXT)
+        worker_id = await self._registry.claim_id(self.launcher_id, role, self._config.workers.timeout_s)
+        if self._closed:
+            return
         share = self._machine.take(worker_id, role)
         process = Supervised(
             worker_id,
@@ -76,10 +85,15 @@ class WorkerPool:
         slot = Slot(role, process)
         self.slots[worker_id] = slot
         slot.task = asyncio.create_task(self._run(slot), name=f"supervise-{worker_id}")
-        return slot
+
+    async def hold_ids(self) -> None:
+        """Tell the other launchers which workers are ours; call it within `workers.timeout_s`. Raises RedisAway."""
+        workers = {worker_id: slot.role for worker_id, slot in self.slots.items()}
+        await self._registry.refresh_launcher(self.launcher_id, workers, self._config.workers.timeout_s)
 
     async def update(self, snapshot: Snapshot) -> None:
         """Note what the registry says of our workers, then do what the desired ratio asks for. Raises RedisAway."""
+        await self.hold_ids()
         now = time.monotonic()
         for worker_id, slot in self.slots.items():
             info = snapshot.workers.get(worker_id)
@@ -94,15 +108,17 @@ class WorkerPool:
                 await self._do(action, snapshot)
 
     def seen(self, snapshot: Snapshot) -> list[SeenWorker]:
-        """All workers as `plan` takes them: those in the registry, and ours that are not in it."""
+        """All workers as `plan` takes them: those in the registry, and launchers' that are not in it."""
         workers = []
+        others = self.of_others(snapshot.launchers)
         for worker_id, info in snapshot.workers.items():
             slot = self.slots.get(worker_id)
             owned = slot is not None and slot.process.pid == info.pid
             if slot is not None and not owned:
                 continue  # left by its dead predecessor; the slot below stands for the worker
             orders = snapshot.orders.get(worker_id)
-            worker = see(info, orders.role if orders else None, bool(orders and orders.drain), owned)
+            role, drain = (orders.role, orders.drain) if orders else (None, False)
+            worker = see(info, role, drain, owned, managed=worker_id in others)
             if slot is not None and slot.process.stage is Stage.LEAVING:
                 worker = SeenWorker(worker.id, worker.role, False, True, True)
             workers.append(worker)
@@ -111,7 +127,13 @@ class WorkerPool:
             if worker_id not in present:
                 leaving = slot.process.stage in (Stage.LEAVING, Stage.ENDED)
                 workers.append(SeenWorker(worker_id, slot.role, ready=False, leaving=leaving))
-        return workers
+        loading = others.keys() - present - self.slots.keys()
+        return workers + [SeenWorker(name, others[name], ready=False, owned=False) for name in sorted(loading)]
+
+    def of_others(self, launchers: dict[str, dict[str, Role]]) -> dict[str, Role]:
+        """The workers of the fleet's other launchers, and their roles."""
+        others = [ids for launcher, ids in launchers.items() if launcher != self.launcher_id]
+        return {name: role for ids in others for name, role in ids.items()}
 
     async def close(self) -> None:
         """End all workers, at once. Returns when their processes are gone."""
@@ -122,6 +144,8 @@ class WorkerPool:
             if slot.task is not None:
                 tasks.append(slot.task)
         await asyncio.gather(*tasks, return_exceptions=True)
+        with contextlib.suppress(RedisAway):
+            await self._registry.leave_launcher(self.launcher_id)
 
     def _learn(self, slot: Slot, info: WorkerInfo, snapshot: Snapshot, now: float) -> None:
         slot.seen_at = now
@@ -149,7 +173,7 @@ class WorkerPool:
             match action:
                 case Start(role):
                     self._say(snapshot.desired, f"starting a {role.value} worker")
-                    self.start(role, set(snapshot.workers))
+                    await self.start(role)
                 case Flip(worker_id, role):
                     self._say(snapshot.desired, f"{worker_id} becomes a {role.value} worker")
                     await self._registry.order_role(worker_id, role)

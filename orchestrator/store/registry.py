@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Union
 
 import msgspec
@@ -25,6 +25,7 @@ PRUNE_S = 1.0
 # ... and Redis looks once in this time. It is a little shorter, so that a watcher alone is not a moment too early.
 _PRUNE_ONCE_IN_S = 0.9 * PRUNE_S
 _OFFERED = "offered_"  # before the names of a frontend's counts, which change without an event
+_ROLES = {role.value for role in Role}
 _KV = "kv_"  # before the names of a KV endpoint's fields
 
 
@@ -55,7 +56,7 @@ class Frontend(msgspec.Struct, frozen=True):
 
 
 class Joined(msgspec.Struct, tag="joined", frozen=True):
-    """A member joined. `kind` is "worker" or "frontend", here and below."""
+    """A member joined. `kind` is "worker", "frontend" or "launcher", here and below."""
 
     id: str
     kind: str = "worker"
@@ -120,22 +121,17 @@ class Registry:
 
     async def workers(self) -> dict[str, WorkerInfo]:
         """All live workers. One whose hash cannot be read is logged and left out."""
-        found = {}
-        for worker_id, fields in await self._members("worker"):
-            try:
-                found[worker_id] = worker_from_fields(worker_id, fields)
-            except (KeyError, ValueError) as error:
-                self._complain(worker_id, f"{type(error).__name__}: {error}")
-        return found
+        read = [self._read_worker(worker_id, fields) for worker_id, fields in await self._members("worker")]
+        return {info.id: info for info in read if info is not None}
 
     async def worker(self, worker_id: str) -> WorkerInfo | None:
         """One live worker; None when there is none by that id, or its hash cannot be read (which is logged)."""
-        key = self.keys.worker(worker_id)
-        raw: dict[bytes, bytes] = await self._redis.execute_command("HGETALL", key)
-        if not raw:
-            return None
+        raw: dict[bytes, bytes] = await self._redis.execute_command("HGETALL", self.keys.worker(worker_id))
+        return self._read_worker(worker_id, {_text(name): _text(value) for name, value in raw.items()}) if raw else None
+
+    def _read_worker(self, worker_id: str, fields: dict[str, str]) -> WorkerInfo | None:
         try:
-            return worker_from_fields(worker_id, {_text(name): _text(value) for name, value in raw.items()})
+            return worker_from_fields(worker_id, fields)
         except (KeyError, ValueError) as error:
             self._complain(worker_id, f"{type(error).__name__}: {error}")
             return None
@@ -162,8 +158,7 @@ class Registry:
         await self._call("clear_orders", worker_id, sequence)
 
     async def _put_worker(self, info: WorkerInfo, ttl_s: float, fresh: bool) -> WorkerOrders:
-        identity = list(EngineIdentity.__struct_fields__)
-        fields = worker_to_fields(info)
+        identity, fields = list(EngineIdentity.__struct_fields__), worker_to_fields(info)
         reply = await self._put("worker", info.id, ttl_s, fresh, identity, fields)
         if reply[0] == b"differs":
             field, theirs, other = (_text(part) for part in reply[1:4])
@@ -204,7 +199,32 @@ class Registry:
                 self._complain(frontend_id, f"{type(error).__name__}: {error}")
         return found
 
+    async def refresh_launcher(self, launcher_id: str, workers: Mapping[str, Role], ttl_s: float) -> None:
+        """Stay for `ttl_s` more, as the launcher of these workers and no others."""
+        ids = {"ids": " ".join(f"{worker_id}={role.value}" for worker_id, role in workers.items())}
+        await self._put("launcher", launcher_id, ttl_s, False, [], ids)
+
+    async def leave_launcher(self, launcher_id: str) -> None:
+        """Idempotent. Its ids are free again."""
+        await self._call("remove_member", "launcher", launcher_id)
+
+    async def launchers(self) -> dict[str, dict[str, Role]]:
+        """The workers of each live launcher, those that are not registered yet included, and their roles."""
+        found: dict[str, dict[str, Role]] = {}
+        for launcher_id, fields in await self._members("launcher"):
+            pairs = (part.partition("=") for part in fields.get("ids", "").split())
+            found[launcher_id] = {name: Role(role) for name, _, role in pairs if role in _ROLES}
+        return found
+
+    async def claim_id(self, launcher_id: str, role: Role, ttl_s: float) -> str:
+        """A worker id that nobody has: the role's name and the smallest number. It is this launcher's from now on."""
+        return _text(await self._call("claim_id", launcher_id, max(1, round(ttl_s * 1000)), role.value))
+
     # ---- the desired ratio -------------------------------------------------------------------------------------
+
+    async def begin_desired(self, prefill: int, decode: int, by: str, launcher_id: str) -> None:
+        """`set_desired` by a launcher that starts. In a fleet with another launcher the ratio that is set stays."""
+        await self._call("begin_desired", prefill, decode, by, launcher_id)
 
     async def set_desired(self, prefill: int, decode: int, by: str) -> None:
         """Say how many workers of each role there should be, and who says so."""
@@ -322,7 +342,7 @@ def worker_from_fields(worker_id: str, fields: dict[str, str]) -> WorkerInfo:
 
 
 def _orders(role: str | None, drain: str | None, sequence: str | None) -> WorkerOrders:
-    known_role = Role(role) if role in {known.value for known in Role} else None
+    known_role = Role(role) if role in _ROLES else None
     return WorkerOrders(known_role, drain == "yes", int(sequence) if sequence and sequence.isdigit() else 0)
 
 

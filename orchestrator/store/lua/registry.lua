@@ -1,6 +1,6 @@
 #!lua name=pd_registry_VERSION
 
--- The registry: members ("worker" or "frontend"), their orders, the desired ratio, and events of every change. Each
+-- The registry: members ("worker", "frontend" or "launcher"), their orders, the desired ratio, and events of every change. Each
 -- function registered at the end is one atomic step, called by store/registry.py.
 -- KEYS[1] is the prefix of all keys, `pd:{NAMESPACE}:`: it leads the call to the cluster slot of its namespace.
 -- VERSION stands for a hash of this text, so that each of two releases on one server calls its own functions.
@@ -123,6 +123,28 @@ local function prune(keys, args)
   end
 end
 
+-- ---- worker ids: a launcher's hash has those of its workers, as `ids`: "prefill-0=prefill decode-0=prefill" ---------
+
+-- args: launcher, its ttl in ms, role. Claims the role's first free id for this launcher, and returns it.
+local function claim_id(keys, args)
+  local prefix, launcher, ttl_ms, role = keys[1], args[1], args[2], args[3]
+  local taken = {}
+  for _, id in ipairs(live(prefix, 'worker')) do taken[id] = true end
+  for _, other in ipairs(live(prefix, 'launcher')) do
+    local ids = redis.call('HGET', member_key(prefix, 'launcher', other), 'ids') or ''
+    for id in string.gmatch(ids, '([^ =]+)=') do taken[id] = true end
+  end
+  local number = 0
+  while taken[role .. '-' .. number] do number = number + 1 end
+  local id, key = role .. '-' .. number, member_key(prefix, 'launcher', launcher)
+  local ids = redis.call('HGET', key, 'ids')
+  redis.call('HSET', key, 'ids', (ids and ids ~= '' and ids .. ' ' or '') .. id .. '=' .. role)
+  redis.call('PEXPIRE', key, ttl_ms)
+  redis.call('SADD', index_key(prefix, 'launcher'), launcher)
+  publish(prefix, { type = 'changed', id = launcher, kind = 'launcher' })
+  return id
+end
+
 -- ---- orders ----------------------------------------------------------------------------------------------------
 
 -- args: worker, field, value. Returns 1, or 0 when there is no such worker.
@@ -157,6 +179,17 @@ local function set_desired(keys, args)
   write_desired(keys[1], args[1], args[2], args[3])
 end
 
+-- args: prefill, decode, by, launcher. Sets it, unless one is set and another launcher lives, whose fleet this is too.
+local function begin_desired(keys, args)
+  local prefix, launcher = keys[1], args[4]
+  if redis.call('EXISTS', desired_key(prefix)) == 1 then
+    for _, other in ipairs(live(prefix, 'launcher')) do
+      if other ~= launcher then return end
+    end
+  end
+  write_desired(prefix, args[1], args[2], args[3])
+end
+
 -- args: prefill, decode, by; who leads, and the prefill, decode and set_at that it decided upon. Returns 1, or 0 when
 -- it leads no more, or somebody else has set something meanwhile.
 local function propose_desired(keys, args)
@@ -187,8 +220,10 @@ register('put_member', put_member)
 register('remove_member', remove_member, 'allow-oom')
 register('members', members)
 register('prune', prune)
+register('claim_id', claim_id)
 register('order', order)
 register('clear_orders', clear_orders)
 register('set_desired', set_desired)
+register('begin_desired', begin_desired)
 register('propose_desired', propose_desired)
 register('lead', lead)

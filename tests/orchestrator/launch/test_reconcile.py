@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.launch.reconcile import Action, Drain, Flip, SeenWorker, Start, is_last_decode, new_id, plan
+from orchestrator.launch.reconcile import Action, Drain, Flip, SeenWorker, Start, is_last_decode, plan
 from orchestrator.types import DesiredRatio, Role
 
 P, D = Role.PREFILL, Role.DECODE
+counts = st.integers(0, 5)
 
 
 def seen(*names: str, ready: bool = True, owned: bool = True, leaving: bool = False) -> list[SeenWorker]:
-    """ "p0" is prefill-0."""
+    """ "p0" is prefill-0. Those that are not ours were started by hand."""
+    roles = {"p": P, "d": D}
     return [
-        SeenWorker(f"{'prefill' if n[0] == 'p' else 'decode'}-{n[1:]}", P if n[0] == "p" else D, ready, leaving, owned)
-        for n in names
+        SeenWorker(f"{roles[n[0]].value}-{n[1:]}", roles[n[0]], ready, leaving, owned, managed=owned) for n in names
     ]
 
 
@@ -79,9 +81,32 @@ def test_the_last_decode_worker_is_recognised():
     assert not is_last_decode("decode-0", seen("d0", "d1"))
 
 
-def test_new_ids_fill_gaps():
-    assert new_id(P, set()) == "prefill-0"
-    assert new_id(D, {"decode-0", "decode-2", "prefill-1"}) == "decode-1"
+def views(owners: list[tuple[Role, str]]) -> dict[str, list[SeenWorker]]:
+    """What each of two launchers sees of the same workers; those of "hand" are nobody's."""
+    return {
+        launcher: [
+            SeenWorker(f"{role.value}-{n}", role, True, False, owned=owner == launcher, managed=owner != "hand")
+            for n, (role, owner) in enumerate(owners)
+        ]
+        for launcher in ("a", "b")
+    }
+
+
+def test_of_two_launchers_one_drains_what_is_too_many():
+    seen_by = views([(P, "a"), (P, "b"), (P, "a"), (P, "b"), (D, "a")])
+    assert do(3, 1, seen_by["a"]) == []
+    assert do(3, 1, seen_by["b"]) == [Drain("prefill-3")]
+
+
+@given(st.lists(st.tuples(st.sampled_from([P, D]), st.sampled_from(["a", "b", "hand"])), max_size=8), counts, counts)
+def test_two_launchers_come_to_one_plan(owners, prefill, decode):
+    seen_by = views(owners)
+    plans = {launcher: do(prefill, decode, seen_by[launcher]) for launcher in seen_by}
+    flips = {launcher: [a for a in plans[launcher] if isinstance(a, Flip)] for launcher in plans}
+    assert flips["a"] == flips["b"]
+    alone = [msgspec.structs.replace(w, owned=w.managed) for w in seen_by["a"]]
+    drained = sorted(a.worker_id for actions in plans.values() for a in actions if isinstance(a, Drain))
+    assert drained == sorted(a.worker_id for a in do(prefill, decode, alone) if isinstance(a, Drain))
 
 
 def test_a_worker_that_cannot_change_its_role_is_left_out_of_role_changes():
@@ -93,8 +118,7 @@ def test_a_worker_that_cannot_change_its_role_is_left_out_of_role_changes():
 
 fleets = st.lists(
     st.tuples(st.sampled_from([P, D]), st.booleans(), st.booleans(), st.booleans(), st.booleans()), max_size=8
-).map(lambda rows: [SeenWorker(f"w-{i}", *row) for i, row in enumerate(rows)])
-counts = st.integers(0, 5)
+).map(lambda rows: [SeenWorker(f"w-{i}", *row, managed=row[3]) for i, row in enumerate(rows)])
 
 
 def carry_out(actions: list[Action], workers: list[SeenWorker]) -> list[SeenWorker]:
@@ -106,10 +130,10 @@ def carry_out(actions: list[Action], workers: list[SeenWorker]) -> list[SeenWork
                 after[name] = SeenWorker(name := f"new-{len(after)}-{len(workers)}", role, True)
             case Flip(worker_id, role):
                 assert not after[worker_id].fixed
-                after[worker_id] = SeenWorker(worker_id, role, True, False, after[worker_id].owned)
+                after[worker_id] = msgspec.structs.replace(after[worker_id], role=role)
             case Drain(worker_id):
                 del after[worker_id]
-    return [SeenWorker(w.id, w.role, True, False, w.owned, w.fixed) for w in after.values()]
+    return [msgspec.structs.replace(w, ready=True, leaving=False) for w in after.values()]
 
 
 @given(fleets, counts, counts)

@@ -188,6 +188,40 @@ async def test_workers_started_by_somebody_else_are_counted_and_never_drained(tm
             running.pool.slots["decode-0"] = own
 
 
+async def test_two_launchers_share_a_fleet(tmp_path):
+    """Ids are used once, and what both started too many is drained again."""
+    async with running_pool(tmp_path, 1, 1) as first:
+        config, file = first.fleet.handle.config, RunFolder(f"pool-{os.getpid()}").path / "config.yaml"
+        assert config is not None
+        second = WorkerPool(
+            config, file, first.registry, MachineShares(config), lambda name, line: None, lambda process: None, "other"
+        )
+        watch = RegistryWatch(first.registry, second.update)
+        watching = asyncio.create_task(watch.run())
+        try:
+            await second.hold_ids()
+            await asyncio.gather(second.start(Role.PREFILL), second.start(Role.PREFILL), first.pool.start(Role.PREFILL))
+            assert len({*first.pool.slots, *second.slots}) == 5, "each has an id of its own before it loads"
+
+            def shrunk() -> bool:
+                return {*first.pool.slots, *second.slots} == {"prefill-0", "decode-0"} == set(first.roles())
+
+            await first.until(shrunk, "1P1D again")
+            await first.fleet.scale(3, None)
+            await first.until(lambda: list(first.roles().values()).count("prefill") >= 3, "three prefill workers")
+
+            def exact() -> bool:
+                slots = [*first.pool.slots, *second.slots]
+                return len(slots) == len(set(slots)) == 4 == len(first.roles())
+
+            await first.until(exact, "no more than desired")
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            await second.close()
+        assert second.slots == {} and "other" not in await first.registry.launchers()
+
+
 async def test_status_from_the_registry_alone(tmp_path):
     async with running_pool(tmp_path, 1, 1) as running:
         seen = await running.fleet.status()

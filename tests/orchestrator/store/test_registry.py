@@ -419,3 +419,38 @@ async def test_watching_survives_a_killed_server(tmp_path):
         await watcher.until(Joined("a"), 2)
         await watcher.close()
         await redis.aclose()
+
+
+# ---- launchers -------------------------------------------------------------------------------------------------
+
+
+async def test_each_worker_id_is_claimed_once(registry):
+    await registry.join(worker("prefill-1"), TTL_S)
+    for launcher in ("a", "b"):
+        await registry.refresh_launcher(launcher, {}, TTL_S)
+    claimed = await asyncio.gather(*(registry.claim_id("ab"[n % 2], Role.PREFILL, TTL_S) for n in range(6)))
+    assert sorted(claimed) == [f"prefill-{n}" for n in (0, 2, 3, 4, 5, 6)]
+    assert await registry.claim_id("a", Role.DECODE, TTL_S) == "decode-0"
+    launchers = await registry.launchers()
+    assert {*launchers["a"], *launchers["b"]} == {*claimed, "decode-0"} and launchers["a"]["decode-0"] is Role.DECODE
+    await registry.refresh_launcher("a", {"prefill-0": Role.DECODE}, TTL_S)
+    await registry.leave_launcher("b")
+    assert await registry.launchers() == {"a": {"prefill-0": Role.DECODE}}
+    assert await registry.claim_id("c", Role.PREFILL, TTL_S) == "prefill-2", "what is held no more is free"
+
+
+async def test_a_launcher_sets_the_ratio_unless_another_one_runs_the_fleet(registry):
+    async def begin(launcher: str, prefill: int) -> int:
+        await registry.refresh_launcher(launcher, {}, TTL_S)
+        await registry.begin_desired(prefill, 1, "launcher", launcher)
+        desired = await registry.desired()
+        assert desired is not None
+        return desired.prefill
+
+    assert await begin("a", 1) == 1
+    assert await begin("b", 2) == 1, "it joins the fleet of a"
+    await registry.set_desired(5, 1, "scale")
+    assert await begin("b", 2) == 5
+    for launcher in ("a", "b"):
+        await registry.leave_launcher(launcher)
+    assert await begin("c", 3) == 3, "a fleet that nobody runs is begun anew"
