@@ -1,6 +1,6 @@
 # make up         install once, then serve the demo model on this machine's CPU until Ctrl-C
 # make check      before every commit: lint (ruff, mypy) and test-fast (what needs no vLLM and is not slow)
-# make test       the whole suite; format: let ruff mend what it can
+# make test       the whole suite but for test-topology, which starts engines of several ranks; format: let ruff mend
 # make bench-kv   KV transfer figures; bench-policy: policy and queue figures; chaos: faults under load, half an hour
 
 SHELL  := /bin/bash
@@ -15,7 +15,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Asked only where the configured index offers no CPU build of torch.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: up venv model check test test-fast lint format bench-kv bench-policy chaos clean
+.PHONY: up venv model check test test-fast test-topology lint format bench-kv bench-policy chaos clean
 
 up: venv
 	@$(BIN)/orchestrator up $(CONFIG)
@@ -38,7 +38,10 @@ model: venv
 check: lint test-fast
 
 test: model
-	$(BIN)/pytest
+	$(BIN)/pytest -m "not topology"
+
+test-topology: venv
+	$(BIN)/pytest -m topology tests/e2e/test_topology.py
 
 test-fast: venv
 	$(BIN)/pytest -m "not vllm and not slow" --ignore=tests/workers/vllm_engine  # whose imports alone take seconds

@@ -1,4 +1,4 @@
-"""Two defects of what an engine process runs (vLLM 0.32.0, PyTorch), mended in that process.
+"""Defects of what an engine's processes run (vLLM 0.32.0, PyTorch), mended in those processes, its ranks included.
 
 One gloo device serves all process groups of a single rank: each device polls a hundred times a second. vLLM makes a
 dozen such groups per engine, which together cost an idle engine 1.3% of a core and talk to nobody.
@@ -6,10 +6,17 @@ dozen such groups per engine, which together cost an idle engine 1.3% of a core 
 Seeded requests do not draw before their prompt is complete. On a CPU a step with chunked prefills samples for them too,
 throws the token away and rewinds the request's generator; CPU generators cannot be rewound, and the engine ends ("CPU
 Generator does not use offset").
+
+Ranks that share cores sleep while they wait for a message. vLLM's spin for a second after each message, which starves
+the ranks that compute, the agents, and the other engines of a CPU.
+
+Later pipeline stages have buffers for what the stage before sends. On a CPU vLLM makes them when it warms up, which it
+skips where nothing is compiled, and the first step fails.
 """
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +26,8 @@ from vllm.platforms import current_platform
 
 _Gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", object)
 _device: Any = None
+_AWAKE_S = 1.0  # after a message, a rank looks for the next ...
+_LOOK_AGAIN_MS = 1  # ... this often, since ZMQ may drop a notice that closely follows another
 
 
 class SharedDeviceGloo(_Gloo):
@@ -42,10 +51,44 @@ def share_gloo_device() -> None:
         distributed_c10d.ProcessGroupGloo = SharedDeviceGloo
 
 
-def spare_generators() -> None:
+def mend_cpu_engines() -> None:
     """For engines of this process. Nothing where it is not a CPU that computes."""
-    if not current_platform.is_cpu():
-        return
+    if current_platform.is_cpu():
+        _spare_generators()
+        _make_stage_buffers()
+        _sleep_between_messages()
+
+
+def _sleep_between_messages() -> None:
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    wait_for_notice = SpinCondition.wait
+
+    def wait(condition: Any, timeout_ms: int | None = None) -> None:
+        condition.busy_loop_s = 0
+        awake = time.monotonic() < condition.last_read + _AWAKE_S
+        wait_for_notice(condition, _LOOK_AGAIN_MS if awake else timeout_ms)
+
+    SpinCondition.wait = wait
+
+
+def _make_stage_buffers() -> None:
+    from vllm.distributed.parallel_state import get_pp_group
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    load_model = CPUModelRunner.load_model
+
+    def load(runner: Any, *args: Any, **kwargs: Any) -> None:
+        load_model(runner, *args, **kwargs)
+        if not get_pp_group().is_first_rank:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+
+    CPUModelRunner.load_model = load
+
+
+def _spare_generators() -> None:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 

@@ -21,7 +21,7 @@ from vllm.v1.executor import multiproc_executor, uniproc_executor
 
 from orchestrator.parent import PARENT, die_with_parent
 from workers.engine import PrefixChanges
-from workers.vllm_engine.patches import share_gloo_device, spare_generators
+from workers.vllm_engine.patches import mend_cpu_engines, share_gloo_device
 from workers.vllm_engine.prefix import PrefixCollector
 
 # Where batches are queued, KV that came is collected by one step, noted by the next and scheduled by the third.
@@ -32,6 +32,7 @@ SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's own name: the folder for its local sock
 # Among the connector's statistics, the one dictionary in what an engine says of itself: what an `EngineStep` says more.
 PREFIX_STATS = "pd_prefix"
 TOKENS_LEFT_STATS = "pd_tokens_left"
+_mended = False  # this process
 _vllm_target = EngineCoreProc.run_engine_core
 _vllm_abort = EngineCore.abort_requests
 
@@ -59,10 +60,8 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
     die_with_parent()
     _use_cores([int(core) for core in os.environ.get(_CORES, "").split(",") if core])
     register()
-    share_gloo_device()
     if folder := os.environ.get(SOCKETS):
         _meet_in(folder)
-    spare_generators()
     EngineCoreProc._process_engine_step = _process_engine_step
     _vllm_target(*args, **kwargs)
 
@@ -70,8 +69,13 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
 def register() -> None:
     """Add the engine utilities, callable as `call_utility_async(name, ...)`, and an abort that frees pushed KV too.
 
-    Harmless to repeat.
+    Harmless to repeat. vLLM calls it in every process of an engine. Processes that a worker started are mended too.
     """
+    global _mended
+    if os.environ.get(PARENT) and not _mended:
+        _mended = True
+        share_gloo_device()
+        mend_cpu_engines()
     EngineCore.pd_load = _pd_load
     EngineCore.pd_describe = _pd_describe
     EngineCore.pd_fail_peer = _pd_fail_peer
@@ -154,8 +158,8 @@ def _process_engine_step(engine: Any) -> bool:
         engine._pd_empty_steps = 0
     elif engine.scheduler.has_requests():
         engine._pd_empty_steps = getattr(engine, "_pd_empty_steps", 0) + 1
-        if news is None:
-            time.sleep(0.001)
+        if news is None:  # ranks that are other processes do not wake this one, and each look costs them a message
+            time.sleep(min(_KV_POLL_S, 0.001 + engine._pd_empty_steps / 8000))
         elif engine._pd_empty_steps > _SETTLING_STEPS and engine.input_queue.empty():
             news.wait(_KV_POLL_S)
     return bool(executed)

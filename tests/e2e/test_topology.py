@@ -1,0 +1,166 @@
+"""Engines of several ranks and pipeline stages, on a CPU: whatever their numbers, tokens are those of one engine.
+
+Slow: each rank is a process that loads vLLM. `make test-topology` runs it, `make test` does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+from support_fleet import running_fleet, small_model, token_prompt
+from support_vllm import Driver, engine_pid, frames, tiny_model, until
+
+from orchestrator.config.settings import KVConfig
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.topology,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(300),
+]
+
+TP2 = {"tensor_parallel_size": 2}
+PP2 = {"pipeline_parallel_size": 2}
+TOPOLOGIES = {"TP2-TP2": (TP2, TP2), "TP1-TP2": ({}, TP2), "TP2-TP1": (TP2, {}), "PP2-PP1": (PP2, {})}
+TIMEOUT_S = 10.0
+COUNT = itertools.count()
+
+
+def prompt(length: int) -> list[int]:
+    """Never the same twice."""
+    return random.Random(next(COUNT)).choices(range(3, 500), k=length)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def reference(model: Path) -> AsyncIterator[Driver]:
+    engine = await Driver.start(model, name="reference", enable_prefix_caching=False)
+    yield engine
+    await engine.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=TOPOLOGIES)
+async def pair(model: Path, request: pytest.FixtureRequest) -> AsyncIterator[tuple[Driver, Driver]]:
+    kv = KVConfig(transfer_timeout_s=TIMEOUT_S)
+    prefill_args, decode_args = TOPOLOGIES[request.param]
+    prefill = await Driver.start(model, name="prefill", kv=kv, **prefill_args)
+    decode = await Driver.start(model, name="decode", kv=kv, **decode_args)
+    yield prefill, decode
+    await prefill.stop()
+    await decode.stop()
+
+
+async def expected(reference: Driver, body: list[bytes]) -> list[int]:
+    key = f"reference-{next(COUNT)}"
+    await reference.decode(key, body)
+    return await reference.done(key)
+
+
+async def transfer(prefill: Driver, decode: Driver, key: str, body: list[bytes]) -> None:
+    await prefill.prefill(key, body)
+    await decode.decode(key, body, prefill.source(key))
+
+
+async def assert_no_leaks(*drivers: Driver) -> None:
+    for driver in drivers:
+        await driver.idle()
+
+
+async def test_tokens_are_those_of_one_engine(pair, reference) -> None:
+    """Prompts within a block, at its edge, of several chunks (256 tokens), and several at once."""
+    prefill, decode = pair
+    bodies = {f"many-{next(COUNT)}#1": frames(prompt(length)) for length in (5, 32, 33, 100, 256, 700, 1500)}
+    await asyncio.gather(*(transfer(prefill, decode, key, body) for key, body in bodies.items()))
+    for key, body in bodies.items():
+        assert await decode.done(key, 60) == await expected(reference, body), key
+        assert decode.stats[key].num_external_cached_tokens > 0, "the KV came by transfer"
+    await assert_no_leaks(prefill, decode)
+
+
+async def test_prefix_hits_on_both_sides(pair, reference) -> None:
+    prefill, decode = pair
+    shared = prompt(320)
+    for number in range(3):
+        key, body = f"hit-{next(COUNT)}#1", frames(shared + prompt(90))
+        await transfer(prefill, decode, key, body)
+        assert await decode.done(key, 60) == await expected(reference, body)
+        assert decode.stats[key].num_local_cached_tokens == (320 if number else 0)
+        assert decode.stats[key].num_external_cached_tokens == (90 if number else 410)
+    await assert_no_leaks(prefill, decode)
+
+
+async def test_an_abort_frees_both_sides_and_harms_nobody(pair, reference) -> None:
+    prefill, decode = pair
+    doomed, other = f"aborted-{next(COUNT)}#1", f"other-{next(COUNT)}#1"
+    body = frames(prompt(600))
+    await transfer(prefill, decode, doomed, frames(prompt(1500)))
+    await transfer(prefill, decode, other, body)
+    await decode.engine.abort([doomed])
+    await prefill.engine.abort([doomed])
+    assert await decode.done(other, 60) == await expected(reference, body)
+    await assert_no_leaks(prefill, decode)
+
+
+async def test_a_killed_rank_ends_its_engine_and_no_request(pair, reference) -> None:
+    """The last test of a pair: it takes one engine with it."""
+    prefill, decode = pair
+    doomed, survivor = (prefill, decode) if len(ranks(prefill)) > 1 else (decode, prefill)
+    key, body = f"orphan-{next(COUNT)}#1", frames(prompt(1500))
+    await transfer(prefill, decode, key, body)
+    os.kill(ranks(doomed)[-1], signal.SIGKILL)
+    await until(lambda: doomed.error is not None, 20.0, "the news that the engine died")
+    await survivor.engine.fail_peer(doomed.info.kv.engine_id)
+    if survivor is decode:
+        assert await decode.done(key, 60) == await expected(reference, body), "decode computes it"
+    await assert_no_leaks(survivor)
+
+
+async def test_workers_of_several_ranks_hear_each_other_on_few_cores(tmp_path: Path) -> None:
+    """Two workers of two ranks each: no worker is taken for lost, and every prompt is prefilled remotely."""
+    model = small_model(tmp_path / "small")
+    prompts = [token_prompt(length, seed=length) for length in (300, 420, 512, 700, 900, 1100, 1500, 2000)]
+    reference = await Driver.start(Path(model), name="reference", max_model_len=4096, kv_cache_memory_bytes=256 << 20)
+    truth = []
+    for prompt_ids in prompts:
+        key = f"truth-{next(COUNT)}"
+        await reference.decode(key, frames(prompt_ids))
+        truth.append(await reference.done(key))
+    await reference.stop()
+    settings = (
+        f"model={model}",
+        "workers.engine_args.dtype=float32",
+        "workers.engine_args.block_size=32",
+        "workers.engine_args.kv_cache_memory_bytes=402653184",
+        "workers.engine_args.tensor_parallel_size=2",
+        "routing.prefix_index=false",
+    )
+    with running_fleet("demo-1p1d-cpu.yaml", *settings) as fleet:
+        for _ in range(2):  # with prefix hits the second time
+            answers = await fleet.ask_all(prompts, concurrency=4, max_tokens=8)
+            assert [answer.error for answer in answers if not answer.ok] == []
+            assert [answer.tokens for answer in answers] == truth
+        assert fleet.metric("pd_placements_total", decision="remote") == 2 * len(prompts)
+        assert fleet.metric("pd_retries_total") == fleet.metric("pd_kv_transfer_failures_total") == 0
+        lost = [line for line in fleet.process_lines() if "is gone" in line or "is dead" in line]
+        assert lost == []
+        fleet.assert_no_leaks()
+
+
+def ranks(driver: Driver) -> list[int]:
+    """Processes of an engine's ranks; none where it computes in its core's process."""
+    children = psutil.Process(engine_pid(driver)).children(recursive=True)
+    return sorted(child.pid for child in children if "Worker" in " ".join(child.cmdline()))
