@@ -399,9 +399,10 @@ class World:
             rank.handshaken(engine, ok and not peer.dead)
             rank.mend()
 
-    def cut(self, prefill: str, decode: str) -> None:
-        """Both engines live, but what connects them does not. Messages on their way are lost."""
+    def cut(self, prefill: str, decode: str, which: int) -> None:
+        """Both engines live, but what connects them, or two of their ranks, does not. Messages under way are lost."""
         pairs = [(f"{prefill}/{mine}", f"{decode}/{theirs}") for mine, theirs in self.rank_pairs()]
+        pairs = pairs[which : which + 1] or pairs
         links = {*pairs, *((theirs, mine) for mine, theirs in pairs)}
         self.broken |= links
         self.network = [one for one in self.network if (one[0].agent, one[1]) not in links]

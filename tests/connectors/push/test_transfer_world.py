@@ -99,6 +99,7 @@ class Transfers(RuleBasedStateMachine):
         if found and found[0].requests[found[1]].done == found[0].requests[found[1]].total:
             found[0].end(found[1], ok=True)
 
+    @rule(index=INDEX)
     def prefill_is_preempted(self, index: int) -> None:
         """Also after its last chunk, with WRITEs in flight that now read what others compute."""
         if found := self._prefill(index, started=True, ended=False):
@@ -128,7 +129,7 @@ class Transfers(RuleBasedStateMachine):
             self.world.network.pop(index % len(self.world.network))
 
     def a_link_is_cut(self, index: int) -> None:
-        self.world.cut(("P0", "P1")[index % 2], ("D0", "D1")[index // 2 % 2])
+        self.world.cut(("P0", "P1")[index % 2], ("D0", "D1")[index // 2 % 2], index // 4 % 4)
 
     @precondition(lambda self: self.world.handshakes)
     @rule(index=INDEX, ok=st.sampled_from([True, True, True, False]))
@@ -180,7 +181,6 @@ class Transfers(RuleBasedStateMachine):
             [
                 "decode_disowns",
                 "decode_aborts",
-                "prefill_is_preempted",
                 "prefill_aborts",
                 "drop",
                 "an_engine_dies",
