@@ -243,7 +243,7 @@ def _print_json(value: Any) -> None:
 def _remove_killed(folder: RunFolder) -> None:
     left = folder.claim()
     end_processes(left)
-    remove_shared_memory(newer_than=folder.previous_start)
+    remove_shared_memory(folder.shared_memory)
     folder.remove()
     _out.print(f"cleaned up after the launcher of {folder.namespace!r}, which was killed")
 

@@ -44,7 +44,6 @@ def launch(config: Config, console: Console) -> None:
     """
     check_engine_args(config)
     folder = RunFolder(config.namespace)
-    started_at = time.time()
     with _logging_to(console), _signals_interrupt():
         _clean_up_after_killed(folder, folder.claim(), console)
         try:
@@ -62,8 +61,8 @@ def launch(config: Config, console: Console) -> None:
             console.say("Stopped before anything was started")
         finally:
             console.close()
+            remove_shared_memory(folder.shared_memory)
             folder.remove()
-            remove_shared_memory(newer_than=started_at)
 
 
 async def _run(config: Config, model: str, folder: RunFolder, console: Console) -> None:
@@ -180,7 +179,7 @@ def _curl(ready: Ready, sentences: int = 0) -> str:
 def _clean_up_after_killed(folder: RunFolder, left: list[StartedProcess], console: Console) -> None:
     """End and remove what a launcher of this namespace left when it was killed."""
     ended = end_processes(left)
-    removed = remove_shared_memory(newer_than=folder.previous_start) if folder.previous_start else []
+    removed = remove_shared_memory(folder.shared_memory)
     if ended or removed:
         console.say(f"cleaned up after a launcher that was killed: {', '.join(ended + removed)}")
 

@@ -37,32 +37,38 @@ def end_processes(left: Iterable[StartedProcess], patience_s: float = _PATIENCE_
     return names
 
 
-def remove_shared_memory(newer_than: float, folder: Path = _SHARED_MEMORY) -> list[str]:
-    """Remove engines' files of this user that are newer than `newer_than` (unix seconds) and that no process uses.
+def shared_memory_of(groups: set[int], folder: Path = _SHARED_MEMORY) -> set[str]:
+    """Names of the engines' files that the processes of these groups map or hold open now."""
+    used = _in_use(folder, groups)
+    return {path.name for pattern in _PATTERNS for path in folder.glob(pattern) if _inode(path) in used}
 
-    Returns their names. A running engine maps its files, so it keeps them.
+
+def remove_shared_memory(names: Iterable[str], folder: Path = _SHARED_MEMORY) -> list[str]:
+    """Remove these files, which were noted as our processes', where no process uses them. Returns their names.
+
+    Only noted ones: containers may share the folder, and what theirs map cannot be seen from here.
     """
-    ours = []
-    for pattern in _PATTERNS:
-        for path in folder.glob(pattern):
-            with contextlib.suppress(OSError):
-                status = path.stat()
-                if status.st_uid == os.getuid() and status.st_ctime >= newer_than:
-                    ours.append((path, status.st_ino))
-    if not ours:
-        return []
-    used = _in_use(folder)
+    left = [path for name in sorted(names) if _inode(path := folder / name)]
+    used = _in_use(folder) if left else set()
     removed = []
-    for path, inode in ours:
-        if inode not in used:
+    for path in left:
+        if _inode(path) not in used:
             with contextlib.suppress(OSError):
                 path.unlink()
                 removed.append(path.name)
     return removed
 
 
-def _in_use(folder: Path) -> set[int]:
-    """Inodes of the folder's files that a process maps or holds open.
+def _inode(path: Path) -> int:
+    """0 when it is gone."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return 0
+
+
+def _in_use(folder: Path, groups: set[int] | None = None) -> set[int]:
+    """Inodes of the folder's files that a process, or one of these process groups, maps or holds open.
 
     Not names: a semaphore is mapped by the one who made it under the name that it had before it was complete.
     """
@@ -70,6 +76,8 @@ def _in_use(folder: Path) -> set[int]:
     used: set[int] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            if groups is not None and os.getpgid(int(process.name)) not in groups:
+                continue
             for line in (process / "maps").read_text().splitlines():
                 if prefix in line:
                     used.add(int(line.split(maxsplit=5)[4]))  # address, rights, offset, device, inode, name

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from orchestrator.config.server_args import needs_client_certificate, uses_tls
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.commands import frontend_spec
 from orchestrator.launch.console import Console
+from orchestrator.launch.leftovers import shared_memory_of
 from orchestrator.launch.machine import MachineShares
 from orchestrator.launch.process import has_ended, started_ticks
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
@@ -31,6 +33,7 @@ from orchestrator.types import DesiredRatio, Role
 log = logging.getLogger("pd.launcher")
 
 _STARTS_BEFORE_GIVING_UP = 3
+_LOOK_EVERY_S = 30.0
 _POLL_S = 0.1
 _READY_REQUEST_TIMEOUT_S = 2.0
 _SHOWN = {
@@ -56,7 +59,7 @@ class LocalFleet:
         registry: Registry,
         machine: MachineShares,
         console: Console,
-        note_started: Callable[[list[StartedProcess]], None],
+        note_started: Callable[[list[StartedProcess], frozenset[str]], None],
     ) -> None:
         self.config = config
         self.desired = DesiredRatio(config.workers.prefill.replicas, config.workers.decode.replicas, "launcher")
@@ -64,6 +67,8 @@ class LocalFleet:
         self._registry = registry
         self._console = console
         self._note_started = note_started
+        self._shared_memory: frozenset[str] = frozenset()  # names of all files that our processes have used
+        self._looked_at = 0.0  # monotonic; when they were looked for
         self._pool = WorkerPool(config, config_file, registry, machine, console.log, self._show)
         self._frontends = [
             Supervised(
@@ -169,9 +174,13 @@ class LocalFleet:
         """Write down what runs, for the one that cleans up if this process is killed."""
         started = [(process.name, process.pid, started_ticks(process.pid)) for process in self._processes()]
         noted = [StartedProcess(name, pid, ticks) for name, pid, ticks in started if pid and ticks is not None]
-        self._note_started(noted)
+        if time.monotonic() - self._looked_at > _LOOK_EVERY_S:
+            self._shared_memory |= shared_memory_of({process.pid for process in noted})
+            self._looked_at = time.monotonic()
+        self._note_started(noted, self._shared_memory)
 
     def _show(self, process: Supervised) -> None:
+        self._looked_at = 0.0  # one that has loaded has all of its shared memory
         self._console.stage(process.name, _SHOWN[process.stage], done=process.stage in (Stage.READY, Stage.ENDED))
         self.watch.read_soon()
 

@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 import msgspec
 import yaml
@@ -20,12 +20,14 @@ import yaml
 from orchestrator.config.settings import Config, ConfigError, check_name, parse_config
 
 log = logging.getLogger("pd.launcher")
+T = TypeVar("T")
 
 _LOCK = "launcher.pid"
 _CONFIG = "config.yaml"
 _REDIS = "redis.url"
 _READY = "ready.json"
 _PROCESSES = "processes.json"
+_SHARED_MEMORY = "shared_memory.json"
 _WAIT_POLL_S = 0.05
 # A process that only asks whether a folder is held holds it for a moment.
 _CLAIM_PATIENCE_S = 0.5
@@ -66,7 +68,7 @@ class RunFolder:
         self.path = base_folder() / namespace
         # Beside the folder, not in it: the log outlives the fleet.
         self.log_path = base_folder() / f"{namespace}.log"
-        self.previous_start = 0.0  # unix seconds; when the launcher that was killed had started
+        self.shared_memory: frozenset[str] = frozenset()  # names of files, as noted last
         self._lock: IO[str] | None = None
         self._texts: dict[str, str] = {}  # by file name, as written last
         self._complaint = ""
@@ -74,7 +76,10 @@ class RunFolder:
     # ---- the launcher's side -----------------------------------------------------------------------------------
 
     def claim(self) -> list[StartedProcess]:
-        """Make it ours. Returns what a killed launcher noted as started. Raises FleetRunning, ConfigError."""
+        """Make it ours. Returns what a killed launcher noted as started; `shared_memory` is what those used.
+
+        Raises FleetRunning, ConfigError.
+        """
         try:
             _own_base_folder()
             deadline = time.monotonic() + _CLAIM_PATIENCE_S
@@ -84,9 +89,8 @@ class RunFolder:
                 time.sleep(_WAIT_POLL_S)
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be written ({error.strerror}); set XDG_RUNTIME_DIR") from None
-        left = self._started()
-        status = os.fstat(lock.fileno())
-        self.previous_start = status.st_mtime if status.st_size else 0.0
+        left = self._noted(_PROCESSES, list[StartedProcess])
+        self.shared_memory = frozenset(self._noted(_SHARED_MEMORY, list[str]))
         for path in self.path.iterdir():
             if path.name != _LOCK and not path.is_dir():
                 path.unlink(missing_ok=True)
@@ -99,14 +103,16 @@ class RunFolder:
         self._write(_REDIS, config.redis.url)
         return self.path / _CONFIG
 
-    def note_started(self, processes: list[StartedProcess]) -> None:
+    def note_started(self, processes: list[StartedProcess], shared_memory: frozenset[str] = frozenset()) -> None:
         """Call it often: it also puts back what a logout or a cleaner of temporary files took away.
 
         A fleet runs on without its folder, so what cannot be written is logged, once.
         """
+        self.shared_memory = shared_memory
         try:
             self._keep_lock()
             self._write(_PROCESSES, msgspec.json.encode(processes).decode())
+            self._write(_SHARED_MEMORY, msgspec.json.encode(sorted(shared_memory)).decode())
             self._complaint = ""
         except (OSError, ConfigError) as error:
             if str(error) != self._complaint:
@@ -211,9 +217,9 @@ class RunFolder:
             time.sleep(_WAIT_POLL_S)
         return True
 
-    def _started(self) -> list[StartedProcess]:
+    def _noted(self, name: str, kind: type[list[T]]) -> list[T]:
         try:
-            return msgspec.json.decode(self._read(_PROCESSES) or "[]", type=list[StartedProcess])
+            return msgspec.json.decode(self._read(name) or "[]", type=kind)
         except msgspec.DecodeError:
             return []  # the launcher was killed while it wrote
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import shutil
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from orchestrator.config.settings import ConfigError, parse_config
-from orchestrator.launch.leftovers import end_processes, remove_shared_memory
+from orchestrator.launch.leftovers import end_processes, remove_shared_memory, shared_memory_of
 from orchestrator.launch.process import started_ticks
 from orchestrator.launch.run_folder import (
     FleetRunning,
@@ -122,7 +123,7 @@ folder = RunFolder("a")
 folder.claim()
 program = [sys.executable, "-c", "import time; time.sleep(60)"]
 child = subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-folder.note_started([StartedProcess("worker", child.pid, started_ticks(child.pid))])
+folder.note_started([StartedProcess("worker", child.pid, started_ticks(child.pid))], {"psm_a"})
 (folder.path / "socket").touch()
 print(child.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -137,7 +138,7 @@ def test_what_a_killed_launcher_left_is_recognised_and_ended():
     assert not folder.is_held and abandoned_namespaces() == ["a"]
     left = folder.claim()
     assert [process.name for process in left] == ["worker"]
-    assert 0 < folder.previous_start <= time.time()
+    assert folder.shared_memory == {"psm_a"}
     assert not (folder.path / "socket").exists()
     assert end_processes(left, patience_s=5) == ["worker"]
     assert started_ticks(orphan) is None
@@ -156,22 +157,42 @@ def test_a_process_that_only_has_the_same_number_is_left_alone():
         bystander.wait()
 
 
-def test_shared_memory_is_removed_only_when_it_is_an_engines_new_and_unused(tmp_path):
-    before = time.time() - 1
-    for name in ("psm_dead", "psm_used", "somebody_elses"):
+def test_shared_memory_is_removed_only_when_it_is_noted_and_unused(tmp_path):
+    """Another container may have made the rest: nobody here sees who maps it."""
+    for name in ("psm_dead", "psm_used", "psm_of_another_container"):
         (tmp_path / name).write_bytes(b"x")
     with (tmp_path / "psm_used").open() as used:
-        assert remove_shared_memory(newer_than=time.time() + 60, folder=tmp_path) == []
-        assert remove_shared_memory(newer_than=before, folder=tmp_path) == ["psm_dead"]
+        assert remove_shared_memory(["psm_dead", "psm_used", "psm_gone"], folder=tmp_path) == ["psm_dead"]
         assert used.read() == "x"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["psm_used", "somebody_elses"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["psm_of_another_container", "psm_used"]
+
+
+def test_the_shared_memory_of_a_process_group_is_what_its_processes_map_or_hold(tmp_path):
+    code = (
+        "import mmap, subprocess, sys, time; f = open('psm_mapped', 'r+b'); m = mmap.mmap(f.fileno(), 1); f.close();"
+        "h = open('notes.txt'); subprocess.Popen([sys.executable, '-c', 'import time; f = open(\"psm_of_child\");"
+        " print(1, flush=True); time.sleep(60)']); time.sleep(60)"
+    )
+    for name in ("psm_mapped", "psm_of_child", "psm_of_nobody", "notes.txt"):
+        (tmp_path / name).write_bytes(b"x")
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline()
+        assert shared_memory_of({process.pid}, folder=tmp_path) == {"psm_mapped", "psm_of_child"}
+        assert shared_memory_of({process.pid + 1}, folder=tmp_path) == set()
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
 
 
 def test_a_semaphore_that_waits_for_a_starting_rank_is_kept():
     """Its maker maps it under the name that it had before it was complete."""
-    before = time.time() - 1
     lock = multiprocessing.get_context("spawn").Lock()
     name = f"sem.{lock._semlock.name.lstrip('/')}"
     assert (Path("/dev/shm") / name).exists()
-    assert name not in remove_shared_memory(newer_than=before)
+    assert name in shared_memory_of({os.getpgid(0)})
+    assert remove_shared_memory([name]) == []
     assert (Path("/dev/shm") / name).exists()
