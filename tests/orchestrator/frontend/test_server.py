@@ -26,6 +26,12 @@ def parsed(**server_args: object) -> Any:
     return parser.parse_args(server_arguments(config(**server_args), parser))
 
 
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frontend of simulated engines lets vLLM take any length, and its whole process with it: not these tests'."""
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+
+
 def config(**server_args: object) -> Config:
     return parse_config({"model": "/m", "engine": "sim", "frontend": {"server_args": server_args}})
 
