@@ -20,7 +20,7 @@ from typing import Any
 import uvloop
 
 from orchestrator.config.settings import QueueConfig
-from orchestrator.launch.redis_server import EmbeddedRedis
+from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.policy.claims import choose_claims
 from orchestrator.store.client import Redis, connect
 from orchestrator.store.queue import Claim, PrefillQueue

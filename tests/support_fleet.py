@@ -25,7 +25,7 @@ import psutil
 from support_vllm import tiny_model
 
 from orchestrator.config.model import resolve_model
-from orchestrator.launch.run_folder import RunFolder
+from orchestrator.launch.host.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
 START_TIMEOUT_S = 180

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from orchestrator.config.settings import QueueConfig
 from orchestrator.launch import redis_server
-from orchestrator.launch.redis_server import EmbeddedRedis
+from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.store.client import Redis
 from orchestrator.store.keys import Keys
 from orchestrator.store.queue import Claim, PrefillQueue

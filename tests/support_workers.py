@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from orchestrator.config.settings import Config, parse_config
-from orchestrator.launch.redis_server import EmbeddedRedis
+from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.store.client import Redis, RedisAway, connect
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry

@@ -9,7 +9,7 @@ import time
 from typing import IO
 
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.launch.run_folder import FleetRunning, RunFolder
+from orchestrator.launch.host.run_folder import FleetRunning, RunFolder
 
 _POLL_S = 0.1
 _SIGNAL_WAIT_S = 60.0

@@ -27,10 +27,10 @@ from orchestrator.cli.views import fields_view, fleet_view, keys_view, queue_vie
 from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.settings import Config, ConfigError, load_config
 from orchestrator.launch.console import Console
+from orchestrator.launch.host.leftovers import end_processes, remove_shared_memory
+from orchestrator.launch.host.process import started_ticks
+from orchestrator.launch.host.run_folder import RunFolder, abandoned_namespaces, held_namespaces
 from orchestrator.launch.launcher import launch
-from orchestrator.launch.leftovers import end_processes, remove_shared_memory
-from orchestrator.launch.process import started_ticks
-from orchestrator.launch.run_folder import RunFolder, abandoned_namespaces, held_namespaces
 from orchestrator.types import Role
 
 app = typer.Typer(

@@ -15,8 +15,8 @@ import httpx
 import msgspec
 
 from orchestrator.config.settings import Config, ConfigError, QueueConfig
+from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
 from orchestrator.launch.reconcile import SeenWorker, is_last_decode, see
-from orchestrator.launch.run_folder import RunFolder, held_namespaces
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry, UnknownWorker

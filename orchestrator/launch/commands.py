@@ -10,8 +10,8 @@ import msgspec
 
 from orchestrator.config.engine_args import environment
 from orchestrator.config.settings import Config
-from orchestrator.launch.machine import Share
-from orchestrator.launch.process import ProcessSpec
+from orchestrator.launch.host.machine import Share
+from orchestrator.launch.host.process import ProcessSpec
 from orchestrator.types import Role
 
 # What vLLM calls its local sockets; the whole path of a socket may have 107 bytes (unix(7)).

@@ -1,7 +1,7 @@
 """Runs a fleet on this machine in the foreground: checks first, then Redis, workers and frontends, then `Ready`.
 
 Owns what they share: the run folder, the port, the log, signals, and that nothing is left at the end. local_fleet.py
-has the processes, redis_server.py has Redis.
+has the processes, host/redis_server.py has Redis.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from orchestrator.config.model import find_model
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.commands import resolve
 from orchestrator.launch.console import Console, ConsoleHandler, LogFile
-from orchestrator.launch.leftovers import end_processes, remove_shared_memory
+from orchestrator.launch.host.leftovers import end_processes, remove_shared_memory
+from orchestrator.launch.host.machine import MachineShares, hold_port
+from orchestrator.launch.host.process import adopt_orphans
+from orchestrator.launch.host.redis_server import RedisServer
+from orchestrator.launch.host.run_folder import Ready, RunFolder, StartedProcess
 from orchestrator.launch.local_fleet import LocalFleet
-from orchestrator.launch.machine import MachineShares, hold_port
-from orchestrator.launch.process import adopt_orphans
-from orchestrator.launch.redis_server import RedisServer
-from orchestrator.launch.run_folder import Ready, RunFolder, StartedProcess
 from orchestrator.store.registry import Registry
 
 # One Ctrl-C can arrive twice: from the terminal, and from the program that started us.

@@ -19,11 +19,11 @@ from orchestrator.config.server_args import needs_client_certificate, uses_tls
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.commands import frontend_spec
 from orchestrator.launch.console import Console
-from orchestrator.launch.leftovers import shared_memory_of
-from orchestrator.launch.machine import MachineShares
-from orchestrator.launch.process import has_ended, started_ticks
+from orchestrator.launch.host.leftovers import shared_memory_of
+from orchestrator.launch.host.machine import MachineShares
+from orchestrator.launch.host.process import has_ended, started_ticks
+from orchestrator.launch.host.run_folder import StartedProcess
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
-from orchestrator.launch.run_folder import StartedProcess
 from orchestrator.launch.supervise import Stage, Supervised, describe
 from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.store.client import RedisAway

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from orchestrator.config.settings import LauncherConfig
-from orchestrator.launch.process import LocalProcess, ProcessSpec
+from orchestrator.launch.host.process import LocalProcess, ProcessSpec
 
 log = logging.getLogger("pd.launcher")
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.commands import worker_spec
-from orchestrator.launch.machine import MachineShares
-from orchestrator.launch.process import own_identity
+from orchestrator.launch.host.machine import MachineShares
+from orchestrator.launch.host.process import own_identity
 from orchestrator.launch.reconcile import Action, Drain, Flip, SeenWorker, Start, plan, see
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage, Supervised

@@ -10,7 +10,7 @@ import pytest
 from support_router import RouterClient
 from support_workers import Workers, running_workers
 
-from orchestrator.launch.redis_server import EmbeddedRedis
+from orchestrator.launch.host.redis_server import EmbeddedRedis
 
 
 @pytest.fixture(scope="session")

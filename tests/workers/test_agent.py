@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 from support_workers import Workers, expected, running_workers, until
 
-from orchestrator.launch.redis_server import EmbeddedRedis
+from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.store.registry import IncompatibleWorker
 from orchestrator.types import Role
 from orchestrator.wire.messages import Abort, Call, Hello, Rejected, Submit

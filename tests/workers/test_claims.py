@@ -10,7 +10,7 @@ import pytest
 from support_redis import claim_head
 from support_workers import Frontend, Workers, running_workers, until
 
-from orchestrator.launch.redis_server import EmbeddedRedis
+from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.types import Role
 from orchestrator.wire.messages import Claimed, Prefilled, PrefillFailed, Rejected
 from workers.claims import claim_budget

@@ -12,7 +12,7 @@ from support_router import RouterClient
 from support_workers import LocalWorker, Workers, running_workers, until
 
 from orchestrator.fleet.control_calls import CallFailed
-from orchestrator.launch.redis_server import EmbeddedRedis
+from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.policy.prefix_keys import reusable_keys
 from orchestrator.types import Role
 from orchestrator.wire.messages import Call

@@ -9,7 +9,7 @@ from support_bench import counted
 from support_router import RouterClient
 from support_workers import LocalWorker, Workers, expected, running_workers, until
 
-from orchestrator.launch.redis_server import EmbeddedRedis
+from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.types import Role
 from workers.engine import EngineStep
 from workers.sim.scheduler import SimRequest

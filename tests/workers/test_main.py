@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support_workers import ROOT, Workers, until
 
-from orchestrator.launch.redis_server import EmbeddedRedis
+from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.types import Role, WorkerState
 from workers.main import main
 

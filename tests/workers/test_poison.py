@@ -8,7 +8,7 @@ import pytest
 from support_router import RouterClient
 from support_workers import running_workers, until
 
-from orchestrator.launch.redis_server import EmbeddedRedis
+from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.types import FinishReason, Role
 
 POISON = 666_666

@@ -10,7 +10,7 @@ from support_bench import counted
 from support_router import RouterClient
 from support_workers import LocalWorker, Workers, running_workers, until
 
-from orchestrator.launch.redis_server import EmbeddedRedis
+from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.policy.prefix_keys import prefix_keys
 from orchestrator.types import PrefixEvents, Role, WorkerLoad
 from orchestrator.wire.transport import WorkerTransport

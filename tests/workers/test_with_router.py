@@ -10,7 +10,7 @@ from support_bench import counted
 from support_router import RouterClient
 from support_workers import WorkerProcess, running_workers, until
 
-from orchestrator.launch.redis_server import EmbeddedRedis
+from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.store.registry import UnknownWorker
 from orchestrator.types import Role
 

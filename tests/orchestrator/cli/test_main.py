@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from orchestrator.cli.main import main
-from orchestrator.launch.redis_server import EmbeddedRedis
-from orchestrator.launch.run_folder import RunFolder, base_folder
+from orchestrator.launch.host.redis_server import EmbeddedRedis
+from orchestrator.launch.host.run_folder import RunFolder, base_folder
 
 ROOT = Path(__file__).parents[3]
 SIM = str(ROOT / "configs" / "sim-2p2d.yaml")
@@ -153,7 +153,7 @@ def redis_url(tmp_path):
 
 def test_down_cleans_what_a_killed_launcher_left():
     code = (
-        "import os; from orchestrator.launch.run_folder import RunFolder\n"
+        "import os; from orchestrator.launch.host.run_folder import RunFolder\n"
         "RunFolder('dead').claim(); os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=TIMEOUT_S)

@@ -11,7 +11,7 @@ from support_redis import fresh_namespace, running_server
 
 from orchestrator.cli.operator import FleetHandle, FleetOperator, find_fleet
 from orchestrator.config.settings import QueueConfig, parse_config
-from orchestrator.launch.run_folder import Ready, RunFolder
+from orchestrator.launch.host.run_folder import Ready, RunFolder
 from orchestrator.store.client import connect
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry

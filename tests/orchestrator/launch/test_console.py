@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from orchestrator.launch.console import Console, LogFile, Outlet, shown_request
-from orchestrator.launch.process import LocalProcess, ProcessSpec
+from orchestrator.launch.host.process import LocalProcess, ProcessSpec
 from orchestrator.router.request_log import RequestLine
 
 LINE = RequestLine(

@@ -19,8 +19,8 @@ import pytest
 from support_fleet import RunningFleet, paste, running_fleet
 from support_tls import make_certificate
 
-from orchestrator.launch.process import started_ticks
-from orchestrator.launch.run_folder import RunFolder
+from orchestrator.launch.host.process import started_ticks
+from orchestrator.launch.host.run_folder import RunFolder
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from orchestrator.config.settings import LauncherConfig
-from orchestrator.launch.process import (
+from orchestrator.launch.host.process import (
     LocalProcess,
     ProcessSpec,
     adopt_orphans,

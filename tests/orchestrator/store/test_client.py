@@ -18,7 +18,7 @@ import pytest
 from support_redis import eventually, running_server
 from support_tls import make_certificate
 
-from orchestrator.launch.redis_server import EmbeddedRedis, EmbeddedRedisError, server_binary
+from orchestrator.launch.host.redis_server import EmbeddedRedis, EmbeddedRedisError, server_binary
 from orchestrator.store.client import RedisAway, connect, masked
 from orchestrator.store.keys import QUEUE, Keys
 from orchestrator.store.registry import Registry, Resync
@@ -442,7 +442,7 @@ async def test_somebody_elses_server_is_not_taken_for_ours(tmp_path):
 async def test_the_embedded_server_dies_with_its_parent(tmp_path):
     program = (
         "import asyncio, pathlib, sys, time\n"
-        "from orchestrator.launch.redis_server import EmbeddedRedis\n"
+        "from orchestrator.launch.host.redis_server import EmbeddedRedis\n"
         "server = EmbeddedRedis()\n"
         f"asyncio.run(server.start(pathlib.Path({str(tmp_path)!r})))\n"
         "print(server.pid, flush=True)\n"

@@ -13,7 +13,7 @@ import pytest
 from support_vllm import tiny_model
 from support_workers import Frontend, Request, WorkerProcess, Workers, running_workers, until
 
-from orchestrator.launch.redis_server import EmbeddedRedis
+from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.types import Role
 from orchestrator.wire.messages import Claimed, Prefilled, Rejected
 

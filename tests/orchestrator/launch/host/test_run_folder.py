@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config.settings import ConfigError, parse_config
-from orchestrator.launch.leftovers import end_processes, remove_shared_memory, shared_memory_of
-from orchestrator.launch.process import started_ticks
-from orchestrator.launch.run_folder import (
+from orchestrator.launch.host.leftovers import end_processes, remove_shared_memory, shared_memory_of
+from orchestrator.launch.host.process import started_ticks
+from orchestrator.launch.host.run_folder import (
     FleetRunning,
     Ready,
     RunFolder,
@@ -117,8 +117,8 @@ def test_a_namespace_cannot_leave_its_folder(name):
 
 CLAIM_AND_DIE = """
 import os, signal, subprocess, sys
-from orchestrator.launch.process import started_ticks
-from orchestrator.launch.run_folder import RunFolder, StartedProcess
+from orchestrator.launch.host.process import started_ticks
+from orchestrator.launch.host.run_folder import RunFolder, StartedProcess
 folder = RunFolder("a")
 folder.claim()
 program = [sys.executable, "-c", "import time; time.sleep(60)"]

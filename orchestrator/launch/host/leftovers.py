@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from orchestrator.launch.process import started_ticks
-from orchestrator.launch.run_folder import StartedProcess
+from orchestrator.launch.host.process import started_ticks
+from orchestrator.launch.host.run_folder import StartedProcess
 
 _SHARED_MEMORY = Path("/dev/shm")
 # Engines make these: Python's shared memory, POSIX semaphores, vLLM's CPU collectives, UCX and NIXL.

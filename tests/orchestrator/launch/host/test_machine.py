@@ -9,7 +9,7 @@ import pytest
 from orchestrator.config.engine_args import ranks
 from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.launch.commands import frontend_spec, resolve, worker_spec
-from orchestrator.launch.machine import CoreShares, GpuShares, MachineShares, Share, find_gpus, hold_port
+from orchestrator.launch.host.machine import CoreShares, GpuShares, MachineShares, Share, find_gpus, hold_port
 from orchestrator.types import Role
 
 
