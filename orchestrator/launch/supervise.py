@@ -18,6 +18,7 @@ from orchestrator.launch.host.process import LocalProcess, ProcessSpec
 
 log = logging.getLogger("pd.launcher")
 
+_HEALTHY_S = 60.0  # a process that was ready for this long has made up for its crashes
 _NOT_STARTED = 127  # the exit code that a shell gives to a program that cannot be started
 
 
@@ -191,8 +192,8 @@ class Supervised:
         await asyncio.Event().wait()  # ready: never too late any more
 
     async def _pause(self) -> None:
-        steady = self._ready.is_set() and time.monotonic() - self._ready_at > self._config.restart_backoff_max_s
-        self.crashes = 1 if steady else self.crashes + 1
+        healthy_s = time.monotonic() - self._ready_at if self._ready.is_set() else 0.0
+        self.crashes = 1 if healthy_s > min(_HEALTHY_S, self._config.restart_backoff_max_s) else self.crashes + 1
         assert self.last_exit is not None
         # What ended for good may work once its surroundings have changed: a folder was mounted, a worker has left.
         final = self.last_exit.final

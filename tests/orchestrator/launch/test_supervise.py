@@ -80,6 +80,27 @@ def test_pauses_double_up_to_their_limit():
     assert backoff_s(50, config) == backoff_s(5000, config) == 30
 
 
+@pytest.mark.parametrize(("longest_pause_s", "healthy_s"), [(0.3, 60.0), (300.0, 0.3)])
+async def test_crashes_are_forgotten_after_a_healthy_time(monkeypatch, longest_pause_s, healthy_s):
+    monkeypatch.setattr("orchestrator.launch.supervise._HEALTHY_S", healthy_s)
+    config = LauncherConfig(restart_backoff_s=0.001, restart_backoff_max_s=longest_pause_s, stop_timeout_s=1.0)
+    child = Child("import time; print('up', flush=True); time.sleep(60)", config)
+    for crashes in (1, 2, 3):
+        await until(lambda n=crashes: len(child.lines) == n)
+        child.process.mark_ready()
+        child.process.kill()
+        await until(lambda n=crashes: len(child.exits) == n)
+        assert child.process.crashes == crashes, "in a row"
+    await until(lambda: len(child.lines) == 4)
+    child.process.mark_ready()
+    await asyncio.sleep(0.4)
+    child.process.kill()
+    await until(lambda: len(child.exits) == 4 and child.process.stage is not Stage.READY)
+    assert child.process.crashes == 1
+    child.process.request_stop()
+    await child.ended()
+
+
 async def test_what_crashes_is_started_again_until_it_is_stopped():
     child = Child("import sys; print('worker-like: no luck', file=sys.stderr); sys.exit(3)")
     await until(lambda: len(child.exits) >= 3)
