@@ -102,7 +102,7 @@ class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # prefers the decode worker that has them.
     prefix_index: bool = True
     max_attempts: Positive = 4
-    placement_timeout_s: Seconds = 60.0  # a request that lost its worker waits this long for another
+    placement_timeout_s: Seconds = 60.0  # a request waits this long for a decode worker, or for another one
     stall_timeout_s: Seconds = 600.0  # without any output for this long a request is started again elsewhere
 
 

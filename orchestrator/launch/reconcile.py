@@ -19,7 +19,8 @@ class SeenWorker(msgspec.Struct, frozen=True):
 
     `role` is the one that it has, or was told to take. `ready` means that it serves this role now; a worker that
     loads, restarts or changes its role is not ready. `owned` means that this launcher runs its process, `managed` that
-    one of the fleet's launchers does. `fixed` means that its engine cannot take the other role.
+    one of the fleet's launchers does. `fixed` means that its engine cannot take the other role, `flipping` that it
+    serves and was told to take this one.
     """
 
     id: str
@@ -29,6 +30,7 @@ class SeenWorker(msgspec.Struct, frozen=True):
     owned: bool = True
     fixed: bool = False
     managed: bool = True
+    flipping: bool = False
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -57,7 +59,7 @@ def see(
     info: WorkerInfo, ordered_role: Role | None, ordered_drain: bool, owned: bool, managed: bool = False
 ) -> SeenWorker:
     """A registered worker and the orders it has not carried out yet."""
-    flipping = ordered_role is not None and ordered_role is not info.role
+    flipping = ordered_role is not None and (ordered_role is not info.role or info.state is not WorkerState.READY)
     draining = info.state is WorkerState.DRAINING and ordered_role is None
     return SeenWorker(
         info.id,
@@ -67,6 +69,7 @@ def see(
         owned=owned,
         fixed=not info.can_be(info.role.other),
         managed=owned or managed,
+        flipping=flipping and not ordered_drain,
     )
 
 
@@ -106,6 +109,22 @@ def plan(desired: DesiredRatio, workers: Sequence[SeenWorker]) -> list[Action]:
                 actions.append(Drain(chosen.id))
             del staying[chosen.id]
     return actions
+
+
+def stand_in(workers: Sequence[SeenWorker]) -> Flip | None:
+    """Which worker takes the decode role at once where no decode worker is ready and none is about to be, or None.
+
+    For a fleet that has had decode workers: while one loads for the first time, nothing is wrong. Without a prefill
+    worker nothing is to be done, since prompts can be prefilled where they decode. `plan` moves the worker back when
+    enough others decode again.
+    """
+    staying = [worker for worker in workers if not worker.leaving]
+    if any(worker.role is Role.DECODE and (worker.ready or worker.flipping) for worker in staying):
+        return None
+    # One that drains to become a prefill worker may be told to remain what it was.
+    able = [w for w in staying if w.role is Role.PREFILL and (w.ready or w.flipping) and not w.fixed]
+    chosen = max(able, key=lambda w: (w.flipping, w.managed, _age_order(w.id)), default=None)
+    return Flip(chosen.id, Role.DECODE) if chosen is not None else None
 
 
 def is_last_decode(worker_id: str, workers: Sequence[SeenWorker]) -> bool:

@@ -16,7 +16,7 @@ from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.commands import worker_spec
 from orchestrator.launch.host.machine import MachineShares
 from orchestrator.launch.host.process import own_identity
-from orchestrator.launch.reconcile import Action, Drain, Flip, SeenWorker, Start, plan, see
+from orchestrator.launch.reconcile import Action, Drain, Flip, SeenWorker, Start, plan, see, stand_in
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage, Supervised
 from orchestrator.store.client import RedisAway
@@ -64,6 +64,7 @@ class WorkerPool:
         self._on_stage = on_stage
         self._closed = False
         self._said = ""
+        self._decoded = False  # the fleet has had a decode worker that was ready
 
     async def start(self, role: Role) -> None:
         """Start a worker under an id of its own. Raises ConfigError when the machine has no room, and RedisAway."""
@@ -102,10 +103,18 @@ class WorkerPool:
             elif slot.process.stage is Stage.READY:
                 self._suspect(slot, now)
         if snapshot.desired is not None:
-            for action in plan(snapshot.desired, self.seen(snapshot)):
+            for action in self.actions(snapshot.desired, self.seen(snapshot)):
                 if self._closed:
                     return
                 await self._do(action, snapshot)
+
+    def actions(self, desired: DesiredRatio, workers: list[SeenWorker]) -> list[Action]:
+        """What is to be done now."""
+        self._decoded |= any(worker.role is Role.DECODE and worker.ready for worker in workers)
+        if self._decoded and desired.decode and (flip := stand_in(workers)) is not None:
+            log.error("no decode worker is left: %s becomes one", flip.worker_id)
+            return [flip]
+        return plan(desired, workers)
 
     def seen(self, snapshot: Snapshot) -> list[SeenWorker]:
         """All workers as `plan` takes them: those in the registry, and launchers' that are not in it."""

@@ -15,7 +15,7 @@ from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.candidate import Candidate, DecodeChoice
-from orchestrator.policy.placement import Local, PrefillView, Reject, reject_all
+from orchestrator.policy.placement import RETRY_AFTER_S, Local, PrefillView, Reject, reject_all
 from orchestrator.policy.policies import Policies
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, Placed
@@ -45,8 +45,15 @@ class Decider:
         """Why no request at all can be taken now, or None."""
         return reject_all(self._fleet.candidates().decode, self._prefill_pool(), self._routing, self._predictor)
 
+    def will_pass(self, rejected: Reject) -> bool:
+        """Whether there is no decode worker, but one that lives will be: the launcher gives it the role."""
+        able = (view.info.can_be(Role.DECODE) for view in self._fleet.workers.values())
+        return rejected.reason == "no_decode_worker" and any(able)
+
     def decide(self, active: ActiveRequest) -> Placed | Reject:
         """Where this attempt goes. A retried request is never refused by the objectives: it was accepted once."""
+        if not self._fleet.ready(Role.DECODE):  # nothing else need be known, and many may be asking again and again
+            return Reject("no_decode_worker", RETRY_AFTER_S)
         info = active.asked.info
         if active.local_because is not None and info.local_only is None:
             info = msgspec.structs.replace(info, local_only=active.local_because)

@@ -1,6 +1,7 @@
 """Moves a request from PLACING to where the decider says: into the prefill queue, or to a decode worker.
 
-Waits for room where it is told to. What becomes of the request afterwards is `router`'s business.
+Waits for room where it is told to, and for a decode worker where one will be there. What becomes of the request
+afterwards is `router`'s business.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from orchestrator.router.decider import Decider
 from orchestrator.router.dispatch import Dispatch
 from orchestrator.router.request import ActiveRequest, Placed, State
 
-# How long a request that was accepted waits before it asks again for a decode worker to continue on.
+# How long a request waits before it asks again for a decode worker.
 PLACE_AGAIN_INTERVAL_S = 0.1
 
 
 class Placer:
-    def __init__(self, decider: Decider, dispatch: Dispatch) -> None:
-        self._decider, self._dispatch = decider, dispatch
+    def __init__(self, decider: Decider, dispatch: Dispatch, timeout_s: float) -> None:
+        """`timeout_s`: how long a request waits at most."""
+        self._decider, self._dispatch, self._timeout_s = decider, dispatch, timeout_s
 
-    async def place(self, active: ActiveRequest, wait_s: float = 0.0) -> Reject | None:
-        """Returns why it could not be placed, after waiting for room for `wait_s`; None once it is not PLACING any
-        more, whoever moved it."""
-        deadline = time.monotonic() + wait_s
+    async def place(self, active: ActiveRequest, wait_for_room: bool = False) -> Reject | None:
+        """Returns why it could not be placed; None once it is not PLACING any more, whoever moved it."""
+        deadline = time.monotonic() + self._timeout_s
         while active.state is State.PLACING:
             placed = self._decider.decide(active)
             if isinstance(placed, Placed):
                 active.placed = placed
                 if await self._carry_out(active, placed):
                     metrics.placements.labels(placed.decision, placed.reason).inc()
-            elif time.monotonic() >= deadline:
+            elif time.monotonic() >= deadline or not (wait_for_room or self._decider.will_pass(placed)):
                 return placed
             else:
                 await asyncio.sleep(PLACE_AGAIN_INTERVAL_S)

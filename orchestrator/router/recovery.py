@@ -108,7 +108,7 @@ class Recovery:
 
     async def _place_again(self, active: ActiveRequest) -> None:
         try:
-            rejected = await self._placer.place(active, self._routing.placement_timeout_s)
+            rejected = await self._placer.place(active, wait_for_room=True)
             if rejected is not None:
                 self._fail(active, f"no decode worker took it over within its deadline ({rejected.reason})")
         except Exception:

@@ -71,7 +71,7 @@ class Router:
         self._decider = Decider(transport.frontend_id, config, fleet, queue, prefixes, choose, self.learning)
         self._dispatch = Dispatch(fleet, transport, queue)
         self._requests = ActiveRequests(codec, self.learning)
-        self._placer = Placer(self._decider, self._dispatch)
+        self._placer = Placer(self._decider, self._dispatch, config.routing.placement_timeout_s)
         self._recovery = Recovery(config.routing, fleet, self._requests, self._dispatch, self._placer)
         self.requests, self.batches = self._requests.by_id, self._requests.batches
 
@@ -79,7 +79,7 @@ class Router:
 
     def check_admission(self) -> None:
         """Refuse early, before a response has begun, when no request can be taken at all. Raises Overloaded."""
-        if (rejected := self._decider.closed()) is not None:
+        if (rejected := self._decider.closed()) is not None and not self._decider.will_pass(rejected):
             metrics.placements.labels("reject", rejected.reason).inc()
             self.learning.turned_away()
             raise Overloaded(rejected)

@@ -103,6 +103,18 @@ async def test_killing_a_decode_worker_continues_its_requests_elsewhere(fleet):
     assert fleet.metric("pd_retries_total", why="decode_worker_lost") >= 1
 
 
+async def test_killing_every_decode_worker_fails_nobody(fleet):
+    truth = await expected(fleet, PROMPTS, 30)
+    async with fleet.under_load(PROMPTS, concurrency=8, max_tokens=30) as answers:
+        await asyncio.sleep(0.5)
+        for victim in fleet.workers("decode"):
+            os.kill(victim["pid"], signal.SIGKILL)
+        await asyncio.to_thread(fleet.wait_for_line, r"prefill-\d+ becomes a decode worker", 30)
+        await asyncio.to_thread(fleet.until, lambda: fleet.shape() == (2, 2), "the fleet is 2P2D again")
+    assert [(a.status, a.error) for a in answers if not a.ok] == []
+    assert all(a.tokens in truth for a in answers)
+
+
 async def test_scaling_both_ways_under_load_fails_nobody(fleet):
     async with fleet.under_load(PROMPTS, concurrency=8, max_tokens=60) as answers:
         for prefill, decode in ((1, 3), (3, 1), (2, 2)):

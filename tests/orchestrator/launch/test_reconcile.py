@@ -6,9 +6,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support_redis import worker
 
-from orchestrator.launch.reconcile import Action, Drain, Flip, SeenWorker, Start, is_last_decode, plan
-from orchestrator.types import DesiredRatio, Role
+from orchestrator.launch.reconcile import Action, Drain, Flip, SeenWorker, Start, is_last_decode, plan, see, stand_in
+from orchestrator.types import DesiredRatio, Role, WorkerState
 
 P, D = Role.PREFILL, Role.DECODE
 counts = st.integers(0, 5)
@@ -104,6 +105,7 @@ def test_two_launchers_come_to_one_plan(owners, prefill, decode):
     plans = {launcher: do(prefill, decode, seen_by[launcher]) for launcher in seen_by}
     flips = {launcher: [a for a in plans[launcher] if isinstance(a, Flip)] for launcher in plans}
     assert flips["a"] == flips["b"]
+    assert stand_in(seen_by["a"]) == stand_in(seen_by["b"])
     alone = [msgspec.structs.replace(w, owned=w.managed) for w in seen_by["a"]]
     drained = sorted(a.worker_id for actions in plans.values() for a in actions if isinstance(a, Drain))
     assert drained == sorted(a.worker_id for a in do(prefill, decode, alone) if isinstance(a, Drain))
@@ -114,6 +116,36 @@ def test_a_worker_that_cannot_change_its_role_is_left_out_of_role_changes():
     assert do(1, 2, [*seen("p0", "d0"), *fixed]) == [Flip("prefill-0", D)]
     assert do(0, 2, [*seen("d0"), *fixed]) == [Start(D), Drain("prefill-8")]
     assert do(1, 2, [*seen("p0", ready=False), *seen("d0"), *fixed]) == []  # until prefill-0 is ready
+
+
+def test_without_a_ready_decode_worker_a_prefill_worker_takes_the_role():
+    dead = seen("d0", "d1", ready=False)
+    assert stand_in([*seen("p0", "p1"), *dead]) == Flip("prefill-1", D)
+    assert stand_in([*seen("p0", owned=False)]) == Flip("prefill-0", D), "one started by hand too"
+    assert stand_in([*seen("p0", "d0"), *seen("d1", ready=False)]) is None
+    assert stand_in([*seen("p0"), *seen("d0", leaving=True)]) == Flip("prefill-0", D)
+    assert stand_in([*seen("p0", ready=False), *seen("p1", leaving=True), *dead]) is None, "nobody could"
+    assert stand_in([SeenWorker("prefill-8", P, True, fixed=True), *dead]) is None
+
+
+def test_one_stand_in_is_enough():
+    becoming = SeenWorker("prefill-1", D, False, flipping=True)
+    assert stand_in([*seen("p0"), becoming, *seen("d0", ready=False)]) is None
+
+
+def test_a_decode_worker_that_was_about_to_prefill_stays_what_it_is():
+    leaving_the_role = SeenWorker("decode-0", P, False, flipping=True)
+    assert stand_in([*seen("p0"), leaving_the_role, *seen("d1", ready=False)]) == Flip("decode-0", D)
+    info = worker("decode-0", D)
+    draining = msgspec.structs.replace(info, state=WorkerState.DRAINING)
+    assert see(draining, D, False, owned=True).flipping, "told so, until it is ready again"
+    assert not see(draining, None, False, owned=True).flipping and not see(info, D, False, owned=True).flipping
+
+
+def test_the_stand_in_goes_back_once_others_decode_again():
+    stood_in = [*seen("p0"), SeenWorker("prefill-1", D, True)]
+    assert do(2, 2, [*stood_in, *seen("d0", "d1", ready=False)]) == [], "they are being started again"
+    assert do(2, 2, [*stood_in, *seen("d0"), *seen("d1", ready=False)]) == [Flip("prefill-1", P)]
 
 
 fleets = st.lists(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import AsyncMock
 
+import msgspec
 import pytest
 
 from orchestrator.cli.operator import FleetHandle, FleetOperator, Refused, open_fleet
@@ -18,11 +21,12 @@ from orchestrator.launch.host.machine import MachineShares
 from orchestrator.launch.host.process import adopt_orphans, group_alive, started_ticks
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.launch.host.run_folder import RunFolder
+from orchestrator.launch.reconcile import Drain, Flip, SeenWorker
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.store.client import connect
 from orchestrator.store.registry import Registry
-from orchestrator.types import Role, WorkerState
+from orchestrator.types import DesiredRatio, Role, WorkerState
 
 pytestmark = pytest.mark.slow  # real worker processes
 
@@ -69,7 +73,7 @@ class Pool:
 
 
 @asynccontextmanager
-async def running_pool(tmp_path: Path, prefill: int, decode: int) -> AsyncIterator[Pool]:
+async def running_pool(tmp_path: Path, prefill: int, decode: int, backoff_s: float = 0.1) -> AsyncIterator[Pool]:
     adopt_orphans()
     server = EmbeddedRedis()
     url = await server.start(tmp_path)
@@ -85,7 +89,7 @@ async def running_pool(tmp_path: Path, prefill: int, decode: int) -> AsyncIterat
                 "prefill": {"replicas": prefill},
                 "decode": {"replicas": decode},
             },
-            "launcher": {"restart_backoff_s": 0.1, "stop_timeout_s": 5},
+            "launcher": {"restart_backoff_s": backoff_s, "stop_timeout_s": 5},
         }
     )
     folder = RunFolder(config.namespace)
@@ -119,6 +123,22 @@ async def running_pool(tmp_path: Path, prefill: int, decode: int) -> AsyncIterat
     assert not [pid for pid in running.ever if started_ticks(pid) is not None or group_alive(pid)]
 
 
+@asynccontextmanager
+async def hand_started(running: Pool, role: Role, worker_id: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    handle = running.fleet.handle
+    command = [sys.executable, "-m", "workers.main", role.value, "--id", worker_id, "--redis", handle.redis_url]
+    process = await asyncio.create_subprocess_exec(
+        *command, "--config", str(RunFolder(handle.namespace).path / "config.yaml"), stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        async with asyncio.timeout(DEADLINE_S):
+            await process.wait()
+
+
 async def test_scale_flips_running_workers_before_it_starts_or_drains_any(tmp_path):
     async with running_pool(tmp_path, 1, 2) as running:
         before = running.pids()
@@ -141,6 +161,39 @@ async def test_a_killed_worker_comes_back_and_leaves_the_registry_at_once(tmp_pa
         await running.until(lambda: "prefill-0" not in running.roles(), "gone from the registry")
         await running.until(lambda: running.roles() == {"prefill-0": "prefill", "decode-0": "decode"}, "back")
         assert running.pids()["prefill-0"] not in (0, victim)
+
+
+async def test_without_a_decode_worker_a_prefill_worker_stands_in_until_others_are_back(tmp_path):
+    async with running_pool(tmp_path, 2, 2, backoff_s=3) as running:
+        for name in ("decode-0", "decode-1"):
+            os.kill(running.pids()[name], signal.SIGKILL)
+        await running.until(lambda: running.roles() == {"prefill-0": "prefill", "prefill-1": "decode"}, "one stands in")
+        desired = await running.registry.desired()
+        assert desired is not None and (desired.prefill, desired.decode, desired.set_by) == (2, 2, "test")
+        await running.until_ratio(2, 2)
+        assert len(running.pids()) == 4
+
+
+def test_only_a_fleet_that_has_had_decode_workers_needs_a_stand_in(tmp_path):
+    config = parse_config({"model": "sim-model", "engine": "sim"})
+    registry = Registry(AsyncMock(), "none")
+    pool = WorkerPool(config, tmp_path, registry, MachineShares(config), lambda *line: None, lambda process: None)
+    loading = [SeenWorker("prefill-0", Role.PREFILL, True), SeenWorker("decode-0", Role.DECODE, False)]
+    assert pool.actions(DesiredRatio(1, 1), loading) == []
+    assert pool.actions(DesiredRatio(1, 1), [msgspec.structs.replace(worker, ready=True) for worker in loading]) == []
+    assert pool.actions(DesiredRatio(1, 1), loading) == [Flip("prefill-0", Role.DECODE)]
+    assert pool.actions(DesiredRatio(1, 0), loading) == [Drain("decode-0")], "none is wanted"
+
+
+async def test_a_worker_of_another_launcher_or_of_none_stands_in_too(tmp_path):
+    """The launcher that lives runs no prefill worker; the one by hand takes the role, and gives it back."""
+    async with running_pool(tmp_path, 0, 1, backoff_s=3) as running, hand_started(running, Role.PREFILL, "by-hand"):
+        await running.until(lambda: running.roles() == {"decode-0": "decode", "by-hand": "prefill"}, "joined")
+        await running.fleet.scale(1, 1)
+        os.kill(running.pids()["decode-0"], signal.SIGKILL)
+        await running.until(lambda: running.roles() == {"by-hand": "decode"}, "it stands in")
+        await running.until(lambda: sorted(running.roles().values()) == ["decode", "prefill"], "1P1D again")
+        assert len(running.pids()) == 1
 
 
 async def test_role_and_drain_move_the_desired_ratio_with_them(tmp_path):

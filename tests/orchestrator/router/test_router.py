@@ -309,12 +309,52 @@ async def test_no_decode_worker_refuses_with_503_and_a_full_fleet_with_429():
     assert full.value.status == 429 and full.value.retry_after_s > 0
     with pytest.raises(Overloaded):
         bench.router.check_admission()
-    for name in ("d0", "d1"):
+    for name in ("d0", "d1", "p0"):
         bench.fleet.remove(name)
     with pytest.raises(Overloaded) as nobody:
         await bench.router.submit(FakeRequest("r2"))
     assert nobody.value.status == 503
     bench.assert_no_leaks()
+
+
+async def test_without_a_decode_worker_requests_wait_for_the_prefill_worker_that_becomes_one():
+    bench = Bench()
+    for name in ("d0", "d1"):
+        bench.fleet.remove(name)
+    bench.router.check_admission()
+    waiting = [asyncio.create_task(bench.router.submit(FakeRequest(name, prompt_tokens=10))) for name in ("a", "b")]
+    await asyncio.sleep(0.15)
+    assert not any(task.done() for task in waiting) and not bench.submits()
+    waiting[1].cancel()
+    view = bench.fleet.workers["p0"]
+    view.info = msgspec.structs.replace(view.info, role=Role.DECODE)
+    async with asyncio.timeout(5):
+        await waiting[0]
+    assert [(worker, submit.request_id) for worker, submit in bench.submits()] == [("p0", "a")]
+    bench.tokens("p0", "a", [7], finish=1)
+    await asyncio.gather(*waiting, return_exceptions=True)
+    bench.assert_no_leaks()
+
+
+async def test_the_wait_for_a_decode_worker_has_an_end_too():
+    bench = Bench(placement_timeout_s=0.15)
+    for name in ("d0", "d1"):
+        bench.fleet.remove(name)
+    with pytest.raises(Overloaded) as late:
+        async with asyncio.timeout(5):
+            await bench.router.submit(FakeRequest("r"))
+    assert late.value.status == 503
+    bench.assert_no_leaks()
+
+
+async def test_an_engine_that_cannot_decode_is_not_waited_for():
+    bench = Bench()
+    for name in ("d0", "d1"):
+        bench.fleet.remove(name)
+    view = bench.fleet.workers["p0"]
+    view.info = msgspec.structs.replace(view.info, kv=msgspec.structs.replace(view.info.kv, pp_size=2))
+    with pytest.raises(Overloaded):
+        bench.router.check_admission()
 
 
 async def test_an_unreachable_worker_is_passed_over():
@@ -441,8 +481,8 @@ async def test_offered_load_counts_each_request_once_and_those_refused_too():
     expected = bench.router.learning.predictor.output_tokens
     await bench.router.submit(FakeRequest("b", 500, max_new_tokens=10**6))
     assert bench.router.learning.offered == Offered(2, 800, 40 + expected)
-    bench.fleet.remove("d0")
-    bench.fleet.remove("d1")
+    for name in ("d0", "d1", "p0"):
+        bench.fleet.remove(name)
     with pytest.raises(Overloaded):
         await bench.router.submit(FakeRequest("c", 100, max_new_tokens=10))
     with pytest.raises(Overloaded):
