@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from orchestrator.config.settings import QueueConfig
-from orchestrator.launch import redis_server
+from orchestrator.launch.host import redis_server
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.store.client import Redis
 from orchestrator.store.keys import Keys
