@@ -47,6 +47,7 @@ class KVEndpoint(msgspec.Struct, frozen=True):
     port: int
     tp_size: int = 1
     pp_size: int = 1
+    key: str = ""  # public key of the handshake's port; empty where it is not encrypted
 
 
 class KVSource(msgspec.Struct, frozen=True):
@@ -103,6 +104,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     kv_bytes_per_token: int
     started_at: float  # unix seconds
     supported_tasks: tuple[str, ...] = ("generate",)
+    mesh_key: str = ""  # public key of both addresses; empty where the mesh is not encrypted
 
     def can_be(self, role: Role) -> bool:
         """An engine of several pipeline stages cannot receive KV, so it stays a prefill worker."""

@@ -34,6 +34,7 @@ from orchestrator.types import (
     WorkerLoad,
     WorkerState,
 )
+from orchestrator.wire.curve import KeyPair
 from orchestrator.wire.messages import (
     Abort,
     CallReply,
@@ -95,7 +96,8 @@ class Frontend:
         self.id = name or f"frontend-{uuid.uuid4().hex[:6]}"
         self.registry = Registry(redis, config.namespace)
         self.queue = PrefillQueue(redis, config.namespace, config.queue)
-        self.transport = FrontendTransport(self.id)
+        self.keys = KeyPair.new()
+        self.transport = FrontendTransport(self.id, keys=self.keys)
         self.codec = SimCodec()
         self.requests: dict[str, Request] = {}
         self.loads: dict[str, WorkerLoad] = {}
@@ -111,12 +113,15 @@ class Frontend:
 
     async def start(self, register: bool = True) -> None:
         if register:
-            await self.registry.refresh_frontend(self.id, "", os.getpid(), 60)
+            await self.register()
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._receive_loads())]
+
+    async def register(self) -> None:
+        await self.registry.refresh_frontend(self.id, "", os.getpid(), 60, mesh_key=self.keys.public)
 
     async def meet(self, *infos: WorkerInfo) -> None:
         for info in infos:
-            self.transport.connect(info.id, info.request_address, info.load_address)
+            self.transport.connect(info.id, info.request_address, info.load_address, info.mesh_key)
         await until(lambda: all(i.id in self.welcomed and i.id in self.loads for i in infos), "welcome and load")
 
     async def _receive_loads(self) -> None:

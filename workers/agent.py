@@ -20,6 +20,7 @@ from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import IncompatibleWorker, Left, Ordered, Registry, Resync
 from orchestrator.types import Role, WorkerInfo
+from orchestrator.wire.curve import KeyPair
 from orchestrator.wire.messages import EngineCrashed
 from orchestrator.wire.ticks import ticks
 from orchestrator.wire.transport import WorkerTransport
@@ -72,7 +73,8 @@ class Agent:
         engine_info = await self._start_engine()
         if engine_info is None:
             return EXIT_LEFT
-        self._transport = WorkerTransport(self._host)
+        self._keys = KeyPair.new() if self._config.security.mesh == "curve" else None
+        self._transport = WorkerTransport(self._host, keys=self._keys, read_frontends=self._frontend_keys)
         self.info = self._describe(engine_info, started_at)
         self._build(self.info)
         return await self._serve()
@@ -87,6 +89,7 @@ class Agent:
             request_address=self._transport.request_address,
             load_address=self._transport.load_address,
             started_at=started_at,
+            mesh_key=self._keys.public if self._keys else "",
             **{name: getattr(engine, name) for name in engine.__struct_fields__},
         )
 
@@ -268,6 +271,9 @@ class Agent:
         assert self.info is not None
         self.info = msgspec.structs.replace(self.info, role=self.life.role, state=self.life.registered)
         return self.info
+
+    async def _frontend_keys(self) -> dict[str, str]:
+        return {frontend.mesh_key: name for name, frontend in (await self._registry.frontends()).items()}
 
     async def _heartbeat(self) -> None:
         while True:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from orchestrator.config.engine_args import check_stages, engine_args
-from orchestrator.config.settings import Config, ConfigError, check_name, load_config, parse_config
+from orchestrator.config.settings import Config, ConfigError, check_mesh, check_name, load_config, parse_config
 from orchestrator.types import Role
 
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -67,11 +67,13 @@ def parse(role: Role, arguments: list[str]) -> WorkerSettings:
         raise ConfigError(
             f"{passed_through[0]}: unknown argument; the simulated engine is set up by `sim:` in the --config file"
         )
+    host = options.host or config.workers.host
+    check_mesh(config, host)
     return WorkerSettings(
         worker_id=_made_up_id(role) if options.id is None else check_name("--id", options.id),
         role=role,
         redis_url=options.redis,
-        host=options.host or config.workers.host,
+        host=host,
         config=config,
         engine_args=merged,
         kv_port=options.kv_port,

@@ -10,7 +10,7 @@ from typing import Union
 import msgspec
 
 # Raised with any change below: a peer of another version is refused at the handshake, and message by message.
-VERSION = 4
+VERSION = 5
 PREFIX = b"PDKV%d:" % VERSION
 
 
@@ -27,6 +27,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     port: int
     tp_size: int = 1
     pp_size: int = 1
+    key: str = ""
 
 
 class Source(msgspec.Struct, frozen=True):

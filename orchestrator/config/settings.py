@@ -6,6 +6,7 @@ mend. The defaults are here and nowhere else.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -27,10 +28,6 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*\Z"
 
 class ConfigError(ValueError):
     """One line: key, value, mend. The command line prints it and exits with 2."""
-
-
-class Refused(ConfigError):
-    """An operator's order that cannot be carried out. One line: what, why, the mend."""
 
 
 def check_name(key: str, name: str) -> str:
@@ -166,6 +163,14 @@ class LauncherConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     stop_timeout_s: Seconds = 10.0  # a process that was told to stop is killed after this
 
 
+class SecurityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Who may talk to the fleet's processes; see docs/security.md."""
+
+    # Frontends, workers and KV handshakes: encrypted, for members of the fleet only; none: open to whoever connects.
+    mesh: Literal["curve", "none"] = "curve"
+    trust_network: bool = False  # needed for mesh: none where workers listen on more than loopback
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model: str  # "demo", a folder, or a Hugging Face name
     served_model_name: str | None = None
@@ -181,6 +186,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     kv: KVConfig = KVConfig()
     sim: SimConfig = SimConfig()
     launcher: LauncherConfig = LauncherConfig()
+    security: SecurityConfig = SecurityConfig()
 
 
 class _Yaml(yaml.SafeLoader):
@@ -233,7 +239,25 @@ def parse_config(tree: dict[str, Any]) -> Config:
             f"ratio.window_s: expected at least two times ratio.interval_s ({config.ratio.interval_s:g}), "
             f"got {config.ratio.window_s:g}"
         )
+    check_mesh(config, config.workers.host)
     return config
+
+
+def check_mesh(config: Config, host: str) -> None:
+    """Raises ConfigError for a worker that would listen on a network, to whoever connects, without being told twice."""
+    security = config.security
+    if security.mesh == "none" and not security.trust_network and not _is_loopback(host):
+        raise ConfigError(
+            f"security.mesh: none lets whoever reaches {host} use the workers; remove it, or set "
+            "security.trust_network: true where nobody else is on that network"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

@@ -136,7 +136,7 @@ class Membership:
 
     def _connect(self, info: WorkerInfo) -> bool:
         try:
-            self._transport.connect(info.id, info.request_address, info.load_address)
+            self._transport.connect(info.id, info.request_address, info.load_address, info.mesh_key)
         except AddressError as error:
             if self._bad_addresses.get(info.id) != str(error):
                 self._bad_addresses[info.id] = str(error)

@@ -27,6 +27,7 @@ from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry
 from orchestrator.types import DesiredRatio
+from orchestrator.wire.curve import KeyPair
 from orchestrator.wire.messages import CallReply, PrefixSnapshot, Welcome
 from orchestrator.wire.transport import Disconnected, FrontendTransport
 
@@ -59,7 +60,8 @@ class FleetConnection:
         self.registry = Registry(redis, config.namespace)
         choose = decode_choice(config.routing.decode_choice)
         self.fleet = Fleet(frontend_id, choose.standing)
-        self.transport = FrontendTransport(frontend_id)
+        self._keys = KeyPair.new() if config.security.mesh == "curve" else None
+        self.transport = FrontendTransport(frontend_id, keys=self._keys)
         self.prefixes = PrefixView(self.transport.send, config.routing.prefix_index)
         self.calls = ControlCalls(self.fleet, self.transport)
         self.queue = QueueView(PrefillQueue(redis, config.namespace, config.queue), frontend_id, config.queue.lease_s)
@@ -83,6 +85,7 @@ class FleetConnection:
 
     async def run(self) -> None:
         """Runs until cancelled."""
+        await self._beat()  # workers let in whom the registry knows
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.membership.run())
             tasks.create_task(self.queue.run(self.router.queue_lost, self.router.job_failed))
@@ -141,8 +144,8 @@ class FleetConnection:
     async def _beat(self) -> None:
         # Registered from the start, url or not: a job whose frontend is unknown would be dropped as an orphan.
         try:
-            offered = self.router.learning.offered
-            await self.registry.refresh_frontend(self.frontend_id, self._url, self._pid, FRONTEND_TTL_S, offered)
+            key, offered = self._keys.public if self._keys else "", self.router.learning.offered
+            await self.registry.refresh_frontend(self.frontend_id, self._url, self._pid, FRONTEND_TTL_S, offered, key)
             self.desired = await self.registry.desired()
         except RedisAway as error:
             log.debug("heartbeat missed: %s", error)

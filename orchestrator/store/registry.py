@@ -53,6 +53,7 @@ class Frontend(msgspec.Struct, frozen=True):
     pid: int
     since: float  # unix seconds
     offered: Offered = Offered()  # load offered to it since it started
+    mesh_key: str = ""  # its public key
 
 
 class Joined(msgspec.Struct, tag="joined", frozen=True):
@@ -175,11 +176,12 @@ class Registry:
     # ---- frontends ---------------------------------------------------------------------------------------------
 
     async def refresh_frontend(
-        self, frontend_id: str, url: str, pid: int, ttl_s: float, offered: Offered = Offered()
+        self, frontend_id: str, url: str, pid: int, ttl_s: float, offered: Offered = Offered(), mesh_key: str = ""
     ) -> None:
         """Stay for `ttl_s` more; enters again when Redis has lost this frontend."""
-        counts = {_OFFERED + name: str(value) for name, value in msgspec.structs.asdict(offered).items()}
-        await self._put("frontend", frontend_id, ttl_s, False, [], {"url": url, "pid": str(pid), **counts})
+        fields = {"url": url, "pid": str(pid), "mesh_key": mesh_key}
+        fields |= {_OFFERED + name: str(value) for name, value in msgspec.structs.asdict(offered).items()}
+        await self._put("frontend", frontend_id, ttl_s, False, [], fields)
 
     async def leave_frontend(self, frontend_id: str) -> None:
         """Idempotent. Its waiting jobs are dropped by the queue's sweep."""
@@ -191,11 +193,9 @@ class Registry:
         for frontend_id, fields in await self._members("frontend"):
             try:
                 counts = {n.removeprefix(_OFFERED): v for n, v in fields.items() if n.startswith(_OFFERED)}
-                offered = msgspec.convert(counts, Offered, strict=False)
-                found[frontend_id] = Frontend(
-                    frontend_id, fields["url"], int(fields["pid"]), float(fields["since"]), offered
-                )
-            except (KeyError, ValueError) as error:
+                read = fields | {"id": frontend_id, "offered": counts}
+                found[frontend_id] = msgspec.convert(read, Frontend, strict=False)
+            except ValueError as error:
                 self._complain(frontend_id, f"{type(error).__name__}: {error}")
         return found
 

@@ -1,19 +1,22 @@
-"""Typed ZMQ sockets of the frontend-worker mesh, and nothing about what the messages mean.
+"""Typed ZMQ sockets of the frontend-worker mesh, encrypted, and nothing about what the messages mean.
 
 Each worker binds a ROUTER (requests in, outputs back) and a PUB (load, prefix events). Each frontend connects one
-ROUTER to every worker, its identity the frontend's id, and one SUB. So a worker costs a frontend two descriptors, and
-no socket of its own. A broken connection is noticed at once (the kernel closes the sockets of a killed process) or by
-heartbeats (a host that is cut off), is reported as `Disconnected`, and is made again by ZMQ.
+ROUTER to every worker, and one SUB. So a worker costs a frontend two descriptors, and no socket of its own. Who sends
+is told by the key of its connection (`curve.py`), never by what it says; without keys its socket's identity counts.
+
+A broken connection is noticed at once (the kernel closes the sockets of a killed process) or by heartbeats (a host that
+is cut off), is reported as `Disconnected`, and is made again by ZMQ.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
+import contextlib
 import itertools
 import logging
+import time
 from collections.abc import Sequence
-from typing import Any, Union, cast
+from typing import Union, cast
 
 import msgspec
 import zmq
@@ -21,17 +24,24 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from orchestrator.wire import messages
+from orchestrator.wire.curve import Gate, KeyPair, ReadFrontends, use_as_client, use_as_server
 from orchestrator.wire.messages import Hello, MessageError, Published, ToFrontend, ToWorker
+from orchestrator.wire.sockets import (
+    EVENTS_REFUSED,
+    AddressError,
+    Reader,
+    bind,
+    check_address,
+    configure,
+    monitor,
+    send,
+)
 
 log = logging.getLogger("pd.transport")
 
-# A peer that does not read for this many messages is treated as unreachable rather than buffered without end.
-HIGH_WATER_MARK = 200_000
-# ZMQ's own threads ask and answer, so a busy event loop breaks no connection. A host that is cut off does within the
-# sum of both: a timeout begins with the next question.
-HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 3500
-CONNECT_TIMEOUT_MS = 2000  # the kernel's own retries would be minutes apart when a link is mended
-READ_BATCH = 256  # messages that are read from a socket before others run, however many there are
+DENIED_RETRY_S = 0.5  # ZMQ does not connect again by itself where it was denied
+FAILURES_BEFORE_LOG = 3
+LOG_REFUSED_EVERY_S = 60.0
 
 
 class Disconnected(msgspec.Struct, frozen=True):
@@ -40,90 +50,79 @@ class Disconnected(msgspec.Struct, frozen=True):
     worker_id: str
 
 
-class AddressError(ValueError):
-    """A worker's address that cannot be connected to. One line with the address."""
-
-
 Received = tuple[str, Union[ToFrontend, Disconnected], list[bytes]]
-
-
-def _send(socket: zmq.asyncio.Socket, frames: list[Any]) -> bool:
-    """Hand frames to ZMQ without waiting. False when there is no connection, or the peer does not read."""
-    future = cast("asyncio.Future[Any]", socket.send_multipart(frames, flags=zmq.DONTWAIT))
-    if future.done() and (error := future.exception()) is not None:
-        if isinstance(error, zmq.ZMQError):
-            return False
-        raise error
-    return True
-
-
-class _Reader:
-    """Reads messages of a socket. To await one that is there already lets nobody else run, so every so many it does."""
-
-    def __init__(self, socket: zmq.asyncio.Socket) -> None:
-        self._socket, self._left = socket, READ_BATCH
-
-    async def next(self) -> list[bytes]:
-        self._left -= 1
-        if not self._left:
-            self._left = READ_BATCH
-            await asyncio.sleep(0)
-        return await self._socket.recv_multipart()
-
-
-def _configure(socket: zmq.asyncio.Socket, linger_ms: int) -> None:
-    for option, value in {
-        zmq.LINGER: linger_ms,
-        zmq.SNDHWM: HIGH_WATER_MARK,
-        zmq.RCVHWM: HIGH_WATER_MARK,
-        zmq.CONNECT_TIMEOUT: CONNECT_TIMEOUT_MS,
-        zmq.RECONNECT_IVL: 50,
-        zmq.RECONNECT_IVL_MAX: 1000,
-    }.items():
-        socket.setsockopt(option, value)
-    if socket.type != zmq.PUB:  # a PUB is told by its subscribers when to give them up
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
 
 
 class WorkerTransport:
     """The worker's end. Addresses are known once constructed; port 0 takes a free one."""
 
-    def __init__(self, host: str, request_port: int = 0, load_port: int = 0) -> None:
+    def __init__(
+        self,
+        host: str,
+        request_port: int = 0,
+        load_port: int = 0,
+        *,
+        keys: KeyPair | None,
+        read_frontends: ReadFrontends | None = None,
+    ) -> None:
+        """With `keys` the frontends that `read_frontends` names can connect, and nobody else; without, everybody."""
         self._context = zmq.asyncio.Context()
         self._requests = self._context.socket(zmq.ROUTER)
         self._published = self._context.socket(zmq.PUB)
-        self._reader = _Reader(self._requests)
+        self._reader = Reader(self._requests)
         self.corrupt = 0
         for socket in (self._requests, self._published):
-            _configure(socket, linger_ms=200)
-        # An unknown frontend is an error to the sender, and a reconnecting one takes its identity over.
-        self._requests.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._requests.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self.request_address = _bind(self._requests, host, request_port)
-        self.load_address = _bind(self._published, host, load_port)
+            configure(socket, linger_ms=200)
+        self._requests.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unknown route is an error to the sender
+        self._routes: dict[str, bytes] = {}  # frontend id -> the connection of its last Hello
+        self._gate: Gate | None = None
+        self._watching: list[asyncio.Task[None]] = []
+        if keys is not None and read_frontends is not None:
+            self._gate = Gate(self._context, read_frontends, self._routes)
+            for socket in (self._requests, self._published):
+                use_as_server(socket, keys)
+                refused = monitor(socket, self._context, EVENTS_REFUSED)
+                self._watching.append(asyncio.create_task(_log_refused(refused)))
+        else:
+            self._requests.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a frontend that connects again keeps its identity
+        self.request_address = bind(self._requests, host, request_port)
+        self.load_address = bind(self._published, host, load_port)
 
     async def receive(self) -> tuple[str, ToWorker, list[bytes]]:
         """The next message as (frontend id, message, payload). Corrupt ones are logged, counted and skipped."""
         while True:
-            identity, *frames = await self._reader.next()
+            route, *frames = await self._reader.next()
             try:
-                if not frames:
-                    raise MessageError("empty message")
-                return identity.decode(), messages.decode_to_worker(frames[0]), frames[1:]
+                frontend_id = route.bytes.decode() if self._gate is None else cast(str, route.get("User-Id"))
+                header, *payload = messages.join([frame.bytes for frame in frames])
+                message = messages.decode_to_worker(header)
             except (MessageError, UnicodeDecodeError) as error:
                 self.corrupt += 1
-                log.warning("dropped a corrupt message from %r: %s", identity[:40], error)
+                log.warning("dropped a corrupt message from %r: %s", route.bytes[:40], error)
+                continue
+            if isinstance(message, Hello):
+                self._routes[frontend_id] = route.bytes
+            return frontend_id, message, payload
 
     def send(self, frontend_id: str, message: ToFrontend, payload: Sequence[bytes] = ()) -> bool:
-        return _send(self._requests, [frontend_id.encode(), messages.encode(message), *payload])
+        """False when that frontend is not connected, or has not said hello."""
+        route = self._routes.get(frontend_id)
+        if route is None:
+            return False
+        failed = send(self._requests, [messages.encode(message), *payload], route)
+        if failed == zmq.EHOSTUNREACH:
+            del self._routes[frontend_id]
+        return not failed
 
     def publish(self, message: Published) -> None:
         """To every frontend; lost to those that do not read."""
-        _send(self._published, [messages.encode(message)])
+        send(self._published, [messages.encode(message)])
 
     def close(self) -> None:
+        for task in self._watching:
+            task.cancel()
+        if self._gate is not None:
+            self._gate.close()
         self._context.destroy(linger=200)
 
 
@@ -133,22 +132,29 @@ class _Connection(msgspec.Struct):
     worker_id: str
     request_address: str
     load_address: str
+    key: str  # the worker's; empty where it is not encrypted
     route: bytes
     open: bool = False
+    failures: int = 0  # handshakes that failed, one after the other
 
 
 class FrontendTransport:
     """The frontend's end of the mesh."""
 
-    def __init__(self, frontend_id: str) -> None:
+    def __init__(self, frontend_id: str, *, keys: KeyPair | None) -> None:
+        """With `keys` it connects to workers that have keys too, and to no others."""
         self.frontend_id = frontend_id
+        self._encrypted = keys is not None
         self.corrupt = 0
         self._context = zmq.asyncio.Context()
         self._requests = self._context.socket(zmq.ROUTER)
         self._published = self._context.socket(zmq.SUB)
         for socket in (self._requests, self._published):
-            _configure(socket, linger_ms=0)
-        self._requests.setsockopt(zmq.IDENTITY, frontend_id.encode())
+            configure(socket, linger_ms=0)
+            if keys is not None:
+                use_as_client(socket, keys)
+        if keys is None:
+            self._requests.setsockopt(zmq.IDENTITY, frontend_id.encode())
         self._requests.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._published.setsockopt(zmq.SUBSCRIBE, b"")
         self._numbers = itertools.count(1)
@@ -156,29 +162,39 @@ class FrontendTransport:
         self._by_route: dict[bytes, _Connection] = {}
         self._by_address: dict[str, _Connection] = {}  # by both, as ZMQ's monitor names them
         self._received: asyncio.Queue[Received] = asyncio.Queue()
-        self._reports = _Reader(self._published)
+        self._reports = Reader(self._published)
         self._tasks: list[asyncio.Task[None]] = []
 
-    def connect(self, worker_id: str, request_address: str, load_address: str) -> None:
+    def connect(self, worker_id: str, request_address: str, load_address: str, key: str) -> None:
         """Connect, or reconnect when the addresses changed. Greets the worker once, and after each reconnection.
 
-        Raises AddressError. An address has one process: another worker that had it is disconnected.
+        Raises AddressError, also where only one of the two has a key. An address has one process: another worker that
+        had it is disconnected.
         """
         known = self._by_worker.get(worker_id)
-        if known is not None and (known.request_address, known.load_address) == (request_address, load_address):
+        given = (request_address, load_address, key)
+        if known is not None and (known.request_address, known.load_address, known.key) == given:
             return
         for address in (request_address, load_address):
-            _check(address)
+            check_address(address)
+        if bool(key) != self._encrypted:
+            raise AddressError(
+                f"{request_address} is {'encrypted' if key else 'not encrypted'}, unlike this frontend's connections; "
+                "start both with the same security.mesh"
+            )
         self.disconnect(worker_id)
         for address in (request_address, load_address):
             if (other := self._by_address.get(address)) is not None:
                 self._note_broken(other)
                 self.disconnect(other.worker_id)
         self._start()
-        connection = _Connection(worker_id, request_address, load_address, b"%d" % next(self._numbers))
+        connection = _Connection(worker_id, request_address, load_address, key, b"%d" % next(self._numbers))
         self._by_worker[worker_id] = connection
         self._by_route[connection.route] = connection
         self._by_address[request_address] = self._by_address[load_address] = connection
+        if key:
+            for socket in (self._requests, self._published):
+                socket.setsockopt(zmq.CURVE_SERVERKEY, key.encode())
         self._requests.setsockopt(zmq.CONNECT_ROUTING_ID, connection.route)
         self._requests.connect(request_address)
         self._published.connect(load_address)
@@ -190,15 +206,19 @@ class FrontendTransport:
         del self._by_route[connection.route]
         for address in (connection.request_address, connection.load_address):
             self._by_address.pop(address, None)
-        self._requests.disconnect(connection.request_address)
-        self._published.disconnect(connection.load_address)
+        for zmq_socket, address in (
+            (self._requests, connection.request_address),
+            (self._published, connection.load_address),
+        ):
+            with contextlib.suppress(zmq.ZMQError):  # ZMQ has given it up where it was denied
+                zmq_socket.disconnect(address)
 
     def send(self, worker_id: str, message: ToWorker, payload: Sequence[bytes] = ()) -> bool:
         """False when that worker is not connected right now."""
         connection = self._by_worker.get(worker_id)
         if connection is None or not connection.open:
             return False  # what cannot be sent now is the caller's to place elsewhere
-        return _send(self._requests, [connection.route, messages.encode(message), *payload])
+        return not send(self._requests, [messages.encode(message), *payload], connection.route)
 
     async def receive(self) -> Received:
         return await self._received.get()
@@ -208,7 +228,7 @@ class FrontendTransport:
         while True:
             frames = await self._reports.next()
             try:
-                return messages.decode_published(frames[0])
+                return messages.decode_published(messages.join([frame.bytes for frame in frames])[0])
             except MessageError as error:
                 self.corrupt += 1
                 log.warning("dropped a corrupt publication: %s", error)
@@ -216,45 +236,66 @@ class FrontendTransport:
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()
+        self._tasks = []
         self._context.destroy(linger=0)
 
     def _start(self) -> None:
         if self._tasks:
             return
-        # One monitor for all connections. Its own queue is without limit: at one ZMQ's threads would wait for us.
-        self._requests.monitor("inproc://monitor", zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        monitor = self._context.socket(zmq.PAIR)
-        monitor.setsockopt(zmq.RCVHWM, 0)
-        monitor.connect("inproc://monitor")
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._monitor(monitor))]
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | EVENTS_REFUSED
+        noticed = monitor(self._requests, self._context, events)
+        denied = monitor(self._published, self._context, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        loops = (self._read(), self._notice(noticed), self._notice(denied))
+        self._tasks = [asyncio.create_task(loop) for loop in loops]
 
     async def _read(self) -> None:
-        reader = _Reader(self._requests)
+        reader = Reader(self._requests)
         while True:
             route, *frames = await reader.next()
-            connection = self._by_route.get(route)
+            connection = self._by_route.get(route.bytes)
             if connection is None:
                 continue  # the last of a worker that is gone
             try:
-                if not frames:
-                    raise MessageError("empty message")
-                message = messages.decode_to_frontend(frames[0])
-                self._received.put_nowait((connection.worker_id, message, frames[1:]))
+                header, *payload = messages.join([frame.bytes for frame in frames])
+                self._received.put_nowait((connection.worker_id, messages.decode_to_frontend(header), payload))
             except MessageError as error:
                 self.corrupt += 1
                 log.warning("dropped a corrupt message from worker %s: %s", connection.worker_id, error)
 
-    async def _monitor(self, monitor: zmq.asyncio.Socket) -> None:
+    async def _notice(self, events: zmq.asyncio.Socket) -> None:
         while True:
-            event = await recv_monitor_message(monitor)
+            event = await recv_monitor_message(events)
             connection = self._by_address.get(event["endpoint"].decode())
             if connection is None:
                 continue
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                connection.open = True
+                connection.open, connection.failures = True, 0
                 self.send(connection.worker_id, Hello())
-            else:
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
                 self._note_broken(connection)
+            else:
+                self._refused(connection, event["event"])
+
+    def _refused(self, connection: _Connection, event: int) -> None:
+        connection.failures += 1
+        if connection.failures == FAILURES_BEFORE_LOG:  # one may be a process that just ends
+            log.warning(
+                "worker %s at %s and this frontend do not accept each other's keys (%s): both must use the same Redis, "
+                "namespace and security.mesh; if they do, something else listens there",
+                connection.worker_id,
+                connection.request_address,
+                zmq.Event(event).name,
+            )
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            asyncio.get_running_loop().call_later(DENIED_RETRY_S, self._retry, connection)
+
+    def _retry(self, connection: _Connection) -> None:
+        if self._by_worker.get(connection.worker_id) is not connection or not self._tasks:
+            return
+        self._note_broken(connection)
+        self.disconnect(connection.worker_id)
+        self.connect(connection.worker_id, connection.request_address, connection.load_address, connection.key)
+        self._by_worker[connection.worker_id].failures = connection.failures
 
     def _note_broken(self, connection: _Connection) -> None:
         if not connection.open:
@@ -263,17 +304,16 @@ class FrontendTransport:
         self._received.put_nowait((connection.worker_id, Disconnected(connection.worker_id), []))
 
 
-def _check(address: str) -> None:
-    """Raises AddressError. A name would be looked up by ZMQ's thread, which meanwhile serves no other worker."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    try:
-        ipaddress.ip_address(host.strip("[]"))
-        if not address.startswith("tcp://") or not 0 < int(port) < 65536:
-            raise ValueError
-    except ValueError:
-        raise AddressError(f"{address!r} is not an address like tcp://127.0.0.1:5000") from None
-
-
-def _bind(socket: zmq.asyncio.Socket, host: str, port: int) -> str:
-    socket.bind(f"tcp://{host}:{port or '*'}")
-    return cast(bytes, socket.getsockopt(zmq.LAST_ENDPOINT)).decode()
+async def _log_refused(events: zmq.asyncio.Socket) -> None:
+    """A line when somebody was not let in, and then not for a while. Runs until cancelled."""
+    silent_until = 0.0
+    while True:
+        event = await recv_monitor_message(events)
+        if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL or time.monotonic() < silent_until:
+            continue  # connected and went away, as probes of other workers do
+        silent_until = time.monotonic() + LOG_REFUSED_EVERY_S
+        log.warning(
+            "refused a connection to %s: whoever connects has no key of this fleet. If it is a frontend, start it with "
+            "the same Redis, namespace and security.mesh as this worker",
+            event["endpoint"].decode(),
+        )

@@ -13,6 +13,7 @@ from support_workers import Workers, expected, running_workers, until
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.store.registry import IncompatibleWorker
 from orchestrator.types import Role
+from orchestrator.wire.curve import KeyPair, use_as_client
 from orchestrator.wire.messages import Abort, Call, Hello, Rejected, Submit
 
 PROMPT = list(range(100, 400))
@@ -74,6 +75,10 @@ async def test_corrupt_messages_disturb_nobody(workers: Workers, caplog: pytest.
     frontend = await workers.frontend(worker)
     context = zmq.asyncio.Context()
     vandal = context.socket(zmq.DEALER)
+    keys = KeyPair.new()
+    await frontend.registry.refresh_frontend("vandal", "", 1, 60, mesh_key=keys.public)
+    use_as_client(vandal, keys)
+    vandal.setsockopt(zmq.CURVE_SERVERKEY, worker.info.mesh_key.encode())
     vandal.connect(worker.info.request_address)
     try:
         for frames in ([b""], [b"\xff" * 100], [msgspec.msgpack.encode({"type": "submit"})], [b"", b"", b""]):
@@ -167,7 +172,8 @@ async def test_outputs_lost_with_a_connection_are_owned_up_to(workers: Workers) 
     await until(lambda: len(request.tokens) > 3 and another.loads[worker.id].running)
     frontend.transport.disconnect(worker.id)
     await until(lambda: not another.loads[worker.id].running, "giving up what cannot be delivered")
-    frontend.transport.connect(worker.id, worker.info.request_address, worker.info.load_address)
+    info = worker.info
+    frontend.transport.connect(worker.id, info.request_address, info.load_address, info.mesh_key)
     rejected = await until(lambda: request.got(Rejected))
     assert rejected.why == "its outputs were lost with the connection"
     request.attempt = 2

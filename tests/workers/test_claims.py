@@ -391,7 +391,7 @@ async def test_redis_away_and_back(tmp_path_factory: pytest.TempPathFactory) -> 
             await server.start(tmp_path_factory.mktemp("redis2"), port)
             for worker_id in (prefill, decode):
                 await workers.registered(worker_id)  # by themselves
-            await frontend.registry.refresh_frontend(frontend.id, "", 1, 60)
+            await frontend.register()
             remote = frontend.new(PROMPT)
             await frontend.enqueue(remote)
             await frontend.finished(remote)

@@ -36,12 +36,22 @@ from workers.main import main
             ["--redis", "redis://127.0.0.1:1", "--model", "m", "--engine", "sim", "--host", "192.0.2.7"],
             "--host (workers.host): cannot listen on '192.0.2.7'",
         ),
+        (
+            ["--redis", "redis://h", "--config", "open-mesh.yaml", "--host", "192.0.2.7"],
+            "security.mesh: none lets whoever reaches 192.0.2.7 use the workers",
+        ),
         (["--redis", "redis://127.0.0.1:1", "--model", "m", "--engine", "sim"], "Redis at redis://127.0.0.1:1 cannot"),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_code_2(
-    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("open-mesh.yaml").write_text("model: m\nsecurity: {mesh: none}\n")
     assert main(Role.PREFILL, arguments) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith("prefill-worker: ")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.look.views import config_keys
+from orchestrator.cli.views import config_keys
 from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.settings import Config, ConfigError, load_config
 
@@ -53,6 +53,11 @@ def test_there_are_examples_for_each_topology():
         (
             "model: demo\nrouting: {remote_prefil_min_tokens: 3}",
             "routing.remote_prefil_min_tokens: unknown key; `orchestrator config keys` lists the known ones",
+        ),
+        (
+            "model: demo\nsecurity: {mesh: none}\nworkers: {host: 10.0.0.5}",
+            "security.mesh: none lets whoever reaches 10.0.0.5 use the workers; remove it, or set "
+            "security.trust_network: true where nobody else is on that network",
         ),
         (
             "model: demo\nqueue: {order: slack, weight: 8}",
@@ -119,3 +124,11 @@ def test_off_is_a_word_in_a_file_and_on_the_command_line(tmp_path):
     config = load_config(file, ["slo.admission=off", "routing.prefix_index=false"])
     assert (config.ratio.mode, config.slo.admission, config.kv.verify) == ("off", "off", True)
     assert config.routing.prefix_index is False
+
+
+def test_an_open_mesh_needs_loopback_or_a_second_word(tmp_path):
+    open_mesh = "model: demo\nsecurity: {mesh: none}"
+    for host in ("127.0.0.1", "::1", "localhost"):
+        assert load(tmp_path, open_mesh, f"workers.host='{host}'").security.mesh == "none"
+    assert load(tmp_path, open_mesh, "workers.host=10.0.0.5", "security.trust_network=true").workers.host == "10.0.0.5"
+    assert load(tmp_path, "model: demo", "workers.host=10.0.0.5").security.mesh == "curve"

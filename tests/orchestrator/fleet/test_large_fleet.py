@@ -87,7 +87,7 @@ def descriptors():
 
 
 async def test_a_frontend_holds_1200_workers(addresses):
-    fleet, transport, lost, answered = Fleet("f"), FrontendTransport("f"), [], set()
+    fleet, transport, lost, answered = Fleet("f"), FrontendTransport("f", keys=None), [], set()
     prefixes = PrefixView(transport.send)
     membership = Membership(FullRegistry(addresses), fleet, transport, prefixes, 10.0, lost.append)
     before = descriptors()

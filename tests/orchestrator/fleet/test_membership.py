@@ -50,7 +50,7 @@ class LivingWorker:
     """A worker's sockets, answering greetings and publishing load."""
 
     def __init__(self, name, engine_id, load_address=""):
-        self.transport = WorkerTransport("127.0.0.1")
+        self.transport = WorkerTransport("127.0.0.1", keys=None)
         addresses = self.transport.request_address, load_address or self.transport.load_address
         self.info = worker_info(name, engine_id, *addresses)
         self.sequence = 0
@@ -84,7 +84,7 @@ class LivingWorker:
 class Scene:
     def __init__(self):
         self.registry, self.fleet = ScriptedRegistry(), Fleet("f")
-        self.transport = FrontendTransport("f")
+        self.transport = FrontendTransport("f", keys=None)
         self.lost = []
         self.membership = Membership(
             self.registry, self.fleet, self.transport, PrefixView(self.transport.send), 1.0, self.lost.append

@@ -10,8 +10,10 @@ import pytest
 import zmq
 
 from orchestrator.types import WorkerLoad
+from orchestrator.wire.curve import KeyPair, use_as_client
 from orchestrator.wire.messages import Abort, Hello, Rejected, Welcome
-from orchestrator.wire.transport import AddressError, Disconnected, FrontendTransport, WorkerTransport
+from orchestrator.wire.sockets import AddressError
+from orchestrator.wire.transport import Disconnected, FrontendTransport, WorkerTransport
 
 DEADLINE_S = 10
 
@@ -52,10 +54,44 @@ class Link:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
+class Mesh:
+    """Both ends as a fleet makes them; who may connect is in `registered`."""
+
+    def __init__(self, encrypted=True):
+        self.encrypted = encrypted
+        self.registered = {}  # public key -> frontend id
+        self.reads = 0
+
+    async def read(self):
+        self.reads += 1
+        return dict(self.registered)
+
+    def frontend(self, name, register=True):
+        keys = KeyPair.new() if self.encrypted else None
+        if keys is not None and register:
+            self.registered[keys.public] = name
+        return FrontendTransport(name, keys=keys)
+
+    def worker(self):
+        keys = KeyPair.new() if self.encrypted else None
+        worker = WorkerTransport("127.0.0.1", keys=keys, read_frontends=self.read)
+        worker.key = keys.public if keys else ""
+        return worker
+
+
+def connect(frontend, worker, name="w", request_address=None):
+    frontend.connect(name, request_address or worker.request_address, worker.load_address, worker.key)
+
+
+@pytest.fixture(params=["curve", "none"])
+def mesh(request):
+    return Mesh(request.param == "curve")
+
+
 @pytest.fixture
-async def pair():
-    worker, frontend = WorkerTransport("127.0.0.1"), FrontendTransport("frontend-1")
-    frontend.connect("w", worker.request_address, worker.load_address)
+async def pair(mesh):
+    worker, frontend = mesh.worker(), mesh.frontend("frontend-1")
+    connect(frontend, worker)
     identity, hello, _ = await asyncio.wait_for(worker.receive(), DEADLINE_S)
     assert (identity, hello) == ("frontend-1", Hello())
     yield worker, frontend
@@ -77,10 +113,15 @@ async def test_sending_to_the_unknown_is_refused_at_once(pair):
     assert not frontend.send("nobody", Abort("r", 1))
 
 
-async def test_corrupt_bytes_are_counted_and_skipped(pair):
+async def test_corrupt_bytes_are_counted_and_skipped(mesh, pair):
     worker, frontend = pair
     context = zmq.Context()
     stranger = context.socket(zmq.DEALER)
+    if mesh.encrypted:
+        keys = KeyPair.new()
+        mesh.registered[keys.public] = "another"
+        use_as_client(stranger, keys)
+        stranger.setsockopt(zmq.CURVE_SERVERKEY, worker.key.encode())
     stranger.connect(worker.request_address)
     stranger.send_multipart([b"\xff not msgpack"])
     stranger.send_multipart([b""])
@@ -105,21 +146,21 @@ async def test_load_reports_arrive(pair):
     assert await asyncio.wait_for(reading, DEADLINE_S) == load
 
 
-async def test_a_dead_worker_is_noticed_and_a_new_one_greeted(pair):
+async def test_a_dead_worker_is_noticed_and_a_new_one_greeted(mesh, pair):
     worker, frontend = pair
     worker.close()
     assert await asyncio.wait_for(frontend.receive(), DEADLINE_S) == ("w", Disconnected("w"), [])
     assert not frontend.send("w", Abort("r", 1))
-    again = WorkerTransport("127.0.0.1")
-    frontend.connect("w", again.request_address, again.load_address)
+    again = mesh.worker()
+    connect(frontend, again)
     assert (await asyncio.wait_for(again.receive(), DEADLINE_S))[1] == Hello()
     assert again.send("frontend-1", Rejected("r", 1, "w", "draining"))
     again.close()
 
 
-async def test_a_host_that_is_cut_off_is_noticed_within_5_s_on_both_sides_and_greeted_when_it_is_back():
-    worker, frontend, link = WorkerTransport("127.0.0.1"), FrontendTransport("f"), Link()
-    frontend.connect("w", await link.to(worker.request_address), worker.load_address)
+async def test_a_host_that_is_cut_off_is_noticed_within_5_s_on_both_sides_and_greeted_when_it_is_back(mesh):
+    worker, frontend, link = mesh.worker(), mesh.frontend("f"), Link()
+    connect(frontend, worker, request_address=await link.to(worker.request_address))
     async with asyncio.timeout(DEADLINE_S):
         await worker.receive()
     link.passes.clear()
@@ -144,12 +185,12 @@ def descriptors():
     return len(os.listdir("/proc/self/fd"))
 
 
-async def test_connections_come_and_go_without_a_trace():
-    frontend = FrontendTransport("f")
+async def test_connections_come_and_go_without_a_trace(mesh):
+    frontend = mesh.frontend("f")
     before = 0
     for turn in range(150):
-        worker = WorkerTransport("127.0.0.1")
-        frontend.connect("w", worker.request_address, worker.load_address)
+        worker = mesh.worker()
+        connect(frontend, worker)
         async with asyncio.timeout(DEADLINE_S):
             await worker.receive()
         if turn % 2:
@@ -165,7 +206,7 @@ async def test_connections_come_and_go_without_a_trace():
 
 async def test_an_address_has_one_process(pair):
     worker, frontend = pair
-    frontend.connect("newer", worker.request_address, worker.load_address)
+    connect(frontend, worker, "newer")
     async with asyncio.timeout(DEADLINE_S):
         assert await frontend.receive() == ("w", Disconnected("w"), [])
         assert (await worker.receive())[1] == Hello()
@@ -176,9 +217,9 @@ async def test_an_address_has_one_process(pair):
 async def test_an_address_that_cannot_be_connected_to_is_named(pair, address):
     worker, frontend = pair
     with pytest.raises(AddressError, match=repr(address)):
-        frontend.connect("x", address, worker.load_address)
+        frontend.connect("x", address, worker.load_address, worker.key)
     with pytest.raises(AddressError, match=repr(address)):
-        frontend.connect("x", "tcp://127.0.0.1:5000", address)
+        frontend.connect("x", "tcp://127.0.0.1:5000", address, worker.key)
     assert frontend.send("w", Abort("r", 1))
 
 

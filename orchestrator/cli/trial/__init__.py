@@ -1,1 +1,0 @@
-"""Commands that try policies without engines, measure what a simulation needs, and check a simulation."""

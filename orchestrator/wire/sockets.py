@@ -1,0 +1,108 @@
+"""ZMQ as both ends of the mesh use it: options, sending without waiting, reading, and events of connections."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+from typing import Any, cast
+
+import zmq
+import zmq.asyncio
+
+from orchestrator.wire import messages
+
+log = logging.getLogger("pd.transport")
+
+# A peer that does not read for this many messages is treated as unreachable rather than buffered without end.
+HIGH_WATER_MARK = 200_000
+# ZMQ's own threads ask and answer, so a busy event loop breaks no connection. A host that is cut off does within the
+# sum of both: a timeout begins with the next question.
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 3500
+CONNECT_TIMEOUT_MS = 2000  # the kernel's own retries would be minutes apart when a link is mended
+HANDSHAKE_TIMEOUT_MS = 5000  # a peer that does not say who it is loses its connection
+READ_BATCH = 256  # messages that are read from a socket before others run, however many there are
+
+_ENCRYPTION_BYTES = 256  # that encryption adds to a frame, at most
+EVENTS_REFUSED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+
+class AddressError(ValueError):
+    """A worker's address that cannot be connected to. One line with the address."""
+
+
+def send(socket: zmq.asyncio.Socket, frames: list[bytes], *route: bytes) -> int:
+    """Hand frames to ZMQ without waiting. Returns 0, or ZMQ's errno: there is no connection, the peer does not read, or
+    the message is too large (which is logged).
+    """
+    try:
+        parts = [*route, *messages.split(frames)]
+    except messages.MessageError as too_large:
+        log.error("not sent: %s", too_large)
+        return int(zmq.Errno.EMSGSIZE)
+    future = cast("asyncio.Future[Any]", socket.send_multipart(parts, flags=zmq.DONTWAIT))
+    if future.done() and (error := future.exception()) is not None:
+        if isinstance(error, zmq.ZMQError):
+            return error.errno or -1
+        raise error
+    return 0
+
+
+class Reader:
+    """Reads messages of a socket. To await one that is there already lets nobody else run, so every so many it does."""
+
+    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+        self._socket, self._left = socket, READ_BATCH
+
+    async def next(self) -> list[zmq.Frame]:
+        self._left -= 1
+        if not self._left:
+            self._left = READ_BATCH
+            await asyncio.sleep(0)
+        return await self._socket.recv_multipart(copy=False)
+
+
+def configure(socket: zmq.asyncio.Socket, linger_ms: int) -> None:
+    for option, value in {
+        zmq.LINGER: linger_ms,
+        zmq.SNDHWM: HIGH_WATER_MARK,
+        zmq.RCVHWM: HIGH_WATER_MARK,
+        zmq.CONNECT_TIMEOUT: CONNECT_TIMEOUT_MS,
+        zmq.RECONNECT_IVL: 50,
+        zmq.RECONNECT_IVL_MAX: 1000,
+        zmq.HANDSHAKE_IVL: HANDSHAKE_TIMEOUT_MS,
+        zmq.MAXMSGSIZE: messages.MAX_FRAME_BYTES + _ENCRYPTION_BYTES,
+    }.items():
+        socket.setsockopt(option, value)
+    if socket.type != zmq.PUB:  # a PUB is told by its subscribers when to give them up
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+
+
+def monitor(socket: zmq.asyncio.Socket, context: zmq.asyncio.Context, events: int) -> zmq.asyncio.Socket:
+    """Where these events of a socket's connections can be read. Its queue has no limit: ZMQ's threads would wait."""
+    address = f"inproc://monitor-{id(socket)}"
+    socket.monitor(address, events)
+    reader = context.socket(zmq.PAIR)
+    reader.setsockopt(zmq.RCVHWM, 0)
+    reader.connect(address)
+    return reader
+
+
+def check_address(address: str) -> None:
+    """Raises AddressError. A name would be looked up by ZMQ's thread, which meanwhile serves no other worker."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+        if not address.startswith("tcp://") or not 0 < int(port) < 65536:
+            raise ValueError
+    except ValueError:
+        raise AddressError(f"{address!r} is not an address like tcp://127.0.0.1:5000") from None
+
+
+def bind(socket: zmq.asyncio.Socket, host: str, port: int) -> str:
+    socket.bind(f"tcp://{host}:{port or '*'}")
+    return cast(bytes, socket.getsockopt(zmq.LAST_ENDPOINT)).decode()

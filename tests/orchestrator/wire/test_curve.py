@@ -1,0 +1,311 @@
+"""Who is let into the mesh, as whom, and what it costs to try without a key."""
+
+import asyncio
+import contextlib
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from orchestrator.wire import messages, transport
+from orchestrator.wire.curve import KeyPair, use_as_client
+from orchestrator.wire.messages import MAX_FRAME_BYTES, Abort, Call, Hello, Welcome
+from orchestrator.wire.sockets import AddressError
+from orchestrator.wire.transport import FrontendTransport, WorkerTransport
+
+DEADLINE_S = 10
+SILENCE_S = 0.5
+# ZMTP 3.1 up to the first command: signature, version, mechanism, as-server, filler (RFC 37).
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01%s" + bytes(32)
+
+
+class Fleet:
+    """One worker, and a registry of frontends."""
+
+    def __init__(self):
+        self.registered, self.away = {}, False
+        self.keys = KeyPair.new()
+        self.worker = WorkerTransport("127.0.0.1", keys=self.keys, read_frontends=self._read)
+        self.context = zmq.asyncio.Context()
+        self.frontends = []
+
+    async def _read(self):
+        if self.away:
+            raise ConnectionError("Redis is away")
+        return dict(self.registered)
+
+    def frontend(self, name, register=True, worker_key=""):
+        keys = KeyPair.new()
+        if register:
+            self.registered[keys.public] = name
+        frontend = FrontendTransport(name, keys=keys)
+        frontend.keys = keys
+        self.frontends.append(frontend)
+        frontend.connect("w", self.worker.request_address, self.worker.load_address, worker_key or self.keys.public)
+        return frontend
+
+    def raw(self, kind, address, keys=None, identity=b""):
+        """A peer that does what a frontend would not."""
+        peer = self.context.socket(kind)
+        if keys is not None:
+            use_as_client(peer, keys)
+            peer.setsockopt(zmq.CURVE_SERVERKEY, self.keys.public.encode())
+        if identity:
+            peer.setsockopt(zmq.IDENTITY, identity)
+        if kind == zmq.SUB:
+            peer.setsockopt(zmq.SUBSCRIBE, b"")
+        peer.connect(address)
+        return peer
+
+    def close(self):
+        self.context.destroy(linger=0)
+        for frontend in self.frontends:
+            frontend.close()
+        self.worker.close()
+
+
+@pytest.fixture
+async def fleet():
+    fleet = Fleet()
+    yield fleet
+    fleet.close()
+
+
+async def received(waiting):
+    return await asyncio.wait_for(waiting, DEADLINE_S)
+
+
+async def silent(waiting):
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(waiting, SILENCE_S)
+
+
+async def greeted(fleet, name):
+    while True:
+        frontend_id, message, _ = await received(fleet.worker.receive())
+        assert (frontend_id, message) == (name, Hello())
+        return
+
+
+def host_and_port(address):
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
+
+
+@pytest.mark.parametrize("wrong", ["no key", "an unregistered key", "a wrong key of the worker"])
+async def test_whoever_is_not_a_member_is_neither_heard_nor_told_anything(fleet, wrong):
+    if wrong == "a wrong key of the worker":
+        keys = KeyPair.new()
+        fleet.registered[keys.public] = "intruder"
+        worker_key, fleet.keys = fleet.keys, KeyPair.new()
+    else:
+        keys = KeyPair.new() if wrong == "an unregistered key" else None
+    requests = fleet.raw(zmq.DEALER, fleet.worker.request_address, keys)
+    loads = fleet.raw(zmq.SUB, fleet.worker.load_address, keys)
+    requests.send_multipart([messages.encode(Call(1, "reset_prefix_cache"))])
+
+    async def publish():
+        while True:
+            fleet.worker.publish(messages.PrefixEvents("w", 1))
+            await asyncio.sleep(0.01)
+
+    publishing = asyncio.create_task(publish())
+    await silent(fleet.worker.receive())
+    await silent(loads.recv_multipart())
+    await silent(requests.recv_multipart())
+    publishing.cancel()
+    if wrong == "a wrong key of the worker":
+        fleet.keys = KeyPair(worker_key.public, "")
+    fleet.frontend("member")
+    await greeted(fleet, "member")
+
+
+async def test_a_frontend_cannot_take_the_identity_of_another(fleet):
+    honest = fleet.frontend("honest")
+    await greeted(fleet, "honest")
+    keys = KeyPair.new()
+    fleet.registered[keys.public] = "thief"
+    route = fleet.worker._routes["honest"]
+    for identity in (b"honest", route):  # the name, and what ZMQ knows the connection by
+        thief = fleet.raw(zmq.DEALER, fleet.worker.request_address, keys, identity)
+        thief.send_multipart([messages.encode(Hello())])
+        thief.send_multipart([messages.encode(Abort("request-of-honest", 1))])
+        with contextlib.suppress(TimeoutError):
+            while True:
+                name, _, _ = await asyncio.wait_for(fleet.worker.receive(), SILENCE_S)
+                assert name == "thief"
+        assert fleet.worker.send("honest", Welcome("w"), [b"tokens"])
+        assert (await received(honest.receive()))[1:] == (Welcome("w"), [b"tokens"])
+        await silent(thief.recv_multipart())
+
+
+async def test_a_recorded_conversation_can_not_be_replayed(fleet):
+    """Every byte that a member has sent is sent again: the worker answers with new keys, which the bytes do not fit."""
+    recorded = bytearray()
+    host, port = host_and_port(fleet.worker.request_address)
+    relays = []
+
+    async def relay(reader, writer):
+        there_reader, there = await asyncio.open_connection(host, port)
+
+        async def pump(source, target, keep):
+            with contextlib.suppress(OSError):
+                while data := await source.read(65536):
+                    recorded.extend(data if keep else b"")
+                    target.write(data)
+            target.close()
+
+        relays.append(asyncio.gather(pump(reader, there, True), pump(there_reader, writer, False)))
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    keys = KeyPair.new()
+    fleet.registered[keys.public] = "member"
+    member = fleet.raw(zmq.DEALER, address, keys)
+    member.send_multipart([messages.encode(Hello())])
+    member.send_multipart([messages.encode(Abort("r", 1))])
+    assert [(await received(fleet.worker.receive()))[1] for _ in range(2)] == [Hello(), Abort("r", 1)]
+    assert b"abort" not in recorded  # nor can it be read
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(recorded)
+    await silent(fleet.worker.receive())
+    writer.close()
+    server.close()
+    for pumps in relays:
+        pumps.cancel()
+
+
+async def test_a_changed_byte_ends_the_connection_and_is_not_taken(fleet):
+    host, port = host_and_port(fleet.worker.request_address)
+    forging = False
+    relays = []
+
+    async def relay(reader, writer):
+        there_reader, there = await asyncio.open_connection(host, port)
+
+        async def pump(source, target, to_worker):
+            with contextlib.suppress(OSError):
+                while data := await source.read(65536):
+                    changed = forging and to_worker
+                    target.write(data[:-1] + bytes([data[-1] ^ 1]) if changed else data)
+            target.close()
+
+        relays.append(asyncio.gather(pump(reader, there, True), pump(there_reader, writer, False)))
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    keys = KeyPair.new()
+    fleet.registered[keys.public] = "member"
+    member = fleet.raw(zmq.DEALER, f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", keys)
+    member.send_multipart([messages.encode(Hello())])
+    await greeted(fleet, "member")
+    forging = True
+    member.send_multipart([messages.encode(Abort("r", 1))])
+    await silent(fleet.worker.receive())
+    server.close()
+    for pumps in relays:
+        pumps.cancel()
+
+
+async def test_a_frame_above_the_limit_ends_its_connection_and_no_other(fleet):
+    honest = fleet.frontend("honest")
+    await greeted(fleet, "honest")
+    keys = KeyPair.new()
+    fleet.registered[keys.public] = "large"
+    large = fleet.raw(zmq.DEALER, fleet.worker.request_address, keys)
+    large.send_multipart([messages.encode(Hello()), bytes(MAX_FRAME_BYTES + 1024)])
+    await silent(fleet.worker.receive())
+    assert honest.send("w", Abort("r", 1), [b"payload"])
+    assert await received(fleet.worker.receive()) == ("honest", Abort("r", 1), [b"payload"])
+
+
+async def test_large_messages_travel_in_pieces_both_ways(fleet):
+    frontend = fleet.frontend("f")
+    await greeted(fleet, "f")
+    payload = [os.urandom(3 * MAX_FRAME_BYTES + 5), b"", b"small"]
+    assert frontend.send("w", Abort("r", 1), payload)
+    assert await received(fleet.worker.receive()) == ("f", Abort("r", 1), payload)
+    assert fleet.worker.send("f", Welcome("w"), payload)
+    assert await received(frontend.receive()) == ("w", Welcome("w"), payload)
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("port", ["requests", "loads"])
+@pytest.mark.parametrize("opening", [b"", GREETING % b"NULL", GREETING % b"CURVE", b"GET / HTTP/1.1\r\n\r\n"])
+async def test_connections_without_a_key_cost_nothing_that_lasts(fleet, monkeypatch, port, opening):
+    """Frames of 256 MiB are announced, and a part is sent: neither descriptors nor memory stay behind."""
+    fleet.worker.close()
+    monkeypatch.setattr("orchestrator.wire.sockets.HANDSHAKE_TIMEOUT_MS", 500)
+    fleet.worker = WorkerTransport("127.0.0.1", keys=fleet.keys, read_frontends=fleet._read)
+    address = fleet.worker.request_address if port == "requests" else fleet.worker.load_address
+    fleet.frontend("member")
+    await greeted(fleet, "member")
+    descriptors, memory = len(os.listdir("/proc/self/fd")), resident_bytes()
+    strangers = [socket.create_connection(host_and_port(address)) for _ in range(100)]
+    for stranger in strangers:
+        stranger.setblocking(False)
+        with contextlib.suppress(OSError):
+            stranger.send(opening + b"\x06" + (256 << 20).to_bytes(8, "big") + bytes(1 << 16))
+    async with asyncio.timeout(DEADLINE_S):
+        for stranger in strangers:  # each is closed by the worker
+            loop = asyncio.get_running_loop()
+            with contextlib.suppress(ConnectionError):
+                while await loop.sock_recv(stranger, 65536):
+                    pass
+            stranger.close()
+        while len(os.listdir("/proc/self/fd")) > descriptors:
+            await asyncio.sleep(0.05)
+    assert resident_bytes() - memory < 64 << 20
+    fleet.frontend("another")
+    await greeted(fleet, "another")
+
+
+async def test_a_wrong_key_is_logged_once_on_both_sides_with_what_to_do(fleet, caplog):
+    fleet.frontend("stranger", register=False)
+    fleet.frontend("mistaken", worker_key=KeyPair.new().public)
+    async with asyncio.timeout(DEADLINE_S):
+        while caplog.text.count("do not accept each other's keys") < 2:
+            await asyncio.sleep(0.05)
+    await asyncio.sleep(SILENCE_S)
+    assert caplog.text.count("do not accept each other's keys") == 2  # one of each frontend, however often it tries
+    assert caplog.text.count(f"refused a connection to {fleet.worker.request_address}") == 1
+    assert caplog.text.count("same Redis, namespace and security.mesh") >= 3
+    assert fleet.keys.secret not in caplog.text
+
+
+async def test_a_frontend_that_registers_late_is_let_in_when_it_tries_again(fleet, monkeypatch):
+    monkeypatch.setattr(transport, "DENIED_RETRY_S", 0.05)
+    late = fleet.frontend("late", register=False)
+    await silent(fleet.worker.receive())
+    fleet.registered[late.keys.public] = "late"
+    await greeted(fleet, "late")
+    fleet.worker.send("late", Welcome("w"))
+    assert (await received(late.receive()))[1] == Welcome("w")
+
+
+async def test_members_are_known_while_redis_is_away(fleet):
+    frontend = fleet.frontend("f")
+    await greeted(fleet, "f")
+    fleet.away = True
+    fleet.frontend("unknown")
+    await silent(fleet.worker.receive())
+    frontend.disconnect("w")
+    frontend.connect("w", fleet.worker.request_address, fleet.worker.load_address, fleet.keys.public)
+    await greeted(fleet, "f")
+
+
+async def test_encrypted_and_open_processes_do_not_talk(fleet):
+    with pytest.raises(AddressError, match="same security.mesh"):
+        FrontendTransport("f", keys=None).connect("w", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", fleet.keys.public)
+    with pytest.raises(AddressError, match="is not encrypted.*same security.mesh"):
+        FrontendTransport("f", keys=KeyPair.new()).connect("w", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "")
+
+
+def test_secrets_are_in_no_repr():
+    keys = KeyPair.new()
+    assert keys.secret not in f"{keys} {keys!r}" and keys.public in repr(keys)
