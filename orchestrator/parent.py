@@ -1,4 +1,4 @@
-"""What a process owes the one that started it: not to outlive it, however that one ended, and to say why it ends.
+"""Which process is which, and what one owes the one that started it: not to outlive it, and to say why it ends.
 
 In Python processes a thread watches the parent; a program that is executed next leaves that to the kernel (Linux).
 """
@@ -23,6 +23,46 @@ _FINAL, _PASSING = "final", "passing"  # the first word in that file
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL_S = 0.5
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def started_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot (proc(5), field 22); None when there is none, or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def identity_of(pid: int) -> str:
+    """A process that runs, told apart from all others of all machines and containers: where, which, and since when.
+
+    Host names and pids repeat: containers have their own, and a pid is given again to another process.
+    """
+    return f"{_place()}/{pid}/{started_ticks(pid)}"
+
+
+def own_identity() -> str:
+    return identity_of(os.getpid())
+
+
+def pid_here(identity: str) -> int | None:
+    """Its pid; None where it is one of another machine or container."""
+    place, _, process = identity.partition("/")
+    pid = process.partition("/")[0]
+    return int(pid) if place == _place() and pid.isdigit() else None
+
+
+def has_ended(identity: str) -> bool:
+    """Whether a process of this identity ran here and runs no more. False where that cannot be known."""
+    pid = pid_here(identity)
+    return pid is not None and str(started_ticks(pid)) != identity.rpartition("/")[2]
+
+
+def _place() -> str:
+    """This boot of this machine, and the namespace of pids: containers have their own."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 class ExitReason(NamedTuple):

@@ -105,6 +105,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     started_at: float  # unix seconds
     supported_tasks: tuple[str, ...] = ("generate",)
     mesh_key: str = ""  # public key of both addresses; empty where the mesh is not encrypted
+    process: str = ""  # which it is, as `orchestrator.parent` tells processes apart
 
     def can_be(self, role: Role) -> bool:
         """An engine of several pipeline stages cannot receive KV, so it stays a prefill worker."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import uuid
 from typing import Any, ClassVar
 
@@ -70,7 +69,7 @@ class RouterClient:
     async def start(self) -> None:
         self._tasks = [asyncio.create_task(self.connection.run()), asyncio.create_task(self._distribute())]
         await self.connection.synced()
-        await self.connection.announce("", os.getpid())
+        await self.connection.announce("")
 
     async def _distribute(self) -> None:
         while True:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.config.settings import Config, ConfigError
+from orchestrator.parent import own_identity
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import IncompatibleWorker, Left, Ordered, Registry, Resync
@@ -86,6 +87,7 @@ class Agent:
             state=self.life.registered,
             host=self._host,
             pid=os.getpid(),
+            process=own_identity(),
             request_address=self._transport.request_address,
             load_address=self._transport.load_address,
             started_at=started_at,

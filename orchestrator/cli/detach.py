@@ -22,7 +22,7 @@ def start_detached(config: Config, arguments: list[str]) -> None:
     """
     folder = RunFolder(config.namespace)
     if folder.is_held:
-        raise FleetRunning(config.namespace, folder.launcher_pid())
+        raise FleetRunning(config.namespace, folder.launcher())
     launcher = subprocess.Popen(
         [sys.executable, "-m", "orchestrator.cli.main", "up", *arguments],
         stdin=subprocess.DEVNULL,

@@ -28,9 +28,9 @@ from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.settings import Config, ConfigError, load_config
 from orchestrator.launch.console import Console
 from orchestrator.launch.host.leftovers import end_processes, remove_shared_memory
-from orchestrator.launch.host.process import started_ticks
 from orchestrator.launch.host.run_folder import RunFolder, abandoned_namespaces, held_namespaces
 from orchestrator.launch.launcher import launch
+from orchestrator.parent import pid_here, started_ticks
 from orchestrator.types import Role
 
 app = typer.Typer(
@@ -94,14 +94,17 @@ def down(namespace: NamespaceOption = None) -> None:
         return
     namespace = namespace or held[0]
     folder = RunFolder(namespace)
-    pid = folder.launcher_pid()
+    launcher = folder.launcher()
     if not folder.is_held:
-        if pid is None:
+        if launcher is None:
             raise Refused(f"no fleet runs in namespace {namespace!r}")
         _remove_killed(folder)
         return
-    if pid is None:
+    if launcher is None:
         raise Refused(f"the fleet in namespace {namespace!r} is just starting or ending; try again")
+    pid = pid_here(launcher)
+    if pid is None:
+        raise Refused(f"the fleet in namespace {namespace!r} runs in another container: run `orchestrator down` there")
     ticks = started_ticks(pid)
     os.kill(pid, signal.SIGTERM)
     if not folder.wait_until_free(_KILL_AFTER_S):

@@ -208,7 +208,7 @@ async def serve(config: Config, redis_url: str, index: int, port: int) -> None:
         loop.add_signal_handler(number, setattr, server, "should_exit", True)
     served = asyncio.create_task(server.serve(sockets=[listener]))
     url = advertised_url(config, listener.getsockname()[:2], redis_url)
-    await connection.announce(url, os.getpid())
+    await connection.announce(url)
     log.info("listening on %s", url)
     await asyncio.wait({served, connected}, return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True

@@ -20,6 +20,7 @@ from orchestrator.fleet.ratio_controller import RatioController
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.pause import PauseCalls
 from orchestrator.metrics import dropped
+from orchestrator.parent import own_identity
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.router.codec import Codec
 from orchestrator.router.router import Router
@@ -81,7 +82,6 @@ class FleetConnection:
         self.desired: DesiredRatio | None = None
         self._beaten = asyncio.Event()
         self._url = ""
-        self._pid = 0
 
     async def run(self) -> None:
         """Runs until cancelled."""
@@ -105,9 +105,9 @@ class FleetConnection:
             await asyncio.sleep(HEARTBEAT_S / 10)
         return next(iter(self.fleet.workers.values())).info.supported_tasks
 
-    async def announce(self, url: str, pid: int) -> None:
+    async def announce(self, url: str) -> None:
         """Register this frontend as serving at `url`."""
-        self._url, self._pid = url, pid
+        self._url = url
         await self._beat()
 
     async def close(self) -> None:
@@ -145,7 +145,8 @@ class FleetConnection:
         # Registered from the start, url or not: a job whose frontend is unknown would be dropped as an orphan.
         try:
             key, offered = self._keys.public if self._keys else "", self.router.learning.offered
-            await self.registry.refresh_frontend(self.frontend_id, self._url, self._pid, FRONTEND_TTL_S, offered, key)
+            me = (self.frontend_id, self._url, own_identity())
+            await self.registry.refresh_frontend(*me, FRONTEND_TTL_S, offered, key)
             self.desired = await self.registry.desired()
         except RedisAway as error:
             log.debug("heartbeat missed: %s", error)

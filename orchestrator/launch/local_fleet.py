@@ -19,13 +19,13 @@ from orchestrator.config.server_args import needs_client_certificate, uses_tls
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.commands import frontend_spec
 from orchestrator.launch.console import Console
-from orchestrator.launch.host.leftovers import shared_memory_of
+from orchestrator.launch.host.leftovers import SharedMemory
 from orchestrator.launch.host.machine import MachineShares
-from orchestrator.launch.host.process import has_ended, started_ticks
 from orchestrator.launch.host.run_folder import StartedProcess
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.launch.supervise import Stage, Supervised, describe
 from orchestrator.launch.worker_pool import WorkerPool
+from orchestrator.parent import has_ended, pid_here
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry
 from orchestrator.types import DesiredRatio, Role
@@ -67,8 +67,9 @@ class LocalFleet:
         self._registry = registry
         self._console = console
         self._note_started = note_started
-        self._shared_memory: frozenset[str] = frozenset()  # names of all files that our processes have used
-        self._looked_at = 0.0  # monotonic; when they were looked for
+        self._shared_memory = SharedMemory()
+        self._looked_at = 0.0  # monotonic; when it was looked for
+        self._ended: list[int] = []  # process groups whose shared memory is to be removed
         self._pool = WorkerPool(config, config_file, registry, machine, console.log, self._show)
         self._frontends = [
             Supervised(
@@ -89,7 +90,7 @@ class LocalFleet:
 
         Raises ConfigError, RedisAway.
         """
-        await self._forget_the_dead()
+        await self.forget_the_dead()
         await self._pool.hold_ids()
         await self._begin_desired()
         self.desired = await self._registry.desired() or self.desired
@@ -142,15 +143,15 @@ class LocalFleet:
     def _processes(self) -> list[Supervised]:
         return [*self._frontends, *(slot.process for slot in self._pool.slots.values())]
 
-    async def _forget_the_dead(self) -> None:
-        """Take workers and launchers of this host that do not run out of the registry: a different fleet could not join
-        them, and would leave their ratio as it is.
+    async def forget_the_dead(self) -> None:
+        """Take workers and launchers that ran here and do not any more out of the registry: a different fleet could not
+        join them, and would leave their ratio as it is.
         """
         for launcher_id in await self._registry.launchers():
             if has_ended(launcher_id):
                 await self._registry.leave_launcher(launcher_id)
         for worker_id, info in (await self._registry.workers()).items():
-            if info.host == self.config.workers.host and started_ticks(info.pid) is None:
+            if has_ended(info.process):
                 await self._registry.leave(worker_id)
 
     async def _begin_desired(self) -> None:
@@ -159,28 +160,35 @@ class LocalFleet:
 
     async def _update(self, snapshot: Snapshot) -> None:
         """Act on a new reading of the registry. Raises RedisAway."""
-        registered = {frontend.pid for frontend in snapshot.frontends.values()}
+        registered = {frontend.process for frontend in snapshot.frontends.values()}
         for process in self._frontends:
-            if process.pid in registered:
+            if any(process.runs_as(identity) for identity in registered):
                 process.mark_ready()
         if snapshot.desired is None:  # Redis was restarted, and has forgotten
             await self._begin_desired()
         else:
             self.desired = snapshot.desired
         await self._pool.update(snapshot)
+        while self._ended:  # in a thread: it reads what every process of this machine maps
+            removed = await asyncio.to_thread(self._shared_memory.remove_of, self._ended.pop())
+            if removed:
+                log.info("removed shared memory that a dead process left: %s", ", ".join(removed))
         self._note_processes()
 
     def _note_processes(self) -> None:
         """Write down what runs, for the one that cleans up if this process is killed."""
-        started = [(process.name, process.pid, started_ticks(process.pid)) for process in self._processes()]
-        noted = [StartedProcess(name, pid, ticks) for name, pid, ticks in started if pid and ticks is not None]
-        if time.monotonic() - self._looked_at > _LOOK_EVERY_S:
-            self._shared_memory |= shared_memory_of({process.pid for process in noted})
+        running = [process for process in self._processes() if process.pid]
+        loading = any(process.stage is Stage.STARTING for process in running)
+        if loading or time.monotonic() - self._looked_at > _LOOK_EVERY_S:
+            self._shared_memory.look({process.pid for process in running})
             self._looked_at = time.monotonic()
-        self._note_started(noted, self._shared_memory)
+        started = [StartedProcess(process.name, process.last_identity) for process in running]
+        self._note_started(started, self._shared_memory.names)
 
     def _show(self, process: Supervised) -> None:
         self._looked_at = 0.0  # one that has loaded has all of its shared memory
+        if process.stage in (Stage.PAUSING, Stage.ENDED) and (pid := pid_here(process.last_identity)) is not None:
+            self._ended.append(pid)
         self._console.stage(process.name, _SHOWN[process.stage], done=process.stage in (Stage.READY, Stage.ENDED))
         self.watch.read_soon()
 
@@ -188,7 +196,7 @@ class LocalFleet:
         """Take it out of the registry at once, so that its waiting jobs are swept."""
         with contextlib.suppress(RedisAway):
             for frontend in (await self._registry.frontends()).values():
-                if frontend.pid == process.last_pid:
+                if frontend.process == process.last_identity:
                     await self._registry.leave_frontend(frontend.id)
 
     def _check_start(self, process: Supervised) -> None:

@@ -101,9 +101,13 @@ class Supervised:
         return self._process.pid if self._process is not None and self._process.running else 0
 
     @property
-    def last_pid(self) -> int:
-        """The pid of what runs, or of what ran last."""
-        return self._process.pid if self._process is not None else 0
+    def last_identity(self) -> str:
+        """Which process runs, or ran last."""
+        return self._process.identity if self._process is not None else ""
+
+    def runs_as(self, identity: str) -> bool:
+        """Whether this is the process that runs now."""
+        return self.pid != 0 and self.last_identity == identity
 
     @property
     def last_lines(self) -> list[str]:

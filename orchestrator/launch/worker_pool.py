@@ -15,10 +15,10 @@ from pathlib import Path
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.commands import worker_spec
 from orchestrator.launch.host.machine import MachineShares
-from orchestrator.launch.host.process import own_identity
 from orchestrator.launch.reconcile import Action, Drain, Flip, SeenWorker, Start, plan, see, stand_in
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage, Supervised
+from orchestrator.parent import own_identity
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry, UnknownWorker
 from orchestrator.types import DesiredRatio, Role, WorkerInfo, WorkerState
@@ -98,7 +98,7 @@ class WorkerPool:
         now = time.monotonic()
         for worker_id, slot in self.slots.items():
             info = snapshot.workers.get(worker_id)
-            if info is not None and info.pid == slot.process.pid:
+            if info is not None and slot.process.runs_as(info.process):
                 self._learn(slot, info, snapshot, now)
             elif slot.process.stage is Stage.READY:
                 self._suspect(slot, now)
@@ -122,7 +122,7 @@ class WorkerPool:
         others = self.of_others(snapshot.launchers)
         for worker_id, info in snapshot.workers.items():
             slot = self.slots.get(worker_id)
-            owned = slot is not None and slot.process.pid == info.pid
+            owned = slot is not None and slot.process.runs_as(info.process)
             if slot is not None and not owned:
                 continue  # left by its dead predecessor; the slot below stands for the worker
             orders = snapshot.orders.get(worker_id)

@@ -50,7 +50,7 @@ class Frontend(msgspec.Struct, frozen=True):
 
     id: str
     url: str
-    pid: int
+    process: str  # which it is, as `orchestrator.parent` tells processes apart
     since: float  # unix seconds
     offered: Offered = Offered()  # load offered to it since it started
     mesh_key: str = ""  # its public key
@@ -176,10 +176,10 @@ class Registry:
     # ---- frontends ---------------------------------------------------------------------------------------------
 
     async def refresh_frontend(
-        self, frontend_id: str, url: str, pid: int, ttl_s: float, offered: Offered = Offered(), mesh_key: str = ""
+        self, frontend_id: str, url: str, process: str, ttl_s: float, offered: Offered = Offered(), mesh_key: str = ""
     ) -> None:
         """Stay for `ttl_s` more; enters again when Redis has lost this frontend."""
-        fields = {"url": url, "pid": str(pid), "mesh_key": mesh_key}
+        fields = {"url": url, "process": process, "mesh_key": mesh_key}
         fields |= {_OFFERED + name: str(value) for name, value in msgspec.structs.asdict(offered).items()}
         await self._put("frontend", frontend_id, ttl_s, False, [], fields)
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.parent import has_ended, own_identity
+
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 15.0
 
@@ -99,3 +101,11 @@ def test_a_parent_that_was_gone_before_is_missed() -> None:
     child = [sys.executable, "-c", CHILD, "0"]
     done = subprocess.run(child, env={**os.environ, "PD_PARENT": str(gone.pid)}, cwd=ROOT, timeout=DEADLINE_S)
     assert done.returncode == -signal.SIGKILL
+
+
+def test_a_process_that_ended_is_told_from_one_that_runs_and_from_one_elsewhere():
+    own = own_identity()
+    place, pid, ticks = own.split("/")
+    assert not has_ended(own)
+    assert has_ended(f"{place}/{pid}/{int(ticks) - 1}"), "another process has its number now"
+    assert not has_ended(f"another-machine/{pid}/{int(ticks) - 1}") and not has_ended("what a person typed")

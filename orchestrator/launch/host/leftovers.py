@@ -1,4 +1,4 @@
-"""Ends and removes what a launcher left when it was killed: processes, and shared memory that nobody maps any more.
+"""Ends and removes what killed processes left: a launcher's processes, and shared memory that nobody maps any more.
 
 The launcher's children end by themselves when it dies; this is for those that could not.
 """
@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from orchestrator.launch.host.process import started_ticks
 from orchestrator.launch.host.run_folder import StartedProcess
+from orchestrator.parent import has_ended, pid_here
 
 _SHARED_MEMORY = Path("/dev/shm")
 # Engines make these: Python's shared memory, POSIX semaphores, vLLM's CPU collectives, UCX and NIXL.
@@ -24,23 +24,51 @@ _POLL_S = 0.05
 
 def end_processes(left: Iterable[StartedProcess], patience_s: float = _PATIENCE_S) -> list[str]:
     """End those that are still alive, with their process groups, by SIGTERM, then SIGKILL. Returns their names."""
-    alive = [process for process in left if started_ticks(process.pid) == process.started_ticks]
+    alive = [process for process in left if _runs(process)]
     names = [process.name for process in alive]
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in alive:
+            pid = pid_here(process.identity)
+            assert pid is not None, "it runs here"
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, number)
+                os.killpg(pid, number)
         deadline = time.monotonic() + patience_s
         while alive and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-            alive = [process for process in alive if started_ticks(process.pid) == process.started_ticks]
+            alive = [process for process in alive if _runs(process)]
     return names
 
 
-def shared_memory_of(groups: set[int], folder: Path = _SHARED_MEMORY) -> set[str]:
-    """Names of the engines' files that the processes of these groups map or hold open now."""
+def _runs(process: StartedProcess) -> bool:
+    return pid_here(process.identity) is not None and not has_ended(process.identity)
+
+
+def shared_memory_of(groups: set[int], folder: Path = _SHARED_MEMORY) -> dict[int, set[str]]:
+    """By process group: names of the engines' files that its processes map or hold open now."""
+    names = {_inode(path): path.name for pattern in _PATTERNS for path in folder.glob(pattern)}
     used = _in_use(folder, groups)
-    return {path.name for pattern in _PATTERNS for path in folder.glob(pattern) if _inode(path) in used}
+    return {group: {names[inode] for inode in inodes & names.keys()} for group, inodes in used.items()}
+
+
+class SharedMemory:
+    """Which of the engines' files each process group has used, as far as was seen. Groups are named by their leader."""
+
+    def __init__(self, folder: Path = _SHARED_MEMORY) -> None:
+        self._folder = folder
+        self._used: dict[int, set[str]] = {}
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset().union(*self._used.values())
+
+    def look(self, groups: set[int]) -> None:
+        for group, names in shared_memory_of(groups, self._folder).items():
+            self._used.setdefault(group, set()).update(names)
+
+    def remove_of(self, group: int) -> list[str]:
+        """What a group that has ended left, and no other was seen with. Returns the names."""
+        own = self._used.pop(group, set())
+        return remove_shared_memory(own - self.names, self._folder)
 
 
 def remove_shared_memory(names: Iterable[str], folder: Path = _SHARED_MEMORY) -> list[str]:
@@ -49,7 +77,7 @@ def remove_shared_memory(names: Iterable[str], folder: Path = _SHARED_MEMORY) ->
     Only noted ones: containers may share the folder, and what theirs map cannot be seen from here.
     """
     left = [path for name in sorted(names) if _inode(path := folder / name)]
-    used = _in_use(folder) if left else set()
+    used = set[int]().union(*_in_use(folder).values()) if left else set()
     removed = []
     for path in left:
         if _inode(path) not in used:
@@ -67,22 +95,24 @@ def _inode(path: Path) -> int:
         return 0
 
 
-def _in_use(folder: Path, groups: set[int] | None = None) -> set[int]:
-    """Inodes of the folder's files that a process, or one of these process groups, maps or holds open.
+def _in_use(folder: Path, groups: set[int] | None = None) -> dict[int, set[int]]:
+    """By process group: inodes of the folder's files that its processes map or hold open. `groups`: only these.
 
     Not names: a semaphore is mapped by the one who made it under the name that it had before it was complete.
     """
     prefix = f"{folder}/"
-    used: set[int] = set()
+    used: dict[int, set[int]] = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            if groups is not None and os.getpgid(int(process.name)) not in groups:
+            group = os.getpgid(int(process.name))
+            if groups is not None and group not in groups:
                 continue
+            inodes = used.setdefault(group, set())
             for line in (process / "maps").read_text().splitlines():
                 if prefix in line:
-                    used.add(int(line.split(maxsplit=5)[4]))  # address, rights, offset, device, inode, name
+                    inodes.add(int(line.split(maxsplit=5)[4]))  # address, rights, offset, device, inode, name
             for descriptor in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):
                     if os.readlink(descriptor).startswith(prefix):
-                        used.add(descriptor.stat().st_ino)
+                        inodes.add(descriptor.stat().st_ino)
     return used

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from orchestrator.parent import EXIT_REASON_FILE, PARENT, ExitReason, read_exit_reason
+from orchestrator.parent import EXIT_REASON_FILE, PARENT, ExitReason, identity_of, read_exit_reason
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _READ_BYTES = 1 << 16
@@ -41,33 +41,6 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def started_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot (proc(5), field 22); None when there is none, or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else int(fields[19])
-
-
-def own_identity() -> str:
-    """This process, told apart from all others of all machines and containers: where, which, and since when."""
-    return f"{_place()}/{os.getpid()}/{started_ticks(os.getpid())}"
-
-
-def has_ended(identity: str) -> bool:
-    """Whether a process that called itself so ran here and runs no more. False where that cannot be known."""
-    place, _, process = identity.partition("/")
-    pid, _, ticks = process.partition("/")
-    return place == _place() and pid.isdigit() and str(started_ticks(int(pid))) != ticks
-
-
-def _place() -> str:
-    """This boot of this machine, and the namespace of pids: containers have their own."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
-
-
 class LocalProcess:
     """`start` it in the main thread: the kernel ties a child's parent-death signal to the thread that forked it."""
 
@@ -78,6 +51,7 @@ class LocalProcess:
         self._on_line = on_line
         self._process: asyncio.subprocess.Process | None = None
         self._pump: asyncio.Task[None] | None = None
+        self.identity = ""  # as `orchestrator.parent` has it; empty until it is started
 
     async def start(self) -> None:
         """Raises OSError."""
@@ -94,6 +68,7 @@ class LocalProcess:
             # Ctrl-C reaches the launcher alone, which ends the fleet in order.
             start_new_session=True,
         )
+        self.identity = identity_of(self._process.pid)
         self._pump = asyncio.create_task(self._read(self._process), name=f"log-{self.name}")
 
     @property

@@ -18,11 +18,12 @@ import msgspec
 import yaml
 
 from orchestrator.config.settings import Config, ConfigError, check_name, parse_config
+from orchestrator.parent import own_identity, pid_here
 
 log = logging.getLogger("pd.launcher")
 T = TypeVar("T")
 
-_LOCK = "launcher.pid"
+_LOCK = "launcher"
 _CONFIG = "config.yaml"
 _REDIS = "redis.url"
 _READY = "ready.json"
@@ -36,7 +37,8 @@ _CLAIM_PATIENCE_S = 0.5
 class FleetRunning(ConfigError):
     """A launcher holds this namespace's folder."""
 
-    def __init__(self, namespace: str, pid: int | None) -> None:
+    def __init__(self, namespace: str, launcher: str | None) -> None:
+        pid = pid_here(launcher or "") or "of another container"
         super().__init__(
             f"namespace {namespace!r} is already served by process {pid}; end it with "
             f"`orchestrator down --namespace {namespace}`, or choose another: --set namespace=NAME"
@@ -44,11 +46,10 @@ class FleetRunning(ConfigError):
 
 
 class StartedProcess(msgspec.Struct, frozen=True):
-    """A process that the launcher started. A pid may be given to another process later; the start tells them apart."""
+    """A process that the launcher started, as `orchestrator.parent` tells processes apart."""
 
     name: str
-    pid: int
-    started_ticks: int  # field 22 of /proc/PID/stat
+    identity: str
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -85,7 +86,7 @@ class RunFolder:
             deadline = time.monotonic() + _CLAIM_PATIENCE_S
             while (lock := self._try_lock()) is None:
                 if time.monotonic() > deadline:
-                    raise FleetRunning(self.namespace, self.launcher_pid())
+                    raise FleetRunning(self.namespace, self.launcher())
                 time.sleep(_WAIT_POLL_S)
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be written ({error.strerror}); set XDG_RUNTIME_DIR") from None
@@ -135,7 +136,7 @@ class RunFolder:
     def _hold(self, lock: IO[str]) -> None:
         self._lock = lock
         lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
+        lock.write(f"{own_identity()}\n")
         lock.flush()
 
     def _keep_lock(self) -> None:
@@ -144,7 +145,7 @@ class RunFolder:
             return
         _own_base_folder()
         if (lock := self._try_lock()) is None:
-            raise FleetRunning(self.namespace, self.launcher_pid())
+            raise FleetRunning(self.namespace, self.launcher())
         if self._lock is not None:
             self._lock.close()
         self._hold(lock)
@@ -192,9 +193,12 @@ class RunFolder:
             return False
         return False
 
+    def launcher(self) -> str | None:
+        """Which process holds it, or held it, as `orchestrator.parent` tells processes apart."""
+        return (self._read(_LOCK) or "").strip() or None
+
     def launcher_pid(self) -> int | None:
-        text = self._read(_LOCK)
-        return int(text) if text and text.strip().isdigit() else None
+        return pid_here(self.launcher() or "")
 
     def redis_url(self) -> str | None:
         return self._read(_REDIS)
@@ -252,7 +256,7 @@ def held_namespaces() -> list[str]:
 
 def abandoned_namespaces() -> list[str]:
     """Namespaces whose launcher was killed and has left its folder."""
-    return [name for name in _namespaces() if not (folder := RunFolder(name)).is_held and folder.launcher_pid()]
+    return [name for name in _namespaces() if not (folder := RunFolder(name)).is_held and folder.launcher()]
 
 
 def _namespaces() -> list[str]:

@@ -46,7 +46,7 @@ async def test_the_loopback_address_of_another_host_is_not_asked(tmp_path: Path,
         redis, namespace = await connect(server.url, 2.0), fresh_namespace()
         registry = Registry(redis, namespace)
         url = f"http://127.0.0.1:{frontend.sockets[0].getsockname()[1]}"
-        await registry.refresh_frontend("f1", url, 1, 30.0)
+        await registry.refresh_frontend("f1", url, "", 30.0)
         handle = FleetHandle(namespace, redis_url, None, None)
         seen = await FleetOperator(handle, registry, PrefillQueue(redis, namespace, QueueConfig())).status()
         assert (seen["model"] == "m1") is asked, msgspec.json.encode(seen)

@@ -59,11 +59,11 @@ async def test_only_the_leader_changes_the_ratio_and_only_what_it_has_seen(regis
 
 
 async def test_counts_of_offered_load_are_no_news(registry):
-    await registry.refresh_frontend("f", "http://x", 1, 60)
+    await registry.refresh_frontend("f", "http://x", "1", 60)
     async with contextlib.aclosing(registry.watch()) as events:
         await anext(events)
-        await registry.refresh_frontend("f", "http://x", 1, 60, Offered(3, 400, 50.5))
-        await registry.refresh_frontend("f", "http://y", 1, 60, Offered(4, 500, 60.5))
+        await registry.refresh_frontend("f", "http://x", "1", 60, Offered(3, 400, 50.5))
+        await registry.refresh_frontend("f", "http://y", "1", 60, Offered(4, 500, 60.5))
         event = await asyncio.wait_for(anext(events), 15)
         assert (await registry.frontends())["f"].offered == Offered(4, 500, 60.5)
         assert type(event).__name__ == "Changed"
@@ -148,11 +148,11 @@ async def test_a_full_decode_side_is_given_workers_until_the_least_prefill_is_le
 
 async def test_a_shift_to_prefill_leaves_the_least_decode(registry):
     await registry.set_desired(1, 3, "launcher")
-    await registry.refresh_frontend("g", "", 1, 60)
+    await registry.refresh_frontend("g", "", "1", 60)
     fleet = fleet_of(P, D, D, D)
     async with running(registry, fleet, min_decode=2) as ratio_controller:
         for number in range(1, 10_000):
-            await registry.refresh_frontend("g", "", 1, 60, Offered(number, 10_000 * number, 1.0))
+            await registry.refresh_frontend("g", "", "1", 60, Offered(number, 10_000 * number, 1.0))
             if await is_desired(registry, 2, 2):
                 break
             await asyncio.sleep(0.01)

@@ -19,8 +19,8 @@ import pytest
 from support_fleet import RunningFleet, paste, running_fleet
 from support_tls import make_certificate
 
-from orchestrator.launch.host.process import started_ticks
 from orchestrator.launch.host.run_folder import RunFolder
+from orchestrator.parent import started_ticks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -39,7 +39,7 @@ def until(condition: Callable[[], object], what: str) -> None:
 def noted(namespace: str) -> dict[str, int]:
     """The fleet's processes by name, as the launcher notes them."""
     text = (RunFolder(namespace).path / "processes.json").read_text()
-    return {process["name"]: process["pid"] for process in json.loads(text)}
+    return {process["name"]: int(process["identity"].split("/")[1]) for process in json.loads(text)}
 
 
 def gone(pids: list[int]) -> bool:

@@ -16,11 +16,9 @@ from orchestrator.launch.host.process import (
     ProcessSpec,
     adopt_orphans,
     group_alive,
-    has_ended,
-    own_identity,
-    started_ticks,
 )
 from orchestrator.launch.supervise import SUCCESSORS, Exit, Stage, Supervised, backoff_s, describe
+from orchestrator.parent import started_ticks
 
 FAST = LauncherConfig(restart_backoff_s=0.01, restart_backoff_max_s=0.05, stop_timeout_s=1.0)
 DEADLINE_S = 20.0
@@ -255,11 +253,3 @@ def test_every_stage_has_successors_and_an_end():
     assert set(SUCCESSORS) == set(Stage)
     assert [stage for stage in Stage if not SUCCESSORS[stage]] == [Stage.ENDED]
     assert all(Stage.ENDED in SUCCESSORS[stage] for stage in Stage if stage is not Stage.ENDED)
-
-
-def test_a_process_that_ended_is_told_from_one_that_runs_and_from_one_elsewhere():
-    own = own_identity()
-    place, pid, ticks = own.split("/")
-    assert not has_ended(own)
-    assert has_ended(f"{place}/{pid}/{int(ticks) - 1}"), "another process has its number now"
-    assert not has_ended(f"another-machine/{pid}/{int(ticks) - 1}") and not has_ended("what a person typed")

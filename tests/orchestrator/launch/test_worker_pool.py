@@ -18,12 +18,13 @@ import pytest
 from orchestrator.cli.operator import FleetHandle, FleetOperator, Refused, open_fleet
 from orchestrator.config.settings import parse_config
 from orchestrator.launch.host.machine import MachineShares
-from orchestrator.launch.host.process import adopt_orphans, group_alive, started_ticks
+from orchestrator.launch.host.process import adopt_orphans, group_alive
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.launch.host.run_folder import RunFolder
 from orchestrator.launch.reconcile import Drain, Flip, SeenWorker
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.launch.worker_pool import WorkerPool
+from orchestrator.parent import started_ticks
 from orchestrator.store.client import connect
 from orchestrator.store.registry import Registry
 from orchestrator.types import DesiredRatio, Role, WorkerState

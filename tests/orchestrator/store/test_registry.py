@@ -94,6 +94,7 @@ def test_fields_are_flat_text_and_back():
 
 HAVE_DEFAULTS = {
     "supported_tasks",
+    "process",
     "kv_tp_size",
     "kv_pp_size",
     "kv_copies",
@@ -316,14 +317,14 @@ async def test_orders_for_nobody(registry):
 
 
 async def test_frontends(registry, redis):
-    await registry.refresh_frontend("f1", "http://127.0.0.1:8000", 11, TTL_S)
+    await registry.refresh_frontend("f1", "http://127.0.0.1:8000", "11", TTL_S)
     since = (await registry.frontends())["f1"].since
-    await registry.refresh_frontend("f1", "http://127.0.0.1:8000", 11, TTL_S)
-    await registry.refresh_frontend("f2", "http://127.0.0.1:8001", 12, TTL_S)
+    await registry.refresh_frontend("f1", "http://127.0.0.1:8000", "11", TTL_S)
+    await registry.refresh_frontend("f2", "http://127.0.0.1:8001", "12", TTL_S)
     found = await registry.frontends()
     assert set(found) == {"f1", "f2"} and found["f1"].since == since
-    assert (found["f2"].url, found["f2"].pid) == ("http://127.0.0.1:8001", 12)
-    await redis.hset(registry.keys.frontend("f2"), "pid", "x")
+    assert (found["f2"].url, found["f2"].process) == ("http://127.0.0.1:8001", "12")
+    await redis.hset(registry.keys.frontend("f2"), "since", "x")
     assert set(await registry.frontends()) == {"f1"}
     await registry.leave_frontend("f1")
     assert await registry.frontends() == {}
@@ -358,7 +359,7 @@ async def test_every_change_is_told_once(registry, watcher):
     await registry.refresh(worker("a"), TTL_S)
     await registry.refresh(worker("a", Role.DECODE), TTL_S)
     await registry.order_drain("a")
-    await registry.refresh_frontend("f", "http://x", 1, TTL_S)
+    await registry.refresh_frontend("f", "http://x", "1", TTL_S)
     await registry.set_desired(1, 2, "me")
     await registry.leave("a")
     await registry.leave("a")
@@ -378,7 +379,7 @@ async def test_every_change_is_told_once(registry, watcher):
 
 async def test_silence_is_told_without_anybody_asking(registry, watcher):
     await registry.join(worker("a"), 0.05)
-    await registry.refresh_frontend("f", "http://x", 1, 0.05)
+    await registry.refresh_frontend("f", "http://x", "1", 0.05)
     await watcher.until(Left("a"))
     await watcher.until(Left("f", "frontend"))
     assert watcher.events.count(Left("a")) == 1

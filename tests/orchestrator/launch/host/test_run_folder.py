@@ -9,13 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from orchestrator.config.settings import ConfigError, parse_config
-from orchestrator.launch.host.leftovers import end_processes, remove_shared_memory, shared_memory_of
-from orchestrator.launch.host.process import started_ticks
+from orchestrator.launch.host.leftovers import SharedMemory, end_processes, remove_shared_memory, shared_memory_of
+from orchestrator.launch.host.process import group_alive
 from orchestrator.launch.host.run_folder import (
     FleetRunning,
     Ready,
@@ -24,6 +25,7 @@ from orchestrator.launch.host.run_folder import (
     abandoned_namespaces,
     held_namespaces,
 )
+from orchestrator.parent import identity_of, started_ticks
 
 
 @pytest.fixture(autouse=True)
@@ -66,16 +68,16 @@ def test_what_a_cleaner_of_temporary_files_took_is_put_back(tmp_path, lost):
     folder.claim()
     folder.write_config(parse_config({"model": "m", "namespace": "a", "redis": {"url": "redis://h:1"}}))
     folder.note_ready(Ready("http://h:1", "m", "1P1D"))
-    folder.note_started([StartedProcess("decode-0", 1, 1)])
+    folder.note_started([StartedProcess("decode-0", "here/1/1")])
     if lost == "all":
         shutil.rmtree(folder.path.parent)
     else:
-        (folder.path / {"one file": "redis.url", "the lock": "launcher.pid"}[lost]).unlink()
-    folder.note_started([StartedProcess("decode-0", 2, 2)])
+        (folder.path / {"one file": "redis.url", "the lock": "launcher"}[lost]).unlink()
+    folder.note_started([StartedProcess("decode-0", "here/2/2")])
     other = RunFolder("a")
-    assert other.is_held and other.launcher_pid() == folder.launcher_pid() is not None
+    assert other.is_held and other.launcher_pid() == folder.launcher_pid() == os.getpid()
     assert (other.redis_url(), other.ready()) == ("redis://h:1", folder.ready())
-    assert '"pid":2' in (folder.path / "processes.json").read_text()
+    assert "here/2/2" in (folder.path / "processes.json").read_text()
     with pytest.raises(FleetRunning):
         other.claim()
     folder.remove()
@@ -117,13 +119,13 @@ def test_a_namespace_cannot_leave_its_folder(name):
 
 CLAIM_AND_DIE = """
 import os, signal, subprocess, sys
-from orchestrator.launch.host.process import started_ticks
+from orchestrator.parent import identity_of
 from orchestrator.launch.host.run_folder import RunFolder, StartedProcess
 folder = RunFolder("a")
 folder.claim()
 program = [sys.executable, "-c", "import time; time.sleep(60)"]
 child = subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-folder.note_started([StartedProcess("worker", child.pid, started_ticks(child.pid))], {"psm_a"})
+folder.note_started([StartedProcess("worker", identity_of(child.pid))], {"psm_a"})
 (folder.path / "socket").touch()
 print(child.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -148,9 +150,9 @@ def test_what_a_killed_launcher_left_is_recognised_and_ended():
 def test_a_process_that_only_has_the_same_number_is_left_alone():
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     try:
-        ticks = started_ticks(bystander.pid)
-        assert ticks is not None
-        assert end_processes([StartedProcess("worker", bystander.pid, ticks - 1)], patience_s=0.1) == []
+        place, pid, ticks = identity_of(bystander.pid).split("/")
+        for other in (f"{place}/{pid}/{int(ticks) - 1}", f"another-container/{pid}/{ticks}"):
+            assert end_processes([StartedProcess("worker", other)], patience_s=0.1) == []
         assert bystander.poll() is None
     finally:
         bystander.kill()
@@ -167,6 +169,13 @@ def test_shared_memory_is_removed_only_when_it_is_noted_and_unused(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["psm_of_another_container", "psm_used"]
 
 
+def wait_until_ended(group: int) -> None:
+    deadline = time.monotonic() + 15
+    while group_alive(group):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_the_shared_memory_of_a_process_group_is_what_its_processes_map_or_hold(tmp_path):
     code = (
         "import mmap, subprocess, sys, time; f = open('psm_mapped', 'r+b'); m = mmap.mmap(f.fileno(), 1); f.close();"
@@ -180,12 +189,43 @@ def test_the_shared_memory_of_a_process_group_is_what_its_processes_map_or_hold(
     )
     try:
         assert process.stdout is not None and process.stdout.readline()
-        assert shared_memory_of({process.pid}, folder=tmp_path) == {"psm_mapped", "psm_of_child"}
-        assert shared_memory_of({process.pid + 1}, folder=tmp_path) == set()
+        assert shared_memory_of({process.pid}, folder=tmp_path) == {process.pid: {"psm_mapped", "psm_of_child"}}
+        assert shared_memory_of({process.pid + 1}, folder=tmp_path) == {}
+        seen = SharedMemory(tmp_path)
+        seen.look({process.pid})
+        assert seen.names == {"psm_mapped", "psm_of_child"}
+        assert seen.remove_of(process.pid + 1) == []
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         process.stdout.close()
+    wait_until_ended(process.pid)
+    assert seen.remove_of(process.pid) == ["psm_mapped", "psm_of_child"] and not seen.names
+    assert (tmp_path / "psm_of_nobody").exists(), "another container's, for all that can be known here"
+
+
+def test_what_a_living_process_was_seen_with_is_not_removed_for_a_dead_one(tmp_path):
+    """Between two processes that hand it over, a file may be mapped by nobody for a moment."""
+    (tmp_path / "psm_shared").write_bytes(b"x")
+    seen = SharedMemory(tmp_path)
+    code = "f = open('psm_shared'); print(1, flush=True); input()"
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        for _ in range(2)
+    ]
+    for process in both:
+        assert process.stdout is not None and process.stdout.readline()
+    seen.look({process.pid for process in both})
+    for process in both:
+        process.communicate(b"\n", timeout=30)
+    assert seen.remove_of(both[0].pid) == []
+    assert seen.remove_of(both[1].pid) == ["psm_shared"]
 
 
 def test_a_semaphore_that_waits_for_a_starting_rank_is_kept():
@@ -193,6 +233,6 @@ def test_a_semaphore_that_waits_for_a_starting_rank_is_kept():
     lock = multiprocessing.get_context("spawn").Lock()
     name = f"sem.{lock._semlock.name.lstrip('/')}"
     assert (Path("/dev/shm") / name).exists()
-    assert name in shared_memory_of({os.getpgid(0)})
+    assert name in shared_memory_of({os.getpgid(0)})[os.getpgid(0)]
     assert remove_shared_memory([name]) == []
     assert (Path("/dev/shm") / name).exists()
