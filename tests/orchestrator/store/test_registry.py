@@ -95,6 +95,8 @@ def test_fields_are_flat_text_and_back():
 HAVE_DEFAULTS = {
     "supported_tasks",
     "process",
+    "mesh_key",
+    "kv_key",
     "kv_tp_size",
     "kv_pp_size",
     "kv_copies",
