@@ -12,8 +12,8 @@ from prometheus_client.metrics import MetricWrapperBase
 from test_layering import ROOMS
 
 from orchestrator import metrics
+from orchestrator.cli.look.views import config_keys
 from orchestrator.cli.main import app
-from orchestrator.cli.views import config_keys
 from orchestrator.config.settings import Config
 from orchestrator.frontend.pages import FleetCollector
 from orchestrator.types import DesiredRatio, QueueDepth

@@ -30,6 +30,10 @@ class ConfigError(ValueError):
     """One line: key, value, mend. The command line prints it and exits with 2."""
 
 
+class Refused(ConfigError):
+    """An operator's order that cannot be carried out. One line: what, why, the mend."""
+
+
 def check_name(key: str, name: str) -> str:
     """Returns `name`. Raises ConfigError for one that may not become part of a key or of a file's name."""
     if not re.search(NAME_PATTERN, name):

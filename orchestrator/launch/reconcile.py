@@ -11,26 +11,8 @@ from typing import Union
 
 import msgspec
 
-from orchestrator.types import DesiredRatio, Role, WorkerInfo, WorkerState
-
-
-class SeenWorker(msgspec.Struct, frozen=True):
-    """What planning needs of one worker.
-
-    `role` is the one that it has, or was told to take. `ready` means that it serves this role now; a worker that
-    loads, restarts or changes its role is not ready. `owned` means that this launcher runs its process, `managed` that
-    one of the fleet's launchers does. `fixed` means that its engine cannot take the other role, `flipping` that it
-    serves and was told to take this one.
-    """
-
-    id: str
-    role: Role
-    ready: bool
-    leaving: bool = False
-    owned: bool = True
-    fixed: bool = False
-    managed: bool = True
-    flipping: bool = False
+from orchestrator.store.seen import SeenWorker, is_last_decode
+from orchestrator.types import DesiredRatio, Role
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -53,24 +35,6 @@ class Drain(msgspec.Struct, frozen=True):
 
 
 Action = Union[Start, Flip, Drain]
-
-
-def see(
-    info: WorkerInfo, ordered_role: Role | None, ordered_drain: bool, owned: bool, managed: bool = False
-) -> SeenWorker:
-    """A registered worker and the orders it has not carried out yet."""
-    flipping = ordered_role is not None and (ordered_role is not info.role or info.state is not WorkerState.READY)
-    draining = info.state is WorkerState.DRAINING and ordered_role is None
-    return SeenWorker(
-        info.id,
-        ordered_role or info.role,
-        ready=info.state is WorkerState.READY and not flipping and not ordered_drain,
-        leaving=ordered_drain or draining,
-        owned=owned,
-        fixed=not info.can_be(info.role.other),
-        managed=owned or managed,
-        flipping=flipping and not ordered_drain,
-    )
 
 
 def plan(desired: DesiredRatio, workers: Sequence[SeenWorker]) -> list[Action]:
@@ -125,12 +89,6 @@ def stand_in(workers: Sequence[SeenWorker]) -> Flip | None:
     able = [w for w in staying if w.role is Role.PREFILL and (w.ready or w.flipping) and not w.fixed]
     chosen = max(able, key=lambda w: (w.flipping, w.managed, _age_order(w.id)), default=None)
     return Flip(chosen.id, Role.DECODE) if chosen is not None else None
-
-
-def is_last_decode(worker_id: str, workers: Sequence[SeenWorker]) -> bool:
-    """Whether this is the only ready decode worker: without it no new request could be decoded."""
-    ready = {w.id for w in workers if w.role is Role.DECODE and w.ready and not w.leaving}
-    return ready == {worker_id}
 
 
 def _wanted(desired: DesiredRatio, role: Role) -> int:

@@ -15,12 +15,13 @@ from pathlib import Path
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.commands import worker_spec
 from orchestrator.launch.host.machine import MachineShares
-from orchestrator.launch.reconcile import Action, Drain, Flip, SeenWorker, Start, plan, see, stand_in
+from orchestrator.launch.reconcile import Action, Drain, Flip, Start, plan, stand_in
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage, Supervised
 from orchestrator.parent import own_identity
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry, UnknownWorker
+from orchestrator.store.seen import SeenWorker, see
 from orchestrator.types import DesiredRatio, Role, WorkerInfo, WorkerState
 
 log = logging.getLogger("pd.launcher")

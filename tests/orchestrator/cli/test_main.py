@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import io
 import json
 import socket
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cli.main import main
+from orchestrator.cli.main import COMMANDS, load, main
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.launch.host.run_folder import RunFolder, base_folder
 
@@ -51,11 +52,76 @@ def test_help_names_every_command():
         assert f" {command} " in shown
 
 
-def test_nothing_heavy_is_imported():
-    heavy = ("vllm", "torch", "transformers", "numpy", "fastapi")
-    code = f"import sys, orchestrator.cli.main; print([m for m in {heavy} if m in sys.modules])"
+def imported(*arguments: str) -> set[str]:
+    """Top-level packages, and rooms of ours, that the command has imported when it ends."""
+    code = (
+        "import sys\nfrom orchestrator.cli.main import COMMANDS, load, main\n"
+        f"sys.argv = {['orchestrator', *arguments]}\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print(*sys.modules, file=sys.stderr)"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.stdout.strip() == "[]", done.stderr
+    modules = done.stderr.splitlines()[-1].split()
+    return {name.partition(".")[0] for name in modules} | {".".join(name.split(".")[:2]) for name in modules}
+
+
+ENGINES = {"vllm", "torch", "transformers", "numpy", "fastapi", "nixl"}
+SLOW = {"redis", "opentelemetry", "textual", "matplotlib", "orchestrator.simulator", "orchestrator.launch.launcher"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "not_needed"),
+    [
+        (["--version"], ENGINES | SLOW | {"httpx", "orchestrator.launch"}),
+        (["--help"], ENGINES | SLOW | {"httpx", "orchestrator.launch"}),
+        (["status", "--url", "http://127.0.0.1:1"], ENGINES | SLOW),
+        (["config", "keys"], ENGINES | SLOW | {"httpx"}),
+        (["scale", "decode=2"], ENGINES | SLOW - {"redis", "opentelemetry"} | {"httpx"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_command_imports_what_it_needs(arguments: list[str], not_needed: set[str]):
+    """Importing Redis's client alone takes as long as a command may take."""
+    assert imported(*arguments) & not_needed == set()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_says_what_each_command_says_of_itself(name: str):
+    command = load(name)
+    assert command.name == name
+    assert " ".join(command.help.split()).startswith(COMMANDS[name][1])
+
+
+def test_the_version_is_the_packages():
+    assert orchestrator("--version").stdout == f"orchestrator {importlib.metadata.version('pd-orchestrator')}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["nonsense"], "No such command 'nonsense'. See `orchestrator --help`."),
+        (["status", "--nonsense"], "No such option: --nonsense See `orchestrator status --help`."),
+        (["role"], "Missing argument 'worker'. See `orchestrator role --help`."),
+        (["role", "w", "boss"], "'boss' is not one of 'prefill', 'decode'. See `orchestrator role --help`."),
+        (["queue", "--limit", "0"], "Invalid value for '--limit': Input should be greater than or equal to 1"),
+        (["config"], "Missing command. See `orchestrator config --help`."),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_use_is_one_line(arguments: list[str], line: str):
+    assert line in refused(*arguments)
+
+
+def test_shells_complete_commands_and_their_options():
+    def complete(words: str) -> list[str]:
+        asked = {"_ORCHESTRATOR_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in asked.items():
+                patch.setenv(name, value)
+            return orchestrator().stdout.split()
+
+    assert complete("orchestrator si") == ["simulate"]
+    assert complete("orchestrator status --wa") == ["--watch"]
 
 
 def test_a_sound_file_is_called_so(tmp_path):

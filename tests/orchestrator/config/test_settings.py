@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.views import config_keys
+from orchestrator.cli.look.views import config_keys
 from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.settings import Config, ConfigError, load_config
 

@@ -15,8 +15,9 @@ from unittest.mock import AsyncMock
 import msgspec
 import pytest
 
-from orchestrator.cli.operator import FleetHandle, FleetOperator, Refused, open_fleet
-from orchestrator.config.settings import parse_config
+from orchestrator.cli.handle import FleetHandle, open_fleet
+from orchestrator.cli.look.frontend import fleet_status
+from orchestrator.config.settings import Config, Refused, parse_config
 from orchestrator.launch.host.machine import MachineShares
 from orchestrator.launch.host.process import adopt_orphans, group_alive
 from orchestrator.launch.host.redis_server import EmbeddedRedis
@@ -27,6 +28,7 @@ from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.parent import started_ticks
 from orchestrator.store.client import connect
 from orchestrator.store.registry import Registry
+from orchestrator.store.steering import Steering
 from orchestrator.types import DesiredRatio, Role, WorkerState
 
 pytestmark = pytest.mark.slow  # real worker processes
@@ -37,11 +39,13 @@ DEADLINE_S = 40.0
 class Pool:
     """A pool kept equal to the desired ratio, and the commands that a person would give."""
 
-    def __init__(self, pool: WorkerPool, watch: RegistryWatch, registry: Registry, fleet: FleetOperator) -> None:
+    def __init__(
+        self, pool: WorkerPool, watch: RegistryWatch, registry: Registry, fleet: Steering, config: Config
+    ) -> None:
         self.pool = pool
         self.watch = watch
         self.registry = registry
-        self.fleet = fleet
+        self.fleet, self.config = fleet, config
         self.ever: set[int] = set()
 
     @property
@@ -107,7 +111,7 @@ async def running_pool(tmp_path: Path, prefill: int, decode: int, backoff_s: flo
     )
     watch = RegistryWatch(registry, pool.update)
     async with open_fleet(FleetHandle(config.namespace, url, None, config)) as fleet:
-        running = Pool(pool, watch, registry, fleet)
+        running = Pool(pool, watch, registry, Steering(fleet.registry, fleet.queue), config)
         watching = asyncio.create_task(watch.run())
         try:
             await registry.set_desired(prefill, decode, "test")
@@ -245,8 +249,7 @@ async def test_workers_started_by_somebody_else_are_counted_and_never_drained(tm
 async def test_two_launchers_share_a_fleet(tmp_path):
     """Ids are used once, and what both started too many is drained again."""
     async with running_pool(tmp_path, 1, 1) as first:
-        config, file = first.fleet.handle.config, RunFolder(f"pool-{os.getpid()}").path / "config.yaml"
-        assert config is not None
+        config, file = first.config, RunFolder(f"pool-{os.getpid()}").path / "config.yaml"
         second = WorkerPool(
             config, file, first.registry, MachineShares(config), lambda name, line: None, lambda process: None, "other"
         )
@@ -278,7 +281,7 @@ async def test_two_launchers_share_a_fleet(tmp_path):
 
 async def test_status_from_the_registry_alone(tmp_path):
     async with running_pool(tmp_path, 1, 1) as running:
-        seen = await running.fleet.status()
+        seen = await fleet_status(FleetHandle(running.config.namespace, running.config.redis.url, None, running.config))
         assert [(w["id"], w["role"], w["state"], w["engine"]) for w in seen["workers"]] == [
             ("decode-0", "decode", "ready", "sim"),
             ("prefill-0", "prefill", "ready", "sim"),

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from orchestrator.cli.compare import comparison, profile_command
+from orchestrator.cli.trial.compare import comparison, profile_command
 from orchestrator.config.settings import ConfigError
 from orchestrator.simulator.calibrate import Measured, MeasureError, Target, fit_profile, replay
 from orchestrator.simulator.profile import PROFILES, load_profile

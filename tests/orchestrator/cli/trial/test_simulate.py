@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from orchestrator.cli.simulate import simulate_command
+from orchestrator.cli.trial.simulate import simulate_command
 from orchestrator.config.settings import ConfigError
 
 app = typer.Typer(pretty_exceptions_enable=False)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from orchestrator.cli.simulate import objectives, parse_configuration, parse_fleet, parse_load, parse_profile
+from orchestrator.cli.trial.simulate import objectives, parse_configuration, parse_fleet, parse_load, parse_profile
 from orchestrator.config.settings import ConfigError
 from orchestrator.simulator.calibrate import MeasureError, Target, Timing, fit_profile, measure_profile, replay
 from orchestrator.simulator.profile import PROFILES, ProfileError, load_profile
@@ -24,9 +24,11 @@ from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.trace import Load, TraceError, at_rate, scaled
 
 UrlOption = Annotated[str, typer.Option("--url", help="The server, as `orchestrator up` prints it.")]
+app = typer.Typer()
 ERRORS = (MeasureError, ProfileError, FleetError, TraceError)
 
 
+@app.command("profile")
 def profile_command(
     url: UrlOption,
     out: Annotated[Path, typer.Option("--out", help="The JSON file to write.")],
@@ -74,6 +76,7 @@ def profile_command(
     typer.echo(f"wrote {out}: {fitted.step_s * 1e3:.2f} ms a step, {fitted.prefill_s_per_token * 1e6:.1f} us a token")
 
 
+@app.command("compare")
 def compare_command(
     url: UrlOption,
     trace: Annotated[str, typer.Option("--trace", help="A trace file, or a made load's name.")],
@@ -89,7 +92,7 @@ def compare_command(
     scale: Annotated[float, typer.Option("--scale-tokens", help="Factor on the lengths of prompts and outputs.")] = 1.0,
     seed: Annotated[int, typer.Option("--seed")] = 0,
 ) -> None:
-    """Run a slice of a load on a real fleet and in the simulator, and compare medians and P90s."""
+    """Run a slice of a load on a real fleet and in the simulator. Compares medians and P90s."""
     if seconds <= 0 or rate <= 0 or scale <= 0:
         raise ConfigError("--seconds, --rate, --scale-tokens: expected more than 0")
     try:

@@ -28,12 +28,14 @@ from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.trace import Load, TraceError, at_rate, first, read_trace, repeated
 
 DEFAULT_PROFILE = "h100-llama-8b"
+app = typer.Typer()
 
 
 def _option(name: str, help: str) -> Any:
     return typer.Option(name, help=help)
 
 
+@app.command("simulate")
 def simulate_command(
     trace: Annotated[
         str, _option("--trace", f"A Mooncake .jsonl or Azure .csv file, or a made load: {', '.join(LOADS)}.")

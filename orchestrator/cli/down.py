@@ -1,0 +1,66 @@
+"""`orchestrator down`: end the fleet that runs here, or clean up after a launcher that was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import typer
+
+from orchestrator.cli.handle import OUT, NamespaceOption
+from orchestrator.config.settings import Refused
+from orchestrator.launch.host.leftovers import end_processes, remove_shared_memory
+from orchestrator.launch.host.run_folder import RunFolder, abandoned_namespaces, held_namespaces
+from orchestrator.parent import pid_here, started_ticks
+
+_KILL_AFTER_S = 60.0
+_EXIT_AFTER_S = 5.0  # how long the interpreter may run on after the fleet has ended
+app = typer.Typer()
+
+
+@app.command()
+def down(namespace: NamespaceOption = None) -> None:
+    """End the fleet that runs here, and wait until it is gone."""
+    held = held_namespaces()
+    if namespace is None and len(held) > 1:
+        raise Refused(f"several fleets run here ({', '.join(held)}); name one with --namespace")
+    if namespace is None and not held:
+        abandoned = abandoned_namespaces()
+        if not abandoned:
+            raise Refused("no fleet runs here")
+        for name in abandoned:
+            _remove_killed(RunFolder(name))
+        return
+    namespace = namespace or held[0]
+    folder = RunFolder(namespace)
+    launcher = folder.launcher()
+    if not folder.is_held:
+        if launcher is None:
+            raise Refused(f"no fleet runs in namespace {namespace!r}")
+        _remove_killed(folder)
+        return
+    if launcher is None:
+        raise Refused(f"the fleet in namespace {namespace!r} is just starting or ending; try again")
+    pid = pid_here(launcher)
+    if pid is None:
+        raise Refused(f"the fleet in namespace {namespace!r} runs in another container: run `orchestrator down` there")
+    ticks = started_ticks(pid)
+    os.kill(pid, signal.SIGTERM)
+    if not folder.wait_until_free(_KILL_AFTER_S):
+        OUT.print(f"process {pid} did not end within {_KILL_AFTER_S:g} s; killing it")
+        os.kill(pid, signal.SIGKILL)
+        folder.wait_until_free(_KILL_AFTER_S)
+        _remove_killed(folder)
+    deadline = time.monotonic() + _EXIT_AFTER_S
+    while ticks is not None and started_ticks(pid) == ticks and time.monotonic() < deadline:
+        time.sleep(0.01)
+    OUT.print(f"fleet {namespace!r} ended")
+
+
+def _remove_killed(folder: RunFolder) -> None:
+    left = folder.claim()
+    end_processes(left)
+    remove_shared_memory(folder.shared_memory)
+    folder.remove()
+    OUT.print(f"cleaned up after the launcher of {folder.namespace!r}, which was killed")

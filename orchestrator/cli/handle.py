@@ -1,0 +1,118 @@
+"""What most commands share: their common options, where the fleet is, and how an answer is printed.
+
+Redis is imported only by who opens it: it takes longer to import than most commands take to answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import msgspec
+import typer
+from rich.console import Console
+
+from orchestrator.config.settings import Config, QueueConfig, Refused
+from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
+
+if TYPE_CHECKING:
+    from orchestrator.store.queue import PrefillQueue
+    from orchestrator.store.registry import Registry
+
+NamespaceOption = Annotated[
+    str | None, typer.Option("--namespace", help="Fleet; by default the one running here.", show_default=False)
+]
+RedisOption = Annotated[
+    str | None, typer.Option("--redis", help="The fleet's Redis; by default the running one's.", show_default=False)
+]
+UrlOption = Annotated[
+    str | None, typer.Option("--url", help="A frontend of the fleet, instead of its Redis.", show_default=False)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="Override a key: a.b=value. May be repeated.", show_default=False)
+]
+WorkerArgument = Annotated[str, typer.Argument(help="A worker's id, as `orchestrator status` shows it.")]
+
+OUT = Console(width=None if sys.stdout.isatty() else 200)
+_REDIS_TIMEOUT_S = 2.0
+T = TypeVar("T")
+
+
+class FleetHandle(msgspec.Struct, frozen=True):
+    """Where a fleet is, according to the options or to the launcher that runs here."""
+
+    namespace: str
+    redis_url: str | None  # None where only a frontend was named
+    url: str | None  # of its endpoint; None unless it was named, or a launcher on this machine runs it
+    config: Config | None
+
+
+class OpenFleet(msgspec.Struct, frozen=True):
+    """An open connection to a fleet's Redis. What its parts do raises RedisAway."""
+
+    registry: Registry
+    queue: PrefillQueue
+
+
+def find_fleet(namespace: str | None, redis_url: str | None, url: str | None = None) -> FleetHandle:
+    """Raises Refused when neither the options nor a running launcher say where it is."""
+    if url is not None:
+        if not url.startswith(("http://", "https://")):
+            raise Refused(f"--url: expected http://HOST:PORT or https://HOST:PORT, got {url!r}")
+        return FleetHandle(namespace or "default", redis_url, url.rstrip("/"), None)
+    if namespace is None:
+        held = held_namespaces()
+        if len(held) > 1:
+            raise Refused(f"several fleets run here ({', '.join(held)}); name one with --namespace")
+        namespace = held[0] if held else "default"
+    folder = RunFolder(namespace)
+    running = folder.is_held
+    redis = redis_url or (folder.redis_url() if running else None)
+    if redis is None:
+        raise Refused(
+            f"no fleet runs in namespace {namespace!r}; start one with `orchestrator up CONFIG`, or name its --redis"
+        )
+    if not running or redis != folder.redis_url():
+        return FleetHandle(namespace, redis, None, None)  # a fleet elsewhere may have the same name
+    ready = folder.ready()
+    return FleetHandle(namespace, redis, ready.url if ready else None, folder.config())
+
+
+@contextlib.asynccontextmanager
+async def open_fleet(handle: FleetHandle) -> AsyncIterator[OpenFleet]:
+    """Raises Refused when its Redis cannot be used."""
+    from orchestrator.store.client import RedisAway, connect
+    from orchestrator.store.queue import PrefillQueue
+    from orchestrator.store.registry import Registry, UnknownWorker
+
+    if handle.redis_url is None:
+        raise Refused("this needs the fleet's Redis; name it with --redis")
+    try:
+        redis = await connect(handle.redis_url, _REDIS_TIMEOUT_S)
+        try:
+            config = handle.config.queue if handle.config else QueueConfig()
+            yield OpenFleet(Registry(redis, handle.namespace), PrefillQueue(redis, handle.namespace, config))
+        finally:
+            await redis.aclose()
+    except (RedisAway, UnknownWorker) as error:
+        raise Refused(str(error)) from None
+
+
+def ask(handle: FleetHandle, what: Callable[[OpenFleet], Awaitable[T]]) -> T:
+    """What `what` returns. Raises Refused."""
+
+    async def connected() -> T:
+        async with open_fleet(handle) as fleet:
+            return await what(fleet)
+
+    return asyncio.run(connected())
+
+
+def print_json(value: Any) -> None:
+    """One line."""
+    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+    sys.stdout.flush()

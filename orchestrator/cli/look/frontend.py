@@ -1,0 +1,72 @@
+"""What a frontend says of its fleet over HTTP: asked first, since it knows loads and needs no Redis."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+
+from orchestrator.cli.handle import FleetHandle, open_fleet
+from orchestrator.config.settings import Refused
+from orchestrator.types import WorkerStatus
+
+_TIMEOUT_S = 2.0
+
+
+def client() -> httpx.AsyncClient:
+    """No secret is sent, and a frontend's certificate may be known to its clients only."""
+    return httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, verify=False)
+
+
+async def get(url: str, path: str) -> Any:
+    """The JSON that a frontend answers; None where it does not."""
+    with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL, ValueError):
+        async with client() as http:
+            answer = await http.get(f"{url}{path}")
+            if answer.status_code == httpx.codes.OK:
+                return answer.json()
+    return None
+
+
+async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
+    """What a frontend's `/fleet` says; where none answers, the registry, which knows no loads (null).
+
+    Raises Refused.
+    """
+    if handle.url and (seen := await get(handle.url, "/fleet")) is not None:
+        return dict(seen)
+    if handle.redis_url is None:
+        raise Refused(f"{handle.url}: no frontend of a fleet answers there; see `orchestrator status --redis URL`")
+    async with open_fleet(handle) as fleet:
+        registered = (await fleet.registry.frontends()).values()
+        for url in reachable([frontend.url for frontend in registered], handle.redis_url):
+            if (seen := await get(url, "/fleet")) is not None:
+                return dict(seen)
+        workers = sorted((await fleet.registry.workers()).values(), key=lambda info: (info.role.value, info.id))
+        depth, desired = await fleet.queue.depth(), await fleet.registry.desired()
+    return {
+        "model": workers[0].identity.model if workers else None,
+        "workers": msgspec.to_builtins([WorkerStatus.of(info) for info in workers]),
+        "queue": msgspec.to_builtins(depth),
+        "desired": msgspec.to_builtins(desired),
+    }
+
+
+def reachable(urls: list[str], redis_url: str) -> list[str]:
+    """Those that lead to the frontends meant, each once. The loopback address of another host is ours here, and whoever
+    listens there is another fleet's."""
+    return [url for url in dict.fromkeys(urls) if not is_loopback(url) or is_loopback(redis_url)]
+
+
+def is_loopback(url: str) -> bool:
+    """A unix socket counts: who reaches it is on its host."""
+    host = urlsplit(url).hostname
+    if host is None or host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False

@@ -1,0 +1,52 @@
+"""`orchestrator status`: workers, their load and the queue, once or every second."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from rich.live import Live
+
+from orchestrator.cli.handle import (
+    OUT,
+    FleetHandle,
+    JsonOption,
+    NamespaceOption,
+    RedisOption,
+    UrlOption,
+    find_fleet,
+    print_json,
+)
+from orchestrator.cli.look.frontend import fleet_status
+from orchestrator.cli.look.views import fleet_view
+
+_WATCH_EVERY_S = 1.0
+app = typer.Typer()
+
+
+@app.command()
+def status(
+    namespace: NamespaceOption = None,
+    redis: RedisOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Again every second, until Ctrl-C.")] = False,
+) -> None:
+    """Show workers, their KV blocks and the queue."""
+    handle = find_fleet(namespace, redis, url)
+    if not watch:
+        seen = asyncio.run(fleet_status(handle))
+        print_json(seen) if as_json else OUT.print(fleet_view(seen))
+    elif as_json:
+        asyncio.run(_repeat(handle, print_json))
+    else:
+        with Live(console=OUT, auto_refresh=False) as live:
+            asyncio.run(_repeat(handle, lambda seen: live.update(fleet_view(seen), refresh=True)))
+
+
+async def _repeat(handle: FleetHandle, show: Callable[[dict[str, Any]], None]) -> None:
+    while True:
+        show(await fleet_status(handle))
+        await asyncio.sleep(_WATCH_EVERY_S)

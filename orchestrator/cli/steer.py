@@ -1,0 +1,120 @@
+"""`orchestrator scale`, `role`, `drain` and `queue`: what an operator orders a running fleet, and what waits in it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from orchestrator.cli.handle import (
+    OUT,
+    JsonOption,
+    NamespaceOption,
+    OpenFleet,
+    RedisOption,
+    WorkerArgument,
+    ask,
+    find_fleet,
+    print_json,
+)
+from orchestrator.cli.look.views import fields_view, queue_view
+from orchestrator.config.settings import Refused
+from orchestrator.store.steering import Steering
+from orchestrator.types import Role
+
+ForceOption = Annotated[bool, typer.Option("--force", help="Also when it is the last worker of its role.")]
+app = typer.Typer()
+queue_app = typer.Typer(help="The prefill queue.", invoke_without_command=True)
+app.add_typer(queue_app, name="queue")
+
+
+@app.command()
+def scale(
+    targets: Annotated[list[str], typer.Argument(help="prefill=X, decode=Y, or both.")],
+    namespace: NamespaceOption = None,
+    redis: RedisOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Set how many workers of each role there should be."""
+    counts: dict[str, int] = {}
+    for target in targets:
+        name, _, value = target.partition("=")
+        if name not in ("prefill", "decode") or not value.isdigit():
+            raise Refused(f"{target}: expected prefill=X or decode=Y with an integer >= 0")
+        counts[name] = int(value)
+    wanted = ask(find_fleet(namespace, redis), lambda fleet: _steer(fleet).scale(**counts))
+    _say({"prefill": wanted.prefill, "decode": wanted.decode}, as_json)
+
+
+@app.command()
+def role(
+    worker: WorkerArgument,
+    new_role: Annotated[Role, typer.Argument(metavar="prefill|decode")],
+    namespace: NamespaceOption = None,
+    redis: RedisOption = None,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Change a running worker's role in place; the desired ratio follows."""
+    changed = ask(find_fleet(namespace, redis), lambda fleet: _steer(fleet).change_role(worker, new_role, force))
+    said = f"{worker}: {'becomes' if changed else 'is already'} a {new_role.value} worker"
+    _say({"worker": worker, "role": new_role.value, "changed": changed}, as_json, said)
+
+
+@app.command()
+def drain(
+    worker: WorkerArgument,
+    namespace: NamespaceOption = None,
+    redis: RedisOption = None,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Let a worker finish what it has, then end it; the desired ratio follows."""
+    changed = ask(find_fleet(namespace, redis), lambda fleet: _steer(fleet).drain(worker, force))
+    said = f"{worker}: {'draining' if changed else 'is draining already'}"
+    _say({"worker": worker, "changed": changed}, as_json, said)
+
+
+@queue_app.callback()
+def queue(
+    context: typer.Context,
+    namespace: NamespaceOption = None,
+    redis: RedisOption = None,
+    as_json: JsonOption = False,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="Jobs to show.")] = 20,
+) -> None:
+    """Show the head of the prefill queue, next first."""
+    if context.invoked_subcommand is not None:
+        return
+
+    async def read(fleet: OpenFleet) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        return await fleet.queue.peek(limit), msgspec.to_builtins(await fleet.queue.depth())
+
+    waiting, depth = ask(find_fleet(namespace, redis), read)
+    print_json({**depth, "waiting": waiting}) if as_json else OUT.print(queue_view(waiting, depth))
+
+
+@queue_app.command("show")
+def queue_show(
+    request_id: Annotated[str, typer.Argument(metavar="ID")],
+    namespace: NamespaceOption = None,
+    redis: RedisOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show one job, waiting or claimed."""
+    job = ask(find_fleet(namespace, redis), lambda fleet: fleet.queue.show(request_id))
+    if job is None:
+        raise Refused(f"request {request_id!r} is not in the queue: it was never queued, or is done")
+    print_json(job) if as_json else OUT.print(fields_view(job))
+
+
+def _steer(fleet: OpenFleet) -> Steering:
+    return Steering(fleet.registry, fleet.queue)
+
+
+def _say(result: dict[str, Any], as_json: bool, said: str | None = None) -> None:
+    if as_json:
+        print_json(result)
+    else:
+        OUT.print(said or f"desired: {result['prefill']} prefill, {result['decode']} decode", highlight=False)

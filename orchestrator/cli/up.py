@@ -1,0 +1,32 @@
+"""`orchestrator up`: start a fleet on this machine, and run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from orchestrator.cli.detach import start_detached
+from orchestrator.cli.handle import SetOption
+from orchestrator.config.settings import load_config
+from orchestrator.launch.console import Console
+from orchestrator.launch.launcher import launch
+
+app = typer.Typer()
+
+
+@app.command()
+def up(
+    config: Annotated[Path, typer.Argument(help="A YAML file; see `orchestrator config keys`.")],
+    set_: SetOption = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Return once the fleet is ready; it runs on.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the whole output of the fleet's processes.")] = False,
+) -> None:
+    """Start a fleet on this machine and run it until Ctrl-C."""
+    parsed = load_config(config, set_)
+    if detach:
+        sets = [part for item in set_ or [] for part in ("--set", item)]
+        start_detached(parsed, [str(config), *sets, *(["--verbose"] if verbose else [])])
+    else:
+        launch(parsed, Console(verbose=verbose))

@@ -1,0 +1,52 @@
+"""A registered worker together with the orders that it has not carried out yet: what planning and operators go by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from orchestrator.types import Role, WorkerInfo, WorkerState
+
+
+class SeenWorker(msgspec.Struct, frozen=True):
+    """What planning needs of one worker.
+
+    `role` is the one that it has, or was told to take. `ready` means that it serves this role now; a worker that
+    loads, restarts or changes its role is not ready. `owned` means that this launcher runs its process, `managed` that
+    one of the fleet's launchers does. `fixed` means that its engine cannot take the other role, `flipping` that it
+    serves and was told to take this one.
+    """
+
+    id: str
+    role: Role
+    ready: bool
+    leaving: bool = False
+    owned: bool = True
+    fixed: bool = False
+    managed: bool = True
+    flipping: bool = False
+
+
+def see(
+    info: WorkerInfo, ordered_role: Role | None, ordered_drain: bool, owned: bool, managed: bool = False
+) -> SeenWorker:
+    """A registered worker and the orders it has not carried out yet."""
+    flipping = ordered_role is not None and (ordered_role is not info.role or info.state is not WorkerState.READY)
+    draining = info.state is WorkerState.DRAINING and ordered_role is None
+    return SeenWorker(
+        info.id,
+        ordered_role or info.role,
+        ready=info.state is WorkerState.READY and not flipping and not ordered_drain,
+        leaving=ordered_drain or draining,
+        owned=owned,
+        fixed=not info.can_be(info.role.other),
+        managed=owned or managed,
+        flipping=flipping and not ordered_drain,
+    )
+
+
+def is_last_decode(worker_id: str, workers: Sequence[SeenWorker]) -> bool:
+    """Whether this is the only ready decode worker: without it no new request could be decoded."""
+    ready = {w.id for w in workers if w.role is Role.DECODE and w.ready and not w.leaving}
+    return ready == {worker_id}

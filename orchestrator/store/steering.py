@@ -1,0 +1,108 @@
+"""What an operator orders a running fleet to do: scale, change a role, drain. For the command line and the dashboard.
+
+Needs the registry and the queue alone, so it works from any machine that reaches the fleet's Redis.
+"""
+
+from __future__ import annotations
+
+from orchestrator.config.settings import Refused
+from orchestrator.store.queue import PrefillQueue
+from orchestrator.store.registry import Registry
+from orchestrator.store.seen import SeenWorker, is_last_decode, see
+from orchestrator.types import DesiredRatio, Role
+
+_MAX_WORKERS = 10_000
+
+
+class Steering:
+    """Every method raises Refused, UnknownWorker or RedisAway."""
+
+    def __init__(self, registry: Registry, queue: PrefillQueue) -> None:
+        self._registry, self._queue = registry, queue
+
+    async def scale(self, prefill: int | None = None, decode: int | None = None) -> DesiredRatio:
+        """Set how many workers there should be; None leaves that role as it is. Returns the new ratio."""
+        current = await self._desired()
+        wanted = DesiredRatio(
+            current.prefill if prefill is None else prefill, current.decode if decode is None else decode, "scale"
+        )
+        if wanted.decode < 1:
+            raise Refused(f"decode={wanted.decode}: expected an integer >= 1 (decode workers answer requests)")
+        for name, count in (("prefill", wanted.prefill), ("decode", wanted.decode)):
+            if not 0 <= count <= _MAX_WORKERS:
+                raise Refused(f"{name}={count}: expected an integer from 0 to {_MAX_WORKERS}")
+        await self._registry.set_desired(wanted.prefill, wanted.decode, wanted.set_by)
+        return wanted
+
+    async def change_role(self, worker_id: str, role: Role, force: bool) -> bool:
+        """Order a role, and move the desired ratio with it. False when it has, or was told to take, that role."""
+        workers = await self._seen()
+        worker = self._one(worker_id, workers)
+        if worker.leaving:
+            raise Refused(f"{worker_id}: is draining and takes no role any more; `orchestrator scale` starts another")
+        if worker.role is role:
+            return False
+        if worker.fixed:
+            raise Refused(f"{worker_id}: its engine has several pipeline stages and stays a {worker.role.value} worker")
+        await self._guard(worker_id, workers, force, "role")
+        current = await self._desired()
+        step = 1 if role is Role.DECODE else -1
+        # The order goes first: the launcher reads both together, and must not pick another worker for the new ratio.
+        await self._registry.order_role(worker_id, role)
+        decode = max(0 if force else 1, current.decode + step)
+        await self._registry.set_desired(max(0, current.prefill - step), decode, "role")
+        return True
+
+    async def drain(self, worker_id: str, force: bool) -> bool:
+        """Order a drain, and lower the desired ratio with it. False when it drains already."""
+        workers = await self._seen()
+        worker = self._one(worker_id, workers)
+        if worker.leaving:
+            return False
+        await self._guard(worker_id, workers, force, "drain")
+        current = await self._desired()
+        await self._registry.order_drain(worker_id)
+        prefill = current.prefill - (worker.role is Role.PREFILL)
+        decode = current.decode - (worker.role is Role.DECODE)
+        await self._registry.set_desired(max(0, prefill), max(0 if force else 1, decode), "drain")
+        return True
+
+    async def _seen(self) -> list[SeenWorker]:
+        orders = await self._registry.orders()
+        seen = []
+        for worker_id, info in (await self._registry.workers()).items():
+            order = orders.get(worker_id)
+            seen.append(see(info, order.role if order else None, bool(order and order.drain), owned=False))
+        return seen
+
+    async def _desired(self) -> DesiredRatio:
+        """The ratio that was set; in a fleet without a launcher, the ratio that is there."""
+        desired = await self._registry.desired()
+        if desired is None:
+            roles = [worker.role for worker in await self._seen() if not worker.leaving]
+            desired = DesiredRatio(roles.count(Role.PREFILL), roles.count(Role.DECODE))
+        return desired
+
+    def _one(self, worker_id: str, workers: list[SeenWorker]) -> SeenWorker:
+        for worker in workers:
+            if worker.id == worker_id:
+                return worker
+        there = ", ".join(sorted(worker.id for worker in workers)) or "nobody"
+        raise Refused(f"worker {worker_id!r} is not in the fleet; there: {there}")
+
+    async def _guard(self, worker_id: str, workers: list[SeenWorker], force: bool, command: str) -> None:
+        """Raises Refused for the last worker of a role while it is needed, unless forced."""
+        if force:
+            return
+        if is_last_decode(worker_id, workers):
+            raise Refused(
+                f"{worker_id}: is the last decode worker that is ready; without it no request is answered. Start "
+                f"another first (`orchestrator scale`), or repeat `orchestrator {command}` with --force"
+            )
+        prefill = [w.id for w in workers if w.role is Role.PREFILL and w.ready and not w.leaving]
+        waiting = (await self._queue.depth()).requests
+        if prefill == [worker_id] and waiting:
+            raise Refused(
+                f"{worker_id}: is the last prefill worker that is ready, and {waiting} prefills wait for it. Repeat "
+                f"`orchestrator {command}` with --force to prefill them on decode workers"
+            )

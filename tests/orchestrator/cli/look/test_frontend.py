@@ -1,0 +1,78 @@
+"""Where a command looks for a fleet, and whom it asks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from support_redis import fresh_namespace, running_server
+
+from orchestrator.cli.handle import FleetHandle, find_fleet
+from orchestrator.cli.look.frontend import fleet_status, reachable
+from orchestrator.config.settings import Refused, parse_config
+from orchestrator.launch.host.run_folder import Ready, RunFolder
+from orchestrator.store.client import connect
+from orchestrator.store.registry import Registry
+
+
+def test_a_fleet_elsewhere_is_not_taken_for_the_one_that_runs_here(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = RunFolder("default")
+    folder.claim()
+    config = parse_config({"model": "m", "redis": {"url": "redis://here:1"}})
+    folder.write_config(config)
+    folder.note_ready(Ready("http://here:8000", "m", "1P1D"))
+    here = FleetHandle("default", "redis://here:1", "http://here:8000", config)
+    assert find_fleet(None, None) == find_fleet(None, "redis://here:1") == here
+    assert find_fleet(None, "redis://there:1") == FleetHandle("default", "redis://there:1", None, None)
+    folder.remove()
+
+
+@pytest.mark.parametrize(
+    ("redis_url", "asked"),
+    [("redis://127.0.0.1:6379", True), ("unix:///run/redis", True), ("redis://192.0.2.1:6379", False)],
+)
+def test_the_loopback_address_of_another_host_is_not_asked(redis_url: str, asked: bool):
+    here, there = "http://127.0.0.1:8000", "http://192.0.2.7:8000"
+    assert reachable([there, here, there], redis_url) == ([there, here] if asked else [there])
+
+
+@contextlib.asynccontextmanager
+async def frontend() -> AsyncIterator[str]:
+    """Answers every request as `/fleet` would; the URL of it."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b'HTTP/1.1 200 OK\r\ncontent-length: 15\r\n\r\n{"model": "m1"}')
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
+
+
+async def test_a_registered_frontend_is_asked(tmp_path: Path):
+    async with frontend() as url:
+        with running_server(tmp_path) as server:
+            redis, namespace = await connect(server.url, 2.0), fresh_namespace()
+            await Registry(redis, namespace).refresh_frontend("f1", url, "", 30.0)
+            assert (await fleet_status(FleetHandle(namespace, server.url, None, None)))["model"] == "m1"
+            await redis.aclose()
+
+
+async def test_a_frontend_that_is_known_is_asked_though_redis_is_away():
+    async with frontend() as url:
+        handle = FleetHandle("default", "redis://127.0.0.1:1", url, None)
+        assert (await fleet_status(handle))["model"] == "m1"
+        assert (await fleet_status(find_fleet(None, None, url)))["model"] == "m1"
+
+
+async def test_nobody_answers_in_one_line():
+    with pytest.raises(Refused, match="no frontend of a fleet answers there"):
+        await fleet_status(find_fleet(None, None, "http://127.0.0.1:1"))
+    with pytest.raises(Refused, match="--url: expected http"):
+        find_fleet(None, None, "127.0.0.1:8000")
