@@ -130,10 +130,10 @@ async def running_pool(tmp_path: Path, prefill: int, decode: int, backoff_s: flo
 
 @asynccontextmanager
 async def hand_started(running: Pool, role: Role, worker_id: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    handle = running.fleet.handle
-    command = [sys.executable, "-m", "workers.main", role.value, "--id", worker_id, "--redis", handle.redis_url]
+    config = running.config
+    command = [sys.executable, "-m", "workers.main", role.value, "--id", worker_id, "--redis", config.redis.url]
     process = await asyncio.create_subprocess_exec(
-        *command, "--config", str(RunFolder(handle.namespace).path / "config.yaml"), stderr=asyncio.subprocess.DEVNULL
+        *command, "--config", str(RunFolder(config.namespace).path / "config.yaml"), stderr=asyncio.subprocess.DEVNULL
     )
     try:
         yield process
