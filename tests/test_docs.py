@@ -11,11 +11,11 @@ import typer
 from prometheus_client.metrics import MetricWrapperBase
 from test_layering import ROOMS
 
-from orchestrator import metrics
 from orchestrator.cli.look.views import config_keys
 from orchestrator.cli.main import app
 from orchestrator.config.settings import Config
 from orchestrator.frontend.pages import FleetCollector
+from orchestrator.telemetry import metrics
 from orchestrator.types import DesiredRatio, QueueDepth
 
 ROOT = Path(__file__).parents[1]

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from orchestrator import metrics
 from orchestrator.policy.prefix_index import Hits, PrefixIndex
+from orchestrator.telemetry import metrics
 from orchestrator.types import PrefixEvents, WorkerLoad
 from orchestrator.wire.messages import PrefixResync, PrefixSnapshot
 

@@ -11,7 +11,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from orchestrator import metrics
 from orchestrator.config.settings import Config
 from orchestrator.fleet.view import Fleet, WorkerView
 from orchestrator.policy.predict import Predictor
@@ -25,6 +24,7 @@ from orchestrator.policy.ratio import (
 )
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry
+from orchestrator.telemetry import metrics
 from orchestrator.types import Offered, QueueDepth, Role, WorkerState
 
 log = logging.getLogger("pd.ratio")

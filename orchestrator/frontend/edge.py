@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import uuid
 from collections.abc import Iterable, MutableMapping
 from contextvars import ContextVar
@@ -23,12 +24,13 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class RequestContext:
-    """One HTTP request's id, and its refusal if it was refused."""
+    """One HTTP request's id, when it came (unix seconds), and its refusal if it was refused."""
 
-    __slots__ = ("refusal", "request_id")
+    __slots__ = ("received_at", "refusal", "request_id")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.received_at = time.time()
         self.refusal: Refusal | None = None
 
 

@@ -43,6 +43,7 @@ class VllmCodec:
             resumable=sampling is not None and _can_continue(sampling),
             early_token=sampling is not None and _same_first_token(sampling),
             prefix_keys=_prefix_keys(request, block_size),
+            received_at=context.received_at if context else request.arrival_time,
         )
 
     def _encode(self, request: EngineCoreRequest) -> list[bytes]:

@@ -19,7 +19,6 @@ from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.ratio_controller import RatioController
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.pause import PauseCalls
-from orchestrator.metrics import dropped
 from orchestrator.parent import own_identity
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.router.codec import Codec
@@ -27,6 +26,7 @@ from orchestrator.router.router import Router
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry
+from orchestrator.telemetry.metrics import dropped
 from orchestrator.types import DesiredRatio
 from orchestrator.wire.curve import KeyPair
 from orchestrator.wire.messages import CallReply, PrefixSnapshot, Welcome

@@ -233,7 +233,7 @@ class ConsoleHandler(logging.Handler):
 
 
 def shown_request(line: str) -> str | None:
-    """A frontend's `pd.request` line (router/request_log.py) for a person; None for any other line."""
+    """A frontend's `pd.request` line (telemetry/request_line.py) for a person; None for any other line."""
     _, found, encoded = line.partition(" pd.request: ")
     if not found:
         return None

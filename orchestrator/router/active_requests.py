@@ -6,18 +6,19 @@ import asyncio
 import logging
 import time
 
-from orchestrator import metrics
 from orchestrator.router.codec import Batch, Codec
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, State
-from orchestrator.router.request_log import log_ended
+from orchestrator.router.request_log import describe, log_ended
+from orchestrator.telemetry import metrics
+from orchestrator.telemetry.recent import Recent
 
 log = logging.getLogger("pd.router")
 
 
 class ActiveRequests:
-    def __init__(self, codec: Codec, learning: Learning) -> None:
-        self._codec, self._learning = codec, learning
+    def __init__(self, codec: Codec, learning: Learning, recent: Recent) -> None:
+        self._codec, self._learning, self._recent = codec, learning, recent
         self.by_id: dict[str, ActiveRequest] = {}
         self.batches: asyncio.Queue[Batch] = asyncio.Queue()
 
@@ -47,4 +48,6 @@ class ActiveRequests:
         active.move(state)
         del self.by_id[active.id]
         metrics.requests.labels(state.value).inc()
-        log_ended(active, now)
+        line = describe(active, now)
+        self._recent.ended(line, now)
+        log_ended(line)

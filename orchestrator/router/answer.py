@@ -11,9 +11,9 @@ import enum
 import logging
 from typing import Any
 
-from orchestrator import metrics
 from orchestrator.router.codec import Batch, Codec
 from orchestrator.router.request import ActiveRequest, State
+from orchestrator.telemetry import metrics
 from orchestrator.types import FinishReason
 from orchestrator.wire.messages import MessageError, Prefilled
 

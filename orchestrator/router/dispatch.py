@@ -10,12 +10,12 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from orchestrator import metrics
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.router.request import ActiveRequest, State, Submitted
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import QueueFull
+from orchestrator.telemetry import metrics
 from orchestrator.types import PrefillJob
 from orchestrator.wire.messages import Abort, Submit
 from orchestrator.wire.transport import FrontendTransport

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 
-from orchestrator import metrics
 from orchestrator.policy.placement import Reject
 from orchestrator.router.decider import Decider
 from orchestrator.router.dispatch import Dispatch
 from orchestrator.router.request import ActiveRequest, Placed, State
+from orchestrator.telemetry import metrics
 
 # How long a request waits before it asks again for a decode worker.
 PLACE_AGAIN_INTERVAL_S = 0.1

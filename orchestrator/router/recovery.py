@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 
-from orchestrator import metrics
 from orchestrator.config.settings import RoutingConfig
 from orchestrator.fleet.view import Fleet
 from orchestrator.router.active_requests import ActiveRequests
@@ -15,6 +14,7 @@ from orchestrator.router.dispatch import Dispatch
 from orchestrator.router.placer import Placer
 from orchestrator.router.quarantine import Quarantine
 from orchestrator.router.request import ActiveRequest, State
+from orchestrator.telemetry import metrics
 
 log = logging.getLogger("pd.router")
 

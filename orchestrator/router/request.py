@@ -64,6 +64,7 @@ class Asked(msgspec.Struct, frozen=True):
     resumable: bool  # another worker can continue it after tokens were sent
     early_token: bool  # its first token is the same whichever engine samples it, and the client streams
     prefix_keys: list[int]  # of the prompt's blocks; none where it shares them with nobody
+    received_at: float = 0.0  # at the frontend, unix seconds; 0 where nobody says
 
 
 class Placed(msgspec.Struct, frozen=True):

@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import msgspec
 
 from orchestrator.router.request import ActiveRequest
+from orchestrator.telemetry.request_line import RequestLine
 
 log = logging.getLogger("pd.request")
-
-
-class RequestLine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Stages in milliseconds. `exposed_ms`: from the end of prefill compute to decode's first token."""
-
-    id: str
-    outcome: str
-    decision: str
-    reason: str
-    prompt_tokens: int
-    output_tokens: int
-    attempts: int
-    decode_worker: str | None
-    prefill_worker: str | None
-    total_ms: float
-    ttft_ms: float | None = None
-    queued_ms: float | None = None
-    prefill_ms: float | None = None
-    exposed_ms: float | None = None
-    decode_ms: float | None = None
-    cached_tokens: int = 0  # of the prompt, where it was prefilled: believed if locally, counted if remotely
-    retries: list[str] = []
 
 
 def _ms(seconds: float | None) -> float | None:
@@ -44,6 +24,8 @@ def describe(request: ActiveRequest, now: float) -> RequestLine:
     first, decoding = answer.first_token_at, answer.decoding_at
     ended = prefill.ended_at if prefill is not None else None
     local_prefill_s = first - decode.at if first and decode is not None else None
+    accepted_at = time.time() - (now - request.accepted_at)  # unix seconds
+    received_at = asked.received_at or accepted_at
     return RequestLine(
         id=asked.label,
         outcome=request.state.value,
@@ -62,9 +44,12 @@ def describe(request: ActiveRequest, now: float) -> RequestLine:
         decode_ms=_ms(now - first) if first else None,
         cached_tokens=request.cached_tokens,
         retries=request.retries,
+        arrived_at=round(received_at, 3),
+        frontend_ms=_ms(accepted_at - received_at),
+        sent_ms=_ms(decode.at - request.accepted_at) if decode is not None else None,
     )
 
 
-def log_ended(request: ActiveRequest, now: float) -> None:
+def log_ended(line: RequestLine) -> None:
     if log.isEnabledFor(logging.INFO):
-        log.info("%s", msgspec.json.encode(describe(request, now)).decode())
+        log.info("%s", msgspec.json.encode(line).decode())

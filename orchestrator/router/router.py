@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from orchestrator import metrics
 from orchestrator.config.settings import Config
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
@@ -29,6 +28,8 @@ from orchestrator.router.learning import Learning
 from orchestrator.router.placer import Placer
 from orchestrator.router.recovery import Recovery
 from orchestrator.router.request import ActiveRequest, Overloaded, Prefilling, State
+from orchestrator.telemetry import metrics
+from orchestrator.telemetry.recent import Recent
 from orchestrator.types import FinishReason
 from orchestrator.wire.messages import (
     Claimed,
@@ -70,7 +71,8 @@ class Router:
         self.learning = Learning(Predictor(prior_s_per_token=config.queue.seconds_per_token), choose)
         self._decider = Decider(transport.frontend_id, config, fleet, queue, prefixes, choose, self.learning)
         self._dispatch = Dispatch(fleet, transport, queue)
-        self._requests = ActiveRequests(codec, self.learning)
+        self.recent = Recent()
+        self._requests = ActiveRequests(codec, self.learning, self.recent)
         self._placer = Placer(self._decider, self._dispatch, config.routing.placement_timeout_s)
         self._recovery = Recovery(config.routing, fleet, self._requests, self._dispatch, self._placer)
         self.requests, self.batches = self._requests.by_id, self._requests.batches
@@ -163,6 +165,7 @@ class Router:
             return
         active.prefill = Prefilling(claimed.worker_id, claimed.kv_source, claimed.queued_s)
         metrics.queue_wait_s.observe(claimed.queued_s)
+        self.recent.queue_wait.add(claimed.queued_s)
         self.learning.claimed(active)
         # Bound only now, on load as fresh as the last engine step: no decode block is held while a job waits.
         while (chosen := self._decider.bind(active)) is not None:
@@ -179,6 +182,7 @@ class Router:
         metrics.prefill_s.observe(said.prefill_s)
         self.learning.prefilled(active, self._fleet.workers.get(said.worker_id))
         if (batch := self._answers.from_prefill(active, said, payload, now)) is not None:
+            self.recent.ttft.add(now - active.accepted_at)
             self.batches.put_nowait(batch)
 
     def _on_prefill_failed(self, active: ActiveRequest) -> None:
@@ -218,14 +222,23 @@ class Router:
         """Whether the output goes to the client."""
         began = active.state is not State.DECODING and bool(output.new_token_ids)
         first = began and active.answer.decoding_at is None
+        had_first, last_at = active.answer.first_token_at is not None, active.answer.heard_at
         verdict = self._answers.from_decode(active, output, now)
         if verdict is Verdict.DIVERGED:
             self._recovery.diverged(active)
             return False
+        if not had_first and active.answer.first_token_at is not None:
+            self.recent.ttft.add(now - active.accepted_at)
+        elif output.new_token_ids and not began:
+            self.recent.itl.add(now - last_at)
+        self.recent.output_tokens += len(output.new_token_ids)
         if first:
             self.learning.first_token(active, now)
             if active.prefill is not None and active.prefill.ended_at is not None:
                 metrics.kv_exposed_s.observe(now - active.prefill.ended_at)
+            if active.prefill is not None and active.decode_worker is not None:
+                pair = active.prefill.worker_id, active.decode_worker
+                self.recent.transferred[pair] += active.asked.info.prompt_tokens
         if began:
             active.move(State.DECODING)
             self._recovery.harmless(active)

@@ -1,0 +1,1 @@
+"""What this process tells of itself and its requests: metrics, the line of each request, latencies, traces."""

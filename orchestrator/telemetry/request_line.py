@@ -1,0 +1,73 @@
+"""What is told of one ended request: the `pd.request` log line, and its stages on one time line.
+
+Written by the router; read by the dashboard, the exporter of traces and the command line.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RequestLine(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Stages in milliseconds. `exposed_ms`: from the end of prefill compute to decode's first token."""
+
+    id: str
+    outcome: str
+    decision: str
+    reason: str
+    prompt_tokens: int
+    output_tokens: int
+    attempts: int
+    decode_worker: str | None
+    prefill_worker: str | None
+    total_ms: float
+    ttft_ms: float | None = None
+    queued_ms: float | None = None
+    prefill_ms: float | None = None
+    exposed_ms: float | None = None
+    decode_ms: float | None = None
+    cached_tokens: int = 0  # of the prompt, where it was prefilled: believed if locally, counted if remotely
+    retries: list[str] = []
+    arrived_at: float = 0.0  # at the frontend, unix seconds
+    frontend_ms: float | None = None  # from there to the router: parsing, the chat template, tokenizing
+    sent_ms: float | None = None  # from arrival at the router until a decode worker was given the last attempt
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """`begin_ms` and `end_ms` count from the request's arrival at the frontend."""
+
+    name: str
+    begin_ms: float
+    end_ms: float
+    worker: str = ""
+
+    @property
+    def took_ms(self) -> float:
+        return self.end_ms - self.begin_ms
+
+
+def stages(line: RequestLine) -> list[Stage]:
+    """The stages of the last attempt, in order. What an earlier attempt took is in `place`, the first stage after
+    `frontend`. Stages that did not happen are left out."""
+    begin_ms = line.frontend_ms or 0.0
+    end_ms = begin_ms + line.total_ms
+    found = [Stage("frontend", 0.0, begin_ms)]
+    prefill, decode = line.prefill_worker or "", line.decode_worker or ""
+    if line.sent_ms is None:
+        return [*found, Stage("place", begin_ms, end_ms)]
+    sent_ms = min(begin_ms + line.sent_ms, end_ms)
+    queue_ms = max(begin_ms, sent_ms - (line.queued_ms or 0.0))
+    found.append(Stage("place", begin_ms, queue_ms))
+    if line.queued_ms is not None:
+        found.append(Stage("queue", queue_ms, sent_ms))
+    computed_ms = min(sent_ms + (line.prefill_ms if line.prefill_ms is not None else end_ms - sent_ms), end_ms)
+    found.append(Stage("prefill", sent_ms, computed_ms, prefill or decode))
+    if line.prefill_ms is None:
+        return found  # it ended while it was being prefilled
+    decoding_ms = computed_ms
+    if prefill:
+        decoding_ms = min(computed_ms + (line.exposed_ms if line.exposed_ms is not None else end_ms), end_ms)
+        found.append(Stage("transfer", computed_ms, decoding_ms, f"{prefill} to {decode}"))
+    if line.ttft_ms is not None and decoding_ms < end_ms:
+        found.append(Stage("decode", decoding_ms, end_ms, decode))
+    return found
