@@ -45,9 +45,9 @@ def worker_spec(config: Config, role: Role, worker_id: str, config_file: Path, s
     return ProcessSpec(worker_id, command, env, folder / f"{worker_id}.exit")
 
 
-def frontend_spec(config: Config, index: int, config_file: Path) -> ProcessSpec:
+def frontend_spec(config: Config, name: str, index: int, config_file: Path) -> ProcessSpec:
     """With several frontends it makes the folder for the counters that they share."""
-    name, folder = f"frontend-{index}", config_file.parent
+    folder = config_file.parent
     command = [sys.executable, "-m", "orchestrator.frontend.server", "--index", str(index)]
     command += ["--redis", config.redis.url, "--config", str(config_file), "--port", str(config.frontend.port)]
     command.append("--die-with-parent")

@@ -1,7 +1,7 @@
 """Runs a fleet on this machine in the foreground: checks first, then Redis, workers and frontends, then `Ready`.
 
-Owns what they share: the run folder, the port, the log, signals, and that nothing is left at the end. local_fleet.py
-has the processes, host/redis_server.py has Redis.
+Owns what they share: the run folder, the port, the log, signals, and that nothing is left at the end.
+fleet_processes.py has the processes, host/redis_server.py has Redis.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from orchestrator.config.model import find_model
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.commands import resolve
 from orchestrator.launch.console import Console, ConsoleHandler, LogFile
+from orchestrator.launch.fleet_processes import FleetProcesses
 from orchestrator.launch.host.leftovers import end_processes, remove_shared_memory
+from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.machine import MachineShares, hold_port
 from orchestrator.launch.host.process import adopt_orphans
 from orchestrator.launch.host.redis_server import RedisServer
 from orchestrator.launch.host.run_folder import Ready, RunFolder, StartedProcess
-from orchestrator.launch.local_fleet import LocalFleet
 from orchestrator.store.registry import Registry
 
 # One Ctrl-C can arrive twice: from the terminal, and from the program that started us.
@@ -79,9 +80,9 @@ async def _run(config: Config, model: str, folder: RunFolder, console: Console) 
         held, port = hold_port(config.frontend.host, config.frontend.port)
         stack.callback(held.close)
         resolved = resolve(config, model, server.url, port)
-        machine = MachineShares(config)
+        machine = LocalMachine(resolved, folder.write_config(resolved))
         registry = Registry(redis, config.namespace)
-        fleet = LocalFleet(resolved, folder.write_config(resolved), registry, machine, console, folder.note_started)
+        fleet = FleetProcesses(resolved, registry, machine, console, folder.note_started)
         stop.at_once = fleet.kill
         stack.push_async_callback(fleet.end)
         await fleet.start()
@@ -148,7 +149,7 @@ def _open_log(folder: RunFolder, console: Console) -> None:
     console.stage("log", str(folder.log_path), done=True)
 
 
-def _announce(fleet: LocalFleet, device: str, folder: RunFolder, console: Console) -> None:
+def _announce(fleet: FleetProcesses, device: str, folder: RunFolder, console: Console) -> None:
     """The last lines of a start: where the fleet is, and requests to try it with."""
     config = fleet.config
     name = config.served_model_name or config.model

@@ -47,6 +47,10 @@ def plan(desired: DesiredRatio, workers: Sequence[SeenWorker]) -> list[Action]:
     """
     staying = {w.id: w for w in workers if not w.leaving}
     actions: list[Action] = []
+    for unplaced in _waiting_in_vain(desired, staying.values()):
+        if unplaced.owned:
+            actions.append(Drain(unplaced.id))
+        del staying[unplaced.id]
     for role in Role:
         short = _wanted(desired, role) - _count(staying.values(), role)
         spare = _count(staying.values(), role.other) - _wanted(desired, role.other)
@@ -89,6 +93,17 @@ def stand_in(workers: Sequence[SeenWorker]) -> Flip | None:
     able = [w for w in staying if w.role is Role.PREFILL and (w.ready or w.flipping) and not w.fixed]
     chosen = max(able, key=lambda w: (w.flipping, w.managed, _age_order(w.id)), default=None)
     return Flip(chosen.id, Role.DECODE) if chosen is not None else None
+
+
+def _waiting_in_vain(desired: DesiredRatio, workers: Iterable[SeenWorker]) -> list[SeenWorker]:
+    """Workers that wait for room in a role that has enough without them, so that none that serves goes instead."""
+    vain = []
+    for role in Role:
+        of_role = [w for w in workers if w.role is role]
+        spare = len(of_role) - _wanted(desired, role)
+        unplaced = sorted((w for w in of_role if not w.placed), key=lambda w: _age_order(w.id), reverse=True)
+        vain += unplaced[: max(0, spare)]
+    return vain
 
 
 def _wanted(desired: DesiredRatio, role: Role) -> int:

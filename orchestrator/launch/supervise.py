@@ -9,20 +9,23 @@ import asyncio
 import enum
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 import msgspec
 
 from orchestrator.config.settings import LauncherConfig
-from orchestrator.launch.host.process import LocalProcess, ProcessSpec
+from orchestrator.launch.host.process import Process
 
 log = logging.getLogger("pd.launcher")
 
 _HEALTHY_S = 60.0  # a process that was ready for this long has made up for its crashes
+_PLACED_AT_ONCE_S = 0.5  # where room is there, nobody is told that it was waited for
 _NOT_STARTED = 127  # the exit code that a shell gives to a program that cannot be started
 
 
 class Stage(enum.Enum):
+    PLACING = "placing"  # it waits for a machine that has room
     STARTING = "starting"
     READY = "ready"
     PAUSING = "restarting"  # it died; the pause before the next start
@@ -31,9 +34,10 @@ class Stage(enum.Enum):
 
 
 SUCCESSORS: dict[Stage, frozenset[Stage]] = {
-    Stage.STARTING: frozenset({Stage.READY, Stage.PAUSING, Stage.LEAVING, Stage.ENDED}),
+    Stage.PLACING: frozenset({Stage.STARTING, Stage.LEAVING, Stage.ENDED}),
+    Stage.STARTING: frozenset({Stage.PLACING, Stage.READY, Stage.PAUSING, Stage.LEAVING, Stage.ENDED}),
     Stage.READY: frozenset({Stage.PAUSING, Stage.LEAVING, Stage.ENDED}),
-    Stage.PAUSING: frozenset({Stage.STARTING, Stage.LEAVING, Stage.ENDED}),
+    Stage.PAUSING: frozenset({Stage.PLACING, Stage.STARTING, Stage.LEAVING, Stage.ENDED}),
     Stage.LEAVING: frozenset({Stage.ENDED}),
     Stage.ENDED: frozenset(),
 }
@@ -64,30 +68,33 @@ def backoff_s(crashes: int, config: LauncherConfig) -> float:
 
 
 class Supervised:
-    """One process and its successors, under one name."""
+    """One process and its successors, under one name.
+
+    `make` makes the next one; it may raise OSError. `place`, where given, returns when a machine has room for it.
+    """
 
     def __init__(
         self,
         name: str,
-        spec: Callable[[], ProcessSpec],
+        make: Callable[[], Process],
         config: LauncherConfig,
         start_timeout_s: float,
-        on_line: Callable[[str, str], None],
         on_stage: Callable[[Supervised], None],
         on_exit: Callable[[Supervised], Awaitable[None]],
+        place: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self.name = name
         self.stage = Stage.STARTING
         self.crashes = 0  # in a row
         self.last_exit: Exit | None = None
         self.started_at = 0.0  # monotonic
-        self._spec = spec
+        self._make = make
+        self._place = place
         self._config = config
         self._start_timeout_s = start_timeout_s
-        self._on_line = on_line
         self._on_stage = on_stage
         self._on_exit = on_exit
-        self._process: LocalProcess | None = None
+        self._process: Process | None = None
         self._not_started = ""  # why not
         self._ready_at = 0.0
         self._ready = asyncio.Event()
@@ -122,11 +129,11 @@ class Supervised:
 
     def expect_exit(self, within_s: float) -> None:
         """It was told to leave: do not start it again, and stop it if it still runs after `within_s`."""
-        if self.stage in (Stage.STARTING, Stage.READY, Stage.PAUSING):
-            pausing = self.stage is Stage.PAUSING
+        if self.stage in (Stage.PLACING, Stage.STARTING, Stage.READY, Stage.PAUSING):
+            runs = self.stage in (Stage.STARTING, Stage.READY)
             self._wanted = False
             self._enter(Stage.LEAVING)
-            if pausing:
+            if not runs:
                 self._stopping.set()
             else:
                 asyncio.get_running_loop().call_later(within_s, self._stopping.set)
@@ -147,7 +154,7 @@ class Supervised:
         """Returns when it was stopped, or ended as expected. Leaves no process behind, however it returns."""
         self._on_stage(self)
         try:
-            while self._wanted:
+            while self._wanted and await self._placed():
                 code = await self._run_once()
                 self.last_exit = self._describe_exit(code)
                 await self._on_exit(self)
@@ -160,6 +167,25 @@ class Supervised:
                 await self._process.wait()
             self._enter(Stage.ENDED)
 
+    async def _placed(self) -> bool:
+        """Wait for room. False when it was told to end meanwhile."""
+        if self._place is None:
+            return True
+        placed = asyncio.create_task(self._place())
+        stop = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait({placed, stop}, timeout=_PLACED_AT_ONCE_S, return_when=asyncio.FIRST_COMPLETED)
+            if not placed.done() and not stop.done():
+                self._enter(Stage.PLACING)
+                await asyncio.wait({placed, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if placed.done():
+                placed.result()
+            return placed.done() and self._wanted
+        finally:
+            for task in (placed, stop):
+                task.cancel()
+            await asyncio.gather(placed, stop, return_exceptions=True)
+
     async def _run_once(self) -> int:
         """One process from its start to its end. Returns the exit code."""
         self._ready.clear()
@@ -167,8 +193,7 @@ class Supervised:
         self._enter(Stage.STARTING)
         self._process = None
         try:
-            spec = self._spec()
-            self._process = LocalProcess(spec, self._on_line)
+            self._process = self._make()
             await self._process.start()
         except OSError as error:
             self._not_started = str(error)

@@ -10,11 +10,10 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.launch.commands import worker_spec
-from orchestrator.launch.host.machine import MachineShares
+from orchestrator.launch.machines import Machines
 from orchestrator.launch.reconcile import Action, Drain, Flip, Start, plan, stand_in
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage, Supervised
@@ -48,9 +47,8 @@ class WorkerPool:
     def __init__(
         self,
         config: Config,
-        config_file: Path,
         registry: Registry,
-        machine: MachineShares,
+        machines: Machines,
         on_line: Callable[[str, str], None],
         on_stage: Callable[[Supervised], None],
         launcher_id: str = "",
@@ -58,9 +56,8 @@ class WorkerPool:
         self.launcher_id = launcher_id or own_identity()
         self.slots: dict[str, Slot] = {}
         self._config = config
-        self._config_file = config_file
         self._registry = registry
-        self._machine = machine
+        self._machines = machines
         self._on_line = on_line
         self._on_stage = on_stage
         self._closed = False
@@ -69,20 +66,20 @@ class WorkerPool:
 
     async def start(self, role: Role) -> None:
         """Start a worker under an id of its own. Raises ConfigError when the machine has no room, and RedisAway."""
-        self._machine.take(_NEXT, role)  # asked before an id is claimed: another launcher may have the room
-        self._machine.give_back(_NEXT)
+        self._machines.take(_NEXT, role)  # asked before an id is claimed: another launcher may have the room
+        self._machines.give_back(_NEXT)
         worker_id = await self._registry.claim_id(self.launcher_id, role, self._config.workers.timeout_s)
         if self._closed:
             return
-        share = self._machine.take(worker_id, role)
+        self._machines.take(worker_id, role)
         process = Supervised(
             worker_id,
-            lambda: worker_spec(self._config, slot.role, worker_id, self._config_file, share),
+            lambda: self._machines.worker(worker_id, slot.role, self._on_line),
             self._config.launcher,
             self._config.workers.start_timeout_s,
-            self._on_line,
             self._on_stage,
             self._left,
+            partial(self._machines.placed, worker_id),
         )
         slot = Slot(role, process)
         self.slots[worker_id] = slot
@@ -136,7 +133,8 @@ class WorkerPool:
         for worker_id, slot in self.slots.items():
             if worker_id not in present:
                 leaving = slot.process.stage in (Stage.LEAVING, Stage.ENDED)
-                workers.append(SeenWorker(worker_id, slot.role, ready=False, leaving=leaving))
+                placed = slot.process.stage is not Stage.PLACING
+                workers.append(SeenWorker(worker_id, slot.role, ready=False, leaving=leaving, placed=placed))
         loading = others.keys() - present - self.slots.keys()
         return workers + [SeenWorker(name, others[name], ready=False, owned=False) for name in sorted(loading)]
 
@@ -217,7 +215,7 @@ class WorkerPool:
             await slot.process.run()
         finally:
             self.slots.pop(slot.process.name, None)
-            self._machine.give_back(slot.process.name)
+            self._machines.give_back(slot.process.name)
 
     async def _left(self, process: Supervised) -> None:
         """Take it out of the registry at once: the others need not wait for its time to live to run out."""

@@ -15,7 +15,7 @@ class SeenWorker(msgspec.Struct, frozen=True):
     `role` is the one that it has, or was told to take. `ready` means that it serves this role now; a worker that
     loads, restarts or changes its role is not ready. `owned` means that this launcher runs its process, `managed` that
     one of the fleet's launchers does. `fixed` means that its engine cannot take the other role, `flipping` that it
-    serves and was told to take this one.
+    serves and was told to take this one. One that is not `placed` has no process: it waits for a machine with room.
     """
 
     id: str
@@ -26,6 +26,7 @@ class SeenWorker(msgspec.Struct, frozen=True):
     fixed: bool = False
     managed: bool = True
     flipping: bool = False
+    placed: bool = True
 
 
 def see(

@@ -1,6 +1,7 @@
 """One child process on this machine: its own session, its output line by line, and an end that leaves nothing behind.
 
-Whether it should run is supervise.py's, and what it runs is commands.py's.
+Whether it should run is supervise.py's, and what it runs is commands.py's. `Process` is what a process on another
+machine offers too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -36,13 +38,46 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     exit_file: Path | None = None
 
 
+class Process(Protocol):
+    """One process, here or elsewhere, that is started once."""
+
+    last_lines: deque[str]
+    identity: str  # see orchestrator.parent; empty before it was started
+
+    @property
+    def pid(self) -> int:
+        """0 before it was started."""
+
+    @property
+    def running(self) -> bool: ...
+
+    @property
+    def exit_reason(self) -> ExitReason | None:
+        """What it said about its end, if it did."""
+
+    async def start(self) -> None:
+        """Raises OSError."""
+
+    async def wait(self) -> int:
+        """Until it and its process group have ended. Returns the exit code, negative for a signal."""
+
+    async def stop(self, timeout_s: float) -> None:
+        """SIGTERM, then after `timeout_s` SIGKILL. Returns when it is gone. Idempotent."""
+
+    def kill(self) -> None:
+        """It and its process group, at once."""
+
+
 def adopt_orphans() -> None:
     """Have orphaned grandchildren become children of this process, so that they can be waited for (Linux)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class LocalProcess:
-    """`start` it in the main thread: the kernel ties a child's parent-death signal to the thread that forked it."""
+    """See Process.
+
+    `start` it in the main thread: the kernel ties a child's parent-death signal to the thread that forked it.
+    """
 
     def __init__(self, spec: ProcessSpec, on_line: Callable[[str, str], None]) -> None:
         self.name = spec.name

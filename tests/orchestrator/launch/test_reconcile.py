@@ -32,6 +32,16 @@ def test_nothing_to_do_when_it_is_as_desired():
     assert do(1, 2, seen("p0", "d0", "d1")) == []
 
 
+def test_a_worker_that_waits_for_room_goes_before_one_that_serves():
+    waiting = msgspec.structs.replace(seen("p1", ready=False)[0], placed=False)
+    workers = [*seen("p0", "d0"), waiting]
+    assert do(2, 1, workers) == [], "it is wanted"
+    assert do(1, 2, workers) == [Drain("prefill-1"), Start(D)], "prefill-0 serves, and is not flipped"
+    assert do(1, 1, workers) == [Drain("prefill-1")]
+    elsewhere = msgspec.structs.replace(waiting, owned=False)
+    assert do(1, 2, [*seen("p0", "d0"), elsewhere]) == [Start(D)], "its own launcher gives it up"
+
+
 def test_an_empty_machine_gets_processes():
     assert sorted(do(1, 2, []), key=repr) == [Start(D), Start(D), Start(P)]
 

@@ -54,10 +54,9 @@ class Child:
         self.exits: list[Exit] = []
         self.process = Supervised(
             "child",
-            lambda: spec or python(code),
+            lambda: LocalProcess(spec or python(code), lambda name, line: self.lines.append(line)),
             config,
             start_timeout_s,
-            lambda name, line: self.lines.append(line),
             lambda process: self.stages.append(process.stage),
             self._left,
         )
@@ -221,7 +220,7 @@ async def test_one_that_says_it_can_never_work_waits_for_the_longest_pause(tmp_p
 
 
 async def test_a_specification_that_cannot_be_made_is_a_crash():
-    def spec() -> ProcessSpec:
+    def make() -> LocalProcess:
         raise FileNotFoundError(2, "No such file or directory", "/gone/metrics")
 
     exits: list[Exit | None] = []
@@ -229,7 +228,7 @@ async def test_a_specification_that_cannot_be_made_is_a_crash():
     async def left(process: Supervised) -> None:
         exits.append(process.last_exit)
 
-    process = Supervised("child", spec, FAST, 30.0, lambda name, line: None, lambda process: None, left)
+    process = Supervised("child", make, FAST, 30.0, lambda process: None, left)
     task = asyncio.create_task(process.run())
     await until(lambda: len(exits) >= 2)
     assert exits[0] is not None and "/gone/metrics" in exits[0].reason
@@ -247,6 +246,46 @@ async def test_what_an_earlier_process_said_is_not_taken_for_the_next_ones_word(
     assert child.exits[0] == Exit(1, "last line", was_ready=False)
     child.process.request_stop()
     await child.ended()
+
+
+async def test_a_process_without_room_waits_and_can_be_told_to_leave():
+    stages: list[Stage] = []
+    room = asyncio.Event()
+    exits: list[Exit | None] = []
+
+    async def place() -> None:
+        await room.wait()
+
+    async def left(process: Supervised) -> None:
+        exits.append(process.last_exit)
+
+    def supervised() -> tuple[Supervised, asyncio.Task[None]]:
+        child = Supervised(
+            "child",
+            lambda: LocalProcess(python("import time; time.sleep(60)"), lambda name, line: None),
+            FAST,
+            30.0,
+            lambda process: stages.append(process.stage),
+            left,
+            place,
+        )
+        return child, asyncio.create_task(child.run())
+
+    process, task = supervised()
+    await until(lambda: process.stage is Stage.PLACING)
+    assert process.pid == 0
+    room.set()
+    await until(lambda: process.pid)
+    assert process.stage is Stage.STARTING and exits == []
+    process.request_stop()
+    room.clear()
+    waiting, its_task = supervised()
+    await until(lambda: waiting.stage is Stage.PLACING)
+    waiting.expect_exit(within_s=60)
+    async with asyncio.timeout(DEADLINE_S):
+        await asyncio.gather(task, its_task)
+    assert len(exits) == 1, "the one without a process had nothing to leave"
+    assert stages[-1] is Stage.ENDED
 
 
 def test_every_stage_has_successors_and_an_end():

@@ -18,7 +18,7 @@ import pytest
 from orchestrator.cli.handle import FleetHandle, open_fleet
 from orchestrator.cli.look.frontend import fleet_status
 from orchestrator.config.settings import Config, Refused, parse_config
-from orchestrator.launch.host.machine import MachineShares
+from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.process import adopt_orphans, group_alive
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.launch.host.run_folder import RunFolder
@@ -103,9 +103,8 @@ async def running_pool(tmp_path: Path, prefill: int, decode: int, backoff_s: flo
     registry = Registry(redis, config.namespace)
     pool = WorkerPool(
         config,
-        folder.write_config(config),
         registry,
-        MachineShares(config),
+        LocalMachine(config, folder.write_config(config)),
         lambda name, line: None,
         lambda process: None,
     )
@@ -182,7 +181,7 @@ async def test_without_a_decode_worker_a_prefill_worker_stands_in_until_others_a
 def test_only_a_fleet_that_has_had_decode_workers_needs_a_stand_in(tmp_path):
     config = parse_config({"model": "sim-model", "engine": "sim"})
     registry = Registry(AsyncMock(), "none")
-    pool = WorkerPool(config, tmp_path, registry, MachineShares(config), lambda *line: None, lambda process: None)
+    pool = WorkerPool(config, registry, LocalMachine(config, tmp_path), lambda *line: None, lambda process: None)
     loading = [SeenWorker("prefill-0", Role.PREFILL, True), SeenWorker("decode-0", Role.DECODE, False)]
     assert pool.actions(DesiredRatio(1, 1), loading) == []
     assert pool.actions(DesiredRatio(1, 1), [msgspec.structs.replace(worker, ready=True) for worker in loading]) == []
@@ -251,7 +250,7 @@ async def test_two_launchers_share_a_fleet(tmp_path):
     async with running_pool(tmp_path, 1, 1) as first:
         config, file = first.config, RunFolder(f"pool-{os.getpid()}").path / "config.yaml"
         second = WorkerPool(
-            config, file, first.registry, MachineShares(config), lambda name, line: None, lambda process: None, "other"
+            config, first.registry, LocalMachine(config, file), lambda name, line: None, lambda process: None, "other"
         )
         watch = RegistryWatch(first.registry, second.update)
         watching = asyncio.create_task(watch.run())

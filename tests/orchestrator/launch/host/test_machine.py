@@ -98,7 +98,7 @@ def test_command_lines_carry_what_was_resolved(tmp_path):
     assert spec.env["A"] == "1" and spec.env["B"] == "2"
     deep = worker_spec(config, Role.DECODE, "d", Path("/" + "x" * 100) / "c.yaml", Share())
     assert "VLLM_RPC_BASE_PATH" not in deep.env, "a socket's path must fit"
-    assert frontend_spec(config, 2, tmp_path / "c.yaml").name == "frontend-2"
+    assert frontend_spec(config, "frontend-2", 2, tmp_path / "c.yaml").name == "frontend-2"
 
 
 def test_a_port_is_held_and_one_in_use_is_refused():

@@ -1,4 +1,4 @@
-"""The fleet's processes on this machine: frontends and workers, watched, restarted, and ended in order.
+"""The fleet's processes that this launcher runs: frontends and workers, watched, restarted, and ended in order.
 
 Redis, the run folder and signals are launcher.py's.
 """
@@ -10,23 +10,20 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 
 import httpx
 
 from orchestrator.config.server_args import needs_client_certificate, uses_tls
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.launch.commands import frontend_spec
 from orchestrator.launch.console import Console
+from orchestrator.launch.frontend_pool import FrontendPool
 from orchestrator.launch.host.leftovers import SharedMemory
-from orchestrator.launch.host.machine import MachineShares
 from orchestrator.launch.host.run_folder import StartedProcess
+from orchestrator.launch.machines import Machines
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.launch.supervise import Stage, Supervised, describe
 from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.parent import has_ended, pid_here
-from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry
 from orchestrator.types import DesiredRatio, Role
 
@@ -37,6 +34,7 @@ _LOOK_EVERY_S = 30.0
 _POLL_S = 0.1
 _READY_REQUEST_TIMEOUT_S = 2.0
 _SHOWN = {
+    Stage.PLACING: "waiting for room",
     Stage.STARTING: "loading",
     Stage.READY: "ready",
     Stage.PAUSING: "restarting",
@@ -49,15 +47,14 @@ class StartFailed(ConfigError):
     """The fleet did not come up. One line: which process, and what it said."""
 
 
-class LocalFleet:
+class FleetProcesses:
     """`start`, then `until_ready` while `watch` runs; `end`, whatever happens. `config` is resolved."""
 
     def __init__(
         self,
         config: Config,
-        config_file: Path,
         registry: Registry,
-        machine: MachineShares,
+        machines: Machines,
         console: Console,
         note_started: Callable[[list[StartedProcess], frozenset[str]], None],
     ) -> None:
@@ -70,20 +67,8 @@ class LocalFleet:
         self._shared_memory = SharedMemory()
         self._looked_at = 0.0  # monotonic; when it was looked for
         self._ended: list[int] = []  # process groups whose shared memory is to be removed
-        self._pool = WorkerPool(config, config_file, registry, machine, console.log, self._show)
-        self._frontends = [
-            Supervised(
-                f"frontend-{index}",
-                partial(frontend_spec, config, index, config_file),
-                config.launcher,
-                config.workers.start_timeout_s,
-                console.log,
-                self._show,
-                self._frontend_left,
-            )
-            for index in range(config.frontend.replicas)
-        ]
-        self._tasks: list[asyncio.Task[None]] = []
+        self._pool = WorkerPool(config, registry, machines, console.log, self._show)
+        self._frontends = FrontendPool(config, registry, machines, console.log, self._show)
 
     async def start(self) -> None:
         """Set the desired ratio, unless other launchers run this fleet already, and start what is missing.
@@ -103,7 +88,7 @@ class LocalFleet:
                     if not there:
                         raise
                     break  # what does not fit here may fit there
-        self._tasks = [asyncio.create_task(process.run(), name=process.name) for process in self._frontends]
+        self._frontends.update(self.watch.snapshot)
 
     async def until_ready(self) -> None:
         """Returns when everything is up and the endpoint answers. Raises StartFailed."""
@@ -123,9 +108,7 @@ class LocalFleet:
 
     async def end(self) -> None:
         """Frontends first, so that nothing new comes; then workers, all at once. Returns when all are gone."""
-        for process in self._frontends:
-            process.request_stop()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._frontends.close()
         await self._pool.close()
 
     def kill(self) -> None:
@@ -141,7 +124,7 @@ class LocalFleet:
         return f"{'https' if uses_tls(self.config) else 'http'}://{shown}:{self.config.frontend.port}"
 
     def _processes(self) -> list[Supervised]:
-        return [*self._frontends, *(slot.process for slot in self._pool.slots.values())]
+        return [*self._frontends.processes, *(slot.process for slot in self._pool.slots.values())]
 
     async def forget_the_dead(self) -> None:
         """Take workers and launchers that ran here and do not any more out of the registry: a different fleet could not
@@ -160,10 +143,7 @@ class LocalFleet:
 
     async def _update(self, snapshot: Snapshot) -> None:
         """Act on a new reading of the registry. Raises RedisAway."""
-        registered = {frontend.process for frontend in snapshot.frontends.values()}
-        for process in self._frontends:
-            if any(process.runs_as(identity) for identity in registered):
-                process.mark_ready()
+        self._frontends.update(snapshot)
         if snapshot.desired is None:  # Redis was restarted, and has forgotten
             await self._begin_desired()
         else:
@@ -191,13 +171,6 @@ class LocalFleet:
             self._ended.append(pid)
         self._console.stage(process.name, _SHOWN[process.stage], done=process.stage in (Stage.READY, Stage.ENDED))
         self.watch.read_soon()
-
-    async def _frontend_left(self, process: Supervised) -> None:
-        """Take it out of the registry at once, so that its waiting jobs are swept."""
-        with contextlib.suppress(RedisAway):
-            for frontend in (await self._registry.frontends()).values():
-                if frontend.process == process.last_identity:
-                    await self._registry.leave_frontend(frontend.id)
 
     def _check_start(self, process: Supervised) -> None:
         """A process that can never work, or dies again and again, ends the start. Raises StartFailed."""

@@ -1,0 +1,35 @@
+"""What the launcher asks of the machines that a fleet runs on: this one, or a Ray cluster's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from orchestrator.launch.host.process import Process
+from orchestrator.types import Role
+
+OnLine = Callable[[str, str], None]  # the name of a process, and a line of its output
+
+
+class Machines(Protocol):
+    """`take` room for a worker, wait until it is `placed`, then make its processes, one after the other."""
+
+    device: str  # what the engines compute on, for the line that says that the fleet is ready
+
+    def take(self, owner: str, role: Role) -> None:
+        """Reserve room. Raises ConfigError when there is none and none will come."""
+
+    def give_back(self, owner: str) -> None:
+        """Idempotent."""
+
+    async def placed(self, owner: str) -> None:
+        """Returns when what `owner` has taken is there."""
+
+    def worker(self, worker_id: str, role: Role, on_line: OnLine) -> Process:
+        """A process that is not started yet, with the room that this worker has taken. Raises OSError."""
+
+    def frontend_nodes(self) -> Sequence[str]:
+        """Addresses of the machines that should have frontends now; empty text for this machine."""
+
+    def frontend(self, name: str, index: int, node: str, on_line: OnLine) -> Process:
+        """A process that is not started yet. Raises OSError."""
