@@ -30,7 +30,7 @@ _KV = "kv_"  # before the names of a KV endpoint's fields
 
 
 class IncompatibleWorker(Exception):
-    """A worker whose engine differs from the fleet's. One line: the field, its value, the fleet's value, the mend."""
+    """A worker that cannot exchange KV with another. One line: what, its value, the other's value, the mend."""
 
 
 class UnknownWorker(LookupError):
@@ -106,7 +106,7 @@ class Registry:
     # ---- workers -----------------------------------------------------------------------------------------------
 
     async def join(self, info: WorkerInfo, ttl_s: float) -> None:
-        """Enter the fleet, without orders. Raises IncompatibleWorker when a live worker's engine differs."""
+        """Enter the fleet, without orders. Raises IncompatibleWorker when KV cannot pass to or from a live worker."""
         await self._put_worker(info, ttl_s, fresh=True)
 
     async def refresh(self, info: WorkerInfo, ttl_s: float) -> WorkerOrders:
@@ -161,12 +161,11 @@ class Registry:
     async def _put_worker(self, info: WorkerInfo, ttl_s: float, fresh: bool) -> WorkerOrders:
         identity, fields = list(EngineIdentity.__struct_fields__), worker_to_fields(info)
         reply = await self._put("worker", info.id, ttl_s, fresh, identity, fields)
-        if reply[0] == b"differs":
+        if (outcome := reply[0]) != b"ok":
             field, theirs, other = (_text(part) for part in reply[1:4])
-            raise IncompatibleWorker(
-                f"worker {info.id}: {field} is {fields[field]!r}, but the fleet's is {theirs!r} (worker {other}); "
-                f"start it with the same {field}, or under another namespace"
-            )
+            why = f"{field} is {fields[field]!r}, but the fleet's is {theirs!r} (worker {other})"
+            mend = f"start it with the same {field}" if outcome == b"differs" else "let one of them divide the other"
+            raise IncompatibleWorker(f"worker {info.id}: {why}; {mend}, or under another namespace")
         return _orders(*(_text(part) for part in reply[1:4]))
 
     async def _order(self, worker_id: str, field: str, value: str) -> None:

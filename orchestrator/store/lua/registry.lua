@@ -55,8 +55,19 @@ local function difference(prefix, kind, id, identity, mine)
   end
 end
 
+-- The first live worker between whose ranks and this one's KV cannot be shared out: its number of ranks, and its id.
+local function indivisible(prefix, id, mine)
+  local ranks = tonumber(mine.kv_tp_size)
+  for _, other in ipairs(ranks and live(prefix, 'worker') or {}) do
+    local value = other ~= id and redis.pcall('HGET', member_key(prefix, 'worker', other), 'kv_tp_size')
+    local theirs = type(value) == 'string' and tonumber(value)
+    if theirs and theirs > 0 and ranks % theirs ~= 0 and theirs % ranks ~= 0 then return value, other end
+  end
+end
+
 -- args: kind, id, ttl in ms, 'join' or 'refresh', n, n names of identity fields, then fields and values.
--- Returns 'ok', order_role, order_drain, order_sequence; or 'differs', field, the fleet's value, whose.
+-- Returns 'ok', order_role, order_drain, order_sequence; or 'differs', field, the fleet's value, whose; or
+-- 'indivisible', 'kv_tp_size', the other's value, whose.
 local function put_member(keys, args)
   local prefix, kind, id, ttl_ms, joining = keys[1], args[1], args[2], args[3], args[4] == 'join'
   local key, names = member_key(prefix, kind, id), tonumber(args[5])
@@ -70,6 +81,8 @@ local function put_member(keys, args)
   if names > 0 and (joining or not known) then
     local field, value, other = difference(prefix, kind, id, identity, mine)
     if field then return { 'differs', field, value, other } end
+    value, other = indivisible(prefix, id, mine)
+    if value then return { 'indivisible', 'kv_tp_size', value, other } end
   end
 
   local since, changed = nil, false

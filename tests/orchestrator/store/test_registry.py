@@ -215,6 +215,24 @@ async def test_engines_of_other_ranks_and_stages_are_welcome(registry):
     assert set(await registry.workers()) == {"a", "b"}
 
 
+def of_ranks(worker_id, tp_size):
+    info = worker(worker_id)
+    return msgspec.structs.replace(info, kv=msgspec.structs.replace(info.kv, tp_size=tp_size))
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 3), (3, 2), (4, 6)])
+async def test_ranks_of_which_neither_number_divides_the_other_are_refused(registry, first, second):
+    await registry.join(of_ranks("a", first), TTL_S)
+    with pytest.raises(IncompatibleWorker) as caught:
+        await registry.join(of_ranks("b", second), TTL_S)
+    line = str(caught.value)
+    assert f"worker b: kv_tp_size is '{second}', but the fleet's is '{first}' (worker a)" in line
+    assert "let one of them divide the other" in line and "\n" not in line
+    assert set(await registry.workers()) == {"a"}
+    await registry.join(of_ranks("a", second), TTL_S)  # in its own place
+    await registry.join(of_ranks("b", second), TTL_S)
+
+
 async def test_of_many_different_engines_that_join_at_once_one_kind_gets_in(server, registry):
     clients = [await connect(server.url, 5.0) for _ in range(8)]
     registries = [Registry(client, registry.keys.prefix[4:-2]) for client in clients]
