@@ -15,8 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPu
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import compute_tp_mapping
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from connectors.push import stats, wire
-from connectors.push.metadata import PushMetadata
+from connectors.push import wire
+from connectors.push.metadata import PushMetadata, PushStats
 from connectors.push.worker import PushWorker
 
 BLOCKS = 100  # of every engine
@@ -29,6 +29,7 @@ class FakeNixl:
         self.sent: list[tuple[str, wire.Message]] = []
         self.heard: dict[str, list[bytes]] = {}
         self.writes: dict[int, str] = {}  # handle -> state
+        self.posted: list[tuple[Any, Any]] = []  # descriptors here and there, of each
         self.broken: set[str] = set()  # agents, and descriptor lists of their memory
         self.removed: list[str] = []
 
@@ -36,6 +37,7 @@ class FakeNixl:
         if side in self.broken:
             raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
         self.writes[len(self.writes) + 1] = "PROC"
+        self.posted.append((my_ids, ids))
         return len(self.writes)
 
     def transfer(self, handle: int) -> str:
@@ -112,7 +114,7 @@ def _init_without_an_engine(self: Any, config: Any, engine_id: str, kv_cache_con
         set=lambda: None, clear=lambda: None, wait=lambda timeout: self._push_writer_stop.set()
     )
     self._push_writer_thread = None
-    self.nixl_wrapper, self.xfer_stats = FakeNixl(), stats.PushStats()
+    self.nixl_wrapper, self.xfer_stats = FakeNixl(), PushStats()
     self._handshake_initiation_executor = ThreadPoolExecutor(1)
     self._handshake_futures = {}
 

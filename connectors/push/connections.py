@@ -21,9 +21,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPu
 from vllm.logger import init_logger
 
 from connectors.push import actions as do
-from connectors.push import stats, wire, writer
+from connectors.push import verify, wire, writer
 from connectors.push.inbound import Inbound
-from connectors.push.metadata import PushOptions
+from connectors.push.metadata import PushOptions, PushStats
 from connectors.push.outbound import Outbound
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _HANDSHAKES_AT_ONCE = 8
 _UNDELIVERED_MAX = 4096  # messages kept per engine while its handshake runs
 
 Event = Callable[[float], Iterable[Any]]
-Record = Callable[[stats.PushStats], None]
+Record = Callable[[PushStats], None]
 
 
 class Connections(NixlPushConnectorWorker):
@@ -67,7 +67,9 @@ class Connections(NixlPushConnectorWorker):
         self._lost: set[str] = set()  # connected anew as soon as no WRITE uses the old connection
         self._undelivered: dict[str, list[tuple[str | None, wire.Message]]] = {}
         self._abandoned: list[tuple[str, Any]] = []  # (engine, NIXL handle) of WRITEs that do not end
-        self._shipped: dict[str, dict[int, int]] = {}  # decode request -> position -> block, to verify
+        self._shipments = verify.Shipments() if self.options.verify else None
+        self._signing: set[str] = set()  # decode requests whose KV is here, while its checksum is computed
+        self._checks: list[tuple[verify.Checksum, Callable[[int], None]]] = []
         self._agents_lock = threading.Lock()
         self._handshake_initiation_executor.shutdown(wait=False)
         self._handshake_initiation_executor: ThreadPoolExecutor = ThreadPoolExecutor(
@@ -86,8 +88,14 @@ class Connections(NixlPushConnectorWorker):
         except Exception:
             logger.exception("KV transfer: unexpected error; the writer goes on")
             return
-        for action in actions:
+        self._carry_out_all(actions)
+
+    def _carry_out_all(self, actions: list[Any]) -> None:
+        for at, action in enumerate(actions):
             try:
+                if self._shipments and isinstance(action, do.Tell) and action.message.request in self._shipments:
+                    self._sign(action, self._shipments, actions[at + 1 :])
+                    return
                 self._carry_out(action)
             except Exception:
                 logger.exception("KV transfer: %s was not carried out", type(action).__name__)
@@ -99,7 +107,8 @@ class Connections(NixlPushConnectorWorker):
             case do.Send(engine=engine, peer=peer, message=message):
                 self._send(engine, peer, message)
             case do.Tell(engine=engine, message=message, peer=peer):
-                self._tell(engine, self._sign(message), peer)
+                if message.request not in self._signing:  # else the answer is on its way
+                    self._tell(engine, message, peer)
             case _:
                 raise TypeError(f"{type(self).__name__} carries out no {type(action).__name__}")
 
@@ -141,7 +150,7 @@ class Connections(NixlPushConnectorWorker):
                     message = wire.parse(notification)
                 except wire.WireError as error:
                     logger.warning("KV message from %s dropped: %s", agent, error)
-                    self._records.put(lambda s: s.record(stats.BAD_MESSAGES))
+                    self._records.put(lambda s: s.record(PushStats.BAD_MESSAGES))
                     continue
                 self._run(functools.partial(self._on_message, message, agent))
 
@@ -156,28 +165,45 @@ class Connections(NixlPushConnectorWorker):
             case wire.Computing(request=request):
                 return self._inbound.computing(request, agent, now)
             case wire.Landed(request=request, digest=digest):
-                if digest is not None and not self._verify(request, digest):
-                    return self._inbound.gone(request, agent, "the KV that came differs from what was sent", now)
-                return self._inbound.landed(request, agent, now)
+                if digest is None or not (blocks := self._inbound.blocks_of(request)):
+                    return self._inbound.landed(request, agent, now)
+                compare = functools.partial(self._on_checksum, request, agent, digest, blocks)
+                self._check(verify.in_order(blocks), lambda found: self._run(functools.partial(compare, found)))
+                return ()
             case wire.Gone(request=request, why=why):
                 return self._inbound.gone(request, agent, why, now)
 
-    def _sign(self, message: wire.Message) -> wire.Message:
-        if not isinstance(message, wire.Landed | wire.Gone) or message.request not in self._shipped:
-            return message
-        blocks = self._shipped.pop(message.request)
-        if isinstance(message, wire.Gone):
-            return message
-        return wire.Landed(message.request, writer.digest(self, [blocks[position] for position in sorted(blocks)]))
+    # ---- checksums ---------------------------------------------------------------------------------------------
 
-    def _verify(self, request: str, digest: int) -> bool:
-        if not (groups := self._inbound.blocks_of(request)):
-            return True  # nobody waits for it any more
-        same = writer.digest(self, groups[0]) == digest
-        if not same:
-            logger.error("KV of %s is corrupt", request)
-        self._records.put(functools.partial(stats.PushStats.record, name=stats.VERIFIED if same else stats.CORRUPT))
-        return same
+    def _check(self, blocks: list[list[int]], then: Callable[[int], None]) -> None:
+        self._checks.append((verify.Checksum(self, blocks), then))
+
+    def _sign(self, tell: do.Tell, shipments: verify.Shipments, rest: list[Any]) -> None:
+        """Says `Landed` with the checksum of what was shipped, and then does `rest`, which may give the blocks back."""
+        request = tell.message.request
+        blocks = shipments.take(request)
+        if not isinstance(tell.message, wire.Landed):
+            self._carry_out_all([tell, *rest])
+            return
+
+        def tell_signed(digest: int) -> None:
+            self._signing.remove(request)
+            self._carry_out_all([do.Tell(tell.engine, wire.Landed(request, digest), tell.peer), *rest])
+
+        self._signing.add(request)
+        self._check(blocks, tell_signed)
+
+    def _on_checksum(
+        self, request: str, agent: str, expected: int, blocks: list[list[int]], found: int, now: float
+    ) -> Iterable[Any]:
+        if self._inbound.blocks_of(request) != blocks:
+            return ()  # it was given up, and its blocks may be others' by now
+        if found == expected:
+            self._records.put(lambda s: s.record(PushStats.VERIFIED))
+            return self._inbound.landed(request, agent, now)
+        logger.error("KV of %s is corrupt", request)
+        self._records.put(lambda s: s.record(PushStats.CORRUPT))
+        return self._inbound.gone(request, agent, "the KV that came differs from what was sent", now)
 
     # ---- connections -------------------------------------------------------------------------------------------
 

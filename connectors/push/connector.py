@@ -15,9 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPushConnector
 from vllm.platforms import current_platform
 
-from connectors.push.metadata import PushMetadata
+from connectors.push.metadata import PushMetadata, PushStats
 from connectors.push.scheduler import PushScheduler
-from connectors.push.stats import PushStats
 from connectors.push.worker import PushWorker
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What the scheduler half tells the worker half each step, and the options both read.
+"""What the scheduler half tells the worker half each step, the options both read, and the statistics that come back.
 
 Pickled when workers are separate processes, so plain data only.
 """
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 
 from connectors.push.wire import Endpoint, Register, Unregister
 
@@ -127,3 +128,29 @@ class PushMetadata(NixlConnectorMetadata):
             or self.disowned
             or self.dead_engines
         )
+
+
+class PushStats(NixlKVConnectorStats):
+    """Statistics of one worker: vLLM's per WRITE, and ours per request. Lists, which grow during a step and are emptied
+    with it; `VllmEngine` sums them."""
+
+    # Seconds, per request pushed: from first WRITE to last, and from the last chunk computed to everything landed.
+    STREAM_SECONDS = "pd_stream_seconds"
+    EXPOSED_SECONDS = "pd_exposed_seconds"
+    # One entry per occurrence.
+    STREAMS_FAILED = "pd_streams_failed"
+    RECEIVES_FAILED = "pd_receives_failed"
+    BAD_MESSAGES = "pd_bad_messages"
+    VERIFIED = "pd_verified"
+    CORRUPT = "pd_corrupt"
+    OURS = (STREAM_SECONDS, EXPOSED_SECONDS, STREAMS_FAILED, RECEIVES_FAILED, BAD_MESSAGES, VERIFIED, CORRUPT)
+
+    def reset(self) -> None:
+        super().reset()
+        self.data.update({name: [] for name in self.OURS})
+
+    def record(self, name: str, value: float = 1.0) -> None:
+        self.data[name].append(value)
+
+    def is_empty(self) -> bool:
+        return super().is_empty() and not any(self.data.get(name) for name in self.OURS)

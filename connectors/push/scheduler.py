@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
 from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.request import RequestStatus
 
 from connectors.push.metadata import (
@@ -226,14 +227,23 @@ class PushScheduler(NixlPushConnectorScheduler):
         ok = ended_well and prefill is not None and held
         self._reqs_need_save.pop(key, None)
         if ok and not self.by_position:
-            blocks = tuple(tuple(group) for group in self.get_exchange_clipped_blocks(block_ids))
             assert prefill is not None
+            of_prompt = self._of_prompt(block_ids, prefill.request.num_prompt_tokens)
+            blocks = tuple(tuple(group) for group in self.get_exchange_clipped_blocks(of_prompt))
             self._next.computed.append(Computed(key, prefill.epoch, 0, blocks, closed=True, whole=True))
         # Also when it failed: WRITEs of its blocks may be in flight, and decode must hear of it.
         self._next.finished.append(Finished(key, ok, held))
         if held:
             self._held.add(key)
         return held
+
+    def _of_prompt(self, block_ids: Any, tokens: int) -> Any:
+        """Without those that speculation reserves for tokens to come: both ends must mean the same by their last."""
+        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
+        return tuple(
+            ids[: -(-tokens // spec.block_size)] if isinstance(spec, AttentionSpec) else ids
+            for ids, spec in zip(block_ids, specs, strict=True)
+        )
 
     def drop(self, keys: Iterable[str]) -> None:
         """Nobody wants the KV of these prefills any more. Those that have not ended are aborted by vLLM itself."""

@@ -19,9 +19,9 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from connectors.push import actions as do
-from connectors.push import stats, writer
+from connectors.push import writer
 from connectors.push.connections import Connections
-from connectors.push.metadata import PushMetadata
+from connectors.push.metadata import PushMetadata, PushStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,7 +37,7 @@ class PushWorker(Connections):
 
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
-        self.xfer_stats = stats.PushStats()
+        self.xfer_stats = PushStats()
         self._drafts = vllm_config.speculative_config is not None
         self.news = threading.Event()  # set with every result, for an engine loop that waits instead of polling
         self._results: queue.SimpleQueue[do.Finish | do.Release] = queue.SimpleQueue()
@@ -171,6 +171,7 @@ class PushWorker(Connections):
                 while not self._events.empty():
                     self._run(self._events.get())
                 self._poll_writes()
+                self._finish_checks()
                 self._run(self._outbound.device_worked)
                 if (now := time.monotonic()) >= tick_at:
                     tick_at = now + _TICK_S
@@ -197,7 +198,7 @@ class PushWorker(Connections):
 
     def _poll_s(self) -> float:
         """Seconds to the next turn. Transfers move only when polled, but each turn takes time from a computing core."""
-        if self._outbound.hurried:
+        if self._outbound.hurried or self._checks:
             return 0.0005
         if self._inbound.busy or self._outbound.awaits_device:
             return 0.001
@@ -209,7 +210,7 @@ class PushWorker(Connections):
         match action:
             case do.Finish():
                 if not action.ok:
-                    self._records.put(lambda s: s.record(stats.RECEIVES_FAILED))
+                    self._records.put(lambda s: s.record(PushStats.RECEIVES_FAILED))
                 self._report(action)
             case do.Release():
                 self._report(action)
@@ -228,12 +229,14 @@ class PushWorker(Connections):
         self.news.set()
 
     def _account(self, ended: do.Ended) -> None:
+        if self._shipments is not None:
+            self._shipments.end(ended.stream)
         if ended.ok:
-            self._records.put(lambda s: s.record(stats.STREAM_SECONDS, ended.seconds))
-            self._records.put(lambda s: s.record(stats.EXPOSED_SECONDS, ended.exposed))
+            self._records.put(lambda s: s.record(PushStats.STREAM_SECONDS, ended.seconds))
+            self._records.put(lambda s: s.record(PushStats.EXPOSED_SECONDS, ended.exposed))
         else:
             logger.warning("KV of %s was not pushed: %s", ended.stream, ended.why)
-            self._records.put(lambda s: s.record(stats.STREAMS_FAILED))
+            self._records.put(lambda s: s.record(PushStats.STREAMS_FAILED))
 
     # ---- WRITEs ------------------------------------------------------------------------------------------------
 
@@ -244,13 +247,13 @@ class PushWorker(Connections):
         try:
             if engine in self._unwritable:
                 raise writer.LayoutError(self._unwritable[engine])
-            chunkwise = writer.takes_chunks(self, engine)
+            chunkwise = writer.takes_chunks(self, engine) and not writer.is_whole(post)
             for handle in (writer.post_chunks if chunkwise else writer.post_whole)(self, post):
                 self._handle_count += 1
                 self._writes[self._handle_count] = (engine, post.stream, handle)
                 self._outbound.posted(post.stream, self._handle_count, time.monotonic())
-            if self.options.verify and chunkwise:
-                self._shipped.setdefault(post.order.request, {}).update(writer.shipped_blocks(post))
+            if self._shipments is not None:
+                self._shipments.add(self, post)
         except Exception as error:
             why = f"the WRITE could not be posted: {error}"
             if not isinstance(error, writer.LayoutError):
@@ -277,12 +280,18 @@ class PushWorker(Connections):
             del self._writes[number]
             ok = state == "DONE"
             if ok:
-                self._records.put(functools.partial(stats.PushStats.record_transfer, res=telemetry))
+                self._records.put(functools.partial(PushStats.record_transfer, res=telemetry))
             else:
                 self._records.put(lambda s: s.record_failed_transfer())
             # Behind a preemption that came in first: what it has read since may be another request's.
             self._submit(functools.partial(self._outbound.written, stream, number, ok))
         self._abandoned = [(engine, handle) for engine, handle in self._abandoned if not self._let_go(handle)]
+
+    def _finish_checks(self) -> None:
+        done = [check for check in self._checks if check[0].ready]
+        self._checks = [check for check in self._checks if check not in done]
+        for checksum, then in done:
+            then(checksum.value)
 
     def _telemetry(self, handle: Any) -> Any:
         try:

@@ -5,12 +5,10 @@ It reads vLLM's memory layout from vLLM's NIXL worker. It does not know who wait
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemoteMeta, ReqMeta
 from vllm.logger import init_logger
 
@@ -26,8 +24,8 @@ class LayoutError(ValueError):
     """The two ends' blocks do not line up."""
 
 
-def takes_chunks(worker: NixlPushConnectorWorker, engine: str) -> bool:
-    """Whether blocks of a connected engine can be written one by one: same rank layout and block size, one group."""
+def same_layout(worker: NixlPushConnectorWorker, engine: str) -> bool:
+    """Whether a connected engine has the same ranks, stages and blocks, so that a block of ours is a block there."""
     topology = worker.transfer_topo
     if topology is None or engine not in worker.tp_mappings or len(worker.dst_xfer_side_handles[engine]) != 1:
         return False
@@ -37,11 +35,18 @@ def takes_chunks(worker: NixlPushConnectorWorker, engine: str) -> bool:
         and info.remote_block_size == worker.block_size
         and info.remote_physical_blocks_per_logical == worker._physical_blocks_per_logical_kv_block
         and len(worker.dst_region_num_blocks[engine]) == len(worker.dst_region_num_blocks[worker.engine_id])
+        and worker.pp_size == 1
+    )
+
+
+def takes_chunks(worker: NixlPushConnectorWorker, engine: str) -> bool:
+    """Whether blocks of a connected engine can be written one by one: the same layout, and one KV cache group."""
+    return bool(
+        same_layout(worker, engine)
         and len(worker.kv_cache_config.transfer_groups) == 1
         and not worker._has_mamba
         and not worker._transfer_layer_group_ids
         and not worker.use_host_buffer
-        and worker.pp_size == 1
     )
 
 
@@ -87,7 +92,7 @@ def post_chunks(worker: NixlPushConnectorWorker, post: Post) -> list[Any]:
     remote: list[np.ndarray] = []
     for layer, chunks in _by_layer(post.chunks):
         mine, theirs = (
-            _kernel_blocks(ids, ratio) for ids in pair_blocks(chunks, post.total_blocks, post.order.blocks[0])
+            kernel_blocks(ids, ratio) for ids in pair_blocks(chunks, post.total_blocks, post.order.blocks[0])
         )
         if not mine.size:
             continue
@@ -150,22 +155,20 @@ def post_whole(worker: NixlPushConnectorWorker, post: Post) -> Iterator[Any]:
         raise ConnectionError("vLLM could not post a WRITE; see the log above")
 
 
-def shipped_blocks(post: Post) -> dict[int, int]:
-    """Position in the prompt to local block, of what `post_chunks` writes."""
-    skip = post.total_blocks - len(post.order.blocks[0])
-    blocks = {chunk.start + at: block for chunk in post.chunks for at, block in enumerate(chunk.blocks[0])}
-    return {position: block for position, block in blocks.items() if position >= skip}
+def is_whole(post: Post) -> bool:
+    """All that decode needs, in blocks that positions in the prompt do not describe: a window has only the last."""
+    return any(chunk.whole for chunk in post.chunks)
 
 
-def digest(worker: NixlPushConnectorWorker, blocks: Sequence[int]) -> int:
-    """CRC-32 over all layers of these logical blocks, in order."""
-    kernel_blocks = _kernel_blocks(blocks, worker._physical_blocks_per_logical_kv_block).tolist()
-    crc = 0
-    for name in worker.region_names:
-        cache = worker.device_kv_caches[name]
-        for block in kernel_blocks:
-            crc = zlib.crc32(cache[block].contiguous().view(torch.uint8).cpu().numpy(), crc)
-    return crc
+def pairs_of(post: Post) -> list[tuple[list[int], list[int]]]:
+    """(local, remote) logical block ids that `post` writes, by KV cache group. Raises LayoutError."""
+    if not is_whole(post):
+        return [pair_blocks(post.chunks, post.total_blocks, post.order.blocks[0])]
+    (chunk,) = post.chunks
+    return [
+        (list(mine[len(mine) - len(theirs) :]), list(theirs))
+        for mine, theirs in zip(chunk.blocks, post.order.blocks, strict=True)
+    ]
 
 
 def _by_layer(chunks: Sequence[Chunk]) -> list[tuple[int | None, list[Chunk]]]:
@@ -175,7 +178,7 @@ def _by_layer(chunks: Sequence[Chunk]) -> list[tuple[int | None, list[Chunk]]]:
     return list(layers.items())
 
 
-def _kernel_blocks(blocks: Sequence[int], ratio: int) -> np.ndarray:
+def kernel_blocks(blocks: Sequence[int], ratio: int) -> np.ndarray:
     """A logical block is `ratio` consecutive kernel blocks where the attention kernel wants smaller ones."""
     ids = np.asarray(blocks, dtype=np.int64)
     return ids if ratio == 1 else (ids[:, None] * ratio + np.arange(ratio)).ravel()

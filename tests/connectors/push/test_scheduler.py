@@ -15,9 +15,11 @@ pytestmark = pytest.mark.vllm
 SOURCE = {"endpoint": {"engine_id": "P", "host": "host", "port": 1}, "key": "x"}
 
 
-def scheduler(*, mamba: bool) -> Any:
+def scheduler(*, mamba: bool, stages: int = 1) -> Any:
     pytest.importorskip("vllm")  # takes seconds
+    import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from connectors.push.scheduler import PushScheduler
 
@@ -27,15 +29,18 @@ def scheduler(*, mamba: bool) -> Any:
         self._is_hma_required = self._has_mamba = mamba
         self._bounded_replay = self.use_host_buffer = False
         self._reqs_need_recv, self._reqs_need_save = {}, {}
+        self.kv_cache_config = kv_cache_config
         self.get_exchange_clipped_blocks = lambda blocks: blocks
 
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(get_from_extra_config=lambda key, default: default),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=stages),
         num_prefill_lookahead_tokens=0,
     )
+    attention = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    caches = SimpleNamespace(transfer_groups=[0], kv_cache_groups=[SimpleNamespace(kv_cache_spec=attention)])
     with patch.object(NixlPushConnectorScheduler, "__init__", init_without_an_engine):
-        return PushScheduler(config, "E", SimpleNamespace(transfer_groups=[0]))
+        return PushScheduler(config, "E", caches)
 
 
 class Request(SimpleNamespace):
@@ -84,6 +89,20 @@ def test_both_ends_mean_the_same_prompt_also_where_prefill_truncates_it(tokens: 
     request.status = RequestStatus.FINISHED_LENGTH_CAPPED
     held, said = prefill.request_finished(request, ([1],))
     assert held and bool(said and said["prompt_truncated"]) is truncated
+
+
+def test_blocks_reserved_for_tokens_to_come_are_not_shipped() -> None:
+    """A drafter has some; decode reserves none, and takes the last blocks for the prompt's."""
+    from vllm.v1.request import RequestStatus
+
+    prefill = scheduler(mamba=False, stages=2)
+    request = Request(32, do_remote_decode=True)
+    prefill.on_new_request(request)
+    prefill.update_state_after_alloc(request, None, 0)
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    assert prefill.request_finished(request, ([4, 5, 6],)) == (True, None)
+    (computed,) = prefill._next.computed
+    assert computed.whole and computed.blocks == ((4, 5),)
 
 
 def test_a_prefill_that_is_preempted_after_its_last_chunk_is_shipped_again() -> None:

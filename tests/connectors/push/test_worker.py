@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import zlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +64,18 @@ def test_a_whole_push_that_fails_at_one_rank_is_gone_once_its_other_writes_are_o
     unequal.turn()
     (why,) = {message.why for message in unequal.nixl_wrapper.told()}
     assert "could not post" in why
+
+
+def test_the_last_blocks_of_a_long_prompt_in_a_window_are_written(equal: Any) -> None:
+    """Block positions do not describe them: both ends keep the last ones only, of a prompt of many."""
+    equal.step(started=[Started("s", 8, 256)])
+    equal.hear("D/0", wire.Register("s", "r-s", NEAR, [[7, 8]], 256, valid_s=30.0))
+    whole = Computed("s", 0, 0, ((1, 2),), True, whole=True)
+    equal.step(computed=[whole], finished=[Finished("s", True, True)])
+    (written,) = equal.nixl_wrapper.posted
+    assert [ids.tolist() for ids in written] == [[1, 2], [7, 8]]
+    equal.end_writes()
+    assert equal.nixl_wrapper.told() == [wire.Landed("r-s")]
 
 
 @pytest.mark.parametrize("block", [-1, 100])
@@ -216,3 +232,104 @@ def test_an_engine_is_written_to_after_a_handshake_that_failed_for_a_passing_rea
     worker.turn()
     worker.end_writes()
     assert worker.nixl_wrapper.told() == [wire.Landed("r-last")]
+
+
+class LateChecksum:
+    """Its copies from the device come when the test says so."""
+
+    ready = False
+    value = 7
+    of: list[list[list[int]]] = []
+
+    def __init__(self, worker: Any, blocks: list[list[int]]) -> None:
+        LateChecksum.of.append(blocks)
+
+
+@pytest.fixture
+def late(push: Any, monkeypatch: pytest.MonkeyPatch) -> type[LateChecksum]:
+    from connectors.push import verify
+
+    monkeypatch.setattr(verify, "Checksum", LateChecksum)
+    monkeypatch.setattr(LateChecksum, "ready", False)
+    monkeypatch.setattr(LateChecksum, "of", [])
+    return LateChecksum
+
+
+def test_blocks_are_kept_and_landed_is_told_when_their_checksum_is_known(equal: Any, late: Any) -> None:
+    from connectors.push.verify import Shipments
+
+    equal._shipments = Shipments()
+    prefill(equal, "s", NEAR)
+    equal.end_writes()
+    equal.hear("D/0", order("s", 7, 8, decode=NEAR))  # again: decode hears nothing
+    assert late.of == [[[1, 2]]]
+    assert equal.nixl_wrapper.told() == [] and equal._get_new_notifs() == set()
+    other = [Started("t", 2, 32)]
+    equal.step(started=other)  # the writer is not held up
+    assert "t" in equal._outbound._streams
+    late.ready = True
+    equal.turn()
+    assert equal.nixl_wrapper.told() == [wire.Landed("r-s", 7)] and equal._get_new_notifs() == {"s"}
+
+
+@pytest.mark.parametrize("digest", [7, 8])
+def test_decode_begins_when_the_checksum_of_what_came_is_known(push: Any, late: Any, digest: int) -> None:
+    worker = push.FakeWorker(0, 1)
+    worker.know("P2", 1, [0])
+    worker.step(reserved=[Reserved(order("s", 8, 7), wire.Endpoint("P2", "host", 2, 1))])
+    worker.hear("P2/0", wire.Landed("r-s", digest))
+    worker._get_new_notifs()
+    assert late.of == [[[7, 8]]]
+    assert worker._recving_transfers == {} and worker._failed_recv_reqs.empty()
+    late.ready = True
+    worker.turn()
+    worker._get_new_notifs()
+    assert ("r-s" in worker._recving_transfers) is (digest == 7)
+    assert worker._failed_recv_reqs.empty() is (digest == 7)
+
+
+def test_a_checksum_of_blocks_that_were_given_back_says_nothing(push: Any, late: Any) -> None:
+    worker = push.FakeWorker(0, 1)
+    worker.know("P2", 1, [0])
+    worker.step(reserved=[Reserved(order("s", 7, 8), wire.Endpoint("P2", "host", 2, 1))])
+    worker.hear("P2/0", wire.Landed("r-s", 8))
+    worker.step(withdrawn=["r-s"])
+    worker.hear("P2/0", wire.Gone("r-s", "withdrawn by decode"))
+    late.ready = True
+    worker.turn()
+    worker._get_new_notifs()
+    assert worker._failed_recv_reqs.get_nowait() == "r-s" and worker._records.qsize() == 1  # of the failed receipt
+
+
+def test_the_checksum_on_a_gpu_is_that_on_a_cpu_and_waits_for_the_copies_alone(push: Any, monkeypatch: Any) -> None:
+    """With `torch.cuda` replaced: the copies run on a stream of their own, and its event says when they are done."""
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+    from connectors.push import verify
+
+    memory = torch.arange(2 * 10 * 64, dtype=torch.uint8).view(2, 10, 64)  # two layers, ten kernel blocks of 64 bytes
+    worker = SimpleNamespace(
+        device_type="cpu", device_id=0, engine_id="P", tp_rank=0, _physical_blocks_per_logical_kv_block=2,
+        region_names=["a", "b"], region_group_ids=[0, 1], block_stride_per_layer=[64, 64],
+        block_len_per_layer=[64, 64], device_kv_caches={"a": memory[0], "b": memory[1]},
+        kv_caches_base_addr={"P": {0: [memory[0].data_ptr(), memory[1].data_ptr()]}},
+        _group_spec_types=(FullAttentionSpec, MambaSpec), _mamba_ssm_size=(40, 60),
+    )  # fmt: skip
+    blocks = [[1, 3], [2]]
+    content = b"".join(memory[0, block].numpy().tobytes() for block in (2, 3, 6, 7))
+    content += memory[1, 4:6].flatten()[:100].numpy().tobytes()  # a recurrent state, and no padding
+    on_cpu = verify.Checksum(worker, blocks)
+    assert on_cpu.ready and on_cpu.value == zlib.crc32(content)
+
+    happened = threading.Event()
+    stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=happened.is_set))
+    empty = torch.empty
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **more: empty(*args, **more))
+    worker.device_type = "cuda"
+    on_gpu = verify.Checksum(worker, blocks)
+    assert not on_gpu.ready
+    happened.set()
+    assert on_gpu.ready and on_gpu.value == on_cpu.value

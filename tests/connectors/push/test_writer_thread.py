@@ -6,7 +6,6 @@ import functools
 import queue
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from connectors.push.metadata import Computed, PushMetadata
 pytestmark = pytest.mark.vllm
 
 DECODE = wire.Endpoint("D", "host", 1)
-AGENT = "decode-agent"
+AGENT = "D/0"
 SOON_S = 0.5  # a turn of the thread takes milliseconds
 
 
@@ -35,103 +34,39 @@ class LateEvent:
         self.happened.wait(10)
 
 
-class Nixl:
-    """Every WRITE is done as soon as it is posted."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[str, wire.Message]] = []
-        self.arrived: queue.SimpleQueue[wire.Message] = queue.SimpleQueue()
-        self.posted: list[tuple[Any, ...]] = []
-
-    def make_prepped_xfer(self, *args: Any, **kwargs: Any) -> int:
-        self.posted.append(args)
-        return len(self.posted)
-
-    def transfer(self, handle: int) -> str:
-        return "PROC"
-
-    def check_xfer_state(self, handle: int) -> str:
-        return "DONE"
-
-    def get_xfer_telemetry(self, handle: int) -> None:
-        return None
-
-    def release_xfer_handle(self, handle: int) -> None:
-        pass
-
-    def send_notif(self, agent: str, notif_msg: bytes) -> None:
-        self.sent.append((agent, wire.parse(notif_msg)))
-
-    def get_new_notifs(self) -> dict[str, list[bytes]]:
-        arrived = []
-        while not self.arrived.empty():
-            arrived.append(wire.pack(self.arrived.get()))
-        return {AGENT: arrived} if arrived else {}
+@pytest.fixture
+def nixl(worker: Any) -> Any:
+    return worker.nixl_wrapper
 
 
 @pytest.fixture
-def nixl() -> Nixl:
-    return Nixl()
+def worker() -> Iterator[Any]:
+    """A rank of a prefill engine on one GPU, connected to the decode engine, with its writer thread."""
+    push = pytest.importorskip("support_push")  # imports vLLM, which takes seconds
 
-
-@pytest.fixture
-def worker(nixl: Nixl) -> Iterator[Any]:
-    """A rank of a prefill engine on one CUDA device, connected to the decode engine."""
-    pytest.importorskip("connectors.push.worker")  # imports vLLM, which takes seconds
-    from vllm.distributed.kv_transfer.kv_connector.utils import EngineTransferInfo, TransferTopology
-
-    from connectors.push.inbound import Inbound
-    from connectors.push.metadata import PushOptions
-    from connectors.push.outbound import Outbound
-    from connectors.push.worker import PushWorker
-
-    class Rank(PushWorker):
-        """Without vLLM's part of the constructor, which registers memory with NIXL."""
+    class Nixl(push.FakeNixl):
+        """Every WRITE is done as soon as it is posted."""
 
         def __init__(self) -> None:
-            self.engine_id, self.world_size, self.tp_rank, self.pp_size = "P", 1, 0, 1
-            self.block_size, self._physical_blocks_per_logical_kv_block = 16, 1
-            self.use_mla = self._has_mamba = self.use_host_buffer = False
-            self._transfer_layer_group_ids: tuple[int, ...] = ()
-            self.num_regions, self.region_names = 1, ["layer"]
-            self.transfer_topo = TransferTopology(
-                tp_rank=0,
-                tp_size=1,
-                block_size=16,
-                engine_id="P",
-                is_mla=False,
-                is_mamba=False,
-                total_num_kv_heads=8,
-                attn_backends=[],
-            )
-            theirs = EngineTransferInfo(
-                remote_tp_size=1, remote_block_size=16, remote_block_len=1, remote_physical_blocks_per_logical=1
-            )
-            self.transfer_topo.register_remote_engine("D", theirs)
-            self.tp_mappings = {"D": None}
-            self.dst_xfer_side_handles = {"D": {0: "theirs"}}
-            self.dst_region_num_blocks = {"P": [100], "D": [100]}
-            self.src_xfer_handles_by_block_size = {16: "mine"}
-            self.kv_cache_config = types.SimpleNamespace(transfer_groups=[0])
-            self.nixl_wrapper = nixl
-            self.xfer_stats = types.SimpleNamespace()
-            self._recving_metadata: dict[str, Any] = {}
-            self._engine_last_active: dict[str, float] = {}
-            self._unwritable: dict[str, str] = {}
-            self._connecting: set[str] = set()
-            self._to_forget: set[str] = set()
-            self._handshake_lock = threading.RLock()
-            self._remote_agents = {"D": {(0, 0): AGENT}}
-            self._events, self._records, self._results = queue.SimpleQueue(), queue.SimpleQueue(), queue.SimpleQueue()
-            self.news = threading.Event()
-            self._writes: dict[int, tuple[str, Any]] = {}
-            self._abandoned: list[Any] = []
-            self._handle_count, self._shipped, self._layers_seen = 0, {}, set()
-            self.options = PushOptions()
-            self._outbound, self._inbound = Outbound(lease_s=30, expect_s=30), Inbound(timeout_s=30)
-            self._stepped, self._drafts, self.device_type = False, False, "cpu"
-            self._push_writer_stop, self._push_writer_wake = threading.Event(), threading.Event()
+            super().__init__()
+            self.arrived: queue.SimpleQueue[wire.Message] = queue.SimpleQueue()
+
+        def check_xfer_state(self, handle: int) -> str:
+            return "DONE"
+
+        def get_new_notifs(self) -> dict[str, list[bytes]]:
+            arrived = []
+            while not self.arrived.empty():
+                arrived.append(wire.pack(self.arrived.get()))
+            return {AGENT: arrived} if arrived else {}
+
+    class Rank(push.FakeWorker):
+        def __init__(self) -> None:
+            super().__init__(0, 1)
+            self.nixl_wrapper = Nixl()
+            self._push_writer_wake = threading.Event()
             self.steps: list[LateEvent] = []
+            self.know("D", 1, [0])
 
         def _device_event(self) -> LateEvent:
             self.steps.append(LateEvent())
@@ -156,7 +91,7 @@ def soon(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.001)
 
 
-def register(nixl: Nixl, stream: str) -> None:
+def register(nixl: Any, stream: str) -> None:
     nixl.arrived.put(wire.Register(stream, f"{stream}-decode", DECODE, [[7, 8]], 32, 30.0))
 
 
@@ -171,7 +106,7 @@ def step(worker: Any, *computed: Computed) -> None:
     worker.on_computed(metadata)
 
 
-def test_a_finished_write_is_told_while_the_next_step_computes(worker: Any, nixl: Nixl) -> None:
+def test_a_finished_write_is_told_while_the_next_step_computes(worker: Any, nixl: Any) -> None:
     for stream in "ab":
         begin(worker, stream)
         register(nixl, stream)
@@ -185,7 +120,7 @@ def test_a_finished_write_is_told_while_the_next_step_computes(worker: Any, nixl
     soon(lambda: (AGENT, wire.Landed("b-decode")) in nixl.sent, "the news that b has landed")
 
 
-def test_registrations_and_withdrawals_are_answered_while_a_step_computes(worker: Any, nixl: Nixl) -> None:
+def test_registrations_and_withdrawals_are_answered_while_a_step_computes(worker: Any, nixl: Any) -> None:
     begin(worker, "a")
     register(nixl, "a")
     soon(lambda: worker._outbound.engines() == {"D"}, "the registration of a")
@@ -202,7 +137,7 @@ def test_registrations_and_withdrawals_are_answered_while_a_step_computes(worker
     assert len(nixl.posted) == 1  # nothing of a was written once decode had its answer
 
 
-def test_a_whole_prompt_waits_for_no_step(worker: Any, nixl: Nixl) -> None:
+def test_a_whole_prompt_waits_for_no_step(worker: Any, nixl: Any) -> None:
     begin(worker, "a")
     register(nixl, "a")
     metadata = PushMetadata()
@@ -213,7 +148,7 @@ def test_a_whole_prompt_waits_for_no_step(worker: Any, nixl: Nixl) -> None:
     assert not worker.steps and len(nixl.posted) == 1
 
 
-def test_a_whole_prompt_waits_for_the_drafter(worker: Any, nixl: Nixl) -> None:
+def test_a_whole_prompt_waits_for_the_drafter(worker: Any, nixl: Any) -> None:
     worker._drafts = True
     begin(worker, "a")
     register(nixl, "a")

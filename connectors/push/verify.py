@@ -1,0 +1,107 @@
+"""`kv.verify`: checksums of what was shipped and of what arrived, over every kind of KV of a model.
+
+Between engines of equal ranks and block sizes; others cut blocks apart. On a GPU blocks are copied on a stream of their
+own, so that neither the engine nor the writer waits for a copy.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import _SHARED_REGION_GROUP_ID
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from connectors.push.actions import Post
+from connectors.push.writer import kernel_blocks, pairs_of, same_layout
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+
+_NO_BLOCK = 0  # vLLM's null block stands for one outside of a window: nobody reads it
+
+
+class Shipments:
+    """Which local block went into which block of decode, by request and KV cache group, until the transfer ends."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[str, list[dict[int, int]]]] = {}  # request -> stream, theirs -> mine by group
+
+    def add(self, worker: NixlPushConnectorWorker, post: Post) -> None:
+        """Nothing where the two ends' blocks cannot be compared."""
+        order = post.order
+        if not same_layout(worker, order.decode.engine_id):
+            return
+        _, groups = self._of.setdefault(order.request, (post.stream, [{} for _ in order.blocks]))
+        for group, (mine, theirs) in zip(groups, pairs_of(post), strict=True):
+            group.update(zip(theirs, mine, strict=True))
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def __contains__(self, request: str) -> bool:
+        return request in self._of
+
+    def take(self, request: str) -> list[list[int]]:
+        """Local blocks, in the order of decode's."""
+        _, groups = self._of.pop(request)
+        return [[mine for theirs, mine in sorted(group.items()) if theirs != _NO_BLOCK] for group in groups]
+
+    def end(self, stream: str) -> None:
+        self._of = {request: kept for request, kept in self._of.items() if kept[0] != stream}
+
+
+def in_order(blocks: Iterable[Sequence[int]]) -> list[list[int]]:
+    """Decode's blocks, in the order in which `Shipments.take` names prefill's."""
+    return [sorted(block for block in group if block != _NO_BLOCK) for group in blocks]
+
+
+class Checksum:
+    """CRC-32 of these logical blocks, by KV cache group, in all layers. `value` counts once it is `ready`."""
+
+    def __init__(self, worker: NixlPushConnectorWorker, blocks: Sequence[Sequence[int]]) -> None:
+        self._copied = None
+        if worker.device_type == "cuda":
+            stream = torch.cuda.Stream(worker.device_id)
+            with torch.cuda.stream(stream):
+                self._copies = [
+                    torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
+                    for part in _parts(worker, blocks)
+                ]
+            self._copied = stream.record_event()
+        else:
+            self._copies = list(_parts(worker, blocks))
+
+    @property
+    def ready(self) -> bool:
+        return self._copied is None or bool(self._copied.query())
+
+    @property
+    def value(self) -> int:
+        crc = 0
+        for copy in self._copies:
+            crc = zlib.crc32(copy.numpy(), crc)
+        return crc
+
+
+def _parts(worker: Any, blocks: Sequence[Sequence[int]]) -> Iterable[torch.Tensor]:
+    """Copies of the bytes that NIXL transfers: of each region, the blocks of the groups that it holds."""
+    ratio = worker._physical_blocks_per_logical_kv_block
+    addresses = worker.kv_caches_base_addr[worker.engine_id][worker.tp_rank]
+    for region, name in enumerate(worker.region_names):
+        cache = worker.device_kv_caches[name]
+        memory = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
+        start = addresses[region] - memory.data_ptr()
+        for group, ids in enumerate(blocks):
+            if not ids or worker.region_group_ids[region] not in (group, _SHARED_REGION_GROUP_ID):
+                continue
+            stride, length = worker.block_stride_per_layer[region], worker.block_len_per_layer[region]
+            if issubclass(worker._group_spec_types[group], MambaSpec):  # one state per logical block, and padding
+                rows, stride, length = np.asarray(ids), stride * ratio, sum(worker._mamba_ssm_size)
+            else:
+                rows = kernel_blocks(ids, ratio)
+            all_rows = memory.as_strided(((len(memory) - start - length) // stride + 1, length), (stride, 1), start)
+            yield all_rows[torch.as_tensor(rows, device=cache.device)]
