@@ -120,7 +120,11 @@ def _own_folder() -> str:
 
 
 def _connector_env(kv_host: str, kv_port: int) -> dict[str, str]:
-    return {"VLLM_NIXL_SIDE_CHANNEL_HOST": kv_host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(kv_port)}
+    return {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": kv_host,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(kv_port),
+        "VLLM_SSM_CONV_STATE_LAYOUT": "DS",  # the one in which NIXL can split a recurrent state among ranks
+    }
 
 
 def _split_cores(cores: list[int], ranks: int) -> str:
