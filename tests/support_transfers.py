@@ -1,10 +1,12 @@
 """A world of engines with both transfer ends in them: fake schedulers, a fake NIXL that delays, drops, reorders and
-fails, links that are cut, and memory that remembers what was written. On every step it asserts what must never happen.
+fails, links that are cut, devices that compute late, and memory that remembers what was written. On every step it
+asserts what must never happen.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +19,7 @@ from connectors.push.wire import Computing, Endpoint, Gone, Landed, Message, Reg
 TIMEOUT_S = 10.0
 MAX_DELAY_S = 5.0  # the network loses what is older, and a WRITE takes no longer
 DECODE_BLOCKS = 24
+_EPOCH = 1000  # prefill's block of a position, in the request's n-th epoch: n * _EPOCH + position
 
 
 @dataclass
@@ -27,17 +30,18 @@ class Write:
     stream: str
     order: Register
     peer: DecodeRank
-    pairs: list[tuple[int, int]]  # (position in the prompt, decode block)
+    pairs: list[tuple[int, int]]  # (prefill block, decode block)
     handle: int
+    posted_at: float
 
     def land(self) -> None:
         decode = self.peer.engine
         if decode.dead or self.rank.engine.dead:
             return
-        for position, block in self.pairs:
+        for mine, block in self.pairs:
             owner = decode.owner.get(block)
             assert owner == self.order.request, f"WRITE of {self.stream} into block {block} of {decode.name}: {owner}'s"
-            content = self.rank.engine.content(self.stream, position)
+            content = self.rank.engine.content(self.stream, mine)
             decode.memory[block, self.rank.index, self.peer.index] = content
 
 
@@ -90,7 +94,7 @@ class Rank:
         if (self.agent, peer) in self.world.broken:
             self.lose(engine)
             return False
-        self.world.network.append((self, peer, message))
+        self.world.network.append((self, peer, message, self.world.now))
         return True
 
     def tell(self, tell: do.Tell) -> None:
@@ -161,9 +165,9 @@ class PrefillRank(Rank):
         remote = post.order.blocks[0]
         skip = post.total_blocks - len(remote)
         pairs = [
-            (chunk.start + offset, remote[chunk.start + offset - skip])
+            (block, remote[chunk.start + offset - skip])
             for chunk in post.chunks
-            for offset in range(len(chunk.blocks[0]))
+            for offset, block in enumerate(chunk.blocks[0])
             if chunk.start + offset >= skip
         ]
         engine = post.order.decode.engine_id
@@ -173,7 +177,7 @@ class PrefillRank(Rank):
             if peer not in cut:
                 handle = next(self.world.handles)
                 target = self.world.all_decodes[engine].ranks[int(peer.partition("/")[2])]
-                self.writes[handle] = Write(self, post.stream, post.order, target, pairs, handle)
+                self.writes[handle] = Write(self, post.stream, post.order, target, pairs, handle, self.world.now)
                 self.outbound.posted(post.stream, handle, self.world.now)
         if cut:
             self.lose(engine)
@@ -205,7 +209,9 @@ class DecodeRank(Rank):
                 case Connect(peer=peer):
                     self.connect(peer.engine_id)
                 case Send(engine=engine, peer=peer, message=message):
-                    if engine in self.connecting or not self.sent(engine, peer, message):
+                    if engine in self.connecting:
+                        self.run(self.inbound.unsent(peer, message, self.world.now))
+                    elif not self.sent(engine, peer, message):
                         self.run(self.inbound.unsendable(engine, peer, message, self.world.now))
                 case Finish():
                     self.engine.finished(action, self.index)
@@ -216,12 +222,23 @@ class DecodeRank(Rank):
         self.run(self.inbound.connected(engine, tuple(self.peers(engine)), self.world.now))
 
 
+class DeviceEvent:
+    """Happens when the device has computed a step, which is when the world says so."""
+
+    def __init__(self) -> None:
+        self.happened = False
+
+    def query(self) -> bool:
+        return self.happened
+
+
 @dataclass
 class Prefill:
     """What the prefill scheduler knows of a request."""
 
     total: int
-    done: int = 0
+    done: int = 0  # blocks of steps that were launched
+    computed: int = 0  # blocks that the device has computed
     epoch: int = 0
     started: bool = False
     ended: bool = False
@@ -234,12 +251,14 @@ class PrefillEngine:
         self.endpoint = Endpoint(name, "host", 2, ranks)
         self.ranks = [PrefillRank(world, self, index) for index in range(ranks)]
         self.requests: dict[str, Prefill] = {}
+        self.launched: list[tuple[DeviceEvent, Prefill, int, int]] = []  # event, request, its epoch, its blocks then
 
-    def content(self, stream: str, position: int) -> object:
-        """What the request's block holds now; garbage once it was freed, or before it is computed again."""
+    def content(self, stream: str, block: int) -> object:
+        """What the block holds now; garbage before it is computed, and once the request was preempted or freed it."""
         request = self.requests[stream]
-        held = not request.ended or request.unreleased
-        return (stream, position) if held and position < request.done else "garbage"
+        epoch, position = divmod(block, _EPOCH)
+        held = (not request.ended or request.unreleased) and epoch == request.epoch
+        return (stream, position) if held and position < request.computed else "garbage"
 
     def start(self, stream: str) -> None:
         request = self.requests[stream]
@@ -251,14 +270,27 @@ class PrefillEngine:
         request = self.requests[stream]
         first, request.done = request.done, min(request.total, request.done + blocks)
         closed = request.done == request.total
-        chunk = do.Chunk(first, (tuple(range(first, request.done)),))
+        event = DeviceEvent()
+        self.launched.append((event, request, request.epoch, request.done))
+        blocks_of = request.epoch * _EPOCH
+        chunk = do.Chunk(first, (tuple(range(blocks_of + first, blocks_of + request.done)),), ready=event)
         for rank in self.ranks:
             rank.run(rank.outbound.computed(stream, [chunk], request.epoch, closed, self.world.now))
             rank.run(rank.outbound.stepped(self.world.now))
 
+    def device_ends_step(self) -> None:
+        """Steps end in the order in which they were launched, however late."""
+        if self.launched:
+            event, request, epoch, done = self.launched.pop(0)
+            event.happened = True
+            if epoch == request.epoch:
+                request.computed = done
+        for rank in self.ranks:
+            rank.run(rank.outbound.device_worked(self.world.now))
+
     def preempt(self, stream: str) -> None:
         request = self.requests[stream]
-        request.done = 0
+        request.done = request.computed = 0
         request.epoch += 1
         for rank in self.ranks:
             rank.run(rank.outbound.preempted(stream, request.epoch, self.world.now))
@@ -340,7 +372,7 @@ class World:
         self.now = 0.0
         self.ranks, self.chunkwise = ranks, chunkwise and ranks[0] == ranks[1]
         self.handles = itertools.count(1)
-        self.network: list[tuple[Rank, str, Message]] = []  # (sender, recipient agent, message)
+        self.network: list[tuple[Rank, str, Message, float]] = []  # (sender, recipient agent, message, sent at)
         self.handshakes: list[tuple[Rank, str]] = []
         self.broken: set[tuple[str, str]] = set()  # agents whose connection fails, from the first to the second
         self.prefills = {name: PrefillEngine(self, name, ranks[0]) for name in ("P0", "P1")}
@@ -373,7 +405,7 @@ class World:
         return [write for rank in ranks for write in rank.writes.values()]
 
     def deliver(self, index: int) -> None:
-        sender, recipient, message = self.network.pop(index)
+        sender, recipient, message, _ = self.network.pop(index)
         name, _, number = recipient.partition("/")
         engine = self.prefills.get(name) or self.all_decodes[name]
         if engine.dead:
@@ -408,16 +440,16 @@ class World:
         self.network = [one for one in self.network if (one[0].agent, one[1]) not in links]
 
     def tick(self, seconds: float) -> None:
-        if seconds > MAX_DELAY_S:
-            self.network.clear()
-            self.end_writes()
         self.now += seconds
+        oldest = self.now - MAX_DELAY_S
+        self.network = [one for one in self.network if one[3] >= oldest]
+        self.end_writes(oldest)
         for rank in self.living():
             rank.run(rank.end.tick(self.now))
             rank.mend()
 
-    def end_writes(self) -> None:
-        while writes := self.writes():
+    def end_writes(self, posted_before: float = math.inf) -> None:
+        while writes := [write for write in self.writes() if write.posted_at < posted_before]:
             writes[0].land()
             writes[0].rank.end_write(writes[0], ok=True)
 
@@ -439,6 +471,9 @@ class World:
                 if not engine.dead and request.started and not request.ended:
                     engine.end(stream, ok=False)
         for _ in range(200):
+            for engine in self.prefills.values():
+                while engine.launched and not engine.dead:
+                    engine.device_ends_step()
             while self.handshakes:
                 self.shake(0, ok=True)
             while self.network:

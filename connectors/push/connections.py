@@ -115,7 +115,9 @@ class Connections(NixlPushConnectorWorker):
     # ---- messages ----------------------------------------------------------------------------------------------
 
     def _send(self, engine: str, agent: str, message: wire.Message) -> None:
-        if engine in self._connecting or not self._sent(engine, agent, message):
+        if engine in self._connecting:
+            self._run(functools.partial(self._inbound.unsent, agent, message))
+        elif not self._sent(engine, agent, message):
             self._run(functools.partial(self._inbound.unsendable, engine, agent, message))
 
     def _tell(self, engine: str, message: wire.Message, agent: str | None) -> None:

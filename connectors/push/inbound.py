@@ -159,12 +159,26 @@ class Inbound:
     def unsendable(self, engine: str, peer: str, message: Message, now: float) -> list[Action]:
         """`message` could not be sent to `peer`. If its engine was declared dead, this proves it."""
         if engine not in self._dead:
-            return self._unsent(peer, message, now)
+            return self.unsent(peer, message, now)
         actions: list[Action] = []
         for waiting in self._of(engine):
             if peer in waiting.unanswered:
                 actions += self._apply(waiting, InboxEvent.PEER_DEAD, now, f"prefill engine {engine} is dead")
         return actions
+
+    def unsent(self, peer: str, message: Message, now: float) -> list[Action]:
+        """`message` did not leave: the connection is being made anew, which proves no death.
+
+        Where no registration has left, no WRITE can come: such a request waits for the connection again.
+        """
+        waiting = self._waiting.get(message.request)
+        if waiting is None or not isinstance(message, Register):
+            return []
+        waiting.registered[peer] -= 1
+        if any(waiting.registered.values()):
+            return []
+        self._apply(waiting, InboxEvent.UNSENT, now, "")
+        return [Connect(waiting.source)] if waiting.state is Inbox.CONNECTING else []
 
     def tick(self, now: float) -> list[Action]:
         """Enforces deadlines and repeats messages. Call it at least every `resend_s` while `busy`."""
@@ -230,17 +244,6 @@ class Inbound:
         order = waiting.order
         message = Unregister(order.stream, order.request, order.decode)
         return [Send(waiting.source.engine_id, peer, message) for peer in sorted(waiting.unanswered)]
-
-    def _unsent(self, peer: str, message: Message, now: float) -> list[Action]:
-        """Where no registration has left, no WRITE can come: such a request waits for the connection again."""
-        waiting = self._waiting.get(message.request)
-        if waiting is None or not isinstance(message, Register):
-            return []
-        waiting.registered[peer] -= 1
-        if any(waiting.registered.values()):
-            return []
-        self._apply(waiting, InboxEvent.UNSENT, now, "")
-        return [Connect(waiting.source)] if waiting.state is Inbox.CONNECTING else []
 
     def _answer(self, request: str, peer: str, now: float, *, refused: bool, why: str) -> list[Action]:
         waiting = self._waiting.get(request)

@@ -104,6 +104,13 @@ def test_a_message_that_cannot_be_sent_is_the_proof_of_a_declared_death(end: Inb
     assert end.unsendable("P", "P/1", BACK, 2.0) == [Finish("r", False, "prefill engine P is dead")]
 
 
+def test_a_connection_that_is_made_anew_is_no_proof_of_a_declared_death(end: Inbound) -> None:
+    """The link was cut, the alarm is false, and a registration that was sent is valid there."""
+    end.declared_dead("P", 2.0)
+    assert end.unsent("P/1", BACK, 2.0) == []
+    assert end.tick(5.0) == [Finish("r", False, "prefill engine P is dead")]  # its time to answer is over
+
+
 def test_a_registration_that_reached_nobody_waits_for_the_connection_again(end: Inbound) -> None:
     end.forget("P")
     assert end.unsendable("P", "P/0", ORDER, 0.5) == []  # the other one may have it
