@@ -58,6 +58,9 @@ class FakeOutput:
 
 
 class FakeCodec:
+    def __init__(self):
+        self.failures = {}  # by request id
+
     def read(self, request, block_size):
         info = RequestInfo(
             request.id,
@@ -85,7 +88,8 @@ class FakeCodec:
     def count_prompt(self, output, cached_tokens, created_cache_tokens):
         pass  # fake outputs do not speak of prompts
 
-    def failure(self, request_id):
+    def failure(self, request_id, failure):
+        self.failures[request_id] = failure
         return FakeOutput(request_id, [], FinishReason.ERROR)
 
 
@@ -132,7 +136,8 @@ class Bench:
         self.fleet = Fleet("f", choose.standing)
         self.transport, self.queue = FakeTransport(), FakeQueue()
         self.prefixes = PrefixView(self.transport.send)
-        self.router = Router(self.config, self.fleet, self.transport, self.queue, self.prefixes, FakeCodec(), choose)
+        self.codec = FakeCodec()
+        self.router = Router(self.config, self.fleet, self.transport, self.queue, self.prefixes, self.codec, choose)
         for name, role in (("d0", Role.DECODE), ("d1", Role.DECODE), ("p0", Role.PREFILL)):
             self.add_worker(name, role)
 

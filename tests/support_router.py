@@ -12,7 +12,7 @@ from orchestrator.config.settings import Config
 from orchestrator.frontend.wiring import FleetConnection
 from orchestrator.policy.prefix_keys import reusable_keys
 from orchestrator.router.codec import Batch
-from orchestrator.router.request import Asked
+from orchestrator.router.request import Asked, Failure
 from orchestrator.store.client import Redis
 from orchestrator.types import FinishReason, RequestInfo
 from workers.sim.codec import SimCodec, WireOutput, WirePrefillStats, WireRequest, WireSampling
@@ -49,8 +49,8 @@ class SimRouterCodec:
             output.prefill_stats.num_cached_tokens = cached_tokens
             output.prefill_stats.num_cache_creation_tokens = created_cache_tokens
 
-    def failure(self, request_id: str) -> Any:
-        return WireOutput(request_id, [], finish_reason=FinishReason.ERROR)
+    def failure(self, request_id: str, failure: Failure) -> Any:
+        return WireOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=failure.why)
 
 
 class RouterClient:

@@ -18,7 +18,7 @@ MAX_REQUEST_ID_LENGTH = 200
 class Refusal(msgspec.Struct, frozen=True):
     """Why a request was not taken, as an HTTP answer."""
 
-    status: int  # 413, 429 or 503
+    status: int  # 400, 413, 429 or 503
     message: str
     retry_after_s: float | None = None
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.exceptions import GracefulHTTPError
+from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
+from vllm.outputs import RequestOutput
 from vllm.utils.async_utils import cancel_task_threadsafe
 from vllm.utils.collection_utils import as_list
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, PauseMode
@@ -27,7 +28,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from orchestrator.frontend import edge
 from orchestrator.frontend.wiring import FleetConnection
 from orchestrator.router.codec import Batch
-from orchestrator.router.request import Overloaded, State
+from orchestrator.router.request import Failure, Overloaded, State
 from orchestrator.wire.control import METHODS, REFUSED
 
 STATS_INTERVAL_S = 0.5
@@ -46,6 +47,15 @@ class FleetRefused(GracefulHTTPError):
         super().__init__(message, HTTPStatus(error.status))
         if (context := edge.current.get()) is not None:
             context.refusal = edge.Refusal(error.status, message, error.retry_after_s)
+
+
+def _failed(failure: Failure) -> Exception:
+    """The answer's status and text; an event stream that has not begun gets the status too."""
+    if not failure.by_client:
+        return GenerationError(failure.why)
+    if (context := edge.current.get()) is not None:
+        context.refusal = edge.Refusal(HTTPStatus.BAD_REQUEST, failure.why)
+    return VLLMValidationError(failure.why)
 
 
 class FleetCore:
@@ -173,6 +183,15 @@ class FleetLLM(AsyncLLM):
         super().check_admission(n, request_id)
         if request_id is None:  # before a response has begun; the placement itself refuses after that
             self.engine_core.check_admission()
+
+    async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        """Raises what the server answers with 400 or 500, and says why, for a request that failed."""
+        async with contextlib.aclosing(super().generate(*args, **kwargs)) as outputs:
+            async for output in outputs:
+                for part in output.outputs:
+                    if isinstance(part.stop_reason, Failure):
+                        raise _failed(part.stop_reason)
+                yield output
 
     async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
         try:

@@ -12,7 +12,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from orchestrator.frontend import edge
 from orchestrator.policy.prefix_keys import reusable_keys, salt_of
 from orchestrator.router.codec import Batch
-from orchestrator.router.request import Asked
+from orchestrator.router.request import Asked, Failure
 from orchestrator.types import RequestInfo
 from orchestrator.wire.messages import MessageError
 
@@ -93,8 +93,9 @@ class VllmCodec:
         if (stats := output.prefill_stats) is not None:
             stats.num_cached_tokens, stats.num_cache_creation_tokens = cached_tokens, created_cache_tokens
 
-    def failure(self, request_id: str) -> Any:
-        return EngineCoreOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.ERROR)
+    def failure(self, request_id: str, failure: Failure) -> Any:
+        # vLLM passes a stop reason on as it is; FleetLLM.generate makes an exception of this one.
+        return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=failure)
 
 
 def _why_local(request: EngineCoreRequest) -> str | None:

@@ -8,7 +8,7 @@ import time
 
 from orchestrator.router.codec import Batch, Codec
 from orchestrator.router.learning import Learning
-from orchestrator.router.request import ActiveRequest, State
+from orchestrator.router.request import ActiveRequest, Failure, State
 from orchestrator.router.request_log import describe, log_ended
 from orchestrator.telemetry import metrics
 from orchestrator.telemetry.recent import Recent
@@ -34,10 +34,15 @@ class ActiveRequests:
         active = self.by_id.get(request_id)
         return active if active is not None and active.attempt == attempt else None
 
-    def fail(self, active: ActiveRequest, why: str) -> None:
-        """The client is told that its request failed."""
-        log.error("request %s failed: %s", active.asked.label, why)
-        self.batches.put_nowait(Batch([self._codec.failure(active.id)], time.monotonic()))
+    def fail(self, active: ActiveRequest, failure: Failure) -> None:
+        """The client is told that its request failed, and why."""
+        log.log(
+            logging.WARNING if failure.by_client else logging.ERROR,
+            "request %s failed: %s",
+            active.asked.label,
+            failure.why,
+        )
+        self.batches.put_nowait(Batch([self._codec.failure(active.id, failure)], time.monotonic()))
         self.end(active, State.FAILED)
 
     def end(self, active: ActiveRequest, state: State) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from orchestrator.router.request import Asked
+from orchestrator.router.request import Asked, Failure
 
 
 class Batch(msgspec.Struct):
@@ -43,6 +43,6 @@ class Codec(Protocol):
         """Say in decode's first output how much of the prompt prefill had cached, and how much it cached."""
         ...
 
-    def failure(self, request_id: str) -> Any:
-        """An output that ends the request as failed."""
+    def failure(self, request_id: str, failure: Failure) -> Any:
+        """An output that ends the request as failed, with `failure` as its stop reason."""
         ...

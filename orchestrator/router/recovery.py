@@ -13,7 +13,7 @@ from orchestrator.router.active_requests import ActiveRequests
 from orchestrator.router.dispatch import Dispatch
 from orchestrator.router.placer import Placer
 from orchestrator.router.quarantine import Quarantine
-from orchestrator.router.request import ActiveRequest, State
+from orchestrator.router.request import ActiveRequest, Failure, State
 from orchestrator.telemetry import metrics
 
 log = logging.getLogger("pd.router")
@@ -58,10 +58,10 @@ class Recovery:
             if active.state is State.QUEUED:
                 self.retry(active, why)
 
-    def fail_withdrawn(self, active: ActiveRequest, why: str) -> None:
+    def fail_withdrawn(self, active: ActiveRequest, failure: Failure) -> None:
         """No worker could answer it: whoever holds something of it lets go, and its client is told."""
         self._dispatch.withdraw(active)
-        self._fail(active, why)
+        self._end_as(active, failure)
 
     # ---- engines that crash ------------------------------------------------------------------------------------
 
@@ -72,7 +72,8 @@ class Recovery:
         guilty = self._quarantine.crashed(victims)
         for active in victims:
             if active in guilty:
-                self.fail_withdrawn(active, f"it crashed {active.crashes} engines, the last on {worker_id}: {why}")
+                said = f"it crashed {active.crashes} engines, the last on {worker_id}: {why}"
+                self.fail_withdrawn(active, Failure(said))
             elif active.decode_worker == worker_id and self._give_up(active, "engine_crashed"):
                 active.avoid.add(worker_id)
                 active.next_attempt("engine_crashed")
@@ -117,5 +118,8 @@ class Recovery:
                 self._fail(active, "placing it again met a defect")
 
     def _fail(self, active: ActiveRequest, why: str) -> None:
-        self._requests.fail(active, why)
+        self._end_as(active, Failure(why))
+
+    def _end_as(self, active: ActiveRequest, failure: Failure) -> None:
+        self._requests.fail(active, failure)
         self.harmless(active)

@@ -55,6 +55,13 @@ class Overloaded(Exception):
         self.status = 503 if rejected.reason == "no_decode_worker" else 429
 
 
+class Failure(msgspec.Struct, frozen=True):
+    """Why a request failed, as its client is told: 400 where the client asked for what nobody can do, else 500."""
+
+    why: str
+    by_client: bool = False
+
+
 class Asked(msgspec.Struct, frozen=True):
     """What the client asked for. Made once, by the codec."""
 

@@ -27,7 +27,7 @@ from orchestrator.router.dispatch import Dispatch
 from orchestrator.router.learning import Learning
 from orchestrator.router.placer import Placer
 from orchestrator.router.recovery import Recovery
-from orchestrator.router.request import ActiveRequest, Overloaded, Prefilling, State
+from orchestrator.router.request import ActiveRequest, Failure, Overloaded, Prefilling, State
 from orchestrator.telemetry import metrics
 from orchestrator.telemetry.recent import Recent
 from orchestrator.types import FinishReason
@@ -191,8 +191,8 @@ class Router:
 
     def _on_rejected(self, active: ActiveRequest, rejected: Rejected) -> None:
         log.warning("worker %s rejected request %s: %s", rejected.worker_id, active.asked.label, rejected.why)
-        if rejected.final:  # every worker would refuse it
-            self._recovery.fail_withdrawn(active, rejected.why)
+        if rejected.final:  # every worker would refuse it, so it is what was asked for
+            self._recovery.fail_withdrawn(active, Failure(rejected.why, by_client=True))
         else:
             self._recovery.retry(active, "rejected", avoid=rejected.worker_id)
 

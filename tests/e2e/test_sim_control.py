@@ -5,6 +5,9 @@ import asyncio
 import pytest
 from support_fleet import running_fleet, token_prompt
 
+POISON = 48_999
+LONGEST = 8192  # tokens that a worker takes
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
@@ -12,7 +15,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 def fleet():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
-        with running_fleet("sim-2p2d.yaml", "frontend.replicas=2", "routing.remote_prefill_min_tokens=100") as running:
+        sets = ("frontend.replicas=2", "routing.remote_prefill_min_tokens=100", f"sim.crash_token={POISON}")
+        longer = f"frontend.server_args.max_model_len={LONGEST + 1000}"  # frontends let pass what workers refuse
+        with running_fleet("sim-2p2d.yaml", *sets, longer) as running:
             yield running
 
 
@@ -56,3 +61,27 @@ async def test_what_a_fleet_cannot_do_is_refused_with_501(fleet):
         assert answered.status_code == 501 and "collective_rpc is not supported" in answered.text
         assert (await client.post("/reset_prefix_cache")).json() == {"success": True}
         assert (await client.post("/reset_mm_cache")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_reads_why_a_worker_refuses_its_request(fleet, path, stream):
+    prompt = {"prompt": token_prompt(LONGEST + 100)}
+    if "chat" in path:
+        prompt = {"messages": [{"role": "user", "content": "word " * (LONGEST + 100)}]}
+    async with fleet.client() as client:
+        body = {"model": fleet.model, "max_tokens": 5, "stream": stream, **prompt}
+        answered = await client.post(path, json=body)
+        assert answered.status_code == 400, answered.text
+        assert f"the longest sequence is {LONGEST}" in answered.json()["error"]["message"], answered.text
+    fleet.assert_no_leaks()
+
+
+async def test_a_client_reads_what_its_request_did_to_engines(fleet):
+    async with fleet.client() as client:
+        body = {"model": fleet.model, "prompt": [POISON, 5, 6], "max_tokens": 5}
+        answered = await client.post("/v1/completions", json=body)
+        assert answered.status_code == 500
+        assert "it crashed 2 engines" in answered.json()["error"]["message"], answered.text
+    await asyncio.to_thread(fleet.until, lambda: fleet.shape() == (2, 2), "the crashed workers are back")
+    fleet.assert_no_leaks()

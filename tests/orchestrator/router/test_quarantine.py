@@ -34,6 +34,9 @@ class CrashBench(Bench):
     def on(self, worker_id):
         return {name for name, active in self.router.requests.items() if active.decode_worker == worker_id}
 
+    def why(self, name):
+        return self.codec.failures[name].why
+
     def failed(self):
         return [name for name, _, finish in self.received() if finish is FinishReason.ERROR]
 
@@ -72,6 +75,7 @@ async def test_what_crashes_its_engine_while_alone_fails_and_the_others_go_on():
     await bench.ask("new")  # whoever else is on the second worker is not to blame
     await bench.crash(second)
     assert bench.failed() == ["poison"]
+    assert bench.why("poison") == f"it crashed 2 engines, the last on {second}: a kernel failed"
     for _ in range(3):
         for name, active in list(bench.router.requests.items()):
             if active.decode_worker is not None and active.state is State.LOCAL:

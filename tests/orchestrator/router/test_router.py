@@ -9,7 +9,7 @@ from support_bench import Bench, FakeCodec, FakeRequest
 
 from orchestrator.policy.policies import LATE_OBJECTIVES
 from orchestrator.router.decider import Decider
-from orchestrator.router.request import SUCCESSORS, Overloaded, State
+from orchestrator.router.request import SUCCESSORS, Failure, Overloaded, State
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import QueueFull
 from orchestrator.types import FinishReason, Offered, QueueDepth, Role, WorkerLoad, WorkerState
@@ -160,6 +160,7 @@ async def test_an_invalid_request_fails_at_once_instead_of_touring_the_fleet():
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
     bench.say(bench.bound_to(), Rejected("r", 1, bench.bound_to(), "no such parameter", final=True))
     assert bench.received() == [("r", [], FinishReason.ERROR)] and len(bench.submits()) == 1
+    assert bench.codec.failures == {"r": Failure("no such parameter", by_client=True)}
     bench.assert_no_leaks()
 
 
