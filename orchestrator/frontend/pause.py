@@ -34,7 +34,7 @@ class PauseCalls:
 
     @property
     def on(self) -> bool:
-        return bool(self._fleet.pause.modes)
+        return self._fleet.pause.on
 
     async def begin(self, mode: PauseMode, clear_cache: bool) -> None:
         """Frontends hold new requests. What runs is ended (`abort`), awaited (`wait`) or frozen (`keep`); then the

@@ -118,15 +118,21 @@ class Router:
             self.check(time.monotonic())
 
     def check(self, now: float) -> None:
-        """Start another attempt of each request that waits for longer than its state may last."""
+        """Start another attempt of each request that waits for longer than its state may last.
+
+        While it is frozen by a pause it is not late, and its time begins anew when the fleet goes on."""
+        if self._fleet.pause.frozen:
+            return
+        resumed_at = self._fleet.pause.ended_at
         self._check_claimers()
         for active in self._requests.all():
-            if active.state is State.QUEUED and now - active.moved_at > self._routing.claim_timeout_s:
+            queued_since, heard_at = max(active.moved_at, resumed_at), max(active.heard_at, resumed_at)
+            if active.state is State.QUEUED and now - queued_since > self._routing.claim_timeout_s:
                 self._recovery.retry(active, "claim_timeout")
             elif active.state is State.TRANSFERRING and self._fleet.silent_for(active.prefill_worker, now) > SILENT_S:
                 # It may be alive: nobody is declared dead, but its client need not wait to know.
                 self._recovery.retry(active, "prefill_worker_silent")
-            elif active.state in WITH_A_WORKER and now - active.heard_at > self._routing.stall_timeout_s:
+            elif active.state in WITH_A_WORKER and now - heard_at > self._routing.stall_timeout_s:
                 self._recovery.retry(active, "stalled", avoid=active.decode_worker)
         queued = [active for active in self._requests.all() if active.state is State.QUEUED]
         for active in self._decider.recalled(queued):

@@ -505,3 +505,27 @@ def test_every_state_can_be_left_or_is_an_end():
     assert {state for state, successors in SUCCESSORS.items() if not successors} == ends
     reached = set().union(*SUCCESSORS.values())
     assert reached == set(State) and set(SUCCESSORS) == set(State)
+
+
+async def test_no_deadline_runs_while_a_pause_has_frozen_the_fleet():
+    bench = Bench(stall_timeout_s=5.0, claim_timeout_s=5.0)
+    await bench.router.submit(FakeRequest("frozen", prompt_tokens=10))
+    await bench.router.submit(FakeRequest("queued"))
+    bench.tokens(bench.bound_to(), "frozen", [1])
+    bench.fleet.pause.note("d0", "keep")
+    bench.router.check(time.monotonic() + 60)
+    assert [active.attempt for active in bench.router.requests.values()] == [1, 1]
+    bench.fleet.pause.note("d0", "")
+    ended_at = bench.fleet.pause.ended_at = time.monotonic() + 60  # as if the pause had lasted a minute
+    bench.router.check(ended_at + 4)
+    assert [active.attempt for active in bench.router.requests.values()] == [1, 1]
+    bench.router.check(ended_at + 6)
+    assert [active.attempt for active in bench.router.requests.values()] == [2, 2]
+
+
+async def test_deadlines_run_while_a_pause_waits_for_what_runs():
+    bench = Bench(stall_timeout_s=5.0)
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    bench.fleet.pause.note("d0", "wait")
+    bench.router.check(time.monotonic() + 6)
+    assert bench.router.requests["r"].attempt == 2
