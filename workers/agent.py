@@ -29,7 +29,7 @@ from workers.attempts import Attempts
 from workers.claims import ClaimLoop
 from workers.engine import Engine, EngineDead, EngineInfo
 from workers.lifecycle import Drain, Life, Lifecycle, Moves
-from workers.peers import Frontends, Peers, listening
+from workers.peers import FRONTEND_GONE_S, FRONTENDS_CHECK_S, Frontends, Peers, listening
 from workers.prefills import Prefills
 from workers.reports import LoadReporter, PrefixReporter
 from workers.serving import Serving
@@ -294,8 +294,8 @@ class Agent:
                 self._beat_now.clear()
 
     async def _check_frontends(self) -> None:
-        async for late_s in ticks(self._config.workers.heartbeat_s):
-            await self._serving.check_frontends(self._config.workers.timeout_s, time.monotonic(), late_s)
+        async for late_s in ticks(FRONTENDS_CHECK_S):
+            await self._serving.check_frontends(FRONTEND_GONE_S, time.monotonic(), late_s)
 
     def _note_redis(self, error: RedisAway | None) -> None:
         if (error is not None) != self._redis_away:

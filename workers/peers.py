@@ -22,6 +22,9 @@ from workers.engine import Refusal
 
 log = logging.getLogger("pd.peers")
 
+# A frontend whose connection stays broken for half a second begins its requests anew elsewhere, and one that connects
+# again begins them anew too (`fleet/membership.py`): what it had here is nobody's.
+FRONTENDS_CHECK_S, FRONTEND_GONE_S = 0.25, 1.0
 PROBE_TIMEOUT_S = 1.0
 PROBE_INTERVAL_S = 0.5
 MAX_LOST = 10_000  # attempts of one frontend that it is told of when it is connected again

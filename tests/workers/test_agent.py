@@ -150,6 +150,20 @@ async def test_requests_of_a_frontend_that_vanished_are_aborted(workers: Workers
     await workers.assert_no_leaks()
 
 
+async def test_work_of_a_frontend_that_died_is_gone_long_before_a_worker_would_count_as_dead(
+    redis_server: EmbeddedRedis,
+) -> None:
+    async with running_workers(redis_server, workers={"timeout_s": 600.0}) as workers:
+        worker = await workers.start(Role.DECODE, speed=1.0)
+        gone, stays = await workers.frontend(worker), await workers.frontend(worker)
+        gone.submit_to(worker.id, gone.new(PROMPT, max_tokens=20_000))
+        await until(lambda: stays.loads[worker.id].running == 1)
+        gone.transport.close()
+        await until(lambda: stays.loads[worker.id].running == 0, "its request to be gone")
+        workers.frontends.remove(gone)
+        await gone.close()
+
+
 async def test_a_frontend_that_left_in_order_is_in_no_more_reports(workers: Workers) -> None:
     worker = await workers.start(Role.DECODE)
     stays, leaves = await workers.frontend(worker), await workers.frontend(worker)
