@@ -226,6 +226,14 @@ class PrefillJob(msgspec.Struct, frozen=True):
         return max(1, self.tokens - self.cached.get(worker_id, 0)) if self.cached else self.uncached_tokens
 
 
+class JobState(str, enum.Enum):
+    """What has become of a job, by the queue. ABSENT: it was cancelled, has ended, or was lost."""
+
+    WAITING = "waiting"
+    CLAIMED = "claimed"
+    ABSENT = "absent"
+
+
 class WindowJob(msgspec.Struct, frozen=True):
     """A waiting job as one prefill worker sees it. Cached tokens are prefix-cache hits, by the prefix index."""
 

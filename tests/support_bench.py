@@ -116,11 +116,15 @@ class FakeQueue:
     jobs: list = field(default_factory=list)
     cancelled: list = field(default_factory=list)
     error: Exception | None = None
+    known: dict = field(default_factory=dict)  # what has become of jobs
 
     async def enqueue(self, job):
         if self.error is not None:
             raise self.error
         self.jobs.append(job)
+
+    async def states(self, request_ids):
+        return {name: self.known[name] for name in request_ids}
 
     async def cancel(self, request_id, attempt):
         self.cancelled.append((request_id, attempt))

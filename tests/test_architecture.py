@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 IDLE_S = 6.0
 STARTING, WARM, IDLE, ASKED, AFTER = range(5)  # phases of the trace
 # One call that lasts as long as the process: its loop receives every message.
-LOOPS = {"orchestrator/frontend/wiring.py"}
+LOOPS = {"orchestrator/frontend/wiring.py", "orchestrator/router/overdue.py"}
 
 
 def walk() -> str:

@@ -1,8 +1,9 @@
 """Keeps the fleet view and the mesh equal to who is there: registry events, load reports, broken connections.
 
 Redis being away changes nothing: workers stay known for as long as they are heard. A worker is lost when it left the
-registry and is not heard, when its connection stays broken, or when it falls silent. Time in which this process itself
-did not run is not counted against anybody.
+registry and is not heard, when its connection stays broken, or when it falls silent. Long before that it counts as
+quiet: it may be slow, so it is not given up, but others can go on in its place. Time in which this process itself did
+not run is not counted against anybody.
 """
 
 from __future__ import annotations
@@ -25,13 +26,17 @@ log = logging.getLogger("pd.membership")
 
 # A reset connection of a living worker is back within ZMQ's first retries; a dead one's never.
 RECONNECT_S = 0.5
-TICK_S = 0.1
+# A worker reports after each engine step, and four times a second through a long one or while idle.
+QUIET_S = 1.25
+TICK_S, LATE_S = 0.1, 0.01
 RESYNC_S = 5.0
 COALESCE_S = 0.05  # a large fleet that starts makes many events at once: reading it once serves them all
 
 
 class Membership:
-    """Owns the tasks that watch; `on_lost(worker_id)` is called once for each worker that is gone."""
+    """Owns the tasks that watch, and tells of each worker by its id, once each time: that it is gone (`on_lost`), that
+    it has become quiet, and that its connection broke and was made again, on which messages may be lost (`on_reset`).
+    """
 
     def __init__(
         self,
@@ -41,13 +46,15 @@ class Membership:
         prefixes: PrefixView,
         silence_s: float,
         on_lost: Callable[[str], None],
+        on_quiet: Callable[[str], None],
+        on_reset: Callable[[str], None],
     ) -> None:
         self._registry = registry
         self._fleet = fleet
         self._transport = transport
         self._prefixes = prefixes
         self._silence_s = silence_s
-        self._on_lost = on_lost
+        self._on_lost, self._on_quiet, self._on_reset = on_lost, on_quiet, on_reset
         self._stirred = asyncio.Event()
         self._unregistered: set[str] = set()
         self._bad_addresses: dict[str, str] = {}  # what was said of a worker's, to say it once
@@ -64,8 +71,12 @@ class Membership:
     def welcomed(self, worker_id: str) -> None:
         """The worker has answered the greeting: it can be sent requests once its load is heard too."""
         if view := self._fleet.workers.get(worker_id):
+            again = view.disconnected_at is not None
             view.greeted, view.disconnected_at, view.heard_at = True, None, time.monotonic()
             view.connected = view.load is not None
+            if again:
+                log.warning("the connection to worker %s broke and was made again", worker_id)
+                self._on_reset(worker_id)
 
     def disconnected(self, worker_id: str) -> None:
         view = self._fleet.workers.get(worker_id)
@@ -92,10 +103,14 @@ class Membership:
 
     async def _tick(self) -> None:
         async for late_s in ticks(TICK_S):
-            if late_s > TICK_S:
+            if late_s > LATE_S:
                 self._fleet.excuse(late_s, time.monotonic())
+            if late_s > TICK_S:
                 continue  # what was said meanwhile is still to be read
             now = time.monotonic()
+            for worker_id in self._fleet.hush(now, min(QUIET_S, self._silence_s / 2)):
+                log.warning("worker %s has become quiet: others take its place for now", worker_id)
+                self._on_quiet(worker_id)
             for worker_id in self._fleet.silent(now, self._silence_s, RECONNECT_S):
                 self._lose(worker_id, "it fell silent or its connection stayed broken")
             for worker_id in self._unregistered & self._fleet.workers.keys():

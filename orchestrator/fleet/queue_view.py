@@ -11,13 +11,13 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import PrefillQueue
-from orchestrator.types import PrefillJob, QueueDepth
+from orchestrator.types import JobState, PrefillJob, QueueDepth
 
 log = logging.getLogger("pd.queue")
 
@@ -58,6 +58,14 @@ class QueueView:
             await self._queue.cancel(request_id, attempt)
         except RedisAway as error:
             self._note_away(error)
+
+    async def states(self, request_ids: Sequence[str]) -> dict[str, JobState]:
+        """What has become of these jobs. Nothing is known while Redis is away."""
+        try:
+            return await self._queue.states(request_ids)
+        except RedisAway as error:
+            self._note_away(error)
+            return {}
 
     async def run(self, on_away: Callable[[], None], on_failed: Callable[[str, int], None]) -> None:
         """Runs until cancelled. `on_away()` is called once for each time that the queue is given up: it was away for

@@ -45,6 +45,7 @@ class WorkerView:
         "greeted",
         "heard_at",
         "load",
+        "quiet",
     )
 
     def __init__(self, info: WorkerInfo, heard_at: float, changed: set[str], numbers: Iterator[int]) -> None:
@@ -54,6 +55,7 @@ class WorkerView:
         self.load: WorkerLoad | None = None
         self.greeted = False  # it has answered the greeting
         self.disconnected_at: float | None = None
+        self.quiet = False  # not heard for longer than a worker is silent that works: slow, stopped or cut off
         self._info, self._changed, self._numbers, self._connected = info, changed, numbers, False
         self._placed: deque[_Placed] = deque()
         self._placed_blocks = self._placed_tokens = 0
@@ -83,6 +85,11 @@ class WorkerView:
         self._connected = connected
         self._touch()
 
+    def hush(self) -> None:
+        """It has become quiet. The next report ends that."""
+        self.quiet = True
+        self._touch()
+
     def usable(self, role: Role) -> bool:
         return self._connected and self._info.role is role and self._info.state is WorkerState.READY
 
@@ -102,6 +109,9 @@ class WorkerView:
     def note_load(self, load: WorkerLoad, seen: int, now: float) -> None:
         """Take a load report that includes every submission up to `seen`. Older reports are ignored."""
         self.heard_at = now
+        if self.quiet:
+            self.quiet = False
+            self._touch()
         if self.load is not None and load.sequence <= self.load.sequence:
             return
         self.load = load
@@ -156,6 +166,7 @@ class Fleet:
         self._numbers = itertools.count(1)
         # Dictionaries as sets that keep their order.
         self._usable: dict[Role, dict[str, None]] = {role: {} for role in Role}
+        self._quiet: dict[str, None] = {}  # decode workers that would be usable
         self._shortlist = Shortlist(standing) if standing is not None else None
 
     def upsert(self, info: WorkerInfo, now: float) -> bool:
@@ -181,17 +192,17 @@ class Fleet:
     def candidates(self, avoid: Collection[str] = (), hits: Hits | None = None) -> Candidates:
         """Who could take a request now, with what is cached there of the prompt that `hits` is of.
 
-        Of many decode workers only the best. Workers in `avoid` only when there is no other.
+        Of many decode workers only the best. Workers in `avoid`, and quiet ones, only when there is no other.
         """
         self._apply_changes()
-        usable, block_size = self._usable[Role.DECODE], self.block_size
+        usable, block_size = self._usable[Role.DECODE] or self._quiet, self.block_size
         at_decode: dict[str, int] = {}
         at_prefill: dict[str, int] = {}
         if hits:
             decode_blocks, prefill_blocks = hits.most_of_each(MOST_HITS, usable, self._usable[Role.PREFILL])
             at_decode = {worker_id: blocks * block_size for worker_id, blocks in decode_blocks.items()}
             at_prefill = {worker_id: blocks * block_size for worker_id, blocks in prefill_blocks.items()}
-        if self._shortlist is not None and not avoid and len(usable) >= SHORTLIST_FROM:
+        if self._shortlist is not None and not avoid and len(self._usable[Role.DECODE]) >= SHORTLIST_FROM:
             found = self._shortlist.pick(at_decode)
         else:
             kept = [name for name in usable if name not in avoid] if avoid else usable
@@ -201,19 +212,37 @@ class Fleet:
         return Candidates(found, at_prefill)
 
     def ready(self, role: Role) -> int:
+        """How many workers could take a request of that role now. Nobody waits for a quiet prefill worker."""
         self._apply_changes()
-        return len(self._usable[role])
+        return len(self._usable[role] or (self._quiet if role is Role.DECODE else ()))
 
-    def silent_for(self, worker_id: str | None, now: float) -> float:
-        """Seconds since a worker was heard; 0 for one that is not known."""
+    def is_quiet(self, worker_id: str | None) -> bool:
+        """Of a worker that is not known: no."""
         view = self.workers.get(worker_id) if worker_id is not None else None
-        return now - view.heard_at if view is not None else 0.0
+        return view is not None and view.quiet
+
+    def others_than(self, worker_id: str) -> bool:
+        """Whether another decode worker could take over from this one: one that is not quiet too."""
+        self._apply_changes()
+        return bool(self._usable[Role.DECODE].keys() - {worker_id})
 
     def claims(self) -> bool:
-        """Whether anybody may claim from the queue: a prefill worker, one whose connection is down too."""
+        """Whether anybody may claim from the queue: a prefill worker that is heard, or whose connection is down."""
         return self.ready(Role.PREFILL) > 0 or any(
-            view.info.role is Role.PREFILL and view.info.state is WorkerState.READY for view in self.workers.values()
+            view.info.role is Role.PREFILL and view.info.state is WorkerState.READY and not view.quiet
+            for view in self.workers.values()
         )
+
+    def hush(self, now: float, after_s: float) -> list[str]:
+        """Notes who was not heard for `after_s`. Returns those that were not quiet before."""
+        hushed = [
+            worker_id
+            for worker_id, view in self.workers.items()
+            if not view.quiet and view.load is not None and now - view.heard_at > after_s
+        ]
+        for worker_id in hushed:
+            self.workers[worker_id].hush()
+        return hushed
 
     def silent(self, now: float, timeout_s: float, reconnect_s: float) -> list[str]:
         """Workers to give up: not heard for `timeout_s`, or disconnected for `reconnect_s`."""
@@ -235,16 +264,21 @@ class Fleet:
         for worker_id in self._changed:
             view = self.workers.get(worker_id)
             for role, usable in self._usable.items():
-                if view is not None and view.usable(role):
-                    usable[worker_id] = None
-                else:
-                    usable.pop(worker_id, None)
+                _put(usable, worker_id, view is not None and not view.quiet and view.usable(role))
+            _put(self._quiet, worker_id, view is not None and view.quiet and view.usable(Role.DECODE))
             if self._shortlist is not None:
-                if view is not None and view.usable(Role.DECODE):
+                if view is not None and worker_id in self._usable[Role.DECODE]:
                     self._shortlist.update(view.candidate)
                 else:
                     self._shortlist.remove(worker_id)
         self._changed.clear()
+
+
+def _put(ordered: dict[str, None], worker_id: str, belongs: bool) -> None:
+    if belongs:
+        ordered[worker_id] = None
+    else:
+        ordered.pop(worker_id, None)
 
 
 def _with_hit(candidate: Candidate, hits: Hits) -> Candidate:

@@ -68,7 +68,14 @@ class FleetConnection:
         self.queue = QueueView(PrefillQueue(redis, config.namespace, config.queue), frontend_id, config.queue.lease_s)
         self.router = Router(config, self.fleet, self.transport, self.queue, self.prefixes, codec, choose)
         self.membership = Membership(
-            self.registry, self.fleet, self.transport, self.prefixes, config.workers.timeout_s, self._worker_lost
+            self.registry,
+            self.fleet,
+            self.transport,
+            self.prefixes,
+            config.workers.timeout_s,
+            on_lost=self._worker_lost,
+            on_quiet=self.router.worker_quiet,
+            on_reset=self.router.connection_reset,
         )
         self.pause = PauseCalls(self.fleet, self.calls, self.router, lambda: self.queue.depth)
         self.ratio_controller = RatioController(

@@ -27,11 +27,14 @@ class Recovery:
         self._dispatch, self._placer = dispatch, placer
         self._quarantine = Quarantine()
 
-    def retry(self, active: ActiveRequest, why: str, avoid: str | None = None) -> None:
-        """Give the current attempt up and start the next. What went wrong remotely is done locally then."""
+    def retry(self, active: ActiveRequest, why: str, avoid: str | None = None, charge: bool = True) -> None:
+        """Give the current attempt up and start the next. What went wrong remotely is done locally then.
+
+        `charge`: it counts against `routing.max_attempts`.
+        """
         if active.ended or not self._give_up(active, why):
             return
-        active.charged += 1
+        active.charged += charge
         if active.charged >= self._routing.max_attempts:
             self._fail(active, f"{active.attempt} attempts failed: {', '.join(active.retries)}")
             return

@@ -25,6 +25,7 @@ from orchestrator.router.codec import Codec
 from orchestrator.router.decider import Decider
 from orchestrator.router.dispatch import Dispatch
 from orchestrator.router.learning import Learning
+from orchestrator.router.overdue import Overdue
 from orchestrator.router.placer import Placer
 from orchestrator.router.recovery import Recovery
 from orchestrator.router.request import ActiveRequest, Failure, Overloaded, Prefilling, State
@@ -46,9 +47,6 @@ from orchestrator.wire.transport import FrontendTransport
 log = logging.getLogger("pd.router")
 
 CHECK_S = 0.5
-# A worker reports after each engine step, and four times a second through a long one or while idle.
-SILENT_S = 1.5
-WITH_A_WORKER = (State.TRANSFERRING, State.LOCAL, State.DECODING)
 # An engine that ends a request this way has not answered it: another one continues.
 GIVEN_UP = {FinishReason.ABORT: "engine_abort", FinishReason.ERROR: "engine_error"}
 
@@ -75,6 +73,7 @@ class Router:
         self._requests = ActiveRequests(codec, self.learning, self.recent)
         self._placer = Placer(self._decider, self._dispatch, config.routing.placement_timeout_s)
         self._recovery = Recovery(config.routing, fleet, self._requests, self._dispatch, self._placer)
+        self._overdue = Overdue(config.routing, fleet, queue, self._requests, self._recovery, self.learning.predictor)
         self.requests, self.batches = self._requests.by_id, self._requests.batches
 
     # ---- what the server calls ---------------------------------------------------------------------------------
@@ -116,6 +115,7 @@ class Router:
         while True:
             await asyncio.sleep(CHECK_S)
             self.check(time.monotonic())
+            await self.check_queue(time.monotonic())
 
     def check(self, now: float) -> None:
         """Start another attempt of each request that waits for longer than its state may last.
@@ -125,19 +125,16 @@ class Router:
             return
         resumed_at = self._fleet.pause.ended_at
         self._check_claimers()
-        for active in self._requests.all():
-            queued_since, heard_at = max(active.moved_at, resumed_at), max(active.heard_at, resumed_at)
-            if active.state is State.QUEUED and now - queued_since > self._routing.claim_timeout_s:
-                self._recovery.retry(active, "claim_timeout")
-            elif active.state is State.TRANSFERRING and self._fleet.silent_for(active.prefill_worker, now) > SILENT_S:
-                # It may be alive: nobody is declared dead, but its client need not wait to know.
-                self._recovery.retry(active, "prefill_worker_silent")
-            elif active.state in WITH_A_WORKER and now - heard_at > self._routing.stall_timeout_s:
-                self._recovery.retry(active, "stalled", avoid=active.decode_worker)
+        self._overdue.check(now, resumed_at)
         queued = [active for active in self._requests.all() if active.state is State.QUEUED]
         for active in self._decider.recalled(queued):
             self._recovery.retry(active, "recalled")
         self._recovery.check(now)
+
+    async def check_queue(self, now: float) -> None:
+        """The same for those whose jobs were lost, or whose claimer is not heard."""
+        if not self._fleet.pause.frozen:
+            await self._overdue.check_queue(now)
 
     async def settled(self) -> None:
         """Wait until nothing runs in the background."""
@@ -277,6 +274,25 @@ class Router:
                     active.retries.append("prefill_worker_lost")
                     self._dispatch.cancel_job(active)
         self._check_claimers()
+
+    def worker_quiet(self, worker_id: str) -> None:
+        """It is slow, stopped or cut off, and may be back: nobody is declared dead. Whoever need not wait for it goes
+        on elsewhere. An answer that cannot be continued there waits, and so do all where there is no other worker."""
+        others = self._fleet.others_than(worker_id)
+        for active in self._requests.all():
+            if active.decode_worker == worker_id and others:
+                if active.asked.resumable or not active.answer.tokens:
+                    self._recovery.retry(active, "decode_worker_quiet", avoid=worker_id, charge=False)
+            elif active.state is State.TRANSFERRING and active.prefill_worker == worker_id:
+                self._recovery.retry(active, "prefill_worker_quiet", charge=False)
+        self._check_claimers()
+
+    def connection_reset(self, worker_id: str) -> None:
+        """What was on its way, a request or tokens, may be lost with the old connection, and an answer with a gap is a
+        wrong one."""
+        for active in self._requests.all():
+            if active.decode_worker == worker_id:
+                self._recovery.retry(active, "connection_reset", charge=False)
 
     def queue_lost(self) -> None:
         """Redis is away: nothing that waits in it can be claimed."""

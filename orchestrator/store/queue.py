@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -17,7 +18,7 @@ import msgspec
 from orchestrator.config.settings import QueueConfig
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.keys import QUEUE, Keys
-from orchestrator.types import PrefillJob, QueueDepth, WindowJob
+from orchestrator.types import JobState, PrefillJob, QueueDepth, WindowJob
 
 log = logging.getLogger("pd.queue")
 
@@ -225,6 +226,13 @@ class PrefillQueue:
         """O(1)."""
         requests, tokens, claimed = await self._call("depth")
         return QueueDepth(requests, tokens, claimed)
+
+    async def states(self, request_ids: Sequence[str]) -> dict[str, JobState]:
+        """What has become of each of these jobs. O(1) for each."""
+        known = {state.value.encode(): state for state in JobState}
+        asked = (self._redis.execute_command("HGET", self.keys.job(name), "state") for name in request_ids)
+        found = await asyncio.gather(*asked)
+        return {name: known.get(state, JobState.ABSENT) for name, state in zip(request_ids, found, strict=True)}
 
     async def server_run(self) -> str:
         """Names what runs: with another name than before jobs may be gone. Empty when the server does not tell."""

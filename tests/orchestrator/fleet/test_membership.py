@@ -85,9 +85,16 @@ class Scene:
     def __init__(self):
         self.registry, self.fleet = ScriptedRegistry(), Fleet("f")
         self.transport = FrontendTransport("f", keys=None)
-        self.lost = []
+        self.lost, self.quiet, self.reset = [], [], []
         self.membership = Membership(
-            self.registry, self.fleet, self.transport, PrefixView(self.transport.send), 1.0, self.lost.append
+            self.registry,
+            self.fleet,
+            self.transport,
+            PrefixView(self.transport.send),
+            1.0,
+            self.lost.append,
+            self.quiet.append,
+            self.reset.append,
         )
         self.living = []
         self.tasks = [asyncio.create_task(self.membership.run()), asyncio.create_task(self._receive())]
@@ -153,6 +160,26 @@ async def test_a_worker_that_hangs_is_lost(scene):
     worker = await scene.start("d")
     worker.mute()
     await scene.until(lambda: scene.lost == ["d"])
+
+
+async def test_a_worker_that_is_slow_becomes_quiet_and_is_usable_again_once_heard(scene):
+    worker = await scene.start("d")
+    assert scene.quiet == []
+    worker.mute()
+    await scene.until(lambda: scene.quiet == ["d"])
+    assert scene.fleet.workers["d"].quiet and scene.lost == []
+    worker.speak()
+    await scene.heard("d")
+    assert not scene.fleet.workers["d"].quiet and scene.lost == []
+
+
+async def test_a_connection_that_broke_and_is_back_is_told(scene):
+    await scene.start("d")
+    scene.membership.disconnected("d")
+    scene.membership.welcomed("d")
+    assert scene.reset == ["d"] and scene.lost == []
+    scene.membership.welcomed("d")
+    assert scene.reset == ["d"]
 
 
 @pytest.mark.slow

@@ -12,8 +12,12 @@ from orchestrator.router.decider import Decider
 from orchestrator.router.request import SUCCESSORS, Failure, Overloaded, State
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import QueueFull
-from orchestrator.types import FinishReason, Offered, QueueDepth, Role, WorkerLoad, WorkerState
+from orchestrator.types import FinishReason, JobState, Offered, QueueDepth, Role, WorkerLoad, WorkerState
 from orchestrator.wire.messages import Abort, MessageError, Prefilled, PrefillFailed, Rejected
+
+
+def load_of(worker_id, blocks_free=900):
+    return WorkerLoad(worker_id, 1, 1000, blocks_free, 0, 0, 0, 1.0)
 
 
 async def test_a_short_prompt_is_prefilled_where_it_decodes():
@@ -205,20 +209,114 @@ async def test_a_dead_prefill_worker_leaves_recovery_to_decode_but_is_noted():
 
 
 @pytest.mark.parametrize("computed", [False, True])
-async def test_a_prefill_worker_that_falls_silent_is_not_waited_for(computed):
+async def test_a_prefill_worker_that_is_quiet_is_not_waited_for(computed):
     bench = Bench()
     await bench.router.submit(FakeRequest("r"))
     bench.claim("r")
     if computed:  # its KV is not there
         bench.say("p0", Prefilled("r", 1, "p0", 0.2))
-    now = time.monotonic()
-    bench.router.check(now + 1.0)
+    bench.router.check(time.monotonic() + 1.0)
     assert bench.router.requests["r"].state is State.TRANSFERRING
-    bench.router.check(now + 2.0)
+    bench.fleet.workers["p0"].hush()
+    bench.router.worker_quiet("p0")
     await bench.settle()
-    assert bench.router.requests["r"].retries == ["prefill_worker_silent"]
+    assert bench.router.requests["r"].retries == ["prefill_worker_quiet"]
     assert bench.submits()[-1][1].attempt == 2 and bench.submits()[-1][1].kv_source is None
     assert "p0" in bench.fleet.workers  # silence is no death
+
+
+async def test_what_waits_in_the_queue_does_not_wait_for_prefill_workers_that_are_all_quiet():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r"))
+    bench.fleet.workers["p0"].hush()
+    bench.router.worker_quiet("p0")
+    await bench.settle()
+    assert bench.router.requests["r"].retries == ["no_prefill_worker"]
+    await bench.router.submit(FakeRequest("s"))
+    assert bench.router.requests["s"].placed.reason == "no_prefill_worker"
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+async def test_a_quiet_decode_worker_is_left_by_whom_another_can_continue(resumable):
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10, resumable=resumable))
+    quiet = bench.bound_to()
+    bench.tokens(quiet, "r", [1, 2])
+    bench.fleet.workers[quiet].hush()
+    bench.router.worker_quiet(quiet)
+    await bench.settle()
+    active = bench.router.requests["r"]
+    assert active.retries == (["decode_worker_quiet"] if resumable else []) and active.charged == 0
+    assert (active.decode_worker != quiet) is resumable
+    assert bench.submits()[-1][1].resume_tokens == [1, 2] and len(bench.submits()) == 1 + resumable
+
+
+async def test_a_quiet_worker_takes_no_request_until_it_is_heard():
+    bench = Bench()
+    bench.fleet.workers["d0"].hush()
+    for name in "abc":
+        await bench.router.submit(FakeRequest(name, prompt_tokens=10))
+    assert {worker for worker, _ in bench.submits()} == {"d1"}
+    bench.fleet.take_load(load_of("d0", blocks_free=1000), time.monotonic())
+    await bench.router.submit(FakeRequest("d", prompt_tokens=10))
+    assert bench.bound_to() == "d0"
+
+
+async def test_where_all_decode_workers_are_quiet_nobody_moves_and_new_requests_are_taken():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    for worker_id in ("d0", "d1"):
+        bench.fleet.workers[worker_id].hush()
+    for worker_id in ("d0", "d1"):
+        bench.router.worker_quiet(worker_id)
+    await bench.router.submit(FakeRequest("s", prompt_tokens=10))
+    assert bench.router.requests["r"].attempt == 1
+    assert bench.fleet.ready(Role.DECODE) == 2
+
+
+async def test_what_a_connection_that_broke_may_have_lost_is_begun_anew():
+    """A token that was on its way is nowhere: the answer goes on from those that came."""
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    worker = bench.bound_to()
+    bench.tokens(worker, "r", [1])
+    bench.router.connection_reset(worker)
+    await bench.settle()
+    assert bench.router.requests["r"].retries == ["connection_reset"] and bench.router.requests["r"].charged == 0
+    bench.tokens(worker, "r", [3])  # of the attempt before
+    assert bench.submits()[-1][1].resume_tokens == [1] and bench.received() == [("r", [1], None)]
+
+
+@pytest.mark.parametrize("full", [False, True])
+async def test_kv_that_does_not_come_though_there_is_room_is_not_waited_for(full):
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r"))
+    bench.claim("r")
+    worker = bench.bound_to()
+    bench.fleet.take_load(load_of(worker, blocks_free=1 if full else 900), time.monotonic())
+    now = time.monotonic()
+    bench.router.check(now + 10)
+    assert bench.router.requests["r"].attempt == 1  # its prefill takes long
+    bench.say("p0", Prefilled("r", 1, "p0", 0.2))
+    bench.router.check(now + 3)
+    assert bench.router.requests["r"].attempt == 1
+    bench.router.check(now + 4)
+    assert bench.router.requests["r"].retries == ([] if full else ["kv_late"])
+
+
+@pytest.mark.parametrize(
+    ("state", "why"), [(JobState.ABSENT, "job_lost"), (JobState.CLAIMED, "claimer_unheard"), (JobState.WAITING, None)]
+)
+async def test_jobs_that_are_lost_or_whose_claimer_is_not_heard_are_not_waited_for(state, why):
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r"))
+    bench.queue.known["r"] = state
+    now = time.monotonic()
+    await bench.router.check_queue(now + 0.5)
+    assert bench.router.requests["r"].attempt == 1  # young enough for news to be on its way
+    for later_s in (1.5, 2.0):
+        await bench.router.check_queue(now + later_s)
+    assert bench.router.requests["r"].retries == ([why] if why else [])
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])

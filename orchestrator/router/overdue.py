@@ -1,0 +1,81 @@
+"""Requests that wait for what may never come: each is begun anew when its state has lasted for too long.
+
+A wait costs a client time, and beginning anew costs a fleet work: so nobody is begun anew who may only be slow.
+"""
+
+from __future__ import annotations
+
+from orchestrator.config.settings import RoutingConfig
+from orchestrator.fleet.queue_view import QueueView
+from orchestrator.fleet.view import Fleet
+from orchestrator.policy.predict import Predictor
+from orchestrator.router.active_requests import ActiveRequests
+from orchestrator.router.recovery import Recovery
+from orchestrator.router.request import ActiveRequest, State
+from orchestrator.types import JobState
+
+WITH_A_WORKER = (State.TRANSFERRING, State.LOCAL, State.DECODING)
+# Whoever claims a job says so within milliseconds. A job that is gone, or claimed and nobody says so, is lost.
+UNHEARD_S = 1.0
+MAX_LOOKS = 64  # at jobs, at a time: those that wait longest
+# Most of a prompt's KV has arrived when its prefill ends. What does not follow within this time, or within that of
+# computing the prompt again where that is longer, waits for a link that is cut.
+LATE_KV_S = 3.5
+
+
+class Overdue:
+    def __init__(
+        self,
+        routing: RoutingConfig,
+        fleet: Fleet,
+        queue: QueueView,
+        requests: ActiveRequests,
+        recovery: Recovery,
+        predictor: Predictor,
+    ) -> None:
+        self._routing, self._fleet, self._queue = routing, fleet, queue
+        self._requests, self._recovery, self._predictor = requests, recovery, predictor
+        self._claimed: set[str] = set()  # request ids whose jobs were claimed at the last look, and nobody said so
+
+    def check(self, now: float, resumed_at: float = 0.0) -> None:
+        """Every wait but that for a job's claimer. Time before `resumed_at`, when a pause ended, is not counted."""
+        for active in self._requests.all():
+            heard_at = max(active.heard_at, resumed_at)
+            if active.state is State.QUEUED and now - max(active.moved_at, resumed_at) > self._routing.claim_timeout_s:
+                self._recovery.retry(active, "claim_timeout")
+            elif active.state is State.TRANSFERRING and self._fleet.is_quiet(active.prefill_worker):
+                self._recovery.retry(active, "prefill_worker_quiet", charge=False)
+            elif active.state is State.TRANSFERRING and self._kv_is_late(active, now, resumed_at):
+                self._recovery.retry(active, "kv_late")
+            elif active.state in WITH_A_WORKER and now - heard_at > self._routing.stall_timeout_s:
+                self._recovery.retry(active, "stalled", avoid=active.decode_worker)
+
+    async def check_queue(self, now: float) -> None:
+        """Jobs that Redis has lost, and jobs whose claimer we do not hear."""
+        waiting = [active for active in self._requests.all() if active.state is State.QUEUED]
+        waiting = sorted(waiting, key=lambda active: active.moved_at)[:MAX_LOOKS]
+        overdue = {active.id: active.attempt for active in waiting if now - active.moved_at > UNHEARD_S}
+        states = await self._queue.states(list(overdue)) if overdue else {}
+        claimed = set()
+        for request_id, state in states.items():
+            active = self._requests.current(request_id, overdue[request_id])
+            if active is None or active.state is not State.QUEUED:
+                continue  # it went on meanwhile
+            if state is JobState.ABSENT:
+                self._recovery.retry(active, "job_lost")
+            elif state is JobState.CLAIMED and request_id in self._claimed:
+                self._recovery.retry(active, "claimer_unheard", charge=False)
+            elif state is JobState.CLAIMED:
+                claimed.add(request_id)
+        self._claimed = claimed
+
+    def _kv_is_late(self, active: ActiveRequest, now: float, resumed_at: float) -> bool:
+        """Not of a request that may be waiting for memory there."""
+        view = self._fleet.workers.get(active.decode_worker or "")
+        if active.prefill is None or active.prefill.ended_at is None or view is None or view.load is None:
+            return False
+        tokens = active.asked.info.prompt_tokens
+        has_room = view.load.running < view.info.max_num_seqs
+        has_room = has_room and view.load.blocks_free * view.info.identity.block_size >= tokens
+        waited_s = now - max(active.prefill.ended_at, resumed_at)
+        return has_room and waited_s > max(LATE_KV_S, self._predictor.prefill_s(tokens))
