@@ -1,7 +1,7 @@
 # make up         install once, then serve the demo model on this machine's CPU until Ctrl-C
 # make check      before every commit: lint (ruff, mypy) and test-fast (what needs no vLLM and is not slow)
 # make test       the whole suite but for test-topology, which starts engines of several ranks; format: let ruff mend
-# make bench-kv   KV transfer figures; bench-policy: policy and queue figures; chaos: faults under load, half an hour
+# make bench-kv   KV transfer figures; bench-policy: policy and queue figures; chaos: faults under load, two hours; soak: half an hour
 
 SHELL  := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -15,7 +15,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Asked only where the configured index offers no CPU build of torch.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: up venv model check test test-fast test-topology lint format bench-kv bench-policy chaos clean
+.PHONY: up venv model check test test-fast test-topology lint format bench-kv bench-policy chaos soak clean
 
 up: venv
 	@$(BIN)/orchestrator up $(CONFIG)
@@ -59,7 +59,10 @@ bench-kv: model
 	$(BIN)/python benchmarks/bench_kv.py
 
 chaos: model
-	$(BIN)/python benchmarks/chaos.py
+	$(BIN)/python -m benchmarks.chaos
+
+soak: model
+	$(BIN)/python -m benchmarks.chaos.soak
 
 bench-policy: venv
 	$(BIN)/python benchmarks/bench_policy.py

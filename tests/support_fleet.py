@@ -1,11 +1,11 @@
-"""A fleet started as a user starts it, and what a test asks of it: requests, load, faults, and that nothing leaked."""
+"""A fleet started as a user starts it, its launcher's output, and that nothing of it is left at the end."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
+import pty
 import re
 import shutil
 import signal
@@ -15,13 +15,12 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
+from support_client import SETTLE_TIMEOUT_S, FleetClient, FleetFailed
 from support_vllm import tiny_model
 
 from orchestrator.config.model import resolve_model
@@ -29,59 +28,40 @@ from orchestrator.launch.host.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
 START_TIMEOUT_S = 180
-SETTLE_TIMEOUT_S = 60
 
 
-class FleetFailed(AssertionError):
-    """`orchestrator up` ended, or was not ready in time; carries its log."""
-
-
-@dataclass
-class Answer:
-    """One request's outcome as its client saw it."""
-
-    status: int
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    error: str | None = None
-    request_id: str = ""
-    retry_after_s: int = 0
-    usage: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def ok(self) -> bool:
-        return self.status == 200 and self.error is None
-
-
-class RunningFleet:
-    def __init__(self, config: str, *sets: str) -> None:
-        self.namespace = f"test-{uuid.uuid4().hex[:8]}"
+class RunningFleet(FleetClient):
+    def __init__(self, config: str, *sets: str, namespace: str = "", terminal: bool = False) -> None:
+        """`namespace`: made up by default. `terminal`: the launcher writes to one, else to a pipe."""
+        self.namespace = namespace or f"test-{uuid.uuid4().hex[:8]}"
         self.log: list[str] = []
+        self.reading = threading.Event()  # cleared: nobody reads what the launcher shows
+        self.reading.set()
         arguments = [f"namespace={self.namespace}", "frontend.port=0", *sets]
         command = [sys.executable, "-m", "orchestrator.cli.main", "up", str(ROOT / "configs" / config)]
         for item in arguments:
             command += ["--set", item]
         self.log_file = Path(tempfile.gettempdir()) / f"pd-{self.namespace}.log"
         self.process_log = RunFolder(self.namespace).log_path
+        self.output, theirs = pty.openpty() if terminal else os.pipe()
         # Its own session: a test that kills the launcher's group must not end pytest.
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs, start_new_session=True)
+        os.close(theirs)
         threading.Thread(target=self._read, daemon=True).start()
         try:
             ready = self.wait_for_line(r"Ready.*?(https?://\S+)", START_TIMEOUT_S)
         except BaseException:
             self.stop()
             raise
-        self.url = ready.group(1).rstrip("/,")
-        self.http = httpx.Client(base_url=self.url, timeout=120)
-        self.model = self.http.get("/v1/models").json()["data"][0]["id"]
+        super().__init__(ready.group(1).rstrip("/,"), self.namespace)
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.log.append(line.rstrip("\n"))
+        rest = b""
+        with contextlib.suppress(OSError):  # a terminal's way to say that it was closed
+            while self.reading.wait() and (data := os.read(self.output, 65536)):
+                *lines, rest = (rest + data).split(b"\n")
+                self.log += [line.decode(errors="replace").rstrip("\r") for line in lines]
+        os.close(self.output)
 
     def wait_for_line(self, pattern: str, timeout_s: float) -> re.Match[str]:
         seen = 0
@@ -94,42 +74,39 @@ class RunningFleet:
             if self.process.poll() is not None and seen == len(self.log):
                 break
             time.sleep(0.05)
-        raise FleetFailed(f"no line matching {pattern!r} (exit code {self.process.poll()}):\n{self._tail()}")
+        raise FleetFailed(f"no line matching {pattern!r} (exit code {self.process.poll()}):\n{self.log_tail()}")
 
-    def _tail(self) -> str:
-        return "\n".join([*self.process_lines()[-60:], "shown:", *self.log[-60:]])
+    def log_tail(self) -> str:
+        return "\n".join([f"log: {self.log_file}", *self.process_lines()[-60:], "shown:", *self.log[-60:]])
 
     def stop(self) -> None:
+        self.reading.set()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             try:
                 self.process.wait(30)
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
-                raise FleetFailed(f"the launcher did not end within 30 s of Ctrl-C:\n{self._tail()}") from None
-
-    # ---- looking -----------------------------------------------------------------------------------------------
-
-    def fleet(self) -> dict[str, Any]:
-        return self.http.get("/fleet").json()
-
-    def workers(self, role: str | None = None, state: str = "ready") -> list[dict[str, Any]]:
-        return [w for w in self.fleet()["workers"] if w["state"] == state and role in (None, w["role"])]
-
-    def shape(self) -> tuple[int, int]:
-        """(prefill, decode) workers that are ready."""
-        return len(self.workers("prefill")), len(self.workers("decode"))
-
-    def metric(self, name: str, **labels: str) -> float:
-        total = 0.0
-        for line in self.http.get("/metrics").text.splitlines():
-            if line.startswith((name + "{", name + " ")) and all(f'{k}="{v}"' in line for k, v in labels.items()):
-                total += float(line.rsplit(" ", 1)[1])
-        return total
+                raise FleetFailed(f"the launcher did not end within 30 s of Ctrl-C:\n{self.log_tail()}") from None
 
     def process_lines(self) -> list[str]:
         """The output of the fleet's processes so far."""
         return self.process_log.read_text().splitlines() if self.process_log.exists() else []
+
+    def end(self) -> None:
+        """Stopped cleanly, and none of its processes left. The log is kept when something failed."""
+        family = descendants(self.process.pid)
+        self.http.close()
+        try:
+            self.stop()
+            left = [pid for pid in family if Path(f"/proc/{pid}").exists()]
+            assert not left, f"processes left behind: {left}; log: {self.log_file}"
+        finally:
+            # The runtime folder goes with the test session; the log of a failure stays.
+            self.log_file.write_text("\n".join([*self.process_lines(), "shown:", *self.log, ""]))
+            self.process_log.unlink(missing_ok=True)
+        if sys.exc_info()[0] is None:
+            self.log_file.unlink()
 
     def request_lines(self) -> list[dict[str, Any]]:
         """The `pd.request` log lines so far."""
@@ -140,6 +117,12 @@ class RunningFleet:
         """The requests that are shown after Ready, shortest prompt first."""
         self.wait_for_line(r"^curl .*printf", SETTLE_TIMEOUT_S)
         return [line for line in self.log if line.startswith("curl ")]
+
+    def redis_url(self) -> str:
+        """Of the server that the fleet uses. Raises FleetFailed."""
+        if (url := RunFolder(self.namespace).redis_url()) is None:
+            raise FleetFailed(f"namespace {self.namespace} names no Redis:\n{self.log_tail()}")
+        return url
 
     def redis_pid(self) -> int:
         """The embedded Redis: the launcher's child whose command names the server."""
@@ -155,111 +138,6 @@ class RunningFleet:
         assert not check or done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
         return done
 
-    def until(self, condition: Callable[[], Any], what: str, timeout_s: float = SETTLE_TIMEOUT_S) -> Any:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            with contextlib.suppress(httpx.HTTPError):
-                if value := condition():
-                    return value
-            time.sleep(0.1)
-        try:
-            seen: object = self.fleet()
-        except httpx.HTTPError as error:
-            seen = repr(error)
-        raise FleetFailed(f"not within {timeout_s:g} s: {what}; fleet: {seen}; log: {self.log_file}\n{self._tail()}")
-
-    def assert_no_leaks(self) -> None:
-        """Every block of every worker free, nothing running or waiting, queue and claims empty."""
-
-        def clean() -> bool:
-            seen = self.fleet()
-            idle = all(
-                w["blocks_free"] == w["blocks_total"] and not w["running"] and not w["waiting"] for w in seen["workers"]
-            )
-            return idle and seen["queue"] == {"requests": 0, "tokens": 0, "claimed": 0}
-
-        self.until(clean, "all blocks free, queue and claims empty")
-
-    # ---- asking ------------------------------------------------------------------------------------------------
-
-    async def ask(
-        self, client: httpx.AsyncClient, prompt: list[int] | str, max_tokens: int = 16, **more: Any
-    ) -> Answer:
-        """A streamed completion; token ids are collected, errors inside the stream too."""
-        body = {
-            "model": self.model,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "stream": True,
-            "return_token_ids": True,
-            "stream_options": {"include_usage": True},
-            "ignore_eos": True,
-            **more,
-        }
-        answer = Answer(0)
-        try:
-            async with client.stream("POST", "/v1/completions", json=body) as response:
-                answer.status = response.status_code
-                answer.request_id = response.headers.get("x-request-id", "")
-                answer.retry_after_s = int(response.headers.get("retry-after", 0))
-                if response.status_code != 200:
-                    answer.error = (await response.aread()).decode()
-                    return answer
-                async for line in response.aiter_lines():
-                    if not line.startswith("data: ") or line == "data: [DONE]":
-                        continue
-                    event = json.loads(line[6:])
-                    if "error" in event:
-                        answer.error = json.dumps(event["error"])
-                    for choice in event.get("choices", ()):
-                        answer.text += choice["text"]
-                        answer.tokens += choice.get("token_ids") or []
-                        answer.logprobs += (choice.get("logprobs") or {}).get("token_logprobs", [])
-                    if event.get("usage"):
-                        answer.usage = event["usage"]
-        except httpx.HTTPError as error:
-            answer.error = f"{type(error).__name__}: {error}"
-        return answer
-
-    @contextlib.asynccontextmanager
-    async def client(self) -> AsyncIterator[httpx.AsyncClient]:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=self.url, timeout=180, limits=limits) as client:
-            yield client
-
-    async def ask_all(self, prompts: list[Any], concurrency: int, max_tokens: int = 16, **more: Any) -> list[Answer]:
-        gate = asyncio.Semaphore(concurrency)
-
-        async with self.client() as client:
-
-            async def one(prompt: Any) -> Answer:
-                async with gate:
-                    return await self.ask(client, prompt, max_tokens, **more)
-
-            return await asyncio.gather(*(one(prompt) for prompt in prompts))
-
-    @contextlib.asynccontextmanager
-    async def under_load(self, prompts: list[Any], concurrency: int, max_tokens: int) -> AsyncIterator[list[Answer]]:
-        """Streams requests, each over and over, while the body runs; yields the list of answers, filled as they end."""
-        answers: list[Answer] = []
-        stopping = asyncio.Event()
-
-        async with self.client() as client:
-
-            async def loop(offset: int) -> None:
-                turn = offset
-                while not stopping.is_set():
-                    answers.append(await self.ask(client, prompts[turn % len(prompts)], max_tokens))
-                    turn += concurrency
-
-            tasks = [asyncio.create_task(loop(i)) for i in range(concurrency)]
-            try:
-                yield answers
-            finally:
-                stopping.set()
-                await asyncio.wait_for(asyncio.gather(*tasks), 180)
-
 
 def paste(line: str, shell: str = "bash") -> dict[str, Any]:
     """The answer to a curl line as a person pastes it into a shell; -s only hides the progress meter."""
@@ -272,20 +150,11 @@ def paste(line: str, shell: str = "bash") -> dict[str, Any]:
 
 @contextlib.contextmanager
 def running_fleet(config: str, *sets: str) -> Iterator[RunningFleet]:
-    """Ends with: the launcher stopped cleanly, none of its processes left. The log is kept when something failed."""
     fleet = RunningFleet(config, *sets)
     try:
         yield fleet
     finally:
-        family = descendants(fleet.process.pid)
-        fleet.http.close()
-        fleet.stop()
-        left = [pid for pid in family if Path(f"/proc/{pid}").exists()]
-        # The runtime folder goes with the test session; the log of a failure stays.
-        fleet.log_file.write_text("\n".join([*fleet.process_lines(), "shown:", *fleet.log, ""]))
-        fleet.process_log.unlink(missing_ok=True)
-        assert not left, f"processes left behind: {left}; log: {fleet.log_file}"
-    fleet.log_file.unlink()
+        fleet.end()
 
 
 def descendants(pid: int) -> list[int]:

@@ -1,0 +1,89 @@
+"""Runs faults in turns and writes a table of what clients saw; exit code 1 where a row did not hold.
+
+make chaos                                         # 20 runs of each fault, simulated engines: about two hours
+python -m benchmarks.chaos --runs 2 --faults decode_killed_decoding redis_stopped_30_s
+python -m benchmarks.chaos --engine real --runs 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fnmatch
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from support_client import FleetFailed  # noqa: E402
+
+from benchmarks.chaos.fleets import world  # noqa: E402
+from benchmarks.chaos.load import Seen  # noqa: E402
+from benchmarks.chaos.report import Row, save, table  # noqa: E402
+from benchmarks.chaos.reports import NotSeen  # noqa: E402
+from benchmarks.chaos.table import BY_NAME, FAULTS  # noqa: E402
+from benchmarks.chaos.world import Fault  # noqa: E402
+
+
+def measure(faults: list[Fault], runs: int, real: bool, seed: int, starve_s: float = 60.0) -> list[Row]:
+    """Faults that share a fleet in turns, `runs` of each. A fleet that this machine does not allow is left out."""
+    rows = {fault.name: Row(Seen(fault.name), "real" if real else "simulated", []) for fault in faults}
+    for kind in dict.fromkeys(fault.fleet for fault in faults):
+        mine = [fault for fault in faults if fault.fleet == kind]
+        try:
+            with world(kind, real, seed) as place:
+                place.starve_s = starve_s
+                for run in range(runs):
+                    for fault in mine:
+                        _once(place, fault, rows[fault.name], f"{run + 1}/{runs}")
+        except (OSError, subprocess.CalledProcessError) as error:
+            why = getattr(error, "stderr", None) or error
+            print(f"left out {', '.join(fault.name for fault in mine)}: {why}", file=sys.stderr)
+    return [row for row in rows.values() if row.seen.answers]
+
+
+def _once(place, fault: Fault, row: Row, turn: str) -> None:  # type: ignore[no-untyped-def]
+    before = len(row.seen.gaps_s)
+    try:
+        asyncio.run(place.run(fault, row.seen))
+    except (NotSeen, FleetFailed, AssertionError) as error:
+        row.failures.append(f"{type(error).__name__}: {error}"[:2000])
+        print(error, file=sys.stderr)
+    seen, gaps = row.seen, row.seen.gaps_s[before:]
+    print(
+        f"{turn} {fault.name}: {seen.errors.total()} errors, {seen.wrong} wrong, {seen.leaks} leaks so far; "
+        f"longest gap {max(gaps, default=0.0):.2f} s, healed in {seen.heal_s[-1] if seen.heal_s else -1:.1f} s",
+        flush=True,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--faults", nargs="+", metavar="NAME", help="names or patterns such as 'redis_*'")
+    parser.add_argument("--engine", choices=("sim", "real"), default="sim")
+    parser.add_argument("--starve-minutes", type=float, default=1.0, help="how long cpu_starved lasts")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--list", action="store_true", help="print the names and end")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    options = parser.parse_args()
+    real = options.engine == "real"
+    patterns = options.faults or [name for name in FAULTS if name not in BY_NAME]
+    chosen = [fault for name, fault in FAULTS.items() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+    chosen = [fault for fault in chosen if fault.real or not real]
+    if options.list or not chosen:
+        print("\n".join(FAULTS))
+        return 0 if options.list else 2
+    rows = measure(chosen, options.runs, real, options.seed, options.starve_minutes * 60)
+    save(rows, options.out)
+    print(table(rows))
+    for row in rows:
+        for missed in row.missed():
+            print(f"{row.seen.fault}: {missed}", file=sys.stderr)
+    return int(any(row.missed() for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""The fleets that faults happen to, and their undisturbed answers.
+
+Simulated engines give tokens that depend on prompt and position only, at times of a small GPU's order; real ones run a
+tiny model in float32, so that no difference can be put down to rounding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+import httpx
+import msgspec
+import yaml
+from support_client import FleetClient
+from support_fleet import ROOT, RunningFleet, small_model, token_prompt
+
+from benchmarks.chaos.load import Questions
+from benchmarks.chaos.network import Network
+from benchmarks.chaos.worker_faults import POISON
+from benchmarks.chaos.world import World
+from orchestrator.config.model import resolve_model
+from orchestrator.config.settings import load_config
+from orchestrator.launch.host.redis_server import server_binary
+
+COMMON = (
+    "routing.remote_prefill_min_tokens=100",
+    "routing.prefix_index=false",  # so that prompts asked again are prefilled remotely again
+    "launcher.restart_backoff_max_s=1",  # many faults in a row: the next one need not wait for the last to be mended
+)
+# Slow enough for every phase to last: a prefill 0.2 s, a push 0.2 s, an answer 0.7 s.
+SIMULATED = (
+    *COMMON,
+    f"sim.crash_token={POISON}",
+    "sim.step_base_ms=5",
+    "sim.prefill_us_per_token=100",
+    "sim.link_gb_per_s=1",
+)
+REAL = (
+    *COMMON,
+    "workers.engine_args.dtype=float32",
+    "workers.engine_args.block_size=32",
+    "workers.engine_args.kv_cache_memory_bytes=402653184",
+)
+START_TIMEOUT_S = 120.0
+SMALL_DISK = "size=24m"
+REDIS_PORT, HTTP_PORT = 6379, 8000
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`sets` go on top of the engine's own. `terminal`: see RunningFleet. `disk`: the run folder has one of its own."""
+
+    sets: tuple[str, ...] = ()
+    terminal: bool = False
+    disk: bool = False
+    network: bool = False
+    frontends: int = 1
+
+
+FLEETS: dict[str, Kind] = {
+    "plain": Kind(),
+    "frontends": Kind(("frontend.replicas=2",), frontends=2),
+    "three decode": Kind(("workers.decode.replicas=3",)),
+    "ranks": Kind(("workers.decode.engine_args.tensor_parallel_size=2", "workers.decode.replicas=1")),
+    "terminal": Kind(terminal=True),
+    "disk": Kind(disk=True),
+    "network": Kind(network=True),
+}
+
+
+@contextlib.contextmanager
+def world(name: str, real: bool, seed: int) -> Iterator[World]:
+    """Raises OSError, subprocess.CalledProcessError where this machine does not allow such a fleet."""
+    kind = FLEETS[name]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_runtime_folder(kind.disk))
+        if kind.network:
+            fleet = stack.enter_context(_network_fleet())
+            redis_url = fleet.redis_url
+            start: Callable[[str], RunningFleet] | None = None
+        else:
+            config, sets = _configuration(real, stack)
+            start = partial(_start, config, (*sets, *kind.sets), kind.terminal)
+            fleet = start("")
+            redis_url = fleet.redis_url()
+        made = World(fleet, redis_url, _questions(fleet, real), seed, start)
+        made.frontends = kind.frontends
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def _configuration(real: bool, stack: contextlib.ExitStack) -> tuple[str, tuple[str, ...]]:
+    if not real:
+        return "sim-2p2d.yaml", SIMULATED
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-model-")))
+    model = small_model(folder / "small")
+    return "demo-1p1d-cpu.yaml", (*REAL, f"model={model}", "workers.decode.replicas=2")
+
+
+def _start(config: str, sets: tuple[str, ...], terminal: bool, namespace: str) -> RunningFleet:
+    return RunningFleet(config, *sets, namespace=namespace, terminal=terminal)
+
+
+def _questions(fleet: FleetClient, real: bool) -> Questions:
+    """Raises AssertionError where an undisturbed answer is an error."""
+    if real:
+        prompts, max_tokens = [token_prompt(20 + 173 * i % 1100, seed=i) for i in range(12)], 40
+    else:
+        prompts, max_tokens = [token_prompt(20 + 173 * i % 1800, seed=i) for i in range(24)], 120
+    calm = asyncio.run(fleet.ask_all(prompts, concurrency=4, max_tokens=max_tokens))
+    assert all(answer.ok for answer in calm), [answer.error for answer in calm if not answer.ok]
+    return Questions(fleet.model, prompts, [answer.tokens for answer in calm])
+
+
+@contextlib.contextmanager
+def _runtime_folder(disk: bool) -> Iterator[None]:
+    """Away from other fleets of the same user; `disk`: on a small file system of its own."""
+    folder = tempfile.mkdtemp(prefix="pdc-")
+    before = os.environ.get("XDG_RUNTIME_DIR")
+    try:
+        if disk:
+            subprocess.run(["mount", "-t", "tmpfs", "-o", SMALL_DISK, "tmpfs", folder], check=True, capture_output=True)
+        os.environ["XDG_RUNTIME_DIR"] = folder
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("XDG_RUNTIME_DIR", None)
+        else:
+            os.environ["XDG_RUNTIME_DIR"] = before
+        if disk:
+            subprocess.run(["umount", "-l", folder], capture_output=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class NetworkFleet(FleetClient):
+    """2P2D, every process on a machine of its own, without a launcher: nothing here is started again."""
+
+    def __init__(self, network: Network, url: str, namespace: str, redis_url: str, log: Path) -> None:
+        super().__init__(url, namespace)
+        self.network, self.redis_url, self._log = network, redis_url, log
+
+    def machines_of(self, kind: str) -> list[str]:
+        return [name for name in MACHINES if name.startswith(kind)]
+
+    def log_tail(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-60:])
+
+
+MACHINES = ("redis", "frontend", "prefill-0", "prefill-1", "decode-0", "decode-1")
+
+
+@contextlib.contextmanager
+def _network_fleet() -> Iterator[NetworkFleet]:
+    with contextlib.ExitStack() as stack:
+        network = Network(MACHINES)
+        stack.callback(network.close)
+        folder = Path(os.environ["XDG_RUNTIME_DIR"])
+        log = stack.enter_context((folder / "fleet.log").open("ab"))
+        namespace, redis_url = f"links-{uuid.uuid4().hex[:8]}", f"redis://{network.address('redis')}:{REDIS_PORT}"
+        model = resolve_model("demo")
+        sets = [f"model={model}", f"namespace={namespace}", f"frontend.host={network.address('frontend')}"]
+        config = folder / "config.yaml"
+        loaded = load_config(ROOT / "configs" / "sim-2p2d.yaml", [*sets, *SIMULATED])
+        config.write_text(yaml.safe_dump(msgspec.to_builtins(loaded)))
+        redis = [server_binary(), "--bind", network.address("redis"), "--port", str(REDIS_PORT)]
+        _spawn(stack, network, "redis", [*redis, "--protected-mode", "no", "--save", ""], log)
+        common = ["--redis", redis_url, "--config", str(config)]
+        for name in MACHINES[2:]:
+            role = name.partition("-")[0]
+            command = ["-m", "workers.main", role, "--id", name, "--host", network.address(name), *common]
+            _spawn(stack, network, name, [sys.executable, *command], log)
+        command = ["-m", "orchestrator.frontend.server", "--port", str(HTTP_PORT), *common]
+        _spawn(stack, network, "frontend", [sys.executable, *command], log)
+        url = f"http://{network.address('frontend')}:{HTTP_PORT}"
+        _wait_ready(url)
+        fleet = NetworkFleet(network, url, namespace, redis_url, folder / "fleet.log")
+        fleet.until(lambda: fleet.shape() == (2, 2), "two workers of each role")
+        yield fleet
+
+
+def _spawn(stack: contextlib.ExitStack, network: Network, name: str, command: list[str], log: IO[bytes]) -> None:
+    process = subprocess.Popen([*network.command(name), *command], cwd=ROOT, stdout=log, stderr=log)
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+
+
+def _wait_ready(url: str) -> None:
+    """Raises httpx.HTTPError."""
+    transport = httpx.HTTPTransport(retries=0)
+    with httpx.Client(transport=transport, timeout=5.0) as client:
+        for left in range(int(START_TIMEOUT_S * 5), -1, -1):
+            try:
+                if client.get(f"{url}/ready").status_code == httpx.codes.OK:
+                    return
+            except httpx.TransportError:
+                if not left:
+                    raise
+            time.sleep(0.2)

@@ -1,0 +1,79 @@
+"""What happens to frontends and to the launcher: clients of theirs lose their connections, and nobody else anything."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import psutil
+from support_fleet import RunningFleet, descendants
+
+from benchmarks.chaos.load import stream
+from benchmarks.chaos.reports import NotSeen
+from benchmarks.chaos.world import GONE_TIMEOUT_S, HEAL_TIMEOUT_S, World
+from orchestrator.store.client import RedisAway, connect
+from orchestrator.store.registry import Frontend, Registry
+
+STOPPED_S = 7.0
+_POLL_S = 0.05
+
+
+async def killed(world: World) -> None:
+    """One of several. Over when another serves in its place."""
+    victim = await _one_that_works(world)
+    workers = await world.reports.workers()
+    world.load.forgive(world.client_ports(victim.pid))
+    world.kill(victim.pid)
+    world.seen.gone_s.append(await world.reports.forgotten_s(victim.id, workers, GONE_TIMEOUT_S))
+    deadline = time.monotonic() + HEAL_TIMEOUT_S
+    while len([seen for seen in await _serving(world) if seen.pid != victim.pid]) < world.frontends:
+        if time.monotonic() > deadline:
+            raise NotSeen(f"no frontend came in place of {victim.id} within {HEAL_TIMEOUT_S:g} s")
+        await asyncio.sleep(_POLL_S)
+
+
+async def stopped(world: World) -> None:
+    """Its own clients wait, and get the rest of their answers."""
+    await world.stop(STOPPED_S, (await _one_that_works(world)).pid)
+
+
+async def _serving(world: World) -> list[Frontend]:
+    redis = await connect(world.redis_url, 5.0)
+    try:
+        return [seen for seen in (await Registry(redis, world.fleet.namespace).frontends()).values() if seen.url]
+    except RedisAway:
+        return []
+    finally:
+        await redis.aclose()
+
+
+async def _one_that_works(world: World) -> Frontend:
+    """One that clients are connected to."""
+    serving = await _serving(world)
+    return max(serving, key=lambda seen: (len(world.client_ports(seen.pid)), world.random.random()))
+
+
+async def launcher_killed(world: World) -> None:
+    """Everything that it started ends with it, and another `up` of the same name takes over."""
+    fleet = world.fleet
+    assert isinstance(fleet, RunningFleet)
+    family = [psutil.Process(pid) for pid in descendants(fleet.process.pid)]
+    ports = set().union(*(world.client_ports(process.pid) for process in family))
+    world.load.forgive(ports)
+    world.load.stop()
+    engines = [process for process in family if "workers.main" in " ".join(process.cmdline())]
+    os.kill(fleet.process.pid, signal.SIGKILL)
+    fleet.process.wait()
+    began = time.monotonic()
+    await asyncio.to_thread(psutil.wait_procs, engines, GONE_TIMEOUT_S)
+    world.seen.gone_s.append(time.monotonic() - began)
+    await world.load.end()  # their connections are gone
+    fleet.http.close()
+    await asyncio.to_thread(world.take_over)
+    async with world.fleet.client() as client:
+        for prompt, truth in zip(world.questions.prompts, world.questions.truth, strict=True):
+            tokens, _ = await stream(client, world.questions.model, prompt, len(truth))
+            world.seen.answers += 1
+            world.seen.wrong += tokens != truth

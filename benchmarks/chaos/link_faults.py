@@ -1,0 +1,51 @@
+"""What happens to links between two workers, or a frontend and a worker: packets are lost, or late."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from benchmarks.chaos.fleets import NetworkFleet
+from benchmarks.chaos.world import World
+
+Make = Callable[[World], Awaitable[None]]
+
+CUT_S = (1.0, 9.0)  # shorter and longer than any heartbeat
+SLOW_S = 6.0
+
+
+def _on(world: World) -> NetworkFleet:
+    assert isinstance(world.fleet, NetworkFleet)
+    return world.fleet
+
+
+def cut(one: str, other: str, forth: bool = True, back: bool = True) -> Make:
+    """`one` and `other` are "frontend", "prefill" or "decode"; of workers, which is left to chance."""
+
+    async def make(world: World) -> None:
+        fleet = _on(world)
+        source, target = (world.random.choice(fleet.machines_of(kind)) for kind in (one, other))
+        if forth:
+            fleet.network.cut(source, target)
+        if back:
+            fleet.network.cut(target, source)
+        try:
+            await asyncio.sleep(world.random.uniform(*CUT_S))
+        finally:
+            fleet.network.mend()
+
+    return make
+
+
+def slow(kind: str) -> Make:
+    """All links of one worker."""
+
+    async def make(world: World) -> None:
+        fleet = _on(world)
+        fleet.network.slow(world.random.choice(fleet.machines_of(kind)))
+        try:
+            await asyncio.sleep(SLOW_S)
+        finally:
+            fleet.network.mend()
+
+    return make

@@ -1,0 +1,103 @@
+"""Machines of their own for the processes of a fleet: network namespaces (Linux, root) around one that forwards.
+
+So a link can be cut as a switch or a cable does it: packets are lost, in one direction or both, and nobody is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Sequence
+
+_SUBNET = "10.213"
+_SLOW = "tbf rate 2mbit burst 16kb latency 1000ms"  # a fifth of a second for the reports of one
+
+
+class Network:
+    """`names` are its machines; this process reaches all of them. `close` it."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """Raises OSError, subprocess.CalledProcessError where it is not allowed."""
+        self._prefix = f"pd{os.getpid()}"
+        self._switch = f"{self._prefix}-switch"
+        self._numbers = {name: number for number, name in enumerate(names, start=1)}
+        self._cut: set[tuple[str, str]] = set()
+        try:
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self) -> None:
+        _ip("netns", "add", self._switch)
+        _run("ip", "netns", "exec", self._switch, "sysctl", "-qw", "net.ipv4.ip_forward=1")
+        self._plug(0, None)
+        _ip("route", "add", f"{_SUBNET}.0.0/16", "via", f"{_SUBNET}.0.1")
+        for name, number in self._numbers.items():
+            _ip("netns", "add", self._machine(name))
+            self._plug(number, self._machine(name))
+            _ip("-n", self._machine(name), "link", "set", "lo", "up")
+            _ip("-n", self._machine(name), "route", "add", "default", "via", f"{_SUBNET}.{number}.1")
+
+    def _plug(self, number: int, machine: str | None) -> None:
+        """A cable from the switch to a machine, or to where this process is."""
+        here, there = f"{self._prefix}s{number}", f"{self._prefix}m{number}"
+        place = ["netns", machine] if machine is not None else []
+        inside = ["-n", machine] if machine is not None else []
+        _ip("link", "add", here, "netns", self._switch, "type", "veth", "peer", "name", there, *place)
+        for where, device, last in ((["-n", self._switch], here, 1), (inside, there, 2)):
+            _ip(*where, "addr", "add", f"{_SUBNET}.{number}.{last}/30", "dev", device)
+            _ip(*where, "link", "set", device, "up")
+
+    def _machine(self, name: str) -> str:
+        return f"{self._prefix}-{name}"
+
+    def address(self, name: str) -> str:
+        return f"{_SUBNET}.{self._numbers[name]}.2"
+
+    def command(self, name: str) -> list[str]:
+        """What to put before a command that shall run on that machine."""
+        return ["ip", "netns", "exec", self._machine(name)]
+
+    def cut(self, source: str, target: str) -> None:
+        """Packets from one to the other are lost."""
+        self._cut.add((source, target))
+        self._rule("add", source, target)
+
+    def slow(self, name: str) -> None:
+        """All links of a machine, both ways."""
+        number = self._numbers[name]
+        for machine, device in self._ends(name, number):
+            _run("tc", "-n", machine, "qdisc", "add", "dev", device, "root", *_SLOW.split())
+
+    def mend(self) -> None:
+        """Every link that was cut or slow."""
+        for source, target in self._cut:
+            self._rule("del", source, target)
+        self._cut.clear()
+        for name, number in self._numbers.items():
+            for machine, device in self._ends(name, number):
+                with contextlib.suppress(subprocess.CalledProcessError):  # it was not slow
+                    _run("tc", "-n", machine, "qdisc", "del", "dev", device, "root")
+
+    def _ends(self, name: str, number: int) -> tuple[tuple[str, str], tuple[str, str]]:
+        return (self._switch, f"{self._prefix}s{number}"), (self._machine(name), f"{self._prefix}m{number}")
+
+    def _rule(self, verb: str, source: str, target: str) -> None:
+        towards = ["from", self.address(source), "to", self.address(target)]
+        _ip("-n", self._switch, "rule", verb, *towards, "blackhole")
+
+    def close(self) -> None:
+        """The cables go with the namespaces."""
+        for name in [*(self._machine(name) for name in self._numbers), self._switch]:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip("netns", "del", name)
+
+
+def _ip(*arguments: str) -> None:
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)

@@ -1,0 +1,102 @@
+"""What workers say of themselves, heard without a frontend: in which phase each is, and whose work it still holds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Collection
+from contextlib import aclosing, suppress
+
+from orchestrator.store.client import RedisAway, connect
+from orchestrator.store.registry import Registry
+from orchestrator.types import Offered, Role, WorkerInfo, WorkerLoad
+from orchestrator.wire.curve import KeyPair
+from orchestrator.wire.transport import FrontendTransport
+
+# Of what a worker is told to be in the middle. Blocks that only a prefix cache keeps count as free.
+PHASES: dict[str, Callable[[WorkerLoad], bool]] = {
+    "idle": lambda load: not load.running and not load.waiting and load.blocks_free == load.blocks_total,
+    "claimed": lambda load: load.waiting > 0,
+    "prefilling": lambda load: load.running > 0,
+    "pushing": lambda load: not load.running and not load.waiting and load.blocks_free < load.blocks_total,
+    "awaiting_kv": lambda load: load.waiting > 0,
+    "decoding": lambda load: load.running > 0,
+}
+
+
+class NotSeen(RuntimeError):
+    """No worker was seen in that phase in time."""
+
+
+class Reports:
+    """Subscribes to every worker that is registered now."""
+
+    def __init__(self, redis_url: str, namespace: str) -> None:
+        self._redis_url, self._namespace = redis_url, namespace
+
+    async def workers(self) -> dict[str, WorkerInfo]:
+        redis = await connect(self._redis_url, 5.0)
+        try:
+            return await Registry(redis, self._namespace).workers()
+        finally:
+            await redis.aclose()
+
+    async def listen(self, workers: dict[str, WorkerInfo], timeout_s: float) -> AsyncGenerator[WorkerLoad, None]:
+        """Reports as they come, until the time is over. Workers let in members only: this is a frontend to them."""
+        keys, name = KeyPair.new(), f"observer-{uuid.uuid4().hex[:8]}"
+        redis = await connect(self._redis_url, 5.0)
+        transport = FrontendTransport(name, keys=keys)
+        registry = Registry(redis, self._namespace)
+        try:
+            await registry.refresh_frontend(name, "", os.getpid(), timeout_s, Offered(), keys.public)
+            for info in workers.values():
+                transport.connect(info.id, info.request_address, info.load_address, info.mesh_key)
+            deadline = asyncio.get_running_loop().time() + timeout_s
+            while True:
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        message = await transport.receive_published()
+                except TimeoutError:
+                    return
+                if isinstance(message, WorkerLoad):
+                    yield message
+        finally:
+            transport.close()
+            with suppress(RedisAway):
+                await registry.leave_frontend(name)
+            await redis.aclose()
+
+    async def caught(
+        self, role: Role, phase: str, timeout_s: float, stir: Callable[[], None], spared: Collection[int] = ()
+    ) -> WorkerInfo:
+        """The first worker of that role to be in that phase. `stir` is called now and then until there is one. Raises
+        NotSeen. `spared`: pids that are passed over."""
+        every = (await self.workers()).items()
+        workers = {name: info for name, info in every if info.role is role and info.pid not in spared}
+        stirred_at, heard = 0.0, Counter[str]()
+        async with aclosing(self.listen(workers, timeout_s)) as reports:
+            async for load in reports:
+                heard[load.worker_id] += 1
+                if PHASES[phase](load):
+                    return workers[load.worker_id]
+                if time.monotonic() - stirred_at > 1.0:
+                    stirred_at = time.monotonic()
+                    stir()
+        raise NotSeen(f"no {role.value} worker was seen {phase} within {timeout_s:g} s; reports: {dict(heard)}")
+
+    async def forgotten_s(self, frontend_id: str, workers: dict[str, WorkerInfo], timeout_s: float) -> float:
+        """How long from now until no worker counts that frontend among those that it works for. Raises NotSeen."""
+        began = time.monotonic()
+        holding = set(workers)
+        async with aclosing(self.listen(workers, timeout_s)) as reports:
+            async for load in reports:
+                if frontend_id in load.seen:
+                    holding.add(load.worker_id)
+                else:
+                    holding.discard(load.worker_id)
+                if not holding:
+                    return time.monotonic() - began
+        raise NotSeen(f"workers {sorted(holding)} still work for frontend {frontend_id} after {timeout_s:g} s")

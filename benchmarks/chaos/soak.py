@@ -1,0 +1,158 @@
+"""A mix of faults for a long time: no client sees one, and processes that live throughout neither grow nor leak.
+
+In the first third everything happens. After that one worker of each role, the frontends and Redis are spared, and are
+measured, with the launcher, between two faults while nothing is asked: memory that is theirs alone (USS) and open
+descriptors. The medians of the first and the last quarter of the samples may differ by 2%.
+
+    make soak                                    # half an hour
+    python -m benchmarks.chaos.soak --minutes 10
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import psutil  # noqa: E402
+from support_fleet import RunningFleet  # noqa: E402
+
+from benchmarks.chaos.fleets import world  # noqa: E402
+from benchmarks.chaos.load import Seen, as_json  # noqa: E402
+from benchmarks.chaos.table import FAULTS  # noqa: E402
+from benchmarks.chaos.world import World  # noqa: E402
+from orchestrator.types import Role  # noqa: E402
+
+GROWTH = 0.02
+FEW = {"memory": 1 << 20, "descriptors": 2}  # bytes and descriptors that are no growth, whatever their share
+SETTLE_S = 2.0  # connections of the clients before are closed by then
+# Those that let everybody live who is measured.
+SPARING = [name for name in FAULTS if name.startswith(("prefill_", "decode_"))]
+SPARING += ["all_prefill_stopped", "queue_lost", "redis_emptied", "redis_read_only", "redis_without_replicas"]
+SPARING += ["redis_out_of_memory", "run_folder_removed", "log_pipe_unread", "frontend_stopped"]
+EVERYTHING = [*SPARING, "all_prefill_killed", "redis_killed", "redis_restarted_empty", "frontend_killed", "poison"]
+
+
+@dataclass
+class Growth:
+    """One process: bytes and descriptors, sample by sample."""
+
+    name: str
+    memory: list[int] = field(default_factory=list)
+    descriptors: list[int] = field(default_factory=list)
+
+    def change(self, kind: str) -> tuple[float, float]:
+        """Medians of the first and of the last quarter."""
+        values = getattr(self, kind)
+        quarter = max(1, len(values) // 4)
+        return statistics.median(values[:quarter]), statistics.median(values[-quarter:])
+
+    def grown(self) -> list[str]:
+        """What is not flat."""
+        grown = []
+        for kind, few in FEW.items():
+            before, after = self.change(kind)
+            if after - before > max(few, GROWTH * before):
+                grown.append(f"{self.name}: {kind} went from {before:,.0f} to {after:,.0f}")
+        return grown
+
+
+class Sampler:
+    """What lives and is spared."""
+
+    def __init__(self, place: World) -> None:
+        assert isinstance(place.fleet, RunningFleet)
+        self._launcher = place.fleet.process.pid
+        self._seen: dict[tuple[int, float], Growth] = {}
+        self._samples = 0
+        self.spared = {place.pids(role)[0] for role in Role}
+
+    def sample(self) -> None:
+        self._samples += 1
+        launcher = psutil.Process(self._launcher)
+        for process in [launcher, *launcher.children(recursive=True)]:
+            try:
+                with process.oneshot():
+                    key = process.pid, process.create_time()
+                    growth = self._seen.setdefault(key, Growth(_name(process)))
+                    growth.memory.append(process.memory_full_info().uss)
+                    growth.descriptors.append(process.num_fds())
+            except psutil.NoSuchProcess:
+                continue  # killed, and not replaced yet
+
+    def throughout(self) -> list[Growth]:
+        return [growth for growth in self._seen.values() if len(growth.memory) == self._samples]
+
+
+def _name(process: psutil.Process) -> str:
+    line = process.cmdline()
+    for flag in ("--id", "--index"):
+        if flag in line:
+            value = line[line.index(flag) + 1]
+            return value if flag == "--id" else f"frontend-{value}"
+    return "launcher" if "up" in line else Path(line[0]).name if line else str(process.pid)
+
+
+def soak(minutes: float, seed: int) -> tuple[Seen, dict[str, int], list[Growth], list[str]]:
+    """What clients saw of all faults, how often each was made, what was measured, and what went wrong beside."""
+    seen, made, failures = Seen("soak"), defaultdict[str, int](int), list[str]()
+    with world("frontends", real=False, seed=seed) as place:
+        began, sampler = time.monotonic(), None
+        while (elapsed_s := time.monotonic() - began) < minutes * 60:
+            if sampler is None and elapsed_s > minutes * 20:
+                sampler = Sampler(place)
+                place.spared = sampler.spared
+            name = place.random.choice(EVERYTHING if sampler is None else SPARING)
+            made[name] += 1
+            gaps = len(seen.gaps_s)
+            try:
+                asyncio.run(place.run(FAULTS[name], seen))
+            except (RuntimeError, AssertionError) as error:
+                failures.append(f"{name}: {type(error).__name__}: {error}"[:2000])
+            longest_s = max(seen.gaps_s[gaps:], default=0.0)
+            bound_s = FAULTS[name].gap_s
+            if bound_s is not None and longest_s > bound_s:
+                failures.append(f"{name}: a gap of {longest_s:.2f} s, at most {bound_s:g} s")
+            print(f"{elapsed_s:5.0f} s {name}: longest gap {longest_s:.2f} s, {seen.errors.total()} errors", flush=True)
+            if sampler is not None:
+                time.sleep(SETTLE_S)
+                sampler.sample()
+    return seen, dict(made), sampler.throughout() if sampler is not None else [], failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    options = parser.parse_args()
+    seen, made, measured, failures = soak(options.minutes, options.seed)
+    failures += [f"{count} times {error}" for error, count in seen.errors.items()]
+    failures += [f"{seen.wrong} wrong answers"] * bool(seen.wrong) + [f"{seen.leaks} leaks"] * bool(seen.leaks)
+    failures += [line for growth in measured for line in growth.grown()]
+    found: dict[str, Any] = {"minutes": options.minutes, "faults": made, "failures": failures, "processes": {}}
+    found |= {name: value for name, value in as_json(seen).items() if not isinstance(value, list)}
+    found["longest_gap_s"] = round(max(seen.gaps_s, default=0.0), 3)
+    for growth in measured:
+        memory, descriptors = growth.change("memory"), growth.change("descriptors")
+        found["processes"][growth.name] = {"uss_bytes": memory, "descriptors": descriptors, "of": len(growth.memory)}
+        print(f"{growth.name}: {memory[0] / 2**20:.1f} to {memory[1] / 2**20:.1f} MiB, descriptors {descriptors}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "soak.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(f"{seen.answers} answers, {sum(made.values())} faults, {seen.errors.total()} errors, {seen.wrong} wrong")
+    print("\n".join(failures) or "held", file=sys.stderr if failures else sys.stdout)
+    return int(bool(failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

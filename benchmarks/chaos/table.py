@@ -1,0 +1,67 @@
+"""The rows: every fault with what its clients may see of it."""
+
+from __future__ import annotations
+
+from benchmarks.chaos import frontend_faults, host_faults, link_faults, redis_faults, worker_faults
+from benchmarks.chaos.world import Fault
+from orchestrator.types import Role
+
+PREFILL_GAP_S, QUEUE_GAP_S, DECODE_GAP_S, LINK_GAP_S, GONE_S = 2.0, 3.0, 3.0, 6.0, 2.0
+FRONTEND_STOPPED_GAP_S = frontend_faults.STOPPED_S + QUEUE_GAP_S
+
+_PREFILL = [
+    Fault(f"prefill_{how}_{phase}", make(Role.PREFILL, phase), PREFILL_GAP_S)
+    for how, make in (("killed", worker_faults.killed), ("stopped", worker_faults.stopped))
+    for phase in ("idle", "claimed", "prefilling", "pushing")
+]
+_QUEUE = [
+    Fault("all_prefill_killed", worker_faults.all_prefill_killed, QUEUE_GAP_S),
+    Fault("all_prefill_stopped", worker_faults.all_prefill_stopped, QUEUE_GAP_S),
+    Fault("queue_lost", redis_faults.queue_lost, QUEUE_GAP_S),
+    Fault("redis_killed", redis_faults.killed, QUEUE_GAP_S),
+    Fault("redis_restarted_empty", redis_faults.restarted_empty, QUEUE_GAP_S),
+    Fault("redis_emptied", redis_faults.emptied, QUEUE_GAP_S),
+    Fault("redis_stopped_30_s", redis_faults.stopped, QUEUE_GAP_S),
+    Fault("redis_read_only", redis_faults.read_only, QUEUE_GAP_S),
+    Fault("redis_without_replicas", redis_faults.set_for_a_while("min-replicas-to-write", "1", usual="0"), QUEUE_GAP_S),
+    Fault("redis_out_of_memory", redis_faults.set_for_a_while("maxmemory", "1", usual="0"), QUEUE_GAP_S),
+]
+_DECODE = [
+    Fault(f"decode_{how}_{phase}", make(Role.DECODE, phase), DECODE_GAP_S)
+    for how, make in (("killed", worker_faults.killed), ("stopped", worker_faults.stopped))
+    for phase in ("awaiting_kv", "decoding")
+]
+_RANKS = [Fault("tp_rank_killed", worker_faults.rank_killed, None, fleet="ranks")]
+_LINKS = [
+    Fault(
+        f"link_{one}_{other}_cut{way}",
+        link_faults.cut(one, other, forth, back),
+        LINK_GAP_S,
+        fleet="network",
+        real=False,
+    )
+    for one, other in (("prefill", "decode"), ("frontend", "prefill"), ("frontend", "decode"))
+    for way, forth, back in (("", True, True), ("_forth", True, False), ("_back", False, True))
+] + [
+    Fault(f"links_of_{kind}_slow", link_faults.slow(kind), LINK_GAP_S, fleet="network", real=False)
+    for kind in ("prefill", "decode")
+]
+_FRONTENDS = [
+    Fault("frontend_killed", frontend_faults.killed, QUEUE_GAP_S, fleet="frontends", gone_s=GONE_S),
+    Fault("frontend_stopped", frontend_faults.stopped, FRONTEND_STOPPED_GAP_S, fleet="frontends"),
+    Fault("launcher_killed", frontend_faults.launcher_killed, None, gone_s=GONE_S),
+]
+_POISON = [Fault("poison", worker_faults.poisoned, DECODE_GAP_S, streams=10, once=True, real=False)]
+_HOST = [
+    Fault("disk_full", host_faults.disk_full, QUEUE_GAP_S, fleet="disk"),
+    Fault("terminal_stopped", host_faults.terminal_stopped, QUEUE_GAP_S, fleet="terminal"),
+    Fault("run_folder_removed", host_faults.folder_removed, QUEUE_GAP_S),
+    Fault("log_pipe_unread", host_faults.pipe_unread, QUEUE_GAP_S),
+    Fault("cpu_starved", host_faults.starved, None),
+]
+
+FAULTS: dict[str, Fault] = {
+    fault.name: fault for fault in [*_PREFILL, *_QUEUE, *_DECODE, *_RANKS, *_LINKS, *_FRONTENDS, *_POISON, *_HOST]
+}
+# Rows that are asked for by name: minutes of a machine that does nothing else, and engines of several ranks.
+BY_NAME = ("cpu_starved", "tp_rank_killed")

@@ -1,0 +1,64 @@
+"""What happens to workers: killed or stopped, in the middle of something, or by a request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import httpx
+import psutil
+
+from benchmarks.chaos.load import Broken, stream
+from benchmarks.chaos.world import World
+from orchestrator.types import Role
+
+Make = Callable[[World], Awaitable[None]]
+
+STOPPED_S = 7.0  # longer than `workers.timeout_s`: it is given up, and comes back
+POISON = 7  # a token id that is in no other prompt; `sim.crash_token`
+POISON_TIMEOUT_S = 60.0
+RANK = "Worker_TP"  # in the names of vLLM's processes of one engine
+
+
+def killed(role: Role, phase: str) -> Make:
+    async def make(world: World) -> None:
+        world.kill((await world.caught(role, phase)).pid)
+
+    return make
+
+
+def stopped(role: Role, phase: str) -> Make:
+    async def make(world: World) -> None:
+        await world.stop(STOPPED_S, (await world.caught(role, phase)).pid)
+
+    return make
+
+
+async def all_prefill_killed(world: World) -> None:
+    world.kill(*world.pids(Role.PREFILL))
+
+
+async def all_prefill_stopped(world: World) -> None:
+    await world.stop(STOPPED_S, *world.pids(Role.PREFILL))
+
+
+async def rank_killed(world: World) -> None:
+    """One rank of a decode engine, while it decodes. Its agent has to notice, and leaves."""
+    agent = (await world.caught(Role.DECODE, "decoding")).pid
+    ranks = [child for child in psutil.Process(agent).children(recursive=True) if RANK in " ".join(child.cmdline())]
+    victim = world.random.choice(ranks)
+    world.kill(victim.pid)
+    world.note_victim(agent)
+
+
+async def poisoned(world: World) -> None:
+    """Its own answer has to be an error, and is not counted. Raises AssertionError where it is answered."""
+    limits = httpx.Timeout(POISON_TIMEOUT_S)
+    async with httpx.AsyncClient(base_url=world.fleet.url, timeout=limits) as client:
+        try:
+            await stream(client, world.questions.model, [POISON, *world.questions.prompts[0]], 8)
+        except Broken as error:
+            assert not error.connection, f"the poison request took its connection with it: {error}"
+        else:
+            raise AssertionError("the poison request was answered")
+    await asyncio.sleep(0)

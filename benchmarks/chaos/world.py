@@ -1,0 +1,149 @@
+"""A fleet that faults happen to: who may be hit, hitting it, and when it has healed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
+from support_client import FleetClient, FleetFailed
+from support_fleet import RunningFleet, descendants
+
+from benchmarks.chaos.load import Load, Questions, Seen
+from benchmarks.chaos.reports import Reports
+from orchestrator.types import Role, WorkerInfo
+
+CATCH_TIMEOUT_S = 20.0
+HEAL_TIMEOUT_S = 90.0
+GONE_TIMEOUT_S = 15.0
+BURST = 6  # more requests at once than one engine step takes, so that some wait
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A row: what happens, and what clients may see of it. `make` returns when it is over, or mended."""
+
+    name: str
+    make: Callable[[World], Awaitable[None]]
+    gap_s: float | None  # the longest silence that an answer may have; None: as long as it lasts
+    fleet: str = "plain"  # which of `fleets.FLEETS`
+    gone_s: float | None = None  # until the work of a process that died is gone everywhere
+    streams: int = 8
+    once: bool = False  # each stream asks one question, instead of one after the other
+    real: bool = True  # real engines can be asked for it too
+
+
+class World:
+    """One fleet for many faults, one after the other."""
+
+    def __init__(
+        self,
+        fleet: FleetClient,
+        redis_url: str,
+        questions: Questions,
+        seed: int,
+        start: Callable[[str], RunningFleet] | None,
+    ) -> None:
+        """`start`: another fleet like this one, of the namespace given; None where that cannot be."""
+        self.fleet, self.redis_url, self.questions, self._start = fleet, redis_url, questions, start
+        self.random = random.Random(seed)
+        self.reports = Reports(redis_url, fleet.namespace)
+        self.shape = fleet.shape()
+        self.frontends = 1
+        self.starve_s = 60.0  # how long `host_faults.starved` lasts
+        self.spared: set[int] = set()  # pids of workers that are not hit
+        self._victims: set[int] = set()  # pids that were killed
+        self._load: Load | None = None
+        self._seen: Seen | None = None
+
+    @property
+    def load(self) -> Load:
+        assert self._load is not None, "no fault is being made"
+        return self._load
+
+    @property
+    def seen(self) -> Seen:
+        assert self._seen is not None, "no fault is being made"
+        return self._seen
+
+    async def run(self, fault: Fault, seen: Seen) -> None:
+        """The fault, under load; what clients saw is added to `seen`. Raises NotSeen, FleetFailed."""
+        self._seen = seen
+        async with Load(self.fleet.url, self.questions, fault.streams, seen, fault.once) as self._load:
+            await asyncio.sleep(self.random.uniform(0.3, 0.8))
+            began = time.monotonic()
+            await fault.make(self)
+            await asyncio.to_thread(self.fleet.until, self.healed, fault.name, HEAL_TIMEOUT_S)
+            seen.heal_s.append(time.monotonic() - began)
+        seen.runs += 1
+        try:
+            await asyncio.to_thread(self.fleet.assert_no_leaks)
+        except FleetFailed as error:
+            seen.leaks += 1
+            print(error)
+
+    def healed(self) -> bool:
+        """As many workers of each role as at first, none of them a victim, and the queue can be seen."""
+        seen = self.fleet.fleet()
+        alive = self._victims.isdisjoint(worker["pid"] for worker in seen["workers"])
+        return alive and seen["queue"] is not None and self.fleet.shape() == self.shape
+
+    def take_over(self) -> None:
+        """Start the same fleet again, whose launcher is dead."""
+        assert self._start is not None, "nobody can start this fleet again"
+        fleet = self._start(self.fleet.namespace)
+        self.fleet, self.redis_url = fleet, fleet.redis_url()
+        self.reports = Reports(self.redis_url, fleet.namespace)
+
+    def close(self) -> None:
+        if isinstance(self.fleet, RunningFleet):
+            self.fleet.end()
+
+    # ---- victims -----------------------------------------------------------------------------------------------
+
+    async def caught(self, role: Role, phase: str) -> WorkerInfo:
+        """A worker of that role, found in that phase. Raises NotSeen."""
+        stir = (lambda: None) if phase == "idle" else (lambda: self.load.burst(BURST))
+        stir()
+        return await self.reports.caught(role, phase, CATCH_TIMEOUT_S, stir, self.spared)
+
+    def pids(self, role: Role) -> list[int]:
+        """Of workers that take requests."""
+        return [int(worker["pid"]) for worker in self.fleet.workers(role.value)]
+
+    def kill(self, *pids: int) -> None:
+        """Each with the processes that it has started."""
+        for pid in pids:
+            self._victims.add(pid)
+            for member in (pid, *descendants(pid)):
+                with suppress(ProcessLookupError):
+                    os.kill(member, signal.SIGKILL)
+
+    def note_victim(self, pid: int) -> None:
+        """It will end because of what was done to another."""
+        self._victims.add(pid)
+
+    async def stop(self, seconds: float, *pids: int) -> None:
+        """Frozen for that long, with what they have started. They may be replaced meanwhile, and be gone."""
+        family = [member for pid in pids for member in (pid, *descendants(pid))]
+        for member in family:
+            with suppress(ProcessLookupError):
+                os.kill(member, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            for member in family:
+                with suppress(ProcessLookupError):
+                    os.kill(member, signal.SIGCONT)
+
+    def client_ports(self, pid: int) -> set[int]:
+        """Ports of the clients that a process has accepted."""
+        with suppress(psutil.NoSuchProcess):
+            return {link.raddr.port for link in psutil.Process(pid).net_connections("tcp") if link.raddr}
+        return set()
