@@ -26,7 +26,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "orchestrator.frontend": ("types", "telemetry", "parent", "config", "wire", "policy", "store", "fleet", "router"),
     "orchestrator.simulator": ("types", "config", "policy"),
     "orchestrator.launch": ("types", "parent", "config", "store"),
-    "orchestrator.cli": ("types", "parent", "config", "store", "launch", "simulator"),
+    "orchestrator.cli": ("types", "telemetry", "parent", "config", "store", "launch", "simulator"),
     "connectors.push": (),
     "workers": ("types", "parent", "config", "wire", "policy", "store"),
     "workers.sim": ("types", "config", "wire", "policy", "workers", "connectors.push"),

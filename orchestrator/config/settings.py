@@ -52,6 +52,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     replicas: Positive = 1  # processes that share the port
     max_body_bytes: Positive = 67_108_864  # a request with a larger body is answered with 413
     max_n: Positive = 128  # a request for more choices (n), or more beams, is answered with 400
+    dashboard: bool = True  # the page /dashboard, and orders under /operator/
     # Arguments of vLLM's OpenAI server, as `vllm serve` spells them without dashes: {tool_call_parser: hermes}
     server_args: dict[str, Any] = {}
 
@@ -191,6 +192,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     sim: SimConfig = SimConfig()
     launcher: LauncherConfig = LauncherConfig()
     security: SecurityConfig = SecurityConfig()
+
+    @property
+    def name_served(self) -> str:
+        """What clients call the model."""
+        return self.served_model_name or Path(self.model).name
 
 
 class _Yaml(yaml.SafeLoader):

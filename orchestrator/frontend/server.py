@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -35,6 +36,7 @@ from orchestrator.config.engine_args import engine_args, to_command_line
 from orchestrator.config.model import resolve_model
 from orchestrator.config.server_args import uses_tls, uvicorn_options
 from orchestrator.config.settings import Config, ConfigError, load_config
+from orchestrator.frontend.dashboard.routes import operator_routes, page_routes, stream_routes
 from orchestrator.frontend.edge import EdgeMiddleware
 from orchestrator.frontend.engine import FleetCore, FleetLLM
 from orchestrator.frontend.pages import FleetCollector, fleet_routes
@@ -64,7 +66,7 @@ def server_arguments(config: Config, parser: argparse.ArgumentParser) -> list[st
     """Arguments for vLLM's OpenAI server parser, from the fleet's configuration."""
     options: dict[str, Any] = {
         "model": resolve_model(config.model),
-        "served_model_name": served_name(config),
+        "served_model_name": config.name_served,
         **{k: v for k, v in engine_args(config, Role.DECODE).items() if not k.startswith(_ENGINE_ONLY)},
         # Its cache assumes a single engine that has seen what it has sent.
         "mm_processor_cache_gb": 0,
@@ -77,10 +79,6 @@ def server_arguments(config: Config, parser: argparse.ArgumentParser) -> list[st
     spread = {action.dest for action in parser._actions if action.nargs in ("+", "*")}
     repeated = {action.dest for action in parser._actions if isinstance(action, argparse._AppendAction)}
     return to_command_line(options, spread, repeated)
-
-
-def served_name(config: Config) -> str:
-    return config.served_model_name or Path(config.model).name
 
 
 def build_vllm_config(config: Config) -> tuple[argparse.Namespace, VllmConfig]:
@@ -163,15 +161,24 @@ async def build_server_app(
         FleetCollector(connection.fleet.workers.values, lambda: connection.queue.depth, lambda: connection.desired)
     )
     ours = fleet_routes(
-        served_name(config),
+        config.name_served,
         connection.fleet,
         lambda: connection.queue.depth,
         lambda: connection.desired,
         registry,
         connection.router.learning.predictor,
     )
-    app.router.routes[:0] = ours.routes  # ahead of vLLM's own /metrics, which does not know the fleet
+    routes = [*ours.routes, *stream_routes(connection.history, connection.router.recent, lambda: _stops(app)).routes]
+    if config.frontend.dashboard:
+        routes += [*page_routes().routes, *operator_routes(connection.steering).routes]
+    app.router.routes[:0] = routes  # ahead of vLLM's own /metrics, which does not know the fleet
     return EdgeMiddleware(app, config.frontend.max_body_bytes)
+
+
+def _stops(app: FastAPI) -> bool:
+    """Whether the server was told to end: a stream that goes on for ever would hold it up."""
+    server = getattr(app.state, "server", None)
+    return server is not None and bool(server.should_exit)
 
 
 class QuietServer(uvicorn.Server):

@@ -18,6 +18,7 @@ from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.ratio_controller import RatioController
 from orchestrator.fleet.view import Fleet
+from orchestrator.frontend.dashboard.history import History
 from orchestrator.frontend.pause import PauseCalls
 from orchestrator.parent import own_identity
 from orchestrator.policy.decode_choice import decode_choice
@@ -26,6 +27,7 @@ from orchestrator.router.router import Router
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry
+from orchestrator.store.steering import Steering
 from orchestrator.telemetry.metrics import dropped
 from orchestrator.types import DesiredRatio
 from orchestrator.wire.curve import KeyPair
@@ -65,7 +67,9 @@ class FleetConnection:
         self.transport = FrontendTransport(frontend_id, keys=self._keys)
         self.prefixes = PrefixView(self.transport.send, config.routing.prefix_index)
         self.calls = ControlCalls(self.fleet, self.transport)
-        self.queue = QueueView(PrefillQueue(redis, config.namespace, config.queue), frontend_id, config.queue.lease_s)
+        jobs = PrefillQueue(redis, config.namespace, config.queue)
+        self.queue = QueueView(jobs, frontend_id, config.queue.lease_s)
+        self.steering = Steering(self.registry, jobs)
         self.router = Router(config, self.fleet, self.transport, self.queue, self.prefixes, codec, choose)
         self.membership = Membership(
             self.registry,
@@ -87,6 +91,15 @@ class FleetConnection:
             predictor=self.router.learning.predictor,
         )
         self.desired: DesiredRatio | None = None
+        self.history = History(
+            config.name_served,
+            frontend_id,
+            config.frontend.replicas,
+            self.fleet,
+            self.router.recent,
+            depth=lambda: self.queue.depth,
+            desired=lambda: self.desired,
+        )
         self._beaten = asyncio.Event()
         self._url = ""
 
@@ -100,6 +113,7 @@ class FleetConnection:
             tasks.create_task(self._receive())
             tasks.create_task(self._heartbeat())
             tasks.create_task(self.ratio_controller.run())
+            tasks.create_task(self.history.run())
 
     async def synced(self) -> None:
         """Waits until registry, queue and desired ratio have been asked once: what is decided now is well-founded."""

@@ -22,12 +22,12 @@ def client() -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, verify=False)
 
 
-async def get(url: str, path: str) -> Any:
-    """The JSON that a frontend answers; None where it does not."""
+async def get(url: str, path: str, statuses: tuple[int, ...] = (httpx.codes.OK,)) -> Any:
+    """The JSON that a frontend answers with one of these statuses; None where it does not."""
     with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL, ValueError):
         async with client() as http:
             answer = await http.get(f"{url}{path}")
-            if answer.status_code == httpx.codes.OK:
+            if answer.status_code in statuses:
                 return answer.json()
     return None
 

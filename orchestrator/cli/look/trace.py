@@ -1,0 +1,154 @@
+"""`orchestrator trace`: one ended request, or the slowest, as a waterfall. Needs no collector of traces.
+
+From the log of the fleet that ran here last, else from the fleet's frontends, each of which remembers its own requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from orchestrator.cli.handle import (
+    OUT,
+    FleetHandle,
+    JsonOption,
+    NamespaceOption,
+    UrlOption,
+    find_fleet,
+    print_json,
+)
+from orchestrator.cli.look.frontend import get
+from orchestrator.config.settings import Refused
+from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
+from orchestrator.telemetry.request_line import RequestLine, Stage, stages
+
+_ASK_TIMES = 4  # per frontend: those that share a port answer by chance
+_NAMES_WIDTH = 10
+_COLOURS = {"frontend": "bright_black", "place": "white", "queue": "yellow", "prefill": "blue", "transfer": "magenta"}
+app = typer.Typer()
+
+
+@app.command()
+def trace(
+    request_id: Annotated[str | None, typer.Argument(metavar="ID", help="Of the request, or its beginning.")] = None,
+    last: Annotated[bool, typer.Option("--last", help="The request that ended last.")] = False,
+    slowest: Annotated[int, typer.Option("--slowest", min=0, help="The slowest ones, so many.")] = 0,
+    namespace: NamespaceOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the stages of an ended request on a time line."""
+    if sum((request_id is not None, last, slowest > 0)) != 1:
+        raise Refused("name one request: its ID, --last, or --slowest N")
+    found = _chosen(_logged(namespace), request_id, slowest) if url is None else []
+    if not found:
+        found = _chosen(asyncio.run(_remembered(_handle(namespace, url), request_id, slowest)), request_id, slowest)
+    if not found:
+        what = f"request {request_id!r}" if request_id else "a request"
+        raise Refused(f"{what} is neither in the log nor among what frontends remember: it runs still, or is long gone")
+    if as_json:
+        told = [{**msgspec.to_builtins(line), "stages": msgspec.to_builtins(stages(line))} for line in found]
+        print_json(told if slowest else told[0])
+    else:
+        for line in found:
+            OUT.print(waterfall(line, min(OUT.width, 120)))
+
+
+def waterfall(line: RequestLine, width: int) -> RenderableType:
+    """A line for each stage: its name, where it lies in time, how long it took."""
+    found = stages(line)
+    whole_ms = max(found[-1].end_ms, 0.001)
+    cached = f" ({line.cached_tokens} cached)" if line.cached_tokens else ""
+    head = Text.assemble(
+        (line.id, "bold"),
+        f"  {line.outcome}, {line.decision or 'not placed'} ({line.reason}), ",
+        f"{line.prompt_tokens}{cached} + {line.output_tokens} tokens, {_ms(whole_ms)}",
+    )
+    if line.ttft_ms is not None:
+        head.append(f", first token after {_ms(line.ttft_ms + (line.frontend_ms or 0.0))}")
+    if line.retries:
+        head.append(f", {line.attempts} attempts ({', '.join(line.retries)})", "yellow")
+    cells = max(10, width - _NAMES_WIDTH - 36)
+    return Group(head, *(_row(stage, whole_ms, cells) for stage in found), Text(""))
+
+
+def _row(stage: Stage, whole_ms: float, cells: int) -> Text:
+    begin = min(round(cells * stage.begin_ms / whole_ms), cells - 1)
+    length = max(1, round(cells * stage.end_ms / whole_ms) - begin)
+    bar = "━" * length if stage.took_ms * cells > whole_ms else "╸"
+    row = Text(f"  {stage.name:<{_NAMES_WIDTH}}", no_wrap=True, overflow="ellipsis")
+    row.append(" " * begin)
+    row.append(bar, _COLOURS.get(stage.name, "green"))
+    row.append(" " * (cells - begin - len(bar)) + f" {_ms(stage.took_ms):>9}  ")
+    return row.append(stage.worker, "dim")
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds / 1000:.2f} s" if milliseconds >= 10_000 else f"{milliseconds:.1f} ms"
+
+
+def _handle(namespace: str | None, url: str | None) -> FleetHandle:
+    handle = find_fleet(namespace, None, url)
+    if handle.url is None:
+        raise Refused("no frontend is known to ask; name one with --url")
+    return handle
+
+
+def _chosen(lines: Iterable[RequestLine], request_id: str | None, slowest: int) -> list[RequestLine]:
+    """The request meant, or the slowest ones; the newest of equals."""
+    if slowest:
+        return heapq.nlargest(slowest, lines, key=lambda line: line.total_ms + (line.frontend_ms or 0.0))
+    found = None
+    for line in lines:
+        if request_id is None or line.id == request_id or (found is None and line.id.startswith(request_id)):
+            found = line
+    return [found] if found is not None else []
+
+
+def _logged(namespace: str | None) -> Iterator[RequestLine]:
+    """Oldest first."""
+    held = held_namespaces()
+    folder = RunFolder(namespace or (held[0] if len(held) == 1 else "default"))
+    for path in (folder.log_path.with_name(folder.log_path.name + ".1"), folder.log_path):
+        yield from request_lines(path)
+
+
+def request_lines(path: Path) -> Iterator[RequestLine]:
+    """Those of a log file. A file that is not there has none."""
+    try:
+        with path.open(errors="replace") as file:
+            for text in file:
+                _, found, encoded = text.partition(" pd.request: ")
+                if found:
+                    try:
+                        yield msgspec.json.decode(encoded, type=RequestLine)
+                    except msgspec.DecodeError:
+                        continue  # cut off, or of another release
+    except OSError:
+        return
+
+
+async def _remembered(handle: FleetHandle, request_id: str | None, slowest: int) -> list[RequestLine]:
+    """What the frontends at this URL remember. Each answers for itself alone, so they are asked until all have."""
+    path = (
+        f"/requests/{request_id}" if request_id else f"/requests?slowest={slowest}" if slowest else "/requests?latest=1"
+    )
+    answered: dict[str, list[dict[str, Any]]] = {}
+    frontends, asked = 1, 0
+    while len(answered) < frontends and asked < _ASK_TIMES * frontends:
+        said = await get(handle.url or "", path, (200, 404))
+        asked += 1
+        if said is None:
+            raise Refused(f"{handle.url}: no frontend of a fleet answers there")
+        frontends = said.get("frontends", 1)
+        answered[said.get("frontend", "")] = said.get("requests", [])
+    lines = [msgspec.convert(line, RequestLine) for found in answered.values() for line in found]
+    return sorted(lines, key=lambda line: line.arrived_at + line.total_ms / 1e3)

@@ -1,0 +1,216 @@
+"""The fleet once a second, and the last hour of it: what the dashboard and `orchestrator top` show.
+
+Bounded: HOUR_S points of some twenty numbers, and a few samples for each of at most MAX_WATCHERS who look. Latencies
+are those of requests that this frontend served; everything else is the whole fleet's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from orchestrator.fleet.view import Fleet
+from orchestrator.telemetry import metrics
+from orchestrator.telemetry.recent import Recent, percentiles
+from orchestrator.telemetry.request_line import RequestLine, stages
+from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerStatus
+
+INTERVAL_S = 1.0
+HOUR_S = 3600
+MAX_WATCHERS = 32
+_WINDOW = 10  # samples that a percentile is taken over
+_SLOWEST = 12
+_UNSENT = 5  # samples that wait for a slow watcher before it misses some
+
+
+class TooManyWatchers(Exception):
+    """MAX_WATCHERS look already."""
+
+
+class Point(msgspec.Struct, frozen=True):
+    """One second of the fleet. Times in milliseconds; None where nothing was counted, or Redis is away."""
+
+    at: float  # unix seconds
+    queue_requests: int | None
+    queue_tokens: int | None
+    wait_p50: float | None
+    wait_p99: float | None
+    ttft_p50: float | None
+    ttft_p90: float | None
+    ttft_p99: float | None
+    itl_p50: float | None
+    itl_p99: float | None
+    requests: int  # ended in this second
+    output_tokens: int  # sent in this second
+    decisions: dict[str, int]  # placed in this second, by "decision: reason"
+    prefill_ready: int
+    decode_ready: int
+    prefill_desired: int | None
+    decode_desired: int | None
+    prefill_kv: float | None  # share of the KV blocks in use
+    decode_kv: float | None
+
+
+class Flow(msgspec.Struct, frozen=True):
+    """KV that went from a prefill to a decode worker in the last second."""
+
+    source: str
+    target: str
+    bytes: int
+
+
+class History:
+    """Construct, `run()` as a task. `frontends`: how many serve this port, so how many see a part of the requests."""
+
+    def __init__(
+        self,
+        model: str,
+        frontend: str,
+        frontends: int,
+        fleet: Fleet,
+        recent: Recent,
+        depth: Callable[[], QueueDepth | None],
+        desired: Callable[[], DesiredRatio | None],
+    ) -> None:
+        self._model, self.frontend, self.frontends = model, frontend, frontends
+        self._fleet, self._recent = fleet, recent
+        self._depth, self._desired = depth, desired
+        self.points: deque[Point] = deque(maxlen=HOUR_S)
+        self._ttft: deque[list[int]] = deque(maxlen=_WINDOW)
+        self._itl: deque[list[int]] = deque(maxlen=_WINDOW)
+        self._wait: deque[list[int]] = deque(maxlen=_WINDOW)
+        self._counted: Counter[str] = Counter()
+        self._tokens = 0
+        self._watchers: set[asyncio.Queue[dict[str, Any]]] = set()
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            self.take(time.time())
+
+    def take(self, at: float) -> None:
+        """Take a point, and tell everybody who watches. `at`: unix seconds."""
+        flows = self._flows()
+        self.points.append(self._point(at))
+        if self._watchers:
+            sample = self.sample(flows)
+            for watcher in self._watchers:
+                if not watcher.full():
+                    watcher.put_nowait(sample)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[asyncio.Queue[dict[str, Any]]]:
+        """A queue of the samples from now on. Raises TooManyWatchers."""
+        if len(self._watchers) >= MAX_WATCHERS:
+            raise TooManyWatchers
+        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(_UNSENT)
+        self._watchers.add(queue)
+        try:
+            yield queue
+        finally:
+            self._watchers.discard(queue)
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The last hour, one list per field of Point."""
+        rows = [msgspec.structs.astuple(point) for point in self.points]
+        return {name: [row[i] for row in rows] for i, name in enumerate(Point.__struct_fields__)}
+
+    def sample(self, flows: list[Flow]) -> dict[str, Any]:
+        """The fleet now, as JSON takes it."""
+        views = sorted(self._fleet.workers.values(), key=lambda view: (view.info.role.value, view.info.id))
+        return {
+            "model": self._model,
+            "frontend": self.frontend,
+            "frontends": self.frontends,
+            "workers": msgspec.to_builtins([WorkerStatus.of(view.info, view.load, view.connected) for view in views]),
+            "flows": msgspec.to_builtins(flows),
+            "queue": msgspec.to_builtins(self._depth()),
+            "desired": msgspec.to_builtins(self._desired()),
+            "point": msgspec.to_builtins(self.points[-1]) if self.points else None,
+            "slowest": [described(line) for line in self._recent.slowest(_SLOWEST, time.monotonic())],
+        }
+
+    def _point(self, at: float) -> Point:
+        recent, depth, desired = self._recent, self._depth(), self._desired()
+        for window, latencies in ((self._ttft, recent.ttft), (self._itl, recent.itl), (self._wait, recent.queue_wait)):
+            window.append(latencies.take())
+        ttft, itl = _ms(self._ttft, 0.5, 0.9, 0.99), _ms(self._itl, 0.5, 0.99)
+        wait = _ms(self._wait, 0.5, 0.99)
+        counted = _counted()
+        new, self._counted = counted - self._counted, counted
+        tokens, self._tokens = recent.output_tokens - self._tokens, recent.output_tokens
+        return Point(
+            at=round(at, 1),
+            queue_requests=depth.requests if depth else None,
+            queue_tokens=depth.tokens if depth else None,
+            wait_p50=wait[0],
+            wait_p99=wait[1],
+            ttft_p50=ttft[0],
+            ttft_p90=ttft[1],
+            ttft_p99=ttft[2],
+            itl_p50=itl[0],
+            itl_p99=itl[1],
+            requests=new.pop(_ENDED, 0),
+            output_tokens=tokens,
+            decisions=dict(new),
+            prefill_ready=self._fleet.ready(Role.PREFILL),
+            decode_ready=self._fleet.ready(Role.DECODE),
+            prefill_desired=desired.prefill if desired else None,
+            decode_desired=desired.decode if desired else None,
+            prefill_kv=self._kv_used(Role.PREFILL),
+            decode_kv=self._kv_used(Role.DECODE),
+        )
+
+    def _kv_used(self, role: Role) -> float | None:
+        views = self._fleet.workers.values()
+        loads = [view.load for view in views if view.info.role is role and view.load is not None]
+        total = sum(load.blocks_total for load in loads)
+        return round(1 - sum(load.blocks_free for load in loads) / total, 4) if total else None
+
+    def _flows(self) -> list[Flow]:
+        moved, self._recent.transferred = self._recent.transferred, Counter()
+        found = []
+        for (source, target), tokens in moved.items():
+            view = self._fleet.workers.get(source)
+            found.append(Flow(source, target, tokens * view.info.kv_bytes_per_token if view else 0))
+        return found
+
+
+def described(line: RequestLine) -> dict[str, Any]:
+    """An ended request and its stages, as JSON takes them."""
+    return {**msgspec.to_builtins(line), "stages": msgspec.to_builtins(stages(line))}
+
+
+async def samples(watcher: asyncio.Queue[dict[str, Any]], ended: Callable[[], bool]) -> AsyncIterator[dict[str, Any]]:
+    """What a watcher gets, until `ended`, which is asked once a second."""
+    while not ended():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(INTERVAL_S):
+                sample = await watcher.get()
+            yield sample
+
+
+_ENDED = "ended"
+
+
+def _counted() -> Counter[str]:
+    """Decisions by reason, and requests that ended, since this process started."""
+    counted: Counter[str] = Counter()
+    for sample in next(iter(metrics.placements.collect())).samples:
+        if sample.name.endswith("_total"):
+            counted[f"{sample.labels['decision']}: {sample.labels['reason']}"] = int(sample.value)
+    for sample in next(iter(metrics.requests.collect())).samples:
+        if sample.name.endswith("_total"):
+            counted[_ENDED] += int(sample.value)
+    return counted
+
+
+def _ms(windows: deque[list[int]], *shares: float) -> list[float | None]:
+    return [None if seconds is None else round(seconds * 1e3, 2) for seconds in percentiles(windows, shares)]

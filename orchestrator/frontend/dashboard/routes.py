@@ -1,0 +1,182 @@
+"""`/dashboard` and what it needs: `/fleet/stream` (server-sent events), `/requests`, and orders under `/operator/`.
+
+Pages come from this folder, the plots' library from its own package; no outside address is loaded. Knows nothing of
+vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+
+from orchestrator.config.settings import Refused
+from orchestrator.frontend.dashboard.history import History, TooManyWatchers, described, samples
+from orchestrator.store.client import RedisAway
+from orchestrator.store.registry import UnknownWorker
+from orchestrator.store.steering import Steering
+from orchestrator.telemetry.recent import KEPT, Recent
+from orchestrator.types import Role
+
+HERE = Path(__file__).parent
+PLOTLY = "plotly.min.js"
+# Nothing but this server is asked for anything; plotly sets styles on its elements.
+_POLICY = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
+_FILES = {"dashboard.css": "text/css", "dashboard.js": "text/javascript", "plots.js": "text/javascript"}
+_MAX_ORDER_BYTES = 4096
+
+
+class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of `POST /operator/scale`: how many workers there should be; a role that is left out stays as it is."""
+
+    prefill: int | None = None
+    decode: int | None = None
+
+
+class ChangeRole(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of `POST /operator/role`."""
+
+    worker: str
+    role: Role
+    force: bool = False
+
+
+class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of `POST /operator/drain`."""
+
+    worker: str
+    force: bool = False
+
+
+def page_routes() -> APIRouter:
+    """`/dashboard` and its files."""
+    routes = APIRouter()
+    plotly = _plotly()
+
+    @routes.get("/dashboard")
+    async def dashboard() -> Response:
+        return FileResponse(HERE / "index.html", headers={"content-security-policy": _POLICY})
+
+    @routes.get("/dashboard/{name}")
+    async def file(name: str) -> Response:
+        if name == PLOTLY:
+            return FileResponse(plotly, headers={"cache-control": "max-age=86400"})
+        if name in _FILES:
+            return FileResponse(HERE / name, media_type=_FILES[name], headers={"cache-control": "no-cache"})
+        return JSONResponse({"error": f"/dashboard/{name}: not found"}, status_code=404)
+
+    return routes
+
+
+def stream_routes(history: History, recent: Recent, ended: Callable[[], bool]) -> APIRouter:
+    """`/fleet/stream` and `/requests`. `ended`: whether the server is about to stop, and streams must end."""
+    routes = APIRouter()
+
+    @routes.get("/fleet/stream")
+    async def stream() -> Response:
+        """Events: `history` (the last hour, a list per field) once, then `sample` (the fleet) every second."""
+        watching = history.watching()
+        try:
+            watcher = watching.__enter__()
+        except TooManyWatchers:
+            return JSONResponse({"error": "too many watch already; close another dashboard"}, status_code=503)
+
+        async def events() -> AsyncIterator[bytes]:
+            try:
+                yield _event("history", history.columns())
+                yield _event("sample", history.sample([]))
+                async for sample in samples(watcher, ended):
+                    yield _event("sample", sample)
+            finally:
+                watching.__exit__(None, None, None)
+
+        return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+    @routes.get("/requests")
+    async def requests(slowest: int = 0, latest: int = 0) -> dict[str, Any]:
+        """Ended requests of this frontend with their stages: the slowest of the last hour, or the latest."""
+        count = max(0, min(slowest or latest or 20, KEPT))
+        found = recent.slowest(count, time.monotonic()) if slowest else recent.latest(count)
+        return {"frontend": history.frontend, "frontends": history.frontends, "requests": [*map(described, found)]}
+
+    @routes.get("/requests/{request_id}")
+    async def request(request_id: str) -> Response:
+        line = recent.find(request_id)
+        said = {"frontend": history.frontend, "frontends": history.frontends}
+        if line is None:
+            return JSONResponse({**said, "error": f"request {request_id!r} is not among the latest"}, status_code=404)
+        return JSONResponse({**said, "requests": [described(line)]})
+
+    return routes
+
+
+def operator_routes(steering: Steering) -> APIRouter:
+    """`POST /operator/scale`, `role` and `drain`: what `orchestrator scale`, `role` and `drain` do."""
+    routes = APIRouter()
+
+    async def scale(order: Scale) -> dict[str, Any]:
+        wanted = await steering.scale(order.prefill, order.decode)
+        return {"prefill": wanted.prefill, "decode": wanted.decode}
+
+    async def role(order: ChangeRole) -> dict[str, Any]:
+        return {"changed": await steering.change_role(order.worker, order.role, order.force)}
+
+    async def drain(order: Drain) -> dict[str, Any]:
+        return {"changed": await steering.drain(order.worker, order.force)}
+
+    def answering(kind: type[Any], carry_out: Callable[[Any], Awaitable[dict[str, Any]]]) -> Callable[..., Any]:
+        async def answer(request: Request) -> Response:
+            if _from_another_site(request):
+                return _refuse(403, "orders are taken from this server's own pages, not from another site's")
+            try:
+                return JSONResponse(await carry_out(msgspec.json.decode(await _body(request), type=kind)))
+            except msgspec.DecodeError as error:
+                return _refuse(400, str(error))
+            except (Refused, UnknownWorker) as error:
+                return _refuse(409, str(error))
+            except RedisAway as error:
+                return _refuse(503, str(error))
+
+        return answer
+
+    for path, kind, carry_out in (("scale", Scale, scale), ("role", ChangeRole, role), ("drain", Drain, drain)):
+        routes.add_api_route(f"/operator/{path}", answering(kind, carry_out), methods=["POST"], name=path)
+    return routes
+
+
+async def _body(request: Request) -> bytes:
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _MAX_ORDER_BYTES:
+            raise msgspec.DecodeError(f"an order has at most {_MAX_ORDER_BYTES} bytes")
+    return body
+
+
+def _from_another_site(request: Request) -> bool:
+    """A page elsewhere must not steer the fleet through a visitor's browser, which says whose page asks."""
+    origin = request.headers.get("origin")
+    return origin is not None and urlsplit(origin).netloc != request.headers.get("host")
+
+
+def _refuse(status: int, why: str) -> Response:
+    return JSONResponse({"error": why}, status_code=status)
+
+
+def _event(name: str, data: Any) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def _plotly() -> Path:
+    """The script that the package `plotly` ships; the package itself is not imported, which would take a second."""
+    spec = importlib.util.find_spec("plotly")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("plotly is not installed; install it, or set frontend.dashboard: false")
+    return Path(spec.origin).parent / "package_data" / PLOTLY

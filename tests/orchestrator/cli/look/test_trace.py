@@ -1,0 +1,98 @@
+"""One ended request as a waterfall: from the log, else from what frontends remember."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from orchestrator.cli.handle import FleetHandle
+from orchestrator.cli.look.trace import _chosen, _remembered, request_lines, waterfall
+from orchestrator.telemetry.request_line import RequestLine
+
+LINE = RequestLine(
+    id="abc-1", outcome="finished", decision="remote", reason="cost", prompt_tokens=400, output_tokens=8, attempts=1,
+    decode_worker="decode-0", prefill_worker="prefill-0", total_ms=800.0, ttft_ms=560.0, queued_ms=50.0,
+    prefill_ms=500.0, exposed_ms=40.0, decode_ms=240.0, arrived_at=1000.0, frontend_ms=5.0, sent_ms=60.0,
+)  # fmt: skip
+
+
+def line(name: str, total_ms: float) -> RequestLine:
+    return msgspec.structs.replace(LINE, id=name, total_ms=total_ms)
+
+
+def shown(request: RequestLine, width: int = 100) -> list[str]:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))
+    console.print(waterfall(request, width))
+    return [row.rstrip() for row in console.export_text().splitlines()]
+
+
+def test_the_stages_lie_where_they_were():
+    head, *rows = shown(LINE)[:7]
+    assert "abc-1  finished, remote (cost), 400 + 8 tokens, 805.0 ms, first token after 565.0 ms" in " ".join(
+        [head, *rows]
+    )
+    rows = [row for row in shown(LINE) if row.startswith("  ")]
+    assert [row.split()[0] for row in rows] == ["frontend", "place", "queue", "prefill", "transfer", "decode"]
+    begins = [min(row.find(mark) for mark in "━╸" if mark in row) for row in rows]
+    assert begins == sorted(begins)
+    prefill, decode = rows[3], rows[5]
+    assert prefill.count("━") == pytest.approx(2 * decode.count("━"), abs=8), "500 ms and 200 ms"
+    assert prefill.endswith("500.0 ms  prefill-0") and decode.endswith("200.0 ms  decode-0")
+
+
+def test_it_fits_80_columns():
+    assert max(map(len, shown(LINE, 80))) <= 80
+
+
+def test_lines_are_read_from_a_log_that_others_write_to(tmp_path: Path):
+    log = tmp_path / "x.log"
+    encoded = msgspec.json.encode(LINE).decode()
+    log.write_text(
+        f"frontend-0 | 12:00 INFO pd.router: hello\nfrontend-0 | 12:00 INFO pd.request: {encoded}\nx pd.request: {{\n"
+    )
+    assert list(request_lines(log)) == [LINE]
+    assert list(request_lines(tmp_path / "gone.log")) == []
+
+
+def test_the_request_meant_is_chosen():
+    lines = [line("abc-1", 5), line("abc", 9), line("xyz", 7)]
+    assert [found.id for found in _chosen(lines, "abc", 0)] == ["abc"]
+    assert [found.id for found in _chosen(lines, "xy", 0)] == ["xyz"]
+    assert [found.id for found in _chosen(lines, None, 0)] == ["xyz"], "the last"
+    assert [found.id for found in _chosen(lines, None, 2)] == ["abc", "xyz"], "the slowest"
+    assert _chosen(lines, "q", 0) == []
+
+
+@contextlib.asynccontextmanager
+async def two_frontends() -> AsyncIterator[str]:
+    """They share a port: every other connection reaches the other one, which alone remembers the request."""
+    count = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal count
+        count += 1
+        await reader.readuntil(b"\r\n\r\n")
+        requests = [msgspec.to_builtins(LINE)] if count % 2 == 0 else []
+        said = {"frontend": f"f{count % 2}", "frontends": 2, "requests": requests, "error": "not among the latest"}
+        status = "200 OK" if requests else "404 Not Found"
+        body = json.dumps(said)
+        writer.write(f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n{body}".encode())
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
+
+
+async def test_every_frontend_behind_a_port_is_asked():
+    async with two_frontends() as url:
+        handle = FleetHandle("default", None, url, None)
+        assert await _remembered(handle, "abc-1", 0) == [LINE]

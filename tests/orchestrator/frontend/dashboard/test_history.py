@@ -1,0 +1,96 @@
+"""The last hour of a fleet, a point each second, and who watches."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from orchestrator.fleet.view import Fleet
+from orchestrator.frontend.dashboard import history as module
+from orchestrator.frontend.dashboard.history import HOUR_S, MAX_WATCHERS, History, TooManyWatchers, samples
+from orchestrator.telemetry import metrics
+from orchestrator.telemetry.recent import Recent
+from orchestrator.types import (
+    DesiredRatio,
+    EngineIdentity,
+    KVEndpoint,
+    QueueDepth,
+    Role,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerState,
+)
+
+
+@pytest.fixture
+def recent() -> Recent:
+    return Recent()
+
+
+@pytest.fixture
+def history(recent: Recent) -> History:
+    identity = EngineIdentity("m", "float32", "auto", 16, 4096, "sim", "1", 1)
+    fleet = Fleet("f")
+    for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
+        endpoint = KVEndpoint(name, "h", 1)
+        info = WorkerInfo(name, role, WorkerState.READY, "h", 42, "a", "b", identity, endpoint, 100, 8, 64, 1000, 1.0)
+        fleet.upsert(info, 0.0)
+        fleet.workers[name].connected = True
+    fleet.take_load(WorkerLoad("d0", 1, 100, 25, 2, 1, 30, 5.0), 0.0)
+    return History("m", "f", 1, fleet, recent, lambda: QueueDepth(3, 4000, 1), lambda: DesiredRatio(1, 2, "scale"))
+
+
+def test_a_point_says_what_happened_since_the_last(history: History, recent: Recent):
+    history.take(100.0)
+    for seconds in (0.1, 0.2, 0.4):
+        recent.ttft.add(seconds)
+    recent.output_tokens += 7
+    metrics.placements.labels("remote", "cost").inc()
+    metrics.requests.labels("finished").inc(2)
+    history.take(101.0)
+    history.take(102.0)
+    first, second, third = history.points
+    assert (first.ttft_p50, first.requests, first.decisions) == (None, first.requests, first.decisions)
+    assert second.ttft_p50 == pytest.approx(200, rel=0.1) and second.ttft_p99 == pytest.approx(400, rel=0.1)
+    assert (second.output_tokens, second.requests, second.decisions) == (7, 2, {"remote: cost": 1})
+    assert (third.output_tokens, third.requests, third.decisions) == (0, 0, {})
+    assert third.ttft_p50 == second.ttft_p50, "percentiles are of the last ten seconds"
+    assert (third.queue_requests, third.prefill_ready, third.decode_ready, third.decode_desired) == (3, 1, 1, 2)
+    assert (third.prefill_kv, third.decode_kv) == (None, 0.75)
+
+
+def test_an_hour_is_kept_and_no_more(history: History):
+    for second in range(HOUR_S + 10):
+        history.take(float(second))
+    columns = history.columns()
+    assert (columns["at"][0], columns["at"][-1]) == (10.0, HOUR_S + 9)
+    assert {len(column) for column in columns.values()} == {HOUR_S}
+
+
+async def test_watchers_get_samples_with_what_was_transferred(history: History, recent: Recent, monkeypatch):
+    monkeypatch.setattr(module, "INTERVAL_S", 0.01)
+    ended = False
+    with history.watching() as watcher:
+        recent.transferred["p0", "d0"] += 5
+        history.take(1.0)
+        stream = samples(watcher, lambda: ended)
+        sample = await anext(stream)
+        assert sample["flows"] == [{"source": "p0", "target": "d0", "bytes": 5000}]
+        assert [worker["id"] for worker in sample["workers"]] == ["d0", "p0"]
+        for at in range(100):
+            history.take(2.0 + at)  # a slow one misses samples, and holds up nobody
+        assert watcher.qsize() < 10
+        ended = True
+        assert [sample async for sample in stream] == []
+
+
+async def test_there_are_at_most_so_many_watchers(history: History):
+    watching = [history.watching() for _ in range(MAX_WATCHERS)]
+    queues = [one.__enter__() for one in watching]
+    with pytest.raises(TooManyWatchers):
+        history.watching().__enter__()
+    for one in watching:
+        one.__exit__(None, None, None)
+    with history.watching() as watcher:
+        assert isinstance(watcher, asyncio.Queue) and len(queues) == MAX_WATCHERS
