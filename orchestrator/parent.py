@@ -20,6 +20,8 @@ PARENT = "PD_PARENT"  # in the environment: pid of the parent, so that one that 
 # In the environment: the file in which the process says why it ends, like a container's termination message.
 EXIT_REASON_FILE = "PD_EXIT_REASON_FILE"
 _FINAL, _PASSING = "final", "passing"  # the first word in that file
+# The exit code of a process that asks to be started again: nothing is wrong with it (EX_TEMPFAIL of sysexits.h).
+EXIT_AGAIN = 75
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL_S = 0.5
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.parent import own_identity
+from orchestrator.parent import EXIT_AGAIN, own_identity
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import IncompatibleWorker, Left, Ordered, Registry, Resync
@@ -48,6 +48,10 @@ class IdInUse(RuntimeError):
     """Another living worker has this id. One line."""
 
 
+def in_use(other: WorkerInfo) -> IdInUse:
+    return IdInUse(f"worker id {other.id!r} is in use by process {other.pid} on {other.host}; choose another --id")
+
+
 class Agent:
     """`run()` once. `request_stop` may be called from a signal handler on the loop."""
 
@@ -63,10 +67,10 @@ class Agent:
         self._ended = asyncio.Event()
         self._exit_code = EXIT_LEFT
         self._redis_away = False
-        self._joined = False
+        self.joined = False
 
     async def run(self) -> int:
-        """Serve until drained, stopped or the engine dies. Returns the exit code: 0 left in order, 1 engine dead.
+        """Serve until drained, stopped or the engine dies. Returns the exit code: 0 left, 1 engine dead, 75 to restart.
 
         Raises IncompatibleWorker, IdInUse, EngineStartFailed, ConfigError, OSError.
         """
@@ -179,7 +183,7 @@ class Agent:
             for task in tasks:
                 if task.done():
                     self._explain(task)
-            return self._exit_code
+            return EXIT_AGAIN if self._moves.restarts and self._exit_code == EXIT_LEFT else self._exit_code
         finally:
             if self.life.can_enter(Life.GONE):
                 self.life.enter(Life.GONE)
@@ -225,7 +229,7 @@ class Agent:
         self._prefix.close()
         self._load.close()
         try:
-            if self._joined:  # else the entry of this id, if any, is another's
+            if self.joined:  # else the entry of this id, if any, is another's
                 await self._registry.leave(self.worker_id)
         except RedisAway as error:
             log.warning("left without notice: %s", error)
@@ -247,7 +251,7 @@ class Agent:
             try:
                 await self._refuse_twin()
                 await self._registry.join(self._current(), self._config.workers.timeout_s)
-                self._joined = True
+                self.joined = True
                 break
             except RedisAway as error:
                 self._note_redis(error)
@@ -265,9 +269,7 @@ class Agent:
         """A predecessor's entry outlives it by seconds; a living twin would fight over the entry for ever."""
         other = (await self._registry.workers()).get(self.worker_id)
         if other is not None and await listening(other.request_address):
-            raise IdInUse(
-                f"worker id {self.worker_id!r} is in use by process {other.pid} on {other.host}; choose another --id"
-            )
+            raise in_use(other)
 
     def _current(self) -> WorkerInfo:
         assert self.info is not None

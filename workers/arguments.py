@@ -39,6 +39,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     kv_port: int = 0  # 0 takes a free one
     cores: list[int] = []
     die_with_parent: bool = False
+    id_claimed: bool = False  # by the launcher that starts it
 
 
 class _Parser(argparse.ArgumentParser):
@@ -79,6 +80,7 @@ def parse(role: Role, arguments: list[str]) -> WorkerSettings:
         kv_port=options.kv_port,
         cores=_cores(options.cores),
         die_with_parent=options.die_with_parent,
+        id_claimed=options.id_claimed,
     )
 
 
@@ -99,6 +101,7 @@ def _parser(role: Role) -> argparse.ArgumentParser:
     parser.add_argument("--kv-port", type=int, default=0, help="port for KV handshakes; 0 takes a free one")
     parser.add_argument("--cores", help="CPU cores to compute on, as 0,1")
     parser.add_argument("--die-with-parent", action="store_true", help="stop when the parent process dies")
+    parser.add_argument("--id-claimed", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 

@@ -143,13 +143,15 @@ class Moves:
         self._can_be = can_be
         self._life, self._drain, self._drain_timeout_s = life, drain, config.workers.drain_timeout_s
         self._clear_orders, self._announce, self._end = clear_orders, announce, end
+        self.restarts = False  # it leaves to be started again
         self._move: asyncio.Task[None] | None = None
         self._begun = 0  # the last role order that was begun, and the last that was done, by sequence
         self._done = 0
 
     async def obey(self, orders: WorkerOrders) -> None:
         """What the registry says this worker was told; the same orders come again until cleared. Raises RedisAway."""
-        if orders.drain:
+        if orders.drain or orders.restart:
+            self.restarts = orders.restart and not orders.drain
             self.leave(self._drain_timeout_s)
         elif orders.role is not None and orders.sequence > self._begun:
             self._flip(orders.role, orders.sequence)

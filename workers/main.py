@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
 import signal
 import sys
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import uvloop
 
 from orchestrator.config.engine_args import environment
 from orchestrator.config.settings import ConfigError
-from orchestrator.parent import die_with_parent, report_exit
+from orchestrator.parent import EXIT_AGAIN, die_with_parent, has_ended, own_identity, report_exit
 from orchestrator.store.client import RedisAway, connect
-from orchestrator.store.registry import IncompatibleWorker
+from orchestrator.store.registry import IncompatibleWorker, Registry
 from orchestrator.types import Role
-from workers.agent import Agent, EngineStartFailed, IdInUse
+from workers.agent import Agent, EngineStartFailed, IdInUse, in_use
 from workers.arguments import WorkerSettings, free_port, parse
 from workers.engine import Engine
+from workers.peers import listening
 
 log = logging.getLogger("pd.worker")
 
@@ -39,7 +42,10 @@ def decode_main() -> None:
 
 
 def main(role: Role, arguments: list[str]) -> int:
-    """Returns the exit code: 0 left in order, 1 the engine failed, 2 it could never have worked."""
+    """Returns the exit code: 0 left in order, 1 the engine failed, 2 it could never have worked, 75 start it again.
+
+    A supervisor starts it again after all but 0 and 2.
+    """
     final = False
     try:
         parsed = parse(role, arguments)
@@ -51,10 +57,10 @@ def main(role: Role, arguments: list[str]) -> int:
     except (ConfigError, IncompatibleWorker) as error:
         why, code, final = str(error), EXIT_USAGE, True
     except (RedisAway, IdInUse) as error:
-        why, code = str(error), EXIT_USAGE
+        why, code = str(error), EXIT_AGAIN
     except OSError as error:
         mend = "; free it, or choose another --kv-port" if error.errno == errno.EADDRINUSE else ""
-        why, code = f"{error}{mend}", EXIT_USAGE
+        why, code = f"{error}{mend}", EXIT_AGAIN
     except EngineStartFailed as error:
         why, code = str(error), EXIT_FAILED
     except KeyboardInterrupt:
@@ -73,15 +79,62 @@ async def _run(parsed: WorkerSettings) -> int:
             f"--host (workers.host): cannot listen on {parsed.host!r} ({error.strerror}); name an address of its own"
         ) from None
     redis = await connect(parsed.redis_url, config.redis.timeout_s)
-    await redis.aclose()  # it connects again when needed: an engine process may be forked now, and inherit the socket
+    holding: asyncio.Task[None] | None = None
     try:
+        if not parsed.id_claimed:
+            await _claim_id(Registry(redis, config.namespace), parsed)
+        await redis.aclose()  # it connects again when needed: an engine process may be forked now, and inherit it
         agent = Agent(_engine(parsed), redis, config, parsed.worker_id, parsed.role, parsed.host)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, agent.request_stop)
+        if not parsed.id_claimed:
+            holding = asyncio.create_task(_hold_id(agent, parsed), name="hold-id")
         return await agent.run()
     finally:
+        if holding is not None:
+            holding.cancel()
+            await asyncio.gather(holding, return_exceptions=True)
         await redis.aclose()
+
+
+async def _claim_id(registry: Registry, parsed: WorkerSettings) -> None:
+    """Before the model is loaded, which may take minutes. Raises IdInUse, RedisAway."""
+    worker_id, ttl_s = parsed.worker_id, parsed.config.workers.timeout_s
+    if await registry.claim_id(own_identity(), parsed.role, ttl_s, worker_id):
+        return
+    other = await registry.worker(worker_id)
+    if other is not None and not has_ended(other.process) and await listening(other.request_address):
+        raise in_use(other)
+    # Its predecessor's entry, or claim, outlives it by seconds.
+    for holder, ids in (await registry.launchers()).items():
+        if worker_id in ids and has_ended(holder):
+            await registry.leave_launcher(holder)
+    if other is not None:
+        await registry.leave(worker_id)
+    if not await registry.claim_id(own_identity(), parsed.role, ttl_s, worker_id):
+        raise IdInUse(f"worker id {worker_id!r} is in use by a worker that is loading; choose another --id")
+
+
+async def _hold_id(agent: Agent, parsed: WorkerSettings) -> None:
+    """Until the worker is in the registry. Runs until cancelled, which gives the id back."""
+    workers, me, held = parsed.config.workers, own_identity(), {parsed.worker_id: parsed.role}
+    try:
+        while not agent.joined:
+            await _tell(parsed, lambda registry: registry.refresh_launcher(me, held, workers.timeout_s))
+            await asyncio.sleep(workers.heartbeat_s)
+    finally:
+        await _tell(parsed, lambda registry: registry.leave_launcher(me))
+
+
+async def _tell(parsed: WorkerSettings, what: Callable[[Registry], Awaitable[None]]) -> None:
+    """By a connection of its own, for a moment. What is not told is told again, or runs out."""
+    with contextlib.suppress(RedisAway):
+        redis = await connect(parsed.redis_url, parsed.config.redis.timeout_s)
+        try:
+            await what(Registry(redis, parsed.config.namespace))
+        finally:
+            await redis.aclose()
 
 
 def _engine(parsed: WorkerSettings) -> Engine:

@@ -29,6 +29,7 @@ COMMANDS = {
     "scale": ("steer", "Set how many workers of each role there should be."),
     "role": ("steer", "Change a running worker's role in place; the desired ratio follows."),
     "drain": ("steer", "Let a worker finish what it has, then end it; the desired ratio follows."),
+    "restart": ("rolling", "Restart workers, few at a time, each once it is drained: no request fails."),
     "queue": ("steer", "The prefill queue."),
     "config": ("config", "The configuration."),
     "simulate": ("trial.simulate", "Simulate a fleet under a load with the router's own policies, without engines."),

@@ -36,7 +36,7 @@ def resolve(config: Config, model: str, redis_url: str, port: int) -> Config:
 def worker_spec(config: Config, role: Role, worker_id: str, config_file: Path, share: Share) -> ProcessSpec:
     command = [sys.executable, "-m", "workers.main", role.value, "--id", worker_id]
     command += ["--redis", config.redis.url, "--namespace", config.namespace, "--config", str(config_file)]
-    command += ["--die-with-parent", *share.arguments]
+    command += ["--die-with-parent", "--id-claimed", *share.arguments]
     folder = config_file.parent
     # vLLM leaves its local sockets behind when it is killed; in our folder they are removed with it.
     fits = len(str(folder).encode()) + _SOCKET_NAME_BYTES <= _SOCKET_PATH_BYTES

@@ -16,6 +16,7 @@ import msgspec
 
 from orchestrator.config.settings import LauncherConfig
 from orchestrator.launch.host.process import Process
+from orchestrator.parent import EXIT_AGAIN
 
 log = logging.getLogger("pd.launcher")
 
@@ -36,7 +37,7 @@ class Stage(enum.Enum):
 SUCCESSORS: dict[Stage, frozenset[Stage]] = {
     Stage.PLACING: frozenset({Stage.STARTING, Stage.LEAVING, Stage.ENDED}),
     Stage.STARTING: frozenset({Stage.PLACING, Stage.READY, Stage.PAUSING, Stage.LEAVING, Stage.ENDED}),
-    Stage.READY: frozenset({Stage.PAUSING, Stage.LEAVING, Stage.ENDED}),
+    Stage.READY: frozenset({Stage.PLACING, Stage.STARTING, Stage.PAUSING, Stage.LEAVING, Stage.ENDED}),
     Stage.PAUSING: frozenset({Stage.PLACING, Stage.STARTING, Stage.LEAVING, Stage.ENDED}),
     Stage.LEAVING: frozenset({Stage.ENDED}),
     Stage.ENDED: frozenset(),
@@ -160,7 +161,10 @@ class Supervised:
                 await self._on_exit(self)
                 if not self._wanted or (code == 0 and self._ready.is_set()):
                     break  # it left in order; reconcile.py decides whether another is needed
-                await self._pause()
+                if code == EXIT_AGAIN and self._ready.is_set():
+                    log.info("%s: drained to be started again", self.name)
+                else:
+                    await self._pause()
         finally:
             if self._process is not None and self._process.running:
                 self._process.kill()

@@ -69,7 +69,7 @@ class WorkerPool:
         self._machines.take(_NEXT, role)  # asked before an id is claimed: another launcher may have the room
         self._machines.give_back(_NEXT)
         worker_id = await self._registry.claim_id(self.launcher_id, role, self._config.workers.timeout_s)
-        if self._closed:
+        if self._closed or worker_id is None:
             return
         self._machines.take(worker_id, role)
         process = Supervised(
@@ -123,9 +123,7 @@ class WorkerPool:
             owned = slot is not None and slot.process.runs_as(info.process)
             if slot is not None and not owned:
                 continue  # left by its dead predecessor; the slot below stands for the worker
-            orders = snapshot.orders.get(worker_id)
-            role, drain = (orders.role, orders.drain) if orders else (None, False)
-            worker = see(info, role, drain, owned, managed=worker_id in others)
+            worker = see(info, snapshot.orders.get(worker_id), owned, managed=worker_id in others)
             if slot is not None and slot.process.stage is Stage.LEAVING:
                 worker = SeenWorker(worker.id, worker.role, False, True, True)
             workers.append(worker)

@@ -15,8 +15,9 @@ from typing import Any, Union
 import msgspec
 
 from orchestrator.store.client import Redis, RedisAway
+from orchestrator.store.fields import worker_from_fields, worker_to_fields
 from orchestrator.store.keys import REGISTRY, Keys
-from orchestrator.types import DesiredRatio, EngineIdentity, KVEndpoint, Offered, Role, WorkerInfo
+from orchestrator.types import DesiredRatio, EngineIdentity, Offered, Role, WorkerInfo
 
 log = logging.getLogger("pd.registry")
 
@@ -26,7 +27,6 @@ PRUNE_S = 1.0
 _PRUNE_ONCE_IN_S = 0.9 * PRUNE_S
 _OFFERED = "offered_"  # before the names of a frontend's counts, which change without an event
 _ROLES = {role.value for role in Role}
-_KV = "kv_"  # before the names of a KV endpoint's fields
 
 
 class IncompatibleWorker(Exception):
@@ -42,6 +42,7 @@ class WorkerOrders(msgspec.Struct, frozen=True):
 
     role: Role | None = None
     drain: bool = False
+    restart: bool = False  # drain, and say by the exit code that another process is to follow
     sequence: int = 0
 
 
@@ -142,7 +143,7 @@ class Registry:
         found = {}
         for worker_id, fields in await self._members("worker"):
             orders = _orders(fields.get("order_role"), fields.get("order_drain"), fields.get("order_sequence"))
-            if orders.role is not None or orders.drain:
+            if orders.role is not None or orders.drain or orders.restart:
                 found[worker_id] = orders
         return found
 
@@ -153,6 +154,10 @@ class Registry:
     async def order_drain(self, worker_id: str) -> None:
         """Tell a worker to finish what it has and stop. Raises UnknownWorker."""
         await self._order(worker_id, "order_drain", "yes")
+
+    async def order_restart(self, worker_id: str) -> None:
+        """Tell a worker to finish what it has and make room for a new process. Raises UnknownWorker."""
+        await self._order(worker_id, "order_drain", "restart")
 
     async def clear_orders(self, worker_id: str, sequence: int) -> None:
         """Forget the orders up to `sequence`, which are done. Newer ones stay."""
@@ -215,9 +220,12 @@ class Registry:
             found[launcher_id] = {name: Role(role) for name, _, role in pairs if role in _ROLES}
         return found
 
-    async def claim_id(self, launcher_id: str, role: Role, ttl_s: float) -> str:
-        """A worker id that nobody has: the role's name and the smallest number. It is this launcher's from now on."""
-        return _text(await self._call("claim_id", launcher_id, max(1, round(ttl_s * 1000)), role.value))
+    async def claim_id(self, launcher_id: str, role: Role, ttl_s: float, worker_id: str = "") -> str | None:
+        """A worker id that nobody has: the one given, or the role's name and the smallest number. It is this launcher's
+        from now on. None when somebody has the one given."""
+        ttl_ms = max(1, round(ttl_s * 1000))
+        claimed = await self._call("claim_id", launcher_id, ttl_ms, role.value, worker_id)
+        return _text(claimed) if claimed else None
 
     # ---- the desired ratio -------------------------------------------------------------------------------------
 
@@ -319,30 +327,10 @@ def _fields(flat: list[bytes]) -> dict[str, str]:
     return {_text(name): _text(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
 
 
-def worker_to_fields(info: WorkerInfo) -> dict[str, str]:
-    """Identity fields under their own names, the KV endpoint's under `kv_...`, tasks separated by commas."""
-    flat: dict[str, Any] = msgspec.to_builtins(info)
-    identity, kv = flat.pop("identity"), flat.pop("kv")
-    flat["supported_tasks"] = ",".join(flat["supported_tasks"])
-    flat |= identity | {_KV + name: value for name, value in kv.items()}
-    return {name: str(value) for name, value in flat.items()}
-
-
-def worker_from_fields(worker_id: str, fields: dict[str, str]) -> WorkerInfo:
-    """Unknown fields are ignored. Raises ValueError for a missing or wrong one, naming it."""
-    if fields.get("id") != worker_id:
-        raise ValueError(f"id is {fields.get('id')!r} in the hash of {worker_id!r}")
-    own: dict[str, Any] = {name: fields[name] for name in WorkerInfo.__struct_fields__ if name in fields}
-    own["supported_tasks"] = [task for task in fields.get("supported_tasks", "").split(",") if task]
-    own["identity"] = {name: fields[name] for name in EngineIdentity.__struct_fields__ if name in fields}
-    own["kv"] = {name: fields[_KV + name] for name in KVEndpoint.__struct_fields__ if _KV + name in fields}
-    # msgspec.ValidationError is a ValueError; strict=False reads numbers from their text.
-    return msgspec.convert(own, WorkerInfo, strict=False)
-
-
 def _orders(role: str | None, drain: str | None, sequence: str | None) -> WorkerOrders:
     known_role = Role(role) if role in _ROLES else None
-    return WorkerOrders(known_role, drain == "yes", int(sequence) if sequence and sequence.isdigit() else 0)
+    number = int(sequence) if sequence and sequence.isdigit() else 0
+    return WorkerOrders(known_role, drain == "yes", drain == "restart", number)
 
 
 def _text(value: bytes) -> str:

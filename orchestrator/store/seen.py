@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from orchestrator.store.registry import WorkerOrders
 from orchestrator.types import Role, WorkerInfo, WorkerState
 
 
@@ -29,21 +30,21 @@ class SeenWorker(msgspec.Struct, frozen=True):
     placed: bool = True
 
 
-def see(
-    info: WorkerInfo, ordered_role: Role | None, ordered_drain: bool, owned: bool, managed: bool = False
-) -> SeenWorker:
-    """A registered worker and the orders it has not carried out yet."""
-    flipping = ordered_role is not None and (ordered_role is not info.role or info.state is not WorkerState.READY)
-    draining = info.state is WorkerState.DRAINING and ordered_role is None
+def see(info: WorkerInfo, orders: WorkerOrders | None, owned: bool, managed: bool = False) -> SeenWorker:
+    """A registered worker and the orders it has not carried out yet. One that restarts is not leaving."""
+    orders = orders or WorkerOrders()
+    ends = orders.drain or orders.restart
+    flipping = orders.role is not None and (orders.role is not info.role or info.state is not WorkerState.READY)
+    draining = info.state is WorkerState.DRAINING and orders.role is None and not orders.restart
     return SeenWorker(
         info.id,
-        ordered_role or info.role,
-        ready=info.state is WorkerState.READY and not flipping and not ordered_drain,
-        leaving=ordered_drain or draining,
+        orders.role or info.role,
+        ready=info.state is WorkerState.READY and not flipping and not ends,
+        leaving=orders.drain or draining,
         owned=owned,
         fixed=not info.can_be(info.role.other),
         managed=owned or managed,
-        flipping=flipping and not ordered_drain,
+        flipping=flipping and not ends,
     )
 
 

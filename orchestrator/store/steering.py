@@ -69,11 +69,8 @@ class Steering:
 
     async def _seen(self) -> list[SeenWorker]:
         orders = await self._registry.orders()
-        seen = []
-        for worker_id, info in (await self._registry.workers()).items():
-            order = orders.get(worker_id)
-            seen.append(see(info, order.role if order else None, bool(order and order.drain), owned=False))
-        return seen
+        workers = await self._registry.workers()
+        return [see(info, orders.get(worker_id), owned=False) for worker_id, info in workers.items()]
 
     async def _desired(self) -> DesiredRatio:
         """The ratio that was set; in a fleet without a launcher, the ratio that is there."""

@@ -145,6 +145,20 @@ async def test_role_and_drain_under_load_fail_nobody(fleet):
     assert [a.error for a in answers if not a.ok] == []
 
 
+async def test_restarting_every_worker_under_load_fails_nobody(fleet):
+    before = {w["id"]: w["pid"] for w in fleet.fleet()["workers"]}
+    truth = await expected(fleet, PROMPTS, 60)
+    async with fleet.under_load(PROMPTS, concurrency=8, max_tokens=60) as answers:
+        done = await asyncio.to_thread(fleet.cli, "restart", "--role", "decode")
+        assert "decode-0: restarted" in done.stdout and "2 workers restarted" in done.stdout
+        await asyncio.to_thread(fleet.cli, "restart", "--role", "prefill", "--max-unavailable", "2")
+        await asyncio.to_thread(fleet.until, lambda: fleet.shape() == (2, 2), "2P2D")
+    assert [(a.status, a.error) for a in answers if not a.ok] == []
+    assert all(a.tokens in truth for a in answers)
+    after = {w["id"]: w["pid"] for w in fleet.fleet()["workers"]}
+    assert after.keys() == before.keys() and not set(before.values()) & set(after.values())
+
+
 async def test_redis_stopped_under_load_means_local_until_it_is_back(fleet):
     redis_pid = fleet.redis_pid()
     async with fleet.under_load(PROMPTS, concurrency=6, max_tokens=30) as answers:

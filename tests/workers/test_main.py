@@ -13,6 +13,7 @@ import pytest
 from support_workers import ROOT, Workers, until
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
+from orchestrator.parent import EXIT_AGAIN, own_identity
 from orchestrator.types import Role, WorkerState
 from workers.main import main
 
@@ -40,7 +41,6 @@ from workers.main import main
             ["--redis", "redis://h", "--config", "open-mesh.yaml", "--host", "192.0.2.7"],
             "security.mesh: none lets whoever reaches 192.0.2.7 use the workers",
         ),
-        (["--redis", "redis://127.0.0.1:1", "--model", "m", "--engine", "sim"], "Redis at redis://127.0.0.1:1 cannot"),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_code_2(
@@ -56,6 +56,11 @@ def test_bad_arguments_are_one_line_and_exit_code_2(
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith("prefill-worker: ")
     assert line in err
+
+
+def test_a_redis_that_is_away_is_worth_another_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(Role.PREFILL, ["--redis", "redis://127.0.0.1:1", "--model", "m", "--engine", "sim"]) == EXIT_AGAIN
+    assert "Redis at redis://127.0.0.1:1 cannot" in capsys.readouterr().err
 
 
 def test_the_configuration_file_is_overridden_by_options(
@@ -95,11 +100,11 @@ async def test_an_incompatible_worker_exits_with_2(workers: Workers) -> None:
     )
 
 
-async def test_a_taken_kv_port_exits_with_2(workers: Workers) -> None:
+async def test_a_taken_kv_port_is_worth_another_start(workers: Workers) -> None:
     first = await workers.spawn(Role.PREFILL)
     info = await workers.registered(first.id)
     worker = await workers.spawn(Role.PREFILL, "--kv-port", str(info.kv.port), wait=False)
-    assert await worker.stopped() == 2
+    assert await worker.stopped() == EXIT_AGAIN
     assert str(info.kv.port) in worker.log[-1] and worker.log[-1].endswith("choose another --kv-port")
 
 
@@ -107,7 +112,7 @@ async def test_a_second_worker_of_the_same_id_is_refused_and_a_restarted_one_is_
     first = await workers.spawn(Role.DECODE)
     before = await workers.registered(first.id)
     twin = await workers.spawn(Role.DECODE, "--id", first.id, wait=False)
-    assert await twin.stopped() == 2
+    assert await twin.stopped() == EXIT_AGAIN
     assert f"worker id '{first.id}' is in use by process {first.process.pid} on 127.0.0.1" in twin.log[-1]
     assert (await workers.registry.workers())[first.id].kv == before.kv  # the twin did not take the entry with it
     first.kill()
@@ -118,6 +123,34 @@ async def test_a_second_worker_of_the_same_id_is_refused_and_a_restarted_one_is_
             await asyncio.sleep(0.02)
     again.kill(signal.SIGTERM)
     assert await again.stopped() == 0
+
+
+async def test_an_id_is_claimed_before_the_engine_loads(workers: Workers) -> None:
+    """Two workers that load for minutes under one id, and only then see each other, would have loaded in vain."""
+    other = "another-host/1/1"
+    assert await workers.registry.claim_id(other, Role.DECODE, 60, "decode-x") == "decode-x"
+    twin = await workers.spawn(Role.DECODE, "--id", "decode-x", wait=False)
+    assert await twin.stopped() == EXIT_AGAIN
+    assert "worker id 'decode-x' is in use by a worker that is loading" in twin.log[-1]
+    assert not any("ready:" in line for line in twin.log), "it was not loaded first"
+    place, pid, ticks = own_identity().split("/")
+    await workers.registry.leave_launcher(other)
+    dead = f"{place}/{pid}/{int(ticks) - 1}"
+    assert await workers.registry.claim_id(dead, Role.DECODE, 60, "decode-x")
+    await workers.spawn(Role.DECODE, "--id", "decode-x", wait=False)
+    async with asyncio.timeout(15):
+        while "decode-x" not in await workers.registry.workers() or await workers.registry.launchers():
+            await asyncio.sleep(0.02)
+
+
+async def test_a_worker_that_is_to_restart_drains_and_says_so_by_its_exit_code(workers: Workers) -> None:
+    worker = await workers.spawn(Role.DECODE)
+    await workers.registry.order_restart(worker.id)
+    assert await worker.stopped() == EXIT_AGAIN
+    assert worker.id not in await workers.registry.workers()
+    other = await workers.spawn(Role.DECODE)
+    await workers.registry.order_drain(other.id)
+    assert await other.stopped() == 0
 
 
 async def test_processes_hand_kv_over_and_leave_in_order(workers: Workers) -> None:

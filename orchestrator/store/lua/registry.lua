@@ -138,18 +138,21 @@ end
 
 -- ---- worker ids: a launcher's hash has those of its workers, as `ids`: "prefill-0=prefill decode-0=prefill" ---------
 
--- args: launcher, its ttl in ms, role. Claims the role's first free id for this launcher, and returns it.
+-- args: launcher, its ttl in ms, role, id or ''. Claims this id, or the role's first free one, for this launcher, and
+-- returns it; nil when somebody has it.
 local function claim_id(keys, args)
-  local prefix, launcher, ttl_ms, role = keys[1], args[1], args[2], args[3]
+  local prefix, launcher, ttl_ms, role, wanted = keys[1], args[1], args[2], args[3], args[4]
   local taken = {}
   for _, id in ipairs(live(prefix, 'worker')) do taken[id] = true end
   for _, other in ipairs(live(prefix, 'launcher')) do
     local ids = redis.call('HGET', member_key(prefix, 'launcher', other), 'ids') or ''
     for id in string.gmatch(ids, '([^ =]+)=') do taken[id] = true end
   end
+  if taken[wanted] then return nil end
   local number = 0
   while taken[role .. '-' .. number] do number = number + 1 end
-  local id, key = role .. '-' .. number, member_key(prefix, 'launcher', launcher)
+  local id = wanted ~= '' and wanted or role .. '-' .. number
+  local key = member_key(prefix, 'launcher', launcher)
   local ids = redis.call('HGET', key, 'ids')
   redis.call('HSET', key, 'ids', (ids and ids ~= '' and ids .. ' ' or '') .. id .. '=' .. role)
   redis.call('PEXPIRE', key, ttl_ms)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from support_redis import worker
 
 from orchestrator.launch.reconcile import Action, Drain, Flip, Start, plan, stand_in
+from orchestrator.store.registry import WorkerOrders
 from orchestrator.store.seen import SeenWorker, is_last_decode, see
 from orchestrator.types import DesiredRatio, Role, WorkerState
 
@@ -149,8 +150,17 @@ def test_a_decode_worker_that_was_about_to_prefill_stays_what_it_is():
     assert stand_in([*seen("p0"), leaving_the_role, *seen("d1", ready=False)]) == Flip("decode-0", D)
     info = worker("decode-0", D)
     draining = msgspec.structs.replace(info, state=WorkerState.DRAINING)
-    assert see(draining, D, False, owned=True).flipping, "told so, until it is ready again"
-    assert not see(draining, None, False, owned=True).flipping and not see(info, D, False, owned=True).flipping
+    assert see(draining, WorkerOrders(D), owned=True).flipping, "told so, until it is ready again"
+    assert not see(draining, None, owned=True).flipping and not see(info, WorkerOrders(D), owned=True).flipping
+
+
+def test_a_worker_that_restarts_is_neither_ready_nor_leaving():
+    """No other is started in its place: it comes back under its name."""
+    draining = msgspec.structs.replace(worker("prefill-0", P), state=WorkerState.DRAINING)
+    seen_so = see(draining, WorkerOrders(restart=True), owned=True)
+    assert (seen_so.ready, seen_so.leaving) == (False, False)
+    assert do(1, 1, [seen_so, *seen("d0")]) == []
+    assert see(draining, WorkerOrders(drain=True, restart=True), owned=True).leaving, "a drain goes before"
 
 
 def test_the_stand_in_goes_back_once_others_decode_again():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support_redis import eventually, fresh_namespace, running_server, worker
 
 from orchestrator.store.client import RedisAway, connect
+from orchestrator.store.fields import worker_from_fields, worker_to_fields
 from orchestrator.store.registry import (
     Changed,
     DesiredChanged,
@@ -23,8 +24,6 @@ from orchestrator.store.registry import (
     Resync,
     UnknownWorker,
     WorkerOrders,
-    worker_from_fields,
-    worker_to_fields,
 )
 from orchestrator.types import EngineIdentity, Role, WorkerState
 
@@ -288,7 +287,7 @@ async def test_orders_stay_until_cleared(registry):
     assert orders.role is Role.DECODE and not orders.drain and orders.sequence > 0
     assert await registry.refresh(worker("a"), TTL_S) == orders
     await registry.clear_orders("a", orders.sequence)
-    assert await registry.refresh(worker("a"), TTL_S) == WorkerOrders(None, False, orders.sequence)
+    assert await registry.refresh(worker("a"), TTL_S) == WorkerOrders(sequence=orders.sequence)
 
 
 async def test_a_newer_order_survives_the_clearing_of_an_older_one(registry):

@@ -1,0 +1,97 @@
+"""`orchestrator restart`: workers are restarted, few at a time, each once it is drained, so that no request fails.
+
+A worker that is told to restart ends with its own exit code, and whoever runs its process starts it again under the
+same id: the launcher, or a service manager.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from orchestrator.cli.handle import OUT, NamespaceOption, OpenFleet, RedisOption, ask, find_fleet
+from orchestrator.config.settings import Refused, WorkersConfig
+from orchestrator.types import Role, WorkerInfo, WorkerState
+
+if TYPE_CHECKING:
+    from orchestrator.store.registry import Registry
+
+_LOOK_EVERY_S = 0.2
+app = typer.Typer()
+
+
+@app.command("restart")
+def restart_command(
+    only: Annotated[Role | None, typer.Option("--role", metavar="prefill|decode", help="Only these workers.")] = None,
+    max_unavailable: Annotated[int, typer.Option("--max-unavailable", min=1, help="Workers not ready at a time.")] = 1,
+    namespace: NamespaceOption = None,
+    redis: RedisOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Also when it is the only worker.")] = False,
+) -> None:
+    """Restart workers, few at a time, each once it is drained: no request fails."""
+    handle = find_fleet(namespace, redis)
+    workers = handle.config.workers if handle.config else WorkersConfig()
+    patience_s = workers.drain_timeout_s + workers.start_timeout_s
+    count = ask(handle, lambda fleet: restart(fleet, only, max_unavailable, force, patience_s, OUT.print))
+    OUT.print(f"{count} workers restarted", highlight=False)
+
+
+async def restart(
+    fleet: OpenFleet,
+    role: Role | None,
+    max_unavailable: int,
+    force: bool,
+    patience_s: float,
+    say: Callable[[str], None],
+) -> int:
+    """Restart the workers of `role`, or all. At most `max_unavailable` of them are not ready at a time, those that died
+    meanwhile included. Returns how many were restarted. Raises Refused, also when none becomes ready for `patience_s`,
+    and RedisAway.
+    """
+    registry = fleet.registry
+    there = await registry.workers()
+    targets = {name: info.process for name, info in there.items() if role in (None, info.role)}
+    if not targets:
+        raise Refused(f"no {role.value + ' ' if role else ''}worker is there to be restarted")
+    if len(_ready(there)) < 2 and not force:
+        raise Refused("one worker alone serves this fleet: start another first (`orchestrator scale`), or use --force")
+    waiting, under_way = sorted(targets), set[str]()
+    progress_at = time.monotonic()
+    while waiting or under_way:
+        there = await registry.workers()
+        ready = _ready(there)
+        for name in sorted(under_way):
+            if name in ready and there[name].process != targets[name]:
+                say(f"{name}: restarted")
+                under_way.remove(name)
+                progress_at = time.monotonic()
+        room = max_unavailable - len(targets.keys() - ready) - len(under_way & ready)
+        for name in [name for name in waiting if name in ready][: max(0, room)]:
+            waiting.remove(name)
+            if await _order(registry, name):
+                say(f"{name}: draining")
+                under_way.add(name)
+        if time.monotonic() - progress_at > patience_s:
+            late = ", ".join(sorted(targets.keys() - ready))
+            raise Refused(f"{late}: not ready for {patience_s:g} s; a worker that no launcher runs needs a supervisor")
+        await asyncio.sleep(_LOOK_EVERY_S)
+    return len(targets)
+
+
+def _ready(workers: dict[str, WorkerInfo]) -> set[str]:
+    return {name for name, info in workers.items() if info.state is WorkerState.READY}
+
+
+async def _order(registry: Registry, worker_id: str) -> bool:
+    """False when it has died since it was seen: it is started again anyway."""
+    from orchestrator.store.registry import UnknownWorker
+
+    try:
+        await registry.order_restart(worker_id)
+    except UnknownWorker:
+        return False
+    return True

@@ -1,0 +1,32 @@
+"""A worker's hash in Redis: one flat field for each of its values, as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from orchestrator.types import EngineIdentity, KVEndpoint, WorkerInfo
+
+_KV = "kv_"  # before the names of a KV endpoint's fields
+
+
+def worker_to_fields(info: WorkerInfo) -> dict[str, str]:
+    """Identity fields under their own names, the KV endpoint's under `kv_...`, tasks separated by commas."""
+    flat: dict[str, Any] = msgspec.to_builtins(info)
+    identity, kv = flat.pop("identity"), flat.pop("kv")
+    flat["supported_tasks"] = ",".join(flat["supported_tasks"])
+    flat |= identity | {_KV + name: value for name, value in kv.items()}
+    return {name: str(value) for name, value in flat.items()}
+
+
+def worker_from_fields(worker_id: str, fields: dict[str, str]) -> WorkerInfo:
+    """Unknown fields are ignored. Raises ValueError for a missing or wrong one, naming it."""
+    if fields.get("id") != worker_id:
+        raise ValueError(f"id is {fields.get('id')!r} in the hash of {worker_id!r}")
+    own: dict[str, Any] = {name: fields[name] for name in WorkerInfo.__struct_fields__ if name in fields}
+    own["supported_tasks"] = [task for task in fields.get("supported_tasks", "").split(",") if task]
+    own["identity"] = {name: fields[name] for name in EngineIdentity.__struct_fields__ if name in fields}
+    own["kv"] = {name: fields[_KV + name] for name in KVEndpoint.__struct_fields__ if _KV + name in fields}
+    # msgspec.ValidationError is a ValueError; strict=False reads numbers from their text.
+    return msgspec.convert(own, WorkerInfo, strict=False)
