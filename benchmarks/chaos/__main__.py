@@ -10,8 +10,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fnmatch
+import math
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -21,30 +24,56 @@ from support_client import FleetFailed  # noqa: E402
 
 from benchmarks.chaos.fleets import world  # noqa: E402
 from benchmarks.chaos.load import Seen  # noqa: E402
-from benchmarks.chaos.report import Row, save, table  # noqa: E402
+from benchmarks.chaos.report import Row, save, saved, table  # noqa: E402
 from benchmarks.chaos.reports import NotSeen  # noqa: E402
 from benchmarks.chaos.table import BY_NAME, FAULTS  # noqa: E402
-from benchmarks.chaos.world import Fault  # noqa: E402
+from benchmarks.chaos.world import Fault, World  # noqa: E402
 
 
-def measure(faults: list[Fault], runs: int, real: bool, seed: int, starve_s: float = 60.0) -> list[Row]:
-    """Faults that share a fleet in turns, `runs` of each. A fleet that this machine does not allow is left out."""
-    rows = {fault.name: Row(Seen(fault.name), "real" if real else "simulated", []) for fault in faults}
+def measure(
+    faults: list[Fault],
+    runs: int,
+    real: bool,
+    seed: int,
+    starve_s: float = 60.0,
+    begun: Iterable[Row] = (),
+    note: Callable[[list[Row]], None] = lambda rows: None,
+    minutes: float = math.inf,
+) -> list[Row]:
+    """Faults that share a fleet in turns, until there are `runs` of each with those of `begun`.
+
+    `note` is told after each round. After `minutes` no run begins. A fleet that this machine does not
+    allow is left out.
+    """
+    engines = "real" if real else "simulated"
+    known = {row.seen.fault: row for row in begun if row.engines == engines}
+    rows = {fault.name: known.get(fault.name, Row(Seen(fault.name), engines, [])) for fault in faults}
+
+    def found() -> list[Row]:
+        return [row for row in rows.values() if row.seen.answers]
+
+    deadline = time.monotonic() + minutes * 60
     for kind in dict.fromkeys(fault.fleet for fault in faults):
-        mine = [fault for fault in faults if fault.fleet == kind]
+        mine = [fault for fault in faults if fault.fleet == kind and rows[fault.name].tries < runs]
+        if not mine or time.monotonic() > deadline:
+            continue
         try:
-            with world(kind, real, seed) as place:
+            with world(kind, real, seed + sum(rows[fault.name].tries for fault in mine)) as place:
                 place.starve_s = starve_s
-                for run in range(runs):
+                while mine := [fault for fault in mine if rows[fault.name].tries < runs]:
                     for fault in mine:
-                        _once(place, fault, rows[fault.name], f"{run + 1}/{runs}")
+                        if time.monotonic() < deadline:
+                            _once(place, fault, rows[fault.name], runs)
+                    note(found())
+                    if time.monotonic() > deadline:
+                        break
         except (OSError, subprocess.CalledProcessError) as error:
             why = getattr(error, "stderr", None) or error
             print(f"left out {', '.join(fault.name for fault in mine)}: {why}", file=sys.stderr)
-    return [row for row in rows.values() if row.seen.answers]
+    return found()
 
 
-def _once(place, fault: Fault, row: Row, turn: str) -> None:  # type: ignore[no-untyped-def]
+def _once(place: World, fault: Fault, row: Row, runs: int) -> None:
     before = len(row.seen.gaps_s)
     try:
         asyncio.run(place.run(fault, row.seen))
@@ -53,7 +82,7 @@ def _once(place, fault: Fault, row: Row, turn: str) -> None:  # type: ignore[no-
         print(error, file=sys.stderr)
     seen, gaps = row.seen, row.seen.gaps_s[before:]
     print(
-        f"{turn} {fault.name}: {seen.errors.total()} errors, {seen.wrong} wrong, {seen.leaks} leaks so far; "
+        f"{row.tries}/{runs} {fault.name}: {seen.errors.total()} errors, {seen.wrong} wrong, {seen.leaks} leaks; "
         f"longest gap {max(gaps, default=0.0):.2f} s, healed in {seen.heal_s[-1] if seen.heal_s else -1:.1f} s",
         flush=True,
     )
@@ -66,6 +95,8 @@ def main() -> int:
     parser.add_argument("--engine", choices=("sim", "real"), default="sim")
     parser.add_argument("--starve-minutes", type=float, default=1.0, help="how long cpu_starved lasts")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after that no run begins")
+    parser.add_argument("--go-on", action="store_true", help="runs that --out has already count")
     parser.add_argument("--list", action="store_true", help="print the names and end")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
@@ -76,8 +107,9 @@ def main() -> int:
     if options.list or not chosen:
         print("\n".join(FAULTS))
         return 0 if options.list else 2
-    rows = measure(chosen, options.runs, real, options.seed, options.starve_minutes * 60)
-    save(rows, options.out)
+    begun = saved(options.out) if options.go_on else []
+    starve_s = options.starve_minutes * 60
+    rows = measure(chosen, options.runs, real, options.seed, starve_s, begun, note=lambda rows: save(rows, options.out))
     print(table(rows))
     for row in rows:
         for missed in row.missed():

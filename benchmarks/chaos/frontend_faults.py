@@ -16,7 +16,7 @@ from benchmarks.chaos.world import GONE_TIMEOUT_S, HEAL_TIMEOUT_S, World
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.registry import Frontend, Registry
 
-STOPPED_S = 7.0
+STOPPED_S = 5.5
 _POLL_S = 0.05
 
 

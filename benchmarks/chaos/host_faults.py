@@ -15,7 +15,7 @@ from benchmarks.chaos.world import World
 from orchestrator.launch.host.run_folder import RunFolder, base_folder
 from orchestrator.types import Role
 
-LASTS_S = 6.0
+LASTS_S = 4.5
 BUSY_PER_CORE = 10
 _STOP, _GO_ON = b"\x13", b"\x11"  # Ctrl-S and Ctrl-Q
 _FILL_BYTES = 1 << 16

@@ -10,8 +10,8 @@ from benchmarks.chaos.world import World
 
 Make = Callable[[World], Awaitable[None]]
 
-CUT_S = (1.0, 9.0)  # shorter and longer than any heartbeat
-SLOW_S = 6.0
+CUT_S = (1.0, 8.0)  # shorter and longer than any heartbeat
+SLOW_S = 5.0
 
 
 def _on(world: World) -> NetworkFleet:

@@ -13,7 +13,7 @@ from benchmarks.chaos.world import World
 from orchestrator.store.keys import Keys
 from orchestrator.types import Role
 
-LASTS_S = 8.0  # longer than entries of workers live without being refreshed
+LASTS_S = 6.0  # longer than entries of workers live without being refreshed
 PAUSE_S = 30.0
 NOWHERE = ("127.0.0.1", "1")  # a primary that does not answer
 # What the queue keeps, by the first part of its keys' names; all else in the namespace is the registry's.

@@ -13,6 +13,7 @@ from benchmarks.chaos.table import FAULTS
 
 _HEAD = ("fault", "engines", "runs", "answers", "errors", "wrong", "longest gap P50", "P99", "max", "bound (s)")
 _HEAD += ("heals in P50", "max (s)", "work gone in max (s)", "leaks", "held")
+_FIGURES = "chaos.json"
 NOTE = """\
 Made by `make chaos`. Eight clients (ten for the poison) stream without end while the fault happens; every answer is
 compared with an undisturbed one, token by token. A gap is the longest silence within an answer, the wait for its first
@@ -27,6 +28,10 @@ class Row:
     seen: Seen
     engines: str  # "simulated" or "real"
     failures: list[str]  # runs that did not come to their end
+
+    @property
+    def tries(self) -> int:
+        return self.seen.runs + len(self.failures)
 
     def missed(self) -> list[str]:
         """What did not hold; empty when everything did."""
@@ -72,18 +77,22 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def save(rows: list[Row], folder: Path) -> list[Row]:
-    """Writes chaos.md and chaos.json. Rows that were saved before and are not measured again stay. Returns all."""
+def save(rows: Iterable[Row], folder: Path) -> None:
+    """Writes chaos.md and chaos.json. Rows that were saved before and are not among these stay."""
     folder.mkdir(parents=True, exist_ok=True)
-    figures = folder / "chaos.json"
-    known = {(row["fault"], row["engines"]): row for row in json.loads(figures.read_text())} if figures.exists() else {}
-    known |= {(row.seen.fault, row.engines): _as_json(row) for row in rows}
+    known = {(row.seen.fault, row.engines): row for row in saved(folder)}
+    known |= {(row.seen.fault, row.engines): row for row in rows}
     order = list(FAULTS)
     kept = [known[key] for key in sorted(known, key=lambda key: (key[1] == "real", order.index(key[0])))]
-    figures.write_text("[\n" + ",\n".join(json.dumps(row) for row in kept) + "\n]\n")
-    every = [_from_json(row) for row in kept]
-    (folder / "chaos.md").write_text(f"# Faults under load\n\n{NOTE}\n{table(every)}\n")
-    return every
+    lines = ",\n".join(json.dumps(_as_json(row)) for row in kept)
+    (folder / _FIGURES).write_text(f"[\n{lines}\n]\n")
+    (folder / "chaos.md").write_text(f"# Faults under load\n\n{NOTE}\n{table(kept)}\n")
+
+
+def saved(folder: Path) -> list[Row]:
+    """What `save` wrote there."""
+    figures = folder / _FIGURES
+    return [_from_json(row) for row in json.loads(figures.read_text())] if figures.exists() else []
 
 
 def _as_json(row: Row) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from orchestrator.types import Role
 
 Make = Callable[[World], Awaitable[None]]
 
-STOPPED_S = 7.0  # longer than `workers.timeout_s`: it is given up, and comes back
+STOPPED_S = 5.5  # longer than `workers.timeout_s`: it is given up, and comes back
 POISON = 7  # a token id that is in no other prompt; `sim.crash_token`
 POISON_TIMEOUT_S = 60.0
 RANK = "Worker_TP"  # in the names of vLLM's processes of one engine
