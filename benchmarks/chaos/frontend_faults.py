@@ -13,6 +13,7 @@ from support_fleet import RunningFleet, descendants
 from benchmarks.chaos.load import stream
 from benchmarks.chaos.reports import NotSeen
 from benchmarks.chaos.world import GONE_TIMEOUT_S, HEAL_TIMEOUT_S, World
+from orchestrator.parent import pid_here
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.registry import Frontend, Registry
 
@@ -24,11 +25,11 @@ async def killed(world: World) -> None:
     """One of several. Over when another serves in its place."""
     victim = await _one_that_works(world)
     workers = await world.reports.workers()
-    world.load.forgive(world.client_ports(victim.pid))
-    world.kill(victim.pid)
+    world.load.forgive(world.client_ports(_pid(victim)))
+    world.kill(_pid(victim))
     world.seen.gone_s.append(await world.reports.forgotten_s(victim.id, workers, GONE_TIMEOUT_S))
     deadline = time.monotonic() + HEAL_TIMEOUT_S
-    while len([seen for seen in await _serving(world) if seen.pid != victim.pid]) < world.frontends:
+    while len([seen for seen in await _serving(world) if _pid(seen) != _pid(victim)]) < world.frontends:
         if time.monotonic() > deadline:
             raise NotSeen(f"no frontend came in place of {victim.id} within {HEAL_TIMEOUT_S:g} s")
         await asyncio.sleep(_POLL_S)
@@ -36,7 +37,13 @@ async def killed(world: World) -> None:
 
 async def stopped(world: World) -> None:
     """Its own clients wait, and get the rest of their answers."""
-    await world.stop(STOPPED_S, (await _one_that_works(world)).pid)
+    await world.stop(STOPPED_S, _pid(await _one_that_works(world)))
+
+
+def _pid(frontend: Frontend) -> int:
+    pid = pid_here(frontend.process)
+    assert pid is not None, f"{frontend.id} runs on another machine"
+    return pid
 
 
 async def _serving(world: World) -> list[Frontend]:
@@ -52,7 +59,7 @@ async def _serving(world: World) -> list[Frontend]:
 async def _one_that_works(world: World) -> Frontend:
     """One that clients are connected to."""
     serving = await _serving(world)
-    return max(serving, key=lambda seen: (len(world.client_ports(seen.pid)), world.random.random()))
+    return max(serving, key=lambda seen: (len(world.client_ports(_pid(seen))), world.random.random()))
 
 
 async def launcher_killed(world: World) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing, suppress
 
+from orchestrator.parent import own_identity
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.registry import Registry
 from orchestrator.types import Offered, Role, WorkerInfo, WorkerLoad
@@ -51,7 +51,7 @@ class Reports:
         transport = FrontendTransport(name, keys=keys)
         registry = Registry(redis, self._namespace)
         try:
-            await registry.refresh_frontend(name, "", os.getpid(), timeout_s, Offered(), keys.public)
+            await registry.refresh_frontend(name, "", own_identity(), timeout_s, Offered(), keys.public)
             for info in workers.values():
                 transport.connect(info.id, info.request_address, info.load_address, info.mesh_key)
             deadline = asyncio.get_running_loop().time() + timeout_s
