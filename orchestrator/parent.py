@@ -23,7 +23,7 @@ _FINAL, _PASSING = "final", "passing"  # the first word in that file
 # The exit code of a process that asks to be started again: nothing is wrong with it (EX_TEMPFAIL of sysexits.h).
 EXIT_AGAIN = 75
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_POLL_S = 0.5
+_POLL_S, _INSIST_S = 0.5, 0.2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -84,10 +84,10 @@ def die_with_parent(stop_timeout_s: float = 0.0) -> None:
     def watch() -> None:
         _wait_for_end(parent)
         if stop_timeout_s > 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(min(_POLL_S, stop_timeout_s))
-            os.kill(os.getpid(), signal.SIGTERM)  # a worker drains after the first, but nobody is left to drain for
-            time.sleep(stop_timeout_s)
+            times = max(2, round(stop_timeout_s / _INSIST_S))
+            for _ in range(times):  # a worker drains after the first, but nobody is left to drain for
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(stop_timeout_s / times)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="pd-die-with-parent", daemon=True).start()

@@ -1,9 +1,12 @@
 """A short mix of what `make chaos` does at length: faults under streaming load that no client may notice."""
 
+from collections import Counter
+
 import pytest
 
 from benchmarks.chaos.__main__ import measure
-from benchmarks.chaos.report import table
+from benchmarks.chaos.load import Seen
+from benchmarks.chaos.report import Row, save, saved, table
 from benchmarks.chaos.table import FAULTS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -20,3 +23,29 @@ def test_no_client_notices_a_fault():
         seen = row.seen
         assert (dict(seen.errors), seen.wrong, seen.leaks, row.failures) == ({}, 0, 0, []), seen.fault
         assert seen.runs == 1 and seen.answers > 8 and seen.gaps_s
+
+
+def row(**seen):
+    return Row(
+        Seen("frontend_killed", **{"runs": 2, "answers": 9, "gaps_s": [0.1, 0.4], "gone_s": [0.3], **seen}), "real", []
+    )
+
+
+@pytest.mark.parametrize(
+    ("seen", "missed"),
+    [
+        ({}, []),
+        ({"own_errors": 5}, []),
+        ({"errors": Counter({"500: no": 2})}, ["2 times 500: no"]),
+        ({"wrong": 1}, ["1 wrong answers"]),
+        ({"leaks": 1}, ["1 leaks"]),
+        ({"gaps_s": [0.1, 3.2]}, ["a gap of 3.20 s, at most 3 s"]),
+        ({"gone_s": [0.1, 2.5]}, ["work gone after 2.50 s, at most 2 s"]),
+        ({"false_losses": 1}, ["1 workers were taken for dead"]),
+    ],
+)
+def test_a_row_that_did_not_hold_says_why(seen, missed, tmp_path):
+    assert row(**seen).missed() == missed
+    save([row(**seen)], tmp_path)
+    assert [again.missed() for again in saved(tmp_path)] == [missed]  # also when it is added to later
+    assert row(**seen).cells()[-1] == ("no" if missed else "yes")
