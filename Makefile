@@ -41,7 +41,7 @@ test: model
 	$(BIN)/pytest -m "not topology"
 
 test-topology: venv
-	$(BIN)/pytest -m topology tests/e2e/test_topology.py
+	$(BIN)/pytest -m topology tests/e2e/test_topology.py tests/e2e/test_ray.py
 
 test-fast: venv
 	$(BIN)/pytest -m "not vllm and not slow" --ignore=tests/workers/vllm_engine  # whose imports alone take seconds

@@ -59,8 +59,13 @@ def down(namespace: NamespaceOption = None) -> None:
 
 
 def _remove_killed(folder: RunFolder) -> None:
+    config = folder.config()
     left = folder.claim()
     end_processes(left)
     remove_shared_memory(folder.shared_memory)
+    if config is not None and config.launcher.kind == "ray":
+        from orchestrator.launch.ray.connection import end_fleet
+
+        end_fleet(config, config.launcher.stop_timeout_s)
     folder.remove()
     OUT.print(f"cleaned up after the launcher of {folder.namespace!r}, which was killed")

@@ -163,6 +163,13 @@ class SimConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class LauncherConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the fleet's processes run: on the launcher's machine, or on the nodes of a Ray cluster."""
+
+    kind: Literal["local", "ray"] = "local"
+    address: str | None = None  # of the Ray cluster; default: RAY_ADDRESS, or the one that runs on this machine
+    ray_auth: Literal["token", "none"] = "token"  # none: whoever reaches the cluster's ports commands its nodes
+    cpus_per_worker: NonNegative = 1.0  # of a node, for Ray to count
+    gpus_per_rank: NonNegative | None = None  # default: 1 where vLLM's CUDA build is installed
     restart_backoff_s: Seconds = 0.5  # doubles with each crash in a row
     restart_backoff_max_s: Seconds = 30.0
     stop_timeout_s: Seconds = 10.0  # a process that was told to stop is killed after this
@@ -242,6 +249,10 @@ def parse_config(tree: dict[str, Any]) -> Config:
         raise ConfigError(_explain(str(error), tree)) from None
     if not re.match(r"^(embedded$|rediss?://|unix://)", config.redis.url):
         raise ConfigError(f"redis.url: expected 'embedded', redis://, rediss:// or unix://, got {config.redis.url!r}")
+    if config.launcher.kind == "ray" and config.redis.url == "embedded":
+        raise ConfigError(
+            "redis.url: launcher.kind: ray needs a Redis that every node reaches, got 'embedded'; start one and name it"
+        )
     if config.workers.decode.replicas == 0:
         raise ConfigError("workers.decode.replicas: expected an integer >= 1 (decode workers answer requests), got 0")
     if config.ratio.window_s < 2 * config.ratio.interval_s:

@@ -31,6 +31,7 @@ log = logging.getLogger("pd.launcher")
 
 _STARTS_BEFORE_GIVING_UP = 3
 _LOOK_EVERY_S = 30.0
+_MACHINES_EVERY_S = 1.0
 _POLL_S = 0.1
 _READY_REQUEST_TIMEOUT_S = 2.0
 _SHOWN = {
@@ -68,6 +69,8 @@ class FleetProcesses:
         self._looked_at = 0.0  # monotonic; when it was looked for
         self._ended: list[int] = []  # process groups whose shared memory is to be removed
         self._pool = WorkerPool(config, registry, machines, console.log, self._show)
+        self._machines = machines
+        self._looking: asyncio.Task[None] | None = None
         self._frontends = FrontendPool(config, registry, machines, console.log, self._show)
 
     async def start(self) -> None:
@@ -79,7 +82,11 @@ class FleetProcesses:
         await self._pool.hold_ids()
         await self._begin_desired()
         self.desired = await self._registry.desired() or self.desired
-        there = list(self._pool.of_others(await self._registry.launchers()).values())
+        await self._machines.look()
+        await self._take_over()
+        others = self._pool.of_others(await self._registry.launchers())
+        there = [others[name] for name in others.keys() - self._pool.slots.keys()]
+        there += [slot.role for slot in self._pool.slots.values()]
         for role, replicas in ((Role.PREFILL, self.desired.prefill), (Role.DECODE, self.desired.decode)):
             for _ in range(replicas - there.count(role)):
                 try:
@@ -89,6 +96,7 @@ class FleetProcesses:
                         raise
                     break  # what does not fit here may fit there
         self._frontends.update(self.watch.snapshot)
+        self._looking = asyncio.create_task(self._look_at_machines(), name="machines")
 
     async def until_ready(self) -> None:
         """Returns when everything is up and the endpoint answers. Raises StartFailed."""
@@ -98,7 +106,7 @@ class FleetProcesses:
                 processes = self._processes()
                 for process in processes:
                     self._check_start(process)
-                if all(process.stage is Stage.READY for process in processes):
+                if self.url and all(process.stage is Stage.READY for process in processes):
                     if needs_client_certificate(self.config):
                         return  # and we have none to ask with
                     with contextlib.suppress(httpx.HTTPError):
@@ -108,6 +116,9 @@ class FleetProcesses:
 
     async def end(self) -> None:
         """Frontends first, so that nothing new comes; then workers, all at once. Returns when all are gone."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
         await self._frontends.close()
         await self._pool.close()
 
@@ -119,12 +130,28 @@ class FleetProcesses:
 
     @property
     def url(self) -> str:
+        if self._machines.remote:
+            return next((frontend.url for frontend in self.watch.snapshot.frontends.values()), "")
         host = self.config.frontend.host
         shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
         return f"{'https' if uses_tls(self.config) else 'http'}://{shown}:{self.config.frontend.port}"
 
     def _processes(self) -> list[Supervised]:
         return [*self._frontends.processes, *(slot.process for slot in self._pool.slots.values())]
+
+    async def _take_over(self) -> None:
+        """Supervise the workers that an earlier launcher left running. Raises RedisAway."""
+        registered = await self._registry.workers()
+        for worker_id in await self._machines.left_running():
+            info = registered.get(worker_id)
+            role = info.role if info is not None else Role(worker_id.partition("-")[0])  # as `claim_id` names them
+            log.info("%s: runs already; taking it over", worker_id)
+            self._pool.supervise(worker_id, role)
+
+    async def _look_at_machines(self) -> None:
+        while True:
+            await asyncio.sleep(_MACHINES_EVERY_S)
+            await self._machines.look()
 
     async def forget_the_dead(self) -> None:
         """Take workers and launchers that ran here and do not any more out of the registry: a different fleet could not
@@ -162,7 +189,9 @@ class FleetProcesses:
         if loading or time.monotonic() - self._looked_at > _LOOK_EVERY_S:
             self._shared_memory.look({process.pid for process in running})
             self._looked_at = time.monotonic()
-        started = [StartedProcess(process.name, process.last_identity) for process in running]
+        # Those on other machines are not to be cleaned up: the next launcher takes them over.
+        here = [] if self._machines.remote else running
+        started = [StartedProcess(process.name, process.last_identity) for process in here]
         self._note_started(started, self._shared_memory.names)
 
     def _show(self, process: Supervised) -> None:

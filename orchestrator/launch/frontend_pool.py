@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable
 
 from orchestrator.config.settings import Config
-from orchestrator.launch.machines import Machines, OnLine
+from orchestrator.launch.machines import FRONTEND, Machines, OnLine
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Supervised
 from orchestrator.store.client import RedisAway
@@ -63,7 +63,7 @@ class FrontendPool:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def _start(self, node: str, index: int) -> None:
-        name = f"frontend-{index}@{node}" if node else f"frontend-{index}"
+        name = f"{FRONTEND}{index}@{node}" if node else f"{FRONTEND}{index}"
         process = Supervised(
             name,
             lambda: self._machines.frontend(name, index, node, self._on_line),

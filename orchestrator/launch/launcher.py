@@ -14,6 +14,7 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 from orchestrator.config.engine_args import check_engine_args
@@ -28,6 +29,7 @@ from orchestrator.launch.host.machine import MachineShares, hold_port
 from orchestrator.launch.host.process import adopt_orphans
 from orchestrator.launch.host.redis_server import RedisServer
 from orchestrator.launch.host.run_folder import Ready, RunFolder, StartedProcess
+from orchestrator.launch.machines import Machines
 from orchestrator.store.registry import Registry
 
 # One Ctrl-C can arrive twice: from the terminal, and from the program that started us.
@@ -48,15 +50,14 @@ def launch(config: Config, console: Console) -> None:
     with _logging_to(console), _signals_interrupt():
         _clean_up_after_killed(folder, folder.claim(), console)
         try:
-            MachineShares(config).check_room()
-            # A port in use is refused now, not after minutes of loading; it is held once the fleet starts.
-            hold_port(config.frontend.host, config.frontend.port)[0].close()
+            if config.launcher.kind == "local":
+                MachineShares(config).check_room()
+                # A port in use is refused now, not after minutes of loading; it is held once the fleet starts.
+                hold_port(config.frontend.host, config.frontend.port)[0].close()
             console.start_progress()
             _open_log(folder, console)
-            console.stage("model", "looking for it")
-            model = find_model(config.model, lambda stage: console.stage("model", stage))
-            console.stage("model", model, done=True)
-            asyncio.run(_run(config, model, folder, console))
+            with _connected(config, console):
+                asyncio.run(_run(config, _model(config, console), folder, console))
         except KeyboardInterrupt:
             console.stop_progress()
             console.say("Stopped before anything was started")
@@ -77,12 +78,14 @@ async def _run(config: Config, model: str, folder: RunFolder, console: Console) 
         redis = await server.start()
         stack.push_async_callback(redis.aclose)
         console.stage("redis", server.shown_url, done=True)
-        held, port = hold_port(config.frontend.host, config.frontend.port)
-        stack.callback(held.close)
+        port = config.frontend.port
+        if config.launcher.kind == "local":
+            held, port = hold_port(config.frontend.host, port)
+            stack.callback(held.close)
         resolved = resolve(config, model, server.url, port)
-        machine = LocalMachine(resolved, folder.write_config(resolved))
+        machines = _machines(resolved, folder.write_config(resolved))
         registry = Registry(redis, config.namespace)
-        fleet = FleetProcesses(resolved, registry, machine, console, folder.note_started)
+        fleet = FleetProcesses(resolved, registry, machines, console, folder.note_started)
         stop.at_once = fleet.kill
         stack.push_async_callback(fleet.end)
         await fleet.start()
@@ -91,8 +94,42 @@ async def _run(config: Config, model: str, folder: RunFolder, console: Console) 
         for task in (watching, keeping):
             stack.push_async_callback(_cancel, task)
         if await stop.or_done(fleet.until_ready(), watching):
-            _announce(fleet, machine.device, folder, console)
+            _announce(fleet, machines.device, folder, console)
             await stop.or_done(asyncio.Event().wait(), watching)
+
+
+@contextlib.contextmanager
+def _connected(config: Config, console: Console) -> Iterator[None]:
+    """To the Ray cluster, where there is one. Raises ConfigError."""
+    if config.launcher.kind == "local":
+        yield
+        return
+    from orchestrator.launch.ray.connection import connect, disconnect
+
+    console.stage("ray", "connecting")
+    console.stage("ray", connect(config), done=True)
+    try:
+        yield
+    finally:
+        disconnect()
+
+
+def _machines(config: Config, config_file: Path) -> Machines:
+    if config.launcher.kind == "local":
+        return LocalMachine(config, config_file)
+    from orchestrator.launch.ray.cluster import RayCluster
+
+    return RayCluster(config)
+
+
+def _model(config: Config, console: Console) -> str:
+    """Its folder; elsewhere every node looks for it by its name. Raises ConfigError."""
+    if config.launcher.kind != "local":
+        return config.model
+    console.stage("model", "looking for it")
+    model = find_model(config.model, lambda stage: console.stage("model", stage))
+    console.stage("model", model, done=True)
+    return model
 
 
 class _Stop:
@@ -153,7 +190,8 @@ def _announce(fleet: FleetProcesses, device: str, folder: RunFolder, console: Co
     """The last lines of a start: where the fleet is, and requests to try it with."""
     config = fleet.config
     name = config.served_model_name or config.model
-    engine = "simulated engines: timed, not computed" if config.engine == "sim" else f"vLLM on {device}"
+    engine = "simulated engines: timed, not computed" if config.engine == "sim" else "vLLM"
+    engine += f" on {device}" if config.engine != "sim" or config.launcher.kind != "local" else ""
     ready = Ready(fleet.url, name, f"{fleet.desired.prefill}P{fleet.desired.decode}D ({engine})")
     console.stop_progress()
     console.say(f"Ready  {ready.url}  model {ready.model}  fleet {ready.fleet}")

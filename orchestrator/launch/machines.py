@@ -8,6 +8,7 @@ from typing import Protocol
 from orchestrator.launch.host.process import Process
 from orchestrator.types import Role
 
+FRONTEND = "frontend-"  # a frontend's name begins so; workers may not be called so
 OnLine = Callable[[str, str], None]  # the name of a process, and a line of its output
 
 
@@ -15,6 +16,13 @@ class Machines(Protocol):
     """`take` room for a worker, wait until it is `placed`, then make its processes, one after the other."""
 
     device: str  # what the engines compute on, for the line that says that the fleet is ready
+    remote: bool  # other machines, where processes run on when the launcher is killed, for the next one to take over
+
+    async def look(self) -> None:
+        """Read anew which machines there are. May take as long as they do not answer."""
+
+    async def left_running(self) -> list[str]:
+        """Names of the workers that an earlier launcher left running."""
 
     def take(self, owner: str, role: Role) -> None:
         """Reserve room. Raises ConfigError when there is none and none will come."""

@@ -161,6 +161,10 @@ class Supervised:
                 await self._on_exit(self)
                 if not self._wanted or (code == 0 and self._ready.is_set()):
                     break  # it left in order; reconcile.py decides whether another is needed
+                if self._process is not None and self._process.lost:
+                    # It may run on out of our sight: another takes its place under a name of its own.
+                    log.error("%s: its machine is gone (%s)", self.name, describe(self.last_exit))
+                    break
                 if code == EXIT_AGAIN and self._ready.is_set():
                     log.info("%s: drained to be started again", self.name)
                 else:

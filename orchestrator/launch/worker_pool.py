@@ -69,8 +69,11 @@ class WorkerPool:
         self._machines.take(_NEXT, role)  # asked before an id is claimed: another launcher may have the room
         self._machines.give_back(_NEXT)
         worker_id = await self._registry.claim_id(self.launcher_id, role, self._config.workers.timeout_s)
-        if self._closed or worker_id is None:
-            return
+        if not self._closed and worker_id is not None:
+            self.supervise(worker_id, role)
+
+    def supervise(self, worker_id: str, role: Role) -> None:
+        """Run a worker under an id that nobody else has, or take over the process that runs as it already."""
         self._machines.take(worker_id, role)
         process = Supervised(
             worker_id,

@@ -16,12 +16,20 @@ from orchestrator.types import Role
 class LocalMachine:
     """See Machines. `config` is resolved; `config_file` holds it, in the fleet's run folder."""
 
+    remote = False
+
     def __init__(self, config: Config, config_file: Path) -> None:
         self._config = config
         self._config_file = config_file
         self._shares = MachineShares(config)
         self._taken: dict[str, Share] = {}
         self.device = self._shares.device
+
+    async def look(self) -> None:
+        """There is always this one."""
+
+    async def left_running(self) -> list[str]:
+        return []
 
     def take(self, owner: str, role: Role) -> None:
         self._taken[owner] = self._shares.take(owner, role)

@@ -42,7 +42,7 @@ class MachineShares:
             return
         gpus = find_gpus()
         # The CPU build of vLLM imports as `vllm` too, but has no distribution of that name.
-        if gpus and _has_cuda_vllm():
+        if gpus and has_cuda_vllm():
             self.device, self._gpus = "CUDA", GpuShares(gpus)
         else:
             self.device = "CPU"
@@ -175,7 +175,7 @@ def hold_port(host: str, port: int) -> tuple[socket.socket, int]:
     return held, held.getsockname()[1]
 
 
-def _has_cuda_vllm() -> bool:
+def has_cuda_vllm() -> bool:
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:

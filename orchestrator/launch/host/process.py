@@ -52,6 +52,10 @@ class Process(Protocol):
     def running(self) -> bool: ...
 
     @property
+    def lost(self) -> bool:
+        """Whether its machine is gone: it does not run for us any more, whether or not it runs."""
+
+    @property
     def exit_reason(self) -> ExitReason | None:
         """What it said about its end, if it did."""
 
@@ -86,6 +90,7 @@ class LocalProcess:
         self._on_line = on_line
         self._process: asyncio.subprocess.Process | None = None
         self._pump: asyncio.Task[None] | None = None
+        self.lost = False
         self.identity = ""  # as `orchestrator.parent` has it; empty until it is started
 
     async def start(self) -> None:

@@ -1,0 +1,117 @@
+"""A Ray cluster as the machines of a fleet: a placement group for each worker, frontends on every node.
+
+A group has one bundle, so a worker's ranks are on one node. It outlives restarts of its worker. One that has no room
+waits, which is what Ray's autoscaler goes by.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.util import list_named_actors
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from orchestrator.config.engine_args import ranks
+from orchestrator.config.settings import Config
+from orchestrator.launch.host.machine import has_cuda_vllm
+from orchestrator.launch.machines import FRONTEND, OnLine
+from orchestrator.launch.ray.connection import group_name
+from orchestrator.launch.ray.process import RayProcess
+from orchestrator.launch.ray.wire import RunFrontend, RunWorker
+from orchestrator.types import Role
+
+log = logging.getLogger("pd.launcher")
+
+_WAIT_S = 1.0  # of one question whether a group has its place
+_SAY_AFTER_S = 5.0
+
+
+class RayCluster:
+    """See Machines. `config` is the operator's: its model is looked for on each node."""
+
+    remote = True
+
+    def __init__(self, config: Config) -> None:
+        self.device = "a Ray cluster"
+        self._config = config
+        self._nodes: dict[str, str] = {}  # their ids by their addresses
+        self._groups: dict[str, PlacementGroup] = {}  # by worker
+        self._bundles: dict[str, dict[str, float]] = {}
+
+    async def look(self) -> None:
+        """Frontends are for nodes that offer cores: a head that only manages its cluster offers none."""
+        nodes = await asyncio.to_thread(ray.nodes)
+        alive = [node for node in nodes if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
+        self._nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in alive}
+
+    async def left_running(self) -> list[str]:
+        names = await asyncio.to_thread(list_named_actors)
+        return sorted(name for name in names if not name.startswith(FRONTEND))
+
+    def take(self, owner: str, role: Role) -> None:
+        self._bundles[owner] = self._bundle(role)
+
+    def give_back(self, owner: str) -> None:
+        self._bundles.pop(owner, None)
+        if (group := self._groups.pop(owner, None)) is not None:
+            remove_placement_group(group)
+
+    async def placed(self, owner: str) -> None:
+        group = self._groups.get(owner)
+        if group is None:
+            group = await asyncio.to_thread(_find_or_make_group, group_name(self._config, owner), self._bundles[owner])
+            self._groups[owner] = group
+        waited_s = 0.0
+        while not await asyncio.to_thread(group.wait, _WAIT_S):
+            waited_s += _WAIT_S
+            if waited_s == _SAY_AFTER_S:
+                log.warning("%s: waits for a node that has %s free", owner, _shown(self._bundles[owner]))
+
+    def worker(self, worker_id: str, role: Role, on_line: OnLine) -> RayProcess:
+        def place() -> dict[str, Any]:
+            strategy = PlacementGroupSchedulingStrategy(self._groups[worker_id], placement_group_bundle_index=0)
+            bundle = self._bundles[worker_id]
+            return {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
+
+        return RayProcess(RunWorker(self._config, worker_id, role), place, on_line)
+
+    def frontend_nodes(self) -> Sequence[str]:
+        return list(self._nodes)
+
+    def frontend(self, name: str, index: int, node: str, on_line: OnLine) -> RayProcess:
+        def place() -> dict[str, Any]:
+            strategy = NodeAffinitySchedulingStrategy(self._nodes[node], soft=False)
+            return {"num_cpus": 0, "scheduling_strategy": strategy}
+
+        if node not in self._nodes:
+            raise OSError(0, f"node {node} is gone")
+        return RayProcess(RunFrontend(self._config, name, index), place, on_line)
+
+    def _bundle(self, role: Role) -> dict[str, float]:
+        launcher = self._config.launcher
+        per_rank = launcher.gpus_per_rank
+        if per_rank is None:
+            per_rank = 1.0 if self._config.engine == "vllm" and has_cuda_vllm() else 0.0
+        bundle = {"CPU": launcher.cpus_per_worker}
+        return bundle | ({"GPU": per_rank * ranks(self._config, role)} if per_rank else {})
+
+
+def _find_or_make_group(name: str, bundle: dict[str, float]) -> PlacementGroup:
+    try:
+        return get_placement_group(name)
+    except ValueError:
+        return placement_group([bundle], strategy="SPREAD", name=name, lifetime="detached")
+
+
+def _shown(bundle: dict[str, float]) -> str:
+    return " and ".join(f"{amount:g} {name}" for name, amount in bundle.items())

@@ -1,0 +1,95 @@
+"""The connection to a Ray cluster, and what a fleet has there: actors and placement groups of its namespace."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from typing import Any
+
+from orchestrator.config.settings import Config, ConfigError
+
+try:
+    import ray
+except ImportError:
+    raise ConfigError(
+        "launcher.kind: ray needs Ray, which is not installed: pip install 'pd-orchestrator[ray]'"
+    ) from None
+
+from ray.exceptions import RayError
+from ray.util import list_named_actors
+from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
+
+_CONNECT_TIMEOUT_S = 5.0
+_AUTH_MODE = "RAY_AUTH_MODE"  # what Ray's processes read
+
+
+def connect(config: Config) -> str:
+    """Connect to the cluster that the configuration names. Returns its address. Raises ConfigError."""
+    if config.launcher.ray_auth == "token":
+        os.environ[_AUTH_MODE] = "token"
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    asked = config.launcher.address or "auto"
+    _check_address(asked)
+    try:
+        context = ray.init(
+            address=asked,
+            namespace=_namespace(config),
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=False,
+        )
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        said = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"launcher.address: no Ray cluster can be used at {asked!r} ({said}); name one that runs, and where it "
+            "asks for a token, have its token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
+        ) from None
+    return str(context.address_info["gcs_address"])  # type: ignore[attr-defined]  # of the class that is returned
+
+
+def _check_address(address: str) -> None:
+    """Ray itself would try for minutes. Raises ConfigError."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"launcher.address: expected HOST:PORT of the cluster's head, got {address!r}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"launcher.address: no Ray cluster answers at {address!r} ({error}); start one with `ray start --head`"
+        ) from None
+
+
+def disconnect() -> None:
+    ray.shutdown()
+
+
+def end_fleet(config: Config, timeout_s: float) -> list[str]:
+    """End every process of the fleet, whichever launcher started it. Returns their names. Raises ConfigError."""
+    connect(config)
+    try:
+        names = sorted(list_named_actors())
+        runners = [ray.get_actor(name) for name in names]
+        stops: list[Any] = [runner.stop.remote(timeout_s) for runner in runners]
+        if stops:
+            ray.wait(stops, num_returns=len(stops), timeout=2 * timeout_s)
+        for runner in runners:
+            ray.kill(runner)
+        for table in placement_group_table().values():
+            if table["name"].startswith(group_name(config, "")) and table["state"] != "REMOVED":
+                remove_placement_group(get_placement_group(table["name"]))
+        return names
+    finally:
+        disconnect()
+
+
+def group_name(config: Config, owner: str) -> str:
+    """Of a worker's placement group: all namespaces of a cluster share these names."""
+    return f"{_namespace(config)}/{owner}"
+
+
+def _namespace(config: Config) -> str:
+    return f"pd-{config.namespace}"

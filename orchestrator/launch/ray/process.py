@@ -1,0 +1,110 @@
+"""A process on some node of a Ray cluster, by way of the runner there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from orchestrator.launch.machines import OnLine
+from orchestrator.launch.ray.runner import Runner
+from orchestrator.launch.ray.wire import Ended, NotStarted, Order, Started, decode_reply, encode
+from orchestrator.parent import ExitReason
+
+NODE_LOST = -9  # the exit code of a process whose node or runner is gone: as if it had been killed
+_KEPT_LINES = 100
+_CALLS_AT_ONCE = 16
+# Until Ray knows that a node is gone it still sends work there, which is never answered.
+_START_DEADLINE_S = 120.0
+_LINES_WAIT_S = 10.0
+_LAST_LINES_S = 1.0
+
+
+class RayProcess:
+    """See Process. `place` gives the actor's options: where it is to run, and what it takes of a node."""
+
+    def __init__(self, order: Order, place: Callable[[], dict[str, Any]], on_line: OnLine) -> None:
+        self.name = order.name
+        self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self.identity = ""
+        self.pid = 0
+        self.running = False
+        self.lost = False
+        self.exit_reason: ExitReason | None = None
+        self._order = order
+        self._place = place
+        self._on_line = on_line
+        self._runner: Any = None
+        self._pump: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Raises OSError. A process of this name that an earlier launcher left running is taken over."""
+        options = {
+            "name": self.name,
+            "get_if_exists": True,
+            "lifetime": "detached",
+            "max_concurrency": _CALLS_AT_ONCE,
+            **self._place(),
+        }
+        try:
+            self._runner = await asyncio.to_thread(lambda: ray.remote(Runner).options(**options).remote())
+            async with asyncio.timeout(_START_DEADLINE_S):
+                reply = decode_reply(await self._runner.start.remote(encode(self._order)))
+        except TimeoutError:
+            self._release()
+            raise OSError(0, f"no answer from its node within {_START_DEADLINE_S:g} s") from None
+        except (RayError, ValueError) as error:
+            self._release()
+            raise OSError(0, f"Ray: {str(error).strip().splitlines()[0]}") from error
+        if isinstance(reply, NotStarted):
+            self._release()
+            raise OSError(0, reply.reason)
+        assert isinstance(reply, Started)
+        self.pid, self.identity, self.running = reply.pid, reply.identity, True
+        self._pump = asyncio.create_task(self._read(), name=f"log-{self.name}")
+
+    async def wait(self) -> int:
+        try:
+            ended = decode_reply(await self._runner.wait.remote())
+            assert isinstance(ended, Ended)
+            code = ended.code
+            if ended.reason is not None:
+                self.exit_reason = ExitReason(ended.reason, ended.final)
+        except RayError as error:
+            self.lost = True
+            self.last_lines.append(str(error).strip().splitlines()[0])
+            code = NODE_LOST
+        self.running = False
+        assert self._pump is not None
+        await asyncio.wait({self._pump}, timeout=_LAST_LINES_S)
+        self._pump.cancel()
+        self._release()
+        return code
+
+    async def stop(self, timeout_s: float) -> None:
+        if self._runner is not None:
+            with contextlib.suppress(RayError):
+                await self._runner.stop.remote(timeout_s)
+
+    def kill(self) -> None:
+        if self._runner is not None and self.running:
+            self._runner.kill.remote()
+
+    def _release(self) -> None:
+        """The runner ends, and gives back what it had of its node."""
+        if self._runner is not None:
+            with contextlib.suppress(RayActorError):
+                ray.kill(self._runner)
+            self._runner = None
+
+    async def _read(self) -> None:
+        with contextlib.suppress(RayError):
+            while self.running:
+                for line in await self._runner.lines.remote(_LINES_WAIT_S):
+                    self.last_lines.append(line)
+                    self._on_line(self.name, line)

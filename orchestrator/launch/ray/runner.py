@@ -1,0 +1,131 @@
+"""On a node of the cluster: one process of the fleet, started and watched there. A Ray actor.
+
+It outlives the launcher, so that a fleet serves on while nobody steers it; the next launcher finds it by its name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections import deque
+from pathlib import Path
+
+import msgspec
+import ray
+import yaml
+
+from orchestrator.config.model import find_model
+from orchestrator.config.settings import Config, ConfigError
+from orchestrator.launch.commands import frontend_spec, resolve, worker_spec
+from orchestrator.launch.host.leftovers import SharedMemory
+from orchestrator.launch.host.machine import Share
+from orchestrator.launch.host.process import LocalProcess, ProcessSpec, adopt_orphans
+from orchestrator.launch.host.run_folder import base_folder
+from orchestrator.launch.ray.wire import Ended, NotStarted, Order, RunWorker, Started, decode_order, encode
+
+_KEPT_LINES = 1000  # of output that no launcher has fetched
+_LOOK_EVERY_S = 5.0  # for shared memory that the process uses
+
+
+class Runner:
+    """An asyncio actor: `start` once, then `wait` and `lines` from whoever is the launcher now."""
+
+    def __init__(self) -> None:
+        self._process: LocalProcess | None = None
+        self._files: list[Path] = []
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._changed = asyncio.Event()
+        self._ended: asyncio.Task[bytes] | None = None
+        self._starting = asyncio.Lock()
+
+    async def start(self, order: bytes) -> bytes:
+        """Start it, unless it runs. Returns Started or NotStarted."""
+        async with self._starting:
+            if self._process is None:
+                try:
+                    self._process = await self._started(decode_order(order))
+                except (ConfigError, OSError, msgspec.ValidationError) as error:
+                    return encode(NotStarted(" ".join(str(error).split())))
+                self._ended = asyncio.create_task(self._run(self._process))
+        return encode(Started(self._process.pid, self._process.identity))
+
+    async def wait(self) -> bytes:
+        """Until it and its process group have ended. Returns Ended."""
+        assert self._ended is not None, "start it first"
+        return await asyncio.shield(self._ended)
+
+    async def lines(self, timeout_s: float) -> list[str]:
+        """New lines of its output, or none after `timeout_s`. A line is told once."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self._lines:
+                    self._changed.clear()
+                    await self._changed.wait()
+        lines = list(self._lines)
+        self._lines.clear()
+        return lines
+
+    async def stop(self, timeout_s: float) -> None:
+        """See LocalProcess.stop."""
+        if self._process is not None:
+            await self._process.stop(timeout_s)
+
+    async def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    async def _started(self, order: Order) -> LocalProcess:
+        """Raises ConfigError, OSError."""
+        adopt_orphans()
+        host = ray.util.get_node_ip_address()
+        folder = base_folder() / f"{order.config.namespace}@{host}"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        config = await asyncio.to_thread(self._on_this_node, order.config, host)
+        file = folder / f"{order.name}.yaml"
+        file.touch(mode=0o600)  # the URL of Redis may carry a password
+        file.write_text(yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
+        if isinstance(order, RunWorker):
+            spec = worker_spec(config, order.role, order.name, file, Share())
+        else:
+            spec = frontend_spec(config, order.name, order.index, file)
+        self._files = [file, *([spec.exit_file] if spec.exit_file is not None else [])]
+        process = LocalProcess(ProcessSpec(spec.name, spec.command, spec.env, spec.exit_file), self._hear)
+        await process.start()
+        return process
+
+    def _on_this_node(self, config: Config, host: str) -> Config:
+        """With this node's address, and its path of the model. Raises ConfigError."""
+        model = find_model(config.model, lambda stage: self._hear("", f"model: {stage}"))
+        replace = msgspec.structs.replace
+        config = resolve(config, model, config.redis.url, config.frontend.port)
+        return replace(
+            config,
+            workers=replace(config.workers, host=host),
+            frontend=replace(config.frontend, host=_listen_at(config.frontend.host, host)),
+        )
+
+    async def _run(self, process: LocalProcess) -> bytes:
+        """Until it has ended, and what it left is removed. Returns Ended."""
+        shared = SharedMemory()
+        ended = asyncio.create_task(process.wait())
+        while not ended.done():
+            await asyncio.to_thread(shared.look, {process.pid})
+            await asyncio.wait({ended}, timeout=_LOOK_EVERY_S)
+        await asyncio.to_thread(shared.remove_of, process.pid)
+        said = process.exit_reason
+        for file in self._files:
+            file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # others use the folder
+            os.rmdir(self._files[0].parent)
+        self._changed.set()
+        return encode(Ended(ended.result(), said.text if said else None, bool(said and said.final)))
+
+    def _hear(self, _: str, line: str) -> None:
+        self._lines.append(line)
+        self._changed.set()
+
+
+def _listen_at(asked: str, host: str) -> str:
+    """A frontend on a node is reached from elsewhere: the default, which is a loopback address, would be of no use."""
+    return host if asked in ("127.0.0.1", "localhost", "::1") else asked
