@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-_STATE_STYLE = {"ready": "green", "draining": "yellow", "unreachable": "red"}
+STATE_STYLE = {"ready": "green", "draining": "yellow", "unreachable": "red"}
 _BAR_CELLS = 6
 
 
@@ -30,7 +30,7 @@ def fleet_view(seen: dict[str, Any]) -> RenderableType:
         table.add_row(
             worker["id"],
             worker["role"],
-            Text(worker["state"], style=_STATE_STYLE.get(worker["state"], "")),
+            Text(worker["state"], style=STATE_STYLE.get(worker["state"], "")),
             worker["engine"],
             _blocks(worker["blocks_total"], worker["blocks_free"]),
             _count(worker["running"]),
@@ -137,8 +137,12 @@ def _blocks(total: int, free: int | None) -> Text:
     if free is None:
         return Text(f"- / {total}")
     used = total - free
-    full = round(_BAR_CELLS * used / total) if total else 0
-    return Text(f"{'█' * full}{'░' * (_BAR_CELLS - full)} {used} / {total}")
+    return Text(f"{blocks_bar(used / total if total else 0.0)} {used} / {total}")
+
+
+def blocks_bar(share: float) -> str:
+    full = round(_BAR_CELLS * share)
+    return "█" * full + "░" * (_BAR_CELLS - full)
 
 
 def _count(number: int | None) -> str:

@@ -1,0 +1,124 @@
+"""`orchestrator top` against a real frontend's stream, with keys pressed as a person would."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from orchestrator.cli.look.top import Confirm, Top
+from orchestrator.config.settings import Refused
+from orchestrator.fleet.view import Fleet
+from orchestrator.frontend.dashboard import history as history_module
+from orchestrator.frontend.dashboard.history import History
+from orchestrator.frontend.dashboard.routes import operator_routes, stream_routes
+from orchestrator.telemetry.recent import Recent
+from orchestrator.types import (
+    DesiredRatio,
+    EngineIdentity,
+    KVEndpoint,
+    QueueDepth,
+    Role,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerState,
+)
+
+WITHIN_S = 30.0
+
+
+class Steered:
+    """Stands where the fleet's Redis is asked: notes orders, and refuses the last decode worker."""
+
+    def __init__(self) -> None:
+        self.orders: list[tuple[Any, ...]] = []
+
+    async def change_role(self, worker: str, role: Role, force: bool) -> bool:
+        self.orders.append((worker, role, force))
+        return True
+
+    async def drain(self, worker: str, force: bool) -> bool:
+        raise Refused(f"{worker}: is the last decode worker that is ready")
+
+
+@contextlib.asynccontextmanager
+async def frontend(steered: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
+    monkeypatch.setattr(history_module, "INTERVAL_S", 0.05)
+    identity = EngineIdentity("m", "float32", "auto", 16, 4096, "sim", "1", 1)
+    fleet = Fleet("f")
+    for name, role, free in (("p0", Role.PREFILL, 90), ("d0", Role.DECODE, 50), ("d1", Role.DECODE, 10)):
+        endpoint = KVEndpoint(name, "h", 1)
+        info = WorkerInfo(name, role, WorkerState.READY, "h", 42, "a", "b", identity, endpoint, 100, 8, 64, 1000, 1.0)
+        fleet.upsert(info, 0.0)
+        fleet.workers[name].connected = True
+        fleet.take_load(WorkerLoad(name, 1, 100, free, 2, 1, 30, 5.0), 0.0)
+    recent = Recent()
+    history = History("demo", "f", 1, fleet, recent, lambda: QueueDepth(3, 4000, 1), lambda: DesiredRatio(1, 2, "x"))
+    app = FastAPI()
+    ended = False
+    app.router.routes += stream_routes(history, recent, lambda: ended).routes
+    app.router.routes += operator_routes(steered).routes
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    tasks = [asyncio.create_task(server.serve()), asyncio.create_task(history.run())]
+    while not server.started:
+        await asyncio.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    ended = server.should_exit = True
+    tasks[1].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def until(pilot: Any, condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {WITHIN_S:g} s: {what}"
+        await pilot.pause(0.05)
+
+
+def rows(app: Top) -> list[str]:
+    return [str(key.value) for key in app._table.rows]
+
+
+async def test_keys_sort_filter_and_steer(monkeypatch: pytest.MonkeyPatch):
+    steered = Steered()
+    async with frontend(steered, monkeypatch) as url:
+        app = Top(url)
+        async with app.run_test(size=(80, 24)) as pilot:
+            await until(pilot, lambda: rows(app) == ["d0", "d1", "p0"], "workers by role")
+            assert "demo  3 workers  desired 1P2D (x)  4000 tokens queued" in str(app._head.content)
+            await pilot.press("s")
+            assert rows(app) == ["d1", "d0", "p0"], "by used KV blocks"
+            await pilot.press("slash", *"prefill", "enter")
+            assert rows(app) == ["p0"]
+            await pilot.press("r")
+            await until(pilot, lambda: isinstance(app.screen, Confirm), "it asks")
+            await pilot.press("n")
+            await pilot.press("r")
+            await until(pilot, lambda: isinstance(app.screen, Confirm), "it asks again")
+            assert steered.orders == []
+            await pilot.press("y")
+            await until(pilot, lambda: steered.orders == [("p0", Role.DECODE, False)], "it is ordered")
+            await pilot.press("d")
+            await until(pilot, lambda: isinstance(app.screen, Confirm), "it asks before it drains")
+            await pilot.press("y")
+            await until(
+                pilot, lambda: any("last decode worker" in note.message for note in app._notifications), "refused"
+            )
+
+
+async def test_a_frontend_that_ends_is_asked_again(monkeypatch: pytest.MonkeyPatch):
+    async with frontend(Steered(), monkeypatch) as url:
+        app = Top(url)
+        async with app.run_test(size=(80, 24)) as pilot:
+            await until(pilot, lambda: len(rows(app)) == 3, "workers")
+            app._url = "http://127.0.0.1:1"
+            app.listen()
+            await until(pilot, lambda: "trying again" in str(app._head.content), "it says so")
+            app._url = url
+            await until(pilot, lambda: "3 workers" in str(app._head.content), "it is back")
