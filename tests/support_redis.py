@@ -139,7 +139,7 @@ async def assert_no_leaks(redis: Redis, namespace: str) -> None:
     left = {
         key
         for key in await keys_of(redis, namespace)
-        if key not in ("affine", "dropped", "idle", "busy", "workers", "frontends", "desired", "sweep_cursor")
+        if key not in ("affine", "dropped", "idle", "busy", "workers", "frontends", "desired", "sweep_cursor", "noted")
         and not key.startswith(("worker:", "frontend:"))
     }
     assert not left, f"left in Redis: {sorted(left)}"

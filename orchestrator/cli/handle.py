@@ -19,6 +19,7 @@ from orchestrator.config.settings import Config, QueueConfig, Refused
 from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
 
 if TYPE_CHECKING:
+    from orchestrator.store.client import Redis
     from orchestrator.store.queue import PrefillQueue
     from orchestrator.store.registry import Registry
 
@@ -54,6 +55,7 @@ class FleetHandle(msgspec.Struct, frozen=True):
 class OpenFleet(msgspec.Struct, frozen=True):
     """An open connection to a fleet's Redis. What its parts do raises RedisAway."""
 
+    redis: Redis
     registry: Registry
     queue: PrefillQueue
 
@@ -95,7 +97,7 @@ async def open_fleet(handle: FleetHandle) -> AsyncIterator[OpenFleet]:
         redis = await connect(handle.redis_url, _REDIS_TIMEOUT_S)
         try:
             config = handle.config.queue if handle.config else QueueConfig()
-            yield OpenFleet(Registry(redis, handle.namespace), PrefillQueue(redis, handle.namespace, config))
+            yield OpenFleet(redis, Registry(redis, handle.namespace), PrefillQueue(redis, handle.namespace, config))
         finally:
             await redis.aclose()
     except (RedisAway, UnknownWorker) as error:

@@ -6,8 +6,10 @@ Has no logic of its own beyond handing each message to whom it is for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -25,10 +27,11 @@ from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.router.codec import Codec
 from orchestrator.router.router import Router
 from orchestrator.store.client import Redis, RedisAway
+from orchestrator.store.events import EventLog
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry
 from orchestrator.store.steering import Steering
-from orchestrator.telemetry.metrics import dropped
+from orchestrator.telemetry.metrics import counts, dropped, retries
 from orchestrator.types import DesiredRatio
 from orchestrator.wire.curve import KeyPair
 from orchestrator.wire.messages import CallReply, PrefixSnapshot, Welcome
@@ -61,6 +64,7 @@ class FleetConnection:
     def __init__(self, frontend_id: str, config: Config, redis: Redis, codec: Codec) -> None:
         self.frontend_id = frontend_id
         self.registry = Registry(redis, config.namespace)
+        self._redis, self._namespace = redis, config.namespace
         choose = decode_choice(config.routing.decode_choice)
         self.fleet = Fleet(frontend_id, choose.standing)
         self._keys = KeyPair.new() if config.security.mesh == "curve" else None
@@ -114,6 +118,7 @@ class FleetConnection:
             tasks.create_task(self._heartbeat())
             tasks.create_task(self.ratio_controller.run())
             tasks.create_task(self.history.run())
+            tasks.create_task(self._note_retries(EventLog(self._redis, self._namespace)))
 
     async def synced(self) -> None:
         """Waits until registry, queue and desired ratio have been asked once: what is decided now is well-founded."""
@@ -161,6 +166,17 @@ class FleetConnection:
         while True:
             await self._beat()
             await asyncio.sleep(HEARTBEAT_S)
+
+    async def _note_retries(self, log: EventLog) -> None:
+        """Once a second at most, so that a worker that dies with a thousand requests is one event."""
+        noted: Counter[str] = Counter()
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            counted = counts(retries, "why")
+            for why, count in (counted - noted).items():
+                with contextlib.suppress(RedisAway):
+                    await log.note("retried", frontend=self.frontend_id, why=why, count=str(count))
+            noted = counted
 
     async def _beat(self) -> None:
         # Registered from the start, url or not: a job whose frontend is unknown would be dropped as an orphan.

@@ -18,6 +18,7 @@ class Keys:
         self.frontends = f"{self.prefix}frontends"
         self.desired = f"{self.prefix}desired"
         self.events = f"{self.prefix}events"
+        self.noted = f"{self.prefix}noted"
 
     def job(self, request_id: str) -> str:
         return f"{self.prefix}job:{request_id}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 from prometheus_client import Counter, Gauge, Histogram
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -31,3 +33,12 @@ kv_exposed_s = Histogram(
 )
 
 ratio_changes = Counter("pd_ratio_changes", "Changes of the desired ratio decided by this frontend, while it led")
+
+
+def counts(counter: Counter, *labels: str) -> collections.Counter[str]:
+    """What a counter has come to, by the values of these labels, joined by ": "."""
+    found: collections.Counter[str] = collections.Counter()
+    for sample in next(iter(counter.collect())).samples:
+        if sample.name.endswith("_total"):
+            found[": ".join(sample.labels[label] for label in labels)] += int(sample.value)
+    return found

@@ -85,8 +85,8 @@ class History:
         self._ttft: deque[list[int]] = deque(maxlen=_WINDOW)
         self._itl: deque[list[int]] = deque(maxlen=_WINDOW)
         self._wait: deque[list[int]] = deque(maxlen=_WINDOW)
-        self._counted: Counter[str] = Counter()
-        self._tokens = 0
+        self._decided: Counter[str] = Counter()
+        self._ended = self._tokens = 0
         self._watchers: set[asyncio.Queue[dict[str, Any]]] = set()
 
     async def run(self) -> None:
@@ -143,8 +143,12 @@ class History:
             window.append(latencies.take())
         ttft, itl = _ms(self._ttft, 0.5, 0.9, 0.99), _ms(self._itl, 0.5, 0.99)
         wait = _ms(self._wait, 0.5, 0.99)
-        counted = _counted()
-        new, self._counted = counted - self._counted, counted
+        decided, ended = (
+            metrics.counts(metrics.placements, "decision", "reason"),
+            metrics.counts(metrics.requests).total(),
+        )
+        decisions, self._decided = decided - self._decided, decided
+        requests, self._ended = ended - self._ended, ended
         tokens, self._tokens = recent.output_tokens - self._tokens, recent.output_tokens
         return Point(
             at=round(at, 1),
@@ -157,9 +161,9 @@ class History:
             ttft_p99=ttft[2],
             itl_p50=itl[0],
             itl_p99=itl[1],
-            requests=new.pop(_ENDED, 0),
+            requests=requests,
             output_tokens=tokens,
-            decisions=dict(new),
+            decisions=dict(decisions),
             prefill_ready=self._fleet.ready(Role.PREFILL),
             decode_ready=self._fleet.ready(Role.DECODE),
             prefill_desired=desired.prefill if desired else None,
@@ -195,21 +199,6 @@ async def samples(watcher: asyncio.Queue[dict[str, Any]], ended: Callable[[], bo
             async with asyncio.timeout(INTERVAL_S):
                 sample = await watcher.get()
             yield sample
-
-
-_ENDED = "ended"
-
-
-def _counted() -> Counter[str]:
-    """Decisions by reason, and requests that ended, since this process started."""
-    counted: Counter[str] = Counter()
-    for sample in next(iter(metrics.placements.collect())).samples:
-        if sample.name.endswith("_total"):
-            counted[f"{sample.labels['decision']}: {sample.labels['reason']}"] = int(sample.value)
-    for sample in next(iter(metrics.requests.collect())).samples:
-        if sample.name.endswith("_total"):
-            counted[_ENDED] += int(sample.value)
-    return counted
 
 
 def _ms(windows: deque[list[int]], *shares: float) -> list[float | None]:

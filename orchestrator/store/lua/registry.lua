@@ -7,6 +7,7 @@
 
 local SECONDS = '%.6f'  -- how times are stored and told: unix seconds on the server's clock
 local INDEX_S = 3600    -- an index of members outlives the last of them by this
+local NOTED = 5000      -- events that are kept for whoever asks later
 
 local function clock()
   local time = redis.call('TIME')
@@ -20,6 +21,11 @@ local function desired_key(prefix) return prefix .. 'desired' end
 
 local function publish(prefix, event) redis.call('PUBLISH', prefix .. 'events', cjson.encode(event)) end
 
+-- Keeps an event for operators (store/events.py): fields and values.
+local function note(prefix, ...)
+  redis.call('XADD', prefix .. 'noted', 'MAXLEN', '~', NOTED, '*', ...)
+end
+
 -- The live members of a kind; those whose key has expired are taken off the index and announced once.
 local function live(prefix, kind)
   local ids = {}
@@ -29,6 +35,7 @@ local function live(prefix, kind)
     else
       redis.call('SREM', index_key(prefix, kind), id)
       publish(prefix, { type = 'left', id = id, kind = kind })
+      note(prefix, 'type', 'lost', 'kind', kind, 'id', id, 'why', 'silent')
     end
   end
   return ids
@@ -86,7 +93,9 @@ local function put_member(keys, args)
   end
 
   local since, changed = nil, false
+  local was = known and redis.call('HGET', key, 'role')
   if joining then
+    if known then note(prefix, 'type', 'lost', 'kind', kind, 'id', id, 'why', 'another process took its place') end
     redis.call('DEL', key)
   elseif known then
     since = redis.call('HGET', key, 'since')
@@ -101,8 +110,12 @@ local function put_member(keys, args)
   redis.call('EXPIRE', index_key(prefix, kind), INDEX_S + math.ceil(ttl_ms / 1000))
   if joining or not known then
     publish(prefix, { type = 'joined', id = id, kind = kind })
+    note(prefix, 'type', 'joined', 'kind', kind, 'id', id, 'role', mine.role or '')
   elseif changed then
     publish(prefix, { type = 'changed', id = id, kind = kind })
+    if was and mine.role and was ~= mine.role then
+      note(prefix, 'type', 'flipped', 'kind', kind, 'id', id, 'from', was, 'to', mine.role)
+    end
   end
 
   local orders = redis.call('HMGET', key, 'order_role', 'order_drain', 'order_sequence')
@@ -113,7 +126,10 @@ end
 local function remove_member(keys, args)
   local prefix, kind, id = keys[1], args[1], args[2]
   local removed = redis.call('DEL', member_key(prefix, kind, id)) + redis.call('SREM', index_key(prefix, kind), id)
-  if removed > 0 then publish(prefix, { type = 'left', id = id, kind = kind }) end
+  if removed > 0 then
+    publish(prefix, { type = 'left', id = id, kind = kind })
+    note(prefix, 'type', 'left', 'kind', kind, 'id', id)
+  end
   return removed
 end
 
@@ -188,6 +204,7 @@ local function write_desired(prefix, prefill, decode, by)
   redis.call('DEL', key)
   redis.call('HSET', key, 'prefill', prefill, 'decode', decode, 'set_by', by, 'set_at', SECONDS:format(clock()))
   publish(prefix, { type = 'desired_changed' })
+  note(prefix, 'type', 'scaled', 'prefill', prefill, 'decode', decode, 'by', by)
 end
 
 -- args: prefill, decode, by.
@@ -226,6 +243,22 @@ local function lead(keys, args)
   return SECONDS:format(clock())
 end
 
+-- ---- what happened -----------------------------------------------------------------------------------------------
+
+-- args: fields and values.
+local function note_event(keys, args)
+  note(keys[1], unpack(args))
+end
+
+-- args: the id of the last event that is known ('-' for none), how many at most. Returns the newest of those after it,
+-- oldest first, as rows of id and of fields and values.
+local function noted(keys, args)
+  local after = args[1] == '-' and '-' or '(' .. args[1]
+  local newest, rows = redis.call('XREVRANGE', keys[1] .. 'noted', '+', after, 'COUNT', args[2]), {}
+  for i = #newest, 1, -1 do rows[#rows + 1] = newest[i] end
+  return rows
+end
+
 -- ---- names -----------------------------------------------------------------------------------------------------
 
 local function register(name, verb, flag)
@@ -243,3 +276,5 @@ register('set_desired', set_desired)
 register('begin_desired', begin_desired)
 register('propose_desired', propose_desired)
 register('lead', lead)
+register('note_event', note_event)
+register('noted', noted)

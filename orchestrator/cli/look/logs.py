@@ -1,0 +1,147 @@
+"""`orchestrator logs`: the log of a fleet on this machine. `orchestrator events`: what happened to a fleet anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from orchestrator.cli.handle import (
+    OUT,
+    FleetHandle,
+    JsonOption,
+    NamespaceOption,
+    RedisOption,
+    find_fleet,
+    open_fleet,
+    print_json,
+)
+from orchestrator.config.settings import Refused
+from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
+
+if TYPE_CHECKING:
+    from orchestrator.store.events import Event
+
+_POLL_S = 0.3
+FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Go on as more comes, until Ctrl-C.")]
+app = typer.Typer()
+
+
+@app.command()
+def logs(
+    process: Annotated[str | None, typer.Argument(metavar="[WORKER]", help="Of one worker or frontend only.")] = None,
+    follow: FollowOption = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last ones.")] = 50,
+    namespace: NamespaceOption = None,
+) -> None:
+    """Show the output of the fleet's processes on this machine."""
+    held = held_namespaces()
+    if namespace is None and len(held) > 1:
+        raise Refused(f"several fleets run here ({', '.join(held)}); name one with --namespace")
+    path = RunFolder(namespace or (held[0] if held else "default")).log_path
+    if not path.exists():
+        raise Refused(f"{path}: there is no log; was a fleet started here, in this namespace?")
+    mine = _of(process)
+    kept = [line for line in path.read_text(errors="replace").splitlines() if mine(line)]
+    if process is not None and not kept and not follow:
+        raise Refused(f"{process}: no line of such a process in {path}; `orchestrator status` lists workers")
+    for line in kept[len(kept) - min(lines, len(kept)) :]:
+        print(line)
+    if follow:
+        for line in _following(path):
+            if mine(line):
+                print(line, flush=True)
+
+
+@app.command()
+def events(
+    follow: FollowOption = False,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=5000, help="How many of the last ones.")] = 50,
+    namespace: NamespaceOption = None,
+    redis: RedisOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show who joined, left or was lost, changes of roles and of the ratio, and retries."""
+    show = _print_event_json if as_json else _print_event
+    asyncio.run(_events(find_fleet(namespace, redis), limit, follow, show))
+
+
+async def _events(handle: FleetHandle, limit: int, follow: bool, show: Callable[[Event], None]) -> None:
+    from orchestrator.store.events import BEGINNING, EventLog
+
+    async with open_fleet(handle) as fleet:
+        log, last = EventLog(fleet.redis, handle.namespace), BEGINNING
+        while True:
+            for event in await log.read(last, limit):
+                show(event)
+                last = event.id
+            if not follow:
+                return
+            await asyncio.sleep(_POLL_S)
+
+
+def told(event: Event) -> str:
+    """What happened, without the time."""
+    fields = event.fields
+    who = f"{fields.get('kind', '')} {fields.get('id', '')}".strip()
+    match event.type:
+        case "joined":
+            return f"{who} joined" + (f" as a {fields['role']} worker" if fields.get("role") else "")
+        case "lost":
+            return f"{who} is lost: {fields.get('why', '')}"
+        case "flipped":
+            return f"{who} changed from {fields.get('from')} to {fields.get('to')}"
+        case "scaled":
+            return f"desired: {fields.get('prefill')} prefill, {fields.get('decode')} decode, by {fields.get('by')}"
+        case "retried":
+            return f"{fields.get('count')} requests retried by {fields.get('frontend')}: {fields.get('why')}"
+        case _:
+            return f"{who} {event.type}"
+
+
+def _print_event(event: Event) -> None:
+    at = datetime.datetime.fromtimestamp(event.at).strftime("%Y-%m-%d %H:%M:%S")
+    colour = {"lost": "red", "retried": "yellow", "joined": "green"}.get(event.type, "default")
+    OUT.print(f"[dim]{at}[/dim]  [{colour}]{event.type:<8}[/{colour}] {told(event)}", highlight=False, soft_wrap=True)
+
+
+def _print_event_json(event: Event) -> None:
+    print_json(msgspec.to_builtins(event))
+
+
+def _of(process: str | None) -> Callable[[str], bool]:
+    """Whether a line is one that this process wrote: the launcher puts the name before it."""
+    if process is None:
+        return lambda line: True
+    pattern = re.compile(rf"^\W*{re.escape(process)}\b")
+    return lambda line: pattern.match(line) is not None
+
+
+def _following(path: Path) -> Iterator[str]:
+    """Lines that are added from now on, also to the file that takes its place when it is full."""
+    file = path.open(errors="replace")
+    file.seek(0, 2)
+    rest = ""
+    while True:
+        if text := file.read():
+            *whole, rest = (rest + text).split("\n")
+            yield from whole
+            continue
+        try:
+            replaced = path.stat().st_ino != os.fstat(file.fileno()).st_ino
+        except FileNotFoundError:
+            replaced = False
+        if replaced:
+            file.close()
+            file, rest = path.open(errors="replace"), ""
+        sys.stdout.flush()
+        time.sleep(_POLL_S)

@@ -1,0 +1,103 @@
+"""`orchestrator logs` and `events`, as typed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support_redis import fresh_namespace, running_server, worker
+from typer.testing import CliRunner
+
+from orchestrator.cli.look.logs import app, told
+from orchestrator.config.settings import Refused
+from orchestrator.launch.host.run_folder import RunFolder
+from orchestrator.store.client import connect
+from orchestrator.store.events import Event
+from orchestrator.store.registry import Registry
+
+ROOT = Path(__file__).parents[4]
+runner = CliRunner()
+
+
+def run(*arguments: str) -> str:
+    done = runner.invoke(app, list(arguments))
+    if isinstance(done.exception, Refused):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    path = RunFolder("default").log_path
+    path.parent.mkdir(parents=True)
+    path.write_text("[decode-0] 12:00 INFO one\n[decode-01] 12:00 INFO two\n[frontend-0] 12:00 INFO three decode-0\n")
+    return path
+
+
+def test_the_log_of_one_process(log: Path):
+    assert len(run("logs").splitlines()) == 3
+    assert run("logs", "-n", "1") == "[frontend-0] 12:00 INFO three decode-0\n"
+    assert run("logs", "decode-0") == "[decode-0] 12:00 INFO one\n"
+    with pytest.raises(Refused, match="decode-9: no line of such a process"):
+        run("logs", "decode-9")
+    with pytest.raises(Refused, match="there is no log"):
+        run("logs", "--namespace", "nobody")
+
+
+def test_a_log_is_followed_into_the_file_that_replaces_it(log: Path):
+    command = [sys.executable, "-m", "orchestrator.cli.main", "logs", "decode-0", "-f", "-n", "1"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None
+        try:
+            assert following.stdout.readline() == "[decode-0] 12:00 INFO one\n"
+            asyncio.run(asyncio.sleep(1.0))  # until it follows
+            with log.open("a") as file:
+                file.write("[frontend-0] not this\n[decode-0] added\n")
+            assert following.stdout.readline() == "[decode-0] added\n"
+            log.replace(log.with_name("default.log.1"))
+            log.write_text("[decode-0] in the new file\n")
+            assert following.stdout.readline() == "[decode-0] in the new file\n"
+        finally:
+            following.terminate()
+
+
+def test_events_are_told(tmp_path: Path):
+    namespace = fresh_namespace()
+
+    async def happen(url: str) -> None:
+        redis = await connect(url, 5.0)
+        registry = Registry(redis, namespace)
+        await registry.join(worker("w1"), 60.0)
+        await registry.set_desired(1, 2, "scale")
+        await redis.aclose()
+
+    with running_server(tmp_path) as server:
+        asyncio.run(happen(server.url))
+        where = ("--redis", server.url, "--namespace", namespace)
+        lines = run("events", *where).splitlines()
+        assert "worker w1 joined as a prefill worker" in lines[0]
+        assert "desired: 1 prefill, 2 decode, by scale" in lines[1]
+        (last,) = [json.loads(line) for line in run("events", *where, "--json", "--limit", "1").splitlines()]
+        assert (last["type"], last["fields"]["decode"]) == ("scaled", "2")
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        (Event("1", 0.0, "lost", {"kind": "worker", "id": "w", "why": "silent"}), "worker w is lost: silent"),
+        (
+            Event("1", 0.0, "flipped", {"kind": "worker", "id": "w", "from": "a", "to": "b"}),
+            "worker w changed from a to b",
+        ),
+        (Event("1", 0.0, "retried", {"frontend": "f", "why": "x", "count": "3"}), "3 requests retried by f: x"),
+        (Event("1", 0.0, "left", {"kind": "frontend", "id": "f"}), "frontend f left"),
+    ],
+)
+def test_each_kind_has_its_words(event: Event, said: str):
+    assert told(event) == said

@@ -1,0 +1,72 @@
+"""What is kept of a fleet's events, against a real server."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from support_redis import fresh_namespace, keys_of, running_server, worker
+
+from orchestrator.store.client import connect
+from orchestrator.store.events import EventLog
+from orchestrator.store.registry import Registry
+from orchestrator.types import Role
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with running_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+async def redis(server):
+    redis = await connect(server.url, 5.0)
+    yield redis
+    await redis.aclose()
+
+
+async def told(log: EventLog) -> list[tuple[str, str]]:
+    return [(event.type, event.fields.get("id", "")) for event in await log.read()]
+
+
+async def test_the_registry_notes_who_comes_flips_and_goes(redis):
+    namespace = fresh_namespace()
+    registry, log = Registry(redis, namespace), EventLog(redis, namespace)
+    info = worker("w1")
+    await registry.join(info, 60.0)
+    await registry.refresh(info, 60.0)
+    await registry.refresh(msgspec.structs.replace(info, role=Role.DECODE), 60.0)
+    await registry.join(info, 60.0)  # its process was killed, and started again under the same id
+    await registry.leave("w1")
+    await registry.set_desired(2, 3, "scale")
+    events = await log.read()
+    assert [event.type for event in events] == ["joined", "flipped", "lost", "joined", "left", "scaled"]
+    assert events[0].fields == {"kind": "worker", "id": "w1", "role": "prefill"}
+    assert events[1].fields == {"kind": "worker", "id": "w1", "from": "prefill", "to": "decode"}
+    assert events[-1].fields == {"prefill": "2", "decode": "3", "by": "scale"}
+    assert events[0].at <= events[-1].at
+
+
+async def test_a_worker_that_falls_silent_is_lost(redis):
+    namespace = fresh_namespace()
+    registry, log = Registry(redis, namespace), EventLog(redis, namespace)
+    await registry.join(worker("w1"), 60.0)
+    await redis.delete(registry.keys.worker("w1"))  # as when its time is over
+    assert await registry.workers() == {}
+    assert await told(log) == [("joined", "w1"), ("lost", "w1")]
+
+
+async def test_readers_go_on_where_they_were_and_the_stream_is_bounded(redis):
+    namespace = fresh_namespace()
+    log = EventLog(redis, namespace)
+    assert await log.read() == []
+    for number in range(3):
+        await log.note("retried", why=f"w{number}", count="2")
+    first, *rest = await log.read()
+    assert await log.read(after=first.id) == rest
+    assert await log.read(after=rest[-1].id) == []
+    assert [event.fields["why"] for event in await log.read(limit=2)] == ["w1", "w2"], "the newest"
+    for _ in range(6000):
+        await log.note("retried", why="x")
+    assert len(await log.read(limit=10_000)) < 5_200
+    assert await keys_of(redis, namespace) == {"noted"}
