@@ -44,8 +44,13 @@ class PushConnector(NixlPushConnector):
         """Raises ValueError naming the setting with which KV would be lost or wrong, and the mend."""
         model, parallel, kv = vllm_config.model_config, vllm_config.parallel_config, vllm_config.kv_transfer_config
         assert kv is not None
-        if parallel.decode_context_parallel_size > 1:
-            raise ValueError("decode_context_parallel_size: the KV push connector supports 1 only")
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+            if (ranks := getattr(parallel, name)) > 1:
+                raise ValueError(f"{name}: KV can be pushed from and to whole sequences only, expected 1, got {ranks}")
+        if parallel.use_ubatching and kv.get_from_extra_config("transfer", "") == "layer":
+            raise ValueError(
+                "kv.transfer: by layer it would ship the blocks of both batches of enable_dbo at each; choose chunk"
+            )
         if model.enable_sleep_mode:
             raise ValueError(
                 "enable_sleep_mode: sleep would free KV memory that other engines write to; remove it, and scale the "

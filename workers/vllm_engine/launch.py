@@ -52,8 +52,8 @@ def build_config(
             raise ValueError(f"workers.engine_args.{name}: is set by the worker itself; remove it")
     if args.get("data_parallel_size", 1) != 1:
         raise ValueError(
-            f"workers.engine_args.data_parallel_size: expected 1 (run one worker per data-parallel rank), "
-            f"got {args['data_parallel_size']}"
+            "workers.engine_args.data_parallel_size: expected 1 (run one worker per rank; a model whose experts are "
+            f"spread over data-parallel ranks cannot be served), got {args['data_parallel_size']}"
         )
     args.setdefault("enable_logging_iteration_details", True)  # each step's duration
     if prefix_events and args.get("enable_prefix_caching") is not False:

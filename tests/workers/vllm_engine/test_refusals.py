@@ -38,6 +38,7 @@ def test_what_is_supported_is_built(model: Path) -> None:
     [
         ({"tensor_parallel_size": 4}, "tensor_parallel_size: 6 KV heads cannot be divided among 4 ranks; choose"),
         ({"data_parallel_size": 2}, "data_parallel_size: expected 1"),
+        ({"kv_transfer_config": {}}, "kv_transfer_config: is set by the worker itself; remove it"),
     ],
 )
 def test_engine_arguments_that_lose_kv_are_refused(model: Path, engine_args: dict[str, Any], line: str) -> None:
@@ -51,6 +52,33 @@ def test_sleep_mode_is_refused(model: Path) -> None:
     config = build(model)
     config.model_config.enable_sleep_mode = True  # vLLM itself refuses it on a CPU
     with pytest.raises(ValueError, match="enable_sleep_mode: sleep would free KV memory .*; remove it"):
+        PushConnector.refuse_unsupported(config)
+
+
+def test_a_block_that_a_step_in_flight_may_write_is_not_given_to_a_transfer(model: Path) -> None:
+    """With asynchronous scheduling a step may still write the blocks of a request that has ended. vLLM keeps them back
+    where this holds: a WRITE from another engine is in no order with the device's work."""
+    assert build(model).kv_transfer_config.is_kv_consumer
+
+
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_sequences_that_are_spread_over_ranks_are_refused(model: Path, name: str) -> None:
+    from connectors.push.connector import PushConnector
+
+    config = build(model)
+    setattr(config.parallel_config, name, 2)  # vLLM itself refuses it for this model
+    with pytest.raises(ValueError, match=f"{name}: .*expected 1, got 2"):
+        PushConnector.refuse_unsupported(config)
+
+
+def test_overlapping_batches_are_refused_by_layer_only(model: Path) -> None:
+    from connectors.push.connector import PushConnector
+
+    config = build(model)
+    config.parallel_config.enable_dbo = True
+    PushConnector.refuse_unsupported(config)
+    config.kv_transfer_config.kv_connector_extra_config["transfer"] = "layer"
+    with pytest.raises(ValueError, match="kv.transfer: .*enable_dbo.*; choose chunk"):
         PushConnector.refuse_unsupported(config)
 
 
