@@ -13,7 +13,7 @@ import pytest
 from support_transfers import Prefill, PrefillEngine, World
 
 STEPS = 300
-HISTORIES = 25  # of each kind
+HISTORIES = 80  # of each kind
 
 
 class History:
@@ -31,7 +31,6 @@ class History:
             self.decode_disowns,
             self.decode_aborts,
             self.prefill_aborts,
-            self.prefill_is_preempted,
             self.a_message_is_lost,
             self.a_link_is_cut,
             self.a_false_alarm,
@@ -54,6 +53,7 @@ class History:
             self.write_ends: 10,
             self.a_moment_passes: 6,
             self.an_engine_dies: 0.1,
+            self.prefill_is_preempted: 2,
             **dict.fromkeys(troubles, 0.7),
         }
 
@@ -142,7 +142,9 @@ class History:
 
     def prefill_is_preempted(self) -> None:
         """Also after its last chunk, with WRITEs in flight that now read what others compute."""
-        if found := self._prefill(started=True, ended=False):
+        flying = [(w.rank.engine, w.stream) for w in self.world.writes() if not w.rank.engine.requests[w.stream].ended]
+        found = self.random.choice(flying) if flying else self._prefill(started=True, ended=False)
+        if found:
             found[0].preempt(found[1])
 
     def prefill_aborts(self) -> None:

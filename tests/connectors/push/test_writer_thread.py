@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from connectors.push import wire
-from connectors.push.metadata import Computed, PushMetadata
+from connectors.push.metadata import Computed, Finished, PushMetadata
 
 pytestmark = pytest.mark.vllm
 
@@ -158,3 +158,47 @@ def test_a_whole_prompt_waits_for_the_drafter(worker: Any, nixl: Any) -> None:
     assert len(worker.steps) == 1 and not nixl.posted
     worker.steps[0].happened.set()
     soon(lambda: (AGENT, wire.Landed("a-decode")) in nixl.sent, "the news that a has landed")
+
+
+def test_each_layer_is_written_once_the_device_has_computed_it(worker: Any, nixl: Any) -> None:
+    """`kv.transfer: layer`: the hooks of a step come when its layers are queued on the device, long before they run."""
+    worker._layers, worker.num_regions, worker._outbound.layers = {"first": 0, "second": 1}, 2, 2
+    worker.dst_region_num_blocks = {"P": [100, 100], "D": [100, 100]}
+    begin(worker, "a")
+    register(nixl, "a")
+    metadata = PushMetadata()
+    metadata.computed.append(Computed("a", 0, 0, ((1, 2),), closed=True))
+    worker.start_load_kv(metadata)
+    for layer in worker._layers:
+        worker.on_layer(layer, metadata)
+    worker.on_computed(metadata)
+    first, second, _ = worker.steps
+    soon(worker._events.empty, "the news of a step")
+    assert nixl.posted == []
+    first.happened.set()
+    soon(lambda: len(nixl.posted) == 1, "the WRITE of the first layer")
+    assert [ids.tolist() for ids in nixl.posted[0]] == [[1, 2], [7, 8]] and nixl.sent == []
+    second.happened.set()
+    soon(lambda: (AGENT, wire.Landed("a-decode")) in nixl.sent, "the news that a has landed")
+    assert [ids.tolist() for ids in nixl.posted[1]] == [[101, 102], [107, 108]]
+
+
+def test_blocks_are_kept_while_a_write_reads_them_however_far_the_device_is(worker: Any, nixl: Any) -> None:
+    """Later steps run and end meanwhile: none of them may be given these blocks."""
+    nixl.check_xfer_state = lambda handle: "PROC"
+    begin(worker, "a")
+    register(nixl, "a")
+    step(worker, Computed("a", 0, 0, ((1, 2),), closed=True))
+    metadata = PushMetadata()
+    metadata.finished.append(Finished("a", ok=True, held=True))
+    worker.start_load_kv(metadata)
+    worker.steps[0].happened.set()
+    soon(lambda: len(nixl.posted) == 1, "the WRITE")
+    begin(worker, "b")
+    step(worker, Computed("b", 0, 0, ((3, 4),), closed=True))
+    worker.steps[1].happened.set()
+    soon(lambda: worker._events.empty() and not worker._outbound.awaits_device, "the end of a later step")
+    assert worker._get_new_notifs() == set() and nixl.sent == []
+    nixl.check_xfer_state = lambda handle: "DONE"
+    soon(lambda: worker._get_new_notifs() == {"a"}, "the release of a's blocks")
+    assert (AGENT, wire.Landed("a-decode")) in nixl.sent
