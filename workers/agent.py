@@ -320,8 +320,8 @@ class Agent:
     async def _peer_died(self, peer: WorkerInfo) -> None:
         try:
             await self._engine.fail_peer(peer.kv.engine_id)
-        except EngineDead as error:
-            log.debug("its own engine is dead too: %s", error)
+        except RuntimeError as error:  # it may be dead too
+            log.info("the engine was not told that %s is dead: %s", peer.id, error)
         self._load.dirty.set()
         await self._claims.peer_died(peer.id)
 

@@ -325,3 +325,21 @@ async def test_many_requests_in_a_small_memory_all_end(workers: Workers) -> None
     await workers.assert_no_leaks()
     await asyncio.sleep(0)
     assert frontend.late_outputs == 0
+
+
+async def test_a_death_frees_claims_also_when_the_engine_fails_to_hear_of_it(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, dead = await workers.start(Role.DECODE), await workers.start(Role.PREFILL)
+    heard = []
+
+    async def fail(engine_id: str) -> None:
+        raise RuntimeError("no answer")
+
+    async def hear(peer: str) -> None:
+        heard.append(peer)
+
+    monkeypatch.setattr(worker.engine, "fail_peer", fail)
+    monkeypatch.setattr(worker.agent._claims, "peer_died", hear)
+    await worker.agent._peer_died(dead.info)
+    assert heard == [dead.id]

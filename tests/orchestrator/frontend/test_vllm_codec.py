@@ -112,6 +112,20 @@ def test_keys_are_those_of_what_a_cache_may_share(codec) -> None:
     assert codec.read(request(), 0).prefix_keys == []  # no worker is known yet
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("mm_features", ["picture"], "multimodal"),
+        ("prompt_token_ids", None, "prompt_embeds"),
+        ("trace_headers", {}, None),
+    ],
+)
+def test_pictures_and_embeddings_are_prefilled_where_they_decode(codec, name: str, value: Any, why: str | None) -> None:
+    made = request()
+    setattr(made, name, value)
+    assert codec.read(made, 0).info.local_only == why
+
+
 def test_a_client_cannot_say_what_is_the_fleets_to_say(codec) -> None:
     made = request(extra_args={"kv_transfer_params": {"a": 1}, "kv_cache_report_mode": "full", "own": 2})
     codec.read(made, 0)
