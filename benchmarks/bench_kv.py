@@ -12,154 +12,23 @@ import asyncio
 import os
 import platform
 import random
-import socket
 import statistics
 import sys
 import tempfile
-import time
-import uuid
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests")]
 
+from kv_engines import VARIANTS, Pair, Variant, start_pair  # noqa: E402
 from kv_tables import Row, save  # noqa: E402
-from support_vllm import frames, tiny_model  # noqa: E402
+from support_vllm import tiny_model  # noqa: E402
 
 from orchestrator.config.model import resolve_model  # noqa: E402
-from orchestrator.config.settings import KVConfig  # noqa: E402
-from orchestrator.types import KVSource  # noqa: E402
-from workers.engine import EngineRequest, Phase  # noqa: E402
 
 
-@dataclass(frozen=True)
-class Variant:
-    name: str
-    transfer: str | None = None  # ours
-    connector: str | None = None  # vLLM's
-    module: str | None = None
-    pull: bool = False
-    spins: bool = False  # a core per engine, also while idle
-
-
-VARIANTS = [
-    Variant("chunk", transfer="chunk"),
-    Variant("stock push, repaired", connector="RepairedPush", module="kv_stock"),
-    Variant("stock pull, repaired", connector="RepairedPull", module="kv_stock", pull=True),
-    Variant("layer", transfer="layer"),
-    Variant("whole", transfer="whole"),
-    Variant("stock push", connector="NixlPushConnector", spins=True),
-    Variant("stock pull", connector="NixlConnector", pull=True, spins=True),
-]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A prefill and a decode engine of one variant, and the timing of single requests through them."""
-
-    def __init__(self, prefill: Any, decode: Any, variant: Variant) -> None:
-        self.prefill, self.decode, self.variant = prefill, decode, variant
-
-    async def run(self, prompt: list[int]) -> tuple[float, float, float]:
-        """(prefill, exposed, decode step) in seconds, by the engines' own clock, which this host's processes share."""
-        key, body = uuid.uuid4().hex, frames(prompt, 6)
-        began = time.monotonic()
-        source = KVSource(self.prefill.info.kv, key)
-        if self.variant.pull:
-            await self.prefill.submit(EngineRequest(key, Phase.PREFILL, body))
-            prefilled, output = await _collect(self.prefill, key)
-            await _submit_pull(self.decode, key, body, output.kv_transfer_params)
-        else:
-            # As in the fleet: both are submitted when the job is claimed.
-            await self.decode.submit(EngineRequest(key, Phase.DECODE, body, source))
-            await self.prefill.submit(EngineRequest(key, Phase.PREFILL, body))
-            prefilled, _ = await _collect(self.prefill, key)
-        tokens, _ = await _collect(self.decode, key)
-        step = statistics.median(after - before for before, after in zip(tokens, tokens[1:], strict=False))
-        return prefilled[-1] - began, tokens[0] - prefilled[-1] - step, step
-
-    async def stop(self) -> None:
-        await self.prefill.stop()
-        await self.decode.stop()
-
-
-async def _collect(engine: Any, key: str) -> tuple[list[float], Any]:
-    """The times of a request's tokens, and its last output."""
-    times = []
-    async with asyncio.timeout(300):
-        while True:
-            step = await engine.next_step()
-            for output in step.outputs:
-                if output.request_id == key:
-                    times += [step.timestamp] * len(output.new_token_ids)
-                    if output.finish_reason is not None:
-                        return times, output
-
-
-async def _submit_pull(engine: Any, key: str, body: list[bytes], params: dict[str, Any]) -> None:
-    """vLLM's pull takes the prefill side's answer as its parameters."""
-    request = engine._codec.decode(EngineRequest(key, Phase.DECODE, body))
-    request.sampling_params.extra_args = {"kv_transfer_params": params}
-    await engine._client.add_request_async(request)
-
-
-def _engine_class(variant: Variant) -> Any:
-    from workers.vllm_engine.engine import VllmEngine
-    from workers.vllm_engine.launch import build_config, start_client
-
-    class BenchEngine(VllmEngine):
-        info: Any = None
-
-        def _start_blocking(self) -> Any:
-            config = build_config(
-                self._model,
-                self._engine_args,
-                engine_id=self._engine_id,
-                kv_host=self._kv_host,
-                kv_port=self._kv_port,
-                kv=self._kv,
-            )
-            if variant.connector is not None:
-                config.kv_transfer_config.kv_connector = variant.connector
-                config.kv_transfer_config.kv_connector_module_path = variant.module
-                config.kv_transfer_config.kv_connector_extra_config = {}
-            return start_client(config, kv_host=self._kv_host, kv_port=self._kv_port, cores=self._cores), config
-
-    return BenchEngine
-
-
-async def start(variant: Variant, model: str, args: dict[str, Any], cuda: bool) -> Pair:
-    cores = sorted(os.sched_getaffinity(0))
-    halves = [cores[: len(cores) // 2] or cores, cores[len(cores) // 2 :]]
-    engines = []
-    for index, name in enumerate(["prefill", "decode"]):
-        if cuda:
-            import torch
-
-            os.environ["CUDA_VISIBLE_DEVICES"] = str(index % max(1, torch.cuda.device_count()))
-        engine = _engine_class(variant)(
-            model,
-            args,
-            engine_id=f"{name}-{uuid.uuid4().hex[:8]}",
-            kv_host="127.0.0.1",
-            kv_port=_free_port(),
-            kv=KVConfig(transfer=variant.transfer or "whole"),
-            cores=None if cuda else halves[index],
-        )
-        engine.info = await engine.start()
-        engines.append(engine)
-    return Pair(*engines, variant)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _prompt(tokens: int) -> list[int]:
+def random_prompt(tokens: int) -> list[int]:
     return [random.randrange(3, 500) for _ in range(tokens)]
 
 
@@ -183,7 +52,7 @@ async def measure(model: str, path: str, args: dict[str, Any], options: argparse
             pairs: list[Pair] = []
             try:
                 for variant in group:
-                    pairs.append(await start(variant, path, args, options.cuda))
+                    pairs.append(await start_pair(variant, path, args, options.cuda))
                 per_token = pairs[0].prefill.info.kv_bytes_per_token
                 for name, tokens, run in await _round(pairs, options):
                     runs.setdefault((name, tokens), []).append(run)
@@ -214,8 +83,8 @@ async def _round(pairs: list[Pair], options: argparse.Namespace) -> list[tuple[s
     found = []
     for pair in pairs:
         # Handshakes, and every KV page touched once, as in an engine that has served for a minute.
-        await pair.run(_prompt(max(options.tokens)))
-        await pair.run(_prompt(min(2048, max(options.tokens))))
+        await pair.run(random_prompt(max(options.tokens)))
+        await pair.run(random_prompt(min(2048, max(options.tokens))))
     for tokens in options.tokens:
         times = options.short_runs if tokens <= 2048 else options.runs if tokens <= 4096 else options.long_runs
         for pair, runs in zip(pairs, await _in_turns(pairs, tokens, times), strict=True):
@@ -229,7 +98,7 @@ async def _in_turns(pairs: list[Pair], tokens: int, times: int) -> list[list[tup
     for number in range(times):
         first = number % len(pairs)
         for pair in pairs[first:] + pairs[:first]:
-            runs[pair.variant.name].append(await pair.run(_prompt(tokens)))
+            runs[pair.variant.name].append(await pair.run(random_prompt(tokens)))
     return list(runs.values())
 
 
@@ -257,7 +126,7 @@ def _line(row: Row) -> str:
     )
 
 
-def _models(options: argparse.Namespace, scratch: Path) -> dict[str, tuple[str, dict[str, Any]]]:
+def models(options: argparse.Namespace, scratch: Path) -> dict[str, tuple[str, dict[str, Any]]]:
     longest = max(options.tokens)
     common = {
         "enable_prefix_caching": False,
@@ -272,7 +141,8 @@ def _models(options: argparse.Namespace, scratch: Path) -> dict[str, tuple[str, 
         # 128 KiB of KV per token, and as little else to compute as that allows.
         path = tiny_model(scratch / "heavy", layers=8, heads=16, kv_heads=16, head_dim=128, positions=16384)
         room = {} if options.cuda else {"kv_cache_memory_bytes": (longest + 2048) << 17}
-        heavy = common | room | {"max_model_len": longest + 64, "dtype": "float32"}
+        dtype = "bfloat16" if options.cuda else "float32"  # attention kernels of GPUs take no float32
+        heavy = common | room | {"max_model_len": longest + 256, "dtype": dtype}
         chosen["kv-heavy"] = (str(path), heavy)
     if "smollm2" in options.models:
         room = {} if options.cuda else {"kv_cache_memory_bytes": (longest + 2048) * 23_040}
@@ -303,7 +173,7 @@ def main() -> None:
 
         device = torch.cuda.get_device_name()
     with tempfile.TemporaryDirectory() as scratch:
-        for name, (path, args) in _models(options, Path(scratch)).items():
+        for name, (path, args) in models(options, Path(scratch)).items():
             rows += asyncio.run(measure(name, path, args, options))
             save(rows, device, options.out)  # after each model: a long run that is broken off has something to show
 

@@ -6,14 +6,17 @@ import json
 import platform
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 REFERENCE = "stock push, repaired"
 
 
+@dataclass(frozen=True)
 class Row:
+    """Medians of one variant and prompt length."""
+
     model: str
     variant: str
     tokens: int
@@ -41,20 +44,25 @@ def save(rows: list[Row], device: str, out: Path) -> None:
     models = sorted({row.model for row in rows})
     figure, axes = plt.subplots(1, len(models), figsize=(7 * len(models), 5), squeeze=False)
     for axis, model in zip(axes[0], models, strict=True):
-        mine = [row for row in rows if row.model == model]
-        for variant in dict.fromkeys(row.variant for row in mine):
-            line = [row for row in mine if row.variant == variant]
-            axis.plot([r.tokens for r in line], [max(r.exposed_s, 1e-4) * 1e3 for r in line], "o-", label=variant)
-        sizes = {row.tokens: row.raw_write_s for row in mine}
-        axis.plot(list(sizes), [seconds * 1e3 for seconds in sizes.values()], "k--", label="raw NIXL WRITE")
-        axis.set(title=model, xlabel="prompt tokens", ylabel="exposed transfer, ms", xscale="log", yscale="log")
-        axis.set_xticks(list(sizes), [f"{tokens:,}" for tokens in sizes], minor=False)
-        axis.set_xticks([], minor=True)
-        axis.legend(fontsize=8)
+        draw_exposed(axis, [asdict(row) for row in rows if row.model == model])
+        axis.set(title=model)
     figure.suptitle(f"Time from the end of prefill to decode's first token, less one decode step ({device})")
     figure.tight_layout()
     figure.savefig(out / "bench_kv.png", dpi=120)
     print(f"saved {out / 'bench_kv.json'} and .png")
+
+
+def draw_exposed(axis: Any, rows: list[dict[str, Any]]) -> None:
+    """Exposed transfer by prompt length: a line per variant, and one of a raw WRITE."""
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        line = [row for row in rows if row["variant"] == variant]
+        axis.plot([r["tokens"] for r in line], [max(r["exposed_s"], 1e-4) * 1e3 for r in line], "o-", label=variant)
+    sizes = {row["tokens"]: row["raw_write_s"] for row in rows}
+    axis.plot(list(sizes), [seconds * 1e3 for seconds in sizes.values()], "k--", label="raw NIXL WRITE")
+    axis.set(xlabel="prompt tokens", ylabel="exposed transfer, ms", xscale="log", yscale="log")
+    axis.set_xticks(list(sizes), [f"{tokens:,}" for tokens in sizes], minor=False)
+    axis.set_xticks([], minor=True)
+    axis.legend(fontsize=8)
 
 
 def markdown(document: dict[str, Any]) -> str:
@@ -70,8 +78,12 @@ def markdown(document: dict[str, Any]) -> str:
     ]
     for model in dict.fromkeys(row["model"] for row in rows):
         mine = [row for row in rows if row["model"] == model]
-        parts += [f"## {model}", *_ratios(mine), _table(_HEAD, map(_cells, mine))]
+        parts += [f"## {model}", *_ratios(mine), rows_table(mine)]
     return "\n\n".join(parts) + "\n"
+
+
+def rows_table(rows: Iterable[dict[str, Any]]) -> str:
+    return table(_HEAD, map(_cells, rows))
 
 
 _HEAD = ["tokens", "MB", "variant", "runs", "prefill", "exposed", "together", "decode step", "of a raw WRITE"]
@@ -110,14 +122,14 @@ def _ratios(rows: list[dict[str, Any]]) -> Iterable[str]:
             "/ raw WRITE",
             "prefill + exposed against repaired push",
         ]
-        yield _table([*head, "against repaired pull"], lines)
+        yield table([*head, "against repaired pull"], lines)
 
 
 def _both(row: dict[str, Any]) -> float:
     return float(row["prefill_s"] + row["exposed_s"])
 
 
-def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = list(header)
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

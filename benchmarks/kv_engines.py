@@ -1,0 +1,208 @@
+"""Engines of the KV benchmarks: pairs of every way to transfer KV, single ones, and when each token came."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from support_vllm import frames
+
+from orchestrator.config.settings import KVConfig
+from orchestrator.types import KVSource
+from workers.arguments import free_port
+from workers.engine import EngineRequest, Phase
+
+_ANSWER_S = 300.0
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    transfer: str | None = None  # ours
+    connector: str | None = None  # vLLM's
+    module: str | None = None
+    pull: bool = False
+    spins: bool = False  # a core per engine, also while idle
+
+
+VARIANTS = [
+    Variant("chunk", transfer="chunk"),
+    Variant("stock push, repaired", connector="RepairedPush", module="kv_stock"),
+    Variant("stock pull, repaired", connector="RepairedPull", module="kv_stock", pull=True),
+    Variant("layer", transfer="layer"),
+    Variant("whole", transfer="whole"),
+    Variant("stock push", connector="NixlPushConnector", spins=True),
+    Variant("stock pull", connector="NixlConnector", pull=True, spins=True),
+]
+OURS = VARIANTS[0]
+
+
+class Running:
+    """A started engine, and what its steps said: by request the times of its tokens, the tokens, the last output."""
+
+    def __init__(self, engine: Any, info: Any) -> None:
+        self.engine, self.info = engine, info
+        self.times: defaultdict[str, list[float]] = defaultdict(list)  # the engine's monotonic seconds
+        self.tokens: defaultdict[str, list[int]] = defaultdict(list)
+        self._last: defaultdict[str, asyncio.Future[Any]] = defaultdict(asyncio.get_running_loop().create_future)
+        self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        while True:
+            step = await self.engine.next_step()
+            for output in step.outputs:
+                self.times[output.request_id] += [step.timestamp] * len(output.new_token_ids)
+                self.tokens[output.request_id] += output.new_token_ids
+                if output.finish_reason is not None:
+                    self._last[output.request_id].set_result(output)
+
+    async def submit(self, key: str, phase: Phase, body: list[bytes], source: KVSource | None = None) -> None:
+        await self.engine.submit(EngineRequest(key, phase, body, source))
+
+    async def submit_stock(self, key: str, body: list[bytes], params: dict[str, Any]) -> None:
+        """As vLLM's own connectors want their parameters."""
+        request = self.engine._codec.decode(EngineRequest(key, Phase.DECODE, body))
+        request.sampling_params.extra_args = {"kv_transfer_params": params}
+        await self.engine._client.add_request_async(request)
+
+    async def end(self, key: str) -> Any:
+        """The last output of `key`. Raises EngineDead, TimeoutError."""
+        await asyncio.wait({self._last[key], self._reader}, timeout=_ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
+        if not self._last[key].done():
+            if self._reader.done():
+                self._reader.result()
+            raise TimeoutError(f"{key} did not end within {_ANSWER_S:g} s")
+        return self._last.pop(key).result()
+
+    async def stop(self) -> None:
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        await self.engine.stop()
+
+
+class Pair:
+    """A prefill and a decode engine of one variant."""
+
+    def __init__(self, prefill: Running, decode: Running, variant: Variant) -> None:
+        self.prefill, self.decode, self.variant = prefill, decode, variant
+
+    async def submit(self, key: str, body: list[bytes]) -> None:
+        """As in the fleet: both are submitted when the job is claimed. Pull waits for the end of prefill."""
+        source = KVSource(self.prefill.info.kv, key)
+        if self.variant.pull:
+            await self.prefill.submit(key, Phase.PREFILL, body)
+            output = await self.prefill.end(key)
+            await self.decode.submit_stock(key, body, output.kv_transfer_params)
+            return
+        if self.variant.connector is None:
+            await self.decode.submit(key, Phase.DECODE, body, source)
+        else:
+            await self.decode.submit_stock(key, body, _stock_params(source))
+        await self.prefill.submit(key, Phase.PREFILL, body)
+        await self.prefill.end(key)
+
+    async def run(self, prompt: list[int]) -> tuple[float, float, float]:
+        """(prefill, exposed, decode step) in seconds, by the engines' own clock, which this host's processes share."""
+        key = uuid.uuid4().hex
+        began = time.monotonic()
+        await self.submit(key, frames(prompt, 6))
+        await self.decode.end(key)
+        prefilled, tokens = self.prefill.times.pop(key)[-1], self.decode.times.pop(key)
+        step = statistics.median(after - before for before, after in zip(tokens, tokens[1:], strict=False))
+        return prefilled - began, tokens[0] - prefilled - step, step
+
+    async def stop(self) -> None:
+        await self.prefill.stop()
+        await self.decode.stop()
+
+
+def _stock_params(source: KVSource) -> dict[str, Any]:
+    """Of vLLM's push, for decode."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": source.endpoint.engine_id,
+        "remote_host": source.endpoint.host,
+        "remote_port": source.endpoint.port,
+        "remote_request_id": source.key,
+        "tp_size": source.endpoint.tp_size,
+    }
+
+
+def _engine_class(variant: Variant) -> Any:
+    from workers.vllm_engine.engine import VllmEngine
+    from workers.vllm_engine.launch import build_config, start_client
+
+    class BenchEngine(VllmEngine):
+        def _start_blocking(self) -> Any:
+            if variant.connector is None:
+                return super()._start_blocking()
+            config = build_config(
+                self._model,
+                self._engine_args,
+                engine_id=self._engine_id,
+                kv_host=self._kv_host,
+                kv_port=self._kv_port,
+                kv=self._kv,
+            )
+            config.kv_transfer_config.kv_connector = variant.connector
+            config.kv_transfer_config.kv_connector_module_path = variant.module
+            config.kv_transfer_config.kv_connector_extra_config = {}
+            return start_client(config, kv_host=self._kv_host, kv_port=self._kv_port, cores=self._cores), config
+
+    return BenchEngine
+
+
+async def start(
+    name: str,
+    model: str,
+    args: dict[str, Any],
+    *,
+    variant: Variant = OURS,
+    cores: list[int] | None = None,
+    verify: bool = False,
+) -> Running:
+    """`cores`: of a CPU engine; None on a GPU."""
+    engine = _engine_class(variant)(
+        model,
+        args,
+        engine_id=f"{name}-{uuid.uuid4().hex[:8]}",
+        kv_host="127.0.0.1",
+        kv_port=free_port("127.0.0.1"),
+        kv=KVConfig(transfer=variant.transfer or "whole", verify=verify),
+        cores=cores,
+    )
+    return Running(engine, await engine.start())
+
+
+async def start_pair(variant: Variant, model: str, args: dict[str, Any], cuda: bool, verify: bool = False) -> Pair:
+    """On a CPU each engine has half of the cores; on GPUs prefill has the first, decode the next if there is one."""
+    cores = sorted(os.sched_getaffinity(0))
+    halves = [cores[: len(cores) // 2] or cores, cores[len(cores) // 2 :]]
+    engines = []
+    for index, name in enumerate(["prefill", "decode"]):
+        if cuda:
+            import torch
+
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(index % max(1, torch.cuda.device_count()))
+        own = None if cuda else halves[index]
+        engines.append(await start(name, model, args, variant=variant, cores=own, verify=verify))
+    return Pair(*engines, variant)
+
+
+@asynccontextmanager
+async def running(started: Any) -> AsyncIterator[Any]:
+    """`start(...)` or `start_pair(...)`, stopped at the end."""
+    engines = await started
+    try:
+        yield engines
+    finally:
+        await engines.stop()

@@ -1,0 +1,45 @@
+"""`python -m benchmarks.gpu`: it says what a machine lacks, and runs from end to end where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=380)
+
+
+def test_what_the_machine_lacks_is_said_first() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = run()
+    lines = [line for line in done.stderr.splitlines() if line.startswith("benchmarks.gpu: ")]
+    assert done.returncode == 2 and "--device cpu" in lines[0]
+    assert any("CUDA" in line or "no GPU" in line for line in lines)
+
+
+def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
+    arguments = ["--tokens", "64", "160", "--prompts", "6", "--variants", "chunk", "stock push, repaired"]
+    done = run("--device", "cpu", *arguments, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found = json.loads((tmp_path / "gpu-on-cpu.json").read_text())
+    assert found["equality"]["equal"] == found["equality"]["prompts"] == 6
+    assert found["equality"]["verified"] > 0 and not found["equality"]["corrupt"] + found["equality"]["recomputed"]
+    assert {row["variant"] for row in found["kv"]["rows"]} == {"chunk", "stock push, repaired"}
+    assert len(found["switches"]["rows"]) == 4
+    for engines in ("one engine", "prefill and decode"):
+        assert 0 < found["gaps"][engines]["p50_ms"] <= found["gaps"][engines]["p99_ms"]
+        assert found["gaps"][engines]["long_prompts"] > 0
+    assert (tmp_path / "gpu-on-cpu.png").stat().st_size > 10_000
+    assert "## Gaps between tokens" in (tmp_path / "gpu-on-cpu.md").read_text()
