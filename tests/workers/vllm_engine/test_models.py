@@ -1,0 +1,58 @@
+"""Real engines whose KV is not a plain Llama's: windows, 8-bit KV, speculation.
+
+For each the tokens after a remote prefill are those of one engine, and checksums of what was sent and came agree.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support_models import MODELS, WINDOW_TOKENS, special_model
+from support_vllm import Driver, frames, tiny_model
+
+from orchestrator.config.settings import KVConfig
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "windows": {},
+    "some-windows": {},
+    "fp8_e4m3": {"kv_cache_dtype": "fp8_e4m3"},
+    "fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"},
+    "ngram": {"speculative_config": NGRAM},
+}
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(length * 1000 + seed).choices(range(3, 500), k=length)
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+async def test_tokens_are_those_of_one_engine(tmp_path: Path, kind: str) -> None:
+    model = special_model(tmp_path / kind, kind) if kind in MODELS else tiny_model(tmp_path / "tiny")
+    kv = KVConfig(verify=True)
+    prefill = await Driver.start(model, name="prefill", kv=kv, **ARGUMENTS[kind])
+    decode = await Driver.start(model, name="decode", kv=kv, **ARGUMENTS[kind])
+    shared = prompt(3 * WINDOW_TOKENS)
+    repetitive = prompt(20) * 5  # so that n-grams are found
+    prompts = [prompt(5), prompt(32), prompt(WINDOW_TOKENS + 60), prompt(600), repetitive]
+    prompts += [[*shared, *prompt(50, seed)] for seed in range(2)] + [prompt(600)]  # prefix hits, and a whole one
+    for number, tokens in enumerate(prompts):
+        body, key, alone = frames(tokens, 10), f"remote-{number}", f"alone-{number}"
+        await decode.decode(key, body, prefill.source(key))
+        await prefill.prefill(key, body)
+        found = await decode.done(key, 60)
+        await prefill.decode(alone, body)
+        assert found == await prefill.done(alone, 60), f"{len(tokens)} tokens"
+        stats = decode.stats[key]
+        assert stats.num_external_cached_tokens + stats.num_local_cached_tokens >= len(tokens) - 1
+        await prefill.idle()
+        await decode.idle()
+    totals = decode.engine.kv_totals
+    assert totals["pd_verified"] >= len(prompts) - 1 and not totals["pd_corrupt"] + totals["pd_receives_failed"]
+    await prefill.stop()
+    await decode.stop()
