@@ -192,8 +192,8 @@ class Connections(NixlPushConnectorWorker):
             self._signing.remove(request)
             self._carry_out_all([do.Tell(tell.engine, wire.Landed(request, digest), tell.peer), *rest])
 
-        self._signing.add(request)
         self._check(blocks, tell_signed)
+        self._signing.add(request)
 
     def _on_checksum(
         self, request: str, agent: str, expected: int, blocks: list[list[int]], found: int, now: float

@@ -55,6 +55,20 @@ def test_a_whole_push_is_told_as_landed_when_it_is_on_every_rank(unequal: Any) -
     assert unequal._get_new_notifs() == {"s"}
 
 
+def test_several_ranks_push_to_one_of_a_decode_engine_with_fewer(push: Any) -> None:
+    """Rank 3 of 4 has half of the heads of decode's rank 1 of 2, which waits for rank 2 as well."""
+    worker = push.FakeWorker(3, 4)
+    worker.know("D", 2, [1])
+    decode = wire.Endpoint("D", "host", 1, 2)
+    worker.step(started=[Started("s", 2, 32)])
+    worker.hear("D/1", order("s", 7, 8, decode=decode))
+    worker.step(computed=[Computed("s", 0, 0, ((1, 2),), True)], finished=[Finished("s", True, True)])
+    assert len(worker.nixl_wrapper.writes) == 1
+    worker.end_writes()
+    assert worker.nixl_wrapper.sent == [("D/1", wire.Landed("r-s"))]
+    assert worker._get_new_notifs() == {"s"}
+
+
 def test_a_whole_push_that_fails_at_one_rank_is_gone_once_its_other_writes_are_over(unequal: Any) -> None:
     unequal.nixl_wrapper.broken, unequal.handshakes = {"D/1"}, [None]
     prefill(unequal, "s")
