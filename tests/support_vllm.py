@@ -13,7 +13,7 @@ from typing import Any
 
 from orchestrator.config.settings import KVConfig
 from orchestrator.types import KVSource
-from workers.arguments import free_port
+from orchestrator.wire.addresses import free_ports
 from workers.engine import EngineInfo, EngineLoad, EngineRequest, Phase
 
 BLOCK_SIZE = 32
@@ -125,7 +125,7 @@ class Driver:
         from workers.vllm_engine.engine import VllmEngine
 
         cores = args.pop("cores", None)
-        kv_port = args.pop("kv_port", None) or free_port("127.0.0.1")
+        kv_port = args.pop("kv_port", None) or next(free_ports("127.0.0.1"))
         defaults = {
             "skip_tokenizer_init": True,
             "dtype": "float32",

@@ -21,6 +21,7 @@ from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import IncompatibleWorker, Left, Ordered, Registry, Resync
 from orchestrator.types import Role, WorkerInfo
+from orchestrator.wire.addresses import Listening
 from orchestrator.wire.curve import KeyPair
 from orchestrator.wire.messages import EngineCrashed
 from orchestrator.wire.ticks import ticks
@@ -29,7 +30,7 @@ from workers.attempts import Attempts
 from workers.claims import ClaimLoop
 from workers.engine import Engine, EngineDead, EngineInfo
 from workers.lifecycle import Drain, Life, Lifecycle, Moves
-from workers.peers import FRONTEND_GONE_S, FRONTENDS_CHECK_S, Frontends, Peers, listening
+from workers.peers import FRONTEND_GONE_S, FRONTENDS_CHECK_S, Frontends, Peers, refuse_twin
 from workers.prefills import Prefills
 from workers.reports import LoadReporter, PrefixReporter
 from workers.serving import Serving
@@ -44,22 +45,14 @@ class EngineStartFailed(RuntimeError):
     """The engine did not start. One line."""
 
 
-class IdInUse(RuntimeError):
-    """Another living worker has this id. One line."""
-
-
-def in_use(other: WorkerInfo) -> IdInUse:
-    return IdInUse(f"worker id {other.id!r} is in use by process {other.pid} on {other.host}; choose another --id")
-
-
 class Agent:
     """`run()` once. `request_stop` may be called from a signal handler on the loop."""
 
-    def __init__(self, engine: Engine, redis: Redis, config: Config, worker_id: str, role: Role, host: str) -> None:
+    def __init__(self, engine: Engine, redis: Redis, config: Config, worker_id: str, role: Role, at: Listening) -> None:
         self.worker_id = worker_id
         self.life = Lifecycle(role)
         self.info: WorkerInfo | None = None
-        self._engine, self._config, self._host = engine, config, host
+        self._engine, self._config, self._listening = engine, config, at
         self._registry = Registry(redis, config.namespace)
         self._queue = PrefillQueue(redis, config.namespace, config.queue, worker_id)
         self._attempts = Attempts()
@@ -79,7 +72,7 @@ class Agent:
         if engine_info is None:
             return EXIT_LEFT
         self._keys = KeyPair.new() if self._config.security.mesh == "curve" else None
-        self._transport = WorkerTransport(self._host, keys=self._keys, read_frontends=self._frontend_keys)
+        self._transport = WorkerTransport(self._listening, keys=self._keys, read_frontends=self._frontend_keys)
         self.info = self._describe(engine_info, started_at)
         self._build(self.info)
         return await self._serve()
@@ -89,7 +82,7 @@ class Agent:
             id=self.worker_id,
             role=self.life.role,
             state=self.life.registered,
-            host=self._host,
+            host=self._listening.reached_at,
             pid=os.getpid(),
             process=own_identity(),
             request_address=self._transport.request_address,
@@ -249,7 +242,7 @@ class Agent:
         self.life.enter(Life.READY)
         while not self._ended.is_set():
             try:
-                await self._refuse_twin()
+                await refuse_twin((await self._registry.workers()).get(self.worker_id))
                 await self._registry.join(self._current(), self._config.workers.timeout_s)
                 self.joined = True
                 break
@@ -264,12 +257,6 @@ class Agent:
             self.info.blocks_total,
             self.info.identity.block_size,
         )
-
-    async def _refuse_twin(self) -> None:
-        """A predecessor's entry outlives it by seconds; a living twin would fight over the entry for ever."""
-        other = (await self._registry.workers()).get(self.worker_id)
-        if other is not None and await listening(other.request_address):
-            raise in_use(other)
 
     def _current(self) -> WorkerInfo:
         assert self.info is not None

@@ -7,24 +7,30 @@ Starts nothing.
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import os
-import random
 import re
 import secrets
 import socket
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 import msgspec
 
 from orchestrator.config.engine_args import check_stages, engine_args
-from orchestrator.config.settings import Config, ConfigError, check_mesh, check_name, load_config, parse_config
+from orchestrator.config.settings import (
+    Config,
+    ConfigError,
+    check_mesh,
+    check_name,
+    load_config,
+    parse_config,
+    port_range,
+)
 from orchestrator.types import Role
-
-_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_LOWEST_PORT = 10_000
+from orchestrator.wire.addresses import Listening, address_towards, is_local, is_unspecified, resolve
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
@@ -33,7 +39,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     worker_id: str
     role: Role
     redis_url: str
-    host: str  # address that frontends and other workers reach this worker at
+    bind: str  # address that it listens at
+    advertise: str | None  # where frontends and other workers reach it; None: as workers.advertise says by default
     config: Config
     engine_args: dict[str, Any]  # of vLLM
     kv_port: int = 0  # 0 takes a free one
@@ -68,13 +75,14 @@ def parse(role: Role, arguments: list[str]) -> WorkerSettings:
         raise ConfigError(
             f"{passed_through[0]}: unknown argument; the simulated engine is set up by `sim:` in the --config file"
         )
-    host = options.host or config.workers.host
-    check_mesh(config, host)
+    bind = options.bind or config.workers.bind
+    check_mesh(config, bind)
     return WorkerSettings(
         worker_id=_made_up_id(role) if options.id is None else check_name("--id", options.id),
         role=role,
         redis_url=options.redis,
-        host=host,
+        bind=bind,
+        advertise=options.advertise or config.workers.advertise,
         config=config,
         engine_args=merged,
         kv_port=options.kv_port,
@@ -96,7 +104,8 @@ def _parser(role: Role) -> argparse.ArgumentParser:
     parser.add_argument("--namespace", help="fleets of different namespaces ignore each other")
     parser.add_argument("--id", help="unique in the fleet; by default made up")
     parser.add_argument("--engine", help="vllm or sim")
-    parser.add_argument("--host", help="address that frontends and other workers reach this worker at")
+    parser.add_argument("--bind", help="address that this worker listens at; 0.0.0.0 or :: for all of this host")
+    parser.add_argument("--advertise", help="address or name that frontends and other workers reach it at")
     parser.add_argument("--config", type=Path, help="the fleet's YAML file")
     parser.add_argument("--kv-port", type=int, default=0, help="port for KV handshakes; 0 takes a free one")
     parser.add_argument("--cores", help="CPU cores to compute on, as 0,1")
@@ -136,33 +145,19 @@ def _cores(text: str | None) -> list[int]:
     return cores
 
 
-def free_port(host: str) -> int:
-    """A port that nobody uses now, and that the kernel gives to no outgoing connection while the engine loads.
-
-    Raises OSError when `host` is not an address of this machine.
-    """
-    for port in random.sample(range(_LOWEST_PORT, _first_ephemeral_port()), 100):
-        if _is_free(host, port):
-            return port
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
-def _first_ephemeral_port() -> int:
+def listening_at(settings: WorkerSettings) -> Listening:
+    """Where this worker listens, and the address that it is registered with. Raises ConfigError."""
+    bind, redis = settings.bind, urlsplit(settings.redis_url).hostname
+    given = settings.advertise or (address_towards(redis or "127.0.0.1") if is_unspecified(bind) else bind)
     try:
-        first = int(_EPHEMERAL_PORTS.read_text().split()[0])
-    except (OSError, ValueError):
-        first = 32_768  # Linux's default
-    return max(first, _LOWEST_PORT + 1000)
-
-
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return False
-            raise
-    return True
+        address, local_redis = resolve(given), is_local(settings.redis_url)
+    except OSError as error:
+        raise ConfigError(f"workers.advertise: {given!r} has no address ({error.strerror})") from None
+    if is_unspecified(address):
+        raise ConfigError(f"workers.advertise: expected the address of one host, got {given!r}")
+    if ip_address(address).is_loopback and not local_redis:
+        raise ConfigError(
+            f"workers.bind: {given} is reached from this host alone, but Redis is elsewhere ({redis}); set it to an "
+            f"address of this host ({address_towards(redis or '')} leads to Redis), or to 0.0.0.0 for all"
+        )
+    return Listening(bind, address, port_range(settings.config))

@@ -21,10 +21,11 @@ from orchestrator.parent import EXIT_AGAIN, die_with_parent, has_ended, own_iden
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.registry import IncompatibleWorker, Registry
 from orchestrator.types import Role
-from workers.agent import Agent, EngineStartFailed, IdInUse, in_use
-from workers.arguments import WorkerSettings, free_port, parse
+from orchestrator.wire.addresses import Listening, hold_port
+from workers.agent import Agent, EngineStartFailed
+from workers.arguments import WorkerSettings, listening_at, parse
 from workers.engine import Engine
-from workers.peers import listening
+from workers.peers import IdInUse, refuse_twin
 
 log = logging.getLogger("pd.worker")
 
@@ -72,11 +73,13 @@ def main(role: Role, arguments: list[str]) -> int:
 async def _run(parsed: WorkerSettings) -> int:
     """Raises ConfigError, RedisAway, IncompatibleWorker, IdInUse, EngineStartFailed, OSError."""
     config = parsed.config
+    listening = listening_at(parsed)
     try:
-        free_port(parsed.host)
+        held, free_port = hold_port(listening.bind, listening.ports)
     except OSError as error:
         raise ConfigError(
-            f"--host (workers.host): cannot listen on {parsed.host!r} ({error.strerror}); name an address of its own"
+            f"--bind (workers.bind), workers.ports: cannot listen at {parsed.bind!r} ({error.strerror}); name an "
+            "address of this host, or more ports"
         ) from None
     redis = await connect(parsed.redis_url, config.redis.timeout_s)
     holding: asyncio.Task[None] | None = None
@@ -84,7 +87,8 @@ async def _run(parsed: WorkerSettings) -> int:
         if not parsed.id_claimed:
             await _claim_id(Registry(redis, config.namespace), parsed)
         await redis.aclose()  # it connects again when needed: an engine process may be forked now, and inherit it
-        agent = Agent(_engine(parsed), redis, config, parsed.worker_id, parsed.role, parsed.host)
+        engine = _engine(parsed, listening, parsed.kv_port or free_port)
+        agent = Agent(engine, redis, config, parsed.worker_id, parsed.role, listening)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, agent.request_stop)
@@ -96,6 +100,7 @@ async def _run(parsed: WorkerSettings) -> int:
             holding.cancel()
             await asyncio.gather(holding, return_exceptions=True)
         await redis.aclose()
+        held.close()
 
 
 async def _claim_id(registry: Registry, parsed: WorkerSettings) -> None:
@@ -104,8 +109,7 @@ async def _claim_id(registry: Registry, parsed: WorkerSettings) -> None:
     if await registry.claim_id(own_identity(), parsed.role, ttl_s, worker_id):
         return
     other = await registry.worker(worker_id)
-    if other is not None and not has_ended(other.process) and await listening(other.request_address):
-        raise in_use(other)
+    await refuse_twin(other)
     # Its predecessor's entry, or claim, outlives it by seconds.
     for holder, ids in (await registry.launchers()).items():
         if worker_id in ids and has_ended(holder):
@@ -137,13 +141,15 @@ async def _tell(parsed: WorkerSettings, what: Callable[[Registry], Awaitable[Non
             await redis.aclose()
 
 
-def _engine(parsed: WorkerSettings) -> Engine:
+def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engine:
     config = parsed.config
     # Unique per process start, so that a restarted worker is never taken for its predecessor.
     engine_id = f"{parsed.worker_id}-{uuid.uuid4().hex[:8]}"
     common: dict[str, Any] = {
         "engine_id": engine_id,
-        "kv_host": parsed.host,
+        "kv_host": listening.bind,
+        "kv_advertise": listening.reached_at,
+        "kv_port": kv_port,
         "kv": config.kv,
         "prefix_events": config.routing.prefix_index,
     }
@@ -153,13 +159,13 @@ def _engine(parsed: WorkerSettings) -> Engine:
         if parsed.cores:
             os.sched_setaffinity(0, parsed.cores)
         log.info("simulated engine: times and tokens are made up")
-        return SimEngine(config.sim, config.model, kv_port=parsed.kv_port, **common)
+        return SimEngine(config.sim, config.model, **common)
     from orchestrator.config.model import resolve_model
     from workers.vllm_engine.engine import VllmEngine
 
-    kv_port = parsed.kv_port or free_port(parsed.host)
-    model = resolve_model(config.model)
-    return VllmEngine(model, parsed.engine_args, kv_port=kv_port, cores=parsed.cores or None, **common)
+    if config.workers.ports is not None:
+        os.environ.setdefault("UCX_TCP_PORT_RANGE", config.workers.ports)
+    return VllmEngine(resolve_model(config.model), parsed.engine_args, cores=parsed.cores or None, **common)
 
 
 def _set_up_logging(worker_id: str) -> None:

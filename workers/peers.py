@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+from orchestrator.parent import has_ended
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Changed, Joined, Left, Registry, RegistryEvent, Resync
 from orchestrator.types import WorkerInfo
@@ -28,6 +29,18 @@ FRONTENDS_CHECK_S, FRONTEND_GONE_S = 0.25, 1.0
 PROBE_TIMEOUT_S = 1.0
 PROBE_INTERVAL_S = 0.5
 MAX_LOST = 10_000  # attempts of one frontend that it is told of when it is connected again
+
+
+class IdInUse(RuntimeError):
+    """Another living worker has this id. One line."""
+
+
+async def refuse_twin(other: WorkerInfo | None) -> None:
+    """`other` is registered under our id. A predecessor's entry outlives it by seconds, but a living twin would fight
+    over the entry for ever. Raises IdInUse.
+    """
+    if other is not None and not has_ended(other.process) and await listening(other.request_address):
+        raise IdInUse(f"worker id {other.id!r} is in use by process {other.pid} on {other.host}; choose another --id")
 
 
 class Frontends:

@@ -27,6 +27,7 @@ class PushOptions:
     timeout_s: float = 30.0  # decode waits this long for KV, or news of its prefill, before it recomputes
     lease_s: float = 30.0  # prefill keeps finished blocks this long for a decode that has not registered
     verify: bool = False  # compare checksums of both ends' blocks
+    advertise: str = ""  # where peers reach this engine; empty: where it listens
     writer_cores: tuple[int, ...] = ()  # where the thread that writes may run; none: where its process may
 
     @classmethod
@@ -42,7 +43,10 @@ class PushOptions:
             raise ValueError(f"kv.transfer_timeout_s: expected a number > 0, got {timeout_s}")
         lease_s = float(config.get_from_extra_config("kv_lease_s", timeout_s))
         verify = bool(config.get_from_extra_config("verify", cls.verify))
-        return cls(transfer, timeout_s, lease_s, verify, tuple(config.get_from_extra_config("writer_cores", ())))
+        advertise = str(config.get_from_extra_config("advertise", cls.advertise))
+        return cls(
+            transfer, timeout_s, lease_s, verify, advertise, tuple(config.get_from_extra_config("writer_cores", ()))
+        )
 
 
 @dataclass(frozen=True)

@@ -60,9 +60,9 @@ class PushScheduler(NixlPushConnectorScheduler):
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self.options = PushOptions.of(vllm_config)
-        self._endpoint = Endpoint(
-            engine_id, self.side_channel_host, self.side_channel_port, vllm_config.parallel_config.tensor_parallel_size
-        )
+        host = self.options.advertise or self.side_channel_host
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        self._endpoint = Endpoint(engine_id, host, self.side_channel_port, ranks)
         # One plain attention group, computed on one pipeline stage, can be shipped by block position as it grows.
         # Anything else is shipped whole, when vLLM hands over the final block lists.
         self.by_position = (

@@ -71,7 +71,12 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # vLLM engine arguments for every worker: {tensor_parallel_size: 2, max_model_len: 8192}
     engine_args: dict[str, Any] = {}
     env: dict[str, str] = {}
-    host: str = "127.0.0.1"  # address that frontends and other workers reach these workers at
+    bind: str = "127.0.0.1"  # address that workers listen at; 0.0.0.0 or "::" for all of their host
+    # Where frontends and other workers reach them, an address or a name. Default: `bind`, or, where that is all
+    # addresses, the one that leads to Redis.
+    advertise: str | None = None
+    # The ports that workers listen at, as 20000-20999; three for each, and those of UCX. Default: any that are free.
+    ports: Annotated[str, Meta(pattern=r"^\d{1,5}-\d{1,5}\Z")] | None = None
     heartbeat_s: Seconds = 1.0
     timeout_s: Seconds = 4.0  # a worker that is silent for this long is gone
     start_timeout_s: Seconds = 900.0
@@ -260,8 +265,19 @@ def parse_config(tree: dict[str, Any]) -> Config:
             f"ratio.window_s: expected at least two times ratio.interval_s ({config.ratio.interval_s:g}), "
             f"got {config.ratio.window_s:g}"
         )
-    check_mesh(config, config.workers.host)
+    check_mesh(config, config.workers.bind)
+    port_range(config)
     return config
+
+
+def port_range(config: Config) -> range | None:
+    """The ports that workers may listen at; None for any. Raises ConfigError."""
+    if config.workers.ports is None:
+        return None
+    first, last = (int(port) for port in config.workers.ports.split("-"))
+    if not 0 < first <= last < 65536:
+        raise ConfigError(f"workers.ports: expected FIRST-LAST from 1 to 65535, got {config.workers.ports!r}")
+    return range(first, last + 1)
 
 
 def check_mesh(config: Config, host: str) -> None:
@@ -305,6 +321,7 @@ def _kind(value: object) -> str:
 
 
 _GONE = {
+    "workers.host": "it is workers.bind now, and workers.advertise where others reach the workers by another address",
     "queue.order": "there is one order: remove it, and take 1 from queue.weight where it was slack",
     "routing.placement": "remove it: by length is routing.remote_prefill_min_tokens, without it by predicted times",
 }

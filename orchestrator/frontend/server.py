@@ -45,12 +45,12 @@ from orchestrator.frontend.wiring import FleetConnection, unless_ended
 from orchestrator.parent import die_with_parent, report_exit
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.types import Role
+from orchestrator.wire.addresses import address_towards, in_url
 
 log = logging.getLogger("pd.frontend")
 
 MAX_DESCRIPTORS = 65_535
 _END_S = 2.0  # from the end of the last request to the end of the process
-_ANY_PORT = 6379
 # A frontend has no engine: what says where an engine's weights and memory go is not its business.
 _ENGINE_ONLY = ("tensor_parallel", "pipeline_parallel", "data_parallel", "distributed_", "kv_cache_memory", "gpu_")
 
@@ -117,19 +117,8 @@ def advertised_url(config: Config, bound: tuple[str, int], redis_url: str) -> st
     """Where others reach this frontend. For one that listens on all addresses: at that which leads to Redis."""
     host, port = bound
     if ipaddress.ip_address(host).is_unspecified:
-        host = _address_towards(urlsplit(redis_url).hostname or "127.0.0.1")
-    return f"{'https' if uses_tls(config) else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _address_towards(host: str) -> str:
-    """This machine's address on the way to `host`. Nothing is sent: a datagram socket only looks up the route."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"
+        host = address_towards(urlsplit(redis_url).hostname or "127.0.0.1")
+    return f"{'https' if uses_tls(config) else 'http'}://{in_url(host)}:{port}"
 
 
 def grace_s(stop_timeout_s: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import logging
 from typing import Any, cast
@@ -11,6 +12,7 @@ import zmq
 import zmq.asyncio
 
 from orchestrator.wire import messages
+from orchestrator.wire.addresses import Listening, free_ports, in_url
 
 log = logging.getLogger("pd.transport")
 
@@ -103,6 +105,21 @@ def check_address(address: str) -> None:
         raise AddressError(f"{address!r} is not an address like tcp://127.0.0.1:5000") from None
 
 
-def bind(socket: zmq.asyncio.Socket, host: str, port: int) -> str:
-    socket.bind(f"tcp://{host}:{port or '*'}")
-    return cast(bytes, socket.getsockopt(zmq.LAST_ENDPOINT)).decode()
+def connect(socket: zmq.asyncio.Socket, address: str) -> None:
+    socket.setsockopt(zmq.IPV6, "[" in address)  # read when a connection is made; with it IPv4 would be shown as IPv6
+    socket.connect(address)
+
+
+def bind(socket: zmq.asyncio.Socket, listening: Listening) -> int:
+    """Listen at a free port. Returns it. Raises OSError."""
+    host = listening.bind
+    socket.setsockopt(zmq.IPV6, ":" in host)
+    for port in free_ports(host, listening.ports):
+        try:
+            socket.bind(f"tcp://{in_url(host)}:{port}")
+        except zmq.ZMQError as error:
+            if error.errno != errno.EADDRINUSE:  # else somebody was quicker
+                raise
+            continue
+        return port
+    raise OSError(errno.EADDRINUSE, f"no free port of workers.ports at {host}")

@@ -24,6 +24,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from orchestrator.wire import messages
+from orchestrator.wire.addresses import Listening, in_url
 from orchestrator.wire.curve import Gate, KeyPair, ReadFrontends, use_as_client, use_as_server
 from orchestrator.wire.messages import Hello, MessageError, Published, ToFrontend, ToWorker
 from orchestrator.wire.sockets import (
@@ -33,6 +34,7 @@ from orchestrator.wire.sockets import (
     bind,
     check_address,
     configure,
+    connect,
     monitor,
     send,
 )
@@ -58,9 +60,7 @@ class WorkerTransport:
 
     def __init__(
         self,
-        host: str,
-        request_port: int = 0,
-        load_port: int = 0,
+        listening: Listening,
         *,
         keys: KeyPair | None,
         read_frontends: ReadFrontends | None = None,
@@ -85,8 +85,9 @@ class WorkerTransport:
                 self._watching.append(asyncio.create_task(_log_refused(refused)))
         else:
             self._requests.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a frontend that connects again keeps its identity
-        self.request_address = bind(self._requests, host, request_port)
-        self.load_address = bind(self._published, host, load_port)
+        reached = f"tcp://{in_url(listening.reached_at)}"
+        self.request_address = f"{reached}:{bind(self._requests, listening)}"
+        self.load_address = f"{reached}:{bind(self._published, listening)}"
 
     async def receive(self) -> tuple[str, ToWorker, list[bytes]]:
         """The next message as (frontend id, message, payload). Corrupt ones are logged, counted and skipped."""
@@ -196,8 +197,8 @@ class FrontendTransport:
             for socket in (self._requests, self._published):
                 socket.setsockopt(zmq.CURVE_SERVERKEY, key.encode())
         self._requests.setsockopt(zmq.CONNECT_ROUTING_ID, connection.route)
-        self._requests.connect(request_address)
-        self._published.connect(load_address)
+        connect(self._requests, request_address)
+        connect(self._published, load_address)
 
     def disconnect(self, worker_id: str) -> None:
         connection = self._by_worker.pop(worker_id, None)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from support_workers import ROOT, Workers, until
 
@@ -34,11 +36,11 @@ from workers.main import main
         (["--redis", "redis://h", "--model", "m", "--cores", "99999"], "--cores: core 99999 is not available"),
         (["--redis", "redis://h", "--model", "m", "--kv-port", "x"], "--kv-port: invalid int value: 'x'"),
         (
-            ["--redis", "redis://127.0.0.1:1", "--model", "m", "--engine", "sim", "--host", "192.0.2.7"],
-            "--host (workers.host): cannot listen on '192.0.2.7'",
+            ["--redis", "redis://127.0.0.1:1", "--model", "m", "--engine", "sim", "--bind", "192.0.2.7"],
+            "--bind (workers.bind), workers.ports: cannot listen at '192.0.2.7'",
         ),
         (
-            ["--redis", "redis://h", "--config", "open-mesh.yaml", "--host", "192.0.2.7"],
+            ["--redis", "redis://h", "--config", "open-mesh.yaml", "--bind", "192.0.2.7"],
             "security.mesh: none lets whoever reaches 192.0.2.7 use the workers",
         ),
     ],
@@ -265,3 +267,55 @@ def test_vllm_arguments_are_parsed_by_vllm() -> None:
         vllm_arguments(["--max-model-len", "many"])
     with pytest.raises(ConfigError, match="--no-such-thing"):
         vllm_arguments(["--no-such-thing", "1"])
+
+
+async def test_ports_come_from_the_range_and_ipv6_works(workers: Workers) -> None:
+    """Two workers at ::1 hand KV over; every port that they and their engines listen at is of `workers.ports`."""
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this host has no IPv6")
+    ports = range(21000, 21050)
+    workers.tree["workers"] = {**workers.tree.get("workers", {}), "ports": "21000-21049", "bind": "::1"}
+    prefill, decode = await workers.spawn(Role.PREFILL), await workers.spawn(Role.DECODE)
+    for worker in (prefill, decode):
+        info = await workers.registered(worker.id)
+        assert info.host == info.kv.host == "::1"
+        assert info.request_address.startswith("tcp://[::1]:") and info.load_address.startswith("tcp://[::1]:")
+        listens = {c.laddr.port for c in psutil.Process(worker.process.pid).net_connections() if c.status == "LISTEN"}
+        assert listens == {int(a.rpartition(":")[2]) for a in (info.request_address, info.load_address)} | {
+            info.kv.port
+        }
+        assert listens <= set(ports)
+    frontend = await workers.frontend(prefill, decode)
+    frontend.decode = decode.id
+    request = frontend.new([1, *range(300)])
+    await frontend.enqueue(request)
+    await frontend.finished(request)
+
+
+async def test_what_is_advertised_is_registered_and_what_nobody_reaches_is_refused(
+    workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = await workers.spawn(Role.DECODE, "--bind", "0.0.0.0", "--advertise", "localhost")
+    info = await workers.registered(worker.id)
+    assert info.host == info.kv.host == "127.0.0.1" and info.request_address.startswith("tcp://127.0.0.1:")
+    everywhere = await workers.spawn(Role.DECODE, "--bind", "0.0.0.0")
+    assert (await workers.registered(everywhere.id)).host == "127.0.0.1", "the address that leads to Redis"
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ([], "workers.bind: 127.0.0.1 is reached from this host alone, but Redis is elsewhere (192.0.2.9); set it to"),
+        (["--advertise", "no-such-name.invalid"], "workers.advertise: 'no-such-name.invalid' has no address"),
+        (["--bind", "0.0.0.0", "--advertise", "0.0.0.0"], "workers.advertise: expected the address of one host"),
+    ],
+)
+def test_an_address_that_cannot_work_is_one_line(
+    more: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--redis", "redis://192.0.2.9:6379", "--model", "m", "--engine", "sim"]
+    assert main(Role.DECODE, [*arguments, *more]) == 2
+    assert line in capsys.readouterr().err

@@ -56,6 +56,7 @@ class SimEngine:
         engine_id: str | None = None,
         kv_host: str = "127.0.0.1",
         kv_port: int = 0,
+        kv_advertise: str = "",
         kv: KVConfig | None = None,
         prefix_events: bool = False,
     ) -> None:
@@ -68,7 +69,7 @@ class SimEngine:
             )
         self._config, self._model = config, model
         self._engine_id = engine_id or f"sim-{uuid.uuid4().hex[:12]}"
-        self._host, self._port = kv_host, kv_port
+        self._host, self._port, self._advertise = kv_host, kv_port, kv_advertise or kv_host
         self._codec = SimCodec()
         self._scheduler = SimScheduler(config)
         self._transfers = SimTransfers(self._scheduler, kv or KVConfig(), self._engine_id, self._wake_up)
@@ -81,7 +82,7 @@ class SimEngine:
 
     async def start(self) -> EngineInfo:
         """Raises OSError when the KV port is taken."""
-        port = await self._transfers.listen(self._host, self._port)
+        port = await self._transfers.listen(self._host, self._port, self._advertise)
         self._task = asyncio.create_task(self._run(), name="sim-engine")
         config = self._config
         identity = EngineIdentity(
@@ -96,7 +97,7 @@ class SimEngine:
         )
         return EngineInfo(
             identity=identity,
-            kv=KVEndpoint(engine_id=self._engine_id, host=self._host, port=port),
+            kv=KVEndpoint(engine_id=self._engine_id, host=self._advertise, port=port),
             blocks_total=config.blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,

@@ -44,10 +44,10 @@ class SimTransfers:
         self._bytes_sent = self._transfers = self._failures = self._bad_messages = 0
         self._transfer_s = 0.0
 
-    async def listen(self, host: str, port: int) -> int:
-        """Returns the port. Raises OSError."""
+    async def listen(self, host: str, port: int, advertise: str) -> int:
+        """Peers reach it at `advertise`. Returns the port. Raises OSError."""
         port = await self._connections.listen(host, port)
-        self._here = wire.Endpoint(self._here.engine_id, host, port)
+        self._here = wire.Endpoint(self._here.engine_id, advertise, port)
         return port
 
     async def close(self) -> None:

@@ -30,8 +30,9 @@ _STOP_TIMEOUT_S = 5.0
 class VllmEngine:
     """See `workers.engine.Engine`. One engine core (any TP/PP), in its own process, per object.
 
-    `engine_args` are AsyncEngineArgs fields. `kv_port` must be free (`kv_port + dp_index` is bound); `cores` pins a
-    CPU engine. `prefix_events`: steps say what changed in the prefix cache.
+    `engine_args` are AsyncEngineArgs fields. `kv_port` must be free (`kv_port + dp_index` is bound); it is served at
+    `kv_host`, and peers reach it at `kv_advertise`. `cores` pins a CPU engine. `prefix_events`: steps say what changed
+    in the prefix cache.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class VllmEngine:
         engine_id: str,
         kv_host: str,
         kv_port: int,
+        kv_advertise: str = "",
         kv: KVConfig,
         cores: list[int] | None = None,
         prefix_events: bool = False,
@@ -49,6 +51,7 @@ class VllmEngine:
         self._model = model
         self._engine_args = engine_args
         self._engine_id, self._kv_host, self._kv_port, self._kv = engine_id, kv_host, kv_port, kv
+        self._kv_advertise = kv_advertise or kv_host
         self._cores = cores
         self._prefix_events = prefix_events
         self._client: Any = None
@@ -106,7 +109,7 @@ class VllmEngine:
             identity=identity_of(self._model, config, facts["attention_backend"]),
             kv=KVEndpoint(
                 engine_id=self._engine_id,
-                host=self._kv_host,
+                host=self._kv_advertise,
                 port=self._kv_port,
                 tp_size=parallel.tensor_parallel_size,
                 pp_size=parallel.pipeline_parallel_size,
@@ -125,6 +128,7 @@ class VllmEngine:
             engine_id=self._engine_id,
             kv_host=self._kv_host,
             kv_port=self._kv_port,
+            kv_advertise=self._kv_advertise,
             kv=self._kv,
             prefix_events=self._prefix_events,
         )

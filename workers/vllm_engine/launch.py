@@ -39,6 +39,7 @@ def build_config(
     engine_id: str,
     kv_host: str,
     kv_port: int,
+    kv_advertise: str = "",
     kv: KVConfig,
     prefix_events: bool = False,
 ) -> VllmConfig:
@@ -75,6 +76,7 @@ def build_config(
             "transfer": kv.transfer,
             "kv_transfer_timeout_s": kv.transfer_timeout_s,
             "verify": kv.verify,
+            "advertise": kv_advertise,
             # On CPU a WRITE is a copy by whoever posts it: not on the cores that compute, where others are idle.
             "writer_cores": sorted(os.sched_getaffinity(0)) if current_platform.is_cpu() else [],
         },

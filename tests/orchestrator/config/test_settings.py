@@ -55,7 +55,7 @@ def test_there_are_examples_for_each_topology():
             "routing.remote_prefil_min_tokens: unknown key; `orchestrator config keys` lists the known ones",
         ),
         (
-            "model: demo\nsecurity: {mesh: none}\nworkers: {host: 10.0.0.5}",
+            "model: demo\nsecurity: {mesh: none}\nworkers: {bind: 10.0.0.5}",
             "security.mesh: none lets whoever reaches 10.0.0.5 use the workers; remove it, or set "
             "security.trust_network: true where nobody else is on that network",
         ),
@@ -129,6 +129,6 @@ def test_off_is_a_word_in_a_file_and_on_the_command_line(tmp_path):
 def test_an_open_mesh_needs_loopback_or_a_second_word(tmp_path):
     open_mesh = "model: demo\nsecurity: {mesh: none}"
     for host in ("127.0.0.1", "::1", "localhost"):
-        assert load(tmp_path, open_mesh, f"workers.host='{host}'").security.mesh == "none"
-    assert load(tmp_path, open_mesh, "workers.host=10.0.0.5", "security.trust_network=true").workers.host == "10.0.0.5"
-    assert load(tmp_path, "model: demo", "workers.host=10.0.0.5").security.mesh == "curve"
+        assert load(tmp_path, open_mesh, f"workers.bind='{host}'").security.mesh == "none"
+    assert load(tmp_path, open_mesh, "workers.bind=10.0.0.5", "security.trust_network=true").workers.bind == "10.0.0.5"
+    assert load(tmp_path, "model: demo", "workers.bind=10.0.0.5").security.mesh == "curve"

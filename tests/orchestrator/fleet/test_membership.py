@@ -12,6 +12,7 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Resync
 from orchestrator.types import EngineIdentity, KVEndpoint, Role, WorkerInfo, WorkerLoad, WorkerState
+from orchestrator.wire.addresses import Listening
 from orchestrator.wire.messages import Hello, Welcome
 from orchestrator.wire.transport import Disconnected, FrontendTransport, WorkerTransport
 
@@ -50,7 +51,7 @@ class LivingWorker:
     """A worker's sockets, answering greetings and publishing load."""
 
     def __init__(self, name, engine_id, load_address=""):
-        self.transport = WorkerTransport("127.0.0.1", keys=None)
+        self.transport = WorkerTransport(Listening("127.0.0.1"), keys=None)
         addresses = self.transport.request_address, load_address or self.transport.load_address
         self.info = worker_info(name, engine_id, *addresses)
         self.sequence = 0

@@ -11,6 +11,7 @@ import zmq
 import zmq.asyncio
 
 from orchestrator.wire import messages, transport
+from orchestrator.wire.addresses import Listening
 from orchestrator.wire.curve import KeyPair, use_as_client
 from orchestrator.wire.messages import MAX_FRAME_BYTES, Abort, Call, Hello, Welcome
 from orchestrator.wire.sockets import AddressError
@@ -28,7 +29,7 @@ class Fleet:
     def __init__(self):
         self.registered, self.away = {}, False
         self.keys = KeyPair.new()
-        self.worker = WorkerTransport("127.0.0.1", keys=self.keys, read_frontends=self._read)
+        self.worker = WorkerTransport(Listening("127.0.0.1"), keys=self.keys, read_frontends=self._read)
         self.context = zmq.asyncio.Context()
         self.frontends = []
 
@@ -241,7 +242,7 @@ async def test_connections_without_a_key_cost_nothing_that_lasts(fleet, monkeypa
     """Frames of 256 MiB are announced, and a part is sent: neither descriptors nor memory stay behind."""
     fleet.worker.close()
     monkeypatch.setattr("orchestrator.wire.sockets.HANDSHAKE_TIMEOUT_MS", 500)
-    fleet.worker = WorkerTransport("127.0.0.1", keys=fleet.keys, read_frontends=fleet._read)
+    fleet.worker = WorkerTransport(Listening("127.0.0.1"), keys=fleet.keys, read_frontends=fleet._read)
     address = fleet.worker.request_address if port == "requests" else fleet.worker.load_address
     fleet.frontend("member")
     await greeted(fleet, "member")

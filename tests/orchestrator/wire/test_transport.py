@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from orchestrator.types import WorkerLoad
+from orchestrator.wire.addresses import Listening
 from orchestrator.wire.curve import KeyPair, use_as_client
 from orchestrator.wire.messages import Abort, Hello, Rejected, Welcome
 from orchestrator.wire.sockets import AddressError
@@ -74,7 +75,7 @@ class Mesh:
 
     def worker(self):
         keys = KeyPair.new() if self.encrypted else None
-        worker = WorkerTransport("127.0.0.1", keys=keys, read_frontends=self.read)
+        worker = WorkerTransport(Listening("127.0.0.1"), keys=keys, read_frontends=self.read)
         worker.key = keys.public if keys else ""
         return worker
 

@@ -14,7 +14,7 @@ import pytest_asyncio
 from support_vllm import Driver, engine_pid, frames, tiny_model, until
 
 from orchestrator.config.settings import KVConfig
-from workers.arguments import free_port
+from orchestrator.wire.addresses import free_ports
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -122,7 +122,7 @@ async def test_a_peer_of_another_version_is_refused_in_both_directions(
 
 
 async def test_an_engine_that_restarted_at_the_same_address_is_another_one(model: Path, decode: Driver) -> None:
-    port = free_port("127.0.0.1")
+    port = next(free_ports("127.0.0.1"))
     first = await start(model, "first", kv_port=port)
     await ask(first, decode, "by-the-first")
     assert await right(decode, "by-the-first")

@@ -1,0 +1,121 @@
+"""Addresses and ports of this host: which lead where, which are free, and how they are written."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import random
+import socket
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST_PORT, _FIRST_EPHEMERAL = 10_000, 32_768  # Linux's default
+_TRIES = 100
+_ANY_PORT = 9  # of a datagram socket that sends nothing
+
+
+class Listening(NamedTuple):
+    """Where a process listens, and by which address others reach it there."""
+
+    bind: str
+    advertise: str = ""  # the same where it is empty
+    ports: range | None = None  # any that are free
+
+    @property
+    def reached_at(self) -> str:
+        return self.advertise or self.bind
+
+
+def in_url(host: str) -> str:
+    """An address as a URL has it: IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def is_unspecified(host: str) -> bool:
+    """All addresses of this host: 0.0.0.0 or ::."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def resolve(host: str) -> str:
+    """The address of a name; an address is its own. Raises OSError."""
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def is_local(url: str) -> bool:
+    """Whether a server's URL can be of this host only: a socket file, or a loopback address. Raises OSError."""
+    host = urlsplit(url).hostname
+    return host is None or ipaddress.ip_address(resolve(host)).is_loopback
+
+
+def address_towards(host: str) -> str:
+    """This host's address on the way to `host`. Nothing is sent: a datagram socket only looks up the route."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+def hold_port(host: str, ports: range | None = None) -> tuple[socket.socket, int]:
+    """A free port, kept from all who ask here until the socket is closed; one server may bind and listen meanwhile.
+
+    Raises OSError: no address of this host, or no free port.
+    """
+    for port in free_ports(host, ports):
+        held = socket.socket(_family(host))
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers bind: they listen, this does not
+        try:
+            held.bind((host, port))
+        except OSError:
+            held.close()
+            continue
+        return held, port
+    raise OSError(errno.EADDRINUSE, "no free port" if ports is None else f"no free port of {ports[0]} to {ports[-1]}")
+
+
+def free_ports(host: str, ports: range | None = None) -> Iterator[int]:
+    """Ports that nobody uses now, in any order: of `ports`, or of those that no outgoing connection is given.
+
+    Raises OSError when `host` is not an address of this host.
+    """
+    own = ports if ports is not None else range(_LOWEST_PORT, _first_ephemeral())
+    tried: Iterable[int] = random.sample(own, len(own) if ports is not None else min(len(own), _TRIES))
+    for port in tried:
+        if _is_free(host, port):
+            yield port
+    if ports is None:
+        with socket.socket(_family(host)) as probe:
+            probe.bind((host, 0))
+            port = int(probe.getsockname()[1])
+        yield port
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _first_ephemeral() -> int:
+    try:
+        first = int(_EPHEMERAL_PORTS.read_text().split()[0])
+    except (OSError, ValueError):
+        first = _FIRST_EPHEMERAL
+    return max(first, _LOWEST_PORT + 1000)
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket(_family(host)) as probe:
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise
+    return True
