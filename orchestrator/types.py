@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 
 import msgspec
+from msgspec.structs import astuple
 
 
 class Role(str, enum.Enum):
@@ -254,25 +255,20 @@ class QueueDepth(msgspec.Struct, frozen=True):
 
 
 class Offered(msgspec.Struct, frozen=True):
-    """Load that came since counting began, whether it was served or refused."""
+    """Load that came since counting began, whether it was served or refused, and how much of it was late."""
 
     requests: int = 0
     prefill_tokens: int = 0  # prompt tokens that no prefill worker had cached
     output_tokens: float = 0.0  # as expected when it came
+    ended: int = 0  # requests that were answered, failed or refused
+    late_first: int = 0  # of them, those whose first token missed slo.ttft_s, or never came
+    late_tokens: int = 0  # and those whose other tokens missed slo.tpot_s
 
     def __add__(self, other: Offered) -> Offered:
-        return Offered(
-            self.requests + other.requests,
-            self.prefill_tokens + other.prefill_tokens,
-            self.output_tokens + other.output_tokens,
-        )
+        return Offered(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __sub__(self, other: Offered) -> Offered:
-        return Offered(
-            self.requests - other.requests,
-            self.prefill_tokens - other.prefill_tokens,
-            self.output_tokens - other.output_tokens,
-        )
+        return Offered(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 class DesiredRatio(msgspec.Struct, frozen=True):

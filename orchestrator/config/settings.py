@@ -143,6 +143,17 @@ class RatioConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     backlog_s: Seconds = 30.0  # a backlog counts as load that must be done within this time
 
 
+class ScaleConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Whether the launcher changes how many workers there are in all: up to, and down to, the limits that are given."""
+
+    min_workers: Annotated[int, Meta(ge=1)] | None = None
+    max_workers: Annotated[int, Meta(ge=1)] | None = None
+    # The share of requests that are to meet slo.ttft_s and slo.tpot_s.
+    attainment: Annotated[float, Meta(gt=0, lt=1)] = 0.95
+    grow_after_s: Seconds = 60.0  # with fewer on time in this time workers are added
+    shrink_after_s: Seconds = 600.0  # with hardly any late in this time one is taken away
+
+
 class KVConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     transfer: Literal["chunk", "layer", "whole"] = "chunk"
     transfer_timeout_s: Seconds = 30.0  # decode recomputes a prompt of which it has heard nothing for this long
@@ -200,6 +211,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     slo: SLOConfig = SLOConfig()
     queue: QueueConfig = QueueConfig()
     ratio: RatioConfig = RatioConfig()
+    scale: ScaleConfig = ScaleConfig()
     kv: KVConfig = KVConfig()
     sim: SimConfig = SimConfig()
     launcher: LauncherConfig = LauncherConfig()
@@ -264,6 +276,14 @@ def parse_config(tree: dict[str, Any]) -> Config:
         raise ConfigError(
             f"ratio.window_s: expected at least two times ratio.interval_s ({config.ratio.interval_s:g}), "
             f"got {config.ratio.window_s:g}"
+        )
+    least, most = config.scale.min_workers, config.scale.max_workers
+    if least is not None and most is not None and least > most:
+        raise ConfigError(f"scale.max_workers: expected at least scale.min_workers ({least}), got {most}")
+    if config.scale.shrink_after_s < config.scale.grow_after_s:
+        raise ConfigError(
+            f"scale.shrink_after_s: expected at least scale.grow_after_s ({config.scale.grow_after_s:g}), "
+            f"got {config.scale.shrink_after_s:g}"
         )
     check_mesh(config, config.workers.bind)
     port_range(config)

@@ -16,6 +16,7 @@ import httpx
 from orchestrator.config.server_args import needs_client_certificate, uses_tls
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.console import Console
+from orchestrator.launch.fleet_size import FleetSize, Resize
 from orchestrator.launch.frontend_pool import FrontendPool
 from orchestrator.launch.host.leftovers import SharedMemory
 from orchestrator.launch.host.run_folder import StartedProcess
@@ -65,6 +66,7 @@ class FleetProcesses:
         self._registry = registry
         self._console = console
         self._note_started = note_started
+        self._size = FleetSize(config.scale)
         self._shared_memory = SharedMemory()
         self._looked_at = 0.0  # monotonic; when it was looked for
         self._ended: list[int] = []  # process groups whose shared memory is to be removed
@@ -176,11 +178,20 @@ class FleetProcesses:
         else:
             self.desired = snapshot.desired
         await self._pool.update(snapshot)
+        # Of several launchers one decides; its count of what is late begins when it becomes the first.
+        if self._size.is_on and min(snapshot.launchers, default="") == self._pool.launcher_id:
+            await self._resize(self._size.observe(snapshot), self.desired)
         while self._ended:  # in a thread: it reads what every process of this machine maps
             removed = await asyncio.to_thread(self._shared_memory.remove_of, self._ended.pop())
             if removed:
                 log.info("removed shared memory that a dead process left: %s", ", ".join(removed))
         self._note_processes()
+
+    async def _resize(self, resize: Resize | None, was: DesiredRatio) -> None:
+        if resize is not None:
+            sizes = f"{was.prefill}P{was.decode}D -> {resize.prefill}P{resize.decode}D"
+            log.info("scale: %s: %s", sizes, resize.why)
+            await self._registry.set_desired(resize.prefill, resize.decode, "objectives")
 
     def _note_processes(self) -> None:
         """Write down what runs, for the one that cleans up if this process is killed."""

@@ -50,6 +50,7 @@ class ActiveRequests:
         now = time.monotonic()
         if state is State.FINISHED:
             self._learning.finished(active, now)
+        self._learning.ended(active, state, now)
         active.move(state)
         del self.by_id[active.id]
         metrics.requests.labels(state.value).inc()

@@ -5,6 +5,7 @@ Reads requests, decides nothing. Times are the router's monotonic clock, seconds
 
 from __future__ import annotations
 
+from orchestrator.config.settings import SLOConfig
 from orchestrator.fleet.view import WorkerView
 from orchestrator.policy.candidate import DecodeChoice
 from orchestrator.policy.predict import Predictor
@@ -13,8 +14,8 @@ from orchestrator.types import Offered, RequestInfo
 
 
 class Learning:
-    def __init__(self, predictor: Predictor, choose: DecodeChoice) -> None:
-        self.predictor, self._choose = predictor, choose
+    def __init__(self, predictor: Predictor, choose: DecodeChoice, slo: SLOConfig = SLOConfig()) -> None:
+        self.predictor, self._choose, self._slo = predictor, choose, slo
         self.offered = Offered()
 
     def arrived(self, info: RequestInfo, uncached_tokens: int) -> None:
@@ -27,7 +28,18 @@ class Learning:
         """A request was refused before it was read. It counts like the mean of those before it."""
         so_far = self.offered
         mean_tokens = so_far.prefill_tokens // so_far.requests if so_far.requests else 0
-        self.offered += Offered(1, mean_tokens, self.predictor.output_tokens)
+        self.offered += Offered(1, mean_tokens, self.predictor.output_tokens, ended=1, late_first=1)
+
+    def ended(self, request: ActiveRequest, state: State, now: float) -> None:
+        """Call once for each request that was taken or refused. One whose client left says nothing about the fleet."""
+        if state is State.ABORTED:
+            return
+        late_first, late_tokens = True, False
+        first, count = request.answer.first_token_at, len(request.answer.tokens)
+        if state is State.FINISHED and first is not None:
+            late_first = first - request.accepted_at > self._slo.ttft_s
+            late_tokens = count > 1 and (now - first) / (count - 1) > self._slo.tpot_s
+        self.offered += Offered(ended=1, late_first=int(late_first), late_tokens=int(late_tokens))
 
     def claimed(self, request: ActiveRequest) -> None:
         if request.placed is not None and request.prefill is not None:

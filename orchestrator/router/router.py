@@ -66,7 +66,7 @@ class Router:
     ) -> None:
         self._routing, self._fleet, self._codec, self._prefixes = config.routing, fleet, codec, prefixes
         self._answers = Answers(codec, early_first_token=config.routing.first_token == "prefill")
-        self.learning = Learning(Predictor(prior_s_per_token=config.queue.seconds_per_token), choose)
+        self.learning = Learning(Predictor(prior_s_per_token=config.queue.seconds_per_token), choose, config.slo)
         self._decider = Decider(transport.frontend_id, config, fleet, queue, prefixes, choose, self.learning)
         self._dispatch = Dispatch(fleet, transport, queue)
         self.recent = Recent()

@@ -1,0 +1,122 @@
+"""How many workers there should be in all: more when too many requests miss the objectives, fewer when hardly any does.
+
+`resized` decides; `FleetSize` keeps what it decides on. How a total is split over time is the ratio's business.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from orchestrator.config.settings import ScaleConfig
+from orchestrator.launch.registry_watch import Snapshot
+from orchestrator.types import DesiredRatio, Offered, WorkerState
+
+_LEAST_REQUESTS = 20  # that say something about the share that is on time
+# A size at which too many were late is not gone back to for this many times `shrink_after_s`.
+_REMEMBERED_WINDOWS = 6
+_STEP_SHARE = 8  # at most an eighth of the fleet comes at once, and at least one worker
+
+
+class SizeSample(msgspec.Struct, frozen=True):
+    """What ended in one period, at one size with every worker ready."""
+
+    at: float  # monotonic seconds, end of the period
+    ended: int  # requests that were answered, failed or refused
+    late_first: int  # of them, those whose first token missed slo.ttft_s
+    late_tokens: int  # and those whose other tokens missed slo.tpot_s
+
+
+class Resize(NamedTuple):
+    prefill: int
+    decode: int
+    why: str  # with its numbers
+
+
+def resized(
+    samples: Sequence[SizeSample], desired: DesiredRatio, scale: ScaleConfig, late_at: Mapping[int, float], now: float
+) -> Resize | None:
+    """Another size, or None. `samples` are of the present size; `late_at`: when another size last had too many late.
+
+    It grows by what the last `scale.grow_after_s` show, on the side whose objective is missed more often; it shrinks
+    by one after `scale.shrink_after_s` in which far more were on time than `scale.attainment` asks for, unless it has
+    been found too small at that size (hysteresis: a fleet at its limit must not go up and down).
+    """
+    total = desired.prefill + desired.decode
+    recent = [sample for sample in samples if sample.at > now - scale.grow_after_s]
+    if _covered(samples, scale.grow_after_s, now) and _ended(recent) >= _LEAST_REQUESTS:
+        if _attained(recent) < scale.attainment and scale.max_workers is not None and total < scale.max_workers:
+            step = min(max(1, total // _STEP_SHARE), scale.max_workers - total)
+            first, others = sum(s.late_first for s in recent), sum(s.late_tokens for s in recent)
+            prefill = desired.prefill + (step if desired.prefill and first >= others else 0)
+            why = f"{first} first tokens and {others} answers were late, of {_ended(recent)} requests"
+            return Resize(prefill, total + step - prefill, f"{why} in {scale.grow_after_s:g} s")
+    far_above = (1 + scale.attainment) / 2
+    of_prefill = desired.prefill > 1 and (desired.prefill >= desired.decode or desired.decode == 1)
+    able = of_prefill or desired.decode > 1
+    may_shrink = able and scale.min_workers is not None and total > scale.min_workers
+    remembered = late_at.get(total - 1, -float("inf")) > now - _REMEMBERED_WINDOWS * scale.shrink_after_s
+    if not may_shrink or remembered or not _covered(samples, scale.shrink_after_s, now):
+        return None
+    long = [sample for sample in samples if sample.at > now - scale.shrink_after_s]
+    if _attained(long) < far_above or (_ended(recent) and _attained(recent) < far_above):
+        return None
+    prefill = desired.prefill - of_prefill
+    why = f"{_attained(long):.1%} of {_ended(long)} requests were on time in {scale.shrink_after_s:g} s"
+    return Resize(prefill, total - 1 - prefill, why)
+
+
+def _covered(samples: Sequence[SizeSample], window_s: float, now: float) -> bool:
+    return bool(samples) and samples[0].at <= now - window_s
+
+
+def _ended(samples: Sequence[SizeSample]) -> int:
+    return sum(sample.ended for sample in samples)
+
+
+def _attained(samples: Sequence[SizeSample]) -> float:
+    """The share that was on time; 1 while nothing ended. One that was late twice counts once at most as late."""
+    late = sum(min(sample.ended, sample.late_first + sample.late_tokens) for sample in samples)
+    return 1 - late / _ended(samples) if _ended(samples) else 1.0
+
+
+class FleetSize:
+    """Takes every reading of the registry, says when the size should change."""
+
+    def __init__(self, scale: ScaleConfig) -> None:
+        self._scale = scale
+        self._samples: deque[SizeSample] = deque()
+        self._counted: dict[str, Offered] = {}
+        self._size: tuple[int, int, float] | None = None
+        self._late_at: dict[int, float] = {}
+
+    @property
+    def is_on(self) -> bool:
+        return self._scale.min_workers is not None or self._scale.max_workers is not None
+
+    def observe(self, snapshot: Snapshot) -> Resize | None:
+        """`snapshot.read_at` is now."""
+        now, desired = snapshot.read_at, snapshot.desired
+        counts = {name: frontend.offered for name, frontend in snapshot.frontends.items()}
+        period = Offered()
+        for name, count in counts.items():
+            period += count - self._counted.get(name, count)  # what a frontend counted before it was seen is not of now
+        self._counted = counts
+        ready = sum(info.state is WorkerState.READY for info in snapshot.workers.values())
+        if desired is None or ready < desired.prefill + desired.decode:
+            self._samples.clear()  # a fleet that changes, or has lost a worker, is not of its size
+            return None
+        size = (desired.prefill, desired.decode, desired.set_at)
+        if size != self._size:
+            self._samples.clear()
+            self._size = size
+        self._samples.append(SizeSample(now, period.ended, period.late_first, period.late_tokens))
+        while self._samples[0].at < now - 2 * self._scale.shrink_after_s:
+            self._samples.popleft()
+        resize = resized(self._samples, desired, self._scale, self._late_at, now)
+        if resize is not None and resize.prefill + resize.decode > desired.prefill + desired.decode:
+            self._late_at[desired.prefill + desired.decode] = now
+        return resize
