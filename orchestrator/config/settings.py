@@ -9,11 +9,13 @@ from __future__ import annotations
 import ipaddress
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import msgspec
 import yaml
 from msgspec import Meta
+
+from orchestrator.config.explain import explain, kind_of
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -247,7 +249,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
         line = f", line {where.line + 1}" if where else ""
         raise ConfigError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected a mapping of keys to values, got {_kind(tree)}")
+        raise ConfigError(f"{path}: expected a mapping of keys to values, got {kind_of(tree)}")
     return parse_config(overridden(tree, overrides or []))
 
 
@@ -263,7 +265,7 @@ def parse_config(tree: dict[str, Any]) -> Config:
     try:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(_explain(str(error), tree)) from None
+        raise ConfigError(explain(str(error), tree, Config)) from None
     if not re.match(r"^(embedded$|rediss?://|unix://)", config.redis.url):
         raise ConfigError(f"redis.url: expected 'embedded', redis://, rediss:// or unix://, got {config.redis.url!r}")
     if config.launcher.kind == "ray" and config.redis.url == "embedded":
@@ -331,49 +333,3 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         node[leaf] = yaml.load(value, _Yaml)
     except yaml.YAMLError:
         raise ConfigError(f"--set {override}: {value!r} is not a YAML value") from None
-
-
-_KINDS = {"int": "an integer", "str": "text", "float": "a number", "bool": "true or false", "object": "a section"}
-
-
-def _kind(value: object) -> str:
-    return "nothing" if value is None else f"{value!r}" if not isinstance(value, (dict, list)) else "a section or list"
-
-
-_GONE = {
-    "workers.host": "it is workers.bind now, and workers.advertise where others reach the workers by another address",
-    "queue.order": "there is one order: remove it, and take 1 from queue.weight where it was slack",
-    "routing.placement": "remove it: by length is routing.remote_prefill_min_tokens, without it by predicted times",
-}
-
-
-def _explain(error: str, tree: dict[str, Any]) -> str:
-    """msgspec's message as `a.b.c: expected ..., got ...`."""
-    message, _, at = error.partition(" - at `$")
-    path = at.rstrip("`").lstrip(".")
-    if unknown := re.match(r"Object contains unknown field `(.+)`", message):
-        key = _join(path, unknown[1])
-        return f"{key}: unknown key; {_GONE.get(key, '`orchestrator config keys` lists the known ones')}"
-    if missing := re.match(r"Object missing required field `(.+)`", message):
-        return f"{_join(path, missing[1])}: required, but not given"
-    value: Any = tree
-    for part in re.findall(r"[^.\[\]]+", path):
-        value = value[int(part)] if isinstance(value, list) else value.get(part) if isinstance(value, dict) else None
-    if message.startswith("Invalid enum value"):
-        return f"{path}: expected one of {', '.join(_choices(path))}, got {_kind(value)}"
-    expected = re.match(r"Expected `([^`]+)`(.*?)(, got .*)?$", message)
-    if expected:
-        kind = " or ".join(_KINDS.get(k.strip(), k.strip()) for k in expected[1].split("|"))
-        return f"{path or 'the file'}: expected {kind}{expected[2]}, got {_kind(value)}"
-    return f"{path or 'the file'}: {message[0].lower()}{message[1:]}, got {_kind(value)}"
-
-
-def _choices(path: str) -> tuple[str, ...]:
-    kind: Any = Config
-    for name in path.split("."):
-        kind = next(field.type for field in msgspec.structs.fields(kind) if field.name == name)
-    return get_args(kind)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name

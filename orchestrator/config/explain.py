@@ -1,0 +1,53 @@
+"""What is wrong with a configuration, as one line that names the key, the value and the mend."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, get_args
+
+import msgspec
+
+_KINDS = {"int": "an integer", "str": "text", "float": "a number", "bool": "true or false", "object": "a section"}
+
+
+def kind_of(value: object) -> str:
+    return "nothing" if value is None else f"{value!r}" if not isinstance(value, (dict, list)) else "a section or list"
+
+
+_GONE = {
+    "workers.host": "it is workers.bind now, and workers.advertise where others reach the workers by another address",
+    "queue.order": "there is one order: remove it, and take 1 from queue.weight where it was slack",
+    "routing.placement": "remove it: by length is routing.remote_prefill_min_tokens, without it by predicted times",
+}
+
+
+def explain(error: str, tree: dict[str, Any], root: Any) -> str:
+    """msgspec's message about a tree that is no `root`, as `a.b.c: expected ..., got ...`."""
+    message, _, at = error.partition(" - at `$")
+    path = at.rstrip("`").lstrip(".")
+    if unknown := re.match(r"Object contains unknown field `(.+)`", message):
+        key = _join(path, unknown[1])
+        return f"{key}: unknown key; {_GONE.get(key, '`orchestrator config keys` lists the known ones')}"
+    if missing := re.match(r"Object missing required field `(.+)`", message):
+        return f"{_join(path, missing[1])}: required, but not given"
+    value: Any = tree
+    for part in re.findall(r"[^.\[\]]+", path):
+        value = value[int(part)] if isinstance(value, list) else value.get(part) if isinstance(value, dict) else None
+    if message.startswith("Invalid enum value"):
+        return f"{path}: expected one of {', '.join(_choices(root, path))}, got {kind_of(value)}"
+    expected = re.match(r"Expected `([^`]+)`(.*?)(, got .*)?$", message)
+    if expected:
+        kind = " or ".join(_KINDS.get(k.strip(), k.strip()) for k in expected[1].split("|"))
+        return f"{path or 'the file'}: expected {kind}{expected[2]}, got {kind_of(value)}"
+    return f"{path or 'the file'}: {message[0].lower()}{message[1:]}, got {kind_of(value)}"
+
+
+def _choices(root: Any, path: str) -> tuple[str, ...]:
+    kind = root
+    for name in path.split("."):
+        kind = next(field.type for field in msgspec.structs.fields(kind) if field.name == name)
+    return get_args(kind)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
