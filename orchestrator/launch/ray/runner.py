@@ -101,7 +101,7 @@ class Runner:
         config = resolve(config, model, config.redis.url, config.frontend.port)
         return replace(
             config,
-            workers=replace(config.workers, host=host),
+            workers=replace(config.workers, bind=host, advertise=None),
             frontend=replace(config.frontend, host=_listen_at(config.frontend.host, host)),
         )
 
