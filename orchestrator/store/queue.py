@@ -16,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from orchestrator.config.settings import QueueConfig
+from orchestrator.store.claim_reply import ClaimReply, raw_bytes, read_reply
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.keys import QUEUE, Keys
 from orchestrator.types import JobState, PrefillJob, QueueDepth, WindowJob
@@ -30,7 +31,6 @@ SWEEP_LEASES = 25
 SWEEP_WAITING = 25
 SWEEP_ROUNDS = 80
 MAX_PEEK = 1000
-_LONG_STR_HEAD = {0xD9: 2, 0xDA: 3, 0xDB: 5}  # msgpack's str 8, 16 and 32, and the bytes before their content
 
 
 class QueueFull(Exception):
@@ -51,32 +51,6 @@ class SweepResult(msgspec.Struct, frozen=True):
     returned: list[str]
     failed: list[tuple[str, int, str]]  # request id, attempt, reply_to
     orphaned: list[str]
-
-
-class _ClaimedRow(msgspec.Struct, array_like=True):
-    """A row of `take` in queue.lua. Raw: a Lua string, which need not be text."""
-
-    request_id: msgspec.Raw
-    reply_to: msgspec.Raw
-    cached: msgspec.Raw
-    body: msgspec.Raw
-    attempt: int
-    tokens: int
-    uncached_tokens: int
-    deliveries: int
-    arrived_at: float
-
-
-class _ClaimReply(msgspec.Struct, array_like=True):
-    """What both claiming verbs answer. Times are unix seconds, the server's clock."""
-
-    now: float
-    lease_until: float
-    claims: list[_ClaimedRow]
-    window: list[WindowJob]
-
-
-_reply = msgspec.msgpack.Decoder(_ClaimReply)
 
 
 class PrefillQueue:
@@ -129,10 +103,10 @@ class PrefillQueue:
         room = min(max_jobs, MAX_CLAIM_JOBS)
         packed = await self._call("claim", *self._claimer(worker_id), max_tokens, room, window, int(idle))
         try:
-            reply = _reply.decode(packed)
+            reply, bodies = read_reply(packed)
         except UnicodeDecodeError:  # no id of ours in the window: claimed in order, which drops it
             return await self.claim(worker_id, max_tokens, max_jobs, 0, idle=True)
-        return await self._read_claims(worker_id, reply), reply.window
+        return await self._read_claims(worker_id, reply, bodies), reply.window
 
     async def claim_chosen(self, worker_id: str, request_ids: list[str], idle: bool = False) -> list[Claim]:
         """Take those of these jobs that still wait. An idle worker is told of what is left.
@@ -140,16 +114,18 @@ class PrefillQueue:
         `idle`: where others were quicker each time, take the head of the queue: to choose again would meet that crowd.
         """
         packed = await self._call("claim_chosen", *self._claimer(worker_id), int(idle), *request_ids)
-        return await self._read_claims(worker_id, _reply.decode(packed))
+        return await self._read_claims(worker_id, *read_reply(packed))
 
     def _claimer(self, worker_id: str) -> tuple[object, ...]:
         lease_s = self._config.lease_s
         return worker_id, lease_s, JOB_TTL_S, lease_s, self._waiter_id
 
-    async def _read_claims(self, worker_id: str, reply: _ClaimReply) -> list[Claim]:
+    async def _read_claims(self, worker_id: str, reply: ClaimReply, bodies: bytes) -> list[Claim]:
         claims = []
+        end = 0
         for row in reply.claims:
-            request_id = _raw_bytes(row.request_id)
+            begin, end = end, end + row.body_bytes
+            request_id = raw_bytes(row.request_id)
             try:
                 job = PrefillJob(
                     request_id=request_id.decode(),
@@ -157,10 +133,10 @@ class PrefillQueue:
                     tokens=row.tokens,
                     uncached_tokens=row.uncached_tokens,
                     arrived_at=row.arrived_at,
-                    reply_to=_raw_bytes(row.reply_to).decode(),
-                    body=_raw_bytes(row.body),
+                    reply_to=raw_bytes(row.reply_to).decode(),
+                    body=bodies[begin:end],
                     deliveries=row.deliveries,
-                    cached=read_cached(_raw_bytes(row.cached).decode()),
+                    cached=read_cached(raw_bytes(row.cached).decode()),
                 )
             except UnicodeDecodeError as error:
                 log.warning("dropped a corrupt prefill job %r: %s", request_id[:80], error)
@@ -326,12 +302,6 @@ def read_cached(text: str) -> dict[str, int]:
     """What is not of that form is left out."""
     pairs = (part.rpartition("=") for part in text.split())
     return {name: int(tokens) for name, _, tokens in pairs if name and tokens.isdecimal()}
-
-
-def _raw_bytes(raw: msgspec.Raw) -> bytes:
-    """The bytes of a msgpack str: what follows its head of 1 byte, or of 2, 3 or 5 where it is longer than 31 bytes."""
-    packed = bytes(raw)
-    return packed[_LONG_STR_HEAD.get(packed[0], 1) :]
 
 
 def _text(value: bytes) -> str:

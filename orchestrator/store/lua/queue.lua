@@ -14,12 +14,18 @@ local DROPPED_S = 86400   -- the statistics of dropped jobs live this long
 
 -- ---- what every verb begins with -------------------------------------------------------------------------------
 
+-- What verbs use of the server, as locals: every look-up of a global costs about a tenth of a command. The first call
+-- fills them, because a library that is being loaded does not see them yet.
+local function globals() return redis.call, redis.pcall, cmsgpack.pack, table.concat, tonumber, unpack, type, math end
+local call, try, pack, concat, tonumber, unpack, type, math
+
 local queues = {} -- by prefix
 
 -- The queue of this call: names of keys, made once, and what this call took from it, which starts afresh. `removed` is
 -- the tokens of its jobs, nil for no job; `damaged` says that a job went whose tokens nobody knows; `alive` remembers
 -- which frontends live.
 local function open(keys)
+  if not call then call, try, pack, concat, tonumber, unpack, type, math = globals() end
   local prefix = keys[1]
   local q = queues[prefix]
   if not q then
@@ -34,7 +40,7 @@ local function open(keys)
 end
 
 local function clock()
-  local time = redis.call('TIME')
+  local time = call('TIME')
   return time[1] + time[2] / 1000000
 end
 
@@ -47,32 +53,39 @@ end
 
 -- ---- jobs ------------------------------------------------------------------------------------------------------
 
--- A job as a table, or nil when there is none or it cannot be trusted; then also whether something is there.
--- A body may be long: only who names 'body' as the third argument reads it.
-local function read_job(q, id, ...)
-  local fields = redis.pcall('HMGET', q.job .. id, 'state', 'attempt', 'tokens', 'uncached', 'arrived_at', 'deliveries',
-    'reply_to', 'claimed_by', 'score', 'cached', ...)
-  if fields.err then return nil, true end
+-- A job as a table from the values of its fields 'state', 'attempt', 'tokens', 'uncached', 'arrived_at', 'deliveries',
+-- 'reply_to' and 'cached'; nil when there is none or it cannot be trusted.
+local function parse_job(fields)
+  if fields.err then return nil end
   local job = {
     state = fields[1], attempt = count(fields[2]), tokens = count(fields[3]), uncached = count(fields[4]),
-    arrived_at = tonumber(fields[5] or ''), deliveries = count(fields[6]), reply_to = fields[7],
-    claimed_by = fields[8], score = fields[9], cached = fields[10] or '', body = fields[11]
+    arrived_at = tonumber(fields[5] or ''), deliveries = count(fields[6]), reply_to = fields[7], cached = fields[8] or ''
   }
-  if job.attempt and job.tokens and job.uncached and job.arrived_at and job.deliveries and job.reply_to
-      and (job.state == 'waiting' or (job.state == 'claimed' and job.claimed_by)) then
+  local sound = job.attempt and job.tokens and job.uncached and job.arrived_at and job.deliveries and job.reply_to
+  return sound and job or nil
+end
+
+-- A job that waits or is claimed, with who claimed it and its place in the queue before; else nil, and whether
+-- something is there. Its body, which may be long, is left out.
+local function read_job(q, id)
+  local fields = try('HMGET', q.job .. id, 'state', 'attempt', 'tokens', 'uncached', 'arrived_at', 'deliveries',
+    'reply_to', 'cached', 'claimed_by', 'score')
+  local job = parse_job(fields)
+  if job and (job.state == 'waiting' or (job.state == 'claimed' and fields[9])) then
+    job.claimed_by, job.score = fields[9], fields[10]
     return job, true
   end
-  return nil, fields[1] or fields[2] or fields[3]
+  return nil, fields.err or fields[1] or fields[2] or fields[3]
 end
 
 -- Forgets a job. `job` is nil when its hash could not be read. `settle` must follow.
 local function remove(q, id, job)
-  redis.call('DEL', q.job .. id)
+  call('DEL', q.job .. id)
   if not job or job.state == 'claimed' then
-    redis.call('ZREM', q.leases, id)
-    if job then redis.call('ZREM', q.claims .. job.claimed_by, id) end
+    call('ZREM', q.leases, id)
+    if job then call('ZREM', q.claims .. job.claimed_by, id) end
   end
-  if redis.call('ZREM', q.waiting, id) == 1 then
+  if call('ZREM', q.waiting, id) == 1 then
     if job then q.removed = (q.removed or 0) + job.uncached else q.damaged = true end
   end
 end
@@ -80,8 +93,8 @@ end
 -- Removes a job that nobody asked to remove, and counts it.
 local function drop(q, id, job, why)
   remove(q, id, job)
-  redis.call('HINCRBY', q.prefix .. 'dropped', why, 1)
-  redis.call('EXPIRE', q.prefix .. 'dropped', DROPPED_S)
+  call('HINCRBY', q.prefix .. 'dropped', why, 1)
+  call('EXPIRE', q.prefix .. 'dropped', DROPPED_S)
 end
 
 -- Whether nobody waits for the answer any more. The grace covers a frontend whose key Redis has just lost.
@@ -89,42 +102,42 @@ local function orphaned(q, job, now, grace_s)
   if now - job.arrived_at <= grace_s then return false end
   local frontend = job.reply_to
   q.alive = q.alive or {}
-  if q.alive[frontend] == nil then q.alive[frontend] = redis.call('EXISTS', q.prefix .. 'frontend:' .. frontend) == 1 end
+  if q.alive[frontend] == nil then q.alive[frontend] = call('EXISTS', q.prefix .. 'frontend:' .. frontend) == 1 end
   return not q.alive[frontend]
 end
 
 -- Counts the waiting tokens of a short queue afresh; an empty queue has no counter. Returns whether it did.
 local function recount(q)
-  local waiting, tokens = redis.call('ZCARD', q.waiting), 0
+  local waiting, tokens = call('ZCARD', q.waiting), 0
   if waiting > MAX_RECOUNT then return false end
   if waiting == 0 then
-    redis.call('DEL', q.waiting_tokens)
+    call('DEL', q.waiting_tokens)
   else
-    for _, id in ipairs(redis.call('ZRANGE', q.waiting, 0, -1)) do
-      tokens = tokens + (count(redis.pcall('HGET', q.job .. id, 'uncached')) or 0)
+    for _, id in ipairs(call('ZRANGE', q.waiting, 0, -1)) do
+      tokens = tokens + (count(try('HGET', q.job .. id, 'uncached')) or 0)
     end
-    redis.call('SET', q.waiting_tokens, tokens, 'KEEPTTL')
+    call('SET', q.waiting_tokens, tokens, 'KEEPTTL')
   end
   return true
 end
 
 -- Changes the counter of waiting tokens, and counts afresh where it is no number. Returns the new count.
 local function add_tokens(q, change)
-  local total = redis.pcall('INCRBY', q.waiting_tokens, change)
+  local total = try('INCRBY', q.waiting_tokens, change)
   if type(total) == 'number' then return total end
-  redis.call('DEL', q.waiting_tokens)
+  call('DEL', q.waiting_tokens)
   recount(q)
-  return count(redis.call('GET', q.waiting_tokens)) or 0
+  return count(call('GET', q.waiting_tokens)) or 0
 end
 
 -- Puts a job at its place in the queue.
 -- Indexes get their time to live when they are made, and again from every sweep: without a fleet they run out.
 local function place(q, id, score, uncached, ttl_s)
-  redis.call('EXPIRE', q.job .. id, ttl_s)
-  if redis.call('ZADD', q.waiting, score, id) == 0 then q.damaged = true end -- the place of a job whose hash was lost
+  call('EXPIRE', q.job .. id, ttl_s)
+  if call('ZADD', q.waiting, score, id) == 0 then q.damaged = true end -- the place of a job whose hash was lost
   if add_tokens(q, tonumber(uncached)) == tonumber(uncached) then
-    redis.call('EXPIRE', q.waiting, ttl_s)
-    redis.call('EXPIRE', q.waiting_tokens, ttl_s)
+    call('EXPIRE', q.waiting, ttl_s)
+    call('EXPIRE', q.waiting_tokens, ttl_s)
   end
 end
 
@@ -134,22 +147,22 @@ local function settle(q)
   if not (q.removed or q.damaged) then return end
   local left = q.removed and add_tokens(q, -q.removed)
   if left and left > 0 and not q.damaged then return end
-  if not recount(q) and left and left < 0 then redis.call('SET', q.waiting_tokens, 0, 'KEEPTTL') end
+  if not recount(q) and left and left < 0 then call('SET', q.waiting_tokens, 0, 'KEEPTTL') end
 end
 
 -- ---- waiters: two sets, of idle and of busy workers, each by the deadline of their waiting -------------------------
 
 -- Whether this waiter was in that set, still waits, and was told.
 local function tell(q, waiters, waiter, now)
-  local deadline = redis.call('ZSCORE', waiters, waiter)
+  local deadline = call('ZSCORE', waiters, waiter)
   if not deadline then return false end
-  redis.call('ZREM', waiters, waiter)
-  return tonumber(deadline) > now and redis.call('PUBLISH', q.prefix .. 'wake:' .. waiter, '') > 0
+  call('ZREM', waiters, waiter)
+  return tonumber(deadline) > now and call('PUBLISH', q.prefix .. 'wake:' .. waiter, '') > 0
 end
 
 local function tell_first(q, waiters, now)
   while true do
-    local first = redis.call('ZRANGE', waiters, 0, 0)[1]
+    local first = call('ZRANGE', waiters, 0, 0)[1]
     if not first then return false end
     if tell(q, waiters, first, now) then return true end
   end
@@ -166,10 +179,10 @@ end
 
 -- From claimed back to waiting, at its old place.
 local function requeue(q, id, job, deliveries, ttl_s, now)
-  redis.call('ZREM', q.leases, id)
-  redis.call('ZREM', q.claims .. job.claimed_by, id)
-  redis.call('HDEL', q.job .. id, 'claimed_by', 'lease_until', 'score')
-  redis.call('HSET', q.job .. id, 'state', 'waiting', 'deliveries', deliveries)
+  call('ZREM', q.leases, id)
+  call('ZREM', q.claims .. job.claimed_by, id)
+  call('HDEL', q.job .. id, 'claimed_by', 'lease_until', 'score')
+  call('HSET', q.job .. id, 'state', 'waiting', 'deliveries', deliveries)
   place(q, id, tonumber(job.score or '') or job.arrived_at, job.uncached, ttl_s)
   wake(q, job.cached, now)
 end
@@ -187,11 +200,11 @@ local function enqueue(keys, args)
   local id, attempt, tokens, uncached, delay_s, max_waiting, ttl_s, reply_to, body, cached = unpack(args)
   local arrived_at, outcome = now, 'full'
   -- Mostly there is neither an older attempt to replace nor anybody to wake: one look tells.
-  local eventful = redis.call('EXISTS', q.job .. id, q.idle, q.busy) > 0
-  if eventful and redis.call('EXISTS', q.job .. id) == 1 then
+  local eventful = call('EXISTS', q.job .. id, q.idle, q.busy) > 0
+  if eventful and call('EXISTS', q.job .. id) == 1 then
     local old = read_job(q, id)
     if old then
-      local indexed = redis.call('ZSCORE', old.state == 'waiting' and q.waiting or q.leases, id)
+      local indexed = call('ZSCORE', old.state == 'waiting' and q.waiting or q.leases, id)
       if old.attempt > tonumber(attempt) or (old.attempt == tonumber(attempt) and indexed) then return 'known' end
       arrived_at = old.arrived_at -- a retried request keeps its place
       remove(q, id, old)
@@ -199,13 +212,13 @@ local function enqueue(keys, args)
       drop(q, id, nil, 'corrupt')
     end
   end
-  if redis.call('ZCARD', q.waiting) < tonumber(max_waiting) then
+  if call('ZCARD', q.waiting) < tonumber(max_waiting) then
     outcome = 'queued'
-    redis.call('HSET', q.job .. id, 'state', 'waiting', 'tokens', tokens, 'uncached', uncached,
+    call('HSET', q.job .. id, 'state', 'waiting', 'tokens', tokens, 'uncached', uncached,
       'arrived_at', SECONDS:format(arrived_at), 'attempt', attempt, 'deliveries', '0', 'reply_to', reply_to, 'body', body)
     if cached ~= '' then
-      redis.call('HSET', q.job .. id, 'cached', cached)
-      redis.call('SET', q.prefix .. 'affine', 1, 'EX', AFFINE_S)
+      call('HSET', q.job .. id, 'cached', cached)
+      call('SET', q.prefix .. 'affine', 1, 'EX', AFFINE_S)
     end
     place(q, id, arrived_at + delay_s, uncached, ttl_s)
   end
@@ -216,21 +229,25 @@ end
 
 -- ---- verbs: claim ----------------------------------------------------------------------------------------------
 
--- Who claims, as args[1..5] of both claiming verbs say, and the rows of what it got.
+-- Who claims, as args[1..5] of both claiming verbs say, and what it got: rows, and bodies in the same order.
 local function open_claims(q, args)
   local worker, lease_s, ttl_s, grace_s, waiter = unpack(args, 1, 5)
   local now = clock()
-  -- Whoever claims is awake: a wake-up meant for a waiting worker must not go to it.
-  redis.call('ZREM', q.idle, waiter)
-  redis.call('ZREM', q.busy, waiter)
+  -- Whoever claims is awake: a wake-up meant for a waiting worker must not go to it. A fleet with work has none waiting.
+  if call('EXISTS', q.idle, q.busy) > 0 then
+    call('ZREM', q.idle, waiter)
+    call('ZREM', q.busy, waiter)
+  end
   return { worker = worker, now = now, lease_until = SECONDS:format(now + lease_s), ttl_s = ttl_s,
-    grace_s = tonumber(grace_s), rows = {} }
+    grace_s = tonumber(grace_s), rows = {}, bodies = {} }
 end
 
--- A waiting job that can be claimed, with its body; else nil, and it is dropped: nobody can read it or waits for it.
+-- A waiting job that can be claimed, and its body; else nil, and it is dropped: nobody can read it or waits for it.
 local function read_claimable(q, claims, id)
-  local job = read_job(q, id, 'body')
-  if not (job and job.state == 'waiting' and job.body) then
+  local fields = try('HMGET', q.job .. id, 'state', 'attempt', 'tokens', 'uncached', 'arrived_at', 'deliveries',
+    'reply_to', 'cached', 'body')
+  local job, body = parse_job(fields), fields[9]
+  if not (job and job.state == 'waiting' and body) then
     drop(q, id, nil, 'corrupt')
     return nil
   end
@@ -238,19 +255,21 @@ local function read_claimable(q, claims, id)
     drop(q, id, job, 'orphaned')
     return nil
   end
-  return job
+  return job, body
 end
 
-local function take(q, claims, id, job, score)
+local function take(q, claims, id, score, job, body)
   local deliveries = job.deliveries + 1
-  redis.call('HSET', q.job .. id, 'state', 'claimed', 'claimed_by', claims.worker, 'lease_until', claims.lease_until,
+  call('HSET', q.job .. id, 'state', 'claimed', 'claimed_by', claims.worker, 'lease_until', claims.lease_until,
     'score', score, 'deliveries', deliveries)
-  redis.call('ZREM', q.waiting, id)
-  redis.call('ZADD', q.leases, claims.lease_until, id)
-  redis.call('ZADD', q.claims .. claims.worker, claims.lease_until, id)
+  call('ZREM', q.waiting, id)
+  call('ZADD', q.leases, claims.lease_until, id)
+  call('ZADD', q.claims .. claims.worker, claims.lease_until, id)
   q.removed = (q.removed or 0) + job.uncached
-  claims.rows[#claims.rows + 1] = { id, job.reply_to, job.cached, job.body, job.attempt, job.tokens, job.uncached,
-    deliveries, job.arrived_at }
+  local number = #claims.rows + 1
+  claims.rows[number] = { id, job.reply_to, job.cached, #body, job.attempt, job.tokens, job.uncached, deliveries,
+    job.arrived_at }
+  claims.bodies[number] = body
 end
 
 -- Claims from the head of the queue, in order. Returns whether it stopped at a job that does not fit `budget` tokens.
@@ -258,14 +277,14 @@ local function take_head(q, claims, budget, max_jobs, idle)
   local unusable = 0
   while budget > 0 and #claims.rows < max_jobs and unusable < MAX_UNUSABLE do
     local last = math.min(max_jobs - #claims.rows, HEAD_JOBS) - 1
-    local head = redis.call('ZRANGE', q.waiting, 0, last, 'WITHSCORES')
+    local head = call('ZRANGE', q.waiting, 0, last, 'WITHSCORES')
     if #head == 0 then return false end
     for i = 1, #head, 2 do
-      local job = read_claimable(q, claims, head[i])
+      local job, body = read_claimable(q, claims, head[i])
       if job then
         local cost = math.max(1, job.tokens)
         if cost > budget and not (idle and #claims.rows == 0) then return true end
-        take(q, claims, head[i], job, head[i + 1])
+        take(q, claims, head[i], head[i + 1], job, body)
         budget = budget - cost
         if budget <= 0 then return false end
       else
@@ -279,7 +298,7 @@ end
 -- What a choice among waiting jobs needs of one of them. It must be cheap: of a sound job that is not old only this
 -- is read. Returns tokens, seconds waited, cached; nothing where the job was dropped.
 local function glance(q, claims, id)
-  local fields = redis.pcall('HMGET', q.job .. id, 'state', 'tokens', 'arrived_at', 'cached')
+  local fields = try('HMGET', q.job .. id, 'state', 'tokens', 'arrived_at', 'cached')
   if not fields.err and fields[1] == 'waiting' then
     local tokens, arrived_at = count(fields[2]), tonumber(fields[3] or '')
     if tokens and arrived_at and claims.now - arrived_at <= claims.grace_s then
@@ -296,12 +315,12 @@ local function read_window(q, claims, size)
   -- What is cached on a worker that claims no more belongs to nobody.
   local function claims_now(worker)
     if claiming[worker] == nil then
-      local member = redis.pcall('HMGET', q.prefix .. 'worker:' .. worker, 'role', 'state')
+      local member = try('HMGET', q.prefix .. 'worker:' .. worker, 'role', 'state')
       claiming[worker] = not member.err and member[1] == 'prefill' and member[2] == 'ready'
     end
     return claiming[worker]
   end
-  local head = redis.call('ZRANGE', q.waiting, 0, size - 1, 'WITHSCORES')
+  local head = call('ZRANGE', q.waiting, 0, size - 1, 'WITHSCORES')
   for i = 1, #head, 2 do
     local tokens, waited_s, cached = glance(q, claims, head[i])
     if tokens then
@@ -323,14 +342,16 @@ local function read_window(q, claims, size)
 end
 
 -- The reply of both claiming verbs: msgpack of now, end of lease, a row for each claim as `take` makes it, and the jobs
--- to choose from. One string, because a table as a reply costs the server 16 KiB of buffer for each of its levels.
+-- to choose from; before it a line with its length, after it the bodies, which may be long and are not copied into it.
+-- One string, because a table as a reply costs the server 16 KiB of buffer for each of its levels.
 local function close_claims(q, claims, window)
   if #claims.rows > 0 then
-    redis.call('EXPIRE', q.leases, claims.ttl_s)
-    redis.call('EXPIRE', q.claims .. claims.worker, claims.ttl_s)
+    call('EXPIRE', q.leases, claims.ttl_s)
+    call('EXPIRE', q.claims .. claims.worker, claims.ttl_s)
   end
   settle(q)
-  return cmsgpack.pack({ claims.now, tonumber(claims.lease_until), claims.rows, window })
+  local packed = pack({ claims.now, tonumber(claims.lease_until), claims.rows, window })
+  return #packed .. '\n' .. packed .. concat(claims.bodies)
 end
 
 -- args[6..9]: most tokens, most jobs, window, 1 if idle. Claims from the head of the queue what fits; an idle worker's
@@ -340,7 +361,7 @@ local function claim(keys, args)
   local q = open(keys)
   local claims = open_claims(q, args)
   local budget, max_jobs, window, idle = tonumber(args[6]), tonumber(args[7]), tonumber(args[8]), args[9] == '1'
-  if window > 0 and redis.call('EXISTS', q.prefix .. 'affine') == 1 then
+  if window > 0 and call('EXISTS', q.prefix .. 'affine') == 1 then
     local jobs, affine = read_window(q, claims, window)
     if affine then return close_claims(q, claims, jobs) end
   end
@@ -356,18 +377,19 @@ local function claim_chosen(keys, args)
   local q = open(keys)
   local claims = open_claims(q, args)
   local function claim_one(id)
-    local score = redis.call('ZSCORE', q.waiting, id)
-    local job = score and read_claimable(q, claims, id)
-    if job then take(q, claims, id, job, score) end
+    local score = call('ZSCORE', q.waiting, id)
+    if not score then return end
+    local job, body = read_claimable(q, claims, id)
+    if job then take(q, claims, id, score, job, body) end
   end
   for i = 7, #args do claim_one(args[i]) end
   if args[6] == '1' and #claims.rows == 0 then
-    local head = redis.call('ZRANGE', q.waiting, 0, 0)[1]
+    local head = call('ZRANGE', q.waiting, 0, 0)[1]
     if head then claim_one(head) end
   end
   local reply = close_claims(q, claims, {})
   -- What is left behind is an idle worker's, whoever it would suit best.
-  if redis.call('EXISTS', q.waiting, q.idle) == 2 then tell_first(q, q.idle, claims.now) end
+  if call('EXISTS', q.waiting, q.idle) == 2 then tell_first(q, q.idle, claims.now) end
   return reply
 end
 
@@ -375,12 +397,12 @@ end
 -- Returns 1 when there is work already; else the waiter is woken by the next job.
 local function wait(keys, args)
   local q, waiter, wait_s, doing = open(keys), args[1], tonumber(args[2]), args[3]
-  if doing ~= 'left' and redis.call('ZCARD', q.waiting) > 0 then return 1 end
+  if doing ~= 'left' and call('ZCARD', q.waiting) > 0 then return 1 end
   local waiters, others = q.busy, q.idle
   if doing == 'idle' then waiters, others = q.idle, q.busy end
-  redis.call('ZREM', others, waiter)
-  redis.call('ZADD', waiters, clock() + wait_s, waiter)
-  redis.call('EXPIRE', waiters, math.ceil(wait_s) + WAITERS_S)
+  call('ZREM', others, waiter)
+  call('ZADD', waiters, clock() + wait_s, waiter)
+  call('EXPIRE', waiters, math.ceil(wait_s) + WAITERS_S)
   return 0
 end
 
@@ -392,19 +414,19 @@ local function renew(keys, args)
   local lease_until = clock() + tonumber(args[2])
   for i = 4, #args do
     local id = args[i]
-    if redis.pcall('HGET', q.job .. id, 'claimed_by') == worker then
-      redis.call('HSET', q.job .. id, 'lease_until', SECONDS:format(lease_until))
-      redis.call('EXPIRE', q.job .. id, ttl_s)
-      redis.call('ZADD', q.leases, lease_until, id)
-      redis.call('ZADD', q.claims .. worker, lease_until, id)
+    if try('HGET', q.job .. id, 'claimed_by') == worker then
+      call('HSET', q.job .. id, 'lease_until', SECONDS:format(lease_until))
+      call('EXPIRE', q.job .. id, ttl_s)
+      call('ZADD', q.leases, lease_until, id)
+      call('ZADD', q.claims .. worker, lease_until, id)
     else
-      redis.call('ZREM', q.claims .. worker, id)
+      call('ZREM', q.claims .. worker, id)
       lost[#lost + 1] = id
     end
   end
   if #lost < #args - 3 then
-    redis.call('EXPIRE', q.leases, ttl_s)
-    redis.call('EXPIRE', q.claims .. worker, ttl_s)
+    call('EXPIRE', q.leases, ttl_s)
+    call('EXPIRE', q.claims .. worker, ttl_s)
   end
   return lost
 end
@@ -412,11 +434,11 @@ end
 -- args: worker, id, attempt. Returns 1 when the job was this worker's, and is gone now.
 local function ack(keys, args)
   local q, worker, id, attempt = open(keys), args[1], args[2], args[3]
-  local held = redis.pcall('HMGET', q.job .. id, 'claimed_by', 'attempt')
+  local held = try('HMGET', q.job .. id, 'claimed_by', 'attempt')
   if held.err or held[1] ~= worker or held[2] ~= attempt then return 0 end
-  redis.call('DEL', q.job .. id)
-  redis.call('ZREM', q.leases, id)
-  redis.call('ZREM', q.claims .. worker, id)
+  call('DEL', q.job .. id)
+  call('ZREM', q.leases, id)
+  call('ZREM', q.claims .. worker, id)
   return 1
 end
 
@@ -434,14 +456,14 @@ local function release_unknown(keys, args)
   local q, worker, now = open(keys), args[1], clock()
   local known, released = {}, {}
   for i = 3, #args do known[args[i]] = true end
-  for _, id in ipairs(redis.call('ZRANGE', q.claims .. worker, 0, -1)) do
+  for _, id in ipairs(call('ZRANGE', q.claims .. worker, 0, -1)) do
     if not known[id] then
       local job = read_job(q, id)
       if job and job.state == 'claimed' and job.claimed_by == worker then
         give_back(q, id, job, args[2], now)
         released[#released + 1] = id
       else
-        redis.call('ZREM', q.claims .. worker, id)
+        call('ZREM', q.claims .. worker, id)
       end
     end
   end
@@ -452,11 +474,11 @@ end
 -- which renews them. Returns how many.
 local function expire_leases(keys, args)
   local q, worker, expired = open(keys), args[1], 0
-  if redis.call('EXISTS', q.prefix .. 'worker:' .. worker) == 1 then return 0 end
+  if call('EXISTS', q.prefix .. 'worker:' .. worker) == 1 then return 0 end
   local now = clock()
-  for _, id in ipairs(redis.call('ZRANGE', q.claims .. worker, 0, -1)) do
-    if redis.pcall('HGET', q.job .. id, 'claimed_by') == worker then
-      expired = expired + redis.call('ZADD', q.leases, 'XX', 'LT', 'CH', now, id)
+  for _, id in ipairs(call('ZRANGE', q.claims .. worker, 0, -1)) do
+    if try('HGET', q.job .. id, 'claimed_by') == worker then
+      expired = expired + call('ZADD', q.leases, 'XX', 'LT', 'CH', now, id)
     end
   end
   return expired
@@ -469,7 +491,7 @@ local function cancel(keys, args)
   if job and job.attempt <= tonumber(args[2]) then
     removed = job.state
     remove(q, id, job)
-  elseif not job and (present or redis.call('ZSCORE', q.waiting, id)) then
+  elseif not job and (present or call('ZSCORE', q.waiting, id)) then
     drop(q, id, nil, 'corrupt')
   end
   settle(q)
@@ -484,12 +506,12 @@ local function sweep(keys, args)
     tonumber(args[5])
   local returned, failed, orphans = {}, {}, {}
 
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', q.leases, '-inf', now, 'LIMIT', 0, max_leases)) do
+  for _, id in ipairs(call('ZRANGEBYSCORE', q.leases, '-inf', now, 'LIMIT', 0, max_leases)) do
     local job, present = read_job(q, id)
     if not job then
       drop(q, id, nil, present and 'corrupt' or 'vanished')
     elseif job.state ~= 'claimed' then
-      redis.call('ZREM', q.leases, id)
+      call('ZREM', q.leases, id)
     elseif orphaned(q, job, now, grace_s) then
       drop(q, id, job, 'orphaned')
       orphans[#orphans + 1] = id
@@ -504,21 +526,21 @@ local function sweep(keys, args)
 
   -- Waiting jobs are looked at a slice per call; the cursor is shared, so that sweepers divide the work.
   local cursor = q.prefix .. 'sweep_cursor'
-  local slice = redis.call('ZSCAN', q.waiting, redis.call('GET', cursor) or '0', 'COUNT', max_waiting)
-  if slice[1] == '0' then redis.call('DEL', cursor) else redis.call('SET', cursor, slice[1], 'EX', ttl_s) end
+  local slice = call('ZSCAN', q.waiting, call('GET', cursor) or '0', 'COUNT', max_waiting)
+  if slice[1] == '0' then call('DEL', cursor) else call('SET', cursor, slice[1], 'EX', ttl_s) end
   for i = 1, #slice[2], 2 do
     local id = slice[2][i]
     local job, present = read_job(q, id)
     if not job or job.state ~= 'waiting' then
       -- A scan may name one id twice: then the job is off the queue already.
-      if redis.call('ZSCORE', q.waiting, id) then drop(q, id, nil, present and 'corrupt' or 'vanished') end
+      if call('ZSCORE', q.waiting, id) then drop(q, id, nil, present and 'corrupt' or 'vanished') end
     elseif orphaned(q, job, now, grace_s) then
       drop(q, id, job, 'orphaned')
       orphans[#orphans + 1] = id
     end
   end
   settle(q)
-  for _, key in ipairs({ q.waiting, q.waiting_tokens, q.leases }) do redis.call('EXPIRE', key, ttl_s) end
+  for _, key in ipairs({ q.waiting, q.waiting_tokens, q.leases }) do call('EXPIRE', key, ttl_s) end
   return { returned, failed, orphans }
 end
 
@@ -527,14 +549,14 @@ end
 -- Returns waiting jobs, waiting uncached tokens, claimed jobs.
 local function depth(keys)
   local q = open(keys)
-  return { redis.call('ZCARD', q.waiting), count(redis.pcall('GET', q.waiting_tokens)) or 0,
-    redis.call('ZCARD', q.leases) }
+  return { call('ZCARD', q.waiting), count(try('GET', q.waiting_tokens)) or 0,
+    call('ZCARD', q.leases) }
 end
 
 -- args: limit. Returns rows of id, tokens, uncached, age, score, attempt and reply_to from the head of the queue.
 local function peek(keys, args)
   local q, now, rows = open(keys), clock(), {}
-  local head = redis.call('ZRANGE', q.waiting, 0, tonumber(args[1]) - 1, 'WITHSCORES')
+  local head = call('ZRANGE', q.waiting, 0, tonumber(args[1]) - 1, 'WITHSCORES')
   for i = 1, #head, 2 do
     local job = read_job(q, head[i])
     if job then
@@ -547,7 +569,7 @@ end
 
 -- args: id. Returns now, the body's bytes, and fields and values without the body; nil when there is no job.
 local function show(keys, args)
-  local found = redis.pcall('HGETALL', open(keys).job .. args[1])
+  local found = try('HGETALL', open(keys).job .. args[1])
   if found.err or #found == 0 then return nil end
   local body_bytes, fields = 0, {}
   for i = 1, #found, 2 do
