@@ -144,6 +144,7 @@ class WorkerLoad(msgspec.Struct, tag="load", frozen=True):
     kv: KVCounters = KVCounters()
     prefix_sequence: int = 0  # of the last `PrefixEvents` published before it; 0 = none ever
     pause: str = ""  # abort, wait or keep: how an operator has paused it; empty where it is not
+    corrupt_messages: int = 0  # that came over the mesh and could not be read
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):

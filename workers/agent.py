@@ -56,8 +56,7 @@ class Agent:
         self._registry = Registry(redis, config.namespace)
         self._queue = PrefillQueue(redis, config.namespace, config.queue, worker_id)
         self._attempts = Attempts()
-        self._beat_now = asyncio.Event()
-        self._ended = asyncio.Event()
+        self._beat_now, self._ended = asyncio.Event(), asyncio.Event()
         self._exit_code = EXIT_LEFT
         self._redis_away = False
         self.joined = False
@@ -95,7 +94,8 @@ class Agent:
     def _build(self, info: WorkerInfo) -> None:
         """Each part is made of those above it."""
         self._frontends = Frontends(info.id, self._transport.send)
-        self._load = LoadReporter(info.id, info.blocks_total, self._attempts, self._transport.publish)
+        mesh = self._transport
+        self._load = LoadReporter(info.id, info.blocks_total, self._attempts, mesh.publish, lambda: mesh.corrupt)
         self._prefix = PrefixReporter(info.id, self._transport.publish, self._frontends.send, self._load)
         self._prefills = Prefills(
             info=info,

@@ -73,10 +73,15 @@ class LoadReporter:
     """Feed it what happens; it publishes by itself. `publish` never waits."""
 
     def __init__(
-        self, worker_id: str, blocks_total: int, attempts: Attempts, publish: Callable[[WorkerLoad], None]
+        self,
+        worker_id: str,
+        blocks_total: int,
+        attempts: Attempts,
+        publish: Callable[[WorkerLoad], None],
+        corrupt_messages: Callable[[], int] = int,
     ) -> None:
         self._worker_id, self.blocks_total = worker_id, blocks_total
-        self._attempts, self._publish = attempts, publish
+        self._attempts, self._publish, self._corrupt_messages = attempts, publish, corrupt_messages
         self.rate = PrefillRate()
         self.engine = EngineLoad(blocks_free=blocks_total, running=0, waiting=0, step_ms=0.0)
         self.prefix_sequence = 0  # of what was published before the next report
@@ -212,6 +217,7 @@ class LoadReporter:
                 kv=engine.kv,
                 prefix_sequence=self.prefix_sequence,
                 pause=self.pause,
+                corrupt_messages=self._corrupt_messages(),
             )
         )
 

@@ -52,6 +52,9 @@ class FleetCollector(Collector):
         blocks = GaugeMetricFamily("pd_worker_kv_blocks", "KV blocks, by worker and state", labels=["worker", "state"])
         running = GaugeMetricFamily("pd_worker_requests", "Requests, by worker and state", labels=["worker", "state"])
         up = GaugeMetricFamily("pd_worker_up", "1 for each known worker", labels=["worker", "role", "state"])
+        corrupt = CounterMetricFamily(
+            "pd_worker_corrupt_messages", "Messages that came to a worker and could not be read", labels=["worker"]
+        )
         sent = CounterMetricFamily("pd_kv_transfer_bytes", "KV bytes pushed to decode workers", labels=["worker"])
         described = CounterMetricFamily(
             "pd_kv_transfer_descriptors", "NIXL descriptors of the WRITEs that pushed them", labels=["worker"]
@@ -70,12 +73,13 @@ class FleetCollector(Collector):
             blocks.add_metric([name, "used"], load.blocks_total - load.blocks_free)
             running.add_metric([name, "running"], load.running)
             running.add_metric([name, "waiting"], load.waiting)
+            corrupt.add_metric([name], load.corrupt_messages)
             sent.add_metric([name], load.kv.bytes_sent)
             described.add_metric([name], load.kv.descriptors)
             bad.add_metric([name], load.kv.bad_messages)
             failed.add_metric([name], load.kv.failures)
             took.add_metric([name], count_value=load.kv.transfers, sum_value=load.kv.transfer_s)
-        yield from (up, blocks, running, sent, described, took, failed, bad)
+        yield from (up, blocks, running, corrupt, sent, described, took, failed, bad)
 
 
 def fleet_routes(

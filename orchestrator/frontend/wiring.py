@@ -68,7 +68,7 @@ class FleetConnection:
         choose = decode_choice(config.routing.decode_choice)
         self.fleet = Fleet(frontend_id, choose.standing)
         self._keys = KeyPair.new() if config.security.mesh == "curve" else None
-        self.transport = FrontendTransport(frontend_id, keys=self._keys)
+        self.transport = FrontendTransport(frontend_id, dropped.labels("corrupt").inc, keys=self._keys)
         self.prefixes = PrefixView(self.transport.send, config.routing.prefix_index)
         self.calls = ControlCalls(self.fleet, self.transport)
         jobs = PrefillQueue(redis, config.namespace, config.queue)

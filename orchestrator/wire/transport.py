@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Union, cast
 
 import msgspec
@@ -142,11 +142,16 @@ class _Connection(msgspec.Struct):
 class FrontendTransport:
     """The frontend's end of the mesh."""
 
-    def __init__(self, frontend_id: str, *, keys: KeyPair | None) -> None:
-        """With `keys` it connects to workers that have keys too, and to no others."""
+    def __init__(
+        self, frontend_id: str, on_corrupt: Callable[[], None] = lambda: None, *, keys: KeyPair | None
+    ) -> None:
+        """With `keys` it connects to workers that have keys too, and to no others.
+
+        `on_corrupt` is called for each message that cannot be read, which is logged and skipped.
+        """
         self.frontend_id = frontend_id
         self._encrypted = keys is not None
-        self.corrupt = 0
+        self._on_corrupt = on_corrupt
         self._context = zmq.asyncio.Context()
         self._requests = self._context.socket(zmq.ROUTER)
         self._published = self._context.socket(zmq.SUB)
@@ -231,7 +236,7 @@ class FrontendTransport:
             try:
                 return messages.decode_published(messages.join([frame.bytes for frame in frames])[0])
             except MessageError as error:
-                self.corrupt += 1
+                self._on_corrupt()
                 log.warning("dropped a corrupt publication: %s", error)
 
     def close(self) -> None:
@@ -260,7 +265,7 @@ class FrontendTransport:
                 header, *payload = messages.join([frame.bytes for frame in frames])
                 self._received.put_nowait((connection.worker_id, messages.decode_to_frontend(header), payload))
             except MessageError as error:
-                self.corrupt += 1
+                self._on_corrupt()
                 log.warning("dropped a corrupt message from worker %s: %s", connection.worker_id, error)
 
     async def _notice(self, events: zmq.asyncio.Socket) -> None:

@@ -89,6 +89,7 @@ async def test_corrupt_messages_disturb_nobody(workers: Workers, caplog: pytest.
     finally:
         context.destroy(linger=0)
     await until(lambda: caplog.text.count("dropped a corrupt message") == 4)
+    await until(lambda: frontend.loads[worker.id].corrupt_messages == 4)
     await workers.assert_no_leaks()
 
 

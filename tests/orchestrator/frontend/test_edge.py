@@ -33,7 +33,7 @@ def fleet():
     )
     fleet.upsert(info, 0.0)
     kv = KVCounters(bytes_sent=1000, descriptors=30, transfers=2, transfer_s=0.5, bad_messages=1)
-    load = WorkerLoad("d0", 1, 100, 60, 2, 1, 30, 5.0, kv=kv)
+    load = WorkerLoad("d0", 1, 100, 60, 2, 1, 30, 5.0, kv=kv, corrupt_messages=4)
     fleet.take_load(load, 0.0)
     return fleet
 
@@ -136,6 +136,7 @@ async def test_metrics_have_the_promised_names(client):
         'pd_kv_transfer_bytes_total{worker="d0"} 1000.0',
         'pd_kv_transfer_descriptors_total{worker="d0"} 30.0',
         'pd_kv_bad_messages_total{worker="d0"} 1.0',
+        'pd_worker_corrupt_messages_total{worker="d0"} 4.0',
         'pd_kv_transfer_seconds_sum{worker="d0"} 0.5',
         'pd_kv_transfer_seconds_count{worker="d0"} 2.0',
     ):

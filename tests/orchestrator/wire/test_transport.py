@@ -8,6 +8,7 @@ import time
 import msgspec
 import pytest
 import zmq
+import zmq.asyncio
 
 from orchestrator.types import WorkerLoad
 from orchestrator.wire.addresses import Listening
@@ -133,6 +134,30 @@ async def test_corrupt_bytes_are_counted_and_skipped(mesh, pair):
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(worker.receive(), 0.2)
     context.destroy(linger=0)
+
+
+async def test_a_frontend_counts_what_it_cannot_read():
+    context = zmq.asyncio.Context()
+    requests, published = context.socket(zmq.ROUTER), context.socket(zmq.PUB)
+    ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (requests, published)]
+    counted = []
+    frontend = FrontendTransport("frontend-1", lambda: counted.append(1), keys=None)
+    frontend.connect("vandal", *(f"tcp://127.0.0.1:{port}" for port in ports), "")
+    reading = asyncio.create_task(frontend.receive_published())
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await requests.recv_multipart()  # its greeting
+            await requests.send_multipart([b"frontend-1", b"\xff not msgpack"])
+            while not counted:
+                await asyncio.sleep(0.01)
+            while len(counted) < 2:  # a subscription is effective some time after connecting
+                await published.send_multipart([b"\xff"])
+                await asyncio.sleep(0.01)
+        assert not reading.done()
+    finally:
+        reading.cancel()
+        frontend.close()
+        context.destroy(linger=0)
 
 
 async def test_load_reports_arrive(pair):
