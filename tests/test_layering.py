@@ -27,7 +27,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "orchestrator.simulator": ("types", "config", "policy"),
     "orchestrator.launch": ("types", "parent", "config", "store"),
     "orchestrator.cli": ("types", "telemetry", "parent", "config", "store", "launch", "simulator"),
-    "connectors.push": (),
+    "connectors.handshake": (),
+    "connectors.push": ("connectors.handshake",),
     "workers": ("types", "parent", "config", "wire", "policy", "store"),
     "workers.sim": ("types", "config", "wire", "policy", "workers", "connectors.push"),
     "workers.vllm_engine": ("types", "parent", "config", "wire", "policy", "workers"),
@@ -40,7 +41,7 @@ MAKERS = {
 
 # Heavy, and present with an engine only: what does not need an engine runs, and is tested, without them.
 ENGINE_PACKAGES = {"vllm", "torch", "transformers", "nixl"}
-ENGINE_ROOMS = ("orchestrator.frontend", "workers.vllm_engine", "connectors.push")
+ENGINE_ROOMS = ("orchestrator.frontend", "workers.vllm_engine", "connectors.handshake", "connectors.push")
 ENGINE_FILES = ("orchestrator.config.demo_convert",)  # a program of its own
 
 MAX_FILE_LINES = 350

@@ -165,7 +165,8 @@ def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engin
 
     if config.workers.ports is not None:
         os.environ.setdefault("UCX_TCP_PORT_RANGE", config.workers.ports)
-    return VllmEngine(resolve_model(config.model), parsed.engine_args, cores=parsed.cores or None, **common)
+    common |= {"cores": parsed.cores or None, "encrypted": config.security.mesh == "curve"}
+    return VllmEngine(resolve_model(config.model), parsed.engine_args, **common)
 
 
 def _set_up_logging(worker_id: str) -> None:

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.logger import init_logger
 
+from connectors import handshake
 from connectors.push import actions as do
 from connectors.push import verify, wire, writer
 from connectors.push.inbound import Inbound
@@ -234,6 +235,13 @@ class Connections(NixlPushConnectorWorker):
             self._run(functools.partial(self._on_connected, peer.engine_id))
         else:
             future.add_done_callback(functools.partial(self._handshake_done, peer, messages_only))
+
+    def _nixl_handshake(
+        self, host: str, port: int, remote_tp_size: int, expected_engine_id: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        """In a thread of its own."""
+        with handshake.expecting(self._endpoints[expected_engine_id].key):
+            return super()._nixl_handshake(host, port, remote_tp_size, expected_engine_id, *args, **kwargs)
 
     def _handshake_done(self, peer: wire.Endpoint, messages_only: bool, future: Future[Any]) -> None:
         error = future.exception()

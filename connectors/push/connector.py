@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPushConnector
 from vllm.platforms import current_platform
 
+from connectors import handshake
 from connectors.push.metadata import PushMetadata, PushStats
 from connectors.push.scheduler import PushScheduler
 from connectors.push.worker import PushWorker
@@ -30,6 +31,7 @@ class PushConnector(NixlPushConnector):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         self.refuse_unsupported(vllm_config)
+        handshake.install()
         # Not the parent's constructor: it would build the stock halves.
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
         self.connector_scheduler: PushScheduler | None = None

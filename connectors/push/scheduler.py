@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.request import RequestStatus
 
+from connectors import handshake
 from connectors.push.metadata import (
     Computed,
     Disowned,
@@ -61,8 +62,8 @@ class PushScheduler(NixlPushConnectorScheduler):
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self.options = PushOptions.of(vllm_config)
         host = self.options.advertise or self.side_channel_host
-        ranks = vllm_config.parallel_config.tensor_parallel_size
-        self._endpoint = Endpoint(engine_id, host, self.side_channel_port, ranks)
+        ranks, key = vllm_config.parallel_config.tensor_parallel_size, handshake.public_key()
+        self._endpoint = Endpoint(engine_id, host, self.side_channel_port, ranks, key=key)
         # One plain attention group, computed on one pipeline stage, can be shipped by block position as it grows.
         # Anything else is shipped whole, when vLLM hands over the final block lists.
         self.by_position = (

@@ -18,6 +18,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from orchestrator.config.settings import KVConfig
 from orchestrator.types import KVCounters, KVEndpoint
 from orchestrator.wire.control import METHODS
+from orchestrator.wire.curve import KeyPair
 from workers.engine import EngineDead, EngineInfo, EngineLoad, EngineRequest, EngineStep, PrefixDelta
 from workers.vllm_engine.identity import identity_of
 from workers.vllm_engine.launch import build_config, start_client
@@ -32,7 +33,7 @@ class VllmEngine:
 
     `engine_args` are AsyncEngineArgs fields. `kv_port` must be free (`kv_port + dp_index` is bound); it is served at
     `kv_host`, and peers reach it at `kv_advertise`. `cores` pins a CPU engine. `prefix_events`: steps say what changed
-    in the prefix cache.
+    in the prefix cache. `encrypted`: KV handshakes are.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class VllmEngine:
         kv: KVConfig,
         cores: list[int] | None = None,
         prefix_events: bool = False,
+        encrypted: bool = True,
     ) -> None:
         self._model = model
         self._engine_args = engine_args
@@ -54,6 +56,7 @@ class VllmEngine:
         self._kv_advertise = kv_advertise or kv_host
         self._cores = cores
         self._prefix_events = prefix_events
+        self._kv_keys = KeyPair.new() if encrypted else None
         self._client: Any = None
         self._codec: RequestCodec | None = None
         self._encoder = MsgpackEncoder()
@@ -113,6 +116,7 @@ class VllmEngine:
                 port=self._kv_port,
                 tp_size=parallel.tensor_parallel_size,
                 pp_size=parallel.pipeline_parallel_size,
+                key=self._kv_keys.public if self._kv_keys else "",
             ),
             blocks_total=self._blocks_total,
             max_num_seqs=config.scheduler_config.max_num_seqs,
@@ -132,7 +136,10 @@ class VllmEngine:
             kv=self._kv,
             prefix_events=self._prefix_events,
         )
-        return start_client(config, kv_host=self._kv_host, kv_port=self._kv_port, cores=self._cores), config
+        secret = self._kv_keys.secret if self._kv_keys else ""
+        return start_client(
+            config, kv_host=self._kv_host, kv_port=self._kv_port, kv_secret=secret, cores=self._cores
+        ), config
 
     async def stop(self) -> None:
         """Ends the engine process; idempotent."""

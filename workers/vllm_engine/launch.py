@@ -30,6 +30,7 @@ from workers.vllm_engine.plugin import SOCKETS, engine_process
 _CPU_KV_CACHE_BYTES = 1 << 30
 # vLLM reads much of its start-up configuration from the environment, which is the whole process's.
 _environment = threading.Lock()
+_KV_SECRET = "PD_KV_SECRET_KEY"  # read by connectors/handshake.py in the engine's processes
 
 
 def build_config(
@@ -89,9 +90,14 @@ def build_config(
     return config
 
 
-def start_client(config: VllmConfig, *, kv_host: str, kv_port: int, cores: list[int] | None) -> EngineCoreClient:
-    """Blocks until the engine is ready. Raises RuntimeError when its process ends before that."""
-    environment = _connector_env(kv_host, kv_port)
+def start_client(
+    config: VllmConfig, *, kv_host: str, kv_port: int, kv_secret: str = "", cores: list[int] | None
+) -> EngineCoreClient:
+    """Blocks until the engine is ready. Raises RuntimeError when its process ends before that.
+
+    `kv_secret`: the key of its KV handshakes, empty where they are not encrypted.
+    """
+    environment = {**_connector_env(kv_host, kv_port), _KV_SECRET: kv_secret}
     if not os.environ.get(SOCKETS):
         environment[SOCKETS] = _own_folder()
     parallel = config.parallel_config
