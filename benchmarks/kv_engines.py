@@ -179,6 +179,7 @@ async def start(
         kv_port=free_port("127.0.0.1"),
         kv=KVConfig(transfer=variant.transfer or "whole", verify=verify),
         cores=cores,
+        encrypted=False,  # vLLM's own connectors are measured too
     )
     return Running(engine, await engine.start())
 

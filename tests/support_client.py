@@ -40,9 +40,10 @@ class Answer:
 class FleetClient:
     """A fleet that somebody runs. `model` is what it serves."""
 
-    def __init__(self, url: str, namespace: str) -> None:
+    def __init__(self, url: str, namespace: str, api_key: str = "") -> None:
         self.url, self.namespace = url, namespace
-        self.http = httpx.Client(base_url=url, timeout=120)
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self.http = httpx.Client(base_url=url, timeout=120, headers=headers)
         self.model = self.http.get("/v1/models").json()["data"][0]["id"]
 
     def log_tail(self) -> str:

@@ -31,7 +31,7 @@ START_TIMEOUT_S = 180
 
 
 class RunningFleet(FleetClient):
-    def __init__(self, config: str, *sets: str, namespace: str = "", terminal: bool = False) -> None:
+    def __init__(self, config: str, *sets: str, namespace: str = "", terminal: bool = False, api_key: str = "") -> None:
         """`namespace`: made up by default. `terminal`: the launcher writes to one, else to a pipe."""
         self.namespace = namespace or f"test-{uuid.uuid4().hex[:8]}"
         self.log: list[str] = []
@@ -53,7 +53,7 @@ class RunningFleet(FleetClient):
         except BaseException:
             self.stop()
             raise
-        super().__init__(ready.group(1).rstrip("/,"), self.namespace)
+        super().__init__(ready.group(1).rstrip("/,"), self.namespace, api_key)
 
     def _read(self) -> None:
         rest = b""
@@ -149,8 +149,8 @@ def paste(line: str, shell: str = "bash") -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def running_fleet(config: str, *sets: str) -> Iterator[RunningFleet]:
-    fleet = RunningFleet(config, *sets)
+def running_fleet(config: str, *sets: str, api_key: str = "") -> Iterator[RunningFleet]:
+    fleet = RunningFleet(config, *sets, api_key=api_key)
     try:
         yield fleet
     finally:

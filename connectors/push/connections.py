@@ -219,14 +219,8 @@ class Connections(NixlPushConnectorWorker):
 
     def _handshake(self, peer: wire.Endpoint, messages_only: bool) -> None:
         try:
-            future = self._ensure_handshake(
-                peer.engine_id,
-                peer.host,
-                peer.port,
-                peer.tp_size,
-                pp_size=peer.pp_size,
-                notif_agents_only=messages_only,
-            )
+            where = (peer.engine_id, peer.host, peer.port, peer.tp_size)
+            future = self._ensure_handshake(*where, pp_size=peer.pp_size, notif_agents_only=messages_only)
         except Exception as error:
             logger.exception("no handshake with %s", peer.engine_id)
             self._run(functools.partial(self._on_unreachable, peer.engine_id, f"no handshake: {error}"))
@@ -236,12 +230,10 @@ class Connections(NixlPushConnectorWorker):
         else:
             future.add_done_callback(functools.partial(self._handshake_done, peer, messages_only))
 
-    def _nixl_handshake(
-        self, host: str, port: int, remote_tp_size: int, expected_engine_id: str, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _nixl_handshake(self, host: str, port: int, ranks: int, engine: str, *args: Any, **kwargs: Any) -> Any:
         """In a thread of its own."""
-        with handshake.expecting(self._endpoints[expected_engine_id].key):
-            return super()._nixl_handshake(host, port, remote_tp_size, expected_engine_id, *args, **kwargs)
+        with handshake.expecting(self._endpoints[engine].key):
+            return super()._nixl_handshake(host, port, ranks, engine, *args, **kwargs)
 
     def _handshake_done(self, peer: wire.Endpoint, messages_only: bool, future: Future[Any]) -> None:
         error = future.exception()

@@ -15,6 +15,8 @@ def kind_of(value: object) -> str:
 
 
 _GONE = {
+    "frontend.max_body_bytes": "use limits.max_body_bytes",
+    "frontend.max_n": "use limits.max_n",
     "workers.host": "it is workers.bind now, and workers.advertise where others reach the workers by another address",
     "queue.order": "there is one order: remove it, and take 1 from queue.weight where it was slack",
     "routing.placement": "remove it: by length is routing.remote_prefill_min_tokens, without it by predicted times",

@@ -9,6 +9,7 @@ import os
 import ssl
 from typing import Any
 
+from orchestrator.config.access import read_api_keys
 from orchestrator.config.settings import Config, ConfigError
 
 _NO_ACCESS_LOG = "frontends write no access log; each request has a line of the logger pd.request"
@@ -18,6 +19,7 @@ _REFUSED = {
     "model": "use the key model",
     "model_tag": "use the key model",
     "config": "write its content into frontend.server_args",
+    "api_key": "use security.api_keys, which protect every path, or security.api_keys_file",
     "host": "use frontend.host",
     "port": "use frontend.port",
     "uds": "frontends listen on frontend.host and frontend.port; put a proxy before them",
@@ -62,6 +64,10 @@ def check_server_args(config: Config) -> None:
         raise ConfigError(f"frontend.server_args.{others[0]}: needs ssl_certfile, the server's certificate")
     if uses_tls(config):
         _check_tls(arguments)
+    try:
+        read_api_keys(config.security)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"security.api_keys_file: expected a file of keys, one per line: {error}") from None
 
 
 def uses_tls(config: Config) -> bool:

@@ -6,7 +6,6 @@ mend. The defaults are here and nowhere else.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,10 +14,10 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from orchestrator.config.access import LimitsConfig, Positive, SecurityConfig, is_loopback
 from orchestrator.config.explain import explain, kind_of
 
 Count = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
@@ -52,8 +51,6 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     host: str = "127.0.0.1"
     port: Port = 8000  # 0 picks a free one
     replicas: Positive = 1  # processes that share the port
-    max_body_bytes: Positive = 67_108_864  # a request with a larger body is answered with 413
-    max_n: Positive = 128  # a request for more choices (n), or more beams, is answered with 400
     dashboard: bool = True  # the page /dashboard, and orders under /operator/
     # Arguments of vLLM's OpenAI server, as `vllm serve` spells them without dashes: {tool_call_parser: hermes}
     server_args: dict[str, Any] = {}
@@ -193,14 +190,6 @@ class LauncherConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     stop_timeout_s: Seconds = 10.0  # a process that was told to stop is killed after this
 
 
-class SecurityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Who may talk to the fleet's processes; see docs/security.md."""
-
-    # Frontends, workers and KV handshakes: encrypted, for members of the fleet only; none: open to whoever connects.
-    mesh: Literal["curve", "none"] = "curve"
-    trust_network: bool = False  # needed for mesh: none where workers listen on more than loopback
-
-
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model: str  # "demo", a folder, or a Hugging Face name
     served_model_name: str | None = None
@@ -218,6 +207,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     sim: SimConfig = SimConfig()
     launcher: LauncherConfig = LauncherConfig()
     security: SecurityConfig = SecurityConfig()
+    limits: LimitsConfig = LimitsConfig()
 
     @property
     def name_served(self) -> str:
@@ -305,18 +295,11 @@ def port_range(config: Config) -> range | None:
 def check_mesh(config: Config, host: str) -> None:
     """Raises ConfigError for a worker that would listen on a network, to whoever connects, without being told twice."""
     security = config.security
-    if security.mesh == "none" and not security.trust_network and not _is_loopback(host):
+    if security.mesh == "none" and not security.trust_network and not is_loopback(host):
         raise ConfigError(
             f"security.mesh: none lets whoever reaches {host} use the workers; remove it, or set "
             "security.trust_network: true where nobody else is on that network"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

@@ -1,4 +1,4 @@
-"""What surrounds vLLM's HTTP app on every request: its id, its size, the `Retry-After` of a refusal. Plain ASGI."""
+"""What surrounds vLLM's HTTP app on every request: its id, its key, its size, the headers of a refusal. Plain ASGI."""
 
 from __future__ import annotations
 
@@ -12,15 +12,10 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.frontend.access import Access, Refusal
+
 MAX_REQUEST_ID_LENGTH = 200
-
-
-class Refusal(msgspec.Struct, frozen=True):
-    """Why a request was not taken, as an HTTP answer."""
-
-    status: int  # 400, 413, 429 or 503
-    message: str
-    retry_after_s: float | None = None
+_POLICY_VIOLATION = 1008  # RFC 6455
 
 
 class RequestContext:
@@ -46,13 +41,27 @@ class EdgeMiddleware:
     A body over the limit is answered with 413 and never held: as soon as its header says so, or that much has come.
     """
 
-    def __init__(self, app: Any, max_body_bytes: int) -> None:
-        self.app, self._max_body_bytes = app, max_body_bytes
+    def __init__(self, app: Any, max_body_bytes: int, access: Access) -> None:
+        self.app, self._max_body_bytes, self._access = app, max_body_bytes, access
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
+        admitted = self._access.admit(scope, time.monotonic())
+        try:
+            if scope["type"] == "http":
+                await self._serve(scope, receive, send, admitted if isinstance(admitted, Refusal) else None)
+            elif isinstance(admitted, Refusal):
+                await receive()  # websocket.connect; closing before it is accepted answers with 403
+                await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": admitted.message})
+            else:
+                await self.app(scope, receive, send)
+        finally:
+            if not isinstance(admitted, Refusal):
+                self._access.ended(admitted)
+
+    async def _serve(self, scope: MutableMapping[str, Any], receive: Any, send: Any, refusal: Refusal | None) -> None:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         printable = bytes(c for c in given[:MAX_REQUEST_ID_LENGTH] if 0x21 <= c <= 0x7E)
         request_id = printable or uuid.uuid4().hex.encode()
@@ -63,7 +72,9 @@ class EdgeMiddleware:
         reply = _Reply(context, send)
         body = _Body(scope["headers"], self._max_body_bytes, receive, reply)
         try:
-            if body.announced > self._max_body_bytes:
+            if refusal is not None:
+                await reply.refuse(refusal)
+            elif body.announced > self._max_body_bytes:
                 await body.refuse()
             else:
                 await self.app(scope, body, reply)
@@ -90,7 +101,7 @@ class _Body:
         return message
 
     async def refuse(self) -> None:
-        message = f"the body is larger than {self._limit} bytes (frontend.max_body_bytes)"
+        message = f"the body is larger than {self._limit} bytes (limits.max_body_bytes)"
         await self._reply.refuse(Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message))
 
 
@@ -124,6 +135,8 @@ class _Reply:
         headers = [pair for pair in message.get("headers", []) if pair[0].lower() != b"x-request-id"]
         headers.append((b"x-request-id", self._context.request_id.encode()))
         refusal = self._context.refusal
+        if self._refused and refusal is not None:
+            headers += refusal.headers
         if refusal is not None and refusal.retry_after_s is not None and message["status"] == refusal.status:
             headers.append((b"retry-after", str(max(1, math.ceil(refusal.retry_after_s))).encode()))
         await self._send({**message, "headers": headers})
@@ -132,7 +145,7 @@ class _Reply:
         """Answers in place of the app. Does nothing where an answer has begun."""
         if self._started:
             return
-        self._refused = True
+        self._refused, self._context.refusal = True, refusal
         phrase = HTTPStatus(refusal.status).phrase
         error = {"message": refusal.message, "type": phrase, "param": None, "code": refusal.status}
         body = msgspec.json.encode({"error": error})

@@ -32,10 +32,12 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
+from orchestrator.config.access import API_KEY, secured
 from orchestrator.config.engine_args import engine_args, to_command_line
 from orchestrator.config.model import resolve_model
 from orchestrator.config.server_args import uses_tls, uvicorn_options
 from orchestrator.config.settings import Config, ConfigError, load_config
+from orchestrator.frontend.access import Access
 from orchestrator.frontend.dashboard.routes import operator_routes, page_routes, stream_routes
 from orchestrator.frontend.edge import EdgeMiddleware
 from orchestrator.frontend.engine import FleetCore, FleetLLM
@@ -83,7 +85,7 @@ def server_arguments(config: Config, parser: argparse.ArgumentParser) -> list[st
 
 def build_vllm_config(config: Config) -> tuple[argparse.Namespace, VllmConfig]:
     """Raises ConfigError for arguments that vLLM refuses."""
-    os.environ["VLLM_MAX_N_SEQUENCES"] = str(config.frontend.max_n)  # vLLM checks each request by it
+    os.environ["VLLM_MAX_N_SEQUENCES"] = str(config.limits.max_n)  # vLLM checks each request by it
     if config.engine == "sim":
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # nothing is computed, so any length goes
     parser = make_arg_parser(ServerParser())
@@ -137,6 +139,9 @@ async def build_server_app(
     args: argparse.Namespace, vllm_config: VllmConfig, config: Config, connection: FleetConnection
 ) -> EdgeMiddleware:
     """vLLM's app with all of its routes, over the fleet, plus ours. Raises ConfigError."""
+    security = secured(config.security, config.frontend.host)
+    os.environ.pop(API_KEY, None)  # vLLM's own middleware would ask for this key alone, and under a few paths only
+    access = Access(security, config.limits, config.frontend.server_args.get("root_path") or "")
     tasks = ("generate",) if vllm_config.model_config.runner_type == "generate" else await connection.supported_tasks()
     core = FleetCore(connection, tasks)
     engine = FleetLLM(vllm_config, core, config.frontend.replicas)
@@ -161,7 +166,7 @@ async def build_server_app(
     if config.frontend.dashboard:
         routes += [*page_routes().routes, *operator_routes(connection.steering).routes]
     app.router.routes[:0] = routes  # ahead of vLLM's own /metrics, which does not know the fleet
-    return EdgeMiddleware(app, config.frontend.max_body_bytes)
+    return EdgeMiddleware(app, config.limits.max_body_bytes, access)
 
 
 def _stops(app: FastAPI) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from orchestrator.config.access import secured
 from orchestrator.config.engine_args import environment
 from orchestrator.config.settings import Config
 from orchestrator.launch.host.machine import Share
@@ -30,6 +31,7 @@ def resolve(config: Config, model: str, redis_url: str, port: int) -> Config:
         served_model_name=config.served_model_name or config.model,
         redis=replace(config.redis, url=redis_url),
         frontend=replace(config.frontend, port=port),
+        security=secured(config.security, config.frontend.host),
     )
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.access import is_protected
 from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.model import find_model
 from orchestrator.config.settings import Config, ConfigError
@@ -195,16 +196,19 @@ def _announce(fleet: FleetProcesses, device: str, folder: RunFolder, console: Co
     ready = Ready(fleet.url, name, f"{fleet.desired.prefill}P{fleet.desired.decode}D ({engine})")
     console.stop_progress()
     console.say(f"Ready  {ready.url}  model {ready.model}  fleet {ready.fleet}")
+    if config.security.operator_key is not None:
+        console.say(f"Its pages and metrics need the operator's key: {folder.operator_key_path}")
     by_length = config.routing.remote_prefill_min_tokens
     console.say(f"A short prompt{'' if by_length is None else ' is prefilled where it is decoded'}:")
-    console.say(_curl(ready))
+    protected = is_protected(config.security)
+    console.say(_curl(ready, protected))
     if fleet.desired.prefill:
         console.say(f"A long one{'' if by_length is None else ' is prefilled by one worker and decoded by another'}:")
-        console.say(_curl(ready, sentences=(by_length or _LONG_TOKENS) // 3))
+        console.say(_curl(ready, protected, sentences=(by_length or _LONG_TOKENS) // 3))
     folder.note_ready(ready)  # last: `up --detach` returns once it is there
 
 
-def _curl(ready: Ready, sentences: int = 0) -> str:
+def _curl(ready: Ready, protected: bool, sentences: int = 0) -> str:
     """A chat request to paste into a shell, which puts a repeated sentence of four tokens in front of the question."""
     question = f"{_REPEATED}What is the capital of France?" if sentences else "What is the capital of France?"
     messages = [{"role": "user", "content": question}]
@@ -212,7 +216,8 @@ def _curl(ready: Ready, sentences: int = 0) -> str:
     repeat = f"$(printf 'You answer briefly. %.0s' $(seq {sentences}))"
     quoted = shlex.quote(body).replace(_REPEATED, f"""'"{repeat}"'""")
     trust = " --insecure" if ready.url.startswith("https") else ""  # the certificate is hardly one of 127.0.0.1
-    return f"curl{trust} {ready.url}/v1/chat/completions -H 'content-type: application/json' -d {quoted}"
+    key = ' -H "authorization: Bearer $API_KEY"' if protected else ""
+    return f"curl{trust} {ready.url}/v1/chat/completions{key} -H 'content-type: application/json' -d {quoted}"
 
 
 def _clean_up_after_killed(folder: RunFolder, left: list[StartedProcess], console: Console) -> None:

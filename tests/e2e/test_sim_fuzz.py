@@ -85,7 +85,7 @@ NOT_SIMULATED = {
 
 @pytest.fixture(scope="module")
 def fleet():
-    with running_fleet("sim-2p2d.yaml", f"frontend.max_body_bytes={MAX_BODY_BYTES}") as running:
+    with running_fleet("sim-2p2d.yaml", f"limits.max_body_bytes={MAX_BODY_BYTES}") as running:
         yield running
 
 
@@ -180,7 +180,7 @@ async def test_too_much_is_refused(fleet: RunningFleet) -> None:
     async with fleet.client() as client:
         for content in (b"x" * 2 * MAX_BODY_BYTES, chunks()):
             answered = await client.post("/v1/completions", content=content)
-            assert answered.status_code == 413 and "frontend.max_body_bytes" in answered.text
+            assert answered.status_code == 413 and "limits.max_body_bytes" in answered.text
         for more in ({"n": 129}, {"n": 129, "use_beam_search": True}):
             body = {"model": fleet.model, "prompt": "hello", "max_tokens": 2} | more
             answered = await client.post("/v1/completions", json=body)

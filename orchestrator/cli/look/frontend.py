@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
+import os
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,25 +13,40 @@ import httpx
 import msgspec
 
 from orchestrator.cli.handle import FleetHandle, open_fleet
+from orchestrator.config.access import OPERATOR_KEY
 from orchestrator.config.settings import Refused
 from orchestrator.types import WorkerStatus
+
+log = logging.getLogger("pd.cli")
 
 _TIMEOUT_S = 2.0
 
 
-def client() -> httpx.AsyncClient:
-    """No secret is sent, and a frontend's certificate may be known to its clients only."""
-    return httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, verify=False)
+def client(url: str, key: str | None) -> httpx.AsyncClient:
+    """`key`: the operator's. The certificate counts where it leaves this machine; else clients alone may know it."""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    verify = key is not None and not is_loopback(url)
+    return httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, verify=verify, headers=headers)
 
 
-async def get(url: str, path: str, statuses: tuple[int, ...] = (httpx.codes.OK,)) -> Any:
+async def get(handle: FleetHandle, url: str, path: str, statuses: tuple[int, ...] = (httpx.codes.OK,)) -> Any:
     """The JSON that a frontend answers with one of these statuses; None where it does not."""
+    key = operator_key(handle, url)
     with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL, ValueError):
-        async with client() as http:
+        async with client(url, key) as http:
             answer = await http.get(f"{url}{path}")
             if answer.status_code in statuses:
                 return answer.json()
+            if answer.status_code == httpx.codes.UNAUTHORIZED:
+                log.warning("%s wants the operator's key: set %s", url, OPERATOR_KEY)
     return None
+
+
+def operator_key(handle: FleetHandle, url: str) -> str | None:
+    """That of the environment; that of the fleet which runs here stays on this machine."""
+    if given := os.environ.get(OPERATOR_KEY):
+        return given
+    return handle.config.security.operator_key if handle.config is not None and is_loopback(url) else None
 
 
 async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
@@ -37,14 +54,14 @@ async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
 
     Raises Refused.
     """
-    if handle.url and (seen := await get(handle.url, "/fleet")) is not None:
+    if handle.url and (seen := await get(handle, handle.url, "/fleet")) is not None:
         return dict(seen)
     if handle.redis_url is None:
         raise Refused(f"{handle.url}: no frontend of a fleet answers there; see `orchestrator status --redis URL`")
     async with open_fleet(handle) as fleet:
         registered = (await fleet.registry.frontends()).values()
         for url in reachable([frontend.url for frontend in registered], handle.redis_url):
-            if (seen := await get(url, "/fleet")) is not None:
+            if (seen := await get(handle, url, "/fleet")) is not None:
                 return dict(seen)
         workers = sorted((await fleet.registry.workers()).values(), key=lambda info: (info.role.value, info.id))
         depth, desired = await fleet.queue.depth(), await fleet.registry.desired()

@@ -17,7 +17,7 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Label, Sparkline, Static
 
 from orchestrator.cli.handle import NamespaceOption, RedisOption, UrlOption, find_fleet
-from orchestrator.cli.look.frontend import client, fleet_status
+from orchestrator.cli.look.frontend import client, fleet_status, operator_key
 from orchestrator.cli.look.views import STATE_STYLE, blocks_bar
 from orchestrator.config.settings import Refused
 
@@ -50,7 +50,7 @@ def top(namespace: NamespaceOption = None, redis: RedisOption = None, url: UrlOp
     if handle.url is None:
         raise Refused("no frontend is known to ask; name one with --url")
     asyncio.run(fleet_status(handle))  # a wrong address is one line, not a screen
-    Top(handle.url).run()
+    Top(handle.url, operator_key(handle, handle.url)).run()
 
 
 class Confirm(ModalScreen[bool]):
@@ -96,9 +96,10 @@ class Top(App[None]):
     """
     ENABLE_COMMAND_PALETTE = False
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str | None = None) -> None:
+        """`key`: the operator's, where one is needed."""
         super().__init__()
-        self._url = url
+        self._url, self._key = url, key
         self._sample: dict[str, Any] = {}
         self._points: list[dict[str, Any]] = []
         self._sort = "role"
@@ -134,7 +135,7 @@ class Top(App[None]):
         while True:
             why = "the frontend ended the stream"
             try:
-                async with client() as http:
+                async with client(self._url, self._key) as http:
                     quiet = httpx.Timeout(5.0)  # a frontend that says nothing for longer is gone
                     async with http.stream("GET", f"{self._url}/fleet/stream", timeout=quiet) as stream:
                         stream.raise_for_status()
@@ -239,7 +240,7 @@ class Top(App[None]):
         if not await self.push_screen_wait(Confirm(question)):
             return
         try:
-            async with client() as http:
+            async with client(self._url, self._key) as http:
                 answer = await http.post(f"{self._url}/operator/{path}", json=body)
             said = answer.json()
             refused = said.get("error") if answer.status_code != httpx.codes.OK else None

@@ -144,7 +144,7 @@ async def _remembered(handle: FleetHandle, request_id: str | None, slowest: int)
     answered: dict[str, list[dict[str, Any]]] = {}
     frontends, asked = 1, 0
     while len(answered) < frontends and asked < _ASK_TIMES * frontends:
-        said = await get(handle.url or "", path, (200, 404))
+        said = await get(handle, handle.url or "", path, (200, 404))
         asked += 1
         if said is None:
             raise Refused(f"{handle.url}: no frontend of a fleet answers there")

@@ -70,6 +70,7 @@ class RunFolder:
         # Beside the folder, not in it: the log outlives the fleet.
         self.log_path = base_folder() / f"{namespace}.log"
         self.shared_memory: frozenset[str] = frozenset()  # names of files, as noted last
+        self.operator_key_path = self.path / "operator.key"
         self._lock: IO[str] | None = None
         self._texts: dict[str, str] = {}  # by file name, as written last
         self._complaint = ""
@@ -102,6 +103,8 @@ class RunFolder:
         """As the fleet's processes read it. Returns the file."""
         self._write(_CONFIG, yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
         self._write(_REDIS, config.redis.url)
+        if config.security.operator_key is not None:
+            self._write(self.operator_key_path.name, config.security.operator_key)
         return self.path / _CONFIG
 
     def note_started(self, processes: list[StartedProcess], shared_memory: frozenset[str] = frozenset()) -> None:

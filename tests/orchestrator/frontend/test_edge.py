@@ -8,8 +8,10 @@ from fastapi import Body, FastAPI, Response
 from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry
 
+from orchestrator.config.access import LimitsConfig, SecurityConfig
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend import edge, pages
+from orchestrator.frontend.access import Access
 from orchestrator.policy.predict import Predictor
 from orchestrator.types import (
     DesiredRatio,
@@ -70,7 +72,8 @@ async def client(fleet):
         return len(body)
 
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(edge.EdgeMiddleware(app, max_body_bytes=1000)), base_url="http://test"
+        transport=httpx.ASGITransport(edge.EdgeMiddleware(app, 1000, Access(SecurityConfig(), LimitsConfig()))),
+        base_url="http://test",
     ) as client:
         yield client
 
@@ -161,6 +164,6 @@ async def test_a_body_over_the_limit_is_answered_with_413_and_not_read_to_its_en
     read.clear()
     answered = await post(5000, read)
     assert answered.status_code == 413 and answered.headers["x-request-id"] == "mine"
-    assert answered.json()["error"]["message"] == "the body is larger than 1000 bytes (frontend.max_body_bytes)"
+    assert answered.json()["error"]["message"] == "the body is larger than 1000 bytes (limits.max_body_bytes)"
     assert len(read) == (11 if chunked else 0)
     assert "retry-after" not in answered.headers

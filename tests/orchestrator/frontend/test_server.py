@@ -39,8 +39,6 @@ def config(**server_args: object) -> Config:
 @pytest.mark.parametrize(
     ("name", "value", "got"),
     [
-        ("api_key", ["k1", "k2"], ["k1", "k2"]),
-        ("api_key", "k1", ["k1"]),
         ("middleware", ["m.a", "m.b"], ["m.a", "m.b"]),
         ("allowed_origins", ["https://a"], ["https://a"]),
         ("served_model_name", ["a", "b"], ["a", "b"]),

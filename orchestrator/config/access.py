@@ -1,0 +1,70 @@
+"""Who may use a fleet and how much of it: the sections `security` and `limits`, and the keys that they name."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Positive = Annotated[int, Meta(ge=1)]
+# Environment variables. The first goes before security.operator_key; the second, vLLM's own, is one more API key.
+OPERATOR_KEY, API_KEY = "PD_OPERATOR_KEY", "VLLM_API_KEY"
+
+
+class SecurityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Who may talk to the fleet's processes; see docs/security.md."""
+
+    # Frontends, workers and KV handshakes: encrypted, for members of the fleet only; none: open to whoever connects.
+    mesh: Literal["curve", "none"] = "curve"
+    trust_network: bool = False  # needed for mesh: none where workers listen on more than loopback
+    # With either, clients must send one of the keys: `Authorization: Bearer KEY` or `x-api-key: KEY`.
+    api_keys: list[str] = []
+    api_keys_file: str | None = None  # one key per line, # begins a comment; read anew when it changes
+    # For /metrics, /fleet and what controls the fleet. `up` makes one where there are API keys or others can connect.
+    operator_key: str | None = None
+
+
+class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a frontend takes. Per key: of one API key at one frontend; without API keys, of all clients together."""
+
+    max_body_bytes: Positive = 67_108_864  # a request with a larger body is answered with 413
+    max_n: Positive = 128  # a request for more choices (n), or more beams, is answered with 400
+    concurrent_per_key: Positive | None = None  # more requests at once are answered with 429
+    per_minute_per_key: Positive | None = None  # more requests, after a burst of as many, are answered with 429
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def read_api_keys(security: SecurityConfig) -> frozenset[str]:
+    """Those of the configuration and of its file as it is now. Raises OSError, UnicodeDecodeError."""
+    keys = set(security.api_keys)
+    if security.api_keys_file is not None:
+        lines = Path(security.api_keys_file).read_text().splitlines()
+        keys |= {line.partition("#")[0].strip() for line in lines}
+    return frozenset(keys - {""})
+
+
+def secured(security: SecurityConfig, host: str) -> SecurityConfig:
+    """With the keys of the environment, and an operator's key where clients need one too or `host` is a network's."""
+    api_keys, operator_key = list(security.api_keys), os.environ.get(OPERATOR_KEY) or security.operator_key
+    if (key := os.environ.get(API_KEY)) and key not in api_keys:
+        api_keys.append(key)
+    security = msgspec.structs.replace(security, api_keys=api_keys, operator_key=operator_key)
+    if operator_key is None and (is_protected(security) or not is_loopback(host)):
+        security = msgspec.structs.replace(security, operator_key=secrets.token_urlsafe(32))
+    return security
+
+
+def is_protected(security: SecurityConfig) -> bool:
+    """Whether clients need a key. A file without keys lets nobody in."""
+    return bool(security.api_keys) or security.api_keys_file is not None

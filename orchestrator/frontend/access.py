@@ -1,0 +1,182 @@
+"""Which requests a frontend takes: whose key they carry, and how much that key may ask for at once and per minute.
+
+Three kinds of paths: health is open, what clients ask needs an API key, and everything else needs the operator's key.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import logging
+import math
+import os
+import secrets
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+from orchestrator.config.access import (
+    LimitsConfig,
+    SecurityConfig,
+    is_protected,
+    read_api_keys,
+)
+from orchestrator.config.settings import ConfigError
+
+log = logging.getLogger("pd.frontend")
+
+OPEN = frozenset({"/health", "/ready", "/ping"})
+CLIENT_PREFIXES = ("/v1/", "/v2/", "/cohere/")
+CLIENT = frozenset(
+    "/inference/v1/generate /tokenize /detokenize /pooling /classify /score /rerank /generative_scoring /invocations "
+    "/version".split()
+)
+# Below a client's prefix, yet they change the fleet.
+OPERATOR = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+
+_FILE_CHECK_S = 1.0
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why a request was not taken, as an HTTP answer."""
+
+    status: int  # 400, 401, 413, 429 or 503
+    message: str
+    retry_after_s: float | None = None
+    headers: tuple[tuple[bytes, bytes], ...] = ()  # of the answer
+
+
+_NEEDS_KEY = Refusal(
+    HTTPStatus.UNAUTHORIZED,
+    "an API key is needed: send `Authorization: Bearer KEY` (security.api_keys)",
+    headers=((b"www-authenticate", b"Bearer"),),
+)
+_NEEDS_OPERATOR = Refusal(
+    HTTPStatus.UNAUTHORIZED,
+    "the operator's key is needed: send `Authorization: Bearer KEY` (security.operator_key, or operator.key in the "
+    "launcher's run folder)",
+    # A browser asks for it, as a password, and sends it with all that the dashboard asks.
+    headers=((b"www-authenticate", b'Basic realm="operator, with the operator\'s key as password", charset="UTF-8"'),),
+)
+
+
+class Usage(msgspec.Struct):
+    """What one key uses. `allowance`: requests that it may send at once, as of `at` (monotonic)."""
+
+    running: int = 0
+    allowance: float = 0.0
+    at: float = 0.0
+
+
+class Access:
+    """`admit` each request; whoever was admitted has a `Usage`, which is given to `ended`."""
+
+    def __init__(self, security: SecurityConfig, limits: LimitsConfig, root_path: str = "") -> None:
+        """`root_path` is before every path, where a proxy leaves it. Raises ConfigError for an unreadable file."""
+        self._security, self._limits, self._root_path = security, limits, root_path
+        # Keys are compared as MACs under a key of this process: how long a look-up takes tells nothing of them.
+        self._mac_key = secrets.token_bytes(32)
+        self._operator = self._mac(security.operator_key.encode()) if security.operator_key else None
+        self._protected = is_protected(security)
+        self._clients: frozenset[bytes] = frozenset()
+        self._usages: dict[bytes, Usage] = {}
+        self._file_state: tuple[int, int, int] | None = None
+        self._checked_at = -_FILE_CHECK_S
+        try:
+            self._read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"security.api_keys_file: expected a file of keys, one per line: {error}") from None
+
+    def admit(self, scope: Mapping[str, Any], now: float) -> Refusal | Usage:
+        """`scope` is ASGI's, of http or websocket; `now` is monotonic."""
+        path = scope["path"].removeprefix(self._root_path).rstrip("/")
+        if path in OPEN or scope.get("method") == "OPTIONS":  # a browser asks what it may send, without keys
+            return Usage()
+        self._read_anew(now)
+        headers = dict(reversed(scope["headers"]))  # the first of a name counts
+        given = self._mac(_key_of(headers))
+        password = self._mac(_password_of(headers, scope.get("method", "")))
+        is_operator = self._operator is not None and any(
+            hmac.compare_digest(mac, self._operator) for mac in (given, password)
+        )
+        if path in OPERATOR or not (path in CLIENT or path.startswith(CLIENT_PREFIXES)):
+            closed = self._protected or self._operator is not None
+            return _NEEDS_OPERATOR if closed and not is_operator else Usage()
+        if self._protected and not is_operator and given not in self._clients:
+            return _NEEDS_KEY
+        if scope.get("method") == "GET" or is_operator:
+            return Usage()
+        return self._take(given if self._protected else b"", now)
+
+    def ended(self, usage: Usage) -> None:
+        usage.running -= 1
+
+    def _take(self, key: bytes, now: float) -> Refusal | Usage:
+        at_once, per_minute = self._limits.concurrent_per_key, self._limits.per_minute_per_key
+        usage = self._usages.setdefault(key, Usage(allowance=per_minute or math.inf, at=now))
+        if at_once is not None and usage.running >= at_once:
+            return _too_many(f"{at_once} requests of this key run already (limits.concurrent_per_key)", 1.0)
+        if per_minute is not None:
+            usage.allowance = min(per_minute, usage.allowance + (now - usage.at) * per_minute / 60)
+            usage.at = now
+            if usage.allowance < 1:
+                wait_s = (1 - usage.allowance) * 60 / per_minute
+                return _too_many(
+                    f"this key may send {per_minute} requests a minute (limits.per_minute_per_key)", wait_s
+                )
+            usage.allowance -= 1
+        usage.running += 1
+        return usage
+
+    def _read_anew(self, now: float) -> None:
+        if self._security.api_keys_file is None or now - self._checked_at < _FILE_CHECK_S:
+            return
+        self._checked_at = now
+        try:
+            self._read()
+        except (OSError, UnicodeDecodeError) as error:
+            if self._file_state is not None:
+                log.error("security.api_keys_file: %s; the keys of before stay valid", error)
+            self._file_state = None
+
+    def _read(self) -> None:
+        state = None
+        if (path := self._security.api_keys_file) is not None:
+            found = os.stat(path)
+            state = (found.st_ino, found.st_mtime_ns, found.st_size)
+            if state == self._file_state:
+                return
+        keys = read_api_keys(self._security)
+        self._clients, self._file_state = frozenset(self._mac(key.encode()) for key in keys), state
+        self._usages = {key: usage for key, usage in self._usages.items() if key in self._clients or not key}
+
+    def _mac(self, key: bytes) -> bytes:
+        return hashlib.blake2b(key, key=self._mac_key).digest()
+
+
+def _too_many(message: str, retry_after_s: float) -> Refusal:
+    return Refusal(HTTPStatus.TOO_MANY_REQUESTS, message, retry_after_s)
+
+
+def _key_of(headers: Mapping[bytes, bytes]) -> bytes:
+    """What the client sends as its key; empty where it sends none."""
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
+
+
+def _password_of(headers: Mapping[bytes, bytes], method: str) -> bytes:
+    """What a browser sends, unless a page of another site asks it to change something here."""
+    scheme, _, encoded = headers.get(b"authorization", b"").partition(b" ")
+    origin = headers.get(b"origin")
+    if scheme.lower() != b"basic" or (
+        method != "GET" and origin is not None and origin.partition(b"://")[2] != headers.get(b"host")
+    ):
+        return b""
+    try:
+        return base64.b64decode(encoded, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""

@@ -1,0 +1,243 @@
+"""Keys and limits of a frontend: which paths need which key, files of keys that change, and what one key may use."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, WebSocket
+
+from orchestrator.config.access import LimitsConfig, SecurityConfig, secured
+from orchestrator.config.settings import ConfigError
+from orchestrator.frontend import access
+from orchestrator.frontend.access import Access, Refusal
+from orchestrator.frontend.edge import EdgeMiddleware
+
+KEYED = SecurityConfig(api_keys=["client-1", "client-2"], operator_key="operator")
+CLIENT_PATHS = ["/v1/chat/completions", "/v1/models", "/v1/responses/resp_1", "/v2/rerank", "/tokenize", "/invocations"]
+OPERATOR_PATHS = [
+    "/metrics", "/metrics/", "/fleet", "/fleet/stream", "/requests", "/dashboard", "/operator/scale",
+    "/predictions", "/pause", "/resume", "/reset_prefix_cache", "/start_profile",
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter/", "/inference/v1/abort_requests", "/docs", "/openapi.json", "/",
+    "/anything/new", "//v1/models", "/v1",
+]  # fmt: skip
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def client(security: SecurityConfig, limits: LimitsConfig = LimitsConfig(), app: Any = None) -> httpx.AsyncClient:
+    if app is None:
+        app = FastAPI(docs_url=None, openapi_url=None)
+
+        @app.api_route("/{path:path}", methods=["GET", "POST", "OPTIONS"])
+        async def answer(path: str) -> str:
+            return path
+
+    transport = httpx.ASGITransport(EdgeMiddleware(app, 1000, Access(security, limits)))
+    return httpx.AsyncClient(transport=transport, base_url="http://test")
+
+
+async def status(asked: httpx.AsyncClient, path: str, key: str = "", **headers: str) -> int:
+    # As raw as a client can send it: httpx would tidy the path.
+    request = asked.build_request("POST", "http://test", headers={**(bearer(key) if key else {}), **headers})
+    request.url = httpx.URL("http://test", raw_path=path.encode())
+    return (await asked.send(request)).status_code
+
+
+async def test_every_path_but_health_needs_the_key_of_its_kind():
+    async with client(KEYED) as asked:
+        for path in access.OPEN:
+            assert await status(asked, path) == 200
+        for path in CLIENT_PATHS:
+            answers = [await status(asked, path, key) for key in ("", "wrong", "client-1", "client-2", "operator")]
+            assert answers == [401, 401, 200, 200, 200], path
+        for path in OPERATOR_PATHS:
+            answers = [await status(asked, path, key) for key in ("", "wrong", "client-1", "operator")]
+            assert answers == [401, 401, 401, 200], path
+
+
+async def test_a_refusal_is_an_error_as_clients_know_it_and_names_the_setting_but_no_key():
+    async with client(KEYED) as asked:
+        refused = await asked.post("/v1/completions", headers={**bearer("client-3"), "x-request-id": "mine"})
+        assert refused.headers["www-authenticate"] == "Bearer" and refused.headers["x-request-id"] == "mine"
+        error = refused.json()["error"]
+        assert error["code"] == 401 and "security.api_keys" in error["message"] and "client-" not in refused.text
+        operator = await asked.get("/fleet", headers=bearer("client-1"))
+        assert operator.status_code == 401 and "security.operator_key" in operator.json()["error"]["message"]
+        assert (await asked.options("/v1/completions")).status_code == 200  # a browser asks first, without keys
+
+
+async def test_keys_may_come_as_other_clients_send_them():
+    async with client(KEYED) as asked:
+        assert await status(asked, "/v1/messages", **{"x-api-key": "client-1"}) == 200
+        assert await status(asked, "/v1/messages", authorization="bearer  client-1 ") == 200
+        for header in ("client-1", "Basic client-1", "Bearer", "Bearer client-1 client-2"):
+            assert await status(asked, "/v1/messages", authorization=header) == 401
+
+
+async def test_without_keys_a_frontend_is_open_and_an_operators_key_closes_the_operators_paths():
+    async with client(SecurityConfig()) as asked:
+        assert {await status(asked, path) for path in [*CLIENT_PATHS, *OPERATOR_PATHS]} == {200}
+    async with client(SecurityConfig(operator_key="operator")) as asked:
+        assert {await status(asked, path) for path in CLIENT_PATHS} == {200}
+        assert {await status(asked, path) for path in OPERATOR_PATHS} == {401}
+    async with client(SecurityConfig(api_keys=["client-1"])) as asked:  # nobody has the operator's key
+        assert {await status(asked, path, "client-1") for path in OPERATOR_PATHS} == {401}
+
+
+def test_an_operators_key_is_made_where_there_must_be_one(monkeypatch: pytest.MonkeyPatch):
+    assert secured(SecurityConfig(), "127.0.0.1").operator_key is None
+    made = {secured(SecurityConfig(), "0.0.0.0").operator_key, secured(KEYED, "::1").operator_key}
+    made.add(secured(SecurityConfig(api_keys_file="/f"), "127.0.0.1").operator_key)
+    assert None not in made and len(made) == 3 and "operator" in made
+    monkeypatch.setenv("PD_OPERATOR_KEY", "from-outside")
+    monkeypatch.setenv("VLLM_API_KEY", "client-9")
+    given = secured(KEYED, "127.0.0.1")
+    assert given.operator_key == "from-outside" and given.api_keys == ["client-1", "client-2", "client-9"]
+    assert secured(given, "127.0.0.1") == given
+
+
+async def test_a_file_of_keys_is_read_anew_and_a_broken_one_keeps_the_keys_of_before(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(access, "_FILE_CHECK_S", 0.0)
+    file = tmp_path / "keys"
+    file.write_text("# of the first team\nfirst  # until May\n\nsecond\n")
+    async with client(SecurityConfig(api_keys_file=str(file), api_keys=["fixed"])) as asked:
+        keys = ("first", "second", "third", "fixed", "", "# of the first team")
+        assert [await status(asked, "/v1/models", key) for key in keys] == [200, 200, 401, 200, 401, 401]
+        rotated = tmp_path / "new"
+        rotated.write_text("second\nthird\n")
+        os.replace(rotated, file)
+        assert [await status(asked, "/v1/models", key) for key in keys] == [401, 200, 200, 200, 401, 401]
+        file.unlink()
+        assert [await status(asked, "/v1/models", key) for key in keys] == [401, 200, 200, 200, 401, 401]
+        assert caplog.text.count("the keys of before stay valid") == 1
+        file.write_text("")
+        assert [await status(asked, "/v1/models", key) for key in keys] == [401, 401, 401, 200, 401, 401]
+        file.write_bytes(b"first\n\xff\xff")
+        assert await status(asked, "/v1/models", "fixed") == 200
+    with pytest.raises(ConfigError, match="security.api_keys_file: .*No such file"):
+        Access(SecurityConfig(api_keys_file=str(tmp_path / "gone")), LimitsConfig())
+    empty = tmp_path / "empty"
+    empty.touch()
+    async with client(SecurityConfig(api_keys_file=str(empty))) as asked:
+        assert await status(asked, "/v1/models") == 401  # a file without keys lets nobody in
+
+
+async def test_requests_at_once_are_limited_per_key_until_their_streams_have_ended():
+    go_on = asyncio.Event()
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"first", "more_body": True})
+        await go_on.wait()
+        if scope["path"] == "/v1/breaks":
+            raise RuntimeError("in the app")
+        await send({"type": "http.response.body", "body": b"last"})
+
+    async with client(KEYED, LimitsConfig(concurrent_per_key=2), app) as asked:
+        paths = ("/v1/completions", "/v1/breaks")
+        running = [asyncio.create_task(asked.post(path, headers=bearer("client-1"))) for path in paths]
+        await asyncio.sleep(0.05)
+        refused = await asked.post("/v1/completions", headers=bearer("client-1"))
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        assert "limits.concurrent_per_key" in refused.json()["error"]["message"]
+        running.append(asyncio.create_task(asked.post("/v1/completions", headers=bearer("client-2"))))
+        await asyncio.sleep(0.05)
+        go_on.set()
+        await asyncio.gather(*running, return_exceptions=True)
+        for _ in range(5):
+            assert (await asked.post("/v1/completions", headers=bearer("client-1"))).status_code == 200
+
+
+def scope(path: str = "/v1/completions", key: str = "client-1", method: str = "POST") -> dict[str, Any]:
+    return {"path": path, "method": method, "headers": [(b"authorization", f"Bearer {key}".encode())]}
+
+
+def test_requests_per_minute_are_limited_per_key_after_a_burst():
+    limited = Access(KEYED, LimitsConfig(per_minute_per_key=6))
+
+    def taken(now: float, **given: str) -> bool:
+        admitted = limited.admit(scope(**given), now)
+        if isinstance(admitted, Refusal):
+            assert admitted.status == 429 and "limits.per_minute_per_key" in admitted.message
+            return False
+        limited.ended(admitted)
+        return True
+
+    assert [taken(100.0) for _ in range(7)] == [True] * 6 + [False]
+    refused = limited.admit(scope(), 104.0)
+    assert isinstance(refused, Refusal) and refused.retry_after_s == pytest.approx(6.0)
+    assert taken(110.0) and not taken(110.0)
+    assert taken(110.0, key="client-2") and taken(110.0, key="operator") and taken(110.0, method="GET")
+    assert [taken(1000.0) for _ in range(7)] == [True] * 6 + [False]  # no more is saved up
+
+
+def test_without_keys_the_limits_are_those_of_all_clients_together():
+    limited = Access(SecurityConfig(), LimitsConfig(concurrent_per_key=1))
+    first = limited.admit(scope(key="a"), 0.0)
+    assert isinstance(limited.admit(scope(key="b"), 0.0), Refusal)
+    assert not isinstance(first, Refusal)
+    limited.ended(first)
+    assert not isinstance(limited.admit(scope(key="b"), 0.0), Refusal)
+
+
+def test_a_path_that_a_proxy_puts_before_is_left_out():
+    behind = Access(KEYED, LimitsConfig(), "/pd")
+    assert not isinstance(behind.admit(scope("/pd/v1/models"), 0.0), Refusal)
+    assert isinstance(behind.admit(scope("/pd/fleet"), 0.0), Refusal)
+    assert not isinstance(behind.admit(scope("/pd/health", key=""), 0.0), Refusal)
+
+
+async def test_a_websocket_needs_a_key_too():
+    app = FastAPI()
+
+    @app.websocket("/v1/realtime")
+    async def realtime(socket: WebSocket) -> None:
+        await socket.accept()
+        await socket.close()
+
+    async def opened(key: str) -> str:
+        sent: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "websocket.connect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        headers = scope(key=key)["headers"]
+        asked = {
+            "type": "websocket",
+            "path": "/v1/realtime",
+            "headers": headers,
+            "query_string": b"",
+            "subprotocols": [],
+        }
+        await EdgeMiddleware(app, 1000, Access(KEYED, LimitsConfig()))(asked, receive, send)
+        return sent[0]["type"]
+
+    assert await opened("wrong") == "websocket.close"
+    assert await opened("client-1") == "websocket.accept"
+
+
+def basic(key: str) -> str:
+    return "Basic " + base64.b64encode(f"me:{key}".encode()).decode()
+
+
+async def test_a_browser_is_asked_for_the_operators_key_and_other_sites_cannot_use_it():
+    async with client(KEYED) as asked:
+        challenge = (await asked.get("/dashboard")).headers["www-authenticate"]
+        assert challenge.startswith("Basic realm=")
+        given = {"authorization": basic("operator")}
+        assert (await asked.get("/dashboard", headers=given)).status_code == 200
+        assert (await asked.get("/fleet/stream", headers={"authorization": basic("client-1")})).status_code == 401
+        for origin, code in (("http://test", 200), ("https://evil.example", 401), ("null", 401)):
+            assert (await asked.post("/operator/scale", headers={**given, "origin": origin})).status_code == code
+        for garbage in ("Basic", "Basic \xff", "Basic b3BlcmF0b3I=", "Basic !!"):
+            assert (await asked.get("/fleet", headers={"authorization": garbage.encode("latin-1")})).status_code == 401
