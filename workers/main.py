@@ -16,7 +16,7 @@ from typing import Any
 import uvloop
 
 from orchestrator.config.engine_args import environment
-from orchestrator.config.settings import ConfigError
+from orchestrator.config.settings import ConfigError, check_environment
 from orchestrator.parent import EXIT_AGAIN, die_with_parent, has_ended, own_identity, report_exit
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.registry import IncompatibleWorker, Registry
@@ -51,6 +51,7 @@ def main(role: Role, arguments: list[str]) -> int:
     try:
         parsed = parse(role, arguments)
         os.environ.update(environment(parsed.config, role))
+        check_environment()
         if parsed.die_with_parent:
             die_with_parent(parsed.config.launcher.stop_timeout_s)
         _set_up_logging(parsed.worker_id)

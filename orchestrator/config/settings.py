@@ -6,6 +6,7 @@ mend. The defaults are here and nowhere else.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,6 +26,9 @@ NonNegative = Annotated[float, Meta(ge=0)]
 
 # What may become part of a key in Redis and the name of a file: never a path, never two names that look alike.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*\Z"
+
+
+_UNPICKLES = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 
 
 class ConfigError(ValueError):
@@ -290,6 +294,12 @@ def port_range(config: Config) -> range | None:
     if not 0 < first <= last < 65536:
         raise ConfigError(f"workers.ports: expected FIRST-LAST from 1 to 65535, got {config.workers.ports!r}")
     return range(first, last + 1)
+
+
+def check_environment() -> None:
+    """Raises ConfigError where vLLM would unpickle what comes in messages, which runs the code that is in it."""
+    if os.environ.get(_UNPICKLES, "0") not in ("", "0"):
+        raise ConfigError(f"{_UNPICKLES}: messages between hosts are never unpickled; unset it, and in workers.env")
 
 
 def check_mesh(config: Config, host: str) -> None:

@@ -36,7 +36,7 @@ from orchestrator.config.access import API_KEY, secured
 from orchestrator.config.engine_args import engine_args, to_command_line
 from orchestrator.config.model import resolve_model
 from orchestrator.config.server_args import uses_tls, uvicorn_options
-from orchestrator.config.settings import Config, ConfigError, load_config
+from orchestrator.config.settings import Config, ConfigError, check_environment, load_config
 from orchestrator.frontend.access import Access
 from orchestrator.frontend.dashboard.routes import operator_routes, page_routes, stream_routes
 from orchestrator.frontend.edge import EdgeMiddleware
@@ -253,6 +253,7 @@ def main() -> None:
     log_to_stderr()
     allow_many_connections()
     try:
+        check_environment()
         config = load_config(options.config)
         if options.die_with_parent:
             die_with_parent(config.launcher.stop_timeout_s)

@@ -20,7 +20,7 @@ from typing import Any
 from orchestrator.config.access import is_protected
 from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.model import find_model
-from orchestrator.config.settings import Config, ConfigError
+from orchestrator.config.settings import Config, ConfigError, check_environment
 from orchestrator.launch.commands import resolve
 from orchestrator.launch.console import Console, ConsoleHandler, LogFile
 from orchestrator.launch.fleet_processes import FleetProcesses
@@ -46,6 +46,7 @@ def launch(config: Config, console: Console) -> None:
 
     Raises ConfigError when the fleet cannot come up.
     """
+    check_environment()
     check_engine_args(config)
     folder = RunFolder(config.namespace)
     with _logging_to(console), _signals_interrupt():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from support_fleet import RunningFleet, descendants, running_fleet
+from support_fleet import ROOT, RunningFleet, descendants, running_fleet
 from support_tls import make_certificate
 
 from orchestrator.frontend.access import OPEN
@@ -160,3 +162,15 @@ def test_a_key_is_exchanged_while_the_fleet_runs(fleet: RunningFleet, keys: Path
     time.sleep(1.1)
     codes = [fleet.http.get("/v1/models", headers=bearer(key)).status_code for key in (CLIENT_KEY, NEXT_KEY)]
     assert codes == [401, 200]
+
+
+@pytest.mark.parametrize(
+    "module", ["orchestrator.frontend.server --redis redis://127.0.0.1:1 --config", "orchestrator.cli.main up"]
+)
+def test_nothing_starts_that_would_unpickle_messages(module: str) -> None:
+    command = [sys.executable, "-m", *module.split(), str(ROOT / "configs" / "sim-2p2d.yaml")]
+    environment = {**os.environ, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 2
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION: messages between hosts are never unpickled" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -319,3 +319,17 @@ def test_an_address_that_cannot_work_is_one_line(
     arguments = ["--redis", "redis://192.0.2.9:6379", "--model", "m", "--engine", "sim"]
     assert main(Role.DECODE, [*arguments, *more]) == 2
     assert line in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("way", ["environment", "workers.env"])
+def test_a_worker_that_would_unpickle_messages_does_not_start(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, file = "VLLM_ALLOW_INSECURE_SERIALIZATION", tmp_path / "fleet.yaml"
+    monkeypatch.setenv(name, "1" if way == "environment" else "0")
+    file.write_text(
+        "model: m\nengine: sim\n" + ("" if way == "environment" else f"workers: {{env: {{{name}: '1'}}}}\n")
+    )
+    assert main(Role.DECODE, ["--redis", "redis://127.0.0.1:1", "--config", str(file)]) == 2
+    err = capsys.readouterr().err
+    assert err == f"decode-worker: {name}: messages between hosts are never unpickled; unset it, and in workers.env\n"

@@ -24,7 +24,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from orchestrator.config.settings import KVConfig
+from orchestrator.config.settings import KVConfig, check_environment
 from workers.vllm_engine.plugin import SOCKETS, engine_process
 
 _CPU_KV_CACHE_BYTES = 1 << 30
@@ -82,8 +82,7 @@ def build_config(
             "writer_cores": sorted(os.sched_getaffinity(0)) if current_platform.is_cpu() else [],
         },
     )
-    if os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION", "0") not in ("", "0"):
-        raise ValueError("VLLM_ALLOW_INSECURE_SERIALIZATION: messages between hosts are never unpickled; unset it")
+    check_environment()
     with _environment, _set_env(_connector_env(kv_host, kv_port)):
         config = AsyncEngineArgs(model=model, **args).create_engine_config()
     KVConnectorFactory.get_connector_class(config.kv_transfer_config).refuse_unsupported(config)
