@@ -57,8 +57,8 @@ class _Parser(argparse.ArgumentParser):
 def parse(role: Role, arguments: list[str]) -> WorkerSettings:
     """What is given here goes before what the --config file says. Raises ConfigError; exits 0 after --help."""
     options, passed_through = _parser(role).parse_known_args(arguments)
-    if options.redis == "embedded" or "://" not in options.redis:
-        raise ConfigError(f"--redis: expected redis://, rediss:// or unix://, got {options.redis!r}")
+    if options.redis is None and options.config is None:
+        raise ConfigError("--redis: required when no --config says where Redis is")
     given = {name: getattr(options, name) for name in ("model", "namespace", "engine")}
     overrides = {name: value for name, value in given.items() if value is not None}
     if options.config is not None:
@@ -67,6 +67,9 @@ def parse(role: Role, arguments: list[str]) -> WorkerSettings:
         raise ConfigError("--model: required when no --config names one")
     else:
         config = parse_config(overrides)
+    redis_url = options.redis or config.redis.url
+    if redis_url == "embedded" or "://" not in redis_url:
+        raise ConfigError(f"--redis: expected redis://, rediss:// or unix://, got {redis_url!r}")
     merged = engine_args(config, role)
     if config.engine == "vllm":
         merged |= vllm_arguments(passed_through)
@@ -80,7 +83,7 @@ def parse(role: Role, arguments: list[str]) -> WorkerSettings:
     return WorkerSettings(
         worker_id=_made_up_id(role) if options.id is None else check_name("--id", options.id),
         role=role,
-        redis_url=options.redis,
+        redis_url=redis_url,
         bind=bind,
         advertise=options.advertise or config.workers.advertise,
         config=config,
@@ -99,7 +102,7 @@ def _parser(role: Role) -> argparse.ArgumentParser:
         epilog="Arguments not listed here are vLLM's: --max-model-len 4096 --enforce-eager ...",
         allow_abbrev=False,
     )
-    parser.add_argument("--redis", required=True, help="redis://, rediss:// or unix:// URL of the fleet's Redis")
+    parser.add_argument("--redis", help="redis://, rediss:// or unix:// URL of the fleet's Redis")
     parser.add_argument("--model", help="Hugging Face name, folder, or 'demo'")
     parser.add_argument("--namespace", help="fleets of different namespaces ignore each other")
     parser.add_argument("--id", help="unique in the fleet; by default made up")
@@ -147,7 +150,8 @@ def _cores(text: str | None) -> list[int]:
 
 def listening_at(settings: WorkerSettings) -> Listening:
     """Where this worker listens, and the address that it is registered with. Raises ConfigError."""
-    bind, redis = settings.bind, urlsplit(settings.redis_url).hostname
+    redis = urlsplit(settings.redis_url).hostname
+    bind = settings.bind if settings.bind != "auto" else address_towards(redis or "127.0.0.1")
     given = settings.advertise or (address_towards(redis or "127.0.0.1") if is_unspecified(bind) else bind)
     try:
         address, local_redis = resolve(given), is_local(settings.redis_url)

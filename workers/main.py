@@ -20,6 +20,7 @@ from orchestrator.config.settings import ConfigError, check_environment
 from orchestrator.parent import EXIT_AGAIN, die_with_parent, has_ended, own_identity, report_exit
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.registry import IncompatibleWorker, Registry
+from orchestrator.store.seen import BY_HAND
 from orchestrator.types import Role
 from orchestrator.wire.addresses import Listening, hold_port
 from workers.agent import Agent, EngineStartFailed
@@ -107,23 +108,23 @@ async def _run(parsed: WorkerSettings) -> int:
 async def _claim_id(registry: Registry, parsed: WorkerSettings) -> None:
     """Before the model is loaded, which may take minutes. Raises IdInUse, RedisAway."""
     worker_id, ttl_s = parsed.worker_id, parsed.config.workers.timeout_s
-    if await registry.claim_id(own_identity(), parsed.role, ttl_s, worker_id):
+    if await registry.claim_id(BY_HAND + own_identity(), parsed.role, ttl_s, worker_id):
         return
     other = await registry.worker(worker_id)
     await refuse_twin(other)
     # Its predecessor's entry, or claim, outlives it by seconds.
     for holder, ids in (await registry.launchers()).items():
-        if worker_id in ids and has_ended(holder):
+        if worker_id in ids and has_ended(holder.removeprefix(BY_HAND)):
             await registry.leave_launcher(holder)
     if other is not None:
         await registry.leave(worker_id)
-    if not await registry.claim_id(own_identity(), parsed.role, ttl_s, worker_id):
+    if not await registry.claim_id(BY_HAND + own_identity(), parsed.role, ttl_s, worker_id):
         raise IdInUse(f"worker id {worker_id!r} is in use by a worker that is loading; choose another --id")
 
 
 async def _hold_id(agent: Agent, parsed: WorkerSettings) -> None:
     """Until the worker is in the registry. Runs until cancelled, which gives the id back."""
-    workers, me, held = parsed.config.workers, own_identity(), {parsed.worker_id: parsed.role}
+    workers, me, held = parsed.config.workers, BY_HAND + own_identity(), {parsed.worker_id: parsed.role}
     try:
         while not agent.joined:
             await _tell(parsed, lambda registry: registry.refresh_launcher(me, held, workers.timeout_s))

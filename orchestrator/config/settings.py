@@ -74,7 +74,7 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # vLLM engine arguments for every worker: {tensor_parallel_size: 2, max_model_len: 8192}
     engine_args: dict[str, Any] = {}
     env: dict[str, str] = {}
-    bind: str = "127.0.0.1"  # address that workers listen at; 0.0.0.0 or "::" for all of their host
+    bind: str = "127.0.0.1"  # address that workers listen at; auto: the one that leads to Redis; 0.0.0.0, "::": all
     # Where frontends and other workers reach them, an address or a name. Default: `bind`, or, where that is all
     # addresses, the one that leads to Redis.
     advertise: str | None = None

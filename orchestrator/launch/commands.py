@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -33,6 +34,14 @@ def resolve(config: Config, model: str, redis_url: str, port: int) -> Config:
         frontend=replace(config.frontend, port=port),
         security=secured(config.security, config.frontend.host),
     )
+
+
+def shared(config: Config) -> dict[str, Any]:
+    """The configuration as workers on other hosts get it: without what is this host's, and frontends' secrets."""
+    tree: dict[str, Any] = msgspec.to_builtins(config)
+    del tree["redis"]["url"], tree["frontend"], tree["launcher"]
+    tree["workers"].pop("advertise", None)
+    return tree
 
 
 def worker_spec(config: Config, role: Role, worker_id: str, config_file: Path, share: Share) -> ProcessSpec:

@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable
 
 import httpx
+import msgspec
 
 from orchestrator.config.server_args import needs_client_certificate, uses_tls
 from orchestrator.config.settings import Config, ConfigError
+from orchestrator.launch.commands import shared
 from orchestrator.launch.console import Console
 from orchestrator.launch.fleet_size import FleetSize, Resize
 from orchestrator.launch.frontend_pool import FrontendPool
@@ -26,6 +28,7 @@ from orchestrator.launch.supervise import Stage, Supervised, describe
 from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.parent import has_ended, pid_here
 from orchestrator.store.registry import Registry
+from orchestrator.store.seen import BY_HAND, of_launchers
 from orchestrator.types import DesiredRatio, Role
 
 log = logging.getLogger("pd.launcher")
@@ -160,13 +163,15 @@ class FleetProcesses:
         join them, and would leave their ratio as it is.
         """
         for launcher_id in await self._registry.launchers():
-            if has_ended(launcher_id):
+            if has_ended(launcher_id.removeprefix(BY_HAND)):
                 await self._registry.leave_launcher(launcher_id)
         for worker_id, info in (await self._registry.workers()).items():
             if has_ended(info.process):
                 await self._registry.leave(worker_id)
 
     async def _begin_desired(self) -> None:
+        """Tell the fleet's configuration, and the desired ratio unless that is set."""
+        await self._registry.write_config(msgspec.json.encode(shared(self.config)))
         wanted, launcher_id = self.desired, self._pool.launcher_id
         await self._registry.begin_desired(wanted.prefill, wanted.decode, wanted.set_by, launcher_id)
 
@@ -179,7 +184,7 @@ class FleetProcesses:
             self.desired = snapshot.desired
         await self._pool.update(snapshot)
         # Of several launchers one decides; its count of what is late begins when it becomes the first.
-        if self._size.is_on and min(snapshot.launchers, default="") == self._pool.launcher_id:
+        if self._size.is_on and min(of_launchers(snapshot.launchers), default="") == self._pool.launcher_id:
             await self._resize(self._size.observe(snapshot), self.desired)
         while self._ended:  # in a thread: it reads what every process of this machine maps
             removed = await asyncio.to_thread(self._shared_memory.remove_of, self._ended.pop())

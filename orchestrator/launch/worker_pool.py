@@ -20,7 +20,7 @@ from orchestrator.launch.supervise import Stage, Supervised
 from orchestrator.parent import own_identity
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry, UnknownWorker
-from orchestrator.store.seen import SeenWorker, see
+from orchestrator.store.seen import SeenWorker, loading_by_hand, of_launchers, see
 from orchestrator.types import DesiredRatio, Role, WorkerInfo, WorkerState
 
 log = logging.getLogger("pd.launcher")
@@ -136,12 +136,18 @@ class WorkerPool:
                 leaving = slot.process.stage in (Stage.LEAVING, Stage.ENDED)
                 placed = slot.process.stage is not Stage.PLACING
                 workers.append(SeenWorker(worker_id, slot.role, ready=False, leaving=leaving, placed=placed))
-        loading = others.keys() - present - self.slots.keys()
-        return workers + [SeenWorker(name, others[name], ready=False, owned=False) for name in sorted(loading)]
+        known = present | self.slots.keys()
+        loading = [(name, role, True) for name, role in others.items()]
+        loading += [(name, role, False) for name, role in loading_by_hand(snapshot.launchers).items()]
+        return workers + [
+            SeenWorker(name, role, ready=False, owned=False, managed=managed)
+            for name, role, managed in sorted(loading)
+            if name not in known
+        ]
 
     def of_others(self, launchers: dict[str, dict[str, Role]]) -> dict[str, Role]:
         """The workers of the fleet's other launchers, and their roles."""
-        others = [ids for launcher, ids in launchers.items() if launcher != self.launcher_id]
+        others = [ids for launcher, ids in of_launchers(launchers).items() if launcher != self.launcher_id]
         return {name: role for ids in others for name, role in ids.items()}
 
     async def close(self) -> None:

@@ -17,6 +17,7 @@ class Keys:
         self.workers = f"{self.prefix}workers"
         self.frontends = f"{self.prefix}frontends"
         self.desired = f"{self.prefix}desired"
+        self.config = f"{self.prefix}config"
         self.events = f"{self.prefix}events"
         self.noted = f"{self.prefix}noted"
 

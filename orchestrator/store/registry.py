@@ -268,6 +268,16 @@ class Registry:
             return None
         return ratio
 
+    # ---- the configuration -------------------------------------------------------------------------------------
+
+    async def write_config(self, config: bytes) -> None:
+        """What workers on other hosts are started with, as JSON. It stays when the fleet ends."""
+        await self._redis.execute_command("SET", self.keys.config, config)
+
+    async def config(self) -> bytes | None:
+        config: bytes | None = await self._redis.execute_command("GET", self.keys.config)
+        return config
+
     # ---- events ------------------------------------------------------------------------------------------------
 
     async def watch(self) -> AsyncGenerator[RegistryEvent, None]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from orchestrator.store.registry import WorkerOrders
 from orchestrator.types import Role, WorkerInfo, WorkerState
+
+# Before the identity of a worker that was started by hand and holds its id, as a launcher holds its workers' ids.
+BY_HAND = "by-hand:"
 
 
 class SeenWorker(msgspec.Struct, frozen=True):
@@ -46,6 +49,16 @@ def see(info: WorkerInfo, orders: WorkerOrders | None, owned: bool, managed: boo
         managed=owned or managed,
         flipping=flipping and not ends,
     )
+
+
+def of_launchers(holders: Mapping[str, dict[str, Role]]) -> dict[str, dict[str, Role]]:
+    """Of those that hold ids of workers the launchers, which drain and replace them."""
+    return {holder: ids for holder, ids in holders.items() if not holder.startswith(BY_HAND)}
+
+
+def loading_by_hand(holders: Mapping[str, dict[str, Role]]) -> dict[str, Role]:
+    """Workers that no launcher runs and that are not registered yet."""
+    return {name: role for holder, ids in holders.items() if holder.startswith(BY_HAND) for name, role in ids.items()}
 
 
 def is_last_decode(worker_id: str, workers: Sequence[SeenWorker]) -> bool:

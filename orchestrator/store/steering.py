@@ -5,10 +5,12 @@ Needs the registry and the queue alone, so it works from any machine that reache
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from orchestrator.config.settings import Refused
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry
-from orchestrator.store.seen import SeenWorker, is_last_decode, see
+from orchestrator.store.seen import SeenWorker, is_last_decode, of_launchers, see
 from orchestrator.types import DesiredRatio, Role
 
 _MAX_WORKERS = 10_000
@@ -32,7 +34,13 @@ class Steering:
             if not 0 <= count <= _MAX_WORKERS:
                 raise Refused(f"{name}={count}: expected an integer from 0 to {_MAX_WORKERS}")
         await self._registry.set_desired(wanted.prefill, wanted.decode, wanted.set_by)
+        for worker_id in surplus(wanted, await self._seen(), await self._launched()):
+            await self._registry.order_drain(worker_id)
         return wanted
+
+    async def _launched(self) -> set[str]:
+        """Workers that a launcher runs, and drains."""
+        return {worker_id for ids in of_launchers(await self._registry.launchers()).values() for worker_id in ids}
 
     async def change_role(self, worker_id: str, role: Role, force: bool) -> bool:
         """Order a role, and move the desired ratio with it. False when it has, or was told to take, that role."""
@@ -103,3 +111,23 @@ class Steering:
                 f"{worker_id}: is the last prefill worker that is ready, and {waiting} prefills wait for it. Repeat "
                 f"`orchestrator {command}` with --force to prefill them on decode workers"
             )
+
+
+def surplus(wanted: DesiredRatio, workers: Sequence[SeenWorker], launched: Collection[str]) -> list[str]:
+    """Which workers that no launcher runs are to leave, so that no more are there than wanted.
+
+    Roles are the launchers' to change: of the role that is too many first, and always all but one ready decode worker.
+    """
+    staying = [worker for worker in workers if not worker.leaving]
+    too_many = {
+        Role.PREFILL: sum(worker.role is Role.PREFILL for worker in staying) - wanted.prefill,
+        Role.DECODE: sum(worker.role is Role.DECODE for worker in staying) - wanted.decode,
+    }
+    by_hand = [worker for worker in staying if worker.id not in launched]
+    by_hand.sort(key=lambda worker: (too_many[worker.role] <= 0, worker.id))
+    leaving = []
+    for worker in by_hand[: max(0, len(staying) - wanted.prefill - wanted.decode)]:
+        if not is_last_decode(worker.id, staying):
+            leaving.append(worker.id)
+            staying.remove(worker)
+    return leaving

@@ -16,6 +16,7 @@ from support_workers import ROOT, Workers, until
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.parent import EXIT_AGAIN, own_identity
+from orchestrator.store.seen import BY_HAND
 from orchestrator.types import Role, WorkerState
 from workers.main import main
 
@@ -137,7 +138,7 @@ async def test_an_id_is_claimed_before_the_engine_loads(workers: Workers) -> Non
     assert not any("ready:" in line for line in twin.log), "it was not loaded first"
     place, pid, ticks = own_identity().split("/")
     await workers.registry.leave_launcher(other)
-    dead = f"{place}/{pid}/{int(ticks) - 1}"
+    dead = f"{BY_HAND}{place}/{pid}/{int(ticks) - 1}"
     assert await workers.registry.claim_id(dead, Role.DECODE, 60, "decode-x")
     await workers.spawn(Role.DECODE, "--id", "decode-x", wait=False)
     async with asyncio.timeout(15):

@@ -217,7 +217,7 @@ local function begin_desired(keys, args)
   local prefix, launcher = keys[1], args[4]
   if redis.call('EXISTS', desired_key(prefix)) == 1 then
     for _, other in ipairs(live(prefix, 'launcher')) do
-      if other ~= launcher then return end
+      if other ~= launcher and not string.find(other, '^by%-hand:') then return end
     end
   end
   write_desired(prefix, args[1], args[2], args[3])

@@ -230,19 +230,22 @@ async def test_the_last_decode_worker_is_taken_away_only_by_force(tmp_path):
         await running.until(lambda: running.roles() == {"decode-0": "prefill"}, "forced")
 
 
-async def test_workers_started_by_somebody_else_are_counted_and_never_drained(tmp_path):
-    async with running_pool(tmp_path, 0, 1) as running:
-        own = running.pool.slots.pop("decode-0")  # as if another launcher had started it
-        try:
-            await running.fleet.scale(None, 2)
-            await running.until(lambda: len(running.roles()) == 2, "one more, under another name")
-            assert set(running.pids()) == {"decode-1"}
-            await running.fleet.scale(None, 1)
-            await running.until(lambda: running.snapshot.desired and running.snapshot.desired.decode == 1, "read")
+async def test_workers_started_by_hand_come_on_top_until_scale_drains_them(tmp_path):
+    async with running_pool(tmp_path, 0, 1) as running, hand_started(running, Role.DECODE, "by-hand") as process:
+        before = running.pids()
+        await running.until(lambda: running.roles().keys() == {"decode-0", "by-hand"}, "it has joined")
+        for _ in range(5):  # readings, its claim of the id and then its entry among them
             await running.watch.read()
-            assert set(running.roles()) == {"decode-0", "decode-1"}
-        finally:
-            running.pool.slots["decode-0"] = own
+            await asyncio.sleep(0.1)
+        assert running.roles().keys() == {"decode-0", "by-hand"} and running.pids() == before
+        await running.fleet.scale(None, 2)
+        await running.watch.read()
+        assert running.pids() == before, "it counts: there are two"
+        await running.fleet.scale(None, 1)
+        await running.until(lambda: running.roles().keys() == {"decode-0"}, "drained")
+        async with asyncio.timeout(DEADLINE_S):
+            assert await process.wait() == 0, "and not to be started again"
+        assert running.pids() == before
 
 
 async def test_two_launchers_share_a_fleet(tmp_path):

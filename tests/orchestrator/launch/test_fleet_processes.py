@@ -11,12 +11,13 @@ from support_redis import fresh_namespace, worker
 
 from orchestrator.config.settings import parse_config
 from orchestrator.launch.console import Console
-from orchestrator.launch.host.machine import MachineShares
+from orchestrator.launch.fleet_processes import FleetProcesses
+from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.redis_server import EmbeddedRedis
-from orchestrator.launch.local_fleet import LocalFleet
 from orchestrator.parent import own_identity
 from orchestrator.store.client import connect
 from orchestrator.store.registry import Registry
+from orchestrator.store.seen import BY_HAND
 from orchestrator.types import WorkerInfo
 
 pytestmark = pytest.mark.slow  # a server of its own
@@ -43,7 +44,9 @@ async def test_only_what_is_known_to_have_ended_is_forgotten(tmp_path: Path):
             await registry.join(info, 60)
         await registry.refresh_launcher(f"{place}/{pid}/{int(ticks) - 1}", {}, 60)
         await registry.refresh_launcher("another/1/1", {}, 60)
-        fleet = LocalFleet(config, tmp_path, registry, MachineShares(config), Console(), lambda *noted: None)
+        await registry.refresh_launcher(f"{BY_HAND}{place}/{pid}/{int(ticks) - 1}", {}, 60)
+        machine = LocalMachine(config, tmp_path / "config.yaml")
+        fleet = FleetProcesses(config, registry, machine, Console(), lambda *noted: None)
         await fleet.forget_the_dead()
         assert set(await registry.workers()) == {"runs", "of-another-container", "of-no-process-here"}
         assert set(await registry.launchers()) == {"another/1/1"}

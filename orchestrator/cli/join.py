@@ -1,0 +1,85 @@
+"""`orchestrator join` and `orchestrator worker`: a worker on another host, configured as the fleet is.
+
+The launcher keeps the fleet's configuration in Redis. A token says where that Redis is; it may hold a password, so it
+is a secret.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import sys
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import msgspec
+import typer
+
+from orchestrator.cli.handle import OUT, FleetHandle, NamespaceOption, RedisOption, ask, find_fleet
+from orchestrator.config.settings import ConfigError, Refused, parse_config
+from orchestrator.parent import EXIT_AGAIN, report_exit
+from orchestrator.types import Role
+
+_LOCAL = ("127.", "::1", "localhost")
+_ALL = ("0.0.0.0", "::")
+app = typer.Typer()
+
+
+class Token(msgspec.Struct, frozen=True, array_like=True):
+    redis_url: str
+    namespace: str
+
+    def encode(self) -> str:
+        return base64.urlsafe_b64encode(msgspec.json.encode(self)).decode().rstrip("=")
+
+    @classmethod
+    def decode(cls, text: str) -> Token:
+        """Raises Refused."""
+        try:
+            return msgspec.json.decode(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)), type=cls)
+        except ValueError:
+            raise Refused("--join: expected what `orchestrator join` prints; it is cut off or damaged") from None
+
+
+@app.command()
+def join(namespace: NamespaceOption = None, redis: RedisOption = None) -> None:
+    """Print what another host needs to run a worker of this fleet. It is a secret: it leads into the fleet's Redis."""
+    handle = find_fleet(namespace, redis)
+    url = handle.redis_url or ""
+    host = urlsplit(url).hostname or ""
+    if not host or host.startswith(_LOCAL):
+        print(
+            f"only this host reaches the fleet's Redis ({url if not host else host}): for others set redis.url to a "
+            "server that they reach",
+            file=sys.stderr,
+        )
+    OUT.print(f"PD_JOIN={Token(url, handle.namespace).encode()} orchestrator worker --role decode", soft_wrap=True)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def worker(
+    context: typer.Context,
+    token: Annotated[str, typer.Option("--join", envvar="PD_JOIN", help="What `orchestrator join` prints.")],
+    role: Annotated[Role, typer.Option("--role", metavar="prefill|decode", help="The role to begin with.")],
+    bind: Annotated[str, typer.Option("--bind", help="Where to listen; auto: at the address to Redis.")] = "",
+) -> None:
+    """Run one worker of a fleet that runs elsewhere, configured as the fleet is; other options are decode-worker's."""
+    where = Token.decode(token)
+    try:
+        config = ask(FleetHandle(where.namespace, where.redis_url, None, None), lambda fleet: fleet.registry.config())
+        if config is None:
+            raise Refused(f"namespace {where.namespace!r} has no configuration in Redis: run `orchestrator up` first")
+    except ConfigError as error:  # it may be there in a while
+        report_exit("orchestrator worker", str(error), final=False)
+        raise typer.Exit(EXIT_AGAIN) from None
+    tree: dict[str, Any] = msgspec.json.decode(config)
+    tree["redis"] = tree.get("redis", {}) | {"url": where.redis_url}
+    parse_config(tree)
+    listens = bind or next((address for address in _ALL if tree["workers"].get("bind") == address), "auto")
+    # The configuration has the password: on no disk and in no command line.
+    file = os.memfd_create("pd-config", 0)
+    os.write(file, msgspec.json.encode(tree))
+    os.set_inheritable(file, True)
+    os.environ.pop("PD_JOIN", None)
+    command = [sys.executable, "-m", "workers.main", role.value, "--config", f"/proc/self/fd/{file}", "--bind", listens]
+    os.execv(sys.executable, [*command, *context.args])

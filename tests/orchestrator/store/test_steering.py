@@ -1,0 +1,26 @@
+"""What an operator's orders mean for workers that no launcher runs."""
+
+from __future__ import annotations
+
+from orchestrator.store.seen import SeenWorker
+from orchestrator.store.steering import surplus
+from orchestrator.types import DesiredRatio, Role
+
+
+def seen(name: str, role: Role = Role.DECODE, ready: bool = True) -> SeenWorker:
+    return SeenWorker(name, role, ready, owned=False)
+
+
+def test_scale_drains_what_was_started_by_hand_and_is_too_many():
+    there = [seen("decode-0"), seen("hand-a"), seen("hand-b"), seen("hand-p", Role.PREFILL)]
+    launched = {"decode-0"}
+    assert surplus(DesiredRatio(1, 3), there, launched) == []
+    assert surplus(DesiredRatio(1, 2), there, launched) == ["hand-a"], "of the role that is too many"
+    assert surplus(DesiredRatio(0, 3), there, launched) == ["hand-p"]
+    assert surplus(DesiredRatio(3, 1), there, launched) == [], "roles are changed, nobody leaves"
+    assert surplus(DesiredRatio(0, 1), there, launched) == ["hand-a", "hand-b", "hand-p"]
+    assert surplus(DesiredRatio(0, 1), there[:1], launched) == [], "a launcher drains its own"
+
+
+def test_the_last_ready_decode_worker_is_not_drained():
+    assert surplus(DesiredRatio(0, 1), [seen("hand-a"), seen("decode-0", ready=False)], {"decode-0"}) == []
