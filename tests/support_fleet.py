@@ -134,7 +134,7 @@ class RunningFleet(FleetClient):
 
     def cli(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "orchestrator.cli.main", *arguments, "--namespace", self.namespace]
-        done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=60)
+        done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=180)
         assert not check or done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
         return done
 
