@@ -77,7 +77,8 @@ class WorkerTransport:
         self._routes: dict[str, bytes] = {}  # frontend id -> the connection of its last Hello
         self._gate: Gate | None = None
         self._watching: list[asyncio.Task[None]] = []
-        if keys is not None and read_frontends is not None:
+        if keys is not None:
+            assert read_frontends is not None, "whom to let in?"
             self._gate = Gate(self._context, read_frontends, self._routes)
             for socket in (self._requests, self._published):
                 use_as_server(socket, keys)
