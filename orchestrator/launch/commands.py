@@ -39,7 +39,8 @@ def resolve(config: Config, model: str, redis_url: str, port: int) -> Config:
 def shared(config: Config) -> dict[str, Any]:
     """The configuration as workers on other hosts get it: without what is this host's, and frontends' secrets."""
     tree: dict[str, Any] = msgspec.to_builtins(config)
-    del tree["redis"]["url"], tree["frontend"], tree["launcher"]
+    del tree["redis"]["url"], tree["frontend"], tree["launcher"], tree["limits"]
+    tree["security"] = {name: tree["security"][name] for name in ("mesh", "trust_network")}  # no keys
     tree["workers"].pop("advertise", None)
     return tree
 

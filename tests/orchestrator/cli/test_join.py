@@ -28,7 +28,8 @@ def test_workers_get_the_configuration_without_redis_and_frontends():
         {
             "model": "m",
             "redis": {"url": "redis://:a-secret@h:1", "timeout_s": 2},
-            "frontend": {"server_args": {"api_key": "k-secret"}},
+            "frontend": {"server_args": {"ssl_keyfile": "k-secret"}},
+            "security": {"api_keys": ["client-secret"], "operator_key": "operator-secret", "mesh": "curve"},
             "workers": {"bind": "10.0.0.1", "advertise": "first-host", "ports": "20000-20999"},
             "kv": {"transfer": "layer"},
         }
@@ -38,6 +39,7 @@ def test_workers_get_the_configuration_without_redis_and_frontends():
     assert b"secret" not in text and b"first-host" not in text
     read = parse_config(msgspec.json.decode(text))
     assert (read.kv, read.workers.ports, read.redis.timeout_s) == (config.kv, "20000-20999", 2)
+    assert read.security.mesh == config.security.mesh
 
 
 @pytest.mark.parametrize("unit", sorted(UNITS.glob("*.service")), ids=lambda path: path.name)
