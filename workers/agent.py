@@ -23,7 +23,6 @@ from orchestrator.store.registry import IncompatibleWorker, Left, Ordered, Regis
 from orchestrator.types import Role, WorkerInfo
 from orchestrator.wire.addresses import Listening
 from orchestrator.wire.curve import KeyPair
-from orchestrator.wire.messages import EngineCrashed
 from orchestrator.wire.ticks import ticks
 from orchestrator.wire.transport import WorkerTransport
 from workers.attempts import Attempts
@@ -208,8 +207,7 @@ class Agent:
         self._exit_code = EXIT_ENGINE_DEAD
         if isinstance(error, EngineDead):
             log.error("leaving: %s", error)
-            for frontend_id in self._attempts.frontends():
-                self._frontends.send(frontend_id, EngineCrashed(self.worker_id, str(error)))
+            self._serving.engine_crashed(str(error))
         else:
             log.error("leaving: %s ended unexpectedly", task.get_name(), exc_info=error)
 

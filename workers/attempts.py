@@ -80,6 +80,10 @@ class Attempts:
     def frontends(self) -> set[str]:
         return {attempt.frontend_id for attempt in self._by_key.values()}
 
+    def unproven_of_others(self, frontend_id: str) -> int:
+        """How many attempts of other frontends have no output yet."""
+        return sum(attempt.frontend_id != frontend_id and not attempt.computed for attempt in self._by_key.values())
+
     def add(self, attempt: Attempt) -> None:
         """Raises ValueError for a key that is held."""
         if attempt.key in self._by_key:

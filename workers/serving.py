@@ -15,7 +15,17 @@ from typing import Any
 
 from orchestrator.types import WorkerInfo, engine_key
 from orchestrator.wire.control import METHODS
-from orchestrator.wire.messages import Abort, Call, CallReply, Hello, Outputs, PrefixResync, Submit, ToWorker
+from orchestrator.wire.messages import (
+    Abort,
+    Call,
+    CallReply,
+    EngineCrashed,
+    Hello,
+    Outputs,
+    PrefixResync,
+    Submit,
+    ToWorker,
+)
 from workers.attempts import Attempt, Attempts
 from workers.engine import Engine, EngineOutput, EngineRequest, EngineStep, Phase, Refusal, submit
 from workers.peers import Frontends
@@ -191,6 +201,12 @@ class Serving:
             # A token that was lost cannot be sent again: told on reconnection, the frontend starts another attempt.
             log.warning("frontend %s is not connected: gave up %d of its requests", frontend_id, len(unfinished))
             await self._drop(unfinished)
+
+    def engine_crashed(self, why: str) -> None:
+        """Tell every frontend that has something here: one of their requests may be the cause."""
+        for frontend_id in self._attempts.frontends():
+            others = self._attempts.unproven_of_others(frontend_id)
+            self._frontends.send(frontend_id, EngineCrashed(self._worker_id, why, others))
 
     # ---- frontends that vanish ---------------------------------------------------------------------------------
 

@@ -19,10 +19,10 @@ from benchmarks.chaos.load import Load, Questions, Seen
 from benchmarks.chaos.reports import Reports
 from orchestrator.types import Role, WorkerInfo
 
-CATCH_TIMEOUT_S = 20.0
+CATCH_TIMEOUT_S = 30.0
 HEAL_TIMEOUT_S = 90.0
 GONE_TIMEOUT_S = 15.0
-BURST = 6  # more requests at once than one engine step takes, so that some wait
+BURST = 10  # more requests at once than one engine step takes, so that some wait
 
 
 @dataclass(frozen=True)

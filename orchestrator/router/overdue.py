@@ -45,6 +45,8 @@ class Overdue:
                 self._recovery.retry(active, "claim_timeout")
             elif active.state is State.TRANSFERRING and self._fleet.is_quiet(active.prefill_worker):
                 self._recovery.retry(active, "prefill_worker_quiet", charge=False)
+            elif active.state is State.TRANSFERRING and active.prefill_worker not in self._fleet.workers:
+                self._recovery.retry(active, "prefill_worker_lost", charge=False)
             elif active.state is State.TRANSFERRING and self._kv_is_late(active, now, resumed_at):
                 self._recovery.retry(active, "kv_late")
             elif active.state in WITH_A_WORKER and now - heard_at > self._routing.stall_timeout_s:

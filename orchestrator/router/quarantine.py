@@ -2,7 +2,8 @@
 
 An engine that crashes takes every request on it down, and one of them may be the cause: it would crash the next engine
 too. So each of them goes on alone, one after the other, until it has produced a token. One that crashes its engine
-while alone, or that alone was part of two crashes, is guilty. Decides and remembers; sends nothing.
+while alone, or that alone was part of two crashes, is guilty, unless a request of another frontend may be. Decides and
+remembers; sends nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Collection
 
 from orchestrator.router.request import ActiveRequest
 
+MAX_CRASHES = 5  # whoever was part of so many is guilty, whoever else was there
 ALONE_S = 10.0  # who crashes nothing for this long without a token does not hold the others up any more
 
 
@@ -20,10 +22,13 @@ class Quarantine:
         self._waiting: deque[ActiveRequest] = deque()
         self._alone: ActiveRequest | None = None
 
-    def crashed(self, victims: Collection[ActiveRequest]) -> list[ActiveRequest]:
-        """An engine with these requests on it has crashed. Returns those that are guilty."""
+    def crashed(self, victims: Collection[ActiveRequest], others: int) -> list[ActiveRequest]:
+        """An engine with these requests on it has crashed, and with so many of other frontends that may be the cause.
+        Returns those that are guilty."""
         for active in victims:
             active.crashes += 1
+        if others and all(active.crashes < MAX_CRASHES for active in victims):
+            return []
         repeated = [active for active in victims if active.crashes > 1]
         return [active for active in victims if active is self._alone or repeated == [active]]
 

@@ -5,7 +5,9 @@ Also what places a request again that was accepted already, and waits for room a
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import random
 
 from orchestrator.config.settings import RoutingConfig
 from orchestrator.fleet.view import Fleet
@@ -17,6 +19,8 @@ from orchestrator.router.request import ActiveRequest, Failure, State
 from orchestrator.telemetry import metrics
 
 log = logging.getLogger("pd.router")
+
+APART_S = 1.0
 
 
 class Recovery:
@@ -68,20 +72,24 @@ class Recovery:
 
     # ---- engines that crash ------------------------------------------------------------------------------------
 
-    def engine_crashed(self, worker_id: str, why: str) -> None:
-        """One of the requests there may be the cause. The others go on, and no attempt is counted against them."""
+    def engine_crashed(self, worker_id: str, why: str, others: int) -> None:
+        """One of the requests there may be the cause, or one of `others` of other frontends. Those that are not go on,
+        and no attempt is counted against them."""
         everyone = self._requests.all()
         victims = [active for active in everyone if worker_id in (active.decode_worker, active.computing_worker)]
-        guilty = self._quarantine.crashed(victims)
+        guilty = self._quarantine.crashed(victims, others)
         for active in victims:
             if active in guilty:
                 said = f"it crashed {active.crashes} engines, the last on {worker_id}: {why}"
                 self.fail_withdrawn(active, Failure(said))
-            elif active.decode_worker == worker_id and self._give_up(active, "engine_crashed"):
-                active.avoid.add(worker_id)
+            elif self._give_up(active, "engine_crashed"):
+                active.avoid.add(worker_id)  # of no meaning where it prefilled
                 active.next_attempt("engine_crashed")
                 self._quarantine.add(active)
-        self._release_next()
+        if others:
+            self._dispatch.background(self._release_apart())
+        else:
+            self._release_next()
 
     def harmless(self, active: ActiveRequest) -> None:
         """It has produced a token, or has ended: its engine will not crash of it."""
@@ -92,6 +100,11 @@ class Recovery:
         """Let the next go on when one that is alone takes long."""
         if self._quarantine.overdue(now):
             self._release_next()
+
+    async def _release_apart(self) -> None:
+        """Another frontend has suspects too. Those that meet on an engine again would be as hard to tell apart."""
+        await asyncio.sleep(random.uniform(0, APART_S))
+        self._release_next()
 
     def _release_next(self) -> None:
         if (active := self._quarantine.release()) is not None:

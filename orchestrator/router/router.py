@@ -147,7 +147,7 @@ class Router:
         if isinstance(message, Outputs):
             self._on_outputs(worker_id, message, payload, now)
         elif isinstance(message, EngineCrashed):
-            self._recovery.engine_crashed(worker_id, message.why)
+            self._recovery.engine_crashed(worker_id, message.why, message.others)
         elif isinstance(message, (Claimed, Prefilled, PrefillFailed, Rejected)):
             active = self._requests.current(message.request_id, message.attempt)
             if active is None:
@@ -260,19 +260,18 @@ class Router:
     def worker_lost(self, worker_id: str) -> None:
         """Continue elsewhere what the worker was decoding.
 
-        What it was prefilling is recomputed by the decode worker that waits for it, which watches membership too, so
-        nobody need claim it again. What it had claimed without our knowing returns to the queue when another prefill
-        worker sees it die, else when its lease ends.
+        What it was prefilling is prefilled locally: the decode worker that waits for it watches membership too, but has
+        to be sure that nothing is written into its blocks any more. Where prefill had ended its KV may be there
+        already, so `overdue` waits a moment. What it had claimed without our knowing returns to the queue when another
+        prefill worker sees it die, else when its lease ends.
         """
         self.learning.predictor.forget(worker_id)
         for active in self._requests.all():
             if active.decode_worker == worker_id:
                 self._recovery.retry(active, "decode_worker_lost", avoid=worker_id)
-            elif active.state is State.TRANSFERRING and active.prefill is not None:
-                if active.prefill.worker_id == worker_id and active.prefill.ended_at is None:
-                    metrics.retries.labels("prefill_worker_lost").inc()
-                    active.retries.append("prefill_worker_lost")
-                    self._dispatch.cancel_job(active)
+            elif active.state is State.TRANSFERRING and active.computing_worker == worker_id:
+                self._dispatch.cancel_job(active)
+                self._recovery.retry(active, "prefill_worker_lost", charge=False)
         self._check_claimers()
 
     def worker_quiet(self, worker_id: str) -> None:

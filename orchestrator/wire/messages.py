@@ -129,10 +129,14 @@ class Rejected(msgspec.Struct, tag="rejected", frozen=True):
 
 
 class EngineCrashed(msgspec.Struct, tag="engine_crashed", frozen=True):
-    """The worker's engine has died by itself, and the worker leaves. `why`: the engine's own words."""
+    """The worker's engine has died by itself, and the worker leaves. `why`: the engine's own words.
+
+    `others`: requests of other frontends on it that had produced nothing yet, so that one of them may be the cause.
+    """
 
     worker_id: str
     why: str
+    others: int = 0
 
 
 class Outputs(msgspec.Struct, tag="outputs", frozen=True):

@@ -35,3 +35,27 @@ async def test_a_poison_request_takes_two_engines_down_and_no_third(redis_server
         await client.ask([5, 6, 7], 8)
         assert sum(worker.task.done() for worker in started) == 2, "no third one died"
         await client.close()
+
+
+async def test_requests_of_another_frontend_beside_a_poison_request_go_on(redis_server: EmbeddedRedis) -> None:
+    """Each frontend knows its own requests only: both go on alone after the crash, perhaps on the same engine."""
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        started = [await workers.start(Role.DECODE)]
+        clients = [RouterClient(workers.redis, workers.config) for _ in range(2)]
+        for client in clients:
+            await client.start()
+            await until(lambda client=client: client.connection.fleet.ready(Role.DECODE) == 1, "greetings")
+        streams = [asyncio.create_task(client.ask([number, 1], 400)) for client in clients for number in range(3)]
+        await until(lambda: all(len(client.connection.router.requests) == 3 for client in clients), "streams")
+        poison = asyncio.create_task(clients[0].ask([POISON, 1, 2, 3], 8))
+        while not poison.done():  # one engine at a time, so that the suspects of both frontends meet
+            if started[-1].task.done():
+                started.append(await workers.start(Role.DECODE))
+            await asyncio.sleep(0.02)
+        with pytest.raises(AssertionError, match=str(FinishReason.ERROR.name)):
+            await poison
+        started.append(await workers.start(Role.DECODE))
+        async with asyncio.timeout(60):
+            await asyncio.gather(*streams)
+        for client in clients:
+            await client.close()

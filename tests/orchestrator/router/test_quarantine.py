@@ -4,6 +4,7 @@ import time
 
 from support_bench import Bench, FakeRequest
 
+from orchestrator.router import recovery
 from orchestrator.router.quarantine import ALONE_S
 from orchestrator.router.request import State
 from orchestrator.types import FinishReason, Role
@@ -22,8 +23,8 @@ class CrashBench(Bench):
         for name in names:
             await self.router.submit(FakeRequest(name, prompt_tokens=10))
 
-    async def crash(self, worker_id):
-        self.say(worker_id, EngineCrashed(worker_id, "a kernel failed"))
+    async def crash(self, worker_id, others=0):
+        self.say(worker_id, EngineCrashed(worker_id, "a kernel failed", others))
         self.fleet.remove(worker_id)
         self.router.worker_lost(worker_id)
         await self.settle()
@@ -127,11 +128,28 @@ async def test_a_crash_of_the_prefill_engine_counts_for_what_it_computed():
     bench = CrashBench()
     await bench.router.submit(FakeRequest("poison"))
     bench.claim("poison")
-    decode = bench.bound_to()
-    bench.say("p0", EngineCrashed("p0", "a kernel failed"))
-    bench.fleet.remove("p0")
-    bench.router.worker_lost("p0")  # decode recomputes it
-    assert bench.router.requests["poison"].state is State.TRANSFERRING
-    await bench.crash(decode)
+    await bench.crash("p0")
+    assert bench.router.requests["poison"].state is State.LOCAL  # and alone
+    await bench.crash(bench.where("poison"))
     assert bench.failed() == ["poison"]
     bench.assert_no_leaks()
+
+
+async def test_who_was_alone_is_not_guilty_where_a_request_of_another_frontend_may_be(monkeypatch):
+    monkeypatch.setattr(recovery, "APART_S", 0.0)
+    bench = CrashBench()
+    await all_on_one_worker(bench, "a")
+    await bench.crash("d0", others=1)
+    await bench.crash(bench.where("a"), others=1)
+    assert bench.failed() == []
+    bench.tokens(bench.where("a"), "a", [1], attempt=3, finish=FinishReason.STOP)
+    bench.assert_no_leaks()
+
+
+async def test_who_crashes_an_engine_where_nobody_else_may_be_the_cause_is_guilty_then(monkeypatch):
+    monkeypatch.setattr(recovery, "APART_S", 0.0)
+    bench = CrashBench()
+    await all_on_one_worker(bench, "poison")
+    await bench.crash("d0", others=1)
+    await bench.crash(bench.where("poison"))
+    assert bench.failed() == ["poison"]

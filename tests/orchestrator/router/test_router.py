@@ -195,16 +195,23 @@ async def test_what_cannot_be_continued_fails_visibly():
     bench.assert_no_leaks()
 
 
-async def test_a_dead_prefill_worker_leaves_recovery_to_decode_but_is_noted():
+@pytest.mark.parametrize("computed", [False, True])
+async def test_a_dead_prefill_worker_is_not_waited_for(computed):
     bench = Bench()
     await bench.router.submit(FakeRequest("r"))
     bench.claim("r")
+    if computed:  # its KV may have been on its way
+        bench.say("p0", Prefilled("r", 1, "p0", 0.2))
     bench.fleet.remove("p0")
     bench.router.worker_lost("p0")
-    assert bench.router.requests["r"].state is State.TRANSFERRING
     await bench.settle()
-    assert bench.queue.cancelled == [("r", 1)]  # nobody prefills again what decode recomputes
-    bench.tokens(bench.bound_to(), "r", [1], finish=1)
+    assert bench.router.requests["r"].attempt == (1 if computed else 2)  # where it was computed KV may be there already
+    bench.router.check(time.monotonic())
+    await bench.settle()
+    assert computed or bench.queue.cancelled == [("r", 1)]  # nobody prefills again what is prefilled locally
+    assert bench.router.requests["r"].retries == ["prefill_worker_lost"] and bench.router.requests["r"].charged == 0
+    assert bench.submits()[-1][1].kv_source is None
+    bench.tokens(bench.bound_to(), "r", [1], attempt=2, finish=1)
     assert bench.received() == [("r", [1], 1)]
 
 
