@@ -22,7 +22,7 @@ from orchestrator.types import Role, WorkerInfo
 CATCH_TIMEOUT_S = 30.0
 HEAL_TIMEOUT_S = 90.0
 GONE_TIMEOUT_S = 15.0
-BURST = 10  # more requests at once than one engine step takes, so that some wait
+BURST = 4  # more requests at once than one engine step takes, so that some wait
 
 
 @dataclass(frozen=True)
