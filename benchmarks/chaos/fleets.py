@@ -183,7 +183,7 @@ def _network_fleet() -> Iterator[NetworkFleet]:
         common = ["--redis", redis_url, "--config", str(config)]
         for name in MACHINES[2:]:
             role = name.partition("-")[0]
-            command = ["-m", "workers.main", role, "--id", name, "--host", network.address(name), *common]
+            command = ["-m", "workers.main", role, "--id", name, "--bind", network.address(name), *common]
             _spawn(stack, network, name, [sys.executable, *command], log)
         command = ["-m", "orchestrator.frontend.server", "--port", str(HTTP_PORT), *common]
         _spawn(stack, network, "frontend", [sys.executable, *command], log)
