@@ -593,7 +593,8 @@ async def test_offered_load_counts_each_request_once_and_those_refused_too():
         await bench.router.submit(FakeRequest("c", 100, max_new_tokens=10))
     with pytest.raises(Overloaded):
         bench.router.check_admission()
-    assert bench.router.learning.offered == Offered(4, 900 + 300, 50 + 2 * expected)
+    offered = bench.router.learning.offered
+    assert (offered.requests, offered.prefill_tokens, offered.output_tokens) == (4, 900 + 300, 50 + 2 * expected)
 
 
 async def test_length_and_priority_decide_the_place_in_the_queue():
