@@ -230,15 +230,21 @@ _Yaml.yaml_implicit_resolvers = {
 _Yaml.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|false)$", re.I), list("tTfF"))
 
 
+# A date in the thirteenth month is a ValueError, and a thousand open brackets are a RecursionError.
+_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
+
+
 def load_config(path: Path, overrides: list[str] | None = None) -> Config:
     """Read a YAML file and apply `a.b=value` overrides (values are YAML). Raises ConfigError."""
     try:
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); name an existing YAML file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: expected text in UTF-8, got byte {error.object[error.start]:#04x}") from None
     try:
         tree = yaml.load(text, _Yaml)
-    except yaml.YAMLError as error:
+    except _NOT_YAML as error:
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where else ""
         raise ConfigError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
@@ -324,5 +330,5 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             raise ConfigError(f"--set {override}: {name} is a value, not a section")
     try:
         node[leaf] = yaml.load(value, _Yaml)
-    except yaml.YAMLError:
+    except _NOT_YAML:
         raise ConfigError(f"--set {override}: {value!r} is not a YAML value") from None

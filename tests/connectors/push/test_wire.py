@@ -6,26 +6,19 @@ import contextlib
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_fuzz import any_of, damaged, members
 
 from connectors.push import wire
 from orchestrator.types import KVEndpoint, KVSource
 
-HERE = wire.Endpoint("engine-1", "127.0.0.1", 5600)
 
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        wire.Register("s", "r", HERE, [[1, 2, 3]], 40),
-        wire.Unregister("s", "r", HERE),
-        wire.Computing("r"),
-        wire.Landed("r"),
-        wire.Gone("r", "aborted"),
-    ],
-)
-def test_messages_survive_the_wire(message: wire.Message) -> None:
+@pytest.mark.parametrize("kind", members(wire.Message))
+@settings(max_examples=25)
+@given(data=st.data())
+def test_messages_survive_the_wire(kind: type[wire.Message], data: st.DataObject) -> None:
+    message = data.draw(any_of(kind))
     assert wire.parse(wire.pack(message)) == message
 
 
@@ -79,9 +72,11 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
             wire.parse(notification)
 
 
-@given(at=st.integers(0, 1000), byte=st.integers(0, 255), cut=st.integers(0, 2))
-def test_damaged_messages_are_read_or_refused(at: int, byte: int, cut: int) -> None:
-    sound = wire.pack(wire.Register("s", "r", wire.Endpoint("e", "h", 1), [[1, 2]], 30))
-    at %= len(sound)
+@pytest.mark.parametrize("kind", members(wire.Message))
+@settings(max_examples=25)
+@given(data=st.data(), at=st.integers(0, 1000), byte=st.integers(0, 255), cut=st.integers(0, 2))
+def test_damaged_messages_are_read_or_refused(
+    kind: type[wire.Message], data: st.DataObject, at: int, byte: int, cut: int
+) -> None:
     with contextlib.suppress(wire.WireError):
-        wire.parse((sound[:at] + bytes([byte]) + sound[at + 1 :])[: len(sound) - cut])
+        wire.parse(damaged(wire.pack(data.draw(any_of(kind))), at, byte, cut))

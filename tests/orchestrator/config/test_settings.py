@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
+import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support_fuzz import values
 
 from orchestrator.cli.look.views import config_keys
 from orchestrator.config.engine_args import check_engine_args
-from orchestrator.config.settings import Config, ConfigError, load_config
+from orchestrator.config.settings import Config, ConfigError, load_config, parse_config
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 
@@ -132,3 +137,46 @@ def test_an_open_mesh_needs_loopback_or_a_second_word(tmp_path):
         assert load(tmp_path, open_mesh, f"workers.bind='{host}'").security.mesh == "none"
     assert load(tmp_path, open_mesh, "workers.bind=10.0.0.5", "security.trust_network=true").workers.bind == "10.0.0.5"
     assert load(tmp_path, "model: demo", "workers.bind=10.0.0.5").security.mesh == "curve"
+
+
+@pytest.mark.parametrize("text", ["a: 2024-13-01", "a: !!int x", "[" * 3000, b"\x80".decode("latin-1")])
+def test_what_is_no_yaml_is_refused_with_the_file(tmp_path, text):
+    file = tmp_path / "fleet.yaml"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=str(file)):
+        load_config(file)
+    with pytest.raises(ConfigError):
+        load_config(CONFIGS[0], [f"model={text}x: ["])
+
+
+SECTIONS = [field.name for field in msgspec.structs.fields(Config)]
+KEYS = sorted(
+    {
+        key.name
+        for field in msgspec.structs.fields(Config)
+        if hasattr(field.type, "__struct_fields__")
+        for key in msgspec.structs.fields(field.type)
+    }
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(SECTIONS) | st.text(max_size=4),
+        values | st.dictionaries(st.sampled_from(KEYS), values, max_size=3),
+        max_size=3,
+    )
+)
+def test_any_values_are_a_configuration_or_refused_with_the_key(section):
+    with contextlib.suppress(ConfigError):
+        parse_config({"model": "m", **section})
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=st.binary(max_size=100) | st.text(max_size=60).map(str.encode))
+def test_any_file_is_a_configuration_or_refused(tmp_path, content):
+    file = tmp_path / "fleet.yaml"
+    file.write_bytes(content)
+    with contextlib.suppress(ConfigError):
+        load_config(file)
