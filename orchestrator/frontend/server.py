@@ -72,7 +72,6 @@ def server_arguments(config: Config, parser: argparse.ArgumentParser) -> list[st
         **{k: v for k, v in engine_args(config, Role.DECODE).items() if not k.startswith(_ENGINE_ONLY)},
         # Its cache assumes a single engine that has seen what it has sent.
         "mm_processor_cache_gb": 0,
-        "enable_prompt_tokens_details": True,
         **config.frontend.server_args,
     }
     if config.engine == "sim":
