@@ -60,6 +60,7 @@ class FakeOutput:
 class FakeCodec:
     def __init__(self):
         self.failures = {}  # by request id
+        self.prompts = []  # (cached, created) tokens, as counted
 
     def read(self, request, block_size):
         info = RequestInfo(
@@ -86,7 +87,7 @@ class FakeCodec:
         output.new_token_ids = output.new_token_ids[1:]
 
     def count_prompt(self, output, cached_tokens, created_cache_tokens):
-        pass  # fake outputs do not speak of prompts
+        self.prompts.append((cached_tokens, created_cache_tokens))
 
     def failure(self, request_id, failure):
         self.failures[request_id] = failure

@@ -83,7 +83,8 @@ class Answers:
             if not output.new_token_ids and output.finish_reason is None:
                 return Verdict.KNOWN
         if output.new_token_ids and not answer.tokens and (prefill := active.prefill) is not None:
-            if prefill.ended_at is not None:
+            if prefill.ended_at is not None or answer.held_since:
+                # Nothing is said of a prompt whose prefill stays silent: a hit there must not count as created.
                 self._codec.count_prompt(output, prefill.cached_tokens, prefill.created_cache_tokens)
         if output.new_token_ids:
             answer.decoding_at = answer.decoding_at or now

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -127,6 +128,8 @@ class Answer:
     first_token_at: float | None = None  # the client's
     decoding_at: float | None = None  # decode's first token
     heard_at: float = 0.0  # the last output of a decode worker
+    held: list[Any] = field(default_factory=list)  # decode's outputs, until prefill has said what it had cached
+    held_since: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -193,3 +196,4 @@ class ActiveRequest:
         self.attempt += 1
         self.local_because = self.local_because or why
         self.placed = self.prefill = self.decode = self.answer.early_token = None
+        self.answer.held = []

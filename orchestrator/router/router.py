@@ -21,7 +21,7 @@ from orchestrator.policy.candidate import DecodeChoice
 from orchestrator.policy.predict import Predictor
 from orchestrator.router.active_requests import ActiveRequests
 from orchestrator.router.answer import Answers, Verdict
-from orchestrator.router.codec import Codec
+from orchestrator.router.codec import Batch, Codec
 from orchestrator.router.decider import Decider
 from orchestrator.router.dispatch import Dispatch
 from orchestrator.router.learning import Learning
@@ -47,6 +47,7 @@ from orchestrator.wire.transport import FrontendTransport
 log = logging.getLogger("pd.router")
 
 CHECK_S = 0.5
+HELD_S = 0.5  # for `Prefilled`, which was sent before the KV was complete
 # An engine that ends a request this way has not answered it: another one continues.
 GIVEN_UP = {FinishReason.ABORT: "engine_abort", FinishReason.ERROR: "engine_error"}
 
@@ -125,6 +126,9 @@ class Router:
             return
         resumed_at = self._fleet.pause.ended_at
         self._check_claimers()
+        for active in self._requests.all():
+            if active.answer.held and now - active.answer.held_since > HELD_S:
+                self._release_held(active, now)
         self._overdue.check(now, resumed_at)
         queued = [active for active in self._requests.all() if active.state is State.QUEUED]
         for active in self._decider.recalled(queued):
@@ -184,7 +188,9 @@ class Router:
         metrics.prefix_hit_tokens.labels("prefill").inc(said.cached_tokens)
         metrics.prefill_s.observe(said.prefill_s)
         self.learning.prefilled(active, self._fleet.workers.get(said.worker_id))
-        if (batch := self._answers.from_prefill(active, said, payload, now)) is not None:
+        if active.answer.held:
+            self._release_held(active, now)
+        elif (batch := self._answers.from_prefill(active, said, payload, now)) is not None:
             self.recent.ttft.add(now - active.accepted_at)
             self.batches.put_nowait(batch)
 
@@ -213,13 +219,27 @@ class Router:
                     self._dispatch.drop_stale(worker_id, output.request_id, attempt)
             elif output.finish_reason in GIVEN_UP:
                 self._recovery.retry(active, GIVEN_UP[output.finish_reason])
+            elif self._precedes_prefill(active, output):
+                active.answer.held_since = active.answer.held_since or now
+                active.answer.held.append(output)
             elif self._take(active, output, now):
                 delivered.append(output)
-                if output.finish_reason is not None:
-                    self._end(active, State.FINISHED)
         if delivered:
             batch.outputs = delivered
             self.batches.put_nowait(batch)
+
+    def _precedes_prefill(self, active: ActiveRequest, output: Any) -> bool:
+        """Whether it came before `Prefilled`, which takes another connection and says what of the prompt was cached."""
+        prefill, answer = active.prefill, active.answer
+        if answer.held:
+            return True
+        unsaid = prefill is not None and prefill.ended_at is None and prefill.worker_id in self._fleet.workers
+        return unsaid and bool(output.new_token_ids) and not answer.tokens
+
+    def _release_held(self, active: ActiveRequest, now: float) -> None:
+        held, active.answer.held = active.answer.held, []
+        if outputs := [output for output in held if self._take(active, output, now)]:
+            self.batches.put_nowait(Batch(outputs, now))
 
     def _take(self, active: ActiveRequest, output: Any, now: float) -> bool:
         """Whether the output goes to the client."""
@@ -245,6 +265,8 @@ class Router:
         if began:
             active.move(State.DECODING)
             self._recovery.harmless(active)
+        if verdict is Verdict.DELIVER and output.finish_reason is not None:
+            self._end(active, State.FINISHED)
         return verdict is Verdict.DELIVER
 
     def _on_lost_outputs(self, worker_id: str, error: MessageError) -> None:

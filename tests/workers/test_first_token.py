@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from support_bench import counted
@@ -12,6 +13,7 @@ from support_workers import LocalWorker, Workers, expected, running_workers, unt
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.types import Role
 from workers.engine import EngineStep
+from workers.prefills import Prefills
 from workers.sim.scheduler import SimRequest
 
 # A tenth of a second of KV on the wire for every 500 tokens: decode's own token comes well after prefill's.
@@ -66,15 +68,35 @@ async def test_a_remote_answer_says_of_its_prompt_what_a_local_one_says(
     assert await said(remote_prefill_min_tokens=100) == local
 
 
-async def test_a_remote_answer_that_comes_before_prefills_word_counts_its_prompt_as_created(
+async def test_an_answer_waits_for_the_word_of_prefill_on_what_was_cached(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell = Prefills._tell_prefilled
+
+    def tell_late(*said: Any) -> None:
+        asyncio.get_running_loop().call_later(0.2, tell, *said)
+
+    routing = SECTIONS["routing"] | {"prefix_index": False}
+    async with running_workers(redis_server, **(SECTIONS | {"routing": routing})) as workers:
+        client, _, _ = await fleet(workers)
+        monkeypatch.setattr(Prefills, "_tell_prefilled", tell_late)
+        monkeypatch.setattr("orchestrator.router.router.HELD_S", 30.0)
+        await client.ask([7, *range(500)], 8)
+        await client.ask([7, *range(500)], 8)
+        await client.close()
+        said = [(prompt.num_cached_tokens, prompt.num_cache_creation_tokens) for prompt in client.prompts]
+        assert said == [(0, 496), (496, 0)]
+
+
+async def test_nothing_is_said_of_the_cache_of_a_prefill_that_stays_silent(
     redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
-        client, prefill, _ = await fleet(workers)
-        monkeypatch.setattr("workers.prefills.Prefills._tell_prefilled", lambda *_: None)
+        client, _, _ = await fleet(workers)
+        monkeypatch.setattr(Prefills, "_tell_prefilled", lambda *_: None)
         await client.ask([7, *range(500)], 8)
         await client.close()
-        assert [(said.num_cached_tokens, said.num_cache_creation_tokens) for said in client.prompts] == [(0, 496)]
+        assert [(said.num_cached_tokens, said.num_cache_creation_tokens) for said in client.prompts] == [(0, 0)]
 
 
 @pytest.mark.parametrize("max_tokens", [2, 8])

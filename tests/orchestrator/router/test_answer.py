@@ -8,6 +8,7 @@ import pytest
 from support_bench import Bench, FakeRequest, counted
 
 from orchestrator.router.request import State
+from orchestrator.router.router import HELD_S
 from orchestrator.types import FinishReason
 from orchestrator.wire.messages import Abort, Prefilled, PrefillFailed
 
@@ -122,6 +123,8 @@ async def test_another_worker_than_the_one_decode_listens_to_is_not_believed():
     bench, decode = await transferring()
     prefilled(bench, token=9, worker="p1")
     bench.tokens(decode, "r", [5], finish=LENGTH)
+    assert bench.received() == []
+    prefilled(bench)
     assert bench.received() == [("r", [5], LENGTH)]
 
 
@@ -220,3 +223,40 @@ async def test_the_transfer_and_the_time_between_tokens_are_measured_by_decodes_
     fixed_s, s_per_token = fitted.transfer_s
     assert fixed_s + 1000 * s_per_token > 0.04  # from the end of prefill to decode's first token
     assert fitted.itl_s[decode] <= time.monotonic() - began  # from that to the second
+
+
+async def test_what_prefill_had_cached_is_known_before_the_answer_begins():
+    bench, decode = await transferring(early=False)
+    bench.tokens(decode, "r", [5])  # over another connection, and sooner
+    bench.tokens(decode, "r", [6], finish=LENGTH)
+    assert bench.received() == []
+    bench.say("p0", Prefilled("r", 1, "p0", 0.2, cached_tokens=64, created_cache_tokens=32))
+    assert bench.received() == [("r", [5], None), ("r", [6], LENGTH)]
+    assert bench.codec.prompts == [(64, 32)]
+    bench.assert_no_leaks()
+
+
+async def test_a_prefill_that_stays_silent_is_not_waited_for_and_nothing_is_said_of_its_cache():
+    bench, decode = await transferring(early=False)
+    bench.tokens(decode, "r", [5])
+    bench.router.check(time.monotonic() + HELD_S / 2)
+    assert bench.received() == []
+    bench.router.check(time.monotonic() + HELD_S + 0.1)
+    assert bench.received() == [("r", [5], None)]
+    bench.tokens(decode, "r", [6], finish=LENGTH)
+    assert bench.received() == [("r", [6], LENGTH)]
+    assert bench.codec.prompts == [(0, 0)]
+    bench.assert_no_leaks()
+
+
+async def test_what_was_held_of_an_attempt_that_is_given_up_is_not_told():
+    bench, decode = await transferring(early=False)
+    bench.tokens(decode, "r", [5])
+    bench.fleet.remove(decode)
+    bench.router.worker_lost(decode)
+    await bench.settle()
+    worker, submit = bench.submits()[-1]
+    assert (submit.attempt, submit.resume_tokens) == (2, [])
+    bench.tokens(worker, "r", [5], attempt=2, finish=LENGTH)
+    assert bench.received() == [("r", [5], LENGTH)]
+    bench.assert_no_leaks()

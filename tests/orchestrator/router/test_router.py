@@ -173,6 +173,7 @@ async def test_a_dead_decode_worker_is_continued_elsewhere_from_the_tokens_sent(
     await bench.router.submit(FakeRequest("r"))
     bench.claim("r")
     first = bench.bound_to()
+    bench.say("p0", Prefilled("r", 1, "p0", 0.2))
     bench.tokens(first, "r", [5, 6])
     bench.fleet.remove(first)
     bench.router.worker_lost(first)
