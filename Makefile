@@ -1,6 +1,7 @@
 # make up         install once, then serve the demo model on this machine's CPU until Ctrl-C
 # make check      before every commit: lint (ruff, mypy) and test-fast (what needs no vLLM and is not slow)
 # make test       the whole suite but for test-topology, which starts engines of several ranks; format: let ruff mend
+# make test-vllm-api  vLLM's own server tests, against a fleet and against a plain server
 # make bench-kv   KV transfer figures; bench-policy: policy and queue figures; chaos: faults under load, two hours; soak: half an hour
 
 SHELL  := /bin/bash
@@ -15,7 +16,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Asked only where the configured index offers no CPU build of torch.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: up venv model check test test-fast test-topology lint format bench-kv bench-policy chaos soak clean
+.PHONY: up venv model check test test-fast test-topology test-vllm-api lint format bench-kv bench-policy chaos soak clean
 
 up: venv
 	@$(BIN)/orchestrator up $(CONFIG)
@@ -39,6 +40,9 @@ check: lint test-fast
 
 test: model
 	$(BIN)/pytest -m "not topology"
+
+test-vllm-api: model
+	cd tests && ../$(BIN)/python -m vllm_api --output ../benchmarks/results/vllm_api.txt
 
 test-topology: venv
 	$(BIN)/pytest -m topology tests/e2e/test_topology.py tests/e2e/test_ray.py
