@@ -142,6 +142,8 @@ async def build_server_app(
     os.environ.pop(API_KEY, None)  # vLLM's own middleware would ask for this key alone, and under a few paths only
     access = Access(security, config.limits, config.frontend.server_args.get("root_path") or "")
     tasks = ("generate",) if vllm_config.model_config.runner_type == "generate" else await connection.supported_tasks()
+    if args.lora_modules:
+        await connection.worker_connected()  # vLLM's app loads them while it is made
     core = FleetCore(connection, tasks)
     engine = FleetLLM(vllm_config, core, config.frontend.replicas)
     try:

@@ -127,9 +127,13 @@ class FleetConnection:
 
     async def supported_tasks(self) -> tuple[str, ...]:
         """What the fleet's engines can do; waits for the first worker."""
-        while not self.fleet.workers:
-            await asyncio.sleep(HEARTBEAT_S / 10)
+        await self.worker_connected()
         return next(iter(self.fleet.workers.values())).info.supported_tasks
+
+    async def worker_connected(self) -> None:
+        """Waits until there is a worker that control calls reach."""
+        while not any(view.connected for view in self.fleet.workers.values()):
+            await asyncio.sleep(HEARTBEAT_S / 10)
 
     async def announce(self, url: str) -> None:
         """Register this frontend as serving at `url`."""

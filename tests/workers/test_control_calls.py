@@ -154,3 +154,20 @@ async def test_a_pause_that_fails_pauses_nobody(redis_server: EmbeddedRedis, mon
         await client.ask([1, 2, 3], 5)  # the decode worker's engine runs
         await client.close()
         await other.close()
+
+
+async def test_what_is_to_be_loaded_at_the_start_waits_for_a_worker_that_can_be_called(
+    redis_server: EmbeddedRedis,
+) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        client = RouterClient(workers.redis, workers.config)
+        await client.start()
+        waiting = asyncio.create_task(client.connection.worker_connected())
+        with pytest.raises(CallFailed, match="no worker is connected"):
+            await client.connection.calls.call("reset_prefix_cache", [])
+        assert not waiting.done()
+        await workers.start(Role.DECODE)
+        async with asyncio.timeout(20):
+            await waiting
+        assert await client.connection.calls.call("reset_prefix_cache", []) is True
+        await client.close()
