@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 ANSWER_TIMEOUT_S = 30
 EXAMPLES = 3  # of each operation and mode
 # Answers are short, so that those to sound requests cost little.
-SETS = ("sim.max_model_len=256", "sim.speed=20", "frontend.max_n=4")
+SETS = ("sim.max_model_len=256", "sim.speed=20", "limits.max_n=4")
 CONFIG = SchemathesisConfig(
     projects=ProjectsConfig(
         default=ProjectConfig(
