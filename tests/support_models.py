@@ -39,7 +39,27 @@ def _some_windows() -> Any:
     )
 
 
-MODELS = {"windows": _windows, "some-windows": _some_windows}
+def _recurrent() -> Any:
+    """Mamba-2 layers and attention layers: prefill stops short of the prompt's end."""
+    from transformers import GraniteMoeHybridConfig
+
+    return GraniteMoeHybridConfig(
+        **_COMMON,
+        num_hidden_layers=4,
+        layer_types=["mamba", "attention"] * 2,
+        position_embedding_type="rope",
+        num_local_experts=0,
+        shared_intermediate_size=128,
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_d_state=16,
+        mamba_n_groups=1,
+        mamba_expand=2,
+        mamba_chunk_size=256,  # as long as an engine step: the CPU kernel takes one chunk per step
+    )
+
+
+MODELS = {"windows": _windows, "some-windows": _some_windows, "recurrent": _recurrent}
 
 
 def special_model(folder: Path, kind: str) -> Path:

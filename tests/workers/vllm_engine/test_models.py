@@ -1,4 +1,4 @@
-"""Real engines whose KV is not a plain Llama's: windows, 8-bit KV, speculation.
+"""Real engines whose KV is not a plain Llama's: windows, a recurrent state, 8-bit KV, speculation.
 
 For each the tokens after a remote prefill are those of one engine, and checksums of what was sent and came agree.
 """
@@ -21,6 +21,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "windows": {},
     "some-windows": {},
+    "recurrent": {"enable_prefix_caching": False},  # with it vLLM's kernel for CPUs ends the engine
     "fp8_e4m3": {"kv_cache_dtype": "fp8_e4m3"},
     "fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"},
     "ngram": {"speculative_config": NGRAM},
