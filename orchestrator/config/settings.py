@@ -47,7 +47,7 @@ def check_name(key: str, name: str) -> str:
 
 
 class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    url: str = "embedded"  # or redis://, rediss://, unix://
+    url: str = "embedded"  # or redis://, rediss://, unix://, redis+sentinel://, redis+cluster://
     timeout_s: Seconds = 0.5  # of one command; after it Redis counts as away
 
 
@@ -266,8 +266,9 @@ def parse_config(tree: dict[str, Any]) -> Config:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(explain(str(error), tree, Config)) from None
-    if not re.match(r"^(embedded$|rediss?://|unix://)", config.redis.url):
-        raise ConfigError(f"redis.url: expected 'embedded', redis://, rediss:// or unix://, got {config.redis.url!r}")
+    if not re.match(r"^(embedded$|rediss?(\+sentinel|\+cluster)?://|unix://)", config.redis.url):
+        expected = "'embedded', redis://, rediss:// or unix://, redis+sentinel:// or redis+cluster://"
+        raise ConfigError(f"redis.url: expected {expected}, got {config.redis.url!r}")
     if config.launcher.kind == "ray" and config.redis.url == "embedded":
         raise ConfigError(
             "redis.url: launcher.kind: ray needs a Redis that every node reaches, got 'embedded'; start one and name it"

@@ -30,6 +30,7 @@ from redis.exceptions import (
 )
 
 from orchestrator.store.keys import Library
+from orchestrator.store.servers import EXPECTED, Servers
 
 log = logging.getLogger("pd.redis")
 
@@ -37,6 +38,7 @@ OLDEST_VERSION = (7, 0)  # the first with functions
 # What a server says that is not, or not yet, the one to talk to. Another may be behind the same address by now: after
 # a fail-over old connections still lead to the old one. (LOADING, the last of them, is a ConnectionError of redis-py.)
 _ELSEWHERE = (ReadOnlyError, MovedError, ClusterDownError, MasterDownError)
+_MAX_MOVES = 3  # of one command, from node to node of a cluster
 _FUNCTION_COMMANDS = ("FCALL", "FUNCTION LOAD")
 # After a failure calls fail at once for this long. So a Redis that is away costs one time-out, not one per request.
 _AWAY_PAUSE_S = 0.25
@@ -75,6 +77,7 @@ class Redis(redis.asyncio.Redis):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.url = ""
+        self.servers: Servers | None = None
         self._outbox: list[tuple[bytes, asyncio.Future[Any]]] = []
         self._sender: asyncio.Task[None] | None = None
         self._pipe: _Pipe | None = None
@@ -114,11 +117,17 @@ class Redis(redis.asyncio.Redis):
             raise self._away(self._why)
         # Packed here, so that an argument Redis cannot take fails its caller alone.
         packed = hiredis.pack_command((*args[0].split(), *args[1:]))
-        caller: asyncio.Future[Any] = loop.create_future()
-        self._outbox.append((packed, caller))
-        if self._sender is None or self._sender.done():
-            self._sender = asyncio.create_task(self._send(), name="redis-sender")
-        return await caller
+        for turn in range(_MAX_MOVES + 1):
+            caller: asyncio.Future[Any] = loop.create_future()
+            self._outbox.append((packed, caller))
+            if self._sender is None or self._sender.done():
+                self._sender = asyncio.create_task(self._send(), name="redis-sender")
+            try:
+                return await caller
+            except MovedError:  # this node has not executed it
+                if turn == _MAX_MOVES:
+                    raise
+        raise AssertionError
 
     def _refused(self, command: str, error: ResponseError) -> RedisAway:
         """Out of memory, read-only replica, no permission, loading: whoever asked goes on without Redis."""
@@ -158,7 +167,9 @@ class Redis(redis.asyncio.Redis):
                         caller = pipe.callers.popleft()
                         if not caller.done():
                             caller.set_exception(error)
-                        if isinstance(error, _ELSEWHERE):
+                        if isinstance(error, MovedError):
+                            self._move(pipe, error)
+                        elif isinstance(error, _ELSEWHERE):
                             await self._break(pipe, f"it sends us elsewhere: {error}")
                             await self._break_subscriptions()
                             return
@@ -170,6 +181,8 @@ class Redis(redis.asyncio.Redis):
                         moved_at = now
                         limit.reschedule(now + timeout_s)
             pipe.used_at = loop.time()
+            if pipe is not self._pipe:
+                await pipe.connection.disconnect(nowait=True)
         except TimeoutError:
             await self._break(pipe, f"no answer within {timeout_s:g} s")
         except (RedisError, OSError) as error:
@@ -196,17 +209,26 @@ class Redis(redis.asyncio.Redis):
         return pipe
 
     def _new_connection(self) -> AbstractConnection:
-        connection: AbstractConnection = self.connection_pool.make_connection()
-        return connection
+        assert self.servers is not None, "`connect` sets them"
+        return self.servers.new_connection()
+
+    def _move(self, pipe: _Pipe, error: MovedError) -> None:
+        """Later commands go to the node that has our keys. What is on its way here is answered, or moves too."""
+        if pipe is self._pipe:
+            assert self.servers is not None
+            self.servers.moved(error, pipe.connection)
+            self._pipe = None
 
     async def _break(self, pipe: _Pipe | None, why: str) -> None:
         """Everyone who waits gets RedisAway, and for a moment everyone who asks."""
-        if pipe is not self._pipe:
-            return  # the other task of this connection was first
-        self._pipe = None
-        self._why, self._away_until = why, asyncio.get_running_loop().time() + _AWAY_PAUSE_S
-        callers = [*(pipe.callers if pipe else ()), *(caller for _, caller in self._outbox)]
-        self._outbox.clear()
+        callers = list(pipe.callers) if pipe else []
+        if pipe is self._pipe:  # else its other task was first, or our keys have moved to another server
+            self._pipe = None
+            self._why, self._away_until = why, asyncio.get_running_loop().time() + _AWAY_PAUSE_S
+            callers += [caller for _, caller in self._outbox]
+            self._outbox.clear()
+            if self.servers is not None:
+                self.servers.failed()
         for caller in callers:
             if not caller.done():
                 caller.set_exception(self._away(why))
@@ -270,6 +292,8 @@ class Redis(redis.asyncio.Redis):
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._break(self._pipe, "the client was closed")
         self._away_until = 0.0
+        if self.servers is not None:
+            await self.servers.aclose()
         await super().aclose(close_connection_pool)
 
 
@@ -281,12 +305,12 @@ async def _stale(connection: AbstractConnection) -> bool:
 
 
 async def connect(url: str, timeout_s: float) -> Redis:
-    """Connect to redis://, rediss:// or unix:// and check that the server answers and is new enough.
+    """Connect to the server that `url` means (`Servers` has the forms), and check that it answers and is new enough.
 
     `timeout_s` bounds connecting and each command. Raises RedisAway.
     """
     try:
-        client = Redis.from_url(
+        servers = Servers(
             url,
             protocol=2,
             socket_timeout=timeout_s,
@@ -297,11 +321,9 @@ async def connect(url: str, timeout_s: float) -> Redis:
             driver_info=None,
         )
     except (ValueError, RedisError) as error:
-        raise RedisAway(
-            f"redis.url {masked(url)!r} is not usable ({error}): expected redis://, rediss:// or unix://"
-        ) from None
-    assert isinstance(client, Redis)
-    client.url = url
+        raise RedisAway(f"redis.url {masked(url)!r} is not usable ({error}): expected {EXPECTED}") from None
+    client = Redis(connection_pool=servers.pool)
+    client.url, client.servers = url, servers
     try:
         await client.execute_command("PING")
         await _check_version(client)

@@ -1,0 +1,109 @@
+"""Which server a Redis URL means now: the one it names, the primary that Sentinels name, or a node of a cluster.
+
+Makes connections to it and keeps none. All keys of a namespace are in one slot, so one node of a cluster has them all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from redis.asyncio import ConnectionPool
+from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.sentinel import (
+    Sentinel,
+    SentinelConnectionPool,
+    SentinelManagedConnection,
+    SentinelManagedSSLConnection,
+)
+from redis.exceptions import MovedError
+
+EXPECTED = "redis://, rediss:// or unix://, or with several hosts redis+sentinel:// or redis+cluster://"
+_SENTINEL_PORT, _REDIS_PORT = 26379, 6379
+_SENTINEL_OPTION = "sentinel_"  # before the names of options that are for the Sentinels themselves
+
+
+class Servers:
+    """Of `redis://HOST:PORT`, `redis+cluster://HOST:PORT,HOST:PORT` or `redis+sentinel://HOST:PORT,HOST:PORT/SERVICE`.
+
+    `rediss` instead of `redis` is TLS. A user, a password, a database and redis-py's options have their usual places;
+    `?sentinel_username=U&sentinel_password=P` is for Sentinels, which have users of their own.
+    """
+
+    def __init__(self, url: str, **options: Any) -> None:
+        """`options` of redis-py for each connection. Raises ValueError, and RedisError."""
+        scheme, _, kind = url.partition("://")[0].partition("+")
+        if scheme not in ("redis", "rediss", "unix") or kind not in ("", "sentinel", "cluster"):
+            raise ValueError(f"{url.partition('://')[0]!r} is no scheme of a Redis URL")
+        self._sentinel: Sentinel | None = None
+        self._nodes: list[tuple[str, int]] = []  # of a cluster; the first is where connections go
+        if not kind:
+            self.pool = ConnectionPool.from_url(url, **options)
+            return
+        credentials, hosts, service, single = _split(url, scheme, _SENTINEL_PORT if kind == "sentinel" else _REDIS_PORT)
+        if kind == "cluster":
+            self.pool = ConnectionPool.from_url(single, **options)
+            self._nodes = hosts
+            return
+        if not service:
+            raise ValueError("the service's name is missing: redis+sentinel://HOST:PORT/SERVICE")
+        pool = ConnectionPool.from_url(single, **options)
+        own = {name: value for name, value in pool.connection_kwargs.items() if name not in ("host", "port")}
+        timeouts = {name: value for name, value in own.items() if name.startswith("socket_") and "timeout" in name}
+        self._sentinel = Sentinel(hosts, sentinel_kwargs={**timeouts, **credentials, "retry": own.get("retry")})
+        secure = scheme == "rediss"
+        connection_class = SentinelManagedSSLConnection if secure else SentinelManagedConnection
+        self.pool = SentinelConnectionPool(service, self._sentinel, connection_class=connection_class, **own)
+
+    def new_connection(self) -> AbstractConnection:
+        """Not yet connected."""
+        if not self._nodes:
+            connection: AbstractConnection = self.pool.make_connection()
+            return connection
+        host, port = self._nodes[0]
+        made: AbstractConnection = self.pool.connection_class(
+            **{**self.pool.connection_kwargs, "host": host, "port": port}
+        )
+        return made
+
+    def moved(self, error: MovedError, connection: AbstractConnection) -> None:
+        """A node of a cluster told which one has our keys: new connections go there."""
+        here = (getattr(connection, "host", ""), getattr(connection, "port", 0))
+        there = (error.host or here[0], error.port)  # no host: another port of the same
+        known = [node for node in self._nodes or [here] if node != there]
+        self._nodes = [there, *known]
+
+    def failed(self) -> None:
+        """The last connection could not be made or broke: the next one goes to another node of the cluster."""
+        self._nodes = [*self._nodes[1:], *self._nodes[:1]]
+
+    async def aclose(self) -> None:
+        """Connections are closed by who made them."""
+        if self._sentinel is not None:
+            await self._sentinel.aclose()
+
+
+def _split(url: str, scheme: str, default_port: int) -> tuple[dict[str, str], list[tuple[str, int]], str, str]:
+    """The Sentinels' credentials, hosts, the service's name, and a URL of one host with the rest. Raises ValueError."""
+    parts = urlsplit(url)
+    user, at, listed = parts.netloc.rpartition("@")
+    hosts = [_host(part, default_port) for part in listed.split(",")]
+    service, _, database = (
+        parts.path.strip("/").partition("/") if scheme and "+sentinel" in url else ("", "", parts.path)
+    )
+    query = parse_qsl(parts.query)
+    sentinels = {
+        name.removeprefix(_SENTINEL_OPTION): value for name, value in query if name.startswith(_SENTINEL_OPTION)
+    }
+    rest = urlencode([(name, value) for name, value in query if not name.startswith(_SENTINEL_OPTION)])
+    host, port = hosts[0]
+    bracketed = f"[{host}]" if ":" in host else host
+    single = f"{scheme}://{user}{at}{bracketed}:{port}/{database.strip('/')}" + (f"?{rest}" if rest else "")
+    return sentinels, hosts, service, single
+
+
+def _host(text: str, default_port: int) -> tuple[str, int]:
+    parts = urlsplit(f"//{text}")
+    if not parts.hostname:
+        raise ValueError(f"{text!r} is no HOST:PORT")
+    return parts.hostname, parts.port or default_port
