@@ -150,7 +150,7 @@ def _cores(text: str | None) -> list[int]:
 
 def listening_at(settings: WorkerSettings) -> Listening:
     """Where this worker listens, and the address that it is registered with. Raises ConfigError."""
-    redis = urlsplit(settings.redis_url).hostname
+    redis = urlsplit(settings.redis_url.partition(",")[0]).hostname  # of several hosts
     bind = settings.bind if settings.bind != "auto" else address_towards(redis or "127.0.0.1")
     given = settings.advertise or (address_towards(redis or "127.0.0.1") if is_unspecified(bind) else bind)
     try:

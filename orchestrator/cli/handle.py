@@ -27,7 +27,10 @@ NamespaceOption = Annotated[
     str | None, typer.Option("--namespace", help="Fleet; by default the one running here.", show_default=False)
 ]
 RedisOption = Annotated[
-    str | None, typer.Option("--redis", help="The fleet's Redis; by default the running one's.", show_default=False)
+    str | None,
+    typer.Option(
+        "--redis", envvar="PD_REDIS_URL", help="The fleet's Redis; by default the running one's.", show_default=False
+    ),
 ]
 UrlOption = Annotated[
     str | None, typer.Option("--url", help="A frontend of the fleet, instead of its Redis.", show_default=False)

@@ -1,6 +1,6 @@
 """A frontend process: vLLM's OpenAI app over the router. Several may share one port.
 
-`python -m orchestrator.frontend.server --redis URL --config FILE --index I --port P`; usually started by the launcher.
+`python -m orchestrator.frontend.server --config FILE --index I --port P`; usually started by the launcher.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def advertised_url(config: Config, bound: tuple[str, int], redis_url: str) -> st
     """Where others reach this frontend. For one that listens on all addresses: at that which leads to Redis."""
     host, port = bound
     if ipaddress.ip_address(host).is_unspecified:
-        host = address_towards(urlsplit(redis_url).hostname or "127.0.0.1")
+        first = urlsplit(redis_url.partition(",")[0])  # of several hosts
+        host = address_towards(first.hostname or "127.0.0.1")
     return f"{'https' if uses_tls(config) else 'http'}://{in_url(host)}:{port}"
 
 
@@ -245,7 +246,7 @@ def allow_many_connections() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="orchestrator.frontend.server", description=__doc__)
-    parser.add_argument("--redis", required=True, help="redis://, rediss:// or unix:// URL")
+    parser.add_argument("--redis", help="instead of redis.url of --config, which no list of processes shows")
     parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--port", type=int)
@@ -259,7 +260,7 @@ def main() -> None:
         if options.die_with_parent:
             die_with_parent(config.launcher.stop_timeout_s)
         port = config.frontend.port if options.port is None else options.port
-        uvloop.run(serve(config, options.redis, options.index, port))
+        uvloop.run(serve(config, options.redis or config.redis.url, options.index, port))
     except (ConfigError, RedisAway) as error:
         report_exit("orchestrator.frontend.server", str(error), final=isinstance(error, ConfigError))
         sys.exit(2)

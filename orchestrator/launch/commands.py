@@ -47,7 +47,8 @@ def shared(config: Config) -> dict[str, Any]:
 
 def worker_spec(config: Config, role: Role, worker_id: str, config_file: Path, share: Share) -> ProcessSpec:
     command = [sys.executable, "-m", "workers.main", role.value, "--id", worker_id]
-    command += ["--redis", config.redis.url, "--namespace", config.namespace, "--config", str(config_file)]
+    # Redis is named by the file: its URL may hold a password, and whoever is on this machine can read command lines.
+    command += ["--namespace", config.namespace, "--config", str(config_file)]
     command += ["--die-with-parent", "--id-claimed", *share.arguments]
     folder = config_file.parent
     # vLLM leaves its local sockets behind when it is killed; in our folder they are removed with it.
@@ -61,8 +62,7 @@ def frontend_spec(config: Config, name: str, index: int, config_file: Path) -> P
     """With several frontends it makes the folder for the counters that they share."""
     folder = config_file.parent
     command = [sys.executable, "-m", "orchestrator.frontend.server", "--index", str(index)]
-    command += ["--redis", config.redis.url, "--config", str(config_file), "--port", str(config.frontend.port)]
-    command.append("--die-with-parent")
+    command += ["--config", str(config_file), "--port", str(config.frontend.port), "--die-with-parent"]
     env = dict(_QUIET)
     if config.frontend.replicas > 1:
         # The counters of all frontends lie in one place, so that whichever is scraped answers for all. The folder must

@@ -93,9 +93,10 @@ def test_command_lines_carry_what_was_resolved(tmp_path):
     assert (config.model, config.served_model_name, config.frontend.port) == ("/models/demo", "demo", 1234)
     spec = worker_spec(config, Role.DECODE, "prefill-0", tmp_path / "c.yaml", Share(["--cores", "1"], {"B": "2"}))
     line = " ".join(spec.command)
-    assert " -m workers.main decode --id prefill-0 --redis redis://h:1 --namespace default " in line
-    assert "--die-with-parent --cores 1" in line
+    assert " -m workers.main decode --id prefill-0 --namespace default " in line
+    assert "--die-with-parent --id-claimed --cores 1" in line
     assert spec.env["A"] == "1" and spec.env["B"] == "2"
+    assert "redis://" not in " ".join(spec.command), "everybody on this machine reads a password there"
     deep = worker_spec(config, Role.DECODE, "d", Path("/" + "x" * 100) / "c.yaml", Share())
     assert "VLLM_RPC_BASE_PATH" not in deep.env, "a socket's path must fit"
     assert frontend_spec(config, "frontend-2", 2, tmp_path / "c.yaml").name == "frontend-2"

@@ -1,0 +1,80 @@
+"""A Redis user with the least rights: what it may do is what the fleet uses, and nothing else."""
+
+import re
+from importlib import resources
+
+import pytest
+from support_acl import add_user, documented_rule
+from support_redis import claim_head, job, queue_config, running_server
+
+from orchestrator.store.client import RedisAway, connect
+from orchestrator.store.keys import QUEUE
+from orchestrator.store.queue import PrefillQueue
+from orchestrator.store.registry import Registry
+from orchestrator.types import Role
+
+# What the Python code sends by itself; the rest is called by the functions.
+SENT = {"ping", "info", "fcall", "function|load", "subscribe", "hget", "hgetall"}
+
+
+def test_the_documented_rule_allows_what_is_used_and_no_more():
+    lua = resources.files("orchestrator.store") / "lua"
+    texts = [file.read_text() for file in lua.iterdir() if file.name.endswith(".lua")]
+    called = {name.lower() for text in texts for name in re.findall(r"(?:call|try)\('([A-Z]+)'", text)}
+    allowed = {word[1:] for word in documented_rule("n", "p") if word.startswith("+")}
+    assert allowed == SENT | called
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with running_server(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@pytest.fixture
+async def fleet(server):
+    admin = await connect(server.url, 5.0)
+    await add_user(admin, "mine", "secret")
+    client = await connect(server.url.replace("redis://", "redis://fleet:secret@"), 5.0)
+    yield client
+    await client.aclose()
+    await admin.execute_command("ACL DELUSER", "fleet")
+    await admin.aclose()
+
+
+async def test_a_job_and_a_member_live_under_it(fleet):
+    queue, registry = PrefillQueue(fleet, "mine", queue_config(max_deliveries=1)), Registry(fleet, "mine")
+    await registry.refresh_frontend("f1", "http://h", 1, 5.0)
+    await registry.set_desired(1, 1, "test")
+    assert await registry.claim_id("l", Role.PREFILL, 5.0) == "prefill-0"
+    assert (await registry.desired()).prefill == 1 and list(await registry.frontends()) == ["f1"]
+    for name in ("a", "b", "c"):
+        await queue.enqueue(job(name))
+    claims = await claim_head(queue, "w", 10_000, 2)
+    assert [claim.job.request_id for claim in claims] == ["a", "b"]
+    assert await queue.renew("w", ["a"]) == [] and await queue.ack("w", "a", 1) and await queue.release("w", "b", 1)
+    assert await queue.cancel("c", 1) == "waiting"
+    await queue.sweep()
+    assert (await queue.depth()).requests == 1 and await queue.peek(5) and await queue.show("b")
+    await registry.leave_frontend("f1")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("KEYS", "*"),
+        ("FLUSHALL",),
+        ("CONFIG GET", "*"),
+        ("EVAL", "return 1", 0),
+        ("FUNCTION DELETE", "x"),
+        ("ACL LIST",),
+        ("GET", "pd:{other}:queue"),
+        ("PUBLISH", "pd:{other}:events", "x"),
+        ("FCALL", QUEUE.function("depth"), 1, "pd:{other}:"),
+    ],
+    ids=lambda command: command[0],
+)
+async def test_nothing_else_is_allowed(fleet, command):
+    await PrefillQueue(fleet, "mine", queue_config()).depth()  # the functions are there
+    with pytest.raises(RedisAway, match="permission|NOPERM|No permissions"):
+        await fleet.execute_command(*command)
