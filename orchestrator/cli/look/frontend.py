@@ -49,6 +49,15 @@ def operator_key(handle: FleetHandle, url: str) -> str | None:
     return handle.config.security.operator_key if handle.config is not None and is_loopback(url) else None
 
 
+async def get_text(handle: FleetHandle, url: str, path: str) -> str | None:
+    """What a frontend answers with 200; None where it does not."""
+    with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
+        async with client(url, operator_key(handle, url)) as http:
+            answer = await http.get(f"{url}{path}")
+            return answer.text if answer.status_code == httpx.codes.OK else None
+    return None
+
+
 async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
     """What a frontend's `/fleet` says; where none answers, the registry, which knows no loads (null).
 

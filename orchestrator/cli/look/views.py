@@ -97,11 +97,12 @@ def config_keys(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[tupl
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.default_factory is not msgspec.NODEFAULT:
-        return _plain(field.default_factory())
-    return "required" if field.default is msgspec.NODEFAULT else _plain(field.default)
+        return plain(field.default_factory())
+    return "required" if field.default is msgspec.NODEFAULT else plain(field.default)
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
+    """A value as YAML has it."""
     if value is None or value == "":
         return "none" if value is None else '""'
     if isinstance(value, enum.Enum):

