@@ -1,0 +1,135 @@
+"""`deploy/`: a real Prometheus scrapes a fleet, reads the rules, and answers every query of the Grafana dashboard."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from support_fleet import RunningFleet, running_fleet, token_prompt
+from support_tools import program
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+WITHIN_S = 60.0
+NAME = re.compile(r"\b(?:pd_|vllm:)\w+")
+
+
+def dashboard_queries() -> list[str]:
+    panels = json.loads((DEPLOY / "grafana-dashboard.json").read_text())["panels"]
+    found = [target["expr"] for panel in panels for target in panel["targets"]]
+    return [query.replace("$__rate_interval", "30s").replace("$job", ".*") for query in found]
+
+
+def rule_queries() -> list[str]:
+    groups = yaml.safe_load((DEPLOY / "prometheus-rules.yaml").read_text())["groups"]
+    return [rule["expr"] for group in groups for rule in group["rules"]]
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[RunningFleet]:
+    with running_fleet("sim-2p2d.yaml", "routing.remote_prefill_min_tokens=100") as running:
+        prompts = [token_prompt(length, seed=length) for length in (20, 40, 500, 600)]
+        asyncio.run(running.ask_all(prompts, concurrency=4))
+        yield running
+
+
+@pytest.fixture
+def prometheus(fleet: RunningFleet, tmp_path: Path) -> Iterator[httpx.Client]:
+    """The shipped configuration, but for the target and a shorter interval."""
+    command = program("prometheus", "prometheus")
+    config = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())
+    config["global"]["scrape_interval"] = config["global"]["evaluation_interval"] = "1s"
+    config["scrape_configs"][0]["static_configs"][0]["targets"] = [fleet.url.removeprefix("http://")]
+    config["rule_files"] = [str(DEPLOY / "prometheus-rules.yaml")]
+    (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(config))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = [f"--config.file={tmp_path}/prometheus.yaml", f"--storage.tsdb.path={tmp_path}/data"]
+    options += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([command, *options], stdout=log, stderr=log)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", timeout=30) as client:
+            yield client
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def until(client: httpx.Client, path: str, condition: Any) -> Any:
+    deadline, said = time.monotonic() + WITHIN_S, None
+    while time.monotonic() < deadline:
+        try:
+            said = client.get(path).json()
+            if condition(said):
+                return said
+        except (httpx.HTTPError, ValueError) as error:
+            said = error
+        time.sleep(0.3)
+    raise AssertionError(f"{path}: not within {WITHIN_S:g} s; last: {said}")
+
+
+def test_every_name_that_is_used_exists_in_a_fleet(fleet: RunningFleet):
+    shown = {
+        name
+        for line in fleet.http.get("/metrics").text.splitlines()
+        if (name := re.match(r"(?:# TYPE )?((?:pd_|vllm:)\w+)", line)) and (name := name[1])
+    }
+    # A histogram without observations shows its family alone, a counter with labels none of its samples.
+    families = shown | {name + suffix for name in shown for suffix in ("_bucket", "_sum", "_count", "_total")}
+    used = {name for query in dashboard_queries() + rule_queries() for name in NAME.findall(query)}
+    assert len(used) > 15 and sorted(used - families) == []
+
+
+def test_the_rules_are_sound(tmp_path: Path):
+    done = subprocess.run(
+        [program("promtool", "prometheus"), "check", "rules", str(DEPLOY / "prometheus-rules.yaml")],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(rule_queries())} rules found" in done.stdout
+
+
+def test_a_prometheus_answers_every_query_and_no_alert_is_wrong(fleet: RunningFleet, prometheus: httpx.Client):
+    until(prometheus, "/query?query=sum(pd_worker_up)", lambda said: said["data"]["result"])
+    for query in dashboard_queries() + rule_queries():
+        said = prometheus.get("/query", params={"query": query}).json()
+        assert said["status"] == "success", (query, said)
+    # Queries over what certainly is there have an answer.
+    for query in dashboard_queries()[:3]:
+        said = prometheus.get("/query", params={"query": query}).json()
+        assert said["data"]["result"], query
+
+    def evaluated(said: dict[str, Any]) -> bool:
+        return all(rule["lastEvaluation"] > "0002" for rule in said["data"]["groups"][0]["rules"])
+
+    rules = until(prometheus, "/rules", evaluated)["data"]["groups"][0]["rules"]
+    assert {rule["name"]: rule["state"] for rule in rules if rule["state"] != "inactive"} == {}
+    assert [rule["lastError"] for rule in rules if rule.get("lastError")] == []
+
+
+def test_a_redis_that_dies_is_noticed(fleet: RunningFleet, prometheus: httpx.Client):
+    """The alert's condition holds: its `for` would take half a minute more."""
+    until(prometheus, "/query?query=pd_queue_reachable==1", lambda said: said["data"]["result"])
+    query = next(query for query in rule_queries() if "pd_queue_reachable) == 0" in query and "or" not in query)
+    pid = fleet.redis_pid()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        path = str(httpx.URL("/query", params={"query": query}))
+        until(prometheus, path, lambda said: said["data"]["result"])
+    finally:
+        os.kill(pid, signal.SIGCONT)
