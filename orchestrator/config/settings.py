@@ -56,6 +56,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     port: Port = 8000  # 0 picks a free one
     replicas: Positive = 1  # processes that share the port
     dashboard: bool = True  # the page /dashboard, and orders under /operator/
+    otlp_endpoint: str | None = None  # http://COLLECTOR:4317: OpenTelemetry spans of requests go there
+    trace_share: Annotated[float, Meta(ge=0, le=1)] = 1.0  # of the requests whose client does not say whether to trace
     # Arguments of vLLM's OpenAI server, as `vllm serve` spells them without dashes: {tool_call_parser: hermes}
     server_args: dict[str, Any] = {}
 

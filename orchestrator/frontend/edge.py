@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from contextvars import ContextVar
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from orchestrator.frontend.access import Access, Refusal
+from orchestrator.telemetry.request_line import RequestLine
 
 MAX_REQUEST_ID_LENGTH = 200
 _POLICY_VIOLATION = 1008  # RFC 6455
@@ -21,15 +22,30 @@ _POLICY_VIOLATION = 1008  # RFC 6455
 class RequestContext:
     """One HTTP request's id, when it came (unix seconds), and its refusal if it was refused."""
 
-    __slots__ = ("received_at", "refusal", "request_id")
+    __slots__ = ("received_at", "refusal", "request_id", "tell")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.received_at = time.time()
+        self.tell: Callable[[RequestLine], None] | None = None  # of each engine request that has ended
         self.refusal: Refusal | None = None
 
 
 current: ContextVar[RequestContext | None] = ContextVar("pd_request_context", default=None)
+
+
+class Trace(Protocol):
+    """One HTTP request that is traced: what the app is shown as its headers, and whom to tell."""
+
+    headers: Headers
+
+    def tell(self, line: RequestLine) -> None: ...
+
+    def end(self) -> None: ...
+
+
+Headers = list[tuple[bytes, bytes]]
+BeginTrace = Callable[[str, str, Headers], Trace | None]  # by method, path and headers
 
 
 class EdgeMiddleware:
@@ -41,8 +57,8 @@ class EdgeMiddleware:
     A body over the limit is answered with 413 and never held: as soon as its header says so, or that much has come.
     """
 
-    def __init__(self, app: Any, max_body_bytes: int, access: Access) -> None:
-        self.app, self._max_body_bytes, self._access = app, max_body_bytes, access
+    def __init__(self, app: Any, max_body_bytes: int, access: Access, begin_trace: BeginTrace | None = None) -> None:
+        self.app, self._max_body_bytes, self._access, self._begin_trace = app, max_body_bytes, access, begin_trace
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -66,8 +82,15 @@ class EdgeMiddleware:
         printable = bytes(c for c in given[:MAX_REQUEST_ID_LENGTH] if 0x21 <= c <= 0x7E)
         request_id = printable or uuid.uuid4().hex.encode()
         headers = [pair for pair in scope["headers"] if pair[0] != b"x-request-id"]
-        scope = {**scope, "headers": [*headers, (b"x-request-id", request_id)]}
         context = RequestContext(request_id.decode())
+        begun = (
+            self._begin_trace(scope["method"], scope["path"], headers)
+            if self._begin_trace and refusal is None
+            else None
+        )
+        if begun is not None:
+            headers, context.tell = begun.headers, begun.tell
+        scope = {**scope, "headers": [*headers, (b"x-request-id", request_id)]}
         token = current.set(context)
         reply = _Reply(context, send)
         body = _Body(scope["headers"], self._max_body_bytes, receive, reply)
@@ -80,6 +103,8 @@ class EdgeMiddleware:
                 await self.app(scope, body, reply)
         finally:
             current.reset(token)
+            if begun is not None:
+                begun.end()
 
 
 class _Body:

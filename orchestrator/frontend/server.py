@@ -37,6 +37,7 @@ from orchestrator.config.engine_args import engine_args, to_command_line
 from orchestrator.config.model import resolve_model
 from orchestrator.config.server_args import uses_tls, uvicorn_options
 from orchestrator.config.settings import Config, ConfigError, check_environment, load_config
+from orchestrator.frontend import tracing
 from orchestrator.frontend.access import Access
 from orchestrator.frontend.dashboard.routes import operator_routes, page_routes, stream_routes
 from orchestrator.frontend.edge import EdgeMiddleware
@@ -72,6 +73,7 @@ def server_arguments(config: Config, parser: argparse.ArgumentParser) -> list[st
         **{k: v for k, v in engine_args(config, Role.DECODE).items() if not k.startswith(_ENGINE_ONLY)},
         # Its cache assumes a single engine that has seen what it has sent.
         "mm_processor_cache_gb": 0,
+        **tracing.configure(config),
         **config.frontend.server_args,
     }
     if config.engine == "sim":
@@ -168,7 +170,8 @@ async def build_server_app(
     if config.frontend.dashboard:
         routes += [*page_routes().routes, *operator_routes(connection.steering).routes]
     app.router.routes[:0] = routes  # ahead of vLLM's own /metrics, which does not know the fleet
-    return EdgeMiddleware(app, config.limits.max_body_bytes, access)
+    traced = tracing.begin if config.frontend.otlp_endpoint is not None else None
+    return EdgeMiddleware(app, config.limits.max_body_bytes, access, traced)
 
 
 def _stops(app: FastAPI) -> bool:

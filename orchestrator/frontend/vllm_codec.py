@@ -44,6 +44,7 @@ class VllmCodec:
             early_token=sampling is not None and _same_first_token(sampling),
             prefix_keys=_prefix_keys(request, block_size),
             received_at=context.received_at if context else request.arrival_time,
+            tell=context.tell if context else None,
         )
 
     def _encode(self, request: EngineCoreRequest) -> list[bytes]:

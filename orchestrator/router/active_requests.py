@@ -57,3 +57,5 @@ class ActiveRequests:
         line = describe(active, now)
         self._recent.ended(line, now)
         log_ended(line)
+        if active.asked.tell is not None:
+            active.asked.tell(line)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from orchestrator.policy.placement import Reject
+from orchestrator.telemetry.request_line import RequestLine
 from orchestrator.types import KVSource, PrefillJob, RequestInfo
 
 
@@ -73,6 +75,7 @@ class Asked(msgspec.Struct, frozen=True):
     early_token: bool  # its first token is the same whichever engine samples it, and the client streams
     prefix_keys: list[int]  # of the prompt's blocks; none where it shares them with nobody
     received_at: float = 0.0  # at the frontend, unix seconds; 0 where nobody says
+    tell: Callable[[RequestLine], None] | None = None  # who wants to know how it ended
 
 
 class Placed(msgspec.Struct, frozen=True):

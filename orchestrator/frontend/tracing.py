@@ -1,0 +1,80 @@
+"""OpenTelemetry spans of requests: one for the HTTP request, and one for each of its stages when it has ended.
+
+vLLM makes the exporter (`otlp_traces_endpoint`, gRPC; HTTP with OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf) and
+its own span, `llm_request`, which becomes a child of ours by the `traceparent` that vLLM's server is shown.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from opentelemetry import trace
+from opentelemetry.trace import SpanKind
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from orchestrator.config.settings import Config
+from orchestrator.frontend.edge import Headers
+from orchestrator.telemetry.request_line import RequestLine, stages
+
+_TRACED = ("/v1/", "/inference/")  # what computes; not the pages that are asked every second
+_NAMES = ("traceparent", "tracestate")
+_propagator = TraceContextTextMapPropagator()
+
+
+def configure(config: Config) -> dict[str, Any]:
+    """Arguments of vLLM's server that make it export spans; none where no endpoint is set. Sampling is by the
+    environment, as OpenTelemetry has it: what a client has sampled is, of the rest this share."""
+    if config.frontend.otlp_endpoint is None:
+        return {}
+    os.environ.setdefault("OTEL_SERVICE_NAME", "pd-orchestrator")
+    os.environ.setdefault("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    os.environ.setdefault("OTEL_TRACES_SAMPLER_ARG", str(config.frontend.trace_share))
+    return {"otlp_traces_endpoint": config.frontend.otlp_endpoint}
+
+
+class RequestTrace:
+    """An HTTP request's span, and those of its stages as its children."""
+
+    def __init__(self, method: str, path: str, headers: Headers) -> None:
+        given = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+        self._tracer = trace.get_tracer("pd-orchestrator")
+        context = _propagator.extract({name: given[name] for name in _NAMES if name in given})
+        self._span = self._tracer.start_span(f"{method} {path}", context=context, kind=SpanKind.SERVER)
+        self._context = trace.set_span_in_context(self._span)
+        own: dict[str, str] = {}
+        _propagator.inject(own, context=self._context)
+        kept = [pair for pair in headers if pair[0].decode("latin-1") not in _NAMES]
+        self.headers = [*kept, *((name.encode(), value.encode()) for name, value in own.items())]
+
+    def tell(self, line: RequestLine) -> None:
+        """An engine request of it has ended: its stages become spans."""
+        if not self._span.get_span_context().trace_flags.sampled:
+            return
+        for stage in stages(line):
+            attributes = {"pd.request_id": line.id, "pd.worker": stage.worker}
+            begin, end = _ns(line, stage.begin_ms), _ns(line, stage.end_ms)
+            self._tracer.start_span(stage.name, self._context, attributes=attributes, start_time=begin).end(end)
+        self._span.set_attributes(
+            {
+                "pd.request_id": line.id,
+                "pd.outcome": line.outcome,
+                "pd.decision": line.decision,
+                "pd.reason": line.reason,
+                "pd.attempts": line.attempts,
+                "gen_ai.usage.prompt_tokens": line.prompt_tokens,
+                "gen_ai.usage.completion_tokens": line.output_tokens,
+            }
+        )
+
+    def end(self) -> None:
+        self._span.end()
+
+
+def begin(method: str, path: str, headers: Headers) -> RequestTrace | None:
+    """None for what computes nothing: pages are asked every second."""
+    return RequestTrace(method, path, headers) if path.startswith(_TRACED) else None
+
+
+def _ns(line: RequestLine, after_ms: float) -> int:
+    return int((line.arrived_at + after_ms / 1e3) * 1e9)
