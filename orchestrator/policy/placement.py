@@ -28,6 +28,7 @@ class PrefillView(msgspec.Struct, frozen=True):
     workers_ready: int
     queue: QueueDepth | None
     cached_tokens: int = 0  # this request's best prefix-cache hit on a prefill worker
+    queued: bool = False  # the request waits in the queue already, behind what `queue` says
 
 
 class Local(msgspec.Struct, tag="local", frozen=True):
@@ -138,7 +139,8 @@ def _by_cost(
     predictor: Predictor,
     slo: SLOConfig,
 ) -> Decision:
-    """Local or remote, by the lower predicted TTFT. Local also pays for delaying the sequences that decode there.
+    """Local, unless remote is predicted sooner by more than is uncertain of it. Local also pays for delaying the
+    sequences that decode there.
 
     The price: a local prefill takes its seconds from the slack that each running sequence has to the TPOT objective
     over the tokens still ahead of it. The lost share of that slack, summed over the sequences, costs
@@ -165,8 +167,11 @@ def _by_cost(
     if blocker is None and prefill.queue is not None:
         compute = max(0, request.prompt_tokens - prefill.cached_tokens)
         remote_s = predictor.remote_ttft_s(compute, request.prompt_tokens, prefill.queue, prefill.workers_ready)
+        # What a transfer costs is uncertain, and what a move gains must be more: a tie is local, or stays in the queue.
+        error_s = predictor.transfer_error_s(request.prompt_tokens)
+        remote_s += -error_s if prefill.queued else error_s
         least = min(cost)
-        if least >= remote_s:
+        if least > remote_s:
             return Remote("cost")
         bound = min(remote_s, max(least * TTFT_TOLERANCE, least + predictor.itl_s(open_ones[0].worker_id)))
         near = [c for c, cost_s in zip(open_ones, cost, strict=True) if cost_s <= bound]

@@ -50,9 +50,10 @@ class Policies:
     def recall(self, request: RequestInfo, candidates: Sequence[Candidate], prefill: PrefillView) -> Local | None:
         """Where a request that waits in the queue should rather be prefilled now; None: it waits on.
 
-        `prefill.queue` is what is ahead of it. It is placed as if it had just arrived there.
+        `prefill.queue` is what is ahead of it. It is placed as if it had just arrived there, but moves only for a gain.
         """
-        decision = place(request, candidates, prefill, self.routing, self.choose, self.predictor, self.slo)
+        waiting = msgspec.structs.replace(prefill, queued=True)
+        decision = place(request, candidates, waiting, self.routing, self.choose, self.predictor, self.slo)
         return decision if isinstance(decision, Local) else None
 
     def delay_s(self, request: RequestInfo, uncached_tokens: int, late: bool = False) -> float:

@@ -22,6 +22,19 @@ ITL_WEIGHT, OUTPUT_WEIGHT = 0.1, 0.01  # of a new observation in the running mea
 MIN_AHEAD_TOKENS = 16.0  # over which a sequence spreads a delay, however short outputs are
 
 
+class Smoothed:
+    """An exponentially weighted mean that starts at its first value."""
+
+    __slots__ = ("_weight", "samples", "value")
+
+    def __init__(self, value: float, weight: float) -> None:
+        self.value, self._weight, self.samples = value, weight, 0
+
+    def observe(self, value: float) -> None:
+        self.samples += 1
+        self.value += max(self._weight, 1.0 / self.samples) * (value - self.value)
+
+
 class LineFit:
     """y = intercept + slope * x by least squares with exponential forgetting. Neither coefficient is ever negative.
 
@@ -29,18 +42,24 @@ class LineFit:
     slope from intercept, the intercept is 0 (or the slope is, where x was always 0).
     """
 
-    __slots__ = ("_decay", "_n", "_x", "_xx", "_xy", "_y", "intercept", "samples", "slope")
+    __slots__ = ("_decay", "_error", "_n", "_x", "_xx", "_xy", "_y", "intercept", "samples", "slope")
 
     def __init__(self, slope: float, intercept: float = 0.0, memory: float = FIT_MEMORY) -> None:
         self.slope, self.intercept = slope, intercept
         self.samples = 0
         self._decay = math.exp(-1.0 / memory)
         self._n = self._x = self._y = self._xx = self._xy = 0.0
+        self._error = Smoothed(0.0, weight=1.0 / memory)
 
     def at(self, x: float) -> float:
         return self.intercept + self.slope * x
 
+    def error_at(self, x: float) -> float:
+        """How far a prediction at x is off, on average: as it was so far, and all of it while it is only a prior."""
+        return self._error.value if self.samples >= MIN_FIT_SAMPLES else self.at(x)
+
     def observe(self, x: float, y: float) -> None:
+        self._error.observe(abs(y - self.at(x)))
         decay = self._decay
         self.samples += 1
         self._n = n = self._n * decay + 1
@@ -64,19 +83,6 @@ class LineFit:
             self.intercept = sy / n
 
 
-class Smoothed:
-    """An exponentially weighted mean that starts at its first value."""
-
-    __slots__ = ("_weight", "samples", "value")
-
-    def __init__(self, value: float, weight: float) -> None:
-        self.value, self._weight, self.samples = value, weight, 0
-
-    def observe(self, value: float) -> None:
-        self.samples += 1
-        self.value += max(self._weight, 1.0 / self.samples) * (value - self.value)
-
-
 class Coefficients(msgspec.Struct, frozen=True):
     """The fitted coefficients, for display. Seconds, and seconds per token."""
 
@@ -97,7 +103,7 @@ class Predictor:
         self._pool = LineFit(prior_s_per_token)
         self._prefill: dict[str, LineFit] = {}
         self._local: dict[str, LineFit] = {}
-        self._transfer = LineFit(0.0)
+        self._transfer = LineFit(0.0, prior_itl_s)  # decode's first token takes a step of its own
         self._wait: dict[int, LineFit] = {}
         self._itl: dict[str, Smoothed] = {}
         self._output = Smoothed(EXPECTED_OUTPUT_TOKENS, weight=OUTPUT_WEIGHT)
@@ -172,6 +178,10 @@ class Predictor:
         """TTFT by way of the queue: `tokens` to compute there, `transfer_tokens` of KV to receive."""
         waited = self.wait_s(tokens, self.backlog_s(queue, workers_ready))
         return waited + self._pool.at(tokens) + self._transfer.at(transfer_tokens)
+
+    def transfer_error_s(self, tokens: int) -> float:
+        """How uncertain the time is that a KV transfer of this many tokens adds."""
+        return self._transfer.error_at(tokens)
 
     def local_s(self, candidate: Candidate, tokens: int) -> tuple[float, float]:
         """TTFT and ITL if this decode worker prefills `tokens` uncached prompt tokens, after those waiting there.

@@ -1,5 +1,6 @@
 """Local, remote or rejected, and why."""
 
+import msgspec
 import pytest
 
 from orchestrator.config.settings import RoutingConfig, SLOConfig
@@ -83,9 +84,33 @@ def decoding(name: str, running: int, waiting_tokens: int = 0) -> Candidate:
 
 
 def test_cost_takes_the_shorter_way():
-    assert by_cost(1000, worker()) == Remote("cost")  # the pool is idle, and local pays for a decode step as well
     assert by_cost(1000, worker(), queued=5000) == Local("d0", "cost")
     assert by_cost(1000, worker("a", cached=900)) == Local("a", "cost")
+    waiting = msgspec.structs.replace(worker(), waiting=1, waiting_tokens=3000)
+    assert by_cost(1000, waiting, queued=0) == Remote("cost")
+
+
+def test_a_tie_is_local():
+    for tokens in (10, 300, 8000):
+        assert by_cost(tokens, worker()) == Local("d0", "cost")
+
+
+def test_a_long_prompt_spares_those_who_decode_a_short_one_does_not_delay_them():
+    assert by_cost(100, decoding("busy", 8)) == Local("busy", "cost")
+    assert by_cost(4000, decoding("busy", 8)) == Remote("cost")
+
+
+def test_a_transfer_whose_time_is_learned_needs_less_to_gain():
+    predictor = Predictor(prior_s_per_token=0.001, prior_itl_s=0.02)
+    a_little_longer = msgspec.structs.replace(worker(), waiting=1, waiting_tokens=15)
+
+    def decision():
+        return place(request(1000), [a_little_longer], IDLE, RoutingConfig(), decode_choice("kv_blocks"), predictor)
+
+    assert decision() == Local("d0", "cost")
+    for tokens in range(500, 2000, 100):
+        predictor.observe_transfer(tokens, 0.001)
+    assert decision() == Remote("cost")
 
 
 def test_cost_counts_those_who_decode_there():

@@ -83,5 +83,6 @@ def test_the_prior_gives_way_to_the_first_measurements():
 
 def test_who_was_accepted_is_not_judged_again():
     strict = policies(slo={"ttft_s": 0.5, "admission": "reject"})
-    assert isinstance(strict.decide(request(5000), [IDLE_DECODE], queue_of(0)).decision, Reject)
-    assert strict.decide(request(5000), [IDLE_DECODE], queue_of(0), admission=False).decision == Remote("cost")
+    busy = msgspec.structs.replace(IDLE_DECODE, running=3, waiting_tokens=5000)
+    assert isinstance(strict.decide(request(5000), [busy], queue_of(0)).decision, Reject)
+    assert strict.decide(request(5000), [busy], queue_of(0), admission=False).decision == Remote("cost")
