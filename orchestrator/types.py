@@ -87,6 +87,15 @@ class EngineIdentity(msgspec.Struct, frozen=True):
         return None
 
 
+class EngineSpeed(msgspec.Struct, frozen=True):
+    """What an engine measured of itself when it started, alone and with nothing cached. Zeros: it did not."""
+
+    prefill_s: float = 0.0  # computing one prompt: fixed
+    prefill_s_per_token: float = 0.0
+    step_s: float = 0.0  # one decode step: fixed
+    step_s_per_sequence: float = 0.0
+
+
 class WorkerInfo(msgspec.Struct, frozen=True):
     """One registered worker: everything about it that changes seldom."""
 
@@ -105,6 +114,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     kv_bytes_per_token: int
     started_at: float  # unix seconds
     supported_tasks: tuple[str, ...] = ("generate",)
+    speed: EngineSpeed = EngineSpeed()
     mesh_key: str = ""  # public key of both addresses; empty where the mesh is not encrypted
     process: str = ""  # which it is, as `orchestrator.parent` tells processes apart
 
@@ -259,11 +269,17 @@ class Offered(msgspec.Struct, frozen=True):
     """Load that came since counting began, whether it was served or refused, and how much of it was late."""
 
     requests: int = 0
-    prefill_tokens: int = 0  # prompt tokens that no prefill worker had cached
+    prefill_tokens: int = 0  # prompt tokens that were to be computed
     output_tokens: float = 0.0  # as expected when it came
     ended: int = 0  # requests that were answered, failed or refused
     late_first: int = 0  # of them, those whose first token missed slo.ttft_s, or never came
     late_tokens: int = 0  # and those whose other tokens missed slo.tpot_s
+    prefill_tokens2: float = 0.0  # the squares of each request's prefill tokens, summed
+
+    @classmethod
+    def one(cls, prefill_tokens: int, output_tokens: float) -> Offered:
+        """A single request."""
+        return cls(1, prefill_tokens, output_tokens, prefill_tokens2=float(prefill_tokens * prefill_tokens))
 
     def __add__(self, other: Offered) -> Offered:
         return Offered(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))

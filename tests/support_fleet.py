@@ -150,7 +150,8 @@ def paste(line: str, shell: str = "bash") -> dict[str, Any]:
 
 @contextlib.contextmanager
 def running_fleet(config: str, *sets: str, api_key: str = "") -> Iterator[RunningFleet]:
-    fleet = RunningFleet(config, *sets, api_key=api_key)
+    """Roles stay, unless `sets` say otherwise: a test counts on the workers that it started."""
+    fleet = RunningFleet(config, "ratio.mode=off", *sets, api_key=api_key)
     try:
         yield fleet
     finally:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from orchestrator.types import EngineIdentity, KVCounters, KVEndpoint, KVSource
+from orchestrator.types import EngineIdentity, EngineSpeed, KVCounters, KVEndpoint, KVSource
 
 log = logging.getLogger("pd.engine")
 
@@ -32,6 +32,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_num_batched_tokens: int
     kv_bytes_per_token: int
     supported_tasks: tuple[str, ...] = ("generate",)
+    speed: EngineSpeed = EngineSpeed()
 
 
 class EngineLoad(msgspec.Struct, frozen=True):

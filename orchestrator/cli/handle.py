@@ -21,6 +21,7 @@ from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
 if TYPE_CHECKING:
     from orchestrator.store.client import Redis
     from orchestrator.store.queue import PrefillQueue
+    from orchestrator.store.ratio_history import RatioHistory
     from orchestrator.store.registry import Registry
 
 NamespaceOption = Annotated[
@@ -61,6 +62,7 @@ class OpenFleet(msgspec.Struct, frozen=True):
     redis: Redis
     registry: Registry
     queue: PrefillQueue
+    history: RatioHistory
 
 
 def find_fleet(namespace: str | None, redis_url: str | None, url: str | None = None) -> FleetHandle:
@@ -92,6 +94,7 @@ async def open_fleet(handle: FleetHandle) -> AsyncIterator[OpenFleet]:
     """Raises Refused when its Redis cannot be used."""
     from orchestrator.store.client import RedisAway, connect
     from orchestrator.store.queue import PrefillQueue
+    from orchestrator.store.ratio_history import RatioHistory
     from orchestrator.store.registry import Registry, UnknownWorker
 
     if handle.redis_url is None:
@@ -100,7 +103,8 @@ async def open_fleet(handle: FleetHandle) -> AsyncIterator[OpenFleet]:
         redis = await connect(handle.redis_url, _REDIS_TIMEOUT_S)
         try:
             config = handle.config.queue if handle.config else QueueConfig()
-            yield OpenFleet(redis, Registry(redis, handle.namespace), PrefillQueue(redis, handle.namespace, config))
+            registry, queue = Registry(redis, handle.namespace), PrefillQueue(redis, handle.namespace, config)
+            yield OpenFleet(redis, registry, queue, RatioHistory(redis, handle.namespace))
         finally:
             await redis.aclose()
     except (RedisAway, UnknownWorker) as error:

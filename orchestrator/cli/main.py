@@ -37,6 +37,7 @@ COMMANDS = {
     "join": ("join", "Print what another host needs to run a worker of this fleet."),
     "worker": ("join", "Run one worker of a fleet that runs elsewhere, configured as the fleet is."),
     "queue": ("steer", "The prefill queue."),
+    "ratio": ("look.ratio", "The split of the workers."),
     "config": ("config", "The configuration."),
     "simulate": ("trial.simulate", "Simulate a fleet under a load with the router's own policies, without engines."),
     "profile": ("trial.compare", "Measure a profile for the simulator."),

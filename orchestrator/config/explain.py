@@ -18,6 +18,7 @@ _GONE = {
     "frontend.max_body_bytes": "use limits.max_body_bytes",
     "frontend.max_n": "use limits.max_n",
     "workers.host": "it is workers.bind now, and workers.advertise where others reach the workers by another address",
+    "ratio.backlog_s": "remove it: splits are compared by what arrives",
     "queue.order": "there is one order: remove it, and take 1 from queue.weight where it was slack",
     "routing.placement": "remove it: by length is routing.remote_prefill_min_tokens, without it by predicted times",
 }

@@ -137,15 +137,14 @@ class QueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class RatioConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Whether the fleet moves workers between the roles by itself. The operator sets how many there are in all."""
 
-    mode: Literal["off", "auto"] = "off"
-    interval_s: Seconds = 5.0  # between two samples of the load
-    window_s: Seconds = 60.0  # the samples of this time must agree
-    cool_down_s: Seconds = 60.0  # no change for this long after any change, an operator's included
-    gain: Annotated[float, Meta(gt=0, lt=1)] = 0.15  # the busier side must become less busy by this share
-    busy: NonNegative = 0.7  # a side that is less busy than this needs no relief
-    min_prefill: Positive = 1
+    mode: Literal["off", "auto"] = "auto"
+    interval_s: Seconds = 2.0  # between two samples of the load
+    window_s: Seconds = 60.0  # samples of this time must agree, of less where many requests arrive
+    cool_down_s: Seconds = 10.0  # no change for this long after any change, an operator's included
+    gain: Annotated[float, Meta(gt=0, lt=1)] = 0.05  # another split must bear more load by this share
+    busy: NonNegative = 0.8  # a fleet that is loaded by less than this share of what it bears is left alone
+    min_prefill: Count = 0  # 0: decode workers prefill all that they decode, where that is better
     min_decode: Positive = 1
-    backlog_s: Seconds = 30.0  # a backlog counts as load that must be done within this time
 
 
 class ScaleConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from orchestrator.config.settings import Config
 from orchestrator.fleet.view import Fleet, WorkerView
@@ -23,9 +23,10 @@ from orchestrator.policy.ratio import (
     samples_in_window,
 )
 from orchestrator.store.client import RedisAway
+from orchestrator.store.ratio_history import RatioHistory
 from orchestrator.store.registry import Registry
 from orchestrator.telemetry import metrics
-from orchestrator.types import Offered, QueueDepth, Role, WorkerState
+from orchestrator.types import Offered, Role, WorkerState
 
 log = logging.getLogger("pd.ratio")
 
@@ -40,21 +41,20 @@ class RatioController:
         frontend_id: str,
         config: Config,
         registry: Registry,
+        history: RatioHistory,
         fleet: Fleet,
-        depth: Callable[[], QueueDepth | None],
         predictor: Predictor,
     ) -> None:
         self._frontend_id, self._registry, self._fleet = frontend_id, registry, fleet
-        self._depth, self._predictor = depth, predictor
-        self._ratio, self._tpot_s = config.ratio, config.slo.tpot_s
-        self._overflow = config.routing.remote_prefill_min_tokens is None
+        self._history, self._predictor = history, predictor
+        self._ratio, self._slo = config.ratio, config.slo
         self._window_samples = samples_in_window(config.ratio)
         self._tick_s = min(config.ratio.interval_s, LEASE_S / 3)
         self._forget()
 
     def _forget(self) -> None:
         self.window: deque[LoadSample] = deque(maxlen=self._window_samples)
-        self._sampler = LoadSampler(self._tpot_s)
+        self._sampler = LoadSampler()
         self._counted: dict[str, Offered] | None = None
         self._offered = Offered()
         self._next_sample_at = 0.0  # the loop's clock
@@ -90,41 +90,34 @@ class RatioController:
         for view in _decoding(views):
             if view.load and not view.load.waiting_tokens:
                 self._sampler.observe_step(view.load.running, view.load.step_ms / 1000)
-        observation = observe(views, now, self._offered, self._depth())
+        observation = observe(views, now, self._offered)
         if observation is not None and (sample := self._sampler.sample(observation, self._predictor)) is not None:
             self.window.append(sample)
 
     async def _decide(self) -> None:
         current = await self._registry.desired()
         changing = any(view.info.state is not WorkerState.READY for view in self._fleet.workers.values())
-        if current is None or changing or len(self.window) < self._window_samples:
+        if current is None or changing:
             return
-        wanted = desired_ratio(list(self.window), current, self._ratio, self._overflow)
-        if wanted is None or not await self._registry.propose_desired(self._frontend_id, current, wanted):
+        decision = desired_ratio(list(self.window), current, self._ratio, self._slo)
+        if decision is None or not await self._registry.propose_desired(self._frontend_id, current, decision.after):
             return
         metrics.ratio_changes.inc()
-        log.info(
-            "the load asks for %d prefill and %d decode workers instead of %d and %d",
-            wanted.prefill,
-            wanted.decode,
-            current.prefill,
-            current.decode,
-        )
+        log.info("%s", decision)
+        await self._history.note(decision.after.set_at, str(decision))
 
 
-def observe(views: Iterable[WorkerView], at: float, offered: Offered, depth: QueueDepth | None) -> Observation | None:
-    """None while no decode worker has told its load, or the queue cannot be seen."""
+def observe(views: Iterable[WorkerView], at: float, offered: Offered) -> Observation | None:
+    """None while no decode worker has told its load."""
     decoding = _decoding(views)
     loads = [view.load for view in decoding if view.load is not None]
-    if not loads or depth is None:
+    if not loads:
         return None
     block_size = decoding[0].info.identity.block_size
     return Observation(
         at=at,
         offered=offered,
-        queued_prefill_tokens=depth.tokens,
         holding=sum(load.running for load in loads),
-        waiting=sum(load.waiting for load in loads),
         held_tokens=sum(load.blocks_total - load.blocks_free for load in loads) * block_size,
         worker_tokens=sum(load.blocks_total for load in loads) * block_size // len(loads),
         worker_sequences=min(view.info.max_num_seqs for view in decoding),

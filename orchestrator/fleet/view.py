@@ -17,7 +17,7 @@ from orchestrator.fleet.pause import Pause
 from orchestrator.policy.candidate import Candidate, blocks_for
 from orchestrator.policy.prefix_index import Hits
 from orchestrator.policy.shortlist import SHORTLIST_FROM, Shortlist
-from orchestrator.types import Role, WorkerInfo, WorkerLoad, WorkerState
+from orchestrator.types import EngineSpeed, Role, WorkerInfo, WorkerLoad, WorkerState
 
 MOST_HITS = 4  # workers of each role whose cached part of a prompt is considered
 
@@ -161,6 +161,7 @@ class Fleet:
         self.workers: dict[str, WorkerView] = {}
         self.pause = Pause()
         self.block_size = 0  # tokens; the same on every worker, 0 before the first is known
+        self.speed = EngineSpeed()  # of the worker that joined last and measured one
         self._changed: set[str] = set()
         # One count for all workers: one that was thought lost and is found again remembers the last number it saw.
         self._numbers = itertools.count(1)
@@ -177,6 +178,8 @@ class Fleet:
             return False
         self.workers[info.id] = WorkerView(info, now, self._changed, self._numbers)
         self.block_size = info.identity.block_size
+        if info.speed.prefill_s_per_token:
+            self.speed = info.speed
         return True
 
     def remove(self, worker_id: str) -> WorkerView | None:

@@ -29,6 +29,7 @@ from orchestrator.router.router import Router
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.events import EventLog
 from orchestrator.store.queue import PrefillQueue
+from orchestrator.store.ratio_history import RatioHistory
 from orchestrator.store.registry import Registry
 from orchestrator.store.steering import Steering
 from orchestrator.telemetry.metrics import counts, dropped, retries
@@ -90,8 +91,8 @@ class FleetConnection:
             frontend_id,
             config,
             self.registry,
+            RatioHistory(redis, config.namespace),
             self.fleet,
-            depth=lambda: self.queue.depth,
             predictor=self.router.learning.predictor,
         )
         self.desired: DesiredRatio | None = None

@@ -11,7 +11,7 @@ import math
 import msgspec
 
 from orchestrator.policy.candidate import EXPECTED_OUTPUT_TOKENS, Candidate
-from orchestrator.types import QueueDepth
+from orchestrator.types import EngineSpeed, QueueDepth
 
 # Chosen, not derived. Both memories are in observations; queue waits change faster than a worker's speed.
 FIT_MEMORY, WAIT_FIT_MEMORY = 200.0, 50.0
@@ -100,6 +100,7 @@ class Predictor:
     def __init__(self, prior_s_per_token: float = 0.0005, prior_itl_s: float = 0.02) -> None:
         self._prior_s_per_token = prior_s_per_token
         self._prior_itl_s = prior_itl_s
+        self.speed = EngineSpeed()
         self._pool = LineFit(prior_s_per_token)
         self._prefill: dict[str, LineFit] = {}
         self._local: dict[str, LineFit] = {}
@@ -108,6 +109,17 @@ class Predictor:
         self._itl: dict[str, Smoothed] = {}
         self._output = Smoothed(EXPECTED_OUTPUT_TOKENS, weight=OUTPUT_WEIGHT)
         self.ahead_tokens = EXPECTED_OUTPUT_TOKENS / 2  # of a sequence that decodes: on average half of its output
+
+    def know(self, speed: EngineSpeed) -> None:
+        """What an engine measured when it started is the prior of all, until the first requests are measured."""
+        if speed.prefill_s_per_token <= 0 or speed == self.speed:
+            return
+        self.speed = speed
+        self._prior_itl_s = speed.step_s + speed.step_s_per_sequence
+        if not self._pool.samples:
+            self._pool = LineFit(speed.prefill_s_per_token, speed.prefill_s)
+        if not self._transfer.samples:
+            self._transfer = LineFit(0.0, self._prior_itl_s)
 
     # ---- measured --------------------------------------------------------------------------------------------
 
@@ -161,6 +173,17 @@ class Predictor:
     def prefill_s(self, tokens: int) -> float:
         """Computing this many tokens on a prefill worker of the pool."""
         return self._pool.at(tokens)
+
+    @property
+    def prefill_line(self) -> tuple[float, float]:
+        """Of one prompt: fixed seconds, and seconds per uncached token."""
+        return self._pool.intercept, self._pool.slope
+
+    @property
+    def mean_itl_s(self) -> float:
+        """Over the decode workers that have been measured; the prior where none has."""
+        values = [smoothed.value for smoothed in self._itl.values()]
+        return sum(values) / len(values) if values else self._prior_itl_s
 
     def backlog_s(self, queue: QueueDepth, workers_ready: int) -> float:
         """Time in which the pool computes what waits in the queue."""

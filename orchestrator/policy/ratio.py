@@ -1,7 +1,8 @@
-"""How many workers should prefill and how many decode: rate matching over a window of measured loads.
+"""How many workers should prefill and how many decode, none that prefill included: the split with most headroom.
 
-Two observations of a fleet give a load sample, a window of samples the demand of each side, and the demand a split.
-Who observes, and who applies the split (role flips first, then starting and draining processes), is not here.
+Two observations of a fleet give a load sample, a window of samples the traffic, and `attainment` says how much of that
+traffic each split would bear. Who observes, and who applies the split (role changes first, then starting and draining
+processes), is not here.
 """
 
 from __future__ import annotations
@@ -10,20 +11,18 @@ from collections.abc import Sequence
 
 import msgspec
 
-from orchestrator.config.settings import RatioConfig
-from orchestrator.policy.predict import LineFit, Predictor
-from orchestrator.types import DesiredRatio, Offered
+from orchestrator.config.settings import RatioConfig, SLOConfig
+from orchestrator.policy.attainment import Traffic, headroom
+from orchestrator.policy.predict import MIN_FIT_SAMPLES, LineFit, Predictor
+from orchestrator.types import DesiredRatio, EngineSpeed, Offered
 
-# The share of its KV memory that a full decode worker has in use: sequences still grow. Prefill workers need no such
-# reserve, since prompts can be prefilled on decode workers.
+# The share of its KV memory that a full decode worker has in use: sequences still grow.
 FULL_MEMORY_SHARE = 0.8
-MEAN_PROMPT_TOKENS = 1024  # assumed for a sample in which no prompt arrived
 CONTEXT_WEIGHT = 0.3  # of an observation in the running mean of a sequence's context
-
-# With `cost` placement decode workers prefill what is too much for the prefill workers. So they must have time left for
-# it, and the prefill side may be left with more load than it can take. In load per worker; at 1 it is always busy.
-OVERFLOW_MAX_DECODE_LOAD = 0.5
-OVERFLOW_MAX_PREFILL_LOAD = 2.0
+PRIOR_SEQUENCES = range(1, 65, 4)  # a prior counts as much as steps of so many sequences
+MIN_REQUESTS = 20  # in half a window: fewer say too little of their lengths
+# A window is as short as it may be: this long, and with this many requests, whichever is longer.
+LEAST_WINDOW_S, ENOUGH_REQUESTS = 10.0, 200
 
 
 class Observation(msgspec.Struct, frozen=True):
@@ -31,9 +30,7 @@ class Observation(msgspec.Struct, frozen=True):
 
     at: float  # unix seconds
     offered: Offered  # since it began to be counted
-    queued_prefill_tokens: int
     holding: int  # sequences with KV on decode workers
-    waiting: int  # sequences that wait for room there
     held_tokens: int  # of the KV in use on decode workers
     worker_tokens: int  # that one decode worker's KV pool holds
     worker_sequences: int  # at most in one decode worker's batch
@@ -44,21 +41,20 @@ class LoadSample(msgspec.Struct, frozen=True):
 
     at: float  # unix seconds, end of the period
     period_s: float
-    offered_requests: int
-    offered_prefill_tokens: int  # uncached prompt tokens that arrived
-    offered_output_tokens: float  # predicted for what arrived
-    queued_prefill_tokens: int  # at the end of the period
-    filled_decode_workers: float  # that the sequences decoding, or waiting to, would fill at the end of the period
-    prefill_s_per_token: float  # measured on a prefill worker
-    decode_tokens_per_s: float  # of one decode worker, as full as memory and the TPOT objective allow
+    offered: Offered
+    holding: int  # at the end of the period
+    prefill: tuple[float, float]  # of one prompt, measured: fixed seconds, and seconds per uncached token
+    step: tuple[float, float]  # of decode, measured: fixed seconds, and seconds per sequence
+    itl_s: float  # measured, mean over the workers
+    max_sequences: float  # that one decode worker holds, by its batch or its memory
 
 
 class LoadSampler:
     """Learns step times and sequence lengths, and turns each observation into the load since the one before."""
 
-    def __init__(self, tpot_slo_s: float, prior_step_s: float = 0.0) -> None:
-        self._tpot_slo_s = tpot_slo_s
-        self._step_s = LineFit(0.0, prior_step_s)  # by sequences decoding
+    def __init__(self) -> None:
+        self._step_s = LineFit(0.0)  # by sequences decoding
+        self._prior = EngineSpeed()
         self._context_tokens = 0.0  # mean of a sequence
         self._last: Observation | None = None
 
@@ -70,42 +66,28 @@ class LoadSampler:
     def sample(self, now: Observation, predictor: Predictor) -> LoadSample | None:
         """The load since the last observation; None for the first, and when the clock was set back."""
         last, self._last = self._last, now
+        if predictor.speed != self._prior:
+            self._prior = predictor.speed
+            for sequences in PRIOR_SEQUENCES:
+                self._step_s.observe(sequences, self._prior.step_s + sequences * self._prior.step_s_per_sequence)
         if now.holding:
             mean_tokens = now.held_tokens / now.holding
             weight = CONTEXT_WEIGHT if self._context_tokens else 1.0
             self._context_tokens += weight * (mean_tokens - self._context_tokens)
         if last is None or now.at <= last.at:
             return None
-        requests = now.offered.requests - last.offered.requests
-        tokens = now.offered.prefill_tokens - last.offered.prefill_tokens
-        prompt_tokens = max(1, tokens // requests) if requests > 0 else MEAN_PROMPT_TOKENS
-        concurrency = self._concurrency(now)
-        step_s = self._step_s.at(concurrency)
+        itl_s, step = predictor.mean_itl_s, self._step_s
+        by_memory = FULL_MEMORY_SHARE * now.worker_tokens / max(1.0, self._context_tokens)
         return LoadSample(
             at=now.at,
             period_s=now.at - last.at,
-            offered_requests=requests,
-            offered_prefill_tokens=tokens,
-            offered_output_tokens=now.offered.output_tokens - last.offered.output_tokens,
-            queued_prefill_tokens=now.queued_prefill_tokens,
-            filled_decode_workers=(now.holding + now.waiting) / concurrency,
-            prefill_s_per_token=predictor.prefill_s(prompt_tokens) / prompt_tokens,
-            decode_tokens_per_s=concurrency / step_s if step_s > 0 else 0.0,
+            offered=now.offered - last.offered,
+            holding=now.holding,
+            prefill=predictor.prefill_line,
+            step=(step.intercept, step.slope) if step.samples >= MIN_FIT_SAMPLES else (itl_s, 0.0),
+            itl_s=itl_s,
+            max_sequences=max(1.0, min(now.worker_sequences, by_memory)),
         )
-
-    def _concurrency(self, now: Observation) -> float:
-        """Sequences that fill one decode worker: its batch, its memory, or its steps at the TPOT objective."""
-        by_memory = FULL_MEMORY_SHARE * now.worker_tokens / max(1.0, self._context_tokens)
-        fit = self._step_s
-        by_time = (self._tpot_slo_s - fit.intercept) / fit.slope if fit.slope > 0 else by_memory
-        return max(1.0, min(now.worker_sequences, by_memory, by_time))
-
-
-class Demand(msgspec.Struct, frozen=True):
-    """Workers kept busy by the offered load, on each side."""
-
-    prefill: float
-    decode: float
 
 
 def offered_since(before: dict[str, Offered], now: dict[str, Offered]) -> Offered:
@@ -121,91 +103,114 @@ def samples_in_window(config: RatioConfig) -> int:
     return max(2, round(config.window_s / config.interval_s))
 
 
-def demand(window: Sequence[LoadSample], backlog_s: float = RatioConfig().backlog_s) -> Demand:
-    """P = rate * prefill time, D = rate * output tokens / decode rate (NVIDIA's rate matching, by offered load).
+def recent(window: Sequence[LoadSample], config: RatioConfig = RatioConfig()) -> Sequence[LoadSample]:
+    """The latest samples that say enough of what arrives: all of them where little does."""
+    seconds, requests = 0.0, 0
+    least_s = min(LEAST_WINDOW_S, config.window_s)
+    for start in range(len(window) - 1, -1, -1):
+        seconds += window[start].period_s
+        requests += window[start].offered.requests
+        if seconds >= 0.95 * least_s and requests >= ENOUGH_REQUESTS and start <= len(window) - 2:
+            return window[start:]
+    return window if len(window) >= samples_in_window(config) else ()
 
-    With TTFT one prefill's service time, OSL output tokens and C_dec sequences a decode worker holds at TPOT, this is
-    P/D = C_dec * TTFT / (OSL * TPOT). The queue counts as load that is to be worked off within `backlog_s`.
-    """
+
+def traffic(window: Sequence[LoadSample]) -> Traffic | None:
+    """What arrived in the window, and what it costs; None where too little arrived to tell."""
+    total = sum((sample.offered for sample in window), Offered())
     seconds = sum(sample.period_s for sample in window)
-    if not window or seconds <= 0:
-        return Demand(0.0, 0.0)
+    if total.requests < MIN_REQUESTS or seconds <= 0:
+        return None
     last = window[-1]
-    prefill_tokens_per_s = sum(sample.offered_prefill_tokens for sample in window) / seconds
-    output_tokens_per_s = sum(sample.offered_output_tokens for sample in window) / seconds
-    backlog_tokens_per_s = last.queued_prefill_tokens / backlog_s
-    offered = output_tokens_per_s / last.decode_tokens_per_s if last.decode_tokens_per_s > 0 else 0.0
-    # Output lengths are learned from requests that ended, and long ones end last. Where the rate is therefore guessed
-    # too low, what decodes now is the better measure.
-    filled = sum(sample.filled_decode_workers * sample.period_s for sample in window) / seconds
-    return Demand(
-        prefill=(prefill_tokens_per_s + backlog_tokens_per_s) * last.prefill_s_per_token,
-        decode=max(offered, filled),
+    fixed, per_token = last.prefill
+    tokens = total.prefill_tokens / total.requests
+    tokens2 = max(total.prefill_tokens2 / total.requests, tokens * tokens)
+    rate = total.requests / seconds
+    # Output lengths are learned from requests that ended, and long ones end last. By Little's law what decodes now says
+    # how long those are that have not ended.
+    holding = sum(sample.holding * sample.period_s for sample in window) / seconds
+    by_holding = holding / (rate * last.itl_s) if last.itl_s > 0 else 0.0
+    return Traffic(
+        requests_per_s=rate,
+        prefill_s=fixed + per_token * tokens,
+        prefill_s2=fixed * fixed + 2 * fixed * per_token * tokens + per_token * per_token * tokens2,
+        output_tokens=max(1.0, total.output_tokens / total.requests, by_holding),
+        step_s=last.step[0],
+        step_s_per_sequence=last.step[1],
+        max_sequences=last.max_sequences,
     )
+
+
+class RatioDecision(msgspec.Struct, frozen=True):
+    """A change of the split, and the numbers that it was decided on."""
+
+    before: DesiredRatio
+    after: DesiredRatio
+    headroom_before: float  # the multiple of the arriving rate that each would attain
+    headroom_after: float
+    traffic: Traffic
+
+    def __str__(self) -> str:
+        t = self.traffic
+        return (
+            f"{self.before.prefill}P{self.before.decode}D -> {self.after.prefill}P{self.after.decode}D: "
+            f"bears {self.headroom_after:.2f} instead of {self.headroom_before:.2f} times what arrives: "
+            f"{t.requests_per_s:.3g} requests/s, {t.prefill_s * 1e3:.3g} ms of prefill and "
+            f"{t.output_tokens:.3g} tokens out each, steps of {t.step_s * 1e3:.3g} ms and "
+            f"{t.step_s_per_sequence * 1e3:.2g} ms a sequence"
+        )
 
 
 def desired_ratio(
     window: Sequence[LoadSample],
     current: DesiredRatio,
     config: RatioConfig = RatioConfig(),
-    overflow: bool = False,
+    slo: SLOConfig = SLOConfig(),
     max_step: int | None = None,
-) -> DesiredRatio | None:
+) -> RatioDecision | None:
     """A better split of the same number of workers; None to keep the current one.
 
-    It is kept while nothing is offered, for `config.cool_down_s` after a change, while the busier side is less busy
-    than `config.busy`, and where a change would relieve that side by less than `config.gain` (hysteresis). `overflow`:
-    prompts can be prefilled on decode workers (`cost` placement). At most `max_step` workers change roles at once, by
-    default an eighth of the fleet and at least one.
+    It is kept while too little arrives to tell, for `config.cool_down_s` after a change, while it bears
+    `1 / config.busy` times what arrives, and where no other bears more by `config.gain` (hysteresis). The window and
+    both its halves must ask for a change in the same direction: a burst is no reason to move. At most `max_step`
+    workers change roles at once, by default a quarter of the fleet and at least one.
     """
     total = current.prefill + current.decode
+    window = recent(window, config)
     if not window or total < config.min_prefill + config.min_decode:
         return None
     now = window[-1].at
     if now - current.set_at < config.cool_down_s:
         return None
-    # The window and both its halves must ask for a change in the same direction: a burst is no reason to move.
     middle = len(window) // 2
     parts = [part for part in (window, window[:middle], window[middle:]) if part]
-    best, *halves = [_best_prefill(part, current, config, overflow) - current.prefill for part in parts]
+    best, *halves = [_best_prefill(traffic(part), current, config, slo) - current.prefill for part in parts]
     if best == 0 or any(half * best <= 0 for half in halves):
         return None
-    step = max_step or max(1, total // 8)
+    step = max_step or max(1, total // 4)
     prefill = current.prefill + max(-step, min(step, best))
-    return DesiredRatio(prefill, total - prefill, set_by="ratio", set_at=now)
+    arriving = traffic(window)
+    assert arriving is not None
+    return RatioDecision(
+        before=current,
+        after=DesiredRatio(prefill, total - prefill, set_by="ratio", set_at=now),
+        headroom_before=headroom(arriving, current.prefill, current.decode, slo),
+        headroom_after=headroom(arriving, prefill, total - prefill, slo),
+        traffic=arriving,
+    )
 
 
-def _best_prefill(window: Sequence[LoadSample], current: DesiredRatio, config: RatioConfig, overflow: bool) -> int:
-    """The number of prefill workers at which the busier side is least busy; the current one unless that is a gain.
-
-    With overflow, decode gives workers away only if those left are at most `OVERFLOW_MAX_DECODE_LOAD` busy. And where
-    decode is the busier side, a prefill side that gives workers to it counts as busy only at
-    `OVERFLOW_MAX_PREFILL_LOAD`: prefill overflows to decode, but decode cannot overflow to prefill.
-    """
+def _best_prefill(arriving: Traffic | None, current: DesiredRatio, config: RatioConfig, slo: SLOConfig) -> int:
+    """The number of prefill workers that bears most; the current one unless that is a gain that is needed."""
     total = current.prefill + current.decode
-    need = demand(window, config.backlog_s)
-    if need.prefill + need.decode <= 0:
+    if arriving is None:
         return current.prefill
-    decode_is_busier = need.decode * current.prefill > need.prefill * current.decode
-    max_decode_load = OVERFLOW_MAX_DECODE_LOAD if overflow else 1.0
-
-    def load_of_busier_side(prefill: int) -> float:
-        decode = total - prefill
-        if not prefill or not decode:
-            return float("inf")
-        overfull = overflow and decode_is_busier and prefill < current.prefill
-        max_prefill_load = OVERFLOW_MAX_PREFILL_LOAD if overfull else 1.0
-        return max(need.prefill / (prefill * max_prefill_load), need.decode / decode)
-
-    load = load_of_busier_side(current.prefill)
-    if load < config.busy:
+    now = headroom(arriving, current.prefill, current.decode, slo)
+    if now * config.busy > 1:
         return current.prefill
-    options = [
-        prefill
-        for prefill in range(config.min_prefill, total - config.min_decode + 1)
-        if prefill <= current.prefill or need.decode <= max_decode_load * (total - prefill)
-    ]
-    if not options:
+    options = range(config.min_prefill, total - config.min_decode + 1)
+    bears = {prefill: headroom(arriving, prefill, total - prefill, slo) for prefill in options}
+    if not bears:
         return current.prefill
-    best = min(options, key=lambda prefill: (load_of_busier_side(prefill), abs(prefill - current.prefill)))
-    return best if load_of_busier_side(best) <= (1 - config.gain) * load else current.prefill
+    best = max(bears, key=lambda prefill: (bears[prefill], -abs(prefill - current.prefill)))
+    return best if bears[best] >= (1 + config.gain) * now else current.prefill

@@ -68,7 +68,8 @@ class Decider:
         uncached_tokens = max(1, info.prompt_tokens - pool.cached_tokens)
         if isinstance(decision, Local):
             cached_tokens = hits.blocks(decision.worker_id) * self._fleet.block_size
-            return Placed(decision.reason, uncached_tokens, decision.worker_id, cached_tokens)
+            here = max(1, info.prompt_tokens - cached_tokens)
+            return Placed(decision.reason, here, decision.worker_id, cached_tokens)
         backlog_s = self._predictor.backlog_s(pool.queue, pool.workers_ready) if pool.queue is not None else 0.0
         job = self._job(active, uncached_tokens, cached_at_prefill, ruling.late)
         return Placed(decision.reason, uncached_tokens, job=job, backlog_s=backlog_s)

@@ -22,13 +22,14 @@ class Learning:
         """A request was taken or refused. Call once for each."""
         expected = self.predictor.output_tokens
         output_tokens = min(info.max_new_tokens, expected) if info.max_new_tokens else expected
-        self.offered += Offered(1, max(1, uncached_tokens), output_tokens)
+        self.offered += Offered.one(max(1, uncached_tokens), output_tokens)
 
     def turned_away(self) -> None:
         """A request was refused before it was read. It counts like the mean of those before it."""
         so_far = self.offered
         mean_tokens = so_far.prefill_tokens // so_far.requests if so_far.requests else 0
-        self.offered += Offered(1, mean_tokens, self.predictor.output_tokens, ended=1, late_first=1)
+        refused = Offered(ended=1, late_first=1)
+        self.offered += Offered.one(mean_tokens, self.predictor.output_tokens) + refused
 
     def ended(self, request: ActiveRequest, state: State, now: float) -> None:
         """Call once for each request that was taken or refused. One whose client left says nothing about the fleet."""

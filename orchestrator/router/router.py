@@ -125,6 +125,7 @@ class Router:
         if self._fleet.pause.frozen:
             return
         resumed_at = self._fleet.pause.ended_at
+        self.learning.predictor.know(self._fleet.speed)
         self._check_claimers()
         for active in self._requests.all():
             if active.answer.held and now - active.answer.held_since > HELD_S:

@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from orchestrator.policy.adp import GateState, RankView, assign_longest_first, gate, level_chunks
+from orchestrator.simulator.adp_balance import GateState, RankView, assign_longest_first, gate, level_chunks
 
 
 class AdpSettings(msgspec.Struct, frozen=True, kw_only=True):

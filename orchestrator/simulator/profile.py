@@ -11,6 +11,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from orchestrator.types import EngineSpeed
+
 PROFILES = Path(__file__).parent / "profiles"  # those that ship
 
 Count = Annotated[int, Meta(ge=1)]
@@ -51,6 +53,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         steps = -(-tokens // self.max_num_batched_tokens)
         attention = self.attention_s * tokens * (cached + tokens / 2)
         return steps * self.step_s + tokens * self.prefill_s_per_token + attention
+
+    @property
+    def speed(self) -> EngineSpeed:
+        """What a worker of this kind measures of itself when it starts."""
+        return EngineSpeed(self.step_s, self.prefill_s_per_token, self.step_s, self.decode_s_per_seq)
 
 
 def load_profile(path: Path) -> Profile:

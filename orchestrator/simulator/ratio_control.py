@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 
-from orchestrator.policy.ratio import LoadSample, LoadSampler, Observation, desired_ratio, samples_in_window
+from orchestrator.policy.ratio import (
+    LoadSample,
+    LoadSampler,
+    Observation,
+    RatioDecision,
+    desired_ratio,
+    samples_in_window,
+)
 from orchestrator.simulator.router import Router
 from orchestrator.simulator.settings import Settings
 from orchestrator.simulator.view import PoolView
@@ -21,15 +28,14 @@ class RatioControl:
     def __init__(self, settings: Settings, router: Router) -> None:
         config = settings.stack.config
         self._router, self._profile, self._config = router, settings.profile, config.ratio
-        self._overflow = config.routing.remote_prefill_min_tokens is None
-        self._samples = samples_in_window(self._config)
-        self._window: deque[LoadSample] = deque(maxlen=self._samples)
+        self._slo = router.slo
+        self._window: deque[LoadSample] = deque(maxlen=samples_in_window(self._config))
         self._current = DesiredRatio(settings.prefill, settings.decode, set_at=-1e9)
         self._next_at = self._config.interval_s
-        self._sampler = LoadSampler(router.slo.tpot_s, settings.profile.step_s)
+        self._sampler = LoadSampler()
         self._plain: dict[str, tuple[float, int]] = {}  # by worker: seconds and steps that only decoded, so far
         self._moving: list[tuple[Worker, PoolView]] = []
-        self.changes: list[tuple[float, int, int]] = []
+        self.decisions: list[RatioDecision] = []
 
     def tick(self, now: float) -> None:
         self._finish_moves(now)
@@ -38,12 +44,12 @@ class RatioControl:
         self._next_at = now + self._config.interval_s
         if (sample := self._sampler.sample(self._observe(now), self._router.predictor)) is not None:
             self._window.append(sample)
-        if self._moving or len(self._window) < self._samples:
+        if self._moving:
             return
-        desired = desired_ratio(list(self._window), self._current, self._config, self._overflow)
-        if desired is not None:
-            self._apply(desired)
-            self.changes.append((now, desired.prefill, desired.decode))
+        decision = desired_ratio(list(self._window), self._current, self._config, self._slo)
+        if decision is not None:
+            self._apply(decision.after)
+            self.decisions.append(decision)
 
     def _observe(self, now: float) -> Observation:
         router, profile = self._router, self._profile
@@ -58,9 +64,7 @@ class RatioControl:
         return Observation(
             at=now,
             offered=router.offered,
-            queued_prefill_tokens=router.queue_tokens,
             holding=running + sum(len(worker.receiving) + len(worker.arrived) for worker in workers),
-            waiting=sum(len(worker.waiting) for worker in workers),
             held_tokens=sum(worker.used_blocks(now) for worker in workers) * profile.block_size,
             worker_tokens=profile.blocks * profile.block_size,
             worker_sequences=profile.max_num_seqs,

@@ -43,6 +43,7 @@ class Router:
         self.choose = decode_choice(config.routing.decode_choice, settings.seed)
         self.choose_prefill = decode_choice(config.routing.decode_choice, settings.seed + 1)
         self.predictor = Predictor(config.queue.seconds_per_token)
+        self.predictor.know(profile.speed)
         self.policies = Policies(msgspec.structs.replace(config, slo=self.slo), self.choose, self.predictor)
         self.decode = PoolView(self.choose)
         self.prefill = PoolView(self.choose_prefill)
@@ -69,11 +70,12 @@ class Router:
         request = job.info()
         candidates = self.decode.candidates(hits)
         cached = self._prefill_hit(hits)
-        self.offered += Offered(1, max(1, job.prompt_tokens - cached), self.predictor.output_tokens)
         view = PrefillView(len(self.prefill), QueueDepth(len(self.queue), self.queue_tokens, self.claimed), cached)
         ruling = self.policies.decide(request, candidates, view, admission=not again)
         decision = ruling.decision
         self.reasons[f"{type(decision).__name__.lower()}:{decision.reason}"] += 1
+        cached = hits.get(decision.worker_id, 0) if isinstance(decision, Local) else cached
+        self.offered += Offered.one(max(1, job.prompt_tokens - cached), self.predictor.output_tokens)
         if isinstance(decision, Reject):
             return self._refuse(job, again)
         if isinstance(decision, Local):

@@ -59,7 +59,7 @@ class Simulation:
         config = settings.stack.config
         self._early_token = config.routing.first_token == "prefill"
         self._by_chunk = config.kv.transfer != "whole"
-        if config.ratio.mode == "auto" and settings.prefill + settings.decode > 2:
+        if config.ratio.mode == "auto" and settings.prefill + settings.decode > 1:
             self.ratio = RatioControl(settings, self.router)
 
     def add_worker(self, name: str, view: PoolView) -> Worker:

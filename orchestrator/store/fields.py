@@ -6,17 +6,19 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.types import EngineIdentity, KVEndpoint, WorkerInfo
+from orchestrator.types import EngineIdentity, EngineSpeed, KVEndpoint, WorkerInfo
 
-_KV = "kv_"  # before the names of a KV endpoint's fields
+_KV, _SPEED = "kv_", "speed_"  # before the names of a KV endpoint's fields, and of a speed's
 
 
 def worker_to_fields(info: WorkerInfo) -> dict[str, str]:
-    """Identity fields under their own names, the KV endpoint's under `kv_...`, tasks separated by commas."""
+    """Identity fields under their own names, the KV endpoint's under `kv_...`, the speed's under `speed_...`, tasks
+    separated by commas."""
     flat: dict[str, Any] = msgspec.to_builtins(info)
-    identity, kv = flat.pop("identity"), flat.pop("kv")
+    identity, kv, speed = flat.pop("identity"), flat.pop("kv"), flat.pop("speed")
     flat["supported_tasks"] = ",".join(flat["supported_tasks"])
     flat |= identity | {_KV + name: value for name, value in kv.items()}
+    flat |= {_SPEED + name: value for name, value in speed.items()}
     return {name: str(value) for name, value in flat.items()}
 
 
@@ -27,6 +29,7 @@ def worker_from_fields(worker_id: str, fields: dict[str, str]) -> WorkerInfo:
     own: dict[str, Any] = {name: fields[name] for name in WorkerInfo.__struct_fields__ if name in fields}
     own["supported_tasks"] = [task for task in fields.get("supported_tasks", "").split(",") if task]
     own["identity"] = {name: fields[name] for name in EngineIdentity.__struct_fields__ if name in fields}
+    own["speed"] = {n: fields[_SPEED + n] for n in EngineSpeed.__struct_fields__ if _SPEED + n in fields}
     own["kv"] = {name: fields[_KV + name] for name in KVEndpoint.__struct_fields__ if _KV + name in fields}
     # msgspec.ValidationError is a ValueError; strict=False reads numbers from their text.
     return msgspec.convert(own, WorkerInfo, strict=False)

@@ -36,14 +36,16 @@ async def test_the_important_overtake_in_the_queue():
 async def test_the_ratio_follows_a_load_that_decodes_much_without_a_failed_request():
     sets = ["workers.prefill.replicas=3", "workers.decode.replicas=1", "sim.max_num_seqs=4", "frontend.replicas=2"]
     quick = ["ratio.mode=auto", "ratio.interval_s=0.5", "ratio.window_s=3", "ratio.cool_down_s=2"]
+    quick.append("ratio.busy=0.5")  # clients that wait for answers offer no more than is served
     with running_fleet("sim-2p2d.yaml", BY_LENGTH, *sets, *quick) as fleet:
         prompts = [token_prompt(30 + seed, seed) for seed in range(12)]
-        async with fleet.under_load(prompts, concurrency=24, max_tokens=150) as answers:
-            await asyncio.to_thread(fleet.until, lambda: fleet.shape() == (1, 3), "1P3D by itself", 120)
+        async with fleet.under_load(prompts, concurrency=24, max_tokens=80) as answers:
+            await asyncio.to_thread(fleet.until, lambda: fleet.shape() == (0, 4), "0P4D by itself", 120)
         assert [answer.error for answer in answers if not answer.ok] == []
         assert fleet.fleet()["desired"]["set_by"] == "ratio"
-        assert "1 prefill, 3 decode, by ratio" in fleet.cli("status").stdout
-        assert fleet.metric("pd_desired_workers", role="decode") == 3
+        assert "0 prefill, 4 decode, by ratio" in fleet.cli("status").stdout
+        assert fleet.metric("pd_desired_workers", role="decode") == 4
+        assert "3P1D -> " in fleet.cli("ratio", "history").stdout
         fleet.cli("scale", "prefill=2", "decode=2")
         fleet.until(lambda: fleet.shape() == (2, 2), "an idle fleet stays as its operator wants it")
         fleet.assert_no_leaks()

@@ -14,7 +14,7 @@ from typing import Any
 
 from orchestrator.config.settings import ConfigError, KVConfig, SimConfig
 from orchestrator.policy.prefix_keys import prefix_keys, salt_of
-from orchestrator.types import EngineIdentity, KVEndpoint
+from orchestrator.types import EngineIdentity, EngineSpeed, KVEndpoint
 from orchestrator.wire.messages import PROTOCOL_VERSION, MessageError
 from workers.engine import (
     EngineDead,
@@ -102,6 +102,7 @@ class SimEngine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             kv_bytes_per_token=config.kv_bytes_per_token,
+            speed=self._speed(),
         )
 
     async def submit(self, request: EngineRequest) -> None:
@@ -258,6 +259,13 @@ class SimEngine:
         decodes = sum(item.tokens for item in batch) - prefill_tokens
         modelled_us = decodes * config.decode_us_per_seq + prefill_tokens * config.prefill_us_per_token
         return (config.step_base_ms / 1e3 + modelled_us / 1e6) / config.speed
+
+    def _speed(self) -> EngineSpeed:
+        """What `_duration` would let anybody measure."""
+        config = self._config
+        step_s = config.step_base_ms / 1e3 / config.speed
+        per_token, per_sequence = config.prefill_us_per_token / 1e6, config.decode_us_per_seq / 1e6
+        return EngineSpeed(step_s, per_token / config.speed, step_s, per_sequence / config.speed)
 
     def _started(self, batch: list[Scheduled], began: float) -> None:
         for request in (item.request for item in batch):

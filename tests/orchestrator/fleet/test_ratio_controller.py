@@ -14,8 +14,9 @@ from orchestrator.fleet.ratio_controller import RatioController, observe
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.predict import Predictor
 from orchestrator.store.client import connect
+from orchestrator.store.ratio_history import KEPT, RatioHistory
 from orchestrator.store.registry import Registry
-from orchestrator.types import DesiredRatio, Offered, QueueDepth, Role, WorkerLoad, WorkerState
+from orchestrator.types import DesiredRatio, Offered, Role, WorkerLoad, WorkerState
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +28,9 @@ def server(tmp_path_factory):
 @pytest.fixture
 async def registry(server):
     redis = await connect(server.url, 5.0)
-    registry = Registry(redis, fresh_namespace())
-    registry.redis = redis
+    namespace = fresh_namespace()
+    registry = Registry(redis, namespace)
+    registry.redis, registry.history = redis, RatioHistory(redis, namespace)
     yield registry
     await redis.aclose()
 
@@ -93,14 +95,13 @@ P, D = Role.PREFILL, Role.DECODE
 
 def test_a_look_adds_up_the_decode_workers():
     views = fleet_of(P, D, D, running=5, waiting=2, free=412).workers.values()
-    look = observe(views, 9.0, Offered(1, 2, 3.0), QueueDepth(1, 700, 0))
-    assert (look.holding, look.waiting, look.held_tokens, look.queued_prefill_tokens) == (10, 4, 2 * 100 * 16, 700)
+    look = observe(views, 9.0, Offered(1, 2, 3.0))
+    assert (look.holding, look.held_tokens) == (10, 2 * 100 * 16)
     assert (look.worker_tokens, look.worker_sequences) == (512 * 16, 64)
 
 
-def test_nothing_is_observed_without_decode_workers_or_queue():
-    assert observe(fleet_of(P).workers.values(), 9.0, Offered(), QueueDepth(0, 0, 0)) is None
-    assert observe(fleet_of(P, D).workers.values(), 9.0, Offered(), None) is None
+def test_nothing_is_observed_without_decode_workers():
+    assert observe(fleet_of(P).workers.values(), 9.0, Offered()) is None
 
 
 # ---- deciding --------------------------------------------------------------------------------------------------
@@ -111,9 +112,7 @@ QUICK = {"mode": "auto", "interval_s": 0.02, "window_s": 0.1, "cool_down_s": 0.0
 @contextlib.asynccontextmanager
 async def running(registry, fleet, frontend_id="f", **ratio):
     config = parse_config({"model": "m", "ratio": {**QUICK, **ratio}})
-    ratio_controller = RatioController(
-        frontend_id, config, registry, fleet, lambda: QueueDepth(0, 0, 0), Predictor(0.0005)
-    )
+    ratio_controller = RatioController(frontend_id, config, registry, registry.history, fleet, Predictor(0.0005))
     task = asyncio.create_task(ratio_controller.run())
     try:
         yield ratio_controller
@@ -139,24 +138,52 @@ async def observed(ratio_controller):
         await eventually(full, "a full window")
 
 
-async def test_a_full_decode_side_is_given_workers_until_the_least_prefill_is_left(registry):
+@contextlib.asynccontextmanager
+async def offering(registry, prompt_tokens, output_tokens):
+    """A frontend that counts ten requests more every few milliseconds."""
+
+    async def count():
+        for tens in range(1, 10_000):
+            n = 10 * tens
+            squares = float(n * prompt_tokens**2)
+            offered = Offered(n, n * prompt_tokens, float(n * output_tokens), prefill_tokens2=squares)
+            await registry.refresh_frontend("g", "", "1", 60, offered)
+            await asyncio.sleep(0.005)
+
+    await registry.refresh_frontend("g", "", "1", 60)
+    task = asyncio.create_task(count())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+LONG_PROMPTS, LONG_ANSWERS = (4000, 1), (1, 4000)
+
+
+async def test_long_answers_take_the_last_prefill_worker_and_each_step_is_told(registry):
     await registry.set_desired(3, 1, "launcher")
-    async with running(registry, fleet_of(P, P, P, D, running=64, waiting=190)):
-        ratio = await eventually(lambda: is_desired(registry, 1, 3), "decode has what it needs")
+    async with running(registry, fleet_of(P, P, P, D, running=64, waiting=190)), offering(registry, *LONG_ANSWERS):
+        ratio = await eventually(lambda: is_desired(registry, 0, 4), "every worker prefills what it decodes")
         assert ratio.set_by == "ratio"
+    history = [noted.decision for noted in await registry.history.read()]
+    assert [line.split(":")[0] for line in history] == [
+        "1P3D -> 0P4D",
+        "2P2D -> 1P3D",
+        "3P1D -> 2P2D",
+    ]
+    assert "requests/s" in history[0]
 
 
 async def test_a_shift_to_prefill_leaves_the_least_decode(registry):
-    await registry.set_desired(1, 3, "launcher")
-    await registry.refresh_frontend("g", "", "1", 60)
-    fleet = fleet_of(P, D, D, D)
-    async with running(registry, fleet, min_decode=2) as ratio_controller:
-        for number in range(1, 10_000):
-            await registry.refresh_frontend("g", "", "1", 60, Offered(number, 10_000 * number, 1.0))
-            if await is_desired(registry, 2, 2):
-                break
-            await asyncio.sleep(0.01)
-        await observed(ratio_controller)
+    await registry.set_desired(0, 4, "launcher")
+    async with (
+        running(registry, fleet_of(P, D, D, D), min_decode=2) as mine,
+        offering(registry, *LONG_PROMPTS),
+    ):
+        await eventually(lambda: is_desired(registry, 2, 2), "prefill workers come back")
+        await observed(mine)
         assert await is_desired(registry, 2, 2)
 
 
@@ -166,18 +193,19 @@ async def test_a_shift_to_prefill_leaves_the_least_decode(registry):
 async def test_nothing_is_changed_while(registry, why):
     if why != "nothing was set":
         await registry.set_desired(3, 1, "scale")
-    full = {} if why == "idle" else {"running": 64, "waiting": 190}
     state = WorkerState.DRAINING if why == "a worker changes" else WorkerState.READY
     cool_down_s = 600.0 if why == "cooling down after the operator" else 0.01
     if why == "another leads":
         await registry.lead("other", 600.0)
-    async with running(registry, fleet_of(P, P, P, D, state=state, **full), cool_down_s=cool_down_s) as mine:
+    load = contextlib.nullcontext() if why == "idle" else offering(registry, *LONG_ANSWERS)
+    async with load, running(registry, fleet_of(P, P, P, D, state=state), cool_down_s=cool_down_s) as mine:
         if why == "another leads":
             await asyncio.sleep(0.3)
             assert not mine.window
         else:
             await observed(mine)
     assert await registry.desired() is None if why == "nothing was set" else await is_desired(registry, 3, 1)
+    assert await registry.history.read() == []
 
 
 async def test_when_the_leader_dies_another_goes_on(registry, monkeypatch):
@@ -187,12 +215,20 @@ async def test_when_the_leader_dies_another_goes_on(registry, monkeypatch):
     async with running(registry, fleet_of(P, P, P, D), "first") as first:
         await observed(first)
     assert await is_desired(registry, 3, 1)
-    async with running(registry, fleet, "second"):
-        await eventually(lambda: is_desired(registry, 1, 3), "the second decides")
+    async with running(registry, fleet, "second"), offering(registry, *LONG_ANSWERS):
+        await eventually(lambda: is_desired(registry, 0, 4), "the second decides")
     assert await registry.redis.get(f"{registry.keys.prefix}ratio_leader") in (b"second", None)
 
 
+async def test_the_history_is_bounded_and_what_cannot_be_read_is_left_out(registry):
+    for number in range(KEPT + 5):
+        await registry.history.note(float(number), f"decision {number}")
+    await registry.redis.execute_command("LPUSH", registry.keys.ratio_history, "damaged")
+    noted = await registry.history.read()
+    assert len(noted) == KEPT and (noted[0].at, noted[0].decision) == (KEPT + 4.0, f"decision {KEPT + 4}")
+
+
 async def test_off_is_off(registry):
-    config = parse_config({"model": "m"})
-    await asyncio.wait_for(RatioController("f", config, registry, Fleet("f"), lambda: None, Predictor()).run(), 15)
+    config = parse_config({"model": "m", "ratio": {"mode": "off"}})
+    await asyncio.wait_for(RatioController("f", config, registry, registry.history, Fleet("f"), Predictor()).run(), 15)
     assert await registry.redis.exists(f"{registry.keys.prefix}ratio_leader") == 0

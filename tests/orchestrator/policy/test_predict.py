@@ -35,7 +35,9 @@ def test_predictions_come_from_priors_and_then_from_measurements():
     predictor = Predictor(prior_s_per_token=0.001, prior_itl_s=0.02)
     worker = Candidate("d", 1000, 1000, 16, 0, 0, waiting_tokens=500)
     assert predictor.local_s(worker, 500)[0] == pytest.approx(1.02)
-    assert predictor.remote_ttft_s(1000, 1000, QueueDepth(2, 4000, 0), 2) == pytest.approx(3.0)
+    assert predictor.remote_ttft_s(1000, 1000, QueueDepth(2, 4000, 0), 2) == pytest.approx(3.02), (
+        "a transfer is a step of decode, until one is measured"
+    )
     for tokens in range(100, 4000, 100):
         predictor.observe_prefill("p", tokens, 0.01 + tokens * 0.0002)
         predictor.observe_local("d", tokens, 0.05 + tokens * 0.0003)

@@ -1,87 +1,85 @@
-"""Rate matching: from measured loads to xPyD."""
+"""From measured loads to xPyD."""
 
 import msgspec
 import pytest
 
-from orchestrator.config.settings import RatioConfig
-from orchestrator.policy.ratio import LoadSample, demand, desired_ratio
-from orchestrator.types import DesiredRatio
+from orchestrator.config.settings import RatioConfig, SLOConfig
+from orchestrator.policy.ratio import LoadSample, desired_ratio, recent, traffic
+from orchestrator.types import DesiredRatio, Offered
 
-SAMPLE = LoadSample(at=100.0, period_s=10.0, offered_requests=100, offered_prefill_tokens=100_000,
-                    offered_output_tokens=20_000, queued_prefill_tokens=0, filled_decode_workers=0.0,
-                    prefill_s_per_token=0.0006, decode_tokens_per_s=1000.0)  # fmt: skip
+SLO = SLOConfig(ttft_s=1.0, tpot_s=0.05)
+CONFIG = RatioConfig(interval_s=10.0, window_s=60.0)
+# 60 prompts a second of 50 ms each, of few tokens out: most of eight workers should prefill.
+SAMPLE = LoadSample(at=100.0, period_s=10.0, offered=Offered(600, 600_000, 12_000.0, prefill_tokens2=6e8), holding=20,
+                    prefill=(0.0, 0.00005), step=(0.01, 0.0001), itl_s=0.015, max_sequences=256.0)  # fmt: skip
 EVEN = DesiredRatio(4, 4, set_at=-1000.0)
 
 
-def test_demand_is_rate_matching():
-    need = demand([SAMPLE])
-    assert need.prefill == pytest.approx(6.0) and need.decode == pytest.approx(2.0)
-    # P/D = C_dec * TTFT / (OSL * TPOT): 10 requests/s, TTFT 0.6 s, OSL 200, C_dec/TPOT = 1000/s
-    assert need.prefill / need.decode == pytest.approx(1000 * 0.6 / 200)
+def offering(requests: int, prompt_tokens: int, output_tokens: int) -> LoadSample:
+    squares = float(requests * prompt_tokens * prompt_tokens)
+    offered = Offered(requests, requests * prompt_tokens, float(requests * output_tokens), prefill_tokens2=squares)
+    return msgspec.structs.replace(SAMPLE, offered=offered)
 
 
-def test_the_split_follows_demand_in_bounded_steps():
-    assert desired_ratio([SAMPLE], EVEN, max_step=8).prefill == 6
-    step = desired_ratio([SAMPLE], EVEN)
-    assert (step.prefill, step.decode) == (5, 3)
+CODE, STORIES = offering(1300, 1000, 20), offering(300, 50, 1000)
 
 
-def test_a_side_is_never_emptied():
-    only_decode = msgspec.structs.replace(SAMPLE, offered_prefill_tokens=0, offered_output_tokens=40_000)
-    assert desired_ratio([only_decode], EVEN, max_step=8).prefill == 1
-    assert desired_ratio([SAMPLE], DesiredRatio(1, 1, set_at=-1000.0)) is None
+def decide(*window: LoadSample, current=EVEN, config=CONFIG, **more):
+    return desired_ratio(list(window), current, config, SLO, **more)
+
+
+def test_traffic_is_rates_moments_and_what_they_cost():
+    found = traffic([SAMPLE])
+    assert (found.requests_per_s, found.output_tokens) == (60.0, pytest.approx(22.2, rel=0.01))
+    assert (found.prefill_s, found.prefill_s2) == (pytest.approx(0.05), pytest.approx(0.0025))
+    assert traffic([offering(10, 1000, 20)]) is None, "too few to tell"
+
+
+def test_answers_that_have_not_ended_count_by_what_decodes():
+    assert traffic([msgspec.structs.replace(SAMPLE, holding=900)]).output_tokens == pytest.approx(1000)
+
+
+def test_the_split_follows_what_arrives_in_bounded_steps_down_to_no_prefill_worker():
+    to_prefill = decide(CODE, CODE)
+    assert (to_prefill.after.prefill, to_prefill.after.decode) == (6, 2), "a quarter of the fleet at a time"
+    assert decide(CODE, CODE, max_step=8).after.prefill == 7
+    none = decide(STORIES, STORIES, max_step=8)
+    assert none.after.prefill == 0 and none.headroom_after > none.headroom_before
+    assert decide(STORIES, STORIES, max_step=8, config=RatioConfig(min_prefill=2)).after.prefill == 2
+
+
+def test_prefill_workers_come_back():
+    aggregated = DesiredRatio(0, 8, set_at=-1000.0)
+    assert decide(CODE, CODE, current=aggregated, max_step=8).after.prefill == 7
 
 
 def test_hysteresis_and_cool_down():
-    assert desired_ratio([SAMPLE], DesiredRatio(6, 2, set_at=-1000.0)) is None
-    nearly = msgspec.structs.replace(SAMPLE, prefill_s_per_token=0.00022)  # 2.2 against 2 workers
-    assert desired_ratio([nearly], EVEN) is None
-    assert desired_ratio([SAMPLE], DesiredRatio(4, 4, set_at=70.0)) is None
+    after = decide(CODE, CODE, max_step=8).after
+    assert decide(CODE, CODE, current=msgspec.structs.replace(after, set_at=-1000.0)) is None
+    assert decide(CODE, CODE, current=DesiredRatio(4, 4, set_at=95.0)) is None
+    assert decide(CODE, CODE, config=RatioConfig(gain=0.9)) is None
+    assert decide() is None
 
 
-def test_offered_load_counts_even_when_nothing_is_served_and_backlogs_too():
-    waiting = msgspec.structs.replace(SAMPLE, offered_prefill_tokens=0, queued_prefill_tokens=300_000)
-    assert demand([waiting]).prefill == pytest.approx(6.0)
-    held = msgspec.structs.replace(SAMPLE, offered_output_tokens=0, filled_decode_workers=3.5)
-    assert demand([held]).decode == 3.5
-    assert (
-        desired_ratio([msgspec.structs.replace(SAMPLE, offered_prefill_tokens=0, offered_output_tokens=0)], EVEN)
-        is None
-    )
-    assert desired_ratio([], EVEN) is None
+def test_a_fleet_that_bears_more_than_enough_is_left_alone():
+    light = offering(300, 1000, 20)
+    assert decide(light, light) is None
+    assert decide(light, light, config=RatioConfig(busy=0.1)) is not None
 
 
 def test_a_burst_is_no_reason_to_move():
-    calm = msgspec.structs.replace(SAMPLE, prefill_s_per_token=0.0001, at=60.0)  # one prefill worker's worth
-    even = msgspec.structs.replace(calm, offered_output_tokens=10_000)
-    burst = msgspec.structs.replace(even, offered_prefill_tokens=900_000, at=100.0)
-    assert desired_ratio([burst] * 6, EVEN) is not None
-    assert desired_ratio([even] * 3 + [burst] * 3, EVEN) is None
+    calm = offering(400, 400, 150)
+    assert decide(CODE, CODE) is not None
+    assert decide(calm, CODE) is None
 
 
-def test_decode_gives_workers_away_only_while_it_has_room_to_spare():
-    # Decode has two workers' worth of load, which fills half of its four.
-    assert desired_ratio([SAMPLE], EVEN, overflow=True, max_step=8) is None
-    idle = msgspec.structs.replace(SAMPLE, offered_output_tokens=5_000)
-    assert desired_ratio([idle], EVEN, overflow=True, max_step=8).decode == 1
+def test_a_window_is_as_short_as_what_arrives_allows():
+    few = offering(30, 1000, 20)
+    assert list(recent([STORIES, CODE, CODE], CONFIG)) == [CODE, CODE]
+    assert recent([few] * 3, CONFIG) == (), "not enough yet"
+    assert len(recent([few] * 6, CONFIG)) == 6, "all that there is"
 
 
-def test_a_fleet_that_is_not_busy_is_left_alone():
-    light = msgspec.structs.replace(SAMPLE, prefill_s_per_token=0.0002, offered_output_tokens=1_000)  # 2.0 and 0.1 of 4
-    assert desired_ratio([light], EVEN) is None
-    assert desired_ratio([light], EVEN, RatioConfig(busy=0.3)) is not None
-
-
-def test_prefill_that_can_overflow_is_left_overfull_for_a_busier_decode_side_only():
-    # 3.0 and 4.8 of eight workers: either split leaves one side about full.
-    sample = msgspec.structs.replace(SAMPLE, prefill_s_per_token=0.0003, offered_output_tokens=48_000)
-    three = DesiredRatio(3, 5, set_at=-1000.0)
-    assert desired_ratio([sample], three) is None
-    assert desired_ratio([sample], three, overflow=True) is None  # prefill is the busier side: 1.0 against 0.96
-    less = msgspec.structs.replace(sample, prefill_s_per_token=0.00025)
-    assert desired_ratio([less], three) is None
-    moved = desired_ratio([less], three, overflow=True)
-    assert (moved.prefill, moved.decode) == (2, 6)
-    # Prefill is the busier side now, and gets nothing back.
-    back = msgspec.structs.replace(moved, set_at=-1000.0)
-    assert desired_ratio([less], back, overflow=True) is None
+def test_a_decision_tells_its_numbers():
+    line = str(decide(CODE, CODE))
+    assert line.startswith("4P4D -> 6P2D: bears ") and "130 requests/s" in line and "50 ms of prefill" in line

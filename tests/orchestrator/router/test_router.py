@@ -539,8 +539,14 @@ async def test_cost_placement_keeps_a_prompt_from_a_queue_that_would_take_longer
     assert bench.router.requests["s"].placed.decision == "remote" and bench.router.requests["s"].placed.reason == "cost"
 
 
+def _transfers_are_quick(bench):
+    for tokens in range(100, 1100, 100):
+        bench.router.learning.predictor.observe_transfer(tokens, 0.0)
+
+
 async def test_a_queued_request_is_prefilled_locally_once_that_is_sooner():
     bench = Bench(remote_prefill_min_tokens=None)
+    _transfers_are_quick(bench)
     await bench.router.submit(FakeRequest("r", 1000))
     bench.queue.depth = QueueDepth(1, 1000, 0)
     bench.router.check(time.monotonic())
@@ -556,6 +562,7 @@ async def test_a_queued_request_is_prefilled_locally_once_that_is_sooner():
 
 async def test_one_request_at_a_time_is_recalled_to_a_decode_worker():
     bench = Bench(remote_prefill_min_tokens=None)
+    _transfers_are_quick(bench)
     for number in range(5):
         await bench.router.submit(FakeRequest(f"r{number}", 1000))
     bench.queue.depth = QueueDepth(50, 25_000, 0)
@@ -587,7 +594,7 @@ async def test_offered_load_counts_each_request_once_and_those_refused_too():
     await asyncio.sleep(0)
     expected = bench.router.learning.predictor.output_tokens
     await bench.router.submit(FakeRequest("b", 500, max_new_tokens=10**6))
-    assert bench.router.learning.offered == Offered(2, 800, 40 + expected)
+    assert bench.router.learning.offered == Offered(2, 800, 40 + expected, prefill_tokens2=300.0**2 + 500**2)
     for name in ("d0", "d1", "p0"):
         bench.fleet.remove(name)
     with pytest.raises(Overloaded):
@@ -596,6 +603,7 @@ async def test_offered_load_counts_each_request_once_and_those_refused_too():
         bench.router.check_admission()
     offered = bench.router.learning.offered
     assert (offered.requests, offered.prefill_tokens, offered.output_tokens) == (4, 900 + 300, 50 + 2 * expected)
+    assert offered.prefill_tokens2 == 300.0**2 + 500**2 + 100**2 + 300**2
 
 
 async def test_length_and_priority_decide_the_place_in_the_queue():

@@ -116,9 +116,9 @@ def test_a_killed_worker_loses_no_request(victim):
 
 
 def test_the_ratio_follows_the_load():
-    prompts_only = at_rate(Load("prompts", [Arrival(i, 3000, 2) for i in range(3000)]), 12)
+    prompts_only = at_rate(Load("prompts", [Arrival(i, 3000, 2) for i in range(3000)]), 25)
     sim = simulate(prompts_only, prefill=2, decode=6, ratio={"mode": "auto"}).run()
-    assert sim.ratio.changes and sim.ratio.changes[-1][1] > 2
+    assert sim.ratio.decisions and sim.ratio.decisions[-1].after.prefill > 2
     assert_no_leaks(sim)
 
 

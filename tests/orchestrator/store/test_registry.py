@@ -25,7 +25,7 @@ from orchestrator.store.registry import (
     UnknownWorker,
     WorkerOrders,
 )
-from orchestrator.types import EngineIdentity, Role, WorkerState
+from orchestrator.types import EngineIdentity, EngineSpeed, Role, WorkerState
 
 TTL_S = 60.0
 
@@ -103,6 +103,7 @@ HAVE_DEFAULTS = {
     "quantization",
     "attention_backend",
     "speculation",
+    *(f"speed_{name}" for name in EngineSpeed.__struct_fields__),
 }
 
 
@@ -119,7 +120,7 @@ def test_a_missing_field_may_have_a_default(field):
     fields = worker_to_fields(worker("w"))
     del fields[field]
     read = worker_to_fields(worker_from_fields("w", fields))
-    assert read.pop(field) in ("", "1") and read == fields
+    assert read.pop(field) in ("", "1", "0.0") and read == fields
 
 
 @given(

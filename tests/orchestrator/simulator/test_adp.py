@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.policy.adp import GateState, RankView, assign_longest_first, gate, level_chunks
 from orchestrator.simulator.adp import AdpSettings, simulate_adp
+from orchestrator.simulator.adp_balance import GateState, RankView, assign_longest_first, gate, level_chunks
 
 BUSY = RankView(generating=5, waiting_prompts=1, has_room=True)
 DRY = RankView(generating=5, waiting_prompts=0, has_room=True)

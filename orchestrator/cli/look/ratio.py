@@ -1,0 +1,33 @@
+"""`orchestrator ratio history`: what `ratio.mode: auto` has decided, and on which numbers."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import typer
+
+from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, RedisOption, ask, find_fleet, print_json
+
+app = typer.Typer()
+ratio_app = typer.Typer(help="The split of the workers.", no_args_is_help=True)
+app.add_typer(ratio_app, name="ratio")
+
+
+@ratio_app.callback()
+def ratio() -> None:
+    """The split of the workers."""
+
+
+@ratio_app.command()
+def history(namespace: NamespaceOption = None, redis: RedisOption = None, as_json: JsonOption = False) -> None:
+    """Show what `ratio.mode: auto` has decided, and the numbers it decided on, the newest first."""
+    decisions = ask(find_fleet(namespace, redis), lambda fleet: fleet.history.read())
+    if as_json:
+        print_json(msgspec.to_builtins(decisions))
+        return
+    for noted in decisions:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(noted.at))
+        OUT.print(f"{when}  {noted.decision}", highlight=False, soft_wrap=True)
+    if not decisions:
+        OUT.print("nothing was decided yet", highlight=False)
