@@ -40,6 +40,7 @@ COMMANDS = {
     "ratio": ("look.ratio", "The split of the workers."),
     "config": ("config", "The configuration."),
     "simulate": ("trial.simulate", "Simulate a fleet under a load with the router's own policies, without engines."),
+    "plan": ("trial.plan", "Simulate every split of so many workers, and say what serves a load."),
     "profile": ("trial.compare", "Measure a profile for the simulator."),
     "compare": ("trial.compare", "Run a slice of a load on a real fleet and in the simulator."),
 }

@@ -92,6 +92,7 @@ class Coefficients(msgspec.Struct, frozen=True):
     wait_s: dict[int, tuple[float, float]]  # by power of two of the length: (fixed, per second of backlog)
     itl_s: dict[str, float]
     output_tokens: float
+    speed: EngineSpeed = EngineSpeed()  # as an engine measured it when it started
 
 
 class Predictor:
@@ -236,6 +237,7 @@ class Predictor:
             wait_s=pairs(self._wait),
             itl_s={name: smoothed.value for name, smoothed in self._itl.items()},
             output_tokens=self._output.value,
+            speed=self.speed,
         )
 
     def _fit(self, fits: dict[str, LineFit], worker_id: str) -> LineFit:

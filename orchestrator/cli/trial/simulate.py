@@ -125,7 +125,7 @@ def _run(
     reports: list[Report] = []
     good: dict[str, dict[float, Goodput]] = {}
     usage: dict[str, list[tuple[float, float]]] = {}
-    with _progress() as progress:
+    with progress_bar() as progress:
         for settings in every:
             name = settings.stack.name
             task = progress.add_task(name, total=len(load.arrivals) * (1 if search else len(rates)))
@@ -194,7 +194,7 @@ def _plot(path: Path, load: Load, reports: list[Report], usage: dict[str, list[t
         line_chart(path, f"{load.name}: KV blocks in use", "seconds", "mean share over decode workers", usage)
 
 
-def _progress() -> Progress:
+def progress_bar() -> Progress:
     bar = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -1,0 +1,73 @@
+"""A running fleet as a simulation's input: its workers' timing, and the requests that it answered last."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import msgspec
+
+from orchestrator.simulator.profile import PROFILES, Profile, load_profile
+from orchestrator.simulator.trace import Arrival, Load
+
+_TIMEOUT_S = 10.0
+LATEST = 1000  # requests asked for
+LEAST = 20  # fewer say too little
+
+
+class LiveError(ValueError):
+    """One line: the URL, what it answered, and the mend."""
+
+
+def live_load(url: str) -> Load:
+    """The latest requests of the frontend at `url`, from its request log. Which prefixes they shared is not known.
+
+    Raises LiveError.
+    """
+    ended = [line for line in _get(url, f"/requests?latest={LATEST}")["requests"] if line.get("output_tokens")]
+    if len(ended) < LEAST:
+        raise LiveError(f"{url}: {len(ended)} requests have ended there, at least {LEAST} are needed; or give --trace")
+    first = min(line["arrived_at"] for line in ended)
+    # What was cached need not be computed. Prompts that shared nothing are the nearest load that the log can tell.
+    arrivals = [
+        Arrival(
+            line["arrived_at"] - first,
+            max(1, line["prompt_tokens"] - line.get("cached_tokens", 0)),
+            line["output_tokens"],
+        )
+        for line in ended
+    ]
+    arrivals.sort(key=lambda arrival: arrival.at)
+    if arrivals[-1].at <= 0:
+        raise LiveError(f"{url}: all requests came at once; their rate cannot be told, give --trace")
+    return Load("live", arrivals, 0)
+
+
+def live_profile(url: str) -> Profile:
+    """What the fleet at `url` has measured of its engines, and the memory of its smallest worker. Raises LiveError."""
+    speed = _get(url, "/predictions").get("speed", {})
+    workers = _get(url, "/fleet").get("workers", [])
+    if not speed.get("prefill_s_per_token") or not workers:
+        raise LiveError(f"{url}: no worker there has measured its engine; give --profile")
+    base = load_profile(PROFILES / "h100-llama-8b.json")
+    return msgspec.structs.replace(
+        base,
+        name="live",
+        origin=f"Measured by the workers of {url} when they started; network and context as {base.name}.",
+        step_s=speed["step_s"],
+        prefill_s_per_token=speed["prefill_s_per_token"],
+        attention_s=0.0,
+        decode_s_per_seq=speed["step_s_per_sequence"],
+        kv_s_per_token=0.0,
+        blocks=min(worker["blocks_total"] for worker in workers),
+    )
+
+
+def _get(url: str, path: str) -> dict[str, Any]:
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}{path}", timeout=_TIMEOUT_S, trust_env=False)
+        answer.raise_for_status()
+        found: dict[str, Any] = answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise LiveError(f"{url}{path}: does not answer ({error}); name a frontend of a running fleet") from None
+    return found

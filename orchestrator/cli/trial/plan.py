@@ -1,0 +1,166 @@
+"""`orchestrator plan`: is disaggregation worth it for this load, with which split, and with how many workers?"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from orchestrator.cli.trial.live import LiveError, live_load, live_profile
+from orchestrator.cli.trial.simulate import objectives, parse_configuration, parse_load, parse_profile, progress_bar
+from orchestrator.config.settings import ConfigError
+from orchestrator.simulator.loads import LOADS
+from orchestrator.simulator.plan import FIXED, Outcome, Question, Way, best, fewest, outcome, ways
+from orchestrator.simulator.plot import PlotError, line_chart
+from orchestrator.simulator.profile import ProfileError
+from orchestrator.simulator.report import SHARES
+from orchestrator.simulator.settings import FleetError
+from orchestrator.simulator.trace import TraceError
+
+app = typer.Typer()
+
+
+@app.command("plan")
+def plan_command(
+    workers: Annotated[int, typer.Option("--workers", help="How many, of both roles together.", min=1, max=512)],
+    trace: Annotated[
+        str | None, typer.Option("--trace", help=f"A Mooncake .jsonl or Azure .csv file, or one of {', '.join(LOADS)}.")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option("--profile", help="A worker's timing: a shipped name or a JSON file.")
+    ] = None,
+    live: Annotated[
+        str | None, typer.Option("--live", help="URL of a running fleet: its worker's timing, and what it was asked.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="The router's YAML file; default what ships.")] = None,
+    ttft_s: Annotated[float | None, typer.Option("--ttft", help="TTFT objective, s.", min=0.001)] = None,
+    tpot_s: Annotated[float | None, typer.Option("--tpot", help="TPOT objective, s.", min=0.001)] = None,
+    rate: Annotated[
+        str | None, typer.Option("--rate", help="Requests per second; `goodput` finds the highest. Default the load's.")
+    ] = None,
+    requests: Annotated[int | None, typer.Option("--requests", help="Cut or repeat the load to this many.")] = None,
+    plot: Annotated[Path, typer.Option("--plot", help="The picture, a PNG.")] = Path("plan.png"),
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+) -> None:
+    """Simulate every split of so many workers, the automatic one and the field's ways, and say what serves a load."""
+    try:
+        if live is None and (trace is None or profile is None):
+            raise ConfigError("plan: expected --trace and --profile, or --live for those of a running fleet")
+        load = parse_load(trace, requests, seed) if trace is not None else live_load(live or "")
+        worker = parse_profile(profile) if profile is not None else live_profile(live or "")
+        served = parse_configuration(config, None)
+        slo = objectives(served if config else None, worker, ttft_s, tpot_s)
+        asked = _rate(rate, load.rate)
+        question = Question(load, worker, slo, served, seed)
+        outcomes, sentence = _simulate(question, workers, asked)
+    except (TraceError, ProfileError, FleetError, LiveError, ValueError) as error:
+        raise ConfigError(str(error)) from None
+    if as_json:
+        found = [{"way": str(o.way), "score": o.score, "at": o.at, "goodput": _rates(o)} for o in outcomes]
+        sys.stdout.write(msgspec.json.encode({"ways": found, "answer": sentence}).decode() + "\n")
+    else:
+        Console(width=None if sys.stdout.isatty() else 160).print(_table(outcomes, question, asked))
+        typer.echo(sentence)
+    _draw(plot, outcomes, question, asked, quiet=as_json)
+
+
+def _rate(text: str | None, own: float) -> float | None:
+    """None: the goodput is asked for."""
+    if text == "goodput":
+        return None
+    try:
+        value = own if text is None else float(text)
+    except ValueError:
+        value = 0.0
+    if value <= 0:
+        raise ConfigError(f"--rate: expected more than 0 requests per second, or goodput, got {text!r}")
+    return value
+
+
+def _simulate(question: Question, workers: int, rate: float | None) -> tuple[list[Outcome], str]:
+    with progress_bar() as progress:
+        tried = ways(workers)
+        task = progress.add_task(f"{len(tried)} ways", total=len(tried))
+        outcomes = []
+        for way in tried:
+            progress.update(task, description=str(way))
+            outcomes.append(outcome(question, way, rate))
+            progress.advance(task)
+        chosen = best(outcomes)
+        if rate is None:
+            return outcomes, _of_goodput(chosen, outcomes)
+        size = progress.add_task("how many workers", total=None)
+
+        def least(prefill_share: float, most: int) -> Way | None:
+            return fewest(question, rate, SHARES[0], most, prefill_share, lambda: progress.advance(size))
+
+        fixed = best([found for found in outcomes if found.way.policy == FIXED])
+        apart, together = least(fixed.way.prefill / workers, workers), least(0.0, 2 * workers)
+    return outcomes, _of_size(rate, workers, apart, together)
+
+
+def _of_goodput(chosen: Outcome, outcomes: list[Outcome]) -> str:
+    together = next(found for found in outcomes if found.way.prefill == 0 and found.way.policy == FIXED)
+    if together.score <= 0:
+        return f"{chosen.way} bears {chosen.score:.3g} requests/s; aggregated bears none within the objectives."
+    gain = chosen.score / together.score
+    worth = "disaggregation pays" if gain >= 1.05 else "disaggregation does not pay"
+    return f"{chosen.way} bears {chosen.score:.3g} requests/s, aggregated {together.score:.3g}: {worth} ({gain:.2f}x)."
+
+
+def _of_size(rate: float, workers: int, apart: Way | None, together: Way | None) -> str:
+    aggregated = (
+        "aggregated needs more than twice as many" if together is None else f"aggregated needs {together.decode}"
+    )
+    if apart is None:
+        if together is None or together.decode > workers:
+            return f"{workers} workers do not serve {rate:.3g} requests/s within the objectives; {aggregated}."
+        return f"{together.decode} workers, all aggregated, serve {rate:.3g} requests/s."
+    if together is not None and together.decode <= apart.prefill + apart.decode:
+        return f"{together.decode} workers, all aggregated, serve your load; disaggregation does not pay."
+    return f"{apart.prefill + apart.decode} workers as {apart.prefill}P{apart.decode}D serve your load; {aggregated}."
+
+
+def _rates(found: Outcome) -> dict[str, float]:
+    return {f"{share:.0%}": at.rate for share, at in found.goodput.items()}
+
+
+def _table(outcomes: list[Outcome], question: Question, rate: float | None) -> Table:
+    slo, name = question.slo, question.load.name
+    what = "goodput" if rate is None else f"{rate:.4g} requests/s"
+    shown = Table(title=f"{name}, {question.profile.name}: {what}; TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s * 1e3:g} ms")
+    columns = [f"goodput {share:.0%}" for share in SHARES] if rate is None else ["attained"]
+    for column in ("way", *columns, "TTFT P50", "P99", "max", "TPOT P50", "P99", "cached"):
+        shown.add_column(column, justify="left" if column == "way" else "right")
+    chosen = best(outcomes).way
+    for found in outcomes:
+        at = found.at or found.goodput[SHARES[0]].at
+        figures = [f"{x:.4g}/s" for x in _rates(found).values()] or [f"{found.score:.1%}"]
+        if at is not None:
+            figures += [f"{s:.2f} s" for s in (at.ttft_p50_s, at.ttft_p99_s, at.ttft_max_s)]
+            figures += [f"{s * 1e3:.0f} ms" for s in (at.tpot_p50_s, at.tpot_p99_s)] + [f"{at.prefix_hit:.0%}"]
+        shown.add_row(str(found.way), *figures, style="bold" if found.way == chosen else "")
+    return shown
+
+
+def _draw(path: Path, outcomes: list[Outcome], question: Question, rate: float | None, quiet: bool) -> None:
+    fixed = [(found.way.prefill, found.score) for found in outcomes if found.way.policy == FIXED]
+    last = max(prefill for prefill, _ in fixed)
+    lines: dict[str, list[tuple[float, float]]] = {"fixed split": [(float(x), y) for x, y in fixed]}
+    for found in outcomes:
+        if found.way.policy != FIXED:
+            lines[str(found.way)] = [(0.0, found.score), (float(max(1, last)), found.score)]
+    y_name = "requests per second that 90% attain" if rate is None else "share of requests within both objectives"
+    try:
+        line_chart(path, f"{question.load.name}, {question.profile.name}", "prefill workers", y_name, lines)
+    except PlotError as error:
+        typer.echo(str(error), err=True)
+        return
+    if not quiet:
+        typer.echo(f"picture: {path}")

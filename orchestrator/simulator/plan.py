@@ -1,0 +1,130 @@
+"""Which split of so many workers serves a load best, and how many workers that takes: every way simulated in turn.
+
+The ways are every split with the configuration's policies, `ratio.mode: auto`, and the field's at an even split. Who
+prints them is not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from orchestrator.config.settings import Config, SLOConfig
+from orchestrator.simulator.profile import Profile
+from orchestrator.simulator.report import SHARES, Goodput, Report, goodputs, report
+from orchestrator.simulator.settings import Settings, stack
+from orchestrator.simulator.simulation import Simulation
+from orchestrator.simulator.trace import Load, at_rate
+
+MOST_SPLITS = 17  # simulated; of larger fleets a subset, spread evenly
+FIELD_WAYS = ("field:round_robin", "field:least_requests", "field:power_of_two", "field:dynamo_cost")
+AUTO, FIXED = "ours", "ours:fixed"
+WARM_UP = 0.25  # of the load's time, which counts for nobody: an empty fleet says nothing, and roles change meanwhile
+
+
+class Way(msgspec.Struct, frozen=True):
+    """A fleet and its policies."""
+
+    prefill: int
+    decode: int
+    policy: str
+
+    def __str__(self) -> str:
+        fleet = f"{self.prefill}P{self.decode}D"
+        if self.policy == FIXED:
+            return f"{fleet} (aggregated)" if self.prefill == 0 else fleet
+        return f"automatic, from {fleet}" if self.policy == AUTO else f"{self.policy.partition(':')[2]}, {fleet}"
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """A way at the rate that was asked for (`at`), or its goodput at each share."""
+
+    way: Way
+    at: Report | None = None
+    goodput: dict[float, Goodput] = {}
+
+    @property
+    def score(self) -> float:
+        """The share of requests that met both objectives, or the rate at which 90% do."""
+        return self.at.attained if self.at is not None else self.goodput[SHARES[0]].rate
+
+
+class Question(msgspec.Struct, frozen=True):
+    """A load and what serves it."""
+
+    load: Load
+    profile: Profile
+    slo: SLOConfig
+    config: Config
+    seed: int = 0
+
+    def run(self, way: Way, rate: float) -> Report:
+        settings = Settings(
+            prefill=way.prefill,
+            decode=way.decode,
+            profile=self.profile,
+            stack=stack(way.policy, self.config),
+            slo=self.slo,
+            seed=self.seed,
+        )
+        return report(Simulation(settings, at_rate(self.load, rate)).run(), WARM_UP)
+
+
+def splits(workers: int) -> list[int]:
+    """Numbers of prefill workers to try, from none to all but one."""
+    count = min(workers, MOST_SPLITS)
+    return sorted({round(n * (workers - 1) / max(1, count - 1)) for n in range(count)})
+
+
+def ways(workers: int) -> list[Way]:
+    even = workers // 2
+    found = [Way(prefill, workers - prefill, FIXED) for prefill in splits(workers)]
+    found.append(Way(even, workers - even, AUTO))
+    if even:
+        found += [Way(even, workers - even, name) for name in FIELD_WAYS]
+    return found
+
+
+def outcome(question: Question, way: Way, rate: float | None) -> Outcome:
+    """At this rate; without one, the way's goodput, whose search begins at the load's own rate."""
+    if rate is not None:
+        return Outcome(way, at=question.run(way, rate))
+    start = question.load.rate
+    return Outcome(way, goodput=goodputs(lambda at: question.run(way, at), start * 0.8, start * 1.3))
+
+
+def best(outcomes: Iterable[Outcome]) -> Outcome:
+    """Of our ways; of equal ones the automatic one, which needs no choice, then the one with least prefill workers."""
+    ours = [found for found in outcomes if found.way.policy in (AUTO, FIXED)]
+    return max(ours, key=lambda found: (round(found.score, 3), found.way.policy == AUTO, -found.way.prefill))
+
+
+def fewest(
+    question: Question, rate: float, share: float, most: int, prefill_share: float, done: Callable[[], None]
+) -> Way | None:
+    """The fewest workers, at most `most`, of which this share prefill, that let 90% meet the objectives; None: not even
+    those. `prefill_share` 0 is the aggregated fleet. `done` is called after each simulation."""
+
+    def attains(workers: int) -> Way | None:
+        near = min(workers - 1, round(prefill_share * workers))
+        tried = {near} if prefill_share == 0 else {max(0, near - 1), near, min(workers - 1, near + 1)}
+        for prefill in sorted(tried, key=lambda number: abs(number - near)):
+            way = Way(prefill, workers - prefill, FIXED)
+            attained = question.run(way, rate).attained
+            done()
+            if attained >= share:
+                return way
+        return None
+
+    low, high, found = 1, most, attains(most)
+    if found is None:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        way = attains(middle)
+        if way is None:
+            low = middle + 1
+        else:
+            high, found = middle, way
+    return found

@@ -1,0 +1,92 @@
+"""`orchestrator plan` as a user meets it: a table, a sentence, a picture; from a trace, or from a running fleet."""
+
+import http.server
+import json
+import threading
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from orchestrator.cli.trial.plan import plan_command
+from orchestrator.config.settings import ConfigError
+
+app = typer.Typer(pretty_exceptions_enable=False)
+app.command()(plan_command)
+LOAD = ["--trace", "agents", "--profile", "h100-llama-8b", "--workers", "2", "--requests", "200"]
+
+
+def run(*args: str):
+    return CliRunner().invoke(app, args)
+
+
+def test_a_rate_is_answered_by_a_table_a_sentence_and_a_picture(tmp_path):
+    png = tmp_path / "plan.png"
+    result = run(*LOAD, "--rate", "2", "--plot", str(png))
+    assert result.exit_code == 0, result.output
+    assert "0P2D (aggregated)" in result.stdout and "automatic, from 1P1D" in result.stdout
+    assert "dynamo_cost, 1P1D" in result.stdout and "serve your load" in result.stdout
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_goodput_is_told_for_each_way(tmp_path):
+    result = run(*LOAD, "--rate", "goodput", "--plot", str(tmp_path / "plan.png"), "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert all(list(way["goodput"]) == ["90%", "95%", "99%"] for way in found["ways"])
+    assert "requests/s, aggregated" in found["answer"]
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (["--workers", "2"], "expected --trace and --profile"),
+        ([*LOAD, "--rate", "many"], "--rate: expected more than 0 requests per second, or goodput, got 'many'"),
+        (["--workers", "2", "--live", "http://127.0.0.1:9"], "name a frontend of a running fleet"),
+    ],
+)
+def test_mistakes_are_one_line(args, why, tmp_path):
+    result = run(*args, "--plot", str(tmp_path / "plan.png"))
+    assert isinstance(result.exception, ConfigError) and why in str(result.exception)
+
+
+@pytest.fixture
+def frontend():
+    """A real server with the pages of a frontend."""
+    pages = {
+        "/fleet": {"workers": [{"id": "d0", "blocks_total": 2000}, {"id": "d1", "blocks_total": 3000}]},
+        "/predictions": {"speed": {"prefill_s_per_token": 0.0001, "step_s": 0.01, "step_s_per_sequence": 0.0001}},
+        "/requests?latest=1000": {
+            "requests": [
+                {"arrived_at": 100.0 + n / 5, "prompt_tokens": 600, "cached_tokens": 100, "output_tokens": 20}
+                for n in range(100)
+            ]
+        },
+    }
+
+    class Pages(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = json.dumps(pages[self.path]).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield pages, f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_running_fleet_gives_its_timing_and_what_it_was_asked(frontend, tmp_path):
+    pages, url = frontend
+    args = ["--workers", "2", "--live", url, "--plot", str(tmp_path / "plan.png"), "--json"]
+    found = json.loads(run(*args).stdout)
+    assert {way["at"]["requests"] for way in found["ways"]} == {75}, "a quarter warms up"
+    assert found["ways"][0]["at"]["profile"] == "live" and abs(found["ways"][0]["at"]["rate"] - 5) < 0.1
+    pages["/predictions"] = {}
+    result = run(*args)
+    assert "no worker there has measured its engine" in str(result.exception)
