@@ -93,6 +93,32 @@ def agents(requests: int, seed: int = 0, rate: float = 1.0) -> Load:
     return Load("agents", agent.arrivals(requests, seed, rate), MADE_UNIT_TOKENS, partial(agents, requests, seed))
 
 
+# Requests of each phase of `changing` for one of conversation: a fleet is about equally busy with each.
+PHASES: dict[str, float] = {"chat": 1.0, "code": 0.7, "agents": 0.4}
+
+
+def changing(requests: int, seed: int = 0, rate: float = 1.0) -> Load:
+    """Conversation, then code, then agents, for a third of the time each: what a split that is fixed cannot suit."""
+    phase_s = requests / (rate * sum(PHASES.values()))
+    arrivals: list[Arrival] = []
+    for number, (name, share) in enumerate(PHASES.items()):
+        own = max(2, int(phase_s * rate * share))
+        made = LOADS[name](own, seed)
+        made = made.at(rate * share) if made.at is not None else made
+        factor = 1.0 if made.at is not None else 1.0 / (rate * share)  # `code` is made for one request a second
+        arrivals += [
+            Arrival(
+                number * phase_s + a.at * factor,
+                a.prompt_tokens,
+                a.output_tokens,
+                tuple(key * len(PHASES) + number for key in a.keys),
+            )
+            for a in made.arrivals
+            if a.at * factor < phase_s
+        ]
+    return Load("changing", arrivals, MADE_UNIT_TOKENS, partial(changing, requests, seed))
+
+
 class _Sessions(NamedTuple):
     """Sessions whose every request has all that was said before as its prefix. Lengths are (median, sigma)."""
 
@@ -136,6 +162,7 @@ LOADS: dict[str, Callable[[int, int], Load]] = {
     "code": code,
     "chat": chat,
     "agents": agents,
+    "changing": changing,
 }
 
 

@@ -106,3 +106,14 @@ def test_unknown_names_are_refused_with_the_known_ones(tmp_path):
         stack("best")
     with pytest.raises(ProfileError, match=r"p\.json.*step"):
         load_profile(write(tmp_path, '{"name": "x", "step": 1}', "p.json"))
+
+
+def test_a_changing_load_has_a_phase_of_each_kind_and_no_prefix_of_two():
+    load = at_rate(synthetic("changing", 2100), 10)
+    phase_s = 100.0
+    phases = [[a for a in load.arrivals if n * phase_s <= a.at < (n + 1) * phase_s] for n in range(3)]
+    assert sum(map(len, phases)) == len(load.arrivals)
+    assert [len(phase) for phase in phases] == [pytest.approx(count, rel=0.15) for count in (1000, 700, 400)]
+    assert not any(a.keys for a in phases[1]), "code shares nothing"
+    chat, agents = ({key for a in phase for key in a.keys} for phase in (phases[0], phases[2]))
+    assert chat and agents and not chat & agents
