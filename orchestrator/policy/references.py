@@ -80,3 +80,16 @@ class DynamoCost(_Least):
         prefill_tokens = uncached + candidate.waiting_tokens + candidate.placed_tokens
         decode_blocks = candidate.blocks_total - candidate.blocks_free
         return self.overlap_weight * prefill_tokens / candidate.block_size + decode_blocks
+
+
+CONDITIONAL_TOKENS, CONDITIONAL_SHARE = 2048, 0.7
+
+
+def dynamo_bypass(prompt_tokens: int, cached_tokens: int) -> bool:
+    """Dynamo's conditional disaggregation: whether a prompt is prefilled on the decode worker that was chosen for it.
+
+    With few tokens that are not cached there, and few of the prompt's. Source: github.com/ai-dynamo/dynamo,
+    lib/kv-router/src/conditional_disagg.rs, `isl_bounding` with its defaults.
+    """
+    new_tokens = max(0, prompt_tokens - cached_tokens)
+    return new_tokens < CONDITIONAL_TOKENS and new_tokens / max(1, prompt_tokens) < CONDITIONAL_SHARE

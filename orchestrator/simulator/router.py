@@ -17,6 +17,7 @@ from orchestrator.policy.placement import Local, PrefillView, Reject
 from orchestrator.policy.policies import Policies
 from orchestrator.policy.predict import Predictor
 from orchestrator.policy.prefix_index import PrefixIndex
+from orchestrator.policy.references import dynamo_bypass
 from orchestrator.simulator.job import Job, Phase, Stay
 from orchestrator.simulator.settings import Settings
 from orchestrator.simulator.view import PoolView
@@ -105,6 +106,10 @@ class Router:
         if prefill is None or decode is None:
             self.reasons["reject:no_worker"] += 1
             return False
+        if self.stack.conditional and dynamo_bypass(job.prompt_tokens, decode.cached_tokens):
+            self.reasons["local:push"] += 1
+            self._submit(job, decode.worker_id, "local", max(1, job.prompt_tokens - decode.cached_tokens))
+            return True
         self.reasons["remote:push"] += 1
         job.bound = decode.worker_id
         self.prefill.placed(prefill.worker_id, job.prompt_tokens, job.prompt_tokens - prefill.cached_tokens)

@@ -26,6 +26,7 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     name: str
     config: Config
     dispatch: Literal["queue", "push"] = "queue"
+    conditional: bool = False  # where pushed: prompts may stay on the decode worker, as Dynamo decides
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -43,6 +44,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 # What ships, when nothing is configured.
 SHIPPED = Config(model="simulated")
 FIELD = "field:"
+CONDITIONAL = "field:dynamo_conditional"  # `dynamo_cost` with Dynamo's conditional disaggregation
 # Our stack with a few keys changed, to see what each is worth.
 _VARIANTS: dict[str, dict[str, Any]] = {
     "ours": {},
@@ -55,7 +57,7 @@ _PREFIX_AWARE = {"dynamo_cost", "kv_prefix"}
 
 
 def stack_names() -> list[str]:
-    return [*_VARIANTS, *POLICY_NAMES, *(FIELD + name for name in POLICY_NAMES)]
+    return [*_VARIANTS, *POLICY_NAMES, *(FIELD + name for name in POLICY_NAMES), CONDITIONAL]
 
 
 def stack(name: str, config: Config = SHIPPED) -> Stack:
@@ -66,14 +68,14 @@ def stack(name: str, config: Config = SHIPPED) -> Stack:
     """
     if name in _VARIANTS:
         return Stack(name=name, config=changed(config, _VARIANTS[name]))
-    choice = name.removeprefix(FIELD)
+    choice = "dynamo_cost" if name == CONDITIONAL else name.removeprefix(FIELD)
     if choice not in POLICY_NAMES:
         raise ValueError(f"policy: expected one of {', '.join(stack_names())}, got {name!r}")
     fixed = changed(config, {"ratio": {"mode": "off"}, "routing": {"decode_choice": choice}})
     if not name.startswith(FIELD):
         return Stack(name=name, config=fixed)
     field = changed(fixed, {"routing": {"prefix_index": choice in _PREFIX_AWARE}, "slo": {"admission": "off"}})
-    return Stack(name=name, config=field, dispatch="push")
+    return Stack(name=name, config=field, dispatch="push", conditional=name == CONDITIONAL)
 
 
 def changed(config: Config, sections: dict[str, dict[str, Any]]) -> Config:

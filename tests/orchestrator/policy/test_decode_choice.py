@@ -6,6 +6,7 @@ import pytest
 
 from orchestrator.policy.candidate import Candidate
 from orchestrator.policy.decode_choice import POLICY_NAMES, decode_choice
+from orchestrator.policy.references import dynamo_bypass
 from orchestrator.types import RequestInfo
 
 REQUEST = RequestInfo(id="r", prompt_tokens=1600, max_new_tokens=160, arrived_at=0.0)
@@ -88,3 +89,11 @@ def test_every_policy_takes_one_of_the_candidates_or_none(name):
 def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"kv_blocks.*'best'"):
         decode_choice("best")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "cached", "stays"),
+    [(200, 0, False), (200, 100, True), (10_000, 8_000, True), (10_000, 7_952, False), (1000, 2000, True)],
+)
+def test_dynamos_conditional_disaggregation_keeps_what_is_short_and_mostly_cached(prompt, cached, stays):
+    assert dynamo_bypass(prompt, cached) is stays
