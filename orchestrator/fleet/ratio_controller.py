@@ -118,6 +118,7 @@ def observe(views: Iterable[WorkerView], at: float, offered: Offered) -> Observa
         at=at,
         offered=offered,
         holding=sum(load.running for load in loads),
+        waiting=sum(load.waiting for load in loads),
         held_tokens=sum(load.blocks_total - load.blocks_free for load in loads) * block_size,
         worker_tokens=sum(load.blocks_total for load in loads) * block_size // len(loads),
         worker_sequences=min(view.info.max_num_seqs for view in decoding),

@@ -23,6 +23,10 @@ PRIOR_SEQUENCES = range(1, 65, 4)  # a prior counts as much as steps of so many 
 MIN_REQUESTS = 20  # in half a window: fewer say too little of their lengths
 # A window is as short as it may be: this long, and with this many requests, whichever is longer.
 LEAST_WINDOW_S, ENOUGH_REQUESTS = 10.0, 200
+# Too few prefill workers cost little: prompts are computed on decode workers. Too few decode workers cost all. So
+# workers leave decode only for what is seen for this long (caches that are cold at first are warm by then), and half as
+# many at once.
+PATIENT_WINDOW_S = 30.0
 
 
 class Observation(msgspec.Struct, frozen=True):
@@ -31,6 +35,7 @@ class Observation(msgspec.Struct, frozen=True):
     at: float  # unix seconds
     offered: Offered  # since it began to be counted
     holding: int  # sequences with KV on decode workers
+    waiting: int  # sequences that wait there
     held_tokens: int  # of the KV in use on decode workers
     worker_tokens: int  # that one decode worker's KV pool holds
     worker_sequences: int  # at most in one decode worker's batch
@@ -42,7 +47,7 @@ class LoadSample(msgspec.Struct, frozen=True):
     at: float  # unix seconds, end of the period
     period_s: float
     offered: Offered
-    holding: int  # at the end of the period
+    sequences: int  # on decode workers at the end of the period, those that wait included
     prefill: tuple[float, float]  # of one prompt, measured: fixed seconds, and seconds per uncached token
     step: tuple[float, float]  # of decode, measured: fixed seconds, and seconds per sequence
     itl_s: float  # measured, mean over the workers
@@ -82,7 +87,7 @@ class LoadSampler:
             at=now.at,
             period_s=now.at - last.at,
             offered=now.offered - last.offered,
-            holding=now.holding,
+            sequences=now.holding + now.waiting,
             prefill=predictor.prefill_line,
             step=(step.intercept, step.slope) if step.samples >= MIN_FIT_SAMPLES else (itl_s, 0.0),
             itl_s=itl_s,
@@ -103,10 +108,12 @@ def samples_in_window(config: RatioConfig) -> int:
     return max(2, round(config.window_s / config.interval_s))
 
 
-def recent(window: Sequence[LoadSample], config: RatioConfig = RatioConfig()) -> Sequence[LoadSample]:
+def recent(
+    window: Sequence[LoadSample], config: RatioConfig = RatioConfig(), least_s: float = LEAST_WINDOW_S
+) -> Sequence[LoadSample]:
     """The latest samples that say enough of what arrives: all of them where little does."""
     seconds, requests = 0.0, 0
-    least_s = min(LEAST_WINDOW_S, config.window_s)
+    least_s = min(least_s, config.window_s)
     for start in range(len(window) - 1, -1, -1):
         seconds += window[start].period_s
         requests += window[start].offered.requests
@@ -126,15 +133,15 @@ def traffic(window: Sequence[LoadSample]) -> Traffic | None:
     tokens = total.prefill_tokens / total.requests
     tokens2 = max(total.prefill_tokens2 / total.requests, tokens * tokens)
     rate = total.requests / seconds
-    # Output lengths are learned from requests that ended, and long ones end last. By Little's law what decodes now says
-    # how long those are that have not ended.
-    holding = sum(sample.holding * sample.period_s for sample in window) / seconds
-    by_holding = holding / (rate * last.itl_s) if last.itl_s > 0 else 0.0
+    # Output lengths are learned from requests that ended, and long ones end last. By Little's law what is there now
+    # says how long those are that have not ended. What waits counts too: it is to be decoded beside what arrives.
+    there = sum(sample.sequences * sample.period_s for sample in window) / seconds
+    by_number = there / (rate * last.itl_s) if last.itl_s > 0 else 0.0
     return Traffic(
         requests_per_s=rate,
         prefill_s=fixed + per_token * tokens,
         prefill_s2=fixed * fixed + 2 * fixed * per_token * tokens + per_token * per_token * tokens2,
-        output_tokens=max(1.0, total.output_tokens / total.requests, by_holding),
+        output_tokens=max(1.0, total.output_tokens / total.requests, by_number),
         step_s=last.step[0],
         step_s_per_sequence=last.step[1],
         max_sequences=last.max_sequences,
@@ -176,19 +183,19 @@ def desired_ratio(
     workers change roles at once, by default a quarter of the fleet and at least one.
     """
     total = current.prefill + current.decode
-    window = recent(window, config)
+    patient, window = recent(window, config, PATIENT_WINDOW_S), recent(window, config)
     if not window or total < config.min_prefill + config.min_decode:
         return None
     now = window[-1].at
     if now - current.set_at < config.cool_down_s:
         return None
-    middle = len(window) // 2
-    parts = [part for part in (window, window[:middle], window[middle:]) if part]
-    best, *halves = [_best_prefill(traffic(part), current, config, slo) - current.prefill for part in parts]
-    if best == 0 or any(half * best <= 0 for half in halves):
-        return None
-    step = max_step or max(1, total // 4)
+    best = _agreed(window, current, config, slo)
+    if best > 0:
+        best = min(best, _agreed(patient, current, config, slo))
+    step = max_step or max(1, total // (8 if best > 0 else 4))
     prefill = current.prefill + max(-step, min(step, best))
+    if prefill == current.prefill:
+        return None
     arriving = traffic(window)
     assert arriving is not None
     return RatioDecision(
@@ -198,6 +205,16 @@ def desired_ratio(
         headroom_after=headroom(arriving, prefill, total - prefill, slo),
         traffic=arriving,
     )
+
+
+def _agreed(window: Sequence[LoadSample], current: DesiredRatio, config: RatioConfig, slo: SLOConfig) -> int:
+    """How many more workers should prefill, fewer where negative; 0 where the window and its halves disagree."""
+    middle = len(window) // 2
+    parts = [part for part in (window, window[:middle], window[middle:]) if part]
+    if not parts:
+        return 0
+    best, *halves = [_best_prefill(traffic(part), current, config, slo) - current.prefill for part in parts]
+    return 0 if any(half * best <= 0 for half in halves) else best
 
 
 def _best_prefill(arriving: Traffic | None, current: DesiredRatio, config: RatioConfig, slo: SLOConfig) -> int:

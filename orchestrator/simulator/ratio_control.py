@@ -65,6 +65,7 @@ class RatioControl:
             at=now,
             offered=router.offered,
             holding=running + sum(len(worker.receiving) + len(worker.arrived) for worker in workers),
+            waiting=sum(len(worker.waiting) for worker in workers),
             held_tokens=sum(worker.used_blocks(now) for worker in workers) * profile.block_size,
             worker_tokens=profile.blocks * profile.block_size,
             worker_sequences=profile.max_num_seqs,

@@ -96,7 +96,7 @@ P, D = Role.PREFILL, Role.DECODE
 def test_a_look_adds_up_the_decode_workers():
     views = fleet_of(P, D, D, running=5, waiting=2, free=412).workers.values()
     look = observe(views, 9.0, Offered(1, 2, 3.0))
-    assert (look.holding, look.held_tokens) == (10, 2 * 100 * 16)
+    assert (look.holding, look.waiting, look.held_tokens) == (10, 4, 2 * 100 * 16)
     assert (look.worker_tokens, look.worker_sequences) == (512 * 16, 64)
 
 

@@ -11,6 +11,7 @@ FIRST = Observation(
     at=100.0,
     offered=Offered(50, 9000, 900.0, prefill_tokens2=1.0e6),
     holding=4,
+    waiting=2,
     held_tokens=4000,
     worker_tokens=100_000,
     worker_sequences=64,
@@ -26,7 +27,7 @@ def test_a_sample_is_what_came_between_two_observations():
     sampler = LoadSampler()
     assert sampler.sample(FIRST, Predictor(0.0005)) is None
     sample = sampler.sample(later(), Predictor(0.0005))
-    assert (sample.at, sample.period_s, sample.holding) == (110.0, 10.0, 4)
+    assert (sample.at, sample.period_s, sample.sequences) == (110.0, 10.0, 6)
     assert sample.offered == Offered(10, 20_000, 1500.0, prefill_tokens2=4.0e7)
     assert sample.prefill == (0.0, pytest.approx(0.0005))
 

@@ -10,7 +10,7 @@ from orchestrator.types import DesiredRatio, Offered
 SLO = SLOConfig(ttft_s=1.0, tpot_s=0.05)
 CONFIG = RatioConfig(interval_s=10.0, window_s=60.0)
 # 60 prompts a second of 50 ms each, of few tokens out: most of eight workers should prefill.
-SAMPLE = LoadSample(at=100.0, period_s=10.0, offered=Offered(600, 600_000, 12_000.0, prefill_tokens2=6e8), holding=20,
+SAMPLE = LoadSample(at=100.0, period_s=10.0, offered=Offered(600, 600_000, 12_000.0, prefill_tokens2=6e8), sequences=20,
                     prefill=(0.0, 0.00005), step=(0.01, 0.0001), itl_s=0.015, max_sequences=256.0)  # fmt: skip
 EVEN = DesiredRatio(4, 4, set_at=-1000.0)
 
@@ -36,13 +36,14 @@ def test_traffic_is_rates_moments_and_what_they_cost():
 
 
 def test_answers_that_have_not_ended_count_by_what_decodes():
-    assert traffic([msgspec.structs.replace(SAMPLE, holding=900)]).output_tokens == pytest.approx(1000)
+    assert traffic([msgspec.structs.replace(SAMPLE, sequences=900)]).output_tokens == pytest.approx(1000)
 
 
 def test_the_split_follows_what_arrives_in_bounded_steps_down_to_no_prefill_worker():
-    to_prefill = decide(CODE, CODE)
-    assert (to_prefill.after.prefill, to_prefill.after.decode) == (6, 2), "a quarter of the fleet at a time"
-    assert decide(CODE, CODE, max_step=8).after.prefill == 7
+    to_prefill = decide(CODE, CODE, CODE)
+    assert (to_prefill.after.prefill, to_prefill.after.decode) == (5, 3), "an eighth of the fleet at a time"
+    assert decide(CODE, CODE, CODE, max_step=8).after.prefill == 7
+    assert decide(STORIES, STORIES).after.prefill == 2, "a quarter towards decode: it cannot do without"
     none = decide(STORIES, STORIES, max_step=8)
     assert none.after.prefill == 0 and none.headroom_after > none.headroom_before
     assert decide(STORIES, STORIES, max_step=8, config=RatioConfig(min_prefill=2)).after.prefill == 2
@@ -50,26 +51,34 @@ def test_the_split_follows_what_arrives_in_bounded_steps_down_to_no_prefill_work
 
 def test_prefill_workers_come_back():
     aggregated = DesiredRatio(0, 8, set_at=-1000.0)
-    assert decide(CODE, CODE, current=aggregated, max_step=8).after.prefill == 7
+    assert decide(CODE, CODE, CODE, current=aggregated, max_step=8).after.prefill == 7
 
 
 def test_hysteresis_and_cool_down():
-    after = decide(CODE, CODE, max_step=8).after
-    assert decide(CODE, CODE, current=msgspec.structs.replace(after, set_at=-1000.0)) is None
-    assert decide(CODE, CODE, current=DesiredRatio(4, 4, set_at=95.0)) is None
-    assert decide(CODE, CODE, config=RatioConfig(gain=0.9)) is None
+    after = decide(CODE, CODE, CODE, max_step=8).after
+    assert decide(CODE, CODE, CODE, current=msgspec.structs.replace(after, set_at=-1000.0)) is None
+    assert decide(CODE, CODE, CODE, current=DesiredRatio(4, 4, set_at=95.0)) is None
+    assert decide(CODE, CODE, CODE, config=RatioConfig(gain=0.9)) is None
     assert decide() is None
 
 
 def test_a_fleet_that_bears_more_than_enough_is_left_alone():
     light = offering(300, 1000, 20)
-    assert decide(light, light) is None
-    assert decide(light, light, config=RatioConfig(busy=0.1)) is not None
+    assert decide(light, light, light) is None
+    assert decide(light, light, light, config=RatioConfig(busy=0.1)) is not None
+
+
+def test_workers_leave_decode_only_for_what_is_seen_for_longer():
+    quick = RatioConfig(interval_s=5.0)
+    code, stories = (msgspec.structs.replace(sample, period_s=5.0) for sample in (CODE, STORIES))
+    assert decide(stories, stories, code, code, code, config=quick) is None, "15 s of it"
+    assert decide(*[code] * 6, config=quick) is not None
+    assert decide(code, code, code, code, stories, stories, config=quick).after.prefill < 4, "10 s are enough"
 
 
 def test_a_burst_is_no_reason_to_move():
     calm = offering(400, 400, 150)
-    assert decide(CODE, CODE) is not None
+    assert decide(CODE, CODE, CODE) is not None
     assert decide(calm, CODE) is None
 
 
@@ -81,5 +90,5 @@ def test_a_window_is_as_short_as_what_arrives_allows():
 
 
 def test_a_decision_tells_its_numbers():
-    line = str(decide(CODE, CODE))
-    assert line.startswith("4P4D -> 6P2D: bears ") and "130 requests/s" in line and "50 ms of prefill" in line
+    line = str(decide(CODE, CODE, CODE))
+    assert line.startswith("4P4D -> 5P3D: bears ") and "130 requests/s" in line and "50 ms of prefill" in line
