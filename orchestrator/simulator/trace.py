@@ -124,6 +124,15 @@ def _spread_bursts(arrivals: list[Arrival], seed: int) -> list[Arrival]:
     return [msgspec.structs.replace(a, at=a.at + rng.random() * min(3.0, following[a.at] - a.at)) for a in arrivals]
 
 
+def steady(requests: int, prompt_tokens: int, output_tokens: int, seed: int = 0) -> Load:
+    """Poisson arrivals, one a second on average, all of one size."""
+    rng, now, arrivals = random.Random(seed), 0.0, []
+    for _ in range(requests):
+        now += rng.expovariate(1.0)
+        arrivals.append(Arrival(now, prompt_tokens, output_tokens))
+    return Load(f"{prompt_tokens} in {output_tokens} out", arrivals)
+
+
 def at_rate(load: Load, rate: float) -> Load:
     """A load at this mean rate (requests per second): a trace's times are stretched or squeezed."""
     if rate <= 0:

@@ -16,8 +16,11 @@ import typer
 
 from orchestrator.cli.trial.simulate import objectives, parse_configuration, parse_fleet, parse_load, parse_profile
 from orchestrator.config.settings import ConfigError
-from orchestrator.simulator.calibrate import MeasureError, Target, Timing, fit_profile, measure_profile, replay
 from orchestrator.simulator.profile import PROFILES, ProfileError, load_profile
+from orchestrator.simulator.real.calibrate import fit_profile, measure_profile
+from orchestrator.simulator.real.client import MeasureError, Target, Timing
+from orchestrator.simulator.real.drive import open_loop
+from orchestrator.simulator.real.prompts import Prompts
 from orchestrator.simulator.report import Report, percentile, report
 from orchestrator.simulator.settings import FleetError, Settings, stack
 from orchestrator.simulator.simulation import Simulation
@@ -122,7 +125,8 @@ def compare_command(
 
 async def _replay(url: str, load: Load) -> list[Timing | None]:
     async with Target(url) as target:
-        return await replay(target, load)
+        run = await open_loop(target, load, Prompts())
+        return [sent.timing for sent in run.sent]
 
 
 def comparison(predicted: Report, timings: list[Timing | None]) -> dict[str, Any]:

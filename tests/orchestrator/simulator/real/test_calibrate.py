@@ -1,14 +1,15 @@
-"""Profiles from measurements, and real runs beside simulated ones, against a small server of known behaviour."""
-
-import asyncio
-import json
+"""Profiles from measurements, and real runs beside simulated ones."""
 
 import pytest
+from support_openai import Server
 
 from orchestrator.cli.trial.compare import comparison, profile_command
 from orchestrator.config.settings import ConfigError
-from orchestrator.simulator.calibrate import Measured, MeasureError, Target, fit_profile, replay
 from orchestrator.simulator.profile import PROFILES, load_profile
+from orchestrator.simulator.real.calibrate import Measured, fit_profile
+from orchestrator.simulator.real.client import MeasureError, Target
+from orchestrator.simulator.real.drive import open_loop
+from orchestrator.simulator.real.prompts import Prompts
 from orchestrator.simulator.report import report
 from orchestrator.simulator.settings import Settings, stack
 from orchestrator.simulator.simulation import Simulation
@@ -36,52 +37,18 @@ def test_noise_never_makes_a_coefficient_negative():
     assert profile.prefill_s_per_token > 0 and profile.step_s > 0
 
 
-async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """One answer per connection, as an OpenAI server streams it."""
-    head = (await reader.readuntil(b"\r\n\r\n")).decode()
-    if head.startswith("GET /v1/models"):
-        body = b'{"data": [{"id": "m"}]}'
-        kind = "application/json"
-    elif head.startswith("POST"):
-        length = next(
-            int(line.split(":")[1]) for line in head.splitlines() if line.lower().startswith("content-length")
-        )
-        asked = json.loads(await reader.readexactly(length))
-        events = [{"choices": [{"text": "x"}]}] * asked["max_tokens"]
-        events.append({"choices": [], "usage": {"completion_tokens": asked["max_tokens"]}})
-        body = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
-        kind = "text/event-stream"
-    else:
-        body, kind = b"{}", "application/json"
-    writer.write(
-        f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n".encode()
-    )
-    writer.write(body)
-    await writer.drain()
-    writer.close()
-
-
 async def test_a_load_is_replayed_and_laid_beside_its_simulation():
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
     load = Load("tiny", [Arrival(i / 50, 600, 5, (i % 2,)) for i in range(10)], unit_tokens=512)
-    async with server, Target(f"http://127.0.0.1:{port}/") as target:
-        shared = [target.prompt(600, (7,), 512, seed) for seed in (1, 2)]
-        assert shared[0][:512] == shared[1][:512] and shared[0][512:] != shared[1][512:] and len(shared[0]) == 600
-        timings = await replay(target, load)
-    assert [timing.output_tokens for timing in timings] == [5] * 10
+    async with Server() as server, Target(server.url) as target:
+        run = await open_loop(target, load, Prompts())
+    timings = [sent.timing for sent in run.sent]
+    assert [timing and timing.output_tokens for timing in timings] == [5] * 10
     predicted = report(Simulation(Settings(prefill=1, decode=1, profile=BASE, stack=stack("ours")), load).run())
     result = comparison(predicted, [*timings, None])
     assert result["failed"] == 1 and result["requests"] == 11
     assert set(result["figures"]) == {f"{name}_{share}" for name in ("ttft", "itl", "tpot") for share in ("p50", "p90")}
     with pytest.raises(MeasureError, match="no real request"):
         comparison(predicted, [None])
-
-
-async def test_no_server_is_said_in_one_line():
-    with pytest.raises(MeasureError, match="start a fleet first"):
-        async with Target("http://127.0.0.1:9"):
-            pass
 
 
 @pytest.mark.parametrize("lengths", ["a,b", "100", "0,5"])

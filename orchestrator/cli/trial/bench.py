@@ -1,0 +1,176 @@
+"""`orchestrator bench`: load on a server, and what its users would have felt; or two servers in turns."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from orchestrator.cli.handle import OUT
+from orchestrator.cli.trial.simulate import parse_load
+from orchestrator.config.settings import ConfigError
+from orchestrator.simulator.real.client import MeasureError, Target
+from orchestrator.simulator.real.drive import Run, Sent, closed_loop, open_loop
+from orchestrator.simulator.real.figures import Figures, Ratio, figures, ratios
+from orchestrator.simulator.real.page import page
+from orchestrator.simulator.real.prompts import Prompts
+from orchestrator.simulator.trace import Load, TraceError, at_rate, first, scaled, steady
+
+app = typer.Typer()
+_API_KEY = "OPENAI_API_KEY"
+_WARM_UP_REQUESTS, _WARM_UP_TOKENS = 4, 64
+
+
+@app.command("bench")
+def bench_command(
+    url: Annotated[str, typer.Argument(help="The server, as `orchestrator up` prints it.")],
+    load: Annotated[
+        str | None, typer.Option("--load", help="A trace, or bursty, heavy_tailed, code, chat or agents.")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Of each prompt, without --load.")] = 512,
+    output_tokens: Annotated[int, typer.Option("--output-tokens", min=1, help="Of each answer, without --load.")] = 128,
+    rates: Annotated[
+        str | None, typer.Option("--rate", help="Requests per second, a run for each of 2,4,8. Default: by --users.")
+    ] = None,
+    users: Annotated[int, typer.Option("--users", min=1, help="Each sends again when it was answered.")] = 8,
+    requests: Annotated[int, typer.Option("--requests", min=2, help="Of each run.")] = 200,
+    scale: Annotated[float, typer.Option("--scale-tokens", help="Factor on the lengths of a load.")] = 1.0,
+    ttft_s: Annotated[float, typer.Option("--ttft", help="Objective, seconds to the first token.")] = 2.0,
+    tpot_s: Annotated[float, typer.Option("--tpot", help="Objective, seconds per further token.")] = 0.1,
+    against: Annotated[str | None, typer.Option("--against", help="A second server, to take turns with.")] = None,
+    turns: Annotated[int, typer.Option("--turns", min=1, help="Of each server, with --against.")] = 3,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Save all figures.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Save a page with curves.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Of prompts; a server may cache them.")] = None,
+) -> None:
+    """Send load to a server, or to two in turns, and report what its users feel."""
+    if scale <= 0 or ttft_s <= 0 or tpot_s <= 0:
+        raise ConfigError("--scale-tokens, --ttft, --tpot: expected more than 0")
+    servers = [url] if against is None else [url, against]
+    try:
+        if load is None:
+            sent = steady(requests, prompt_tokens, output_tokens)
+        else:
+            sent = first(scaled(parse_load(load, requests, seed or 0), scale), requests)
+        plan = _Plan(sent, parse_rates(rates), users, int.from_bytes(os.urandom(2)) if seed is None else seed)
+        turn_runs = [asyncio.run(plan.turn(servers)) for _ in range(1 if against is None else turns)]
+    except (MeasureError, TraceError) as error:
+        raise ConfigError(str(error)) from None
+    found = [(run, figures(run, ttft_s, tpot_s)) for runs in turn_runs for run in runs]
+    seen = [figure for _, figure in found]
+    compared = ratios(seen[::2], seen[1::2]) if against is not None else []
+    rows = _rows(seen)
+    _show(rows, compared, seen)
+    if json_file is not None:
+        saved: dict[str, Any] = {"objectives": {"ttft_s": ttft_s, "tpot_s": tpot_s}, "runs": seen, "ratios": compared}
+        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(saved), indent=1) + b"\n")
+    if html_file is not None:
+        html_file.write_text(page(f"{sent.name}: {' and '.join(servers)}", rows, found, compared))
+    if all(figure.errors == figure.requests for figure in seen):
+        raise ConfigError(f"no request was answered: {next(iter(seen[0].reasons), 'no reason was given')}")
+
+
+class _Plan:
+    """Runs of one load. Each has prompts of its own: what one run has sent, no server answers from its cache."""
+
+    def __init__(self, load: Load, rates: Sequence[float], users: int, seed: int) -> None:
+        self._load, self._rates, self._users, self._seed = load, rates, users, seed
+
+    async def turn(self, servers: Sequence[str]) -> list[Run]:
+        """At each rate one run for each server, one after the other. Raises MeasureError."""
+        rates: Sequence[float | None] = self._rates or [None]
+        return [await self._run(server, rate) for rate in rates for server in servers]
+
+    async def _run(self, server: str, rate: float | None) -> Run:
+        self._seed += 1
+        prompts = Prompts(seed=self._seed)
+        async with Target(server, api_key=os.environ.get(_API_KEY, "")) as target:
+            # Connects, and has the server compile and allocate what its first requests take.
+            warm = [prompts.make(_WARM_UP_TOKENS, own=1_000_000 + n) for n in range(_WARM_UP_REQUESTS)]
+            await asyncio.gather(*(target.complete(prompt, 4) for prompt in warm))
+            if rate is None:
+                load = self._load
+                return await _watched(load, server, lambda done: closed_loop(target, load, self._users, prompts, done))
+            load = at_rate(self._load, rate)
+            return await _watched(load, server, lambda done: open_loop(target, load, prompts, done))
+
+
+async def _watched(load: Load, server: str, run: Callable[[Callable[[Sent], None]], Awaitable[Run]]) -> Run:
+    """With its progress on standard error."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[now]}"), console=Console(stderr=True)) as progress:
+        task = progress.add_task(server, total=len(load.arrivals), now="")
+        errors = 0
+
+        def done(sent: Sent) -> None:
+            nonlocal errors
+            errors += sent.timing is None
+            speed = progress.tasks[task].speed or 0.0
+            last = f"TTFT {_time(sent.timing.ttft_s)}" if sent.timing is not None else sent.error[:60]
+            progress.update(task, advance=1, now=f"{speed:.1f}/s, {last}" + (f", {errors} errors" if errors else ""))
+
+        return await run(done)
+
+
+def parse_rates(text: str | None) -> list[float]:
+    """Raises ConfigError."""
+    try:
+        found = [float(part) for part in text.split(",")] if text is not None else []
+    except ValueError:
+        found = [0.0]
+    if any(rate <= 0 for rate in found):
+        raise ConfigError(f"--rate: expected numbers above 0 as in 2,4,8, got {text!r}")
+    return found
+
+
+def _rows(seen: Sequence[Figures]) -> list[list[str]]:
+    """Names, then a row for each run."""
+    names = ["server", "load", "asked", "requests/s", "errors", "goodput/s", "attained", "tokens/s", "cached"]
+    names += ["TTFT P50", "TTFT P90", "TTFT P99", "TTFT max", "TPOT P50", "TPOT P90", "TPOT P99", "ITL P99"]
+    names += ["client CPU per request"]
+    rows = [names]
+    for f in seen:
+        asked = f"{f.rate:.3g}/s" if f.rate is not None else f"{f.users} users"
+        row = [f.url, f.load, asked, f"{f.requests_per_s:.2f}", str(f.errors), f"{f.goodput:.2f}", f"{f.attained:.1%}"]
+        row += [f"{f.output_tokens_per_s:.0f}", f"{f.cached:.0%}"]
+        row += [_time(value) for value in (f.ttft.p50, f.ttft.p90, f.ttft.p99, f.ttft.max)]
+        row += [_time(value) for value in (f.tpot.p50, f.tpot.p90, f.tpot.p99, f.itl.p99)]
+        rows.append([*row, f"{f.client_cpu_ms:.2f} ms"])
+    return rows
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _show(rows: list[list[str]], compared: list[Ratio], seen: Sequence[Figures]) -> None:
+    """A column for each run: many figures, few runs."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, *values in zip(*rows, strict=True):
+        table.add_row(name, *values)
+    OUT.print(table)
+    if compared:
+        table = Table(box=None, pad_edge=False, title="\nfirst server over second", title_justify="left")
+        for name in ("figure", "ratio", "least", "most", "better"):
+            table.add_column(name)
+        for r in compared:
+            clear = (r.least - 1) * (r.most - 1) > 0
+            better = ("first" if (r.median > 1) is r.more_is_better else "second") if clear else "-"
+            table.add_row(r.name, f"{r.median:.2f}", f"{r.least:.2f}", f"{r.most:.2f}", better)
+        OUT.print(table)
+    for f in seen:
+        for reason, count in f.reasons.items():
+            OUT.print(f"{count} errors: {reason}", style="yellow", highlight=False)
+        if f.client_was_the_bottleneck:
+            busy = f"{f.client_busy:.0%} of a core, {f.client_late_s:.2f} s late"
+            OUT.print(
+                f"{f.url}: the client was the bottleneck ({busy}): its times are not the server's", style="yellow"
+            )

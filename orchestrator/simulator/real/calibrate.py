@@ -1,0 +1,129 @@
+"""A simulator's profile from measurements on a real server.
+
+`measure_profile` times prompts by length, and tokens by batch size and by context, on a server with *one* worker that
+does both (`configs/aggregated-cpu.yaml` with one replica); `fit_profile` is the arithmetic. Memory and link are not
+measured: they are given, or left as in `base`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from orchestrator.simulator.profile import Profile
+from orchestrator.simulator.real.client import Target
+from orchestrator.simulator.real.prompts import Prompts
+
+DECODE_TOKENS = 48
+SHORT_PROMPT = 32
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """Seconds. `ttft`: (prompt tokens, TTFT); `batches`: (sequences at once, TPOT); `contexts`: (context, TPOT)."""
+
+    ttft: list[tuple[int, float]]
+    batches: list[tuple[int, float]]
+    contexts: list[tuple[int, float]]
+
+
+async def measure_profile(
+    target: Target,
+    lengths: Sequence[int],
+    batches: Sequence[int] = (1, 2, 4, 8),
+    repeats: int = 3,
+    say: Callable[[str], None] = lambda text: None,
+) -> Measured:
+    """Medians of `repeats`, every prompt a new one, so that no cache answers. Raises MeasureError."""
+    seed, prompts = 0, Prompts()
+
+    def fresh(tokens: int) -> list[int]:
+        nonlocal seed
+        seed += 1
+        return prompts.make(tokens, own=seed)
+
+    await target.complete(fresh(SHORT_PROMPT), 4)  # compiles, allocates, connects
+    ttft = []
+    for length in lengths:
+        times = [(await target.complete(fresh(length), 1)).ttft_s for _ in range(repeats)]
+        ttft.append((length, statistics.median(times)))
+        say(f"prompt of {length} tokens: TTFT {ttft[-1][1] * 1e3:.1f} ms")
+    by_batch = []
+    for batch in batches:
+        asked = [fresh(SHORT_PROMPT) for _ in range(batch)]
+        timings = await asyncio.gather(*(target.complete(prompt, DECODE_TOKENS) for prompt in asked))
+        # The middle of the gaps: the first ones contain the others' prefills.
+        gaps = [gap for timing in timings for gap in timing.gaps_s[len(timing.gaps_s) // 4 :]]
+        by_batch.append((batch, statistics.median(gaps)))
+        say(f"{batch} sequences at once: {by_batch[-1][1] * 1e3:.1f} ms per token")
+    contexts = []
+    for length in (SHORT_PROMPT, max(lengths)):
+        timing = await target.complete(fresh(length), DECODE_TOKENS)
+        contexts.append((length + DECODE_TOKENS // 2, statistics.median(timing.gaps_s)))
+        say(f"context of {contexts[-1][0]} tokens: {contexts[-1][1] * 1e3:.1f} ms per token")
+    return Measured(ttft, by_batch, contexts)
+
+
+def fit_profile(measured: Measured, base: Profile, name: str, origin: str) -> Profile:
+    """Least squares on relative errors; no coefficient is negative. `base` gives what was not measured."""
+    fixed, per_token, curve = _quadratic(measured.ttft)
+    step, per_sequence = _line(measured.batches)
+    (near, near_s), (far, far_s) = measured.contexts[0], measured.contexts[-1]
+    per_context = max(0.0, (far_s - near_s) / (far - near)) if far > near else 0.0
+    return msgspec.structs.replace(
+        base,
+        name=name,
+        origin=origin,
+        step_s=max(1e-6, step - per_context * SHORT_PROMPT),
+        prefill_s_per_token=max(1e-9, per_token),
+        attention_s=2 * curve,  # tokens * (tokens / 2) of it
+        decode_s_per_seq=per_sequence,
+        kv_s_per_token=per_context,
+        router_s=max(0.0, fixed - step),
+    )
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Intercept and slope."""
+    intercept, slope = _solve([[1.0, x] for x, _ in points], [y for _, y in points])
+    if slope < 0:
+        return statistics.median(y for _, y in points), 0.0
+    return (intercept, slope) if intercept >= 0 else (0.0, statistics.median(y / x for x, y in points))
+
+
+def _quadratic(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    if len(points) >= 3:
+        fixed, per_token, curve = _solve([[1.0, x, x * x] for x, _ in points], [y for _, y in points])
+        if fixed >= 0 and per_token > 0 and curve >= 0:
+            return fixed, per_token, curve
+    return (*_line(points), 0.0)
+
+
+def _solve(rows: list[list[float]], values: list[float]) -> list[float]:
+    """Weighted least squares by the normal equations; each row counts by its relative error."""
+    size = len(rows[0])
+    left = [[0.0] * size for _ in range(size)]
+    right = [0.0] * size
+    scale = [max(abs(row[i]) for row in rows) or 1.0 for i in range(size)]
+    for row, value in zip(rows, values, strict=True):
+        scaled = [x / s / value for x, s in zip(row, scale, strict=True)]
+        for i in range(size):
+            right[i] += scaled[i]
+            for j in range(size):
+                left[i][j] += scaled[i] * scaled[j]
+    for i in range(size):  # Gauss-Jordan with pivoting
+        pivot = max(range(i, size), key=lambda r: abs(left[r][i]))
+        left[i], left[pivot], right[i], right[pivot] = left[pivot], left[i], right[pivot], right[i]
+        factor = left[i][i]
+        if abs(factor) < 1e-12:
+            return [0.0] * size
+        left[i] = [x / factor for x in left[i]]
+        right[i] /= factor
+        for r in range(size):
+            if r != i:
+                times = left[r][i]
+                left[r] = [x - times * y for x, y in zip(left[r], left[i], strict=True)]
+                right[r] -= times * right[i]
+    return [x / s for x, s in zip(right, scale, strict=True)]

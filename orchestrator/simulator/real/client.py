@@ -1,0 +1,117 @@
+"""One request to a server, timed as its user sees it. Answers are counted, not decoded: a load costs little here.
+
+Server-sent events as OpenAI's completions API streams them: one JSON object per `data:` line, an empty list of choices
+with the usage at the end, then `[DONE]`.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+
+import aiohttp
+import msgspec
+
+_CHOICE = b'"finish_reason"'  # every choice of a chunk has it, the chunk with the usage has none
+_USAGE = re.compile(rb'"completion_tokens":\s*(\d+)')
+_CACHED = re.compile(rb'"cached_tokens":\s*(\d+)')
+_ERROR = b'data: {"error"'
+_CONNECT_TIMEOUT_S = 10.0
+
+
+class MeasureError(ValueError):
+    """One line: the server, what it answered, and the mend."""
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """One answered request; seconds. `tpot_s` is 0 for a single token, `gaps_s` are between chunks of the stream."""
+
+    prompt_tokens: int
+    output_tokens: int
+    ttft_s: float
+    tpot_s: float
+    gaps_s: list[float]
+    cached_tokens: int = 0  # of the prompt, as the server says
+
+    @property
+    def total_s(self) -> float:
+        return self.ttft_s + sum(self.gaps_s)
+
+
+class Target:
+    """A server. Use as an async context manager, which asks for its model."""
+
+    def __init__(self, url: str, timeout_s: float = 600.0, api_key: str = "") -> None:
+        self.url = url.rstrip("/")
+        self.model = ""
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S),
+            headers={"content-type": "application/json", **headers},
+            read_bufsize=1 << 18,
+        )
+
+    async def __aenter__(self) -> Target:
+        try:
+            async with self._client.get(f"{self.url}/v1/models") as answer:
+                self.model = (await answer.json())["data"][0]["id"]
+        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
+            await self._client.close()
+            raise MeasureError(f"{self.url}: no OpenAI server answers there ({error}); start a fleet first") from None
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.close()
+
+    async def fleet(self) -> dict:
+        """The server's /fleet, or nothing where there is none."""
+        try:
+            async with self._client.get(f"{self.url}/fleet") as answer:
+                return await answer.json() if answer.status == 200 else {}
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            return {}
+
+    async def complete(self, prompt: list[int], output_tokens: int) -> Timing:
+        """Raises MeasureError for anything but a complete answer."""
+        body = msgspec.json.encode(
+            {
+                "model": self.model,
+                "prompt": prompt,
+                "max_tokens": output_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        )
+        began = time.perf_counter()
+        try:
+            async with self._client.post(f"{self.url}/v1/completions", data=body) as answer:
+                if answer.status != 200:
+                    raise MeasureError(f"{self.url}: answered {answer.status}: {(await answer.text())[:200]}")
+                stamps, end = await _read(answer.content)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise MeasureError(f"{self.url}: {type(error).__name__} {error}") from None
+        if _ERROR in end:
+            raise MeasureError(f"{self.url}: {end[end.index(_ERROR) :][:200].decode(errors='replace')}")
+        if not stamps or b"data: [DONE]" not in end:
+            raise MeasureError(f"{self.url}: the answer broke off after {len(stamps)} tokens")
+        counted, cached = _USAGE.search(end), _CACHED.search(end)
+        tokens = int(counted[1]) if counted else len(stamps)
+        tpot_s = (stamps[-1] - stamps[0]) / (tokens - 1) if tokens > 1 else 0.0
+        gaps = [after - before for before, after in zip(stamps, stamps[1:], strict=False)]
+        return Timing(len(prompt), tokens, stamps[0] - began, tpot_s, gaps, int(cached[1]) if cached else 0)
+
+
+async def _read(content: aiohttp.StreamReader) -> tuple[list[float], bytes]:
+    """When each event with a choice came, and the last of the stream, which has the usage."""
+    stamps: list[float] = []
+    end = b""
+    async for chunk in content.iter_any():
+        now = time.perf_counter()
+        # An event may be cut in two: what ends a chunk begins the next one's search.
+        seam = end[1 - len(_CHOICE) :] if end else b""
+        stamps += [now] * (seam + chunk).count(_CHOICE)
+        end = (end + chunk)[-4096:]
+    return stamps, end

@@ -1,0 +1,102 @@
+"""Sends a load: at its own times, whatever is under way (open loop), or by so many users at once (closed loop)."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from orchestrator.simulator.real.client import MeasureError, Target, Timing
+from orchestrator.simulator.real.prompts import Prompts
+from orchestrator.simulator.trace import Arrival, Load
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """One request and what became of it. Seconds from the start of the run."""
+
+    at_s: float
+    done_s: float
+    timing: Timing | None
+    error: str = ""
+
+
+class Run(msgspec.Struct, frozen=True):
+    """`client_cpu_s` is what this process computed meanwhile, `late_s` how late it sent at the worst."""
+
+    url: str
+    load: str
+    sent: list[Sent]
+    span_s: float
+    client_cpu_s: float
+    late_s: float = 0.0
+    rate: float | None = None  # asked for, requests per second
+    users: int | None = None  # in a closed loop
+
+
+Done = Callable[[Sent], None]
+
+
+async def open_loop(target: Target, load: Load, prompts: Prompts, done: Done = lambda sent: None) -> Run:
+    """Each request at its time in the load."""
+    clock = _Clock()
+
+    async def one(number: int, arrival: Arrival) -> Sent:
+        prompt = prompts.make(arrival.prompt_tokens, arrival.keys, load.unit_tokens, number)
+        return await _send(target, prompt, arrival.output_tokens, clock, done)
+
+    tasks = []
+    late_s = 0.0
+    for number, arrival in enumerate(load.arrivals):
+        # Also where it is late: answers must be read.
+        await asyncio.sleep(max(0.0, arrival.at - clock.now))
+        late_s = max(late_s, clock.now - arrival.at)
+        tasks.append(asyncio.create_task(one(number, arrival)))
+    sent = await asyncio.gather(*tasks)
+    return Run(target.url, load.name, list(sent), clock.now, clock.cpu_s, late_s, rate=load.rate)
+
+
+async def closed_loop(target: Target, load: Load, users: int, prompts: Prompts, done: Done = lambda sent: None) -> Run:
+    """Each user sends the load's next request when the last one was answered; the load's times do not count."""
+    clock = _Clock()
+    waiting = enumerate(load.arrivals)
+    sent: list[Sent] = []
+
+    async def user() -> None:
+        for number, arrival in waiting:
+            prompt = prompts.make(arrival.prompt_tokens, arrival.keys, load.unit_tokens, number)
+            sent.append(await _send(target, prompt, arrival.output_tokens, clock, done))
+
+    await asyncio.gather(*(user() for _ in range(users)))
+    return Run(target.url, load.name, sent, clock.now, clock.cpu_s, users=users)
+
+
+async def _send(target: Target, prompt: list[int], output_tokens: int, clock: _Clock, done: Done) -> Sent:
+    at_s, timing, error = clock.now, None, ""
+    try:
+        timing = await target.complete(prompt, output_tokens)
+    except MeasureError as failed:
+        error = str(failed)
+    sent = Sent(at_s, clock.now, timing, error)
+    done(sent)
+    return sent
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self._began, self._cpu = time.perf_counter(), _cpu_s()
+
+    @property
+    def now(self) -> float:
+        return time.perf_counter() - self._began
+
+    @property
+    def cpu_s(self) -> float:
+        return _cpu_s() - self._cpu
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime

@@ -1,0 +1,142 @@
+"""What a load measures is what its users felt, whatever the server does; two servers are told apart in turns."""
+
+from __future__ import annotations
+
+import json
+import threading
+from asyncio import new_event_loop
+
+import pytest
+from support_openai import Server
+from typer.testing import CliRunner
+
+from orchestrator.cli.trial.bench import app, parse_rates
+from orchestrator.config.settings import ConfigError
+from orchestrator.simulator.real.client import MeasureError, Target
+from orchestrator.simulator.real.drive import Run, Sent, closed_loop, open_loop
+from orchestrator.simulator.real.figures import figures, ratios
+from orchestrator.simulator.real.prompts import Prompts
+from orchestrator.simulator.trace import Arrival, Load, at_rate, steady
+
+
+def test_prompts_share_what_their_keys_say_and_nothing_else():
+    prompts = Prompts(seed=1)
+    first, second = (prompts.make(1300, (7, 8), 512, own) for own in (1, 2))
+    assert len(first) == 1300 and first[:1024] == second[:1024]
+    assert first[1024:1030] != second[1024:1030]
+    assert prompts.make(600, (8, 7), 512)[:16] != first[:16]
+    many = {tuple(prompts.make(16, own=own)) for own in range(20_000)}
+    assert len(many) == 20_000, "no server answers one from another's cache"
+    assert Prompts(seed=2).make(16, own=1) not in map(list, many)
+    assert len(prompts.make(200_000)) == 200_000 and len(prompts.make(2)) == 2
+    assert all(100 <= token < 10_000 for token in first)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7])
+async def test_tokens_are_counted_however_the_stream_is_cut(cut):
+    async with Server(cut=cut) as server, Target(server.url) as target:
+        timing = await target.complete([1, 2, 3], 5)
+    assert (timing.output_tokens, len(timing.gaps_s), timing.cached_tokens) == (5, 4, 3)
+
+
+async def test_times_are_the_servers():
+    async with Server(first_s=0.2, gap_s=0.05) as server, Target(server.url) as target:
+        timing = await target.complete([1, 2, 3], 5)
+    assert timing.ttft_s >= 0.2 and timing.tpot_s >= 0.05
+    assert timing.total_s == pytest.approx(timing.ttft_s + 4 * timing.tpot_s)
+
+
+@pytest.mark.parametrize(("broken", "said"), [("status", "429"), ("stream", "broke off"), ("event", "engine died")])
+async def test_what_is_no_complete_answer_is_an_error(broken, said):
+    async with Server(broken=broken) as server, Target(server.url) as target:
+        with pytest.raises(MeasureError, match=said):
+            await target.complete([1], 3)
+        run = await closed_loop(target, steady(4, 8, 2), 2, Prompts())
+    seen = figures(run, 1.0, 1.0)
+    assert (seen.errors, seen.attained, seen.requests_per_s) == (4, 0.0, 0.0)
+    assert any(said in reason for reason in seen.reasons)
+
+
+async def test_a_closed_loop_has_so_many_users_and_an_open_one_follows_its_clock():
+    async with Server(first_s=0.1) as server, Target(server.url) as target:
+        run = await closed_loop(target, steady(12, 8, 2), 3, Prompts())
+        assert server.most_at_once == 3 and len(run.sent) == 12 and run.users == 3
+        server.most_at_once = 0
+        load = Load("burst", [Arrival(0.0, 8, 2)] * 6 + [Arrival(0.5, 8, 2)])
+        run = await open_loop(target, load, Prompts())
+        assert server.most_at_once == 6, "nobody waits for an answer"
+    assert run.sent[-1].at_s >= 0.5 and run.rate == load.rate
+
+
+def made(ttfts: list[float], span_s: float = 10.0, errors: int = 0) -> Run:
+    from orchestrator.simulator.real.client import Timing
+
+    sent = [Sent(0.0, ttft, Timing(100, 11, ttft, 0.01, [0.01] * 10)) for ttft in ttfts]
+    return Run("u", "l", sent + [Sent(0.0, 1.0, None, "x")] * errors, span_s, client_cpu_s=1.0, users=1)
+
+
+def test_goodput_counts_answers_within_both_objectives():
+    seen = figures(made([0.1] * 8 + [3.0] * 2, errors=10), ttft_s=1.0, tpot_s=0.1)
+    assert (seen.attained, seen.goodput, seen.requests_per_s) == (0.4, 0.8, 1.0)
+    assert (seen.ttft.p50, seen.ttft.p90, seen.ttft.max) == (0.1, 3.0, 3.0)
+    assert figures(made([0.1]), 1.0, 0.001).attained == 0.0
+    assert not seen.client_was_the_bottleneck and figures(made([0.1], 1.0), 1.0, 0.1).client_was_the_bottleneck
+
+
+def test_servers_are_compared_turn_by_turn():
+    slow, fast = ([figures(made([ttft * n]), 9.0, 9.0) for n in (1, 2, 3)] for ttft in (0.4, 0.1))
+    by_name = {ratio.name: ratio for ratio in ratios(slow, fast)}
+    assert by_name["TTFT P50"].median == by_name["TTFT P50"].least == pytest.approx(4.0)
+    assert by_name["requests/s"].median == 1.0 and by_name["requests/s"].more_is_better
+
+
+def test_a_load_of_one_size_keeps_the_rate_asked_for():
+    load = at_rate(steady(500, 100, 10), 20.0)
+    assert load.rate == pytest.approx(20.0) and {a.prompt_tokens for a in load.arrivals} == {100}
+
+
+@pytest.mark.parametrize("text", ["a", "0", "1,-2", ""])
+def test_bad_rates_are_refused(text):
+    with pytest.raises(ConfigError, match="--rate"):
+        parse_rates(text)
+
+
+@pytest.fixture
+def servers():
+    """A slow one and a fast one, in a thread of their own."""
+    loop, slow, fast = new_event_loop(), Server(first_s=0.2), Server()
+    loop.run_until_complete(slow.__aenter__())
+    loop.run_until_complete(fast.__aenter__())
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield slow, fast
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+def test_the_command_compares_two_servers_and_saves_what_it_saw(servers, tmp_path):
+    slow, fast = servers
+    files = ["--json", str(tmp_path / "b.json"), "--html", str(tmp_path / "b.html")]
+    size = ["--requests", "8", "--users", "4", "--prompt-tokens", "20", "--output-tokens", "3", "--turns", "2"]
+    done = CliRunner().invoke(app, [slow.url, "--against", fast.url, *size, *files])
+    assert done.exit_code == 0, done.output
+    assert "first server over second" in done.output
+    saved = json.loads((tmp_path / "b.json").read_text())
+    assert [run["url"] + "/" for run in saved["runs"]] == [slow.url, fast.url] * 2
+    ratio = next(ratio for ratio in saved["ratios"] if ratio["name"] == "TTFT P50")
+    assert ratio["least"] > 1
+    assert (tmp_path / "b.html").read_text().count("<polyline") == 12
+    prompts = [tuple(prompt[:8]) for server in servers for prompt in server.prompts if len(prompt) == 20]
+    assert len(set(prompts)) == len(prompts) == 32, "no prompt was asked twice"
+
+
+def test_the_command_tries_several_rates(servers):
+    done = CliRunner().invoke(app, [servers[1].url, "--requests", "6", "--rate", "20,40", "--load", "code"])
+    assert done.exit_code == 0, done.output
+    assert "20/s" in done.output and "40/s" in done.output
+
+
+def test_a_server_that_answers_nothing_is_one_line(servers):
+    servers[1].broken = "status"
+    done = CliRunner().invoke(app, [servers[1].url, "--requests", "4"])
+    assert isinstance(done.exception, ConfigError) and "429" in str(done.exception)
