@@ -31,7 +31,7 @@ async def _server(world: World) -> AsyncIterator[redis.asyncio.Redis]:
 
 async def queue_lost(world: World) -> None:
     """Every key of the queue, waiting and claimed jobs, is deleted while jobs wait."""
-    await world.caught(Role.PREFILL, "claimed")
+    await world.caught(Role.PREFILL, "prefilling")
     prefix = Keys(world.fleet.namespace).prefix
     async with _server(world) as server:
         keys = [key async for key in server.scan_iter(f"{prefix}*")]

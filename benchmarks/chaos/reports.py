@@ -19,7 +19,7 @@ from orchestrator.wire.transport import FrontendTransport
 # Of what a worker is told to be in the middle. Blocks that only a prefix cache keeps count as free.
 PHASES: dict[str, Callable[[WorkerLoad], bool]] = {
     "idle": lambda load: not load.running and not load.waiting and load.blocks_free == load.blocks_total,
-    "claimed": lambda load: load.waiting > 0,
+    "claimed": lambda load: load.waiting_tokens > 0,  # it holds a prompt that is not computed
     "prefilling": lambda load: load.running > 0,
     "pushing": lambda load: not load.running and not load.waiting and load.blocks_free < load.blocks_total,
     "awaiting_kv": lambda load: load.waiting > 0,
