@@ -146,7 +146,7 @@ workers:
   decode:
     replicas: {decode}
 # ratio:
-#   mode: off # auto moves workers between the roles as the load asks
+#   mode: auto # moves workers between the roles as the load asks
 # slo:
 #   ttft_s: 2.0
 #   tpot_s: 0.1
