@@ -63,7 +63,7 @@ def worker(
     role: Annotated[Role, typer.Option("--role", metavar="prefill|decode", help="The role to begin with.")],
     bind: Annotated[str, typer.Option("--bind", help="Where to listen; auto: at the address to Redis.")] = "",
 ) -> None:
-    """Run one worker of a fleet that runs elsewhere, configured as the fleet is; other options are decode-worker's."""
+    """Run one worker of a fleet that runs elsewhere, configured as the fleet is. Other options are decode-worker's."""
     where = Token.decode(token)
     try:
         config = ask(FleetHandle(where.namespace, where.redis_url, None, None), lambda fleet: fleet.registry.config())

@@ -40,7 +40,7 @@ COMMANDS = {
     "ratio": ("look.ratio", "The split of the workers."),
     "config": ("config", "The configuration."),
     "simulate": ("trial.simulate", "Simulate a fleet under a load with the router's own policies, without engines."),
-    "plan": ("trial.plan", "Simulate every split of so many workers, and say what serves a load."),
+    "plan": ("trial.plan", "Simulate every split of so many workers, the automatic one and the field's ways."),
     "bench": ("trial.bench", "Send load to a server, or to two in turns, and report what its users feel."),
     "profile": ("trial.compare", "Measure a profile for the simulator."),
     "compare": ("trial.compare", "Run a slice of a load on a real fleet and in the simulator."),

@@ -48,7 +48,7 @@ def plan_command(
     seed: Annotated[int, typer.Option("--seed")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
-    """Simulate every split of so many workers, the automatic one and the field's ways, and say what serves a load."""
+    """Simulate every split of so many workers, the automatic one and the field's ways. Says what serves a load."""
     try:
         if live is None and (trace is None or profile is None):
             raise ConfigError("plan: expected --trace and --profile, or --live for those of a running fleet")
