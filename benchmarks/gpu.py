@@ -82,18 +82,21 @@ def problems(device: str) -> list[str]:
 
 
 async def equality(path: str, args: dict[str, Any], options: argparse.Namespace) -> Result:
-    """Greedy answers of the pair against one engine's, all prompts at once."""
+    """Greedy answers of the pair against one engine's: all prompts at once, then two whose beginnings are cached."""
     longest = max(options.tokens)
     prompts = [random_prompt(random.randint(3, longest)) for _ in range(options.prompts - 2)]
     prompts += [prompts[0], prompts[1][: longest // 2]]  # prefix hits on both engines
     args = args | {"enable_prefix_caching": True}
 
     async def ask(decode: Running, send: Callable[[str, list[bytes]], Awaitable[None]]) -> list[list[int]]:
-        keys = [uuid.uuid4().hex for _ in prompts]
-        await asyncio.gather(*(send(key, frames(prompt, 16)) for key, prompt in zip(keys, prompts, strict=True)))
-        for key in keys:
-            await decode.end(key)
-        return [decode.tokens[key] for key in keys]
+        answers = []
+        for together in (prompts[:-2], prompts[-2:]):
+            keys = [uuid.uuid4().hex for _ in together]
+            await asyncio.gather(*(send(key, frames(prompt, 16)) for key, prompt in zip(keys, together, strict=True)))
+            for key in keys:
+                await decode.end(key)
+            answers += [decode.tokens[key] for key in keys]
+        return answers
 
     async with running(start("alone", path, _whole(args, options))) as alone:
         right = await ask(alone, lambda key, body: alone.submit(key, Phase.DECODE, body))

@@ -17,7 +17,7 @@ from support_vllm import frames
 
 from orchestrator.config.settings import KVConfig
 from orchestrator.types import KVSource
-from workers.arguments import free_port
+from orchestrator.wire.addresses import free_ports
 from workers.engine import EngineRequest, Phase
 
 _ANSWER_S = 300.0
@@ -176,7 +176,7 @@ async def start(
         args,
         engine_id=f"{name}-{uuid.uuid4().hex[:8]}",
         kv_host="127.0.0.1",
-        kv_port=free_port("127.0.0.1"),
+        kv_port=next(free_ports("127.0.0.1")),
         kv=KVConfig(transfer=variant.transfer or "whole", verify=verify),
         cores=cores,
         encrypted=False,  # vLLM's own connectors are measured too

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import zmq
 
-from workers.arguments import free_port
+from orchestrator.wire.addresses import free_ports
 
 pytestmark = pytest.mark.vllm
 
@@ -35,7 +35,7 @@ def public_and_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, s
     monkeypatch.setenv(handshake.SECRET_KEY, secret.decode())
     handshake.install()
     assert handshake.public_key() == public.decode()
-    port, ready, stop = free_port("127.0.0.1"), threading.Event(), threading.Event()
+    port, ready, stop = next(free_ports("127.0.0.1")), threading.Event(), threading.Event()
     listen = base_scheduler.NixlBaseConnectorScheduler._nixl_handshake_listener
     arguments = ({(0, 0): METADATA}, ready, stop, "127.0.0.1", port)
     listener = threading.Thread(target=listen, args=arguments, daemon=True)

@@ -35,7 +35,7 @@ def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads((tmp_path / "gpu-on-cpu.json").read_text())
     assert found["equality"]["equal"] == found["equality"]["prompts"] == 6
-    assert found["equality"]["corrupt"] == found["equality"]["recomputed"] == 0
+    assert found["equality"]["verified"] > 0 and not found["equality"]["corrupt"] + found["equality"]["recomputed"]
     assert {row["variant"] for row in found["kv"]["rows"]} == {"chunk", "stock push, repaired"}
     assert len(found["switches"]["rows"]) == 4
     for engines in ("one engine", "prefill and decode"):
