@@ -22,7 +22,7 @@ def test_no_client_notices_a_fault():
     for row in rows:
         seen = row.seen
         assert (dict(seen.errors), seen.wrong, seen.leaks, row.failures) == ({}, 0, 0, []), seen.fault
-        assert seen.runs == 1 and seen.answers > 8 and seen.gaps_s
+        assert seen.runs == 1 and seen.answers >= 8 and seen.gaps_s  # one of each client at least
 
 
 def row(**seen):

@@ -44,7 +44,7 @@ async def test_the_ratio_follows_a_load_that_decodes_much_without_a_failed_reque
         assert [answer.error for answer in answers if not answer.ok] == []
         assert fleet.fleet()["desired"]["set_by"] == "ratio"
         assert "0 prefill, 4 decode, by ratio" in fleet.cli("status").stdout
-        assert fleet.metric("pd_desired_workers", role="decode") == 4
+        fleet.until(lambda: fleet.metric("pd_desired_workers", role="decode") == 4, "both frontends know")
         assert "3P1D -> " in fleet.cli("ratio", "history").stdout
         fleet.cli("scale", "prefill=2", "decode=2")
         fleet.until(lambda: fleet.shape() == (2, 2), "an idle fleet stays as its operator wants it")

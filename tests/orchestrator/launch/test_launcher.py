@@ -52,7 +52,8 @@ def shared_memory() -> set[str]:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[RunningFleet]:
-    with running_fleet("sim-2p2d.yaml", *ONE_EACH) as running:
+    # An idle fleet prefills where it decodes, unless it is told otherwise.
+    with running_fleet("sim-2p2d.yaml", *ONE_EACH, "routing.remote_prefill_min_tokens=256") as running:
         yield running
 
 
