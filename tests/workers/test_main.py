@@ -24,8 +24,8 @@ from workers.main import main
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "prefill-worker: the following arguments are required: --redis"),
-        (["--redis", "nowhere"], "--redis: expected redis://, rediss:// or unix://, got 'nowhere'"),
+        ([], "prefill-worker: --redis: required when no --config says where Redis is"),
+        (["--redis", "nowhere", "--model", "m"], "--redis: expected redis://, rediss:// or unix://, got 'nowhere'"),
         (["--redis", "embedded", "--model", "m"], "--redis: expected redis://"),
         (["--redis", "redis://h"], "--model: required when no --config names one"),
         (["--redis", "redis://h", "--model", "m", "--engine", "tpu"], "engine: "),
