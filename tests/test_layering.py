@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -60,10 +61,15 @@ def sources(root: Path = ROOT) -> dict[str, Path]:
     return {module_name(file, root): file for file in sorted(files)}
 
 
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(), str(file))
+
+
 def imports(file: Path, ours: set[str]) -> set[str]:
     """Modules named by import statements anywhere in the file, those for type checking included."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text(), str(file))):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -239,5 +245,5 @@ def test_tests_mirror_the_folders():
 @pytest.mark.parametrize("file", sources().values(), ids=lambda file: str(file.relative_to(ROOT)))
 def test_no_wait_may_swallow_a_cancellation(file):
     """`asyncio.wait_for` of Python 3.11 does, when what it waits for comes at the same moment: `asyncio.timeout`."""
-    calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)]
+    calls = [node for node in ast.walk(parsed(file)) if isinstance(node, ast.Attribute)]
     assert not [node.lineno for node in calls if node.attr == "wait_for"], "use asyncio.timeout"

@@ -94,7 +94,7 @@ class Connections(NixlPushConnectorWorker):
     def _carry_out_all(self, actions: list[Any]) -> None:
         for at, action in enumerate(actions):
             try:
-                if self._shipments and isinstance(action, do.Tell) and action.message.request in self._shipments:
+                if self._shipments and isinstance(action, do.Tell) and self._shipments.ended_by(action.message):
                     self._sign(action, self._shipments, actions[at + 1 :])
                     return
                 self._carry_out(action)

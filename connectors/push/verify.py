@@ -15,6 +15,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import _SHARED_REGION_GROUP_ID
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from connectors.push import wire
 from connectors.push.actions import Post
 from connectors.push.writer import kernel_blocks, pairs_of, same_layout
 
@@ -42,8 +43,9 @@ class Shipments:
     def __bool__(self) -> bool:
         return bool(self._of)
 
-    def __contains__(self, request: str) -> bool:
-        return request in self._of
+    def ended_by(self, message: wire.Message) -> bool:
+        """Whether this tells decode that nothing more comes of what was shipped: `Computing` says that more will."""
+        return message.request in self._of and not isinstance(message, wire.Computing)
 
     def take(self, request: str) -> list[list[int]]:
         """Local blocks, in the order of decode's."""
