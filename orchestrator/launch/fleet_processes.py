@@ -146,8 +146,13 @@ class FleetProcesses:
 
     async def _take_over(self) -> None:
         """Supervise the workers that an earlier launcher left running. Raises RedisAway."""
-        registered = await self._registry.workers()
-        for worker_id in await self._machines.left_running():
+        left = await self._machines.left_running()
+        if left and self._pool.of_others(await self._registry.launchers()).keys() & set(left):
+            await asyncio.sleep(self.config.workers.timeout_s)  # in which the claims of a launcher that is dead run out
+        registered, others = await self._registry.workers(), self._pool.of_others(await self._registry.launchers())
+        for worker_id in left:
+            if worker_id in others:
+                continue  # another launcher lives, and runs it
             info = registered.get(worker_id)
             role = info.role if info is not None else Role(worker_id.partition("-")[0])  # as `claim_id` names them
             log.info("%s: runs already; taking it over", worker_id)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util import list_named_actors
 from ray.util.placement_group import (
     PlacementGroup,
@@ -50,7 +52,11 @@ class RayCluster:
 
     async def look(self) -> None:
         """Frontends are for nodes that offer cores: a head that only manages its cluster offers none."""
-        nodes = await asyncio.to_thread(ray.nodes)
+        try:
+            nodes = await asyncio.to_thread(ray.nodes)
+        except (RayError, RuntimeError) as error:
+            log.warning("the nodes of the cluster are not known: %s", _first_line(error))
+            return
         alive = [node for node in nodes if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
         self._nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in alive}
 
@@ -63,19 +69,16 @@ class RayCluster:
 
     def give_back(self, owner: str) -> None:
         self._bundles.pop(owner, None)
-        if (group := self._groups.pop(owner, None)) is not None:
-            remove_placement_group(group)
+        if owner in self._groups:  # in a thread: without its head the cluster does not answer
+            threading.Thread(target=self._remove_group, args=(owner,), daemon=True).start()
 
     async def placed(self, owner: str) -> None:
-        group = self._groups.get(owner)
-        if group is None:
-            group = await asyncio.to_thread(_find_or_make_group, group_name(self._config, owner), self._bundles[owner])
-            self._groups[owner] = group
         waited_s = 0.0
-        while not await asyncio.to_thread(group.wait, _WAIT_S):
+        while not await asyncio.to_thread(self._has_place, owner):
             waited_s += _WAIT_S
             if waited_s == _SAY_AFTER_S:
                 log.warning("%s: waits for a node that has %s free", owner, _shown(self._bundles[owner]))
+            await asyncio.sleep(0 if owner in self._groups else _WAIT_S)
 
     def worker(self, worker_id: str, role: Role, on_line: OnLine) -> RayProcess:
         def place() -> dict[str, Any]:
@@ -97,6 +100,27 @@ class RayCluster:
             raise OSError(0, f"node {node} is gone")
         return RayProcess(RunFrontend(self._config, name, index), place, on_line)
 
+    def _has_place(self, owner: str) -> bool:
+        """In a thread, which goes on when nobody waits for it any more: then the group that it made goes."""
+        try:
+            if owner not in self._groups and (bundle := self._bundles.get(owner)) is not None:
+                self._groups[owner] = _find_or_make_group(group_name(self._config, owner), bundle)
+            group = self._groups.get(owner)
+            return group is not None and group.wait(_WAIT_S)
+        except (RayError, RuntimeError) as error:
+            log.warning("%s: the cluster finds no place: %s", owner, _first_line(error))
+            return False
+        finally:
+            if owner not in self._bundles:
+                self._remove_group(owner)
+
+    def _remove_group(self, owner: str) -> None:
+        if (group := self._groups.pop(owner, None)) is not None:
+            try:
+                remove_placement_group(group)
+            except (RayError, RuntimeError) as error:
+                log.warning("%s: its placement group stays until `orchestrator down`: %s", owner, _first_line(error))
+
     def _bundle(self, role: Role) -> dict[str, float]:
         launcher = self._config.launcher
         per_rank = launcher.gpus_per_rank
@@ -111,6 +135,10 @@ def _find_or_make_group(name: str, bundle: dict[str, float]) -> PlacementGroup:
         return get_placement_group(name)
     except ValueError:
         return placement_group([bundle], strategy="SPREAD", name=name, lifetime="detached")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _shown(bundle: dict[str, float]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from orchestrator.launch.machines import OnLine
 from orchestrator.launch.ray.runner import Runner
@@ -21,6 +21,7 @@ _KEPT_LINES = 100
 _CALLS_AT_ONCE = 16
 # Until Ray knows that a node is gone it still sends work there, which is never answered.
 _START_DEADLINE_S = 120.0
+_ASK_AGAIN_S = 1.0
 _LINES_WAIT_S = 10.0
 _LAST_LINES_S = 1.0
 
@@ -70,7 +71,7 @@ class RayProcess:
 
     async def wait(self) -> int:
         try:
-            ended = decode_reply(await self._runner.wait.remote())
+            ended = decode_reply(await self._asked(lambda: self._runner.wait.remote()))
             assert isinstance(ended, Ended)
             code = ended.code
             if ended.reason is not None:
@@ -95,6 +96,14 @@ class RayProcess:
         if self._runner is not None and self.running:
             self._runner.kill.remote()
 
+    async def _asked(self, call: Callable[[], Any]) -> Any:
+        """Asks again while the runner only cannot be reached: Ray says in the end that it answers, or is dead."""
+        while True:
+            try:
+                return await call()
+            except ActorUnavailableError:
+                await asyncio.sleep(_ASK_AGAIN_S)
+
     def _release(self) -> None:
         """The runner ends, and gives back what it had of its node."""
         if self._runner is not None:
@@ -105,6 +114,6 @@ class RayProcess:
     async def _read(self) -> None:
         with contextlib.suppress(RayError):
             while self.running:
-                for line in await self._runner.lines.remote(_LINES_WAIT_S):
+                for line in await self._asked(lambda: self._runner.lines.remote(_LINES_WAIT_S)):
                     self.last_lines.append(line)
                     self._on_line(self.name, line)

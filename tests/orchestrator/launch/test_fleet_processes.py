@@ -12,13 +12,15 @@ from support_redis import fresh_namespace, worker
 from orchestrator.config.settings import parse_config
 from orchestrator.launch.console import Console
 from orchestrator.launch.fleet_processes import FleetProcesses
+from orchestrator.launch.frontend_pool import FrontendPool
 from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.redis_server import EmbeddedRedis
+from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.parent import own_identity
 from orchestrator.store.client import connect
 from orchestrator.store.registry import Registry
 from orchestrator.store.seen import BY_HAND
-from orchestrator.types import WorkerInfo
+from orchestrator.types import Role, WorkerInfo
 
 pytestmark = pytest.mark.slow  # a server of its own
 
@@ -50,6 +52,36 @@ async def test_only_what_is_known_to_have_ended_is_forgotten(tmp_path: Path):
         await fleet.forget_the_dead()
         assert set(await registry.workers()) == {"runs", "of-another-container", "of-no-process-here"}
         assert set(await registry.launchers()) == {"another/1/1"}
+    finally:
+        await redis.aclose()
+        await server.stop()
+
+
+class LeftRunning(LocalMachine):
+    """As a machine on which an earlier launcher left workers, whose processes need not be looked at here."""
+
+    async def left_running(self) -> list[str]:
+        return ["decode-0", "prefill-0", "prefill-1"]
+
+
+async def test_a_launcher_takes_over_what_no_living_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    server = EmbeddedRedis()
+    redis = await connect(await server.start(tmp_path), 5)
+    try:
+        workers = {"timeout_s": 1.0, "prefill": {"replicas": 0}}
+        config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace(), "workers": workers})
+        registry = Registry(redis, config.namespace)
+        await registry.join(msgspec.structs.replace(worker("prefill-1"), role=Role.DECODE), 60)  # it was flipped
+        await registry.refresh_launcher("lives/1/1", {"decode-0": Role.DECODE}, 60)
+        await registry.refresh_launcher("dead/1/1", {"prefill-0": Role.PREFILL, "prefill-1": Role.DECODE}, 0.5)
+        taken: dict[str, Role] = {}
+        monkeypatch.setattr(WorkerPool, "supervise", lambda pool, worker_id, role: taken.update({worker_id: role}))
+        machine = LeftRunning(config, tmp_path / "config.yaml")
+        fleet = FleetProcesses(config, registry, machine, Console(), lambda *noted: None)
+        monkeypatch.setattr(FrontendPool, "update", lambda pool, snapshot: None)
+        await fleet.start()
+        await fleet.end()
+        assert taken == {"prefill-0": Role.PREFILL, "prefill-1": Role.DECODE}
     finally:
         await redis.aclose()
         await server.stop()

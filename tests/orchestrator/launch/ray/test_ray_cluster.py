@@ -1,0 +1,82 @@
+"""A cluster that does not answer, or answers late. Real clusters: tests/e2e/test_ray.py."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from orchestrator.config.settings import parse_config
+from orchestrator.types import Role
+
+pytestmark = pytest.mark.slow  # imports Ray
+
+ray = pytest.importorskip("ray")
+from orchestrator.launch.ray import cluster as module  # noqa: E402
+
+CONFIG = parse_config(
+    {"model": "m", "engine": "sim", "redis": {"url": "redis://h"}, "launcher": {"kind": "ray", "gpus_per_rank": 2}}
+)
+DEADLINE_S = 10.0
+
+
+class Group:
+    def __init__(self, has_place: bool) -> None:
+        self.has_place = has_place
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.has_place
+
+
+async def test_nodes_stay_known_while_the_head_does_not_answer(monkeypatch):
+    cluster = module.RayCluster(CONFIG)
+    node = {"Alive": True, "Resources": {"CPU": 4}, "NodeManagerAddress": "10.0.0.2", "NodeID": "n"}
+    monkeypatch.setattr(module.ray, "nodes", lambda: [node, {**node, "Resources": {}, "NodeManagerAddress": "head"}])
+    await cluster.look()
+
+    def gone() -> None:
+        raise ray.exceptions.RaySystemError("the head is gone")
+
+    monkeypatch.setattr(module.ray, "nodes", gone)
+    await cluster.look()
+    assert cluster.frontend_nodes() == ["10.0.0.2"]
+
+
+async def test_a_group_that_is_made_once_nobody_wants_it_is_removed(monkeypatch):
+    cluster, group = module.RayCluster(CONFIG), Group(has_place=False)
+    asked, answered, removed = threading.Event(), threading.Event(), threading.Event()
+
+    def make(name: str, bundle: dict[str, float]) -> Group:
+        assert bundle == {"CPU": 1.0, "GPU": 2.0}
+        asked.set()
+        assert answered.wait(DEADLINE_S)
+        return group
+
+    monkeypatch.setattr(module, "_find_or_make_group", make)
+    monkeypatch.setattr(module, "remove_placement_group", lambda which: which is group and removed.set())
+    cluster.take("prefill-0", Role.PREFILL)
+    waiting = asyncio.create_task(cluster.placed("prefill-0"))
+    assert await asyncio.to_thread(asked.wait, DEADLINE_S)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    cluster.give_back("prefill-0")
+    answered.set()
+    assert await asyncio.to_thread(removed.wait, DEADLINE_S)
+
+
+async def test_a_cluster_that_fails_to_place_is_asked_again(monkeypatch):
+    cluster = module.RayCluster(CONFIG)
+    answers = [ray.exceptions.RaySystemError("no head"), Group(has_place=True)]
+
+    def make(name: str, bundle: dict[str, float]) -> Group:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(module, "_find_or_make_group", make)
+    cluster.take("prefill-0", Role.PREFILL)
+    async with asyncio.timeout(DEADLINE_S):
+        await cluster.placed("prefill-0")
+    assert answers == []
