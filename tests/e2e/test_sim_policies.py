@@ -42,11 +42,12 @@ async def test_the_ratio_follows_a_load_that_decodes_much_without_a_failed_reque
         prompts = [token_prompt(30 + seed, seed) for seed in range(12)]
         async with fleet.under_load(prompts, concurrency=24, max_tokens=80) as answers:
             await asyncio.to_thread(fleet.until, lambda: fleet.shape() == (0, 4), "0P4D by itself", 120)
-            # Under load still: without it the automatic ratio may think again.
-            seen = await asyncio.to_thread(fleet.cli, "status")
-            assert "0 prefill, 4 decode, by ratio" in seen.stdout
+            # Under load still: without it the automatic ratio may think again. A frontend asks once a second what is
+            # desired, and `status` asks whichever of the two answers.
+            by_ratio = "0 prefill, 4 decode, by ratio"
+            await asyncio.to_thread(fleet.until, lambda: by_ratio in fleet.cli("status").stdout, "status shows it")
             told = functools.partial(fleet.metric, "pd_desired_workers", role="decode")
-            await asyncio.to_thread(fleet.until, lambda: told() == 4, "both frontends know")
+            await asyncio.to_thread(fleet.until, lambda: told() == 4, "metrics show it")
         assert [answer.error for answer in answers if not answer.ok] == []
         assert "3P1D -> " in fleet.cli("ratio", "history").stdout
         fleet.cli("scale", "prefill=2", "decode=2")
