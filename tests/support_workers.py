@@ -362,8 +362,8 @@ class Workers:
             await frontend.close()
         for worker in self.local:
             if not worker.task.done():
-                worker.agent.request_stop()
-                worker.agent.request_stop()
+                worker.agent.request_stop(0.0)
+                worker.agent.request_stop(0.0)
                 await worker.stopped()
         for spawned in self.processes:
             if spawned.process.returncode is None:

@@ -320,12 +320,17 @@ class Agent:
         while True:
             await self._serving.deliver(await self._engine.next_step())
 
+    @property
+    def ready(self) -> bool:
+        """Registered, and takes requests."""
+        return self.joined and self.life.state is Life.READY
+
     # ---- leaving -----------------------------------------------------------------------------------------------
 
-    def request_stop(self) -> None:
-        """SIGTERM or SIGINT: leave soon. A second time, or while the engine starts: at once."""
+    def request_stop(self, timeout_s: float) -> None:
+        """SIGTERM or SIGINT: drain for so long, and leave. A second time, or while the engine starts: at once."""
         if self.life.can_enter(Life.LEAVING):
-            self._moves.leave(self._config.launcher.stop_timeout_s / 2)
+            self._moves.leave(timeout_s)
         else:
             self._ended.set()
 

@@ -29,6 +29,7 @@ from orchestrator.config.settings import (
     parse_config,
     port_range,
 )
+from orchestrator.store.servers import redis_elsewhere
 from orchestrator.types import Role
 from orchestrator.wire.addresses import Listening, address_towards, is_local, is_unspecified, resolve
 
@@ -45,6 +46,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     engine_args: dict[str, Any]  # of vLLM
     kv_port: int = 0  # 0 takes a free one
     cores: list[int] = []
+    health_port: int | None = None  # answers /live and /ready; 0 takes a free one
     die_with_parent: bool = False
     id_claimed: bool = False  # by the launcher that starts it
 
@@ -57,8 +59,6 @@ class _Parser(argparse.ArgumentParser):
 def parse(role: Role, arguments: list[str]) -> WorkerSettings:
     """What is given here goes before what the --config file says. Raises ConfigError; exits 0 after --help."""
     options, passed_through = _parser(role).parse_known_args(arguments)
-    if options.redis is None and options.config is None:
-        raise ConfigError("--redis: required when no --config says where Redis is")
     given = {name: getattr(options, name) for name in ("model", "namespace", "engine")}
     overrides = {name: value for name, value in given.items() if value is not None}
     if options.config is not None:
@@ -67,8 +67,8 @@ def parse(role: Role, arguments: list[str]) -> WorkerSettings:
         raise ConfigError("--model: required when no --config names one")
     else:
         config = parse_config(overrides)
-    redis_url = options.redis or config.redis.url
-    if redis_url == "embedded" or "://" not in redis_url:
+    redis_url = options.redis or redis_elsewhere(config)
+    if "://" not in redis_url:
         raise ConfigError(f"--redis: expected redis://, rediss:// or unix://, got {redis_url!r}")
     merged = engine_args(config, role)
     if config.engine == "vllm":
@@ -90,6 +90,7 @@ def parse(role: Role, arguments: list[str]) -> WorkerSettings:
         engine_args=merged,
         kv_port=options.kv_port,
         cores=_cores(options.cores),
+        health_port=options.health_port,
         die_with_parent=options.die_with_parent,
         id_claimed=options.id_claimed,
     )
@@ -102,7 +103,7 @@ def _parser(role: Role) -> argparse.ArgumentParser:
         epilog="Arguments not listed here are vLLM's: --max-model-len 4096 --enforce-eager ...",
         allow_abbrev=False,
     )
-    parser.add_argument("--redis", help="redis://, rediss:// or unix:// URL of the fleet's Redis")
+    parser.add_argument("--redis", help="URL of the fleet's Redis; default: redis.url of --config, or PD_REDIS_URL")
     parser.add_argument("--model", help="Hugging Face name, folder, or 'demo'")
     parser.add_argument("--namespace", help="fleets of different namespaces ignore each other")
     parser.add_argument("--id", help="unique in the fleet; by default made up")
@@ -111,6 +112,7 @@ def _parser(role: Role) -> argparse.ArgumentParser:
     parser.add_argument("--advertise", help="address or name that frontends and other workers reach it at")
     parser.add_argument("--config", type=Path, help="the fleet's YAML file")
     parser.add_argument("--kv-port", type=int, default=0, help="port for KV handshakes; 0 takes a free one")
+    parser.add_argument("--health-port", type=int, help="port that answers /live and /ready, for probes")
     parser.add_argument("--cores", help="CPU cores to compute on, as 0,1")
     parser.add_argument("--die-with-parent", action="store_true", help="stop when the parent process dies")
     parser.add_argument("--id-claimed", action="store_true", help=argparse.SUPPRESS)

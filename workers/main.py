@@ -23,6 +23,7 @@ from orchestrator.store.registry import IncompatibleWorker, Registry
 from orchestrator.store.seen import BY_HAND
 from orchestrator.types import Role
 from orchestrator.wire.addresses import Listening, hold_port
+from orchestrator.wire.probes import probes
 from workers.agent import Agent, EngineStartFailed
 from workers.arguments import WorkerSettings, listening_at, parse
 from workers.engine import Engine
@@ -92,11 +93,15 @@ async def _run(parsed: WorkerSettings) -> int:
         engine = _engine(parsed, listening, parsed.kv_port or free_port)
         agent = Agent(engine, redis, config, parsed.worker_id, parsed.role, listening)
         loop = asyncio.get_running_loop()
+        # A launcher kills after stop_timeout_s; whoever else runs this worker waits until it is drained.
+        supervised = parsed.die_with_parent
+        leave_s = config.launcher.stop_timeout_s / 2 if supervised else config.workers.drain_timeout_s
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, agent.request_stop)
+            loop.add_signal_handler(number, agent.request_stop, leave_s)
         if not parsed.id_claimed:
             holding = asyncio.create_task(_hold_id(agent, parsed), name="hold-id")
-        return await agent.run()
+        async with probes(listening.bind, parsed.health_port, lambda: agent.ready):
+            return await agent.run()
     finally:
         if holding is not None:
             holding.cancel()

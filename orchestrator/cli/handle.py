@@ -15,6 +15,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from orchestrator.config.access import REDIS_URL
 from orchestrator.config.settings import Config, QueueConfig, Refused
 from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
 
@@ -30,7 +31,7 @@ NamespaceOption = Annotated[
 RedisOption = Annotated[
     str | None,
     typer.Option(
-        "--redis", envvar="PD_REDIS_URL", help="The fleet's Redis; by default the running one's.", show_default=False
+        "--redis", envvar=REDIS_URL, help="The fleet's Redis; by default the running one's.", show_default=False
     ),
 ]
 UrlOption = Annotated[

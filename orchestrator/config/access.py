@@ -14,6 +14,7 @@ from msgspec import Meta
 Positive = Annotated[int, Meta(ge=1)]
 # Environment variables. The first goes before security.operator_key; the second, vLLM's own, is one more API key.
 OPERATOR_KEY, API_KEY = "PD_OPERATOR_KEY", "VLLM_API_KEY"
+REDIS_URL = "PD_REDIS_URL"  # with its password; used where no option and no file says where Redis is
 
 
 class SecurityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

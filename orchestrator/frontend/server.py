@@ -47,6 +47,7 @@ from orchestrator.frontend.vllm_codec import VllmCodec
 from orchestrator.frontend.wiring import FleetConnection, unless_ended
 from orchestrator.parent import die_with_parent, report_exit
 from orchestrator.store.client import RedisAway, connect
+from orchestrator.store.servers import redis_elsewhere
 from orchestrator.types import Role
 from orchestrator.wire.addresses import address_towards, in_url
 
@@ -125,8 +126,15 @@ def advertised_url(config: Config, bound: tuple[str, int], redis_url: str) -> st
     return f"{'https' if uses_tls(config) else 'http'}://{in_url(host)}:{port}"
 
 
-def grace_s(stop_timeout_s: float) -> float:
-    """How long running requests may take after SIGTERM. What is left lets the process end before it is killed."""
+def grace_s(config: Config, supervised: bool) -> float:
+    """How long running requests may take after SIGTERM.
+
+    A launcher kills after `launcher.stop_timeout_s`, and what is left lets the process end before that; whoever else
+    runs this frontend waits until it is drained, like a worker.
+    """
+    if not supervised:
+        return config.workers.drain_timeout_s
+    stop_timeout_s = config.launcher.stop_timeout_s
     return max(stop_timeout_s - _END_S, stop_timeout_s / 2)
 
 
@@ -188,7 +196,7 @@ class QuietServer(uvicorn.Server):
         yield
 
 
-async def serve(config: Config, redis_url: str, index: int, port: int) -> None:
+async def serve(config: Config, redis_url: str, index: int, port: int, drain_s: float) -> None:
     """Serves until SIGTERM or SIGINT. Raises ConfigError, RedisAway."""
     listener = listen(config.frontend.host, port)
     redis = await connect(redis_url, config.redis.timeout_s)
@@ -204,7 +212,7 @@ async def serve(config: Config, redis_url: str, index: int, port: int) -> None:
             access_log=False,
             http="httptools",
             timeout_keep_alive=65,
-            timeout_graceful_shutdown=grace_s(config.launcher.stop_timeout_s),  # type: ignore[arg-type]  # a fraction will do
+            timeout_graceful_shutdown=drain_s,  # type: ignore[arg-type]  # a fraction will do
             **uvicorn_options(config),
         )
     )
@@ -249,7 +257,7 @@ def allow_many_connections() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="orchestrator.frontend.server", description=__doc__)
-    parser.add_argument("--redis", help="instead of redis.url of --config, which no list of processes shows")
+    parser.add_argument("--redis", help="URL of the fleet's Redis; default: redis.url of --config, or PD_REDIS_URL")
     parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--port", type=int)
@@ -263,7 +271,8 @@ def main() -> None:
         if options.die_with_parent:
             die_with_parent(config.launcher.stop_timeout_s)
         port = config.frontend.port if options.port is None else options.port
-        uvloop.run(serve(config, options.redis or config.redis.url, options.index, port))
+        redis_url = options.redis or redis_elsewhere(config)
+        uvloop.run(serve(config, redis_url, options.index, port, grace_s(config, options.die_with_parent)))
     except (ConfigError, RedisAway) as error:
         report_exit("orchestrator.frontend.server", str(error), final=isinstance(error, ConfigError))
         sys.exit(2)

@@ -5,6 +5,7 @@ Makes connections to it and keeps none. All keys of a namespace are in one slot,
 
 from __future__ import annotations
 
+import os
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
@@ -17,6 +18,9 @@ from redis.asyncio.sentinel import (
     SentinelManagedSSLConnection,
 )
 from redis.exceptions import MovedError
+
+from orchestrator.config.access import REDIS_URL
+from orchestrator.config.settings import Config, ConfigError
 
 EXPECTED = "redis://, rediss:// or unix://, or with several hosts redis+sentinel:// or redis+cluster://"
 _SENTINEL_PORT, _REDIS_PORT = 26379, 6379
@@ -107,3 +111,11 @@ def _host(text: str, default_port: int) -> tuple[str, int]:
     if not parts.hostname:
         raise ValueError(f"{text!r} is no HOST:PORT")
     return parts.hostname, parts.port or default_port
+
+
+def redis_elsewhere(config: Config) -> str:
+    """Where Redis is for a process that no launcher starts: `redis.url`, or PD_REDIS_URL. Raises ConfigError."""
+    url = os.environ.get(REDIS_URL) if config.redis.url == "embedded" else config.redis.url
+    if not url:
+        raise ConfigError(f"--redis: required where neither redis.url of --config nor {REDIS_URL} says where Redis is")
+    return url

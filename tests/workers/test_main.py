@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from support_workers import ROOT, Workers, until
@@ -18,13 +19,15 @@ from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.parent import EXIT_AGAIN, own_identity
 from orchestrator.store.seen import BY_HAND
 from orchestrator.types import Role, WorkerState
+from orchestrator.wire.addresses import hold_port
 from workers.main import main
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "prefill-worker: --redis: required when no --config says where Redis is"),
+        ([], "prefill-worker: --model: required when no --config names one"),
+        (["--model", "m"], "prefill-worker: --redis: required where neither redis.url of --config nor PD_REDIS_URL"),
         (["--redis", "nowhere", "--model", "m"], "--redis: expected redis://, rediss:// or unix://, got 'nowhere'"),
         (["--redis", "embedded", "--model", "m"], "--redis: expected redis://"),
         (["--redis", "redis://h"], "--model: required when no --config names one"),
@@ -54,6 +57,7 @@ def test_bad_arguments_are_one_line_and_exit_code_2(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PD_REDIS_URL", raising=False)
     Path("open-mesh.yaml").write_text("model: m\nsecurity: {mesh: none}\n")
     assert main(Role.PREFILL, arguments) == 2
     out, err = capsys.readouterr()
@@ -67,7 +71,7 @@ def test_a_redis_that_is_away_is_worth_another_start(capsys: pytest.CaptureFixtu
 
 
 def test_the_configuration_file_is_overridden_by_options(
-    tmp_path: Path, redis_server: EmbeddedRedis, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from orchestrator.config.engine_args import environment
     from workers.arguments import parse
@@ -81,6 +85,10 @@ def test_the_configuration_file_is_overridden_by_options(
     assert parsed.config.model == "007" and parsed.config.engine == "sim" and parsed.worker_id == "me"
     assert parsed.engine_args == {"x": 2, "y": 1}
     assert environment(parsed.config, Role.PREFILL) == {"A": "1", "B": "2"}
+    monkeypatch.setenv("PD_REDIS_URL", "redis://:secret@env")
+    assert parse(Role.PREFILL, ["--config", str(file)]).redis_url == "redis://:secret@env"
+    file.write_text(f"{file.read_text()}redis: {{url: redis://file}}\n")
+    assert parse(Role.PREFILL, ["--config", str(file)]).redis_url == "redis://file", "a launcher's file goes first"
     made_up = parse(Role.DECODE, ["--redis", "redis://h", "--config", str(file)])
     assert made_up.worker_id.startswith("decode-") and made_up.config.model == "from-file"
 
@@ -171,6 +179,60 @@ async def test_processes_hand_kv_over_and_leave_in_order(workers: Workers) -> No
         assert await worker.stopped() == 0
         assert worker.id not in await workers.registry.workers()
         assert any(f" INFO {worker.id} pd.worker: ready: {worker.id.split('-')[0]}" in line for line in worker.log)
+
+
+async def test_sigterm_drains_a_worker_that_no_launcher_runs(workers: Workers) -> None:
+    """Within half of `launcher.stop_timeout_s`, which is for workers that a launcher kills after it, it would not."""
+    workers.tree["sim"] = {"speed": 1.0}
+    workers.tree["launcher"] = {"stop_timeout_s": 0.5}
+    workers.tree["workers"]["drain_timeout_s"] = 60.0
+    worker = await workers.spawn(Role.DECODE)
+    frontend = await workers.frontend(worker)
+    request = frontend.new([1, 2, 3], max_tokens=600)
+    frontend.submit_to(worker.id, request)
+    await until(lambda: bool(request.tokens), "it decodes")
+    worker.kill(signal.SIGTERM)
+    assert await worker.stopped() == 0
+    await frontend.finished(request)
+    assert not request.events, "nothing was given back"
+
+
+async def test_the_health_port_tells_starting_ready_draining_and_nothing_else(workers: Workers) -> None:
+    """As Kubernetes asks it."""
+    workers.tree["sim"] = {"speed": 1.0}
+    workers.tree["workers"]["drain_timeout_s"] = 60.0
+    held, port = hold_port("127.0.0.1")
+    worker = await workers.spawn(Role.DECODE, "--health-port", str(port))
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False) as client:
+
+        async def status(path: str) -> int:
+            return (await client.get(path)).status_code
+
+        assert [await status(path) for path in ("/live", "/ready", "/", "/metrics")] == [200, 200, 404, 404]
+        worker.kill(signal.SIGSTOP)
+        with pytest.raises(httpx.TimeoutException):
+            await client.get("/live", timeout=0.5)
+        worker.kill(signal.SIGCONT)
+        frontend = await workers.frontend(worker)
+        request = frontend.new([1, 2, 3], max_tokens=30_000)
+        frontend.submit_to(worker.id, request)
+        await until(lambda: bool(request.tokens), "it decodes")
+        worker.kill(signal.SIGTERM)
+        async with asyncio.timeout(15):
+            while await status("/ready") != 503:
+                await asyncio.sleep(0.02)
+        assert await status("/live") == 200, "one that drains is not to be killed"
+    worker.kill(signal.SIGTERM)
+    assert await worker.stopped() == 0
+    held.close()
+
+
+async def test_a_taken_health_port_is_worth_another_start(workers: Workers) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        worker = await workers.spawn(Role.DECODE, "--health-port", str(port), wait=False)
+        assert await worker.stopped() == EXIT_AGAIN
+    assert worker.log[-1].startswith(f"decode-worker: --health-port {port}: cannot be listened on")
 
 
 async def test_sigterm_lets_a_short_request_end_and_a_second_does_not_wait(workers: Workers) -> None:

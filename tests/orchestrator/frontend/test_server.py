@@ -78,4 +78,9 @@ def test_a_frontend_announces_an_address_that_others_can_reach(bound, redis_url,
 
 @pytest.mark.parametrize(("stop_timeout_s", "grace"), [(10.0, 8.0), (3.0, 1.5), (0.5, 0.25)])
 def test_requests_end_before_the_launcher_kills_the_process(stop_timeout_s, grace):
-    assert grace_s(stop_timeout_s) == grace
+    told = parse_config({"model": "/m", "launcher": {"stop_timeout_s": stop_timeout_s}})
+    assert grace_s(told, supervised=True) == grace
+
+
+def test_a_frontend_that_no_launcher_runs_is_drained():
+    assert grace_s(parse_config({"model": "/m", "workers": {"drain_timeout_s": 300}}), supervised=False) == 300
