@@ -134,6 +134,15 @@ class KVCounters(msgspec.Struct, frozen=True):
     bad_messages: int = 0  # notifications that could not be understood
 
 
+class PauseState(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """How an operator has paused the fleet, and which word on that is the newer: the greater of two."""
+
+    number: int = 0  # one more with each change
+    mode: str = ""  # abort, wait or keep; empty: it is not paused
+    engines: bool = False  # they are paused too: what they hold has ended, or is frozen
+    clear_cache: bool = False  # and forget what is cached
+
+
 class WorkerLoad(msgspec.Struct, tag="load", frozen=True):
     """What a worker publishes after every engine step, and every heartbeat while idle.
 
@@ -153,7 +162,7 @@ class WorkerLoad(msgspec.Struct, tag="load", frozen=True):
     prefill_tokens_per_s: float = 0.0  # measured, exponentially weighted; 0 = not measured yet
     kv: KVCounters = KVCounters()
     prefix_sequence: int = 0  # of the last `PrefixEvents` published before it; 0 = none ever
-    pause: str = ""  # abort, wait or keep: how an operator has paused it; empty where it is not
+    pause: PauseState = PauseState()  # the newest that it was told
     corrupt_messages: int = 0  # that came over the mesh and could not be read
 
 

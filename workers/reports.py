@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from orchestrator.types import PrefixEvents, WorkerLoad
+from orchestrator.types import PauseState, PrefixEvents, WorkerLoad
 from orchestrator.wire.messages import PrefixSnapshot
 from workers.attempts import Attempts
 from workers.engine import Engine, EngineDead, EngineLoad, PrefixChanges, PrefixDelta
@@ -85,7 +85,7 @@ class LoadReporter:
         self.rate = PrefillRate()
         self.engine = EngineLoad(blocks_free=blocks_total, running=0, waiting=0, step_ms=0.0)
         self.prefix_sequence = 0  # of what was published before the next report
-        self.pause = ""  # how an operator has paused the fleet
+        self.pause = PauseState()  # the newest that this worker was told
         self.dirty = asyncio.Event()  # something happened that no step may ever report
         self.steps = 0
         self._seen: dict[str, _Seen] = {}
@@ -105,9 +105,9 @@ class LoadReporter:
         numbers.fresh = max(numbers.fresh, sequence)
         self.dirty.set()
 
-    def paused(self, mode: str) -> None:
-        """An operator pauses the fleet, or (empty) resumes it: every frontend shall know."""
-        self.pause = mode
+    def paused(self, state: PauseState) -> None:
+        """An operator pauses the fleet, or resumes it: every frontend shall know."""
+        self.pause = state
         self.dirty.set()
 
     @property

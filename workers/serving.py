@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from orchestrator.types import WorkerInfo, engine_key
+from orchestrator.types import PauseState, WorkerInfo, engine_key
 from orchestrator.wire.control import METHODS
 from orchestrator.wire.messages import (
     Abort,
@@ -56,6 +56,7 @@ class Serving:
         self._engine, self._frontends, self._attempts, self._prefills = engine, frontends, attempts, prefills
         self._load, self._prefix, self._refusal = load, prefix, refusal
         self._calls: set[asyncio.Task[None]] = set()
+        self._pausing, self._engine_pause = asyncio.Lock(), PauseState()
 
     # ---- from frontends ----------------------------------------------------------------------------------------
 
@@ -145,20 +146,37 @@ class Serving:
                 result = await self._carry_out(call)
             reply = CallReply(call.call_id, self._worker_id, result=result)
             self._frontends.send(frontend_id, reply)
-            if (call.method == "reset_prefix_cache" and result) or call.kwargs.get("clear_cache"):
+            if call.method == "reset_prefix_cache" and result:
                 self._prefix.cleared()
         except Exception as error:  # whatever the engine says of it is the caller's
             why = "no answer in time" if isinstance(error, TimeoutError) else f"{error or type(error).__name__}"
+            if call.method == "set_pause":
+                log.error("could not follow the fleet's pause: %s", why)  # nobody may wait for the answer
             failed = CallReply(call.call_id, self._worker_id, error=f"{call.method}: {why}")
             self._frontends.send(frontend_id, failed)
 
     async def _carry_out(self, call: Call) -> Any:
         if call.method not in METHODS:
             raise ValueError("not a control method")
-        if call.method in ("hold", "release"):
-            self._load.paused(call.args[0] if call.method == "hold" else "")
-            return None
+        if call.method == "set_pause":
+            return await self._pause(PauseState(*call.args))
         return await self._engine.call(call.method, call.args, call.kwargs)
+
+    async def _pause(self, state: PauseState) -> None:
+        """The engine follows the newest state, in whichever order the news of it comes."""
+        if state > self._load.pause:
+            self._load.paused(state)
+        async with self._pausing:
+            before, now = self._engine_pause, self._load.pause
+            if before == now:
+                return
+            self._engine_pause = now  # also where the call fails: it may have worked
+            if now.engines:
+                await self._engine.call("pause_scheduler", [], {"mode": now.mode, "clear_cache": now.clear_cache})
+                if now.clear_cache:
+                    self._prefix.cleared()
+            elif before.engines:
+                await self._engine.call("resume_scheduler", [], {})
 
     # ---- from the engine ---------------------------------------------------------------------------------------
 

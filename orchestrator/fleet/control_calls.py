@@ -50,6 +50,10 @@ class ControlCalls:
             why += f" (undone on {', '.join(results)})"
         raise CallFailed(f"{method}: {why}")
 
+    def tell(self, worker_id: str, method: str, args: list[Any]) -> None:
+        """Call one worker, without waiting for its answer."""
+        self._transport.send(worker_id, Call(next(self._ids), method, args))
+
     async def _undo(self, workers: Iterable[str], method: str, undo: str, args: list[Any]) -> None:
         undo_args = [args[0].lora_int_id] if method == "add_lora" else []
         _, failures = await self._ask(workers, undo, undo_args, {}, CALL_TIMEOUT_S)

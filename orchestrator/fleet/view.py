@@ -184,13 +184,12 @@ class Fleet:
 
     def remove(self, worker_id: str) -> WorkerView | None:
         self._changed.add(worker_id)
-        self.pause.note(worker_id, "")
         return self.workers.pop(worker_id, None)
 
     def take_load(self, load: WorkerLoad, now: float) -> None:
         if view := self.workers.get(load.worker_id):
             view.note_load(load, load.seen.get(self.frontend_id, 0), now)
-            self.pause.note(load.worker_id, view.load.pause if view.load is not None else "")
+            self.pause.note(load.worker_id, load.pause)
 
     def candidates(self, avoid: Collection[str] = (), hits: Hits | None = None) -> Candidates:
         """Who could take a request now, with what is cached there of the prompt that `hits` is of.

@@ -8,13 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from typing import Literal
+
+import msgspec
 
 from orchestrator.fleet.control_calls import CallFailed, ControlCalls
 from orchestrator.fleet.pause import PauseMode
 from orchestrator.fleet.view import Fleet
 from orchestrator.router.request import State
 from orchestrator.router.router import Router
-from orchestrator.types import QueueDepth, Role, WorkerLoad
+from orchestrator.types import PauseState, QueueDepth, Role, WorkerLoad
 
 log = logging.getLogger("pd.frontend")
 
@@ -24,6 +27,10 @@ HEARD_TIMEOUT_S = 10.0  # for load reports that say that their workers are pause
 SETTLE_TIMEOUT_S = 60.0  # after it engines are paused although something still runs, or is transferred
 
 
+class _Overtaken(CallFailed):
+    """Somebody else's word on the pause is the newer one, and stays."""
+
+
 class PauseCalls:
     """`begin` and `end` a pause of the whole fleet. Each raises CallFailed."""
 
@@ -31,6 +38,8 @@ class PauseCalls:
         self, fleet: Fleet, calls: ControlCalls, router: Router, depth: Callable[[], QueueDepth | None]
     ) -> None:
         self._fleet, self._calls, self._router, self._depth = fleet, calls, router, depth
+        fleet.pause.on_behind = self._catch_up
+        self._number = 0  # of the newest state that this frontend has asked for
 
     @property
     def on(self) -> bool:
@@ -39,33 +48,44 @@ class PauseCalls:
     async def begin(self, mode: PauseMode, clear_cache: bool) -> None:
         """Frontends hold new requests. What runs is ended (`abort`), awaited (`wait`) or frozen (`keep`); then the
         engines are paused. New requests go on once `end` was called. A `wait` lasts as long as what runs."""
-        await self._calls.call("hold", [mode])
         try:
-            await self._heard(mode)
+            await self._set(mode, self._fleet.pause.state.engines)
             if mode == "wait":
                 await self._ended(self._busy)
             elif mode == "abort":
                 await self._settled(self._busy)
             elif clear_cache:  # engines cannot drop blocks that KV is written to or read from
                 await self._settled(self._in_transit)
-            await self._calls.call("pause_scheduler", [], {"mode": mode, "clear_cache": clear_cache})
+            await self._set(mode, True, clear_cache)
+        except _Overtaken:
+            raise
         except BaseException:
-            await self._calls.call("release", [])
+            await self.end()
             raise
 
     async def end(self) -> None:
-        await self._calls.call("resume_scheduler", [])
-        await self._calls.call("release", [])
-        await self._until(lambda: not self.on, HEARD_TIMEOUT_S)
+        await self._set("", False)
 
-    async def _heard(self, mode: PauseMode) -> None:
-        """Every frontend hears what this one hears: no new request comes after it."""
-        workers = [worker_id for worker_id, view in self._fleet.workers.items() if view.connected]
-        modes = self._fleet.pause.modes
-        await self._until(
-            lambda: all(modes.get(worker) == mode for worker in workers if worker in self._fleet.workers),
-            HEARD_TIMEOUT_S,
-        )
+    async def _set(self, mode: PauseMode | Literal[""], engines: bool, clear_cache: bool = False) -> None:
+        """Every frontend hears what this one hears then, so no new request comes after the beginning of a pause."""
+        self._number = max(self._number, self._fleet.pause.state.number) + 1
+        state = PauseState(self._number, mode, engines, clear_cache)
+        await self._calls.call("set_pause", list(msgspec.structs.astuple(state)))
+        try:
+            async with asyncio.timeout(HEARD_TIMEOUT_S):
+                while not all(said >= state for said in self._said()):
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise CallFailed(f"pause: workers' load reports were not heard within {HEARD_TIMEOUT_S:g} s") from None
+        if self._fleet.pause.state != state:
+            raise _Overtaken("pause: somebody else paused or resumed the fleet at the same time; ask again")
+
+    def _said(self) -> Iterator[PauseState]:
+        return (view.load.pause for view in self._fleet.workers.values() if view.connected and view.load is not None)
+
+    def _catch_up(self, worker_id: str) -> None:
+        """It has joined since the others were told. Its next report says whether it knows now."""
+        self._calls.tell(worker_id, "set_pause", list(msgspec.structs.astuple(self._fleet.pause.state)))
 
     async def _settled(self, true: Callable[[], bool]) -> None:
         try:
@@ -77,7 +97,7 @@ class PauseCalls:
     async def _ended(self, true: Callable[[], bool]) -> None:
         while true():
             if not self.on:
-                raise CallFailed("pause_scheduler: the fleet was resumed before what runs had ended")
+                raise _Overtaken("pause: the fleet was resumed before what runs had ended")
             await asyncio.sleep(POLL_S)
 
     def _busy(self) -> bool:
@@ -102,11 +122,3 @@ class PauseCalls:
     def _queued(self) -> bool:
         depth = self._depth()
         return depth is not None and depth.requests + depth.claimed > 0
-
-    async def _until(self, true: Callable[[], bool], timeout_s: float) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not true():
-                    await asyncio.sleep(POLL_S)
-        except TimeoutError:
-            raise CallFailed(f"pause: workers' load reports were not heard within {timeout_s:g} s") from None

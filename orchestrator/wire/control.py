@@ -39,12 +39,9 @@ class ControlMethod(msgspec.Struct, frozen=True):
 
 
 METHODS: dict[str, ControlMethod] = {
-    # Carried out by the worker itself: see orchestrator/fleet/pause.py.
-    "hold": ControlMethod(undo="release"),
-    "release": ControlMethod(),
+    # Carried out by the worker, with the fields of a PauseState: see orchestrator/fleet/pause.py.
+    "set_pause": ControlMethod(),
     # Carried out by its engine.
-    "pause_scheduler": ControlMethod(undo="resume_scheduler"),
-    "resume_scheduler": ControlMethod(),
     "is_scheduler_paused": ControlMethod(combine=_everywhere),
     "is_sleeping": ControlMethod(combine=_everywhere),
     "add_lora": ControlMethod(combine=_everywhere, undo="remove_lora"),

@@ -15,7 +15,7 @@ import msgspec
 from orchestrator.types import KVSource, PrefixEvents, WorkerLoad
 
 # Raised whenever a message below changes meaning; part of EngineIdentity, so mixed fleets are refused.
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 # Sockets take no larger frame, so a peer that was not let in costs no more memory. Larger messages travel in pieces.
 MAX_FRAME_BYTES = 1 << 20

@@ -124,6 +124,69 @@ async def test_a_fleet_is_paused_as_one_engine_for_every_frontend(redis_server: 
         await other.close()
 
 
+async def engine_paused(worker: LocalWorker) -> bool:
+    return bool(await worker.engine.call("is_scheduler_paused", [], {}))
+
+
+async def test_who_joins_a_paused_fleet_is_paused_and_resumes_with_it(redis_server: EmbeddedRedis) -> None:
+    """Also when nobody is left of those who were told: neither the frontend that was asked, nor a worker."""
+    async with running_workers(redis_server, sim={"speed": 1.0}, **SECTIONS) as workers:
+        (client, other), *first = await fleet(workers)
+        known = other.connection.fleet
+        await client.connection.pause.begin("keep", clear_cache=False)
+        await until(lambda: other.connection.pause.on, "the other frontend knows")
+        await client.close()
+        joined = await workers.start(Role.DECODE)
+        async with asyncio.timeout(20):
+            while not await engine_paused(joined):
+                await asyncio.sleep(0.01)
+        for worker in first:
+            worker.agent.request_stop()
+            await worker.stopped()
+        await until(lambda: list(known.workers) == [joined.id], "the first ones are gone")
+        assert other.connection.pause.on
+        last = await workers.start(Role.DECODE)
+        await until(lambda: last.id in known.workers and known.workers[last.id].connected, "the last has joined")
+        async with asyncio.timeout(20):
+            while not await engine_paused(last):
+                await asyncio.sleep(0.01)
+        await other.connection.pause.end()
+        assert not other.connection.pause.on
+        assert not await engine_paused(joined) and not await engine_paused(last)
+        await asyncio.gather(*(other.ask([i, 2, 3], 5) for i in range(8)))
+        later = await workers.start(Role.DECODE)
+        await until(lambda: later.id in known.workers and known.workers[later.id].connected, "one more has joined")
+        assert not other.connection.pause.on and not await engine_paused(later)
+        await other.close()
+
+
+async def test_a_word_that_comes_late_does_not_pause_a_worker_again(redis_server: EmbeddedRedis) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        (client, other), prefill, decode = await fleet(workers)
+        await client.connection.pause.begin("wait", clear_cache=False)
+        paused = client.connection.fleet.pause.state
+        await other.connection.pause.end()
+        client.connection.calls.tell(decode.id, "set_pause", list(msgspec.structs.astuple(paused)))
+        assert await client.connection.calls.call("is_scheduler_paused", []) is False  # the same way, so after it
+        await client.ask([9, *range(300)], 5)
+        await client.close()
+        await other.close()
+
+
+async def test_of_two_who_pause_at_once_one_is_told_so(redis_server: EmbeddedRedis) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        clients, *_ = await fleet(workers)
+        begun = [c.connection.pause.begin(mode, False) for c, mode in zip(clients, ("keep", "wait"), strict=True)]
+        errors = [error for error in await asyncio.gather(*begun, return_exceptions=True) if error]
+        assert all(isinstance(error, CallFailed) and "ask again" in str(error) for error in errors), errors
+        assert len(errors) < 2 and all(client.connection.pause.on for client in clients)
+        await clients[0].connection.pause.end()
+        await until(lambda: not any(client.connection.pause.on for client in clients), "nobody is paused")
+        await clients[1].ask([1, 2, 3], 5)
+        for client in clients:
+            await client.close()
+
+
 async def test_a_pause_clears_prefix_caches_and_frontends_know(redis_server: EmbeddedRedis) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
         (client, other), prefill, decode = await fleet(workers)
@@ -148,7 +211,7 @@ async def test_a_pause_that_fails_pauses_nobody(redis_server: EmbeddedRedis, mon
         (client, other), prefill, decode = await fleet(workers)
         broken = RuntimeError("cannot")
         answering(prefill, monkeypatch, pause_scheduler=broken, resume_scheduler=None)
-        with pytest.raises(CallFailed, match=f"pause_scheduler: worker {prefill.id}: .*cannot"):
+        with pytest.raises(CallFailed, match=f"set_pause: worker {prefill.id}: .*cannot"):
             await client.connection.pause.begin("abort", clear_cache=True)
         await until(lambda: not client.connection.pause.on and not other.connection.pause.on, "nobody is paused")
         await client.ask([1, 2, 3], 5)  # the decode worker's engine runs

@@ -12,7 +12,7 @@ from orchestrator.router.decider import Decider
 from orchestrator.router.request import SUCCESSORS, Failure, Overloaded, State
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import QueueFull
-from orchestrator.types import FinishReason, JobState, Offered, QueueDepth, Role, WorkerLoad, WorkerState
+from orchestrator.types import FinishReason, JobState, Offered, PauseState, QueueDepth, Role, WorkerLoad, WorkerState
 from orchestrator.wire.messages import Abort, MessageError, Prefilled, PrefillFailed, Rejected
 
 
@@ -627,10 +627,10 @@ async def test_no_deadline_runs_while_a_pause_has_frozen_the_fleet():
     await bench.router.submit(FakeRequest("frozen", prompt_tokens=10))
     await bench.router.submit(FakeRequest("queued"))
     bench.tokens(bench.bound_to(), "frozen", [1])
-    bench.fleet.pause.note("d0", "keep")
+    bench.fleet.pause.note("d0", PauseState(1, "keep"))
     bench.router.check(time.monotonic() + 60)
     assert [active.attempt for active in bench.router.requests.values()] == [1, 1]
-    bench.fleet.pause.note("d0", "")
+    bench.fleet.pause.note("d0", PauseState(2))
     ended_at = bench.fleet.pause.ended_at = time.monotonic() + 60  # as if the pause had lasted a minute
     bench.router.check(ended_at + 4)
     assert [active.attempt for active in bench.router.requests.values()] == [1, 1]
@@ -641,6 +641,6 @@ async def test_no_deadline_runs_while_a_pause_has_frozen_the_fleet():
 async def test_deadlines_run_while_a_pause_waits_for_what_runs():
     bench = Bench(stall_timeout_s=5.0)
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
-    bench.fleet.pause.note("d0", "wait")
+    bench.fleet.pause.note("d0", PauseState(1, "wait"))
     bench.router.check(time.monotonic() + 6)
     assert bench.router.requests["r"].attempt == 2
