@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Nothing in the suite needs a hub; a test that would ask one fails at once instead of after retries. Here, because the
 # hub's client reads this once, when the first module that imports it is collected.
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+# A busy machine makes an example slow, not wrong.
+hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy")
+
+_ALL_VLLM = re.compile(r"^pytestmark = \[?pytest\.mark\.vllm\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file whose every test needs vLLM is not even imported where those are deselected: that alone takes 10 s."""
+    if collection_path.suffix != ".py" or "not vllm" not in config.getoption("markexpr"):
+        return None
+    return True if _ALL_VLLM.search(collection_path.read_text()) else None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -86,10 +86,10 @@ async def test_corrupt_messages_disturb_nobody(workers: Workers, caplog: pytest.
         request = frontend.new(PROMPT)
         frontend.submit_to(worker.id, request)
         await frontend.finished(request)
+        await until(lambda: caplog.text.count("dropped a corrupt message") == 4)
+        await until(lambda: frontend.loads[worker.id].corrupt_messages == 4)
     finally:
         context.destroy(linger=0)
-    await until(lambda: caplog.text.count("dropped a corrupt message") == 4)
-    await until(lambda: frontend.loads[worker.id].corrupt_messages == 4)
     await workers.assert_no_leaks()
 
 

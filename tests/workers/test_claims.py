@@ -176,7 +176,7 @@ async def test_what_does_not_fit_is_claimed_as_soon_as_it_does(
 ) -> None:
     for name in ("WAIT_S", "LEFT_WAIT_S"):
         monkeypatch.setattr(f"workers.claims.{name}", 30.0)
-    slow = {"speed": 1.0, "prefill_us_per_token": 200.0, "max_num_batched_tokens": 200}
+    slow = {"speed": 1.0, "prefill_us_per_token": 2000.0, "max_num_batched_tokens": 200}
     async with running_workers(redis_server, sim=slow) as workers:
         frontend, _, _ = await pair(workers, **slow)
         first, second, third = [frontend.new([i, *PROMPT[:249]]) for i in range(3)]

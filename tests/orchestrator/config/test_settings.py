@@ -160,7 +160,7 @@ KEYS = sorted(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.dictionaries(
         st.sampled_from(SECTIONS) | st.text(max_size=4),
@@ -173,7 +173,7 @@ def test_any_values_are_a_configuration_or_refused_with_the_key(section):
         parse_config({"model": "m", **section})
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=100) | st.text(max_size=60).map(str.encode))
 def test_any_file_is_a_configuration_or_refused(tmp_path, content):
     file = tmp_path / "fleet.yaml"

@@ -219,6 +219,7 @@ async def test_a_restart_behind_the_same_name_loses_what_the_old_process_had(sce
     assert scene.fleet.workers["d"].usable(Role.DECODE) and scene.lost == ["d"]
 
 
+@pytest.mark.slow
 async def test_a_frontend_whose_loop_was_blocked_declares_nobody_dead(scene):
     worker = await scene.start("d")
     for pause_s in (0.3, 2.5):  # longer than the second after which silence is death

@@ -49,8 +49,8 @@ async def test_what_is_done_first_is_returned_and_its_errors_are_raised():
     running.cancel()
 
 
+@pytest.mark.vllm
 def test_a_frontend_raises_its_limit_of_open_files(monkeypatch):
-    pytest.importorskip("vllm")
     from orchestrator.frontend import server
 
     before = resource.getrlimit(resource.RLIMIT_NOFILE)

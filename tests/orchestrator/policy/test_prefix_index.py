@@ -1,6 +1,6 @@
 """The prefix index: right beliefs, bounded, and never wrong for ever."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.policy.prefix_index import MORE_PROBES, PrefixIndex
@@ -24,7 +24,6 @@ def test_one_that_holds_a_little_less_is_told_apart():
     assert index.match(keys) == {"prefill": 600, "decode": 630}
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 40))
 def test_no_worker_is_credited_with_more_than_it_holds(depths, asked):
     index = PrefixIndex()

@@ -1,6 +1,6 @@
 """Lockstep ranks: the gate, the assignment, and our level chunks."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.simulator.adp import AdpSettings, simulate_adp
@@ -39,7 +39,6 @@ def test_no_rank_gets_more_than_its_share_of_sequences():
     assert chosen.count(0) == chosen.count(1) == 4
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.tuples(st.integers(0, 512), st.integers(0, 9000)), min_size=1, max_size=8), st.integers(0, 2000))
 def test_level_chunks_never_exceed_the_backlog_or_the_batch_and_always_progress(ranks, level):
     generating, backlog = [g for g, _ in ranks], [b for _, b in ranks]

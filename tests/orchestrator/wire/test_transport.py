@@ -184,6 +184,7 @@ async def test_a_dead_worker_is_noticed_and_a_new_one_greeted(mesh, pair):
     again.close()
 
 
+@pytest.mark.slow
 async def test_a_host_that_is_cut_off_is_noticed_within_5_s_on_both_sides_and_greeted_when_it_is_back(mesh):
     worker, frontend, link = mesh.worker(), mesh.frontend("f"), Link()
     connect(frontend, worker, request_address=await link.to(worker.request_address))

@@ -64,7 +64,7 @@ _action = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(_action, max_size=40))
 def test_blocks_are_conserved_and_everything_ends(actions: list[tuple[object, ...]]) -> None:
     scheduler = SimScheduler(

@@ -85,6 +85,7 @@ def rows(app: Top) -> list[str]:
     return [str(key.value) for key in app._table.rows]
 
 
+@pytest.mark.slow
 async def test_keys_sort_filter_and_steer(monkeypatch: pytest.MonkeyPatch):
     steered = Steered()
     async with frontend(steered, monkeypatch) as url:

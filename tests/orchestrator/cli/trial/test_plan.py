@@ -29,6 +29,7 @@ def test_a_rate_is_answered_by_a_table_a_sentence_and_a_picture(tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_goodput_is_told_for_each_way(tmp_path):
     result = run(*LOAD, "--rate", "goodput", "--plot", str(tmp_path / "plan.png"), "--json")
     assert result.exit_code == 0, result.output
