@@ -25,6 +25,7 @@ from support_vllm import tiny_model
 
 from orchestrator.config.model import resolve_model
 from orchestrator.launch.host.run_folder import RunFolder
+from orchestrator.telemetry.logs import request_in
 
 ROOT = Path(__file__).parents[1]
 START_TIMEOUT_S = 180
@@ -110,8 +111,7 @@ class RunningFleet(FleetClient):
 
     def request_lines(self) -> list[dict[str, Any]]:
         """The `pd.request` log lines so far."""
-        found = (re.search(r" pd\.request: (\{.*\})", line) for line in self.process_lines())
-        return [json.loads(match.group(1)) for match in found if match]
+        return [json.loads(encoded) for line in self.process_lines() if (encoded := request_in(line))]
 
     def curls(self) -> list[str]:
         """The requests that are shown after Ready, shortest prompt first."""

@@ -61,7 +61,7 @@ def _known(name: str, known: set[str]) -> bool:
 @documents
 def test_commands_that_are_named_exist(document: Path):
     commands = set(typer.main.get_group(app).commands)  # type: ignore[attr-defined]
-    named = {m[1] for span in code_spans(document) if (m := re.match(r"orchestrator ([a-z]+)", span))}
+    named = {m[1] for span in code_spans(document) if (m := re.match(r"orchestrator ([a-z][a-z-]*)", span))}
     assert named <= commands
 
 

@@ -27,11 +27,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "orchestrator.frontend": ("types", "telemetry", "parent", "config", "wire", "policy", "store", "fleet", "router"),
     "orchestrator.simulator": ("types", "config", "policy"),
     "orchestrator.simulator.real": ("simulator",),
-    "orchestrator.launch": ("types", "parent", "config", "store"),
+    "orchestrator.launch": ("types", "telemetry", "parent", "config", "store"),
     "orchestrator.cli": ("types", "telemetry", "parent", "config", "store", "launch", "simulator", "simulator.real"),
     "connectors.handshake": (),
     "connectors.push": ("connectors.handshake",),
-    "workers": ("types", "parent", "config", "wire", "policy", "store"),
+    "workers": ("types", "telemetry", "parent", "config", "wire", "policy", "store"),
     "workers.sim": ("types", "config", "wire", "policy", "workers", "connectors.push"),
     "workers.vllm_engine": ("types", "parent", "config", "wire", "policy", "workers"),
 }

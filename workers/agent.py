@@ -18,6 +18,7 @@ import msgspec
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.parent import EXIT_AGAIN, own_identity
 from orchestrator.store.client import Redis, RedisAway
+from orchestrator.store.log_levels import LogLevels, follow_log_level
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import IncompatibleWorker, Left, Ordered, Registry, Resync
 from orchestrator.types import Role, WorkerInfo
@@ -53,6 +54,7 @@ class Agent:
         self.info: WorkerInfo | None = None
         self._engine, self._config, self._listening = engine, config, at
         self._registry = Registry(redis, config.namespace)
+        self._log_levels = LogLevels(redis, config.namespace)
         self._queue = PrefillQueue(redis, config.namespace, config.queue, worker_id)
         self._attempts = Attempts()
         self._beat_now, self._ended = asyncio.Event(), asyncio.Event()
@@ -195,6 +197,7 @@ class Agent:
             "frontends": self._check_frontends(),
             "watch": self._watch(),
             "peers": self._peers.run(),
+            "log level": follow_log_level(self._log_levels, self.worker_id, logging.getLogger("pd")),
         }
 
     def _explain(self, task: asyncio.Task[None]) -> None:

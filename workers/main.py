@@ -21,6 +21,7 @@ from orchestrator.parent import EXIT_AGAIN, die_with_parent, has_ended, own_iden
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.registry import IncompatibleWorker, Registry
 from orchestrator.store.seen import BY_HAND
+from orchestrator.telemetry.logs import set_up as set_up_logging
 from orchestrator.types import Role
 from orchestrator.wire.addresses import Listening, hold_port
 from orchestrator.wire.probes import probes
@@ -56,7 +57,8 @@ def main(role: Role, arguments: list[str]) -> int:
         check_environment()
         if parsed.die_with_parent:
             die_with_parent(parsed.config.launcher.stop_timeout_s)
-        _set_up_logging(parsed.worker_id)
+        logging = parsed.config.logging
+        set_up_logging(parsed.worker_id, logging.format, logging.level)
         return uvloop.run(_run(parsed))
     except (ConfigError, IncompatibleWorker) as error:
         why, code, final = str(error), EXIT_USAGE, True
@@ -174,17 +176,6 @@ def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engin
         os.environ.setdefault("UCX_TCP_PORT_RANGE", config.workers.ports)
     common |= {"cores": parsed.cores or None, "encrypted": config.security.mesh == "curve"}
     return VllmEngine(resolve_model(config.model), parsed.engine_args, **common)
-
-
-def _set_up_logging(worker_id: str) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        logging.Formatter(f"%(asctime)s.%(msecs)03d %(levelname)s {worker_id} %(name)s: %(message)s", "%H:%M:%S")
-    )
-    logger = logging.getLogger("pd")
-    logger.handlers = [handler]
-    logger.setLevel(os.environ.get("PD_LOG_LEVEL", "INFO").upper())
-    logger.propagate = False
 
 
 if __name__ == "__main__":

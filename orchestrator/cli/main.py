@@ -36,6 +36,7 @@ COMMANDS = {
     "restart": ("rolling", "Restart workers, few at a time, each once it is drained: no request fails."),
     "join": ("join", "Print what another host needs to run a worker of this fleet."),
     "worker": ("join", "Run one worker of a fleet that runs elsewhere, configured as the fleet is."),
+    "log-level": ("steer", "Set how much running processes log, within seconds."),
     "queue": ("steer", "The prefill queue."),
     "ratio": ("look.ratio", "The split of the workers."),
     "config": ("config", "The configuration."),

@@ -1,4 +1,4 @@
-"""`orchestrator scale`, `role`, `drain` and `queue`: what an operator orders a running fleet, and what waits in it."""
+"""`orchestrator scale`, `role`, `drain`, `log-level`, `queue`: what an operator orders, and what waits."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from orchestrator.cli.handle import (
 )
 from orchestrator.cli.look.views import fields_view, queue_view
 from orchestrator.config.settings import Refused
+from orchestrator.store.log_levels import ALL, LogLevels
 from orchestrator.store.steering import Steering
 from orchestrator.types import Role
 
 ForceOption = Annotated[bool, typer.Option("--force", help="Also when it is the last worker of its role.")]
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 app = typer.Typer()
 queue_app = typer.Typer(help="The prefill queue.", invoke_without_command=True)
 app.add_typer(queue_app, name="queue")
@@ -60,6 +62,26 @@ def role(
     changed = ask(find_fleet(namespace, redis), lambda fleet: _steer(fleet).change_role(worker, new_role, force))
     said = f"{worker}: {'becomes' if changed else 'is already'} a {new_role.value} worker"
     _say({"worker": worker, "role": new_role.value, "changed": changed}, as_json, said)
+
+
+@app.command("log-level")
+def log_level(
+    level: Annotated[str, typer.Argument(metavar="LEVEL", help="DEBUG, INFO, WARNING, ERROR; or default.")],
+    process: Annotated[str, typer.Argument(metavar="[PROCESS]", help="One worker, frontend-0 or launcher.")] = ALL,
+    namespace: NamespaceOption = None,
+    redis: RedisOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Set how much running processes log, within seconds. `default` is what the configuration says."""
+    wanted = level.upper()
+    if wanted not in (*_LEVELS, "DEFAULT"):
+        raise Refused(f"{level}: no such level; choose {', '.join(_LEVELS)} or default")
+    handle = find_fleet(namespace, redis)
+    value = None if wanted == "DEFAULT" else wanted
+    ask(handle, lambda fleet: LogLevels(fleet.redis, handle.namespace).set(value, process))
+    who = "every process" if process == ALL else process
+    said = f"{who}: logs as configured" if value is None else f"{who}: logs {value} and above"
+    _say({"process": None if process == ALL else process, "level": value}, as_json, said)
 
 
 @app.command()

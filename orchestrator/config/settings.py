@@ -195,6 +195,11 @@ class LauncherConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     stop_timeout_s: Seconds = 10.0  # a process that was told to stop is killed after this
 
 
+class LoggingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    format: Literal["text", "json"] = "text"  # json: one object a line
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"  # of our processes; vLLM's is VLLM_LOGGING_LEVEL
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model: str  # "demo", a folder, or a Hugging Face name
     served_model_name: str | None = None
@@ -211,6 +216,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     kv: KVConfig = KVConfig()
     sim: SimConfig = SimConfig()
     launcher: LauncherConfig = LauncherConfig()
+    logging: LoggingConfig = LoggingConfig()
     security: SecurityConfig = SecurityConfig()
     limits: LimitsConfig = LimitsConfig()
 

@@ -48,6 +48,7 @@ from orchestrator.frontend.wiring import FleetConnection, unless_ended
 from orchestrator.parent import die_with_parent, report_exit
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.servers import redis_elsewhere
+from orchestrator.telemetry.logs import set_up as set_up_logging
 from orchestrator.types import Role
 from orchestrator.wire.addresses import address_towards, in_url
 
@@ -210,6 +211,7 @@ async def serve(config: Config, redis_url: str, index: int, port: int, drain_s: 
         uvicorn.Config(
             app,
             access_log=False,
+            log_config=None,
             http="httptools",
             timeout_keep_alive=65,
             timeout_graceful_shutdown=drain_s,  # type: ignore[arg-type]  # a fraction will do
@@ -237,16 +239,6 @@ async def serve(config: Config, redis_url: str, index: int, port: int, drain_s: 
         await redis.aclose()
 
 
-def log_to_stderr() -> None:
-    """Our own loggers, whatever vLLM and uvicorn do to the root's."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
-    ours = logging.getLogger("pd")
-    ours.setLevel(logging.INFO)
-    ours.addHandler(handler)
-    ours.propagate = False
-
-
 def allow_many_connections() -> None:
     """Each client and each worker costs descriptors: allow as many as `vllm serve` does, or as the system lets us."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -263,11 +255,11 @@ def main() -> None:
     parser.add_argument("--port", type=int)
     parser.add_argument("--die-with-parent", action="store_true")
     options = parser.parse_args()
-    log_to_stderr()
     allow_many_connections()
     try:
         check_environment()
         config = load_config(options.config)
+        set_up_logging(f"frontend-{options.index}", config.logging.format, config.logging.level)
         if options.die_with_parent:
             die_with_parent(config.launcher.stop_timeout_s)
         port = config.frontend.port if options.port is None else options.port

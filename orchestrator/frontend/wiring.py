@@ -28,6 +28,7 @@ from orchestrator.router.codec import Codec
 from orchestrator.router.router import Router
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.events import EventLog
+from orchestrator.store.log_levels import LogLevels, follow_log_level
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.ratio_history import RatioHistory
 from orchestrator.store.registry import Registry
@@ -120,6 +121,8 @@ class FleetConnection:
             tasks.create_task(self.ratio_controller.run())
             tasks.create_task(self.history.run())
             tasks.create_task(self._note_retries(EventLog(self._redis, self._namespace)))
+            levels = LogLevels(self._redis, self._namespace)
+            tasks.create_task(follow_log_level(levels, self.frontend_id.rpartition("-")[0], logging.getLogger("pd")))
 
     async def synced(self) -> None:
         """Waits until registry, queue and desired ratio have been asked once: what is decided now is well-founded."""

@@ -14,6 +14,7 @@ from orchestrator.config.engine_args import environment
 from orchestrator.config.settings import Config
 from orchestrator.launch.host.machine import Share
 from orchestrator.launch.host.process import ProcessSpec
+from orchestrator.telemetry import logs
 from orchestrator.types import Role
 
 # What vLLM calls its local sockets; the whole path of a socket may have 107 bytes (unix(7)).
@@ -54,7 +55,13 @@ def worker_spec(config: Config, role: Role, worker_id: str, config_file: Path, s
     # vLLM leaves its local sockets behind when it is killed; in our folder they are removed with it.
     fits = len(str(folder).encode()) + _SOCKET_NAME_BYTES <= _SOCKET_PATH_BYTES
     sockets = {"VLLM_RPC_BASE_PATH": str(folder)} if fits else {}
-    env = {**_QUIET, **sockets, **share.env, **environment(config, role)}
+    env = {
+        **_QUIET,
+        **logs.environment(worker_id, config.logging.format),
+        **sockets,
+        **share.env,
+        **environment(config, role),
+    }
     return ProcessSpec(worker_id, command, env, folder / f"{worker_id}.exit")
 
 
@@ -63,7 +70,7 @@ def frontend_spec(config: Config, name: str, index: int, config_file: Path) -> P
     folder = config_file.parent
     command = [sys.executable, "-m", "orchestrator.frontend.server", "--index", str(index)]
     command += ["--config", str(config_file), "--port", str(config.frontend.port), "--die-with-parent"]
-    env = dict(_QUIET)
+    env = {**_QUIET, **logs.environment(name, config.logging.format)}
     if config.frontend.replicas > 1:
         # The counters of all frontends lie in one place, so that whichever is scraped answers for all. The folder must
         # exist before they import prometheus_client. It has our pid: counters of an earlier launcher do not count.

@@ -24,6 +24,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.telemetry.logs import LogFormat, collected, formatter, request_in
+
 _COLOURS = {"prefill": 36, "decode": 32, "frontend": 35, "launcher": 33}  # ANSI
 _REFRESH_PER_S = 8
 _MAX_LOG_BYTES = 32 << 20
@@ -36,18 +38,18 @@ _ERROR = re.compile(r"(^|\s)[\w.]*(Error|Exception): ")  # the last line of a tr
 class LogFile:
     """A log of bounded size. What was there before, and the older part of a long log, is kept as NAME.1."""
 
-    def __init__(self, path: Path, max_bytes: int = _MAX_LOG_BYTES) -> None:
+    def __init__(self, path: Path, form: LogFormat = "text", max_bytes: int = _MAX_LOG_BYTES) -> None:
         """Raises OSError."""
-        self.path = path
+        self.path, self.form = path, form
         self._max_bytes = max_bytes
         self._file = self._begin()
 
-    def write(self, line: str) -> None:
+    def write(self, process: str, line: str) -> None:
         try:
             if self._file.tell() > self._max_bytes or not self.path.exists():
                 full, self._file = self._file, self._begin()
                 full.close()
-            self._file.write(line.encode(errors="replace") + b"\n")
+            self._file.write(collected(self.form, process, line).encode(errors="replace") + b"\n")
         except (OSError, ValueError):
             return  # a full disk, or closed: the fleet matters more than its log
 
@@ -171,10 +173,10 @@ class Console:
         """A line of the launcher's own."""
         self._write(text)
 
-    def note(self, line: str) -> None:
-        """A line of the launcher's own log."""
-        self._write_log("launcher", line)
-        self._write_named("launcher", line)
+    def note(self, shown: str, logged: str) -> None:
+        """A line of the launcher's own log, as it is shown and as it stands in the log file."""
+        self._write_log("launcher", logged)
+        self._write_named("launcher", shown)
 
     def log(self, name: str, line: str) -> None:
         """A line of one of the fleet's processes."""
@@ -195,7 +197,7 @@ class Console:
 
     def _write_log(self, name: str, line: str) -> None:
         if self.log_file is not None:
-            self.log_file.write(f"[{name}] {line}")
+            self.log_file.write(name, line)
 
     def _write_named(self, name: str, line: str) -> None:
         prefix = f"[{name}]"
@@ -221,21 +223,22 @@ class Console:
 class ConsoleHandler(logging.Handler):
     """Shows the launcher's own log."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, form: LogFormat) -> None:
         super().__init__()
         self._console = console
+        self._shown = logging.Formatter("%(levelname)s %(name)s: %(message)s")
+        self._logged = formatter(form, "launcher")
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._console.note(self.format(record))
+            self._console.note(self._shown.format(record), self._logged.format(record))
         except Exception:  # logging's contract: a line that cannot be formatted must not end the program
             self.handleError(record)
 
 
 def shown_request(line: str) -> str | None:
     """A frontend's `pd.request` line (telemetry/request_line.py) for a person; None for any other line."""
-    _, found, encoded = line.partition(" pd.request: ")
-    if not found:
+    if (encoded := request_in(line)) is None:
         return None
     try:
         fields: dict[str, Any] = msgspec.json.decode(encoded)

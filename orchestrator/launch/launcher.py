@@ -20,7 +20,7 @@ from typing import Any
 from orchestrator.config.access import is_protected
 from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.model import find_model
-from orchestrator.config.settings import Config, ConfigError, check_environment
+from orchestrator.config.settings import Config, ConfigError, LoggingConfig, check_environment
 from orchestrator.launch.commands import resolve
 from orchestrator.launch.console import Console, ConsoleHandler, LogFile
 from orchestrator.launch.fleet_processes import FleetProcesses
@@ -31,7 +31,9 @@ from orchestrator.launch.host.process import adopt_orphans
 from orchestrator.launch.host.redis_server import RedisServer
 from orchestrator.launch.host.run_folder import Ready, RunFolder, StartedProcess
 from orchestrator.launch.machines import Machines
+from orchestrator.store.log_levels import LogLevels, follow_log_level
 from orchestrator.store.registry import Registry
+from orchestrator.telemetry.logs import LogFormat
 
 # One Ctrl-C can arrive twice: from the terminal, and from the program that started us.
 _SAME_SIGNAL_S = 0.5
@@ -49,7 +51,7 @@ def launch(config: Config, console: Console) -> None:
     check_environment()
     check_engine_args(config)
     folder = RunFolder(config.namespace)
-    with _logging_to(console), _signals_interrupt():
+    with _logging_to(console, config.logging), _signals_interrupt():
         _clean_up_after_killed(folder, folder.claim(), console)
         try:
             if config.launcher.kind == "local":
@@ -57,7 +59,7 @@ def launch(config: Config, console: Console) -> None:
                 # A port in use is refused now, not after minutes of loading; it is held once the fleet starts.
                 hold_port(config.frontend.host, config.frontend.port)[0].close()
             console.start_progress()
-            _open_log(folder, console)
+            _open_log(folder, config.logging.format, console)
             with _connected(config, console):
                 asyncio.run(_run(config, _model(config, console), folder, console))
         except KeyboardInterrupt:
@@ -93,7 +95,9 @@ async def _run(config: Config, model: str, folder: RunFolder, console: Console) 
         await fleet.start()
         watching = asyncio.create_task(fleet.watch.run(), name="fleet-watch")
         keeping = asyncio.create_task(server.keep_running(fleet.watch.read_soon), name="redis-keeper")
-        for task in (watching, keeping):
+        levels = LogLevels(redis, config.namespace)
+        following = asyncio.create_task(follow_log_level(levels, "launcher", logging.getLogger("pd")), name="log-level")
+        for task in (watching, keeping, following):
             stack.push_async_callback(_cancel, task)
         if await stop.or_done(fleet.until_ready(), watching):
             _announce(fleet, machines.device, folder, console)
@@ -179,10 +183,10 @@ async def _cancel(task: asyncio.Task[Any]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-def _open_log(folder: RunFolder, console: Console) -> None:
+def _open_log(folder: RunFolder, form: LogFormat, console: Console) -> None:
     """Raises ConfigError."""
     try:
-        console.log_file = LogFile(folder.log_path)
+        console.log_file = LogFile(folder.log_path, form)
     except OSError as error:
         raise ConfigError(f"{folder.log_path}: cannot be written ({error.strerror}); set XDG_RUNTIME_DIR") from None
     console.stage("log", str(folder.log_path), done=True)
@@ -230,13 +234,12 @@ def _clean_up_after_killed(folder: RunFolder, left: list[StartedProcess], consol
 
 
 @contextlib.contextmanager
-def _logging_to(console: Console) -> Iterator[None]:
-    handler = ConsoleHandler(console)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+def _logging_to(console: Console, settings: LoggingConfig) -> Iterator[None]:
+    handler = ConsoleHandler(console, settings.format)
     logger = logging.getLogger("pd")
     level = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(settings.level)
     try:
         yield
     finally:

@@ -21,6 +21,7 @@ class Keys:
         self.ratio_history = f"{self.prefix}ratio_history"
         self.events = f"{self.prefix}events"
         self.noted = f"{self.prefix}noted"
+        self.log_levels = f"{self.prefix}log_levels"
 
     def job(self, request_id: str) -> str:
         return f"{self.prefix}job:{request_id}"

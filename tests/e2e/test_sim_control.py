@@ -1,6 +1,8 @@
 """What an operator asks of vLLM's server, over a fleet of simulated engines and two frontends."""
 
 import asyncio
+import json
+import time
 
 import pytest
 from support_fleet import running_fleet, token_prompt
@@ -85,3 +87,30 @@ async def test_a_client_reads_what_its_request_did_to_engines(fleet):
         assert "it crashed 2 engines" in answered.json()["error"]["message"], answered.text
     await asyncio.to_thread(fleet.until, lambda: fleet.shape() == (2, 2), "the crashed workers are back")
     fleet.assert_no_leaks()
+
+
+async def test_every_process_logs_json_and_takes_another_level_while_it_runs():
+    with running_fleet("sim-2p2d.yaml", "logging.format=json", "workers.prefill.replicas=1") as fleet:
+
+        def logged() -> bool:
+            """Whether a new request has its line."""
+            before = len(fleet.request_lines())
+            answered = fleet.http.post(
+                "/v1/completions", json={"model": fleet.model, "prompt": [1, 2], "max_tokens": 2}
+            )
+            assert answered.status_code == 200
+            time.sleep(0.5)  # the launcher reads it from a pipe
+            return len(fleet.request_lines()) > before
+
+        fleet.until(logged, "a request has a line")
+        lines = [json.loads(line) for line in fleet.process_lines()]
+        assert {line["process"] for line in lines} >= {"prefill-0", "decode-0", "decode-1", "frontend-0"}
+        assert [line for line in lines if "time" not in line] == []
+        shown = fleet.cli("logs", "decode-0").stdout.splitlines()
+        assert shown and {json.loads(line)["process"] for line in shown} == {"decode-0"}
+        assert json.loads(fleet.cli("trace", "--last", "--json").stdout)
+        assert json.loads(fleet.cli("log-level", "error", "--json").stdout) == {"process": None, "level": "ERROR"}
+        fleet.until(lambda: not logged(), "no line at a higher level")
+        fleet.cli("log-level", "default")
+        fleet.until(logged, "lines again")
+        assert fleet.cli("log-level", "loud", check=False).returncode == 2

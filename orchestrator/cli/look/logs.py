@@ -42,6 +42,7 @@ def logs(
     follow: FollowOption = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last ones.")] = 50,
     namespace: NamespaceOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show the output of the fleet's processes on this machine."""
     held = held_namespaces()
@@ -54,12 +55,13 @@ def logs(
     kept = [line for line in path.read_text(errors="replace").splitlines() if mine(line)]
     if process is not None and not kept and not follow:
         raise Refused(f"{process}: no line of such a process in {path}; `orchestrator status` lists workers")
+    shown = as_object if as_json else str
     for line in kept[len(kept) - min(lines, len(kept)) :]:
-        print(line)
+        print(shown(line))
     if follow:
         for line in _following(path):
             if mine(line):
-                print(line, flush=True)
+                print(shown(line), flush=True)
 
 
 @app.command()
@@ -122,8 +124,16 @@ def _of(process: str | None) -> Callable[[str], bool]:
     """Whether a line is one that this process wrote: the launcher puts the name before it."""
     if process is None:
         return lambda line: True
-    pattern = re.compile(rf"^\W*{re.escape(process)}\b")
+    pattern = re.compile(rf'^\W*{re.escape(process)}\b|^{{.*"process":"{re.escape(process)}"')
     return lambda line: pattern.match(line) is not None
+
+
+def as_object(line: str) -> str:
+    """As JSON, which it is already where `logging.format` says so."""
+    if line.startswith("{"):
+        return line
+    process, _, message = line.removeprefix("[").partition("] ")
+    return msgspec.json.encode({"process": process, "message": message}).decode()
 
 
 def _following(path: Path) -> Iterator[str]:

@@ -28,6 +28,7 @@ from orchestrator.cli.handle import (
 from orchestrator.cli.look.frontend import get
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
+from orchestrator.telemetry.logs import request_in
 from orchestrator.telemetry.request_line import RequestLine, Stage, stages
 
 _ASK_TIMES = 4  # per frontend: those that share a port answer by chance
@@ -126,8 +127,7 @@ def request_lines(path: Path) -> Iterator[RequestLine]:
     try:
         with path.open(errors="replace") as file:
             for text in file:
-                _, found, encoded = text.partition(" pd.request: ")
-                if found:
+                if (encoded := request_in(text)) is not None:
                     try:
                         yield msgspec.json.decode(encoded, type=RequestLine)
                     except msgspec.DecodeError:

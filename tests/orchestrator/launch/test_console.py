@@ -41,7 +41,7 @@ def shown(console: Console, stream: IO[str]) -> list[str]:
 
 def logged(line: RequestLine) -> str:
     """As a frontend writes it."""
-    return f"12:00:00.123 INFO pd.request: {msgspec.json.encode(line).decode()}"
+    return f"2026-01-31 12:00:00.123 INFO frontend-0 pd.request: {msgspec.json.encode(line).decode()}"
 
 
 def test_a_quiet_console_shows_requests_and_the_launchers_own_lines_only(tmp_path, stream):
@@ -49,12 +49,12 @@ def test_a_quiet_console_shows_requests_and_the_launchers_own_lines_only(tmp_pat
     console.log_file = LogFile(tmp_path / "log")
     console.log("decode-0", "WARNING of an engine")
     console.log("frontend-0", logged(LINE))
-    console.note("WARNING pd.launcher: decode-0 died")
+    console.note("WARNING pd.launcher: decode-0 died", "12:00 WARNING launcher pd.launcher: decode-0 died")
     assert [line.partition(" ")[0] for line in shown(console, stream)] == ["[frontend-0]", "[launcher]"]
     assert (tmp_path / "log").read_text().splitlines() == [
         "[decode-0] WARNING of an engine",
         f"[frontend-0] {logged(LINE)}",
-        "[launcher] WARNING pd.launcher: decode-0 died",
+        "[launcher] 12:00 WARNING launcher pd.launcher: decode-0 died",
     ]
     console.show_failure("decode-0", [str(number) for number in range(100)])
     assert shown(console, stream)[-1] == "[decode-0] 99"
@@ -95,25 +95,25 @@ def test_other_lines_are_no_requests_and_one_that_is_cut_short_is_shown_as_it_is
 def test_the_log_is_bounded_and_the_one_before_is_kept(tmp_path: Path):
     for start in ("first", "second"):
         log = LogFile(tmp_path / "log", max_bytes=1000)
-        log.write(start)
+        log.write("p", start)
         log.close()
-    assert (tmp_path / "log.1").read_text() == "first\n"
+    assert (tmp_path / "log.1").read_text() == "[p] first\n"
     log = LogFile(tmp_path / "log", max_bytes=1000)
     for number in range(1000):
-        log.write(f"line {number}")
+        log.write("p", f"line {number}")
     sizes = [path.stat().st_size for path in tmp_path.iterdir()]
     assert len(sizes) == 2 and max(sizes) < 1100
     assert (tmp_path / "log").read_text().endswith("line 999\n")
     log.close()
-    log.write("after its end")
+    log.write("p", "after its end")
 
 
 def test_the_log_comes_back_after_its_folder_was_removed(tmp_path: Path):
     log = LogFile(tmp_path / "run" / "log")
-    log.write("before")
+    log.write("p", "before")
     shutil.rmtree(tmp_path / "run")
-    log.write("after")
-    assert (tmp_path / "run" / "log").read_text() == "after\n"
+    log.write("p", "after")
+    assert (tmp_path / "run" / "log").read_text() == "[p] after\n"
     log.close()
 
 

@@ -1,0 +1,47 @@
+"""Log levels that an operator sets while a fleet runs: a hash in Redis, level by process, that each process reads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from orchestrator.store.client import Redis, RedisAway
+from orchestrator.store.keys import Keys
+
+ALL = "*"
+_EVERY_S = 2.0
+
+
+class LogLevels:
+    """Every method raises RedisAway."""
+
+    def __init__(self, redis: Redis, namespace: str) -> None:
+        self._redis, self._key = redis, Keys(namespace).log_levels
+
+    async def set(self, level: str | None, process: str = ALL) -> None:
+        """`level`: a name that `logging` knows; None: what the configuration says. A level for `ALL` replaces those of
+        single processes."""
+        if process == ALL:
+            await self._redis.delete(self._key)
+        if level is None:
+            await self._redis.hdel(self._key, process)
+        else:
+            await self._redis.hset(self._key, process, level)
+
+    async def of(self, process: str) -> str | None:
+        """What was set for this process, else for all; None: nothing."""
+        own, common = await self._redis.hmget(self._key, [process, ALL])
+        level = own or common
+        return level.decode() if isinstance(level, bytes) else level
+
+
+async def follow_log_level(levels: LogLevels, process: str, logger: logging.Logger) -> None:
+    """Give the logger the level that is set for this process, and its own level back. Runs until cancelled."""
+    configured = logger.level
+    while True:
+        try:
+            level = await levels.of(process)
+            logger.setLevel(configured if level is None else level)
+        except (RedisAway, ValueError):  # ValueError: a level that this Python does not know
+            pass
+        await asyncio.sleep(_EVERY_S)

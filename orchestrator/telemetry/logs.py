@@ -1,0 +1,113 @@
+"""One format for whatever the processes of a fleet log: a line of text with a date, or a JSON object a line.
+
+Ours, uvicorn's and vLLM's lines look the same. The launcher collects the lines of all processes in one file.
+"""
+
+from __future__ import annotations
+
+import logging
+import logging.config
+import os
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+LogFormat = Literal["text", "json"]
+
+OURS = "pd"  # the logger above all of ours
+REQUESTS = "pd.request"  # one line per ended request: a `RequestLine` as JSON
+# How vLLM's own processes, which it starts itself, learn the two.
+_FORMAT, _PROCESS = "PD_LOG_FORMAT", "PD_LOG_PROCESS"
+_VLLM_LOGGING = Path(__file__).with_name("vllm_logging.json")
+_REQUEST = f" {REQUESTS}: "
+
+
+class TextFormatter(logging.Formatter):
+    """`2026-01-31 23:59:59.123 INFO decode-0 pd.worker: ready`, local time."""
+
+    default_time_format, default_msec_format = "%Y-%m-%d %H:%M:%S", "%s.%03d"
+
+    def __init__(self, process: str) -> None:
+        super().__init__("%(asctime)s %(levelname)s " + process + " %(name)s: %(message)s")
+
+
+class JsonFormatter(logging.Formatter):
+    """Keys `time` (UTC, ISO 8601), `level`, `process`, `logger` and `message`; `exception` where there is one. An ended
+    request has `request` in place of `message`."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line: dict[str, Any] = {"time": at, "level": record.levelname, "process": self._process, "logger": record.name}
+        message = record.getMessage()
+        if record.name == REQUESTS:
+            line["request"] = msgspec.Raw(message.encode())
+        else:
+            line["message"] = message
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+def formatter(form: LogFormat, process: str) -> logging.Formatter:
+    return JsonFormatter(process) if form == "json" else TextFormatter(process)
+
+
+def environment(process: str, form: LogFormat) -> dict[str, str]:
+    """What gives vLLM's lines this format where vLLM is imported, in a process and in those that it starts."""
+    return {"VLLM_LOGGING_CONFIG_PATH": str(_VLLM_LOGGING), _FORMAT: form, _PROCESS: process}
+
+
+def set_up(process: str, form: LogFormat, level: str) -> None:
+    """All that this process logs goes to its stderr. PD_LOG_LEVEL, where it is set, replaces `level`."""
+    level = os.environ.get("PD_LOG_LEVEL", level).upper()
+    for name, value in environment(process, form).items():
+        os.environ.setdefault(name, value)
+    if os.environ["VLLM_LOGGING_CONFIG_PATH"] == str(_VLLM_LOGGING):  # else an operator has a file for it
+        logging.config.dictConfig(msgspec.json.decode(_VLLM_LOGGING.read_bytes()))
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter(form, process))
+    for name, its_level in ((OURS, level), ("uvicorn", "WARNING")):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(its_level)
+        logger.propagate = False
+
+
+def vllm_handler() -> logging.Handler:
+    """What `vllm_logging.json` names: vLLM's lines in our format, from VLLM_LOGGING_LEVEL (WARNING by default) on."""
+    logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "WARNING").upper())
+    handler = logging.StreamHandler(sys.stderr)
+    form: LogFormat = "json" if os.environ.get(_FORMAT) == "json" else "text"
+    handler.setFormatter(formatter(form, os.environ.get(_PROCESS, "vllm")))
+    return handler
+
+
+def collected(form: LogFormat, process: str, line: str) -> str:
+    """A process's line as it stands in the common file. Where each line is JSON, one that is not becomes a message."""
+    if form == "text":
+        return f"[{process}] {line}"
+    if line.startswith('{"time":'):
+        return line
+    at = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return msgspec.json.encode({"time": at, "process": process, "message": line}).decode()
+
+
+def request_in(line: str) -> str | bytes | None:
+    """The encoded `RequestLine` that a line of either format holds; None for any other line."""
+    if line.startswith("{"):
+        try:
+            return bytes(msgspec.json.decode(line, type=_Logged).request) or None
+        except msgspec.DecodeError:
+            return None
+    return line.partition(_REQUEST)[2] or None
+
+
+class _Logged(msgspec.Struct):
+    request: msgspec.Raw = msgspec.Raw()

@@ -1,0 +1,48 @@
+"""Log levels set while a fleet runs, against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from support_redis import fresh_namespace, running_server
+from support_workers import until
+
+from orchestrator.store.client import connect
+from orchestrator.store.log_levels import LogLevels, follow_log_level
+
+
+@pytest.fixture
+async def levels(tmp_path):
+    with running_server(tmp_path) as server:
+        redis = await connect(server.url, 5.0)
+        yield LogLevels(redis, fresh_namespace())
+        await redis.aclose()
+
+
+async def test_a_level_of_all_replaces_those_of_single_processes(levels):
+    assert await levels.of("decode-0") is None
+    await levels.set("WARNING")
+    await levels.set("DEBUG", "decode-0")
+    assert [await levels.of(name) for name in ("decode-0", "decode-1")] == ["DEBUG", "WARNING"]
+    await levels.set(None, "decode-0")
+    assert await levels.of("decode-0") == "WARNING"
+    await levels.set("DEBUG", "decode-0")
+    await levels.set(None)
+    assert await levels.of("decode-0") is None
+
+
+async def test_a_logger_follows_and_gets_its_own_level_back(levels, monkeypatch):
+    monkeypatch.setattr("orchestrator.store.log_levels._EVERY_S", 0.01)
+    logger = logging.Logger("test", logging.INFO)
+    following = asyncio.create_task(follow_log_level(levels, "decode-0", logger))
+    try:
+        for wanted, level in (("DEBUG", logging.DEBUG), ("NONSENSE", logging.DEBUG), ("ERROR", logging.ERROR)):
+            await levels.set(wanted, "decode-0")
+            await until(lambda level=level: logger.level == level)
+        await levels.set(None)
+        await until(lambda: logger.level == logging.INFO)
+        assert not following.done()
+    finally:
+        following.cancel()
