@@ -7,11 +7,13 @@ accelerators vLLM's own choices stand.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import os
 import shutil
 import tempfile
 import threading
+import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,6 +54,7 @@ def build_config(
     for name in ("model", "kv_transfer_config"):
         if name in args:
             raise ValueError(f"workers.engine_args.{name}: is set by the worker itself; remove it")
+    args = {name: _section(name, value) for name, value in args.items()}
     if args.get("data_parallel_size", 1) != 1:
         raise ValueError(
             "workers.engine_args.data_parallel_size: expected 1 (run one worker per rank; a model whose experts are "
@@ -87,6 +90,13 @@ def build_config(
         config = AsyncEngineArgs(model=model, **args).create_engine_config()
     KVConnectorFactory.get_connector_class(config.kv_transfer_config).refuse_unsupported(config)
     return config
+
+
+def _section(name: str, value: Any) -> Any:
+    """A section as vLLM's own class: its command line makes one of each, its constructor of some only."""
+    kind = AsyncEngineArgs.__dataclass_fields__[name].type
+    classes: list[Any] = [each for each in typing.get_args(kind) or (kind,) if dataclasses.is_dataclass(each)]
+    return classes[0](**value) if isinstance(value, dict) and classes else value
 
 
 def start_client(

@@ -33,6 +33,13 @@ def test_what_is_supported_is_built(model: Path) -> None:
         assert build(model, tensor_parallel_size=ranks).parallel_config.tensor_parallel_size == ranks
 
 
+def test_a_section_of_vllms_configuration_is_read_as_its_command_line_reads_it(model: Path) -> None:
+    sections = {"structured_outputs_config": {"backend": "guidance"}, "profiler_config": {"profiler": None}}
+    assert build(model, **sections).structured_outputs_config.backend == "guidance"
+    with pytest.raises(ValueError, match="backend"):
+        build(model, structured_outputs_config={"backend": "no such"})
+
+
 @pytest.mark.parametrize(
     ("engine_args", "line"),
     [
