@@ -19,17 +19,24 @@ local function member_key(prefix, kind, id) return prefix .. kind .. ':' .. id e
 local function leader_key(prefix) return prefix .. 'ratio_leader' end
 local function desired_key(prefix) return prefix .. 'desired' end
 
+-- The key. What stands there and is of another type is removed: it would make every call fail.
+local function typed(key, wanted)
+  local found = redis.call('TYPE', key).ok
+  if found ~= wanted and found ~= 'none' then redis.call('DEL', key) end
+  return key
+end
+
 local function publish(prefix, event) redis.call('PUBLISH', prefix .. 'events', cjson.encode(event)) end
 
 -- Keeps an event for operators (store/events.py): fields and values.
 local function note(prefix, ...)
-  redis.call('XADD', prefix .. 'noted', 'MAXLEN', '~', NOTED, '*', ...)
+  redis.call('XADD', typed(prefix .. 'noted', 'stream'), 'MAXLEN', '~', NOTED, '*', ...)
 end
 
 -- The live members of a kind; those whose key has expired are taken off the index and announced once.
 local function live(prefix, kind)
   local ids = {}
-  for _, id in ipairs(redis.call('SMEMBERS', index_key(prefix, kind))) do
+  for _, id in ipairs(redis.call('SMEMBERS', typed(index_key(prefix, kind), 'set'))) do
     if redis.call('EXISTS', member_key(prefix, kind, id)) == 1 then
       ids[#ids + 1] = id
     else
@@ -83,7 +90,7 @@ local function put_member(keys, args)
   for i = first, #args, 2 do mine[args[i]] = args[i + 1] end
   for i = 6, first - 1 do identity[#identity + 1] = args[i] end
 
-  if redis.call('TYPE', key).ok ~= 'hash' then redis.call('DEL', key) end
+  typed(key, 'hash')
   local known = redis.call('EXISTS', key) == 1
   if names > 0 and (joining or not known) then
     local field, value, other = difference(prefix, kind, id, identity, mine)
@@ -236,7 +243,7 @@ end
 
 -- args: id, lease in ms. Returns now for the one that leads, by a new lease or by its own renewed; else nil.
 local function lead(keys, args)
-  local key, id, lease_ms = leader_key(keys[1]), args[1], args[2]
+  local key, id, lease_ms = typed(leader_key(keys[1]), 'string'), args[1], args[2]
   local leader = redis.call('GET', key)
   if leader and leader ~= id then return nil end
   redis.call('SET', key, id, 'PX', lease_ms)
