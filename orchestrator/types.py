@@ -278,17 +278,28 @@ class Offered(msgspec.Struct, frozen=True):
     """Load that came since counting began, whether it was served or refused, and how much of it was late."""
 
     requests: int = 0
-    prefill_tokens: int = 0  # prompt tokens that were to be computed
+    prefill_tokens: int = 0  # prompt tokens that a prefill worker would have had to compute
     output_tokens: float = 0.0  # as expected when it came
     ended: int = 0  # requests that were answered, failed or refused
     late_first: int = 0  # of them, those whose first token missed slo.ttft_s, or never came
     late_tokens: int = 0  # and those whose other tokens missed slo.tpot_s
     prefill_tokens2: float = 0.0  # the squares of each request's prefill tokens, summed
+    local_tokens: int = (
+        0  # prompt tokens that the decode worker with most of the prompt cached would have had to compute
+    )
+    local_tokens2: float = 0.0
 
     @classmethod
-    def one(cls, prefill_tokens: int, output_tokens: float) -> Offered:
+    def one(cls, prefill_tokens: int, local_tokens: int, output_tokens: float) -> Offered:
         """A single request."""
-        return cls(1, prefill_tokens, output_tokens, prefill_tokens2=float(prefill_tokens * prefill_tokens))
+        return cls(
+            requests=1,
+            prefill_tokens=prefill_tokens,
+            output_tokens=output_tokens,
+            prefill_tokens2=float(prefill_tokens * prefill_tokens),
+            local_tokens=local_tokens,
+            local_tokens2=float(local_tokens * local_tokens),
+        )
 
     def __add__(self, other: Offered) -> Offered:
         return Offered(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))

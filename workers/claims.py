@@ -113,7 +113,7 @@ class ClaimLoop:
         s_per_token = 1 / rate if rate else self._queue_config.seconds_per_token
         chosen = choose_claims(window, budget, idle, s_per_token)[:jobs]
         # Another may have been quicker: then those that are left are asked for afresh.
-        return await self._queue.claim_chosen(self._info.id, chosen, idle), not chosen
+        return await self._queue.claim_chosen(self._info.id, chosen, idle and bool(chosen)), not chosen
 
     async def _release_unknown(self) -> None:
         """Raises RedisAway. Without it such a job would wait for its lease to run out."""
@@ -125,8 +125,7 @@ class ClaimLoop:
         self._room.set()
 
     async def _watch_room(self) -> None:
-        """Ask the queue again once there is more room: a job that was left may fit now, and an idle worker may take
-        what is cached elsewhere."""
+        """Ask the queue again once there is more room: a job that was left may fit now."""
         while True:
             await self._attempts.room.wait()
             self._attempts.room.clear()

@@ -96,7 +96,7 @@ class SLOConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     ttft_s: Seconds = 2.0
     tpot_s: Seconds = 0.1
     # A request whose predicted TTFT misses the objective is served as usual, answered with 429, or queued last.
-    admission: Literal["off", "reject", "queue"] = "off"
+    admission: Literal["off", "reject", "queue"] = "queue"
     admission_slack: Annotated[float, Meta(gt=0)] = 1.0  # in objectives: 2 tolerates a predicted TTFT twice as long
 
 

@@ -23,8 +23,10 @@ class Traffic(msgspec.Struct, frozen=True):
     """What arrives, and what it costs. Seconds are those of one worker."""
 
     requests_per_s: float
-    prefill_s: float  # computing one prompt's uncached tokens, mean
+    prefill_s: float  # computing one prompt's uncached tokens on a prefill worker, mean
     prefill_s2: float  # and its second moment, seconds squared
+    local_s: float  # the same on the decode worker that has most of it cached
+    local_s2: float
     output_tokens: float
     step_s: float  # of a decode step without sequences
     step_s_per_sequence: float
@@ -80,12 +82,15 @@ def most_busy(workers: int, traffic: Traffic, ttft_slo_s: float) -> float:
 def tpot_s(traffic: Traffic, factor: float, taken: float, decode: int) -> float:
     """The 95th percentile of TPOT at `factor` times the arriving rate; infinite where a decode worker cannot keep up.
 
-    `taken` is the prefill work, in workers, that prefill workers do. The rest takes a share of each decode worker's
-    time, and comes in lumps, one a prompt: a request meets a Poisson number of them, so the time that they take from it
-    has a variance of their rate times its duration times the second moment of a prompt's time.
+    `taken` is the work, in workers, that prefill workers do. The rest takes a share of each decode worker's time, and
+    comes in lumps, one a prompt: a request meets a Poisson number of them, so the time that they take from it has a
+    variance of their rate times its duration times the second moment of a prompt's time. Prefill workers get the
+    longest prompts: of work that is spread exponentially, a share of it leaves the square of that of its second moment.
     """
     rate = factor * traffic.requests_per_s
-    overflow = max(0.0, rate * traffic.prefill_s - taken) / decode  # the share of its time
+    work = rate * traffic.prefill_s
+    left_share = max(0.0, 1 - taken / work) if work > 0 else 0.0  # of the prefill work, for decode workers
+    overflow = left_share * rate * traffic.local_s / decode  # the share of their time
     tokens_per_s = rate * traffic.output_tokens / decode
     left = 1 - overflow - traffic.step_s_per_sequence * tokens_per_s
     if left <= 0:
@@ -94,8 +99,8 @@ def tpot_s(traffic: Traffic, factor: float, taken: float, decode: int) -> float:
     mean_s = traffic.step_s / left
     if tokens_per_s * mean_s > traffic.max_sequences:
         return math.inf
-    if overflow <= 0 or traffic.prefill_s <= 0:
+    if overflow <= 0:
         return mean_s
-    prompts_per_s = overflow / traffic.prefill_s
-    variance = prompts_per_s * traffic.output_tokens * mean_s * traffic.prefill_s2
+    second_moment = left_share * left_share * rate / decode * traffic.local_s2
+    variance = second_moment * traffic.output_tokens * mean_s
     return mean_s + Z_95 * math.sqrt(variance) / max(1.0, traffic.output_tokens)

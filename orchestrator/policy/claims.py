@@ -35,11 +35,11 @@ def choose_claims(
     """Ids to claim, best first, until their uncached tokens fill `budget_tokens`.
 
     Jobs are ordered by their score, less the time that claiming here saves (plus the time that it loses, where another
-    worker has more cached). A job whose prefix another worker has cached is left to that worker until it has waited for
-    longer than recomputing the prefix takes; an idle worker takes one such job at once. An idle worker also takes a job
-    larger than its budget, alone: nobody else ever would. A busy worker passes over a job that does not fit, and takes
-    smaller ones behind it, until the job has waited for as long as it computes. From then on it takes nothing behind
-    that job, until the job fits or the worker is idle.
+    worker has more cached). A job whose prefix another worker has cached is left to that worker, by idle workers too,
+    until it has waited for longer than recomputing the prefix takes: then the wait has cost at most as much again as
+    recomputing at once. An idle worker takes a job larger than its budget, alone: nobody else ever would. A busy worker
+    passes over a job that does not fit, and takes smaller ones behind it, until the job has waited for as long as it
+    computes. From then on it takes nothing behind that job, until the job fits or the worker is idle.
     """
     ranked = sorted(window, key=lambda job: job.score - affinity * seconds_per_token * _gain(job))
     chosen: list[str] = []
@@ -51,9 +51,8 @@ def choose_claims(
             if job.waited_s <= cost * seconds_per_token:
                 continue
             break
-        belongs_elsewhere = affinity > 0 and -_gain(job) * seconds_per_token > job.waited_s
-        if belongs_elsewhere and not starving:
-            continue
+        if affinity > 0 and -_gain(job) * seconds_per_token > job.waited_s:
+            continue  # it belongs elsewhere
         chosen.append(job.request_id)
         left -= cost
         if left <= 0:

@@ -13,20 +13,18 @@ import msgspec
 
 from orchestrator.config.settings import RatioConfig, SLOConfig
 from orchestrator.policy.attainment import Traffic, headroom
-from orchestrator.policy.predict import MIN_FIT_SAMPLES, LineFit, Predictor
-from orchestrator.types import DesiredRatio, EngineSpeed, Offered
+from orchestrator.policy.predict import FIT_MEMORY, MIN_FIT_SAMPLES, LineFit, Predictor, Smoothed
+from orchestrator.types import DesiredRatio, Offered
 
 # The share of its KV memory that a full decode worker has in use: sequences still grow.
 FULL_MEMORY_SHARE = 0.8
 CONTEXT_WEIGHT = 0.3  # of an observation in the running mean of a sequence's context
-PRIOR_SEQUENCES = range(1, 65, 4)  # a prior counts as much as steps of so many sequences
 MIN_REQUESTS = 20  # in half a window: fewer say too little of their lengths
 # A window is as short as it may be: this long, and with this many requests, whichever is longer.
 LEAST_WINDOW_S, ENOUGH_REQUESTS = 10.0, 200
-# Too few prefill workers cost little: prompts are computed on decode workers. Too few decode workers cost all. So
-# workers leave decode only for what is seen for this long (caches that are cold at first are warm by then), and half as
-# many at once.
-PATIENT_WINDOW_S = 30.0
+# A decode worker can do all that a prefill worker does, but not the other way round, so workers go to decode while the
+# fleet still bears this many times the load at which they would go to prefill.
+DECODE_EARLIER = 1.25
 
 
 class Observation(msgspec.Struct, frozen=True):
@@ -48,7 +46,8 @@ class LoadSample(msgspec.Struct, frozen=True):
     period_s: float
     offered: Offered
     sequences: int  # on decode workers at the end of the period, those that wait included
-    prefill: tuple[float, float]  # of one prompt, measured: fixed seconds, and seconds per uncached token
+    # Measured. What a step takes whatever is in it is no prompt's: prompts share it, and decode steps have it anyway.
+    prefill_s_per_token: float
     step: tuple[float, float]  # of decode, measured: fixed seconds, and seconds per sequence
     itl_s: float  # measured, mean over the workers
     max_sequences: float  # that one decode worker holds, by its batch or its memory
@@ -59,7 +58,8 @@ class LoadSampler:
 
     def __init__(self) -> None:
         self._step_s = LineFit(0.0)  # by sequences decoding
-        self._prior = EngineSpeed()
+        self._fixed_s = 0.0  # as the engine measured it, and the means of what steps take beyond it, and of sequences
+        self._beyond_s, self._sequences = Smoothed(0.0, 1 / FIT_MEMORY), Smoothed(1.0, 1 / FIT_MEMORY)
         self._context_tokens = 0.0  # mean of a sequence
         self._last: Observation | None = None
 
@@ -67,32 +67,43 @@ class LoadSampler:
         """Take the time of a decode step that computed no prompt: that work counts as prefill."""
         if sequences > 0 and seconds > 0:
             self._step_s.observe(sequences, seconds)
+            self._beyond_s.observe(max(0.0, seconds - self._fixed_s))
+            self._sequences.observe(sequences)
 
     def sample(self, now: Observation, predictor: Predictor) -> LoadSample | None:
         """The load since the last observation; None for the first, and when the clock was set back."""
         last, self._last = self._last, now
-        if predictor.speed != self._prior:
-            self._prior = predictor.speed
-            for sequences in PRIOR_SEQUENCES:
-                self._step_s.observe(sequences, self._prior.step_s + sequences * self._prior.step_s_per_sequence)
+        if predictor.speed.step_s != self._fixed_s:
+            self._fixed_s = predictor.speed.step_s
+            self._beyond_s = Smoothed(predictor.speed.step_s_per_sequence, 1 / FIT_MEMORY)
+            self._sequences = Smoothed(1.0, 1 / FIT_MEMORY)
         if now.holding:
             mean_tokens = now.held_tokens / now.holding
             weight = CONTEXT_WEIGHT if self._context_tokens else 1.0
             self._context_tokens += weight * (mean_tokens - self._context_tokens)
         if last is None or now.at <= last.at:
             return None
-        itl_s, step = predictor.mean_itl_s, self._step_s
+        itl_s = predictor.mean_itl_s
         by_memory = FULL_MEMORY_SHARE * now.worker_tokens / max(1.0, self._context_tokens)
         return LoadSample(
             at=now.at,
             period_s=now.at - last.at,
             offered=now.offered - last.offered,
             sequences=now.holding + now.waiting,
-            prefill=predictor.prefill_line,
-            step=(step.intercept, step.slope) if step.samples >= MIN_FIT_SAMPLES else (itl_s, 0.0),
+            prefill_s_per_token=predictor.s_per_token,
+            step=self._step(itl_s),
             itl_s=itl_s,
             max_sequences=max(1.0, min(now.worker_sequences, by_memory)),
         )
+
+    def _step(self, itl_s: float) -> tuple[float, float]:
+        """What a step takes without sequences is the engine's, which measured it when it started. What a sequence adds
+        depends on its context. A line through both would take long contexts for a long step, as numbers of sequences
+        vary little; it is all there is where the engine has measured nothing."""
+        if self._fixed_s > 0:
+            return self._fixed_s, self._beyond_s.value / self._sequences.value
+        line = self._step_s
+        return (line.intercept, line.slope) if line.samples >= MIN_FIT_SAMPLES else (itl_s, 0.0)
 
 
 def offered_since(before: dict[str, Offered], now: dict[str, Offered]) -> Offered:
@@ -108,12 +119,10 @@ def samples_in_window(config: RatioConfig) -> int:
     return max(2, round(config.window_s / config.interval_s))
 
 
-def recent(
-    window: Sequence[LoadSample], config: RatioConfig = RatioConfig(), least_s: float = LEAST_WINDOW_S
-) -> Sequence[LoadSample]:
+def recent(window: Sequence[LoadSample], config: RatioConfig = RatioConfig()) -> Sequence[LoadSample]:
     """The latest samples that say enough of what arrives: all of them where little does."""
     seconds, requests = 0.0, 0
-    least_s = min(least_s, config.window_s)
+    least_s = min(LEAST_WINDOW_S, config.window_s)
     for start in range(len(window) - 1, -1, -1):
         seconds += window[start].period_s
         requests += window[start].offered.requests
@@ -128,20 +137,19 @@ def traffic(window: Sequence[LoadSample]) -> Traffic | None:
     seconds = sum(sample.period_s for sample in window)
     if total.requests < MIN_REQUESTS or seconds <= 0:
         return None
-    last = window[-1]
-    fixed, per_token = last.prefill
-    tokens = total.prefill_tokens / total.requests
-    tokens2 = max(total.prefill_tokens2 / total.requests, tokens * tokens)
-    rate = total.requests / seconds
+    last, per_token, count = window[-1], window[-1].prefill_s_per_token, total.requests
+    rate = count / seconds
     # Output lengths are learned from requests that ended, and long ones end last. By Little's law what is there now
     # says how long those are that have not ended. What waits counts too: it is to be decoded beside what arrives.
     there = sum(sample.sequences * sample.period_s for sample in window) / seconds
     by_number = there / (rate * last.itl_s) if last.itl_s > 0 else 0.0
     return Traffic(
         requests_per_s=rate,
-        prefill_s=fixed + per_token * tokens,
-        prefill_s2=fixed * fixed + 2 * fixed * per_token * tokens + per_token * per_token * tokens2,
-        output_tokens=max(1.0, total.output_tokens / total.requests, by_number),
+        prefill_s=per_token * total.prefill_tokens / count,
+        prefill_s2=per_token * per_token * total.prefill_tokens2 / count,
+        local_s=per_token * total.local_tokens / count,
+        local_s2=per_token * per_token * total.local_tokens2 / count,
+        output_tokens=max(1.0, total.output_tokens / count, by_number),
         step_s=last.step[0],
         step_s_per_sequence=last.step[1],
         max_sequences=last.max_sequences,
@@ -183,16 +191,14 @@ def desired_ratio(
     workers change roles at once, by default a quarter of the fleet and at least one.
     """
     total = current.prefill + current.decode
-    patient, window = recent(window, config, PATIENT_WINDOW_S), recent(window, config)
+    window = recent(window, config)
     if not window or total < config.min_prefill + config.min_decode:
         return None
     now = window[-1].at
     if now - current.set_at < config.cool_down_s:
         return None
     best = _agreed(window, current, config, slo)
-    if best > 0:
-        best = min(best, _agreed(patient, current, config, slo))
-    step = max_step or max(1, total // (8 if best > 0 else 4))
+    step = max_step or max(1, total // 4)
     prefill = current.prefill + max(-step, min(step, best))
     if prefill == current.prefill:
         return None
@@ -223,11 +229,13 @@ def _best_prefill(arriving: Traffic | None, current: DesiredRatio, config: Ratio
     if arriving is None:
         return current.prefill
     now = headroom(arriving, current.prefill, current.decode, slo)
-    if now * config.busy > 1:
+    if now * config.busy > DECODE_EARLIER:
         return current.prefill
     options = range(config.min_prefill, total - config.min_decode + 1)
     bears = {prefill: headroom(arriving, prefill, total - prefill, slo) for prefill in options}
     if not bears:
         return current.prefill
     best = max(bears, key=lambda prefill: (bears[prefill], -abs(prefill - current.prefill)))
-    return best if bears[best] >= (1 + config.gain) * now else current.prefill
+    if bears[best] < (1 + config.gain) * now or (best > current.prefill and now * config.busy > 1):
+        return current.prefill
+    return best

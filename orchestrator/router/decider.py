@@ -66,13 +66,27 @@ class Decider:
         if isinstance(decision, Reject):
             return decision
         uncached_tokens = max(1, info.prompt_tokens - pool.cached_tokens)
+        at_decode = max(1, info.prompt_tokens - max([candidate.cached_tokens for candidate in candidates.decode]))
         if isinstance(decision, Local):
             cached_tokens = hits.blocks(decision.worker_id) * self._fleet.block_size
-            here = max(1, info.prompt_tokens - cached_tokens)
-            return Placed(decision.reason, here, decision.worker_id, cached_tokens)
+            return Placed(
+                decision.reason,
+                max(1, info.prompt_tokens - cached_tokens),
+                decision.worker_id,
+                cached_tokens,
+                at_prefill_tokens=uncached_tokens,
+                at_decode_tokens=at_decode,
+            )
         backlog_s = self._predictor.backlog_s(pool.queue, pool.workers_ready) if pool.queue is not None else 0.0
         job = self._job(active, uncached_tokens, cached_at_prefill, ruling.late)
-        return Placed(decision.reason, uncached_tokens, job=job, backlog_s=backlog_s)
+        return Placed(
+            decision.reason,
+            uncached_tokens,
+            job=job,
+            backlog_s=backlog_s,
+            at_prefill_tokens=uncached_tokens,
+            at_decode_tokens=at_decode,
+        )
 
     def recalled(self, queued: Iterable[ActiveRequest]) -> list[ActiveRequest]:
         """Which of this frontend's queued requests a decode worker would now serve sooner than those ahead of them in

@@ -9,7 +9,7 @@ from orchestrator.config.settings import SLOConfig
 from orchestrator.fleet.view import WorkerView
 from orchestrator.policy.candidate import DecodeChoice
 from orchestrator.policy.predict import Predictor
-from orchestrator.router.request import ActiveRequest, State
+from orchestrator.router.request import ActiveRequest, Placed, State
 from orchestrator.types import Offered, RequestInfo
 
 
@@ -18,18 +18,22 @@ class Learning:
         self.predictor, self._choose, self._slo = predictor, choose, slo
         self.offered = Offered()
 
-    def arrived(self, info: RequestInfo, uncached_tokens: int) -> None:
-        """A request was taken or refused. Call once for each."""
+    def arrived(self, info: RequestInfo, placed: Placed | None) -> None:
+        """A request was taken, or refused (None). Call once for each."""
         expected = self.predictor.output_tokens
         output_tokens = min(info.max_new_tokens, expected) if info.max_new_tokens else expected
-        self.offered += Offered.one(max(1, uncached_tokens), output_tokens)
+        at_prefill = placed.at_prefill_tokens if placed is not None else info.prompt_tokens
+        at_decode = placed.at_decode_tokens if placed is not None else info.prompt_tokens
+        self.offered += Offered.one(at_prefill, at_decode, output_tokens)
 
     def turned_away(self) -> None:
         """A request was refused before it was read. It counts like the mean of those before it."""
         so_far = self.offered
-        mean_tokens = so_far.prefill_tokens // so_far.requests if so_far.requests else 0
+        count = max(1, so_far.requests)
         refused = Offered(ended=1, late_first=1)
-        self.offered += Offered.one(mean_tokens, self.predictor.output_tokens) + refused
+        self.offered += refused + Offered.one(
+            so_far.prefill_tokens // count, so_far.local_tokens // count, self.predictor.output_tokens
+        )
 
     def ended(self, request: ActiveRequest, state: State, now: float) -> None:
         """Call once for each request that was taken or refused. One whose client left says nothing about the fleet."""

@@ -82,11 +82,13 @@ class Placed(msgspec.Struct, frozen=True):
     """Where one attempt goes, and why. Made by `decider`. Remote where it has a job, else local."""
 
     reason: str
-    uncached_tokens: int  # of the prompt, on the prefill worker that has most of it cached; at least 1
+    uncached_tokens: int  # of the prompt, where it is prefilled; at least 1
     worker_id: str = ""  # the decode worker of a local placement
     cached_tokens: int = 0  # prompt tokens believed cached there
     job: PrefillJob | None = None  # what waits in the prefill queue
     backlog_s: float = 0.0  # predicted work ahead of the job in the queue
+    at_prefill_tokens: int = 1  # to compute on the prefill worker that has most of the prompt cached
+    at_decode_tokens: int = 1  # and on such a decode worker
 
     @property
     def decision(self) -> str:

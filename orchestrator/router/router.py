@@ -96,8 +96,7 @@ class Router:
         except BaseException:
             self.abort([active.id])  # the client left while its request was being placed, or placing it met a defect
             raise
-        uncached_tokens = active.placed.uncached_tokens if active.placed is not None else asked.info.prompt_tokens
-        self.learning.arrived(asked.info, uncached_tokens)
+        self.learning.arrived(asked.info, active.placed)
         if rejected is not None:
             metrics.placements.labels("reject", rejected.reason).inc()
             self._requests.end(active, State.REJECTED)

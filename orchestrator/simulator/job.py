@@ -76,6 +76,7 @@ class Stay:
         "context",
         "emitted",
         "epoch",
+        "expected_hit_tokens",
         "first_step",
         "hit_tokens",
         "job",
@@ -88,7 +89,9 @@ class Stay:
         "worker",
     )
 
-    def __init__(self, job: Job, phase: Phase, context: int, remaining: int, keys: Sequence[int]) -> None:
+    def __init__(
+        self, job: Job, phase: Phase, context: int, remaining: int, keys: Sequence[int], expected_hit_tokens: int = 0
+    ) -> None:
         self.job = job
         self.phase = phase
         self.context = context  # tokens whose KV it holds, or will hold once prefilled
@@ -96,6 +99,7 @@ class Stay:
         self.keys = keys  # whole prefix units of the prompt
         self.compute = 0  # prompt tokens left to compute
         self.computed = 0  # and those that are done, or were cached
+        self.expected_hit_tokens = expected_hit_tokens  # as the router believes
         self.hit_tokens = 0
         self.first_step = 0  # the worker's step counter when decoding began
         self.epoch = 0  # outdates entries in the worker's heap

@@ -75,8 +75,10 @@ class Router:
         ruling = self.policies.decide(request, candidates, view, admission=not again)
         decision = ruling.decision
         self.reasons[f"{type(decision).__name__.lower()}:{decision.reason}"] += 1
-        cached = hits.get(decision.worker_id, 0) if isinstance(decision, Local) else cached
-        self.offered += Offered.one(max(1, job.prompt_tokens - cached), self.predictor.output_tokens)
+        nearest = max([candidate.cached_tokens for candidate in candidates], default=0)
+        self.offered += Offered.one(
+            max(1, job.prompt_tokens - cached), max(1, job.prompt_tokens - nearest), self.predictor.output_tokens
+        )
         if isinstance(decision, Reject):
             return self._refuse(job, again)
         if isinstance(decision, Local):
@@ -135,7 +137,8 @@ class Router:
         self.decode.worker(name).submit(receiver, self._clock.now)
 
     def _submit(self, job: Job, name: str, phase: Phase, compute: int) -> None:
-        stay = Stay(job, phase, job.prompt_tokens, job.output_tokens, job.arrival.keys)
+        expected_hit = job.prompt_tokens - compute
+        stay = Stay(job, phase, job.prompt_tokens, job.output_tokens, job.arrival.keys, expected_hit)
         self.decode.placed(name, job.prompt_tokens, compute)
         self.decode.worker(name).submit(stay, self._clock.now)
 
@@ -205,6 +208,12 @@ class Router:
             if not self._claim_from_window(worker, budget):
                 return
 
+    def claim_again(self) -> None:
+        """Idle workers look again at what they left to those that have its prefix cached."""
+        for worker in self.prefill.workers():
+            if worker.idle:
+                self.claim(worker)
+
     def _claim_budget(self, worker: Worker) -> int:
         size = worker.profile.block_size
         free_tokens = (worker.kv.free + worker.uncomputed_blocks()) * size
@@ -241,7 +250,8 @@ class Router:
     def _start_prefill(self, job: Job, worker: Worker) -> None:
         self.claimed += 1
         job.placed_at = self._clock.now
-        worker.submit(Stay(job, "prefill", job.prompt_tokens, 0, job.arrival.keys), self._clock.now)
+        hit = job.hits.get(worker.name, 0)
+        worker.submit(Stay(job, "prefill", job.prompt_tokens, 0, job.arrival.keys, hit), self._clock.now)
 
     # ---- what the router is told -----------------------------------------------------------------------------
 

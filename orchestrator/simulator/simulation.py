@@ -129,9 +129,11 @@ class Simulation:
             if used > top:
                 top = used
         self.usage.append((now, top, total / max(1, len(decode))))
-        if router.queue and now >= self._recall_at:
-            self._recall_at = now + RECALL_S
-            router.recall()
+        if router.queue:
+            if now >= self._recall_at:
+                self._recall_at = now + RECALL_S
+                router.recall()
+            router.claim_again()
         if self.ratio is not None:
             self.ratio.tick(now)
 

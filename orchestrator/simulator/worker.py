@@ -50,7 +50,7 @@ class Worker:
         self.unit_tokens = unit_tokens
         self.kv = KVPool(profile.blocks, max(1, unit_tokens // profile.block_size))
         self.alive = True
-        self.pending_tokens = 0  # prompt tokens here not yet computed, or not yet given blocks
+        self.pending_tokens = 0  # prompt tokens to compute here; of those that wait, as many as the router expects
         self.computed_tokens = 0
         self.preemptions = 0
         self.busy_s = 0.0
@@ -78,9 +78,8 @@ class Worker:
 
     def submit(self, stay: Stay, now: float) -> None:
         stay.worker = self.name
-        if stay.phase != "remote":
-            stay.compute = stay.context
-        self.pending_tokens += stay.context
+        stay.compute = max(1, stay.context - stay.expected_hit_tokens) if stay.phase != "remote" else 0
+        self.pending_tokens += stay.compute
         self.waiting.append(stay)
         if not self._blocked:
             self._kick(now)
@@ -95,10 +94,10 @@ class Worker:
         """The source of a "remote" stay died: the prompt is computed here, in the blocks it may have already."""
         stay.phase = "local"
         stay.compute = stay.context
+        self.pending_tokens += stay.compute
         if stay not in self.receiving:
             return
         del self.receiving[stay]
-        self.pending_tokens += stay.compute
         self.running[stay] = None
         self.prefilling[stay] = None
         self._kick(now)
@@ -285,10 +284,9 @@ class Worker:
             stay.started = True
             stay.started_at = now
             if stay.phase == "remote":
-                self.pending_tokens -= stay.context
                 self.receiving[stay] = None
             else:
-                self.pending_tokens -= cached
+                self.pending_tokens += stay.context - cached - stay.compute
                 stay.computed = cached
                 stay.compute = stay.context - cached
                 budget -= stay.compute

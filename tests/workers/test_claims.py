@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 
 import pytest
 from support_redis import claim_head
 from support_workers import Frontend, Workers, running_workers, until
 
+from orchestrator.config.settings import QueueConfig
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.types import Role
 from orchestrator.wire.messages import Claimed, Prefilled, PrefillFailed, Rejected
@@ -89,27 +91,26 @@ async def test_what_is_cached_of_a_job_does_not_count_against_the_budget(redis_s
 
 
 @pytest.mark.slow
-async def test_a_busy_worker_leaves_what_belongs_elsewhere_and_an_idle_one_steals_it(
+async def test_an_idle_worker_leaves_what_belongs_elsewhere_for_as_long_as_recomputing_it_would_take(
     redis_server: EmbeddedRedis,
 ) -> None:
-    """Of two jobs that belong to a worker without room the other takes one when it has nothing to do, and only then."""
-    slow = {"speed": 1.0, "prefill_us_per_token": 1000.0, "max_num_batched_tokens": 150}
+    """The worker that has it cached computes a long prompt and has no room."""
+    slow = {"speed": 1.0, "prefill_us_per_token": 2000.0, "max_num_batched_tokens": 150}
     async with running_workers(redis_server, sim=slow) as workers:
-        home, other, decode = [await workers.start(role) for role in (Role.PREFILL, Role.PREFILL, Role.DECODE)]
-        frontend = await workers.frontend(home, other, decode)
+        home, decode = [await workers.start(role) for role in (Role.PREFILL, Role.DECODE)]
+        frontend = await workers.frontend(home, decode)
         frontend.decode = decode.id
-        first = frontend.new(PROMPT)
-        await frontend.enqueue(first, cached={home.id: 16})
+        first, wanted = frontend.new([1, *range(3999)]), frontend.new([2, *range(999)])
+        await frontend.enqueue(first)
         await until(lambda: first.got(Claimed))
-        thief = other if first.got(Claimed).worker_id == home.id else home
-        rich = home if thief is other else other
-        wanted = [frontend.new([i, *PROMPT]) for i in range(2)]
-        for request in wanted:
-            await frontend.enqueue(request, cached={rich.id: 280})
-        await until(lambda: any(request.got(Claimed) for request in wanted))
-        [stolen] = [request for request in wanted if request.got(Claimed)]
-        assert stolen.got(Claimed).worker_id == thief.id
-        await frontend.finished(first, *wanted)
+        idle = await workers.start(Role.PREFILL)
+        await frontend.meet(idle.info)
+        began = time.monotonic()
+        await frontend.enqueue(wanted, cached={home.id: 980})
+        await until(lambda: wanted.got(Claimed))
+        assert wanted.got(Claimed).worker_id == idle.id
+        assert time.monotonic() - began > 980 * QueueConfig().seconds_per_token
+        await frontend.finished(first, wanted)
         await workers.assert_no_leaks()
 
 

@@ -145,8 +145,8 @@ async def offering(registry, prompt_tokens, output_tokens):
     async def count():
         for tens in range(1, 10_000):
             n = 10 * tens
-            squares = float(n * prompt_tokens**2)
-            offered = Offered(n, n * prompt_tokens, float(n * output_tokens), prefill_tokens2=squares)
+            tokens, squares = n * prompt_tokens, float(n * prompt_tokens**2)
+            offered = Offered(n, tokens, float(n * output_tokens), 0, 0, 0, squares, tokens, squares)
             await registry.refresh_frontend("g", "", "1", 60, offered)
             await asyncio.sleep(0.005)
 

@@ -10,11 +10,28 @@ from orchestrator.policy.attainment import MOST_HEADROOM, Traffic, headroom, mos
 
 SLO = SLOConfig(ttft_s=1.0, tpot_s=0.05)
 # Ten requests a second: half a worker's worth of prefill, prompts of equal length.
-EVEN = Traffic(10.0, 0.05, 0.0025, 200.0, 0.01, 0.0001, 256)
+EVEN = Traffic(
+    requests_per_s=10.0,
+    prefill_s=0.05,
+    prefill_s2=0.0025,
+    local_s=0.05,
+    local_s2=0.0025,
+    output_tokens=200.0,
+    step_s=0.01,
+    step_s_per_sequence=0.0001,
+    max_sequences=256,
+)
 
 
 def bears(traffic: Traffic, prefill: int, decode: int, slo: SLOConfig = SLO) -> float:
     return headroom(traffic, prefill, decode, slo)
+
+
+def of_prompts(seconds: float, squares: float, **changes) -> Traffic:
+    """Prompts that take as long anywhere."""
+    return msgspec.structs.replace(
+        EVEN, prefill_s=seconds, prefill_s2=squares, local_s=seconds, local_s2=squares, **changes
+    )
 
 
 def best(traffic: Traffic, workers: int = 8, slo: SLOConfig = SLO) -> int:
@@ -37,11 +54,27 @@ def test_more_workers_bear_more_and_nobody_decodes_without_decode_workers():
 
 
 def test_long_prompts_want_prefill_workers_and_long_answers_want_none():
-    code = msgspec.structs.replace(EVEN, output_tokens=20.0, prefill_s=0.1, prefill_s2=0.02)
-    stories = msgspec.structs.replace(EVEN, output_tokens=2000.0, prefill_s=0.005, prefill_s2=0.00005)
+    code = of_prompts(0.1, 0.02, output_tokens=20.0)
+    stories = of_prompts(0.005, 0.00005, output_tokens=2000.0)
     assert best(code) >= 5
     assert best(stories) <= 1
     assert best(stories, workers=2) == 0, "a whole worker for prompts would be half of two"
+
+
+def test_what_decode_workers_have_cached_is_best_prefilled_there():
+    code = of_prompts(0.1, 0.02, output_tokens=20.0)
+    sessions = msgspec.structs.replace(code, local_s=0.01, local_s2=0.0002)
+    assert best(sessions) == 0 < best(code)
+
+
+def test_prefill_workers_get_the_longest_prompts_so_that_few_of_them_take_most_of_the_lumps():
+    steady = msgspec.structs.replace(EVEN, local_s2=0.0)
+
+    def lumps_s(taken: float) -> float:
+        return tpot_s(EVEN, 1.0, taken, decode=2) - tpot_s(steady, 1.0, taken, decode=2)
+
+    assert 0 < lumps_s(0.25) < lumps_s(0.0) / 2 * 1.1, "half of the work is a quarter of the second moment"
+    assert lumps_s(0.5) == 0
 
 
 def test_what_a_prefill_worker_may_be_busy_falls_with_the_spread_of_lengths_and_rises_with_their_number():

@@ -41,10 +41,9 @@ def test_a_cached_prefix_moves_a_job_forward_and_costs_less_budget():
     assert claim(job("a", 1.0), job("mine", 1.5, tokens=4000, here=3500), budget=1500, affinity=0) == ["a", "mine"]
 
 
-def test_what_belongs_elsewhere_is_left_there_unless_it_waits_or_this_worker_idles():
+def test_what_belongs_elsewhere_is_left_there_for_as_long_as_recomputing_would_take():
     other = job("other", 1.0, tokens=4000, elsewhere=3500)
-    assert claim(other, job("b", 2.0), idle=False) == ["b"]
-    assert claim(other, job("b", 2.0)) == ["b"]  # idle, but there is work without a home
-    assert claim(other) == ["other"]  # stolen: affinity never idles a worker
-    assert claim(other, idle=False) == []
-    assert claim(job("other", 1.0, tokens=4000, waited=4.0, elsewhere=3500), idle=False) == ["other"]
+    for idle in (True, False):
+        assert claim(other, job("b", 2.0), idle=idle) == ["b"]
+        assert claim(other, idle=idle) == []
+        assert claim(job("other", 1.0, tokens=4000, waited=4.0, elsewhere=3500), idle=idle) == ["other"]

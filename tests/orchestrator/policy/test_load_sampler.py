@@ -29,7 +29,7 @@ def test_a_sample_is_what_came_between_two_observations():
     sample = sampler.sample(later(), Predictor(0.0005))
     assert (sample.at, sample.period_s, sample.sequences) == (110.0, 10.0, 6)
     assert sample.offered == Offered(10, 20_000, 1500.0, prefill_tokens2=4.0e7)
-    assert sample.prefill == (0.0, pytest.approx(0.0005))
+    assert sample.prefill_s_per_token == pytest.approx(0.0005)
 
 
 def test_a_clock_that_was_set_back_gives_no_sample():
@@ -57,12 +57,21 @@ def test_steps_are_learned_and_begin_with_what_the_engine_measured():
     sampler, predictor = LoadSampler(), Predictor(prior_itl_s=0.03)
     sampler.sample(FIRST, predictor)
     assert sampler.sample(later(1.0), predictor).step == (0.03, 0.0), "nothing is known"
-    predictor.know(EngineSpeed(0.01, 0.0001, 0.02, 0.001))
-    assert sampler.sample(later(2.0), predictor).step == (pytest.approx(0.02), pytest.approx(0.001))
     for sequences in [*range(1, 40)] * 40:
         sampler.observe_step(sequences, 0.01 + 0.002 * sequences)
     sampler.observe_step(0, 9.0)  # no step at all
-    assert sampler.sample(later(3.0), predictor).step == (pytest.approx(0.01, rel=0.02), pytest.approx(0.002, rel=0.02))
+    assert sampler.sample(later(2.0), predictor).step == (pytest.approx(0.01, rel=0.02), pytest.approx(0.002, rel=0.02))
+
+
+def test_what_a_sequence_adds_to_a_step_is_told_from_what_the_engine_takes_without_any():
+    """Numbers of sequences vary little, and their contexts much: a line through both would be nearly level."""
+    sampler, predictor = LoadSampler(), Predictor()
+    predictor.know(EngineSpeed(0.01, 0.0001, 0.01, 0.001))
+    sampler.sample(FIRST, predictor)
+    assert sampler.sample(later(1.0), predictor).step == (0.01, 0.001), "as measured at start, with short contexts"
+    for n in range(2000):
+        sampler.observe_step(24 + n % 2, 0.01 + 24.5 * (0.0015 if n % 4 < 2 else 0.0005))
+    assert sampler.sample(later(2.0), predictor).step == (0.01, pytest.approx(0.001, rel=0.05))
 
 
 def test_offered_load_is_summed_over_frontends_that_come_and_go():

@@ -4,20 +4,30 @@ import msgspec
 import pytest
 
 from orchestrator.config.settings import RatioConfig, SLOConfig
-from orchestrator.policy.ratio import LoadSample, desired_ratio, recent, traffic
+from orchestrator.policy.attainment import headroom
+from orchestrator.policy.ratio import DECODE_EARLIER, LoadSample, desired_ratio, recent, traffic
 from orchestrator.types import DesiredRatio, Offered
 
 SLO = SLOConfig(ttft_s=1.0, tpot_s=0.05)
 CONFIG = RatioConfig(interval_s=10.0, window_s=60.0)
 # 60 prompts a second of 50 ms each, of few tokens out: most of eight workers should prefill.
-SAMPLE = LoadSample(at=100.0, period_s=10.0, offered=Offered(600, 600_000, 12_000.0, prefill_tokens2=6e8), sequences=20,
-                    prefill=(0.0, 0.00005), step=(0.01, 0.0001), itl_s=0.015, max_sequences=256.0)  # fmt: skip
+SAMPLE = LoadSample(
+    at=100.0,
+    period_s=10.0,
+    offered=Offered(600, 600_000, 12_000.0, prefill_tokens2=6e8, local_tokens=600_000, local_tokens2=6e8),
+    sequences=20,
+    prefill_s_per_token=0.00005,
+    step=(0.01, 0.0001),
+    itl_s=0.015,
+    max_sequences=256.0,
+)
 EVEN = DesiredRatio(4, 4, set_at=-1000.0)
 
 
-def offering(requests: int, prompt_tokens: int, output_tokens: int) -> LoadSample:
-    squares = float(requests * prompt_tokens * prompt_tokens)
-    offered = Offered(requests, requests * prompt_tokens, float(requests * output_tokens), prefill_tokens2=squares)
+def offering(requests: int, prompt_tokens: int, output_tokens: int, local_tokens: int | None = None) -> LoadSample:
+    offered = Offered()
+    for _ in range(requests):
+        offered += Offered.one(prompt_tokens, prompt_tokens if local_tokens is None else local_tokens, output_tokens)
     return msgspec.structs.replace(SAMPLE, offered=offered)
 
 
@@ -32,6 +42,8 @@ def test_traffic_is_rates_moments_and_what_they_cost():
     found = traffic([SAMPLE])
     assert (found.requests_per_s, found.output_tokens) == (60.0, pytest.approx(22.2, rel=0.01))
     assert (found.prefill_s, found.prefill_s2) == (pytest.approx(0.05), pytest.approx(0.0025))
+    cached = traffic([offering(600, 1000, 20, local_tokens=200)])
+    assert (cached.prefill_s, cached.local_s, cached.local_s2) == pytest.approx((0.05, 0.01, 0.0001))
     assert traffic([offering(10, 1000, 20)]) is None, "too few to tell"
 
 
@@ -41,9 +53,9 @@ def test_answers_that_have_not_ended_count_by_what_decodes():
 
 def test_the_split_follows_what_arrives_in_bounded_steps_down_to_no_prefill_worker():
     to_prefill = decide(CODE, CODE, CODE)
-    assert (to_prefill.after.prefill, to_prefill.after.decode) == (5, 3), "an eighth of the fleet at a time"
+    assert (to_prefill.after.prefill, to_prefill.after.decode) == (6, 2), "a quarter of the fleet at a time"
     assert decide(CODE, CODE, CODE, max_step=8).after.prefill == 7
-    assert decide(STORIES, STORIES).after.prefill == 2, "a quarter towards decode: it cannot do without"
+    assert decide(STORIES, STORIES).after.prefill == 2
     none = decide(STORIES, STORIES, max_step=8)
     assert none.after.prefill == 0 and none.headroom_after > none.headroom_before
     assert decide(STORIES, STORIES, max_step=8, config=RatioConfig(min_prefill=2)).after.prefill == 2
@@ -68,12 +80,19 @@ def test_a_fleet_that_bears_more_than_enough_is_left_alone():
     assert decide(light, light, light, config=RatioConfig(busy=0.1)) is not None
 
 
-def test_workers_leave_decode_only_for_what_is_seen_for_longer():
-    quick = RatioConfig(interval_s=5.0)
-    code, stories = (msgspec.structs.replace(sample, period_s=5.0) for sample in (CODE, STORIES))
-    assert decide(stories, stories, code, code, code, config=quick) is None, "15 s of it"
-    assert decide(*[code] * 6, config=quick) is not None
-    assert decide(code, code, code, code, stories, stories, config=quick).after.prefill < 4, "10 s are enough"
+def test_workers_go_to_decode_earlier_than_to_prefill():
+    """At the same headroom, a little more than is asked for: more prefill workers can wait, fewer are taken at once."""
+    code, stories = offering(950, 1000, 20), offering(205, 50, 1000)
+    for load, prefill in ((code, 4), (stories, 2)):
+        arriving = traffic([load])
+        assert 1 < headroom(arriving, 4, 4, SLO) * CONFIG.busy < DECODE_EARLIER
+        decision = decide(load, load, load)
+        assert (decision.after.prefill if decision else EVEN.prefill) == prefill
+
+
+def test_prompts_that_are_cached_where_they_decode_want_no_prefill_workers():
+    agents = offering(600, 15_000, 80, local_tokens=1200)
+    assert decide(agents, agents, max_step=8).after.prefill == 0
 
 
 def test_a_burst_is_no_reason_to_move():
@@ -91,4 +110,4 @@ def test_a_window_is_as_short_as_what_arrives_allows():
 
 def test_a_decision_tells_its_numbers():
     line = str(decide(CODE, CODE, CODE))
-    assert line.startswith("4P4D -> 5P3D: bears ") and "130 requests/s" in line and "50 ms of prefill" in line
+    assert line.startswith("4P4D -> 6P2D: bears ") and "130 requests/s" in line and "50 ms of prefill" in line

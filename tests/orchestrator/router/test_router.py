@@ -594,7 +594,7 @@ async def test_offered_load_counts_each_request_once_and_those_refused_too():
     await asyncio.sleep(0)
     expected = bench.router.learning.predictor.output_tokens
     await bench.router.submit(FakeRequest("b", 500, max_new_tokens=10**6))
-    assert bench.router.learning.offered == Offered(2, 800, 40 + expected, prefill_tokens2=300.0**2 + 500**2)
+    assert bench.router.learning.offered == Offered.one(300, 300, 40) + Offered.one(500, 500, expected)
     for name in ("d0", "d1", "p0"):
         bench.fleet.remove(name)
     with pytest.raises(Overloaded):
@@ -607,7 +607,7 @@ async def test_offered_load_counts_each_request_once_and_those_refused_too():
 
 
 async def test_length_and_priority_decide_the_place_in_the_queue():
-    bench = Bench(slo={"ttft_s": 3.0}, queue={"weight": 4.0, "seconds_per_token": 0.001})
+    bench = Bench(slo={"ttft_s": 3.0, "admission": "off"}, queue={"weight": 4.0, "seconds_per_token": 0.001})
     for request_id, prompt_tokens, priority in (("a", 1000, 0), ("b", 1000, -2), ("c", 3000, 0)):
         await bench.router.submit(FakeRequest(request_id, prompt_tokens, priority=priority))
     a, b, c = (job.delay_s for job in bench.queue.jobs)
