@@ -59,7 +59,7 @@ class KVSource(msgspec.Struct, frozen=True):
 
 
 class EngineIdentity(msgspec.Struct, frozen=True):
-    """What must be equal on every worker of a fleet, for KV and messages to be exchangeable.
+    """What must be equal on every worker of a generation, for KV to be exchangeable; `ALWAYS_EQUAL` on all of a fleet.
 
     Tensor and pipeline parallelism may differ.
     """
@@ -85,6 +85,10 @@ class EngineIdentity(msgspec.Struct, frozen=True):
             if mine != theirs:
                 return name, mine, theirs
         return None
+
+
+# What frontends depend on, which serve the workers of both generations while a rollout is under way.
+ALWAYS_EQUAL = ("engine", "engine_version", "protocol")
 
 
 class EngineSpeed(msgspec.Struct, frozen=True):
@@ -117,6 +121,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     speed: EngineSpeed = EngineSpeed()
     mesh_key: str = ""  # public key of both addresses; empty where the mesh is not encrypted
     process: str = ""  # which it is, as `orchestrator.parent` tells processes apart
+    generation: int = 0  # of the configuration that it was started with: KV passes within one generation
 
     def can_be(self, role: Role) -> bool:
         """An engine of several pipeline stages cannot receive KV, so it stays a prefill worker."""
@@ -180,6 +185,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     running: int | None
     waiting: int | None
     step_ms: float | None
+    generation: int = 0  # of the configuration that it was started with
 
     @classmethod
     def of(cls, info: WorkerInfo, load: WorkerLoad | None = None, connected: bool = True) -> WorkerStatus:
@@ -195,6 +201,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
             running=load.running if load else None,
             waiting=load.waiting if load else None,
             step_ms=round(load.step_ms, 2) if load else None,
+            generation=info.generation,
         )
 
 

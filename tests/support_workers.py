@@ -283,7 +283,8 @@ class Workers:
     async def start(self, role: Role, **sim: Any) -> LocalWorker:
         config = parse_config(self.tree | {"sim": self.tree.get("sim", {}) | sim})
         engine = SimEngine(config.sim, "sim-model", kv=config.kv, prefix_events=config.routing.prefix_index)
-        agent = Agent(engine, self.redis, config, f"{role.value}-{next(self._numbers)}", role, Listening("127.0.0.1"))
+        worker_id, listening = f"{role.value}-{next(self._numbers)}", Listening("127.0.0.1")
+        agent = Agent(engine, self.redis, config, worker_id, role, listening, generation=0)
         worker = LocalWorker(agent, engine, asyncio.create_task(agent.run()))
         self.local.append(worker)
         await self.registered(worker.id)

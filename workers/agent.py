@@ -48,9 +48,12 @@ class EngineStartFailed(RuntimeError):
 class Agent:
     """`run()` once. `request_stop` may be called from a signal handler on the loop."""
 
-    def __init__(self, engine: Engine, redis: Redis, config: Config, worker_id: str, role: Role, at: Listening) -> None:
+    def __init__(
+        self, engine: Engine, redis: Redis, config: Config, worker_id: str, role: Role, at: Listening, generation: int
+    ) -> None:
         self.worker_id = worker_id
         self.life = Lifecycle(role)
+        self._generation = generation
         self.info: WorkerInfo | None = None
         self._engine, self._config, self._listening = engine, config, at
         self._registry = Registry(redis, config.namespace)
@@ -85,6 +88,7 @@ class Agent:
             host=self._listening.reached_at,
             pid=os.getpid(),
             process=own_identity(),
+            generation=self._generation,
             request_address=self._transport.request_address,
             load_address=self._transport.load_address,
             started_at=started_at,
@@ -113,7 +117,7 @@ class Agent:
             attempts=self._attempts,
             load=self._load,
             prefills=self._prefills,
-            active=lambda: self.life.claims and not self._redis_away,
+            active=self._may_claim,
         )
         self._serving = Serving(
             info=info,
@@ -258,6 +262,9 @@ class Agent:
             self.info.blocks_total,
             self.info.identity.block_size,
         )
+
+    def _may_claim(self) -> bool:
+        return self.life.claims and not self._redis_away and self._peers.decodes(self._generation)
 
     def _current(self) -> WorkerInfo:
         assert self.info is not None

@@ -49,6 +49,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     health_port: int | None = None  # answers /live and /ready; 0 takes a free one
     die_with_parent: bool = False
     id_claimed: bool = False  # by the launcher that starts it
+    generation: int | None = None  # of `config`; None: the one that the fleet has now
 
 
 class _Parser(argparse.ArgumentParser):
@@ -93,6 +94,7 @@ def parse(role: Role, arguments: list[str]) -> WorkerSettings:
         health_port=options.health_port,
         die_with_parent=options.die_with_parent,
         id_claimed=options.id_claimed,
+        generation=options.generation,
     )
 
 
@@ -116,6 +118,7 @@ def _parser(role: Role) -> argparse.ArgumentParser:
     parser.add_argument("--cores", help="CPU cores to compute on, as 0,1")
     parser.add_argument("--die-with-parent", action="store_true", help="stop when the parent process dies")
     parser.add_argument("--id-claimed", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--generation", type=int, help=argparse.SUPPRESS)
     return parser
 
 

@@ -89,11 +89,16 @@ async def _run(parsed: WorkerSettings) -> int:
     redis = await connect(parsed.redis_url, config.redis.timeout_s)
     holding: asyncio.Task[None] | None = None
     try:
+        registry = Registry(redis, config.namespace)
         if not parsed.id_claimed:
-            await _claim_id(Registry(redis, config.namespace), parsed)
+            await _claim_id(registry, parsed)
+        generation = parsed.generation
+        if generation is None:
+            rollout = await registry.configuration.rollout()
+            generation = rollout.target.generation if rollout is not None else 0
         await redis.aclose()  # it connects again when needed: an engine process may be forked now, and inherit it
         engine = _engine(parsed, listening, parsed.kv_port or free_port)
-        agent = Agent(engine, redis, config, parsed.worker_id, parsed.role, listening)
+        agent = Agent(engine, redis, config, parsed.worker_id, parsed.role, listening, generation)
         loop = asyncio.get_running_loop()
         # A launcher kills after stop_timeout_s; whoever else runs this worker waits until it is drained.
         supervised = parsed.die_with_parent

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from orchestrator.parent import has_ended
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Changed, Joined, Left, Registry, RegistryEvent, Resync
-from orchestrator.types import WorkerInfo
+from orchestrator.types import Role, WorkerInfo, WorkerState
 from orchestrator.wire.messages import PROTOCOL_VERSION, Hello, Rejected, ToFrontend, Welcome
 from workers.engine import Refusal
 
@@ -131,6 +131,14 @@ class Peers:
         self._known: dict[str, WorkerInfo] = {}  # by engine id
         self._missing: dict[str, asyncio.Task[None]] = {}
         self._events: asyncio.Queue[RegistryEvent] = asyncio.Queue()
+
+    def decodes(self, generation: int) -> bool:
+        """Whether KV of this generation could pass to a decode worker. Asked while several generations are there."""
+        infos = self._known.values()
+        if all(info.generation == generation for info in infos):
+            return True  # nobody is left out; what is not known here may be there
+        ready = (info for info in infos if info.state is WorkerState.READY and info.kv.engine_id not in self._missing)
+        return any(info.role is Role.DECODE and info.generation == generation for info in ready)
 
     @property
     def suspects(self) -> set[str]:

@@ -39,7 +39,7 @@ class Prefills:
         attempts: Attempts,
         load: LoadReporter,
     ) -> None:
-        self._worker_id, self._endpoint = info.id, info.kv
+        self._worker_id, self._generation, self._endpoint = info.id, info.generation, info.kv
         self._engine, self._queue, self._frontends = engine, queue, frontends
         self._attempts, self._load = attempts, load
         self._unacked: dict[str, int] = {}  # request id -> attempt that ended while Redis was away
@@ -113,7 +113,7 @@ class Prefills:
 
     def _tell_claimed(self, attempt: Attempt, queued_s: float) -> bool:
         source = KVSource(self._endpoint, attempt.key)
-        claimed = Claimed(attempt.request_id, attempt.number, self._worker_id, source, queued_s)
+        claimed = Claimed(attempt.request_id, attempt.number, self._worker_id, source, queued_s, self._generation)
         return self._frontends.send(attempt.frontend_id, claimed)
 
     # ---- end ---------------------------------------------------------------------------------------------------

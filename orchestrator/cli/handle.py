@@ -21,8 +21,8 @@ from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
 
 if TYPE_CHECKING:
     from orchestrator.store.client import Redis
+    from orchestrator.store.events import RatioHistory
     from orchestrator.store.queue import PrefillQueue
-    from orchestrator.store.ratio_history import RatioHistory
     from orchestrator.store.registry import Registry
 
 NamespaceOption = Annotated[
@@ -94,8 +94,8 @@ def find_fleet(namespace: str | None, redis_url: str | None, url: str | None = N
 async def open_fleet(handle: FleetHandle) -> AsyncIterator[OpenFleet]:
     """Raises Refused when its Redis cannot be used."""
     from orchestrator.store.client import RedisAway, connect
+    from orchestrator.store.events import RatioHistory
     from orchestrator.store.queue import PrefillQueue
-    from orchestrator.store.ratio_history import RatioHistory
     from orchestrator.store.registry import Registry, UnknownWorker
 
     if handle.redis_url is None:

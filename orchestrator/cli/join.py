@@ -66,13 +66,14 @@ def worker(
     """Run one worker of a fleet that runs elsewhere, configured as the fleet is. Other options are decode-worker's."""
     where = Token.decode(token)
     try:
-        config = ask(FleetHandle(where.namespace, where.redis_url, None, None), lambda fleet: fleet.registry.config())
-        if config is None:
+        handle = FleetHandle(where.namespace, where.redis_url, None, None)
+        version = ask(handle, lambda fleet: fleet.registry.configuration.read())
+        if version is None:
             raise Refused(f"namespace {where.namespace!r} has no configuration in Redis: run `orchestrator up` first")
     except ConfigError as error:  # it may be there in a while
         report_exit("orchestrator worker", str(error), final=False)
         raise typer.Exit(EXIT_AGAIN) from None
-    tree: dict[str, Any] = msgspec.json.decode(config)
+    tree: dict[str, Any] = version.config
     tree["redis"] = tree.get("redis", {}) | {"url": where.redis_url}
     parse_config(tree)
     listens = bind or next((address for address in _ALL if tree["workers"].get("bind") == address), "auto")
@@ -82,4 +83,5 @@ def worker(
     os.set_inheritable(file, True)
     os.environ.pop("PD_JOIN", None)
     command = [sys.executable, "-m", "workers.main", role.value, "--config", f"/proc/self/fd/{file}", "--bind", listens]
+    command += ["--generation", str(version.generation)]
     os.execv(sys.executable, [*command, *context.args])

@@ -34,6 +34,10 @@ COMMANDS = {
     "role": ("steer", "Change a running worker's role in place; the desired ratio follows."),
     "drain": ("steer", "Let a worker finish what it has, then end it; the desired ratio follows."),
     "restart": ("rolling", "Restart workers, few at a time, each once it is drained: no request fails."),
+    "rollout": (
+        "rollout",
+        "Replace all workers, then all frontends, by such of a new configuration: no request fails.",
+    ),
     "join": ("join", "Print what another host needs to run a worker of this fleet."),
     "worker": ("join", "Run one worker of a fleet that runs elsewhere, configured as the fleet is."),
     "log-level": ("steer", "Set how much running processes log, within seconds."),

@@ -23,7 +23,7 @@ from orchestrator.policy.ratio import (
     samples_in_window,
 )
 from orchestrator.store.client import RedisAway
-from orchestrator.store.ratio_history import RatioHistory
+from orchestrator.store.events import RatioHistory
 from orchestrator.store.registry import Registry
 from orchestrator.telemetry import metrics
 from orchestrator.types import Offered, Role, WorkerState

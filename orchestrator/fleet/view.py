@@ -6,7 +6,7 @@ A view only: `membership` feeds it from the registry and the mesh, `router` read
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -162,6 +162,7 @@ class Fleet:
         self.pause = Pause()
         self.block_size = 0  # tokens; the same on every worker, 0 before the first is known
         self.speed = EngineSpeed()  # of the worker that joined last and measured one
+        self._generations: Counter[int] = Counter()  # workers of each; KV passes within one
         self._changed: set[str] = set()
         # One count for all workers: one that was thought lost and is found again remembers the last number it saw.
         self._numbers = itertools.count(1)
@@ -176,6 +177,8 @@ class Fleet:
         if view is not None and view.info.kv.engine_id == info.kv.engine_id:
             view.info = info
             return False
+        self._leave_generation(info.id)
+        self._generations[info.generation] += 1
         self.workers[info.id] = WorkerView(info, now, self._changed, self._numbers)
         self.block_size = info.identity.block_size
         if info.speed.prefill_s_per_token:
@@ -184,6 +187,7 @@ class Fleet:
 
     def remove(self, worker_id: str) -> WorkerView | None:
         self._changed.add(worker_id)
+        self._leave_generation(worker_id)
         return self.workers.pop(worker_id, None)
 
     def take_load(self, load: WorkerLoad, now: float) -> None:
@@ -191,10 +195,13 @@ class Fleet:
             view.note_load(load, load.seen.get(self.frontend_id, 0), now)
             self.pause.note(load.worker_id, load.pause)
 
-    def candidates(self, avoid: Collection[str] = (), hits: Hits | None = None) -> Candidates:
+    def candidates(
+        self, avoid: Collection[str] = (), hits: Hits | None = None, generation: int | None = None
+    ) -> Candidates:
         """Who could take a request now, with what is cached there of the prompt that `hits` is of.
 
-        Of many decode workers only the best. Workers in `avoid`, and quiet ones, only when there is no other.
+        Of many decode workers only the best. Workers in `avoid`, and quiet ones, only when there is no other. With a
+        `generation` those alone that KV of it may pass to.
         """
         self._apply_changes()
         usable, block_size = self._usable[Role.DECODE] or self._quiet, self.block_size
@@ -204,7 +211,10 @@ class Fleet:
             decode_blocks, prefill_blocks = hits.most_of_each(MOST_HITS, usable, self._usable[Role.PREFILL])
             at_decode = {worker_id: blocks * block_size for worker_id, blocks in decode_blocks.items()}
             at_prefill = {worker_id: blocks * block_size for worker_id, blocks in prefill_blocks.items()}
-        if self._shortlist is not None and not avoid and len(self._usable[Role.DECODE]) >= SHORTLIST_FROM:
+        mixed = generation is not None and (len(self._generations) > 1 or generation not in self._generations)
+        if mixed:
+            usable = dict.fromkeys(name for name in usable if self.workers[name].info.generation == generation)
+        if self._shortlist is not None and not (avoid or mixed) and len(usable) >= SHORTLIST_FROM:
             found = self._shortlist.pick(at_decode)
         else:
             kept = [name for name in usable if name not in avoid] if avoid else usable
@@ -216,7 +226,21 @@ class Fleet:
     def ready(self, role: Role) -> int:
         """How many workers could take a request of that role now. Nobody waits for a quiet prefill worker."""
         self._apply_changes()
+        if role is Role.PREFILL and len(self._generations) > 1:
+            decoded = self._decoded_generations()
+            return sum(self.workers[name].info.generation in decoded for name in self._usable[role])
         return len(self._usable[role] or (self._quiet if role is Role.DECODE else ()))
+
+    def _decoded_generations(self) -> Collection[int]:
+        """Those whose KV could pass to a decode worker. A fleet of one generation has none that it could not."""
+        if len(self._generations) <= 1:
+            return self._generations
+        return {self.workers[name].info.generation for name in self._usable[Role.DECODE] or self._quiet}
+
+    def _leave_generation(self, worker_id: str) -> None:
+        if (view := self.workers.get(worker_id)) is not None:
+            self._generations[view.info.generation] -= 1
+            self._generations += Counter()  # without those that have nobody left
 
     def is_quiet(self, worker_id: str | None) -> bool:
         """Of a worker that is not known: no."""
@@ -230,10 +254,11 @@ class Fleet:
 
     def claims(self) -> bool:
         """Whether anybody may claim from the queue: a prefill worker that is heard, or whose connection is down."""
-        return self.ready(Role.PREFILL) > 0 or any(
-            view.info.role is Role.PREFILL and view.info.state is WorkerState.READY and not view.quiet
-            for view in self.workers.values()
-        )
+        if self.ready(Role.PREFILL) > 0:
+            return True
+        decoded = self._decoded_generations()
+        able = (view.info for view in self.workers.values() if not view.quiet and view.info.generation in decoded)
+        return any(info.role is Role.PREFILL and info.state is WorkerState.READY for info in able)
 
     def hush(self, now: float, after_s: float) -> list[str]:
         """Notes who was not heard for `after_s`. Returns those that were not quiet before."""

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -47,6 +47,7 @@ from orchestrator.frontend.vllm_codec import VllmCodec
 from orchestrator.frontend.wiring import FleetConnection, unless_ended
 from orchestrator.parent import die_with_parent, report_exit
 from orchestrator.store.client import RedisAway, connect
+from orchestrator.store.registry import NO_LAUNCHER
 from orchestrator.store.servers import redis_elsewhere
 from orchestrator.telemetry.logs import set_up as set_up_logging
 from orchestrator.types import Role
@@ -56,6 +57,8 @@ log = logging.getLogger("pd.frontend")
 
 MAX_DESCRIPTORS = 65_535
 _END_S = 2.0  # from the end of the last request to the end of the process
+_IDLE_END_S = 2.0  # after which a frontend that drains closes connections that have no request
+_LOOK_S = 0.1
 # A frontend has no engine: what says where an engine's weights and memory go is not its business.
 _ENGINE_ONLY = ("tensor_parallel", "pipeline_parallel", "data_parallel", "distributed_", "kv_cache_memory", "gpu_")
 
@@ -186,24 +189,47 @@ async def build_server_app(
 def _stops(app: FastAPI) -> bool:
     """Whether the server was told to end: a stream that goes on for ever would hold it up."""
     server = getattr(app.state, "server", None)
-    return server is not None and bool(server.should_exit)
+    return server is not None and bool(server.should_exit or server.draining)
 
 
 class QuietServer(uvicorn.Server):
     """Without uvicorn's own signal handlers, which would end the process behind our back."""
+
+    draining = False
+
+    async def drain(self, listeners: Sequence[socket.socket]) -> None:
+        """Take no new connections; every response ends its connection; returns when none is left.
+
+        A connection that waits for its next request is closed after a moment, in which most say by a response that
+        they end: a request that meets a closing connection has to be sent again by its client.
+        """
+        self.draining = True
+        self.config.encoded_headers.append((b"connection", b"close"))
+        await asyncio.sleep(0)  # connections that are made already are accepted
+        for server in self.servers:
+            server.close()
+        for listener in listeners:
+            listener.close()
+        await asyncio.sleep(_IDLE_END_S)
+        while self.server_state.connections:
+            for connection in list(self.server_state.connections):
+                connection.shutdown()
+            await asyncio.sleep(_LOOK_S)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-async def serve(config: Config, redis_url: str, index: int, port: int, drain_s: float) -> None:
-    """Serves until SIGTERM or SIGINT. Raises ConfigError, RedisAway."""
+async def serve(
+    config: Config, redis_url: str, index: int, port: int, drain_s: float, generation: int = NO_LAUNCHER
+) -> None:
+    """Serves until it is told to drain, or SIGTERM or SIGINT. Raises ConfigError, RedisAway."""
     listener = listen(config.frontend.host, port)
     redis = await connect(redis_url, config.redis.timeout_s)
     args, vllm_config = build_vllm_config(config)
     frontend_id = f"frontend-{index}-{uuid.uuid4().hex[:8]}"
-    connection = FleetConnection(frontend_id, config, redis, VllmCodec())
+    connection = FleetConnection(frontend_id, config, redis, VllmCodec(), generation)
     connected = asyncio.create_task(connection.run())
     await unless_ended(connected, connection.synced())
     app = await unless_ended(connected, build_server_app(args, vllm_config, config, connection))
@@ -226,7 +252,14 @@ async def serve(config: Config, redis_url: str, index: int, port: int, drain_s: 
     url = advertised_url(config, listener.getsockname()[:2], redis_url)
     await connection.announce(url)
     log.info("listening on %s", url)
-    await asyncio.wait({served, connected}, return_when=asyncio.FIRST_COMPLETED)
+    draining = asyncio.create_task(connection.told_to_drain.wait())
+    await asyncio.wait({served, connected, draining}, return_when=asyncio.FIRST_COMPLETED)
+    if not (served.done() or connected.done()):
+        log.info("draining: it takes no new connections")
+        drained = asyncio.create_task(server.drain([listener]))
+        await asyncio.wait({served, connected, drained}, return_when=asyncio.FIRST_COMPLETED)
+        drained.cancel()
+    draining.cancel()
     server.should_exit = True
     await served
     connected.cancel()
@@ -253,6 +286,7 @@ def main() -> None:
     parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--port", type=int)
+    parser.add_argument("--generation", type=int, default=NO_LAUNCHER, help=argparse.SUPPRESS)
     parser.add_argument("--die-with-parent", action="store_true")
     options = parser.parse_args()
     allow_many_connections()
@@ -264,7 +298,8 @@ def main() -> None:
             die_with_parent(config.launcher.stop_timeout_s)
         port = config.frontend.port if options.port is None else options.port
         redis_url = options.redis or redis_elsewhere(config)
-        uvloop.run(serve(config, redis_url, options.index, port, grace_s(config, options.die_with_parent)))
+        drain_s = grace_s(config, options.die_with_parent)
+        uvloop.run(serve(config, redis_url, options.index, port, drain_s, options.generation))
     except (ConfigError, RedisAway) as error:
         report_exit("orchestrator.frontend.server", str(error), final=isinstance(error, ConfigError))
         sys.exit(2)

@@ -27,10 +27,9 @@ from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.router.codec import Codec
 from orchestrator.router.router import Router
 from orchestrator.store.client import Redis, RedisAway
-from orchestrator.store.events import EventLog
+from orchestrator.store.events import EventLog, RatioHistory
 from orchestrator.store.log_levels import LogLevels, follow_log_level
 from orchestrator.store.queue import PrefillQueue
-from orchestrator.store.ratio_history import RatioHistory
 from orchestrator.store.registry import Registry
 from orchestrator.store.steering import Steering
 from orchestrator.telemetry.metrics import counts, dropped, retries
@@ -63,8 +62,10 @@ async def unless_ended(running: asyncio.Task[None], work: Coroutine[Any, Any, T]
 class FleetConnection:
     """Construct, `run()` as a task, wait for `synced()` unless that ends; `announce()` once clients can be served."""
 
-    def __init__(self, frontend_id: str, config: Config, redis: Redis, codec: Codec) -> None:
+    def __init__(self, frontend_id: str, config: Config, redis: Redis, codec: Codec, generation: int = 0) -> None:
         self.frontend_id = frontend_id
+        self.told_to_drain = asyncio.Event()
+        self._generation = generation
         self.registry = Registry(redis, config.namespace)
         self._redis, self._namespace = redis, config.namespace
         choose = decode_choice(config.routing.decode_choice)
@@ -191,7 +192,10 @@ class FleetConnection:
         try:
             key, offered = self._keys.public if self._keys else "", self.router.learning.offered
             me = (self.frontend_id, self._url, own_identity())
-            await self.registry.refresh_frontend(*me, FRONTEND_TTL_S, offered, key)
+            orders = await self.registry.refresh_frontend(*me, FRONTEND_TTL_S, offered, key, self._generation)
+            if orders.drain:
+                self._url = ""  # nobody is to ask it
+                self.told_to_drain.set()
             self.desired = await self.registry.desired()
         except RedisAway as error:
             log.debug("heartbeat missed: %s", error)

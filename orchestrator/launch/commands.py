@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from orchestrator.config.access import secured
 from orchestrator.config.engine_args import environment
-from orchestrator.config.settings import Config
+from orchestrator.config.settings import Config, parse_config
 from orchestrator.launch.host.machine import Share
 from orchestrator.launch.host.process import ProcessSpec
+from orchestrator.launch.machines import Setup
 from orchestrator.telemetry import logs
 from orchestrator.types import Role
 
@@ -46,12 +47,23 @@ def shared(config: Config) -> dict[str, Any]:
     return tree
 
 
-def worker_spec(config: Config, role: Role, worker_id: str, config_file: Path, share: Share) -> ProcessSpec:
+def merged(config: Config, fleets: Mapping[str, Any]) -> Config:
+    """This launcher's configuration with what `shared` says of the fleet's; what is this host's stays. Raises
+    ConfigError."""
+    tree: dict[str, Any] = msgspec.to_builtins(config)
+    own = {"security": tree["security"], "redis": tree["redis"]}
+    bound = {name: tree["workers"][name] for name in ("bind", "advertise")}
+    tree |= {**fleets, **own}
+    tree["workers"] = {**tree["workers"], **bound}
+    return parse_config(tree)
+
+
+def worker_spec(setup: Setup, role: Role, worker_id: str, share: Share) -> ProcessSpec:
+    config, folder = setup.config, setup.config_file.parent
     command = [sys.executable, "-m", "workers.main", role.value, "--id", worker_id]
     # Redis is named by the file: its URL may hold a password, and whoever is on this machine can read command lines.
-    command += ["--namespace", config.namespace, "--config", str(config_file)]
-    command += ["--die-with-parent", "--id-claimed", *share.arguments]
-    folder = config_file.parent
+    command += ["--namespace", config.namespace, "--config", str(setup.config_file)]
+    command += ["--generation", str(setup.generation), "--die-with-parent", "--id-claimed", *share.arguments]
     # vLLM leaves its local sockets behind when it is killed; in our folder they are removed with it.
     fits = len(str(folder).encode()) + _SOCKET_NAME_BYTES <= _SOCKET_PATH_BYTES
     sockets = {"VLLM_RPC_BASE_PATH": str(folder)} if fits else {}
@@ -65,11 +77,12 @@ def worker_spec(config: Config, role: Role, worker_id: str, config_file: Path, s
     return ProcessSpec(worker_id, command, env, folder / f"{worker_id}.exit")
 
 
-def frontend_spec(config: Config, name: str, index: int, config_file: Path) -> ProcessSpec:
+def frontend_spec(setup: Setup, name: str, index: int) -> ProcessSpec:
     """With several frontends it makes the folder for the counters that they share."""
-    folder = config_file.parent
+    config, folder = setup.config, setup.config_file.parent
     command = [sys.executable, "-m", "orchestrator.frontend.server", "--index", str(index)]
-    command += ["--config", str(config_file), "--port", str(config.frontend.port), "--die-with-parent"]
+    command += ["--config", str(setup.config_file), "--port", str(config.frontend.port)]
+    command += ["--generation", str(setup.generation), "--die-with-parent"]
     env = {**_QUIET, **logs.environment(name, config.logging.format)}
     if config.frontend.replicas > 1:
         # The counters of all frontends lie in one place, so that whichever is scraped answers for all. The folder must

@@ -9,21 +9,20 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import httpx
-import msgspec
 
 from orchestrator.config.server_args import needs_client_certificate, uses_tls
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.launch.commands import shared
 from orchestrator.launch.console import Console
-from orchestrator.launch.fleet_size import FleetSize, Resize
+from orchestrator.launch.decisions.fleet_size import FleetSize, Resize
 from orchestrator.launch.frontend_pool import FrontendPool
 from orchestrator.launch.host.leftovers import SharedMemory
 from orchestrator.launch.host.run_folder import StartedProcess
-from orchestrator.launch.machines import Machines
+from orchestrator.launch.machines import FRONTEND, Machines, Setup
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
+from orchestrator.launch.rollout import Rolling, cannot_start
 from orchestrator.launch.supervise import Stage, Supervised, describe
 from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.parent import has_ended, pid_here
@@ -33,7 +32,6 @@ from orchestrator.types import DesiredRatio, Role
 
 log = logging.getLogger("pd.launcher")
 
-_STARTS_BEFORE_GIVING_UP = 3
 _LOOK_EVERY_S = 30.0
 _MACHINES_EVERY_S = 1.0
 _POLL_S = 0.1
@@ -62,7 +60,10 @@ class FleetProcesses:
         machines: Machines,
         console: Console,
         note_started: Callable[[list[StartedProcess], frozenset[str]], None],
+        setup: Setup,
+        prepare: Callable[[Config, int], Awaitable[Setup]],
     ) -> None:
+        """`setup`: what processes are started with at first; `prepare` makes the setup of another configuration."""
         self.config = config
         self.desired = DesiredRatio(config.workers.prefill.replicas, config.workers.decode.replicas, "launcher")
         self.watch = RegistryWatch(registry, self._update)
@@ -73,10 +74,12 @@ class FleetProcesses:
         self._shared_memory = SharedMemory()
         self._looked_at = 0.0  # monotonic; when it was looked for
         self._ended: list[int] = []  # process groups whose shared memory is to be removed
-        self._pool = WorkerPool(config, registry, machines, console.log, self._show)
+        self._pool = WorkerPool(config, registry, machines, console.log, self._show, setup)
         self._machines = machines
         self._looking: asyncio.Task[None] | None = None
-        self._frontends = FrontendPool(config, registry, machines, console.log, self._show)
+        self._frontends = FrontendPool(config, registry, machines, console.log, self._show, setup)
+        self._rolling = Rolling(config, registry, self._pool, self._frontends, prepare)
+        self._came_up = False
 
     async def start(self) -> None:
         """Set the desired ratio, unless other launchers run this fleet already, and start what is missing.
@@ -84,6 +87,7 @@ class FleetProcesses:
         Raises ConfigError, RedisAway.
         """
         await self.forget_the_dead()
+        await self._begin_version()
         await self._pool.hold_ids()
         await self._begin_desired()
         self.desired = await self._registry.desired() or self.desired
@@ -100,7 +104,7 @@ class FleetProcesses:
                     if not there:
                         raise
                     break  # what does not fit here may fit there
-        self._frontends.update(self.watch.snapshot)
+        await self._frontends.update(self.watch.snapshot)
         self._looking = asyncio.create_task(self._look_at_machines(), name="machines")
 
     async def until_ready(self) -> None:
@@ -112,6 +116,7 @@ class FleetProcesses:
                 for process in processes:
                     self._check_start(process)
                 if self.url and all(process.stage is Stage.READY for process in processes):
+                    self._came_up = True
                     if needs_client_certificate(self.config):
                         return  # and we have none to ask with
                     with contextlib.suppress(httpx.HTTPError):
@@ -124,6 +129,7 @@ class FleetProcesses:
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
+        await self._rolling.close()
         await self._frontends.close()
         await self._pool.close()
 
@@ -136,7 +142,7 @@ class FleetProcesses:
     @property
     def url(self) -> str:
         if self._machines.remote:
-            return next((frontend.url for frontend in self.watch.snapshot.frontends.values()), "")
+            return next((frontend.url for frontend in self.watch.snapshot.frontends.values() if frontend.url), "")
         host = self.config.frontend.host
         shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
         return f"{'https' if uses_tls(self.config) else 'http'}://{shown}:{self.config.frontend.port}"
@@ -145,8 +151,10 @@ class FleetProcesses:
         return [*self._frontends.processes, *(slot.process for slot in self._pool.slots.values())]
 
     async def _take_over(self) -> None:
-        """Supervise the workers that an earlier launcher left running. Raises RedisAway."""
-        left = await self._machines.left_running()
+        """Supervise what an earlier launcher left running. Raises RedisAway."""
+        running = await self._machines.left_running()
+        self._frontends.take_over([name for name in running if name.startswith(FRONTEND)])
+        left = [name for name in running if not name.startswith(FRONTEND)]
         if left and self._pool.of_others(await self._registry.launchers()).keys() & set(left):
             await asyncio.sleep(self.config.workers.timeout_s)  # in which the claims of a launcher that is dead run out
         registered, others = await self._registry.workers(), self._pool.of_others(await self._registry.launchers())
@@ -174,22 +182,31 @@ class FleetProcesses:
             if has_ended(info.process):
                 await self._registry.leave(worker_id)
 
+    async def _begin_version(self) -> None:
+        """Begin with what the fleet runs, where a rollout has changed that. Raises ConfigError, RedisAway."""
+        others = self._pool.of_others(await self._registry.launchers())
+        alone = not others and not await self._registry.workers() and not await self._machines.left_running()
+        await self._rolling.begin(alone)
+
     async def _begin_desired(self) -> None:
         """Tell the fleet's configuration, and the desired ratio unless that is set."""
-        await self._registry.write_config(msgspec.json.encode(shared(self.config)))
+        await self._registry.configuration.write(self._rolling.version)
         wanted, launcher_id = self.desired, self._pool.launcher_id
         await self._registry.begin_desired(wanted.prefill, wanted.decode, wanted.set_by, launcher_id)
 
     async def _update(self, snapshot: Snapshot) -> None:
         """Act on a new reading of the registry. Raises RedisAway."""
-        self._frontends.update(snapshot)
+        await self._frontends.update(snapshot)
         if snapshot.desired is None:  # Redis was restarted, and has forgotten
             await self._begin_desired()
         else:
             self.desired = snapshot.desired
         await self._pool.update(snapshot)
         # Of several launchers one decides; its count of what is late begins when it becomes the first.
-        if self._size.is_on and min(of_launchers(snapshot.launchers), default="") == self._pool.launcher_id:
+        leads = min(of_launchers(snapshot.launchers), default="") == self._pool.launcher_id
+        if self._came_up:
+            await self._rolling.follow(snapshot, leads)
+        if self._size.is_on and leads:
             await self._resize(self._size.observe(snapshot), self.desired)
         while self._ended:  # in a thread: it reads what every process of this machine maps
             removed = await asyncio.to_thread(self._shared_memory.remove_of, self._ended.pop())
@@ -227,7 +244,7 @@ class FleetProcesses:
         end = process.last_exit
         if end is None or end.was_ready:
             return
-        if end.final or process.crashes >= _STARTS_BEFORE_GIVING_UP or process.stage is Stage.ENDED:
+        if cannot_start(process) or process.stage is Stage.ENDED:
             self._console.stop_progress()
             if not end.final:  # a final reason needs no more
                 self._console.show_failure(process.name, process.last_lines)

@@ -1,24 +1,45 @@
-"""The frontend processes of this launcher: so many on every machine that should have some.
+"""The frontend processes of this launcher: so many on every machine that should have some, all of one generation.
 
-A frontend keeps nothing that another cannot take over, so one that is not needed is ended at once.
+A frontend that leaves is told so through the registry: it takes no new connections and ends with its last request.
+Another is ready before one that is replaced leaves.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 from orchestrator.config.settings import Config
-from orchestrator.launch.machines import FRONTEND, Machines, OnLine
+from orchestrator.launch.host.process import Process
+from orchestrator.launch.machines import FRONTEND, Machines, OnLine, Setup
 from orchestrator.launch.registry_watch import Snapshot
-from orchestrator.launch.supervise import Supervised
+from orchestrator.launch.supervise import Stage, Supervised
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry
 
 
+class _Placed:
+    """One of our frontends: where it is, what it was started with last, and how the registry knows it."""
+
+    def __init__(self, node: str, index: int, process: Supervised, generation: int) -> None:
+        self.node, self.index = node, index
+        self.process, self.generation = process, generation
+        self.task: asyncio.Task[None] | None = None
+        self.id = ""
+
+    @property
+    def ready(self) -> bool:
+        return self.process.stage is Stage.READY
+
+    @property
+    def stays(self) -> bool:
+        return self.process.stage not in (Stage.LEAVING, Stage.ENDED)
+
+
 class FrontendPool:
-    """`update` with every snapshot. Nothing is started after `close`."""
+    """`update` with every snapshot. Nothing is started after `close`. New ones get `setup`."""
 
     def __init__(
         self,
@@ -27,60 +48,106 @@ class FrontendPool:
         machines: Machines,
         on_line: OnLine,
         on_stage: Callable[[Supervised], None],
+        setup: Setup,
     ) -> None:
+        self.setup = setup
+        self.replicas = config.frontend.replicas  # on each machine
         self._config = config
         self._registry = registry
         self._machines = machines
         self._on_line = on_line
         self._on_stage = on_stage
         self._closed = False
-        self._running: dict[tuple[str, int], Supervised] = {}  # by machine, and number there
-        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._placed: list[_Placed] = []
 
     @property
     def processes(self) -> list[Supervised]:
-        return list(self._running.values())
+        return [placed.process for placed in self._placed]
 
-    def update(self, snapshot: Snapshot) -> None:
-        """Start what is missing on the machines there are now, end what is on others, note what is ready."""
-        if self._closed:
-            return
-        wanted = {(node, n) for node in self._machines.frontend_nodes() for n in range(self._config.frontend.replicas)}
-        for place in wanted - self._running.keys():
-            self._start(*place)
-        for place in self._running.keys() - wanted:
-            self._running[place].request_stop()
+    @property
+    def renewed(self) -> bool:
+        """Whether all are of the generation of `setup`, and serve."""
+        return all(placed.ready and placed.generation == self.setup.generation for placed in self._placed)
+
+    def take_over(self, names: Sequence[str]) -> None:
+        """Supervise those that run as these already."""
+        for name in names:
+            index, _, node = name.removeprefix(FRONTEND).partition("@")
+            self._start(node, int(index))
+
+    def of_generation(self, generation: int) -> list[Supervised]:
+        return [placed.process for placed in self._placed if placed.generation == generation]
+
+    async def update(self, snapshot: Snapshot) -> None:
+        """Note what is ready; start what is missing on the machines there are now, drain what is too many, end what is
+        on others. Raises RedisAway."""
         for frontend in snapshot.frontends.values():
-            for process in self._running.values():
-                if process.runs_as(frontend.process):
-                    process.mark_ready()
+            for placed in self._placed:
+                if placed.process.runs_as(frontend.process):
+                    placed.id, placed.generation = frontend.id, frontend.generation
+                    if frontend.url:
+                        placed.process.mark_ready()
+        nodes = [] if self._closed else self._machines.frontend_nodes()
+        for placed in self._placed:
+            if placed.node not in nodes:
+                placed.process.request_stop()
+        for node in nodes:
+            await self._fill([placed for placed in self._placed if placed.node == node and placed.stays], node)
 
     async def close(self) -> None:
         """End all, at once. Returns when their processes are gone."""
         self._closed = True
-        for process in self._running.values():
-            process.request_stop()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        for placed in self._placed:
+            placed.process.request_stop()
+        await asyncio.gather(*(placed.task for placed in self._placed if placed.task), return_exceptions=True)
 
-    def _start(self, node: str, index: int) -> None:
+    async def _fill(self, staying: list[_Placed], node: str) -> None:
+        current = [placed for placed in staying if placed.generation == self.setup.generation]
+        for _ in range(self.replicas - len(staying)):
+            self._start(node)
+        if len(staying) >= self.replicas > len(current) and all(placed.ready for placed in current):
+            self._start(node)  # it takes the place of one of an older generation once it is ready
+        spare = len(staying) - self.replicas
+        ready = sum(placed.ready for placed in staying)
+        for placed in sorted(staying, key=lambda placed: (placed in current, placed.ready, -placed.index)):
+            if spare > 0 and (not placed.ready or ready > self.replicas):
+                replaces = placed in current and not placed.ready and len(current) < len(staying)
+                if not replaces:
+                    spare -= 1
+                    ready -= placed.ready
+                    await self._drain(placed)
+
+    async def _drain(self, placed: _Placed) -> None:
+        """Raises RedisAway."""
+        if placed.ready:
+            await self._registry.order_frontend_drain(placed.id)
+            placed.process.expect_exit(self._config.workers.drain_timeout_s)
+        else:
+            placed.process.expect_exit(0)
+
+    def _start(self, node: str, number: int | None = None) -> None:
+        """By default with the first number that no other has there."""
+        taken = {placed.index for placed in self._placed if placed.node == node}
+        index = next(n for n in itertools.count() if n not in taken) if number is None else number
         name = f"{FRONTEND}{index}@{node}" if node else f"{FRONTEND}{index}"
-        process = Supervised(
-            name,
-            lambda: self._machines.frontend(name, index, node, self._on_line),
-            self._config.launcher,
-            self._config.workers.start_timeout_s,
-            self._on_stage,
-            self._left,
-        )
-        self._running[node, index] = process
-        self._tasks[node, index] = asyncio.create_task(self._run((node, index), process), name=name)
 
-    async def _run(self, place: tuple[str, int], process: Supervised) -> None:
+        def make() -> Process:
+            placed.generation = self.setup.generation
+            return self._machines.frontend(name, index, node, self.setup, self._on_line)
+
+        process = Supervised(
+            name, make, self._config.launcher, self._config.workers.start_timeout_s, self._on_stage, self._left
+        )
+        placed = _Placed(node, index, process, self.setup.generation)
+        self._placed.append(placed)
+        placed.task = asyncio.create_task(self._run(placed), name=name)
+
+    async def _run(self, placed: _Placed) -> None:
         try:
-            await process.run()
+            await placed.process.run()
         finally:
             if not self._closed:
-                del self._running[place], self._tasks[place]
+                self._placed.remove(placed)
 
     async def _left(self, process: Supervised) -> None:
         """Take it out of the registry at once, so that its waiting jobs are swept."""

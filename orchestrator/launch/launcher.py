@@ -14,7 +14,6 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
 from typing import Any
 
 from orchestrator.config.access import is_protected
@@ -30,7 +29,7 @@ from orchestrator.launch.host.machine import MachineShares, hold_port
 from orchestrator.launch.host.process import adopt_orphans
 from orchestrator.launch.host.redis_server import RedisServer
 from orchestrator.launch.host.run_folder import Ready, RunFolder, StartedProcess
-from orchestrator.launch.machines import Machines
+from orchestrator.launch.machines import Machines, Setup
 from orchestrator.store.log_levels import LogLevels, follow_log_level
 from orchestrator.store.registry import Registry
 from orchestrator.telemetry.logs import LogFormat
@@ -87,9 +86,17 @@ async def _run(config: Config, model: str, folder: RunFolder, console: Console) 
             held, port = hold_port(config.frontend.host, port)
             stack.callback(held.close)
         resolved = resolve(config, model, server.url, port)
-        machines = _machines(resolved, folder.write_config(resolved))
+        machines = _machines(resolved)
         registry = Registry(redis, config.namespace)
-        fleet = FleetProcesses(resolved, registry, machines, console, folder.note_started)
+        setup = Setup(0, resolved, folder.write_config(resolved))
+
+        async def prepare(changed: Config, generation: int) -> Setup:
+            """Raises ConfigError."""
+            found = await asyncio.to_thread(_model, changed, console)
+            changed = resolve(changed, found, server.url, port)
+            return Setup(generation, changed, folder.write_config(changed, generation))
+
+        fleet = FleetProcesses(resolved, registry, machines, console, folder.note_started, setup, prepare)
         stop.at_once = fleet.kill
         stack.push_async_callback(fleet.end)
         await fleet.start()
@@ -120,9 +127,9 @@ def _connected(config: Config, console: Console) -> Iterator[None]:
         disconnect()
 
 
-def _machines(config: Config, config_file: Path) -> Machines:
+def _machines(config: Config) -> Machines:
     if config.launcher.kind == "local":
-        return LocalMachine(config, config_file)
+        return LocalMachine(config)
     from orchestrator.launch.ray.cluster import RayCluster
 
     return RayCluster(config)

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
+from orchestrator.config.settings import Config
 from orchestrator.launch.host.process import Process
 from orchestrator.types import Role
 
 FRONTEND = "frontend-"  # a frontend's name begins so; workers may not be called so
 OnLine = Callable[[str, str], None]  # the name of a process, and a line of its output
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What a process is started with: a resolved configuration, the file that holds it here, and its generation."""
+
+    generation: int
+    config: Config
+    config_file: Path
 
 
 class Machines(Protocol):
@@ -22,7 +34,7 @@ class Machines(Protocol):
         """Read anew which machines there are. May take as long as they do not answer."""
 
     async def left_running(self) -> list[str]:
-        """Names of the workers that an earlier launcher left running."""
+        """Names of the workers and frontends that an earlier launcher left running."""
 
     def take(self, owner: str, role: Role) -> None:
         """Reserve room. Raises ConfigError when there is none and none will come."""
@@ -33,11 +45,12 @@ class Machines(Protocol):
     async def placed(self, owner: str) -> None:
         """Returns when what `owner` has taken is there."""
 
-    def worker(self, worker_id: str, role: Role, on_line: OnLine) -> Process:
-        """A process that is not started yet, with the room that this worker has taken. Raises OSError."""
+    def worker(self, worker_id: str, role: Role, setup: Setup, on_line: OnLine) -> Process:
+        """A process that is not started yet, with the room that this worker has taken. Raises OSError, also where this
+        setup needs other room, which is not there."""
 
     def frontend_nodes(self) -> Sequence[str]:
         """Addresses of the machines that should have frontends now; empty text for this machine."""
 
-    def frontend(self, name: str, index: int, node: str, on_line: OnLine) -> Process:
+    def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> Process:
         """A process that is not started yet. Raises OSError."""

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from orchestrator.store.client import RedisAway
+from orchestrator.store.configuration import Rollout
 from orchestrator.store.registry import Frontend, Registry, WorkerOrders
 from orchestrator.types import DesiredRatio, Role, WorkerInfo
 
@@ -29,6 +30,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     frontends: dict[str, Frontend] = {}
     launchers: dict[str, dict[str, Role]] = {}  # the workers of each
     desired: DesiredRatio | None = None
+    rollout: Rollout | None = None
     read_at: float = 0.0
 
 
@@ -69,6 +71,7 @@ class RegistryWatch:
                 frontends=await self._registry.frontends(),
                 launchers=await self._registry.launchers(),
                 desired=await self._registry.desired(),
+                rollout=await self._registry.configuration.rollout(),
                 read_at=time.monotonic(),
             )
             self.redis_away_since = None

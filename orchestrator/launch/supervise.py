@@ -101,6 +101,7 @@ class Supervised:
         self._ready = asyncio.Event()
         self._wanted = True
         self._stopping = asyncio.Event()
+        self._tries_now = asyncio.Event()
         self._stop_timeout_s = config.stop_timeout_s
 
     @property
@@ -145,6 +146,11 @@ class Supervised:
         if timeout_s is not None:
             self._stop_timeout_s = timeout_s
         self._stopping.set()
+
+    def try_now(self) -> None:
+        """What it is started with is another: a pause after crashes has no meaning any more, nor have the crashes."""
+        self.crashes = 0
+        self._tries_now.set()
 
     def kill(self) -> None:
         """SIGKILL. Counts as a crash: it is started again unless its end was expected."""
@@ -237,12 +243,14 @@ class Supervised:
         pause_s = self._config.restart_backoff_max_s if final else backoff_s(self.crashes, self._config)
         then = "the next try is" if final else "starting it again"
         log.error("%s: %s; %s in %.1f s", self.name, describe(self.last_exit), then, pause_s)
+        self._tries_now.clear()
         self._enter(Stage.PAUSING)
+        ending = [asyncio.create_task(event.wait()) for event in (self._stopping, self._tries_now)]
         try:
-            async with asyncio.timeout(pause_s):
-                await self._stopping.wait()
-        except TimeoutError:
-            return
+            await asyncio.wait(ending, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in ending:
+                task.cancel()
 
     def _describe_exit(self, code: int) -> Exit:
         ready = self._ready.is_set()

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from functools import partial
 
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.launch.machines import Machines
-from orchestrator.launch.reconcile import Action, Drain, Flip, Start, plan, stand_in
+from orchestrator.launch.decisions.reconcile import Action, Drain, Flip, Start, plan, stand_in
+from orchestrator.launch.host.process import Process
+from orchestrator.launch.machines import Machines, Setup
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage, Supervised
 from orchestrator.parent import own_identity
@@ -32,17 +33,18 @@ _NEXT = "the next worker"  # who asks the machine for room
 
 
 class Slot:
-    """One of our workers: its process, and the role that its next start gets."""
+    """One of our workers: its process, what that was started with, and the role that its next start gets."""
 
-    def __init__(self, role: Role, process: Supervised) -> None:
+    def __init__(self, role: Role, process: Supervised, generation: int) -> None:
         self.role = role
         self.process = process
+        self.generation = generation
         self.task: asyncio.Task[None] | None = None
         self.seen_at = 0.0  # monotonic; when the registry last had it
 
 
 class WorkerPool:
-    """`update` with every snapshot. Nothing is started after `close`."""
+    """`update` with every snapshot. Nothing is started after `close`. New processes get `setup`."""
 
     def __init__(
         self,
@@ -51,8 +53,10 @@ class WorkerPool:
         machines: Machines,
         on_line: Callable[[str, str], None],
         on_stage: Callable[[Supervised], None],
+        setup: Setup,
         launcher_id: str = "",
     ) -> None:
+        self.setup = setup
         self.launcher_id = launcher_id or own_identity()
         self.slots: dict[str, Slot] = {}
         self._config = config
@@ -75,18 +79,32 @@ class WorkerPool:
     def supervise(self, worker_id: str, role: Role) -> None:
         """Run a worker under an id that nobody else has, or take over the process that runs as it already."""
         self._machines.take(worker_id, role)
+
+        def make() -> Process:
+            slot.generation = self.setup.generation
+            return self._machines.worker(worker_id, slot.role, self.setup, self._on_line)
+
         process = Supervised(
             worker_id,
-            lambda: self._machines.worker(worker_id, slot.role, self._on_line),
+            make,
             self._config.launcher,
             self._config.workers.start_timeout_s,
             self._on_stage,
             self._left,
             partial(self._machines.placed, worker_id),
         )
-        slot = Slot(role, process)
+        slot = Slot(role, process, self.setup.generation)
         self.slots[worker_id] = slot
         slot.task = asyncio.create_task(self._run(slot), name=f"supervise-{worker_id}")
+
+    @property
+    def waiting_for_room(self) -> set[str]:
+        return {name for name, slot in self.slots.items() if slot.process.stage is Stage.PLACING}
+
+    def try_now(self) -> None:
+        """`setup` is another: what waits to be started again is started now."""
+        for slot in self.slots.values():
+            slot.process.try_now()
 
     async def hold_ids(self) -> None:
         """Tell the other launchers which workers are ours; call it within `workers.timeout_s`. Raises RedisAway."""
@@ -163,7 +181,7 @@ class WorkerPool:
             await self._registry.leave_launcher(self.launcher_id)
 
     def _learn(self, slot: Slot, info: WorkerInfo, snapshot: Snapshot, now: float) -> None:
-        slot.seen_at = now
+        slot.seen_at, slot.generation = now, info.generation
         if info.state is not WorkerState.STARTING:
             slot.process.mark_ready()
         orders = snapshot.orders.get(info.id)

@@ -114,10 +114,12 @@ class Decider:
                 taken.add(local.worker_id)
         return found
 
-    def bind(self, active: ActiveRequest) -> Candidate | None:
-        """The decode worker of a request whose prefill begins now: on load, and hits, as fresh as they are."""
+    def bind(self, active: ActiveRequest, generation: int) -> Candidate | None:
+        """The decode worker of a request whose prefill begins now, on a prefill worker of this generation. On load, and
+        hits, as fresh as they are."""
         asked = active.asked
-        candidates = self._fleet.candidates(active.avoid, self._prefixes.look_up(asked.prefix_keys)).decode
+        hits = self._prefixes.look_up(asked.prefix_keys)
+        candidates = self._fleet.candidates(active.avoid, hits, generation).decode
         return (self._policies.choose(asked.info, candidates) or candidates[0]) if candidates else None
 
     def _prefill_pool(self, cached_tokens: int = 0) -> PrefillView:

@@ -175,7 +175,7 @@ class Router:
         self.recent.queue_wait.add(claimed.queued_s)
         self.learning.claimed(active)
         # Bound only now, on load as fresh as the last engine step: no decode block is held while a job waits.
-        while (chosen := self._decider.bind(active)) is not None:
+        while (chosen := self._decider.bind(active, claimed.generation)) is not None:
             if self._dispatch.send(active, chosen.worker_id, State.TRANSFERRING):
                 metrics.prefix_hit_tokens.labels("decode").inc(chosen.cached_tokens)
                 return

@@ -18,6 +18,7 @@ class Keys:
         self.frontends = f"{self.prefix}frontends"
         self.desired = f"{self.prefix}desired"
         self.config = f"{self.prefix}config"
+        self.rollout = f"{self.prefix}rollout"
         self.ratio_history = f"{self.prefix}ratio_history"
         self.events = f"{self.prefix}events"
         self.noted = f"{self.prefix}noted"

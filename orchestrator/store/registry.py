@@ -15,9 +15,10 @@ from typing import Any, Union
 import msgspec
 
 from orchestrator.store.client import Redis, RedisAway
+from orchestrator.store.configuration import Configuration
 from orchestrator.store.fields import worker_from_fields, worker_to_fields
 from orchestrator.store.keys import REGISTRY, Keys
-from orchestrator.types import DesiredRatio, EngineIdentity, Offered, Role, WorkerInfo
+from orchestrator.types import ALWAYS_EQUAL, DesiredRatio, EngineIdentity, Offered, Role, WorkerInfo
 
 log = logging.getLogger("pd.registry")
 
@@ -25,8 +26,10 @@ log = logging.getLogger("pd.registry")
 PRUNE_S = 1.0
 # ... and Redis looks once in this time. It is a little shorter, so that a watcher alone is not a moment too early.
 _PRUNE_ONCE_IN_S = 0.9 * PRUNE_S
+NO_LAUNCHER = -1  # the generation of a frontend that a rollout does not replace
 _OFFERED = "offered_"  # before the names of a frontend's counts, which change without an event
 _ROLES = {role.value for role in Role}
+_IDENTITY = [*ALWAYS_EQUAL, *(name for name in EngineIdentity.__struct_fields__ if name not in ALWAYS_EQUAL)]
 
 
 class IncompatibleWorker(Exception):
@@ -55,6 +58,7 @@ class Frontend(msgspec.Struct, frozen=True):
     since: float  # unix seconds
     offered: Offered = Offered()  # load offered to it since it started
     mesh_key: str = ""  # its public key
+    generation: int = 0  # of the configuration that a launcher started it with; or NO_LAUNCHER
 
 
 class Joined(msgspec.Struct, tag="joined", frozen=True):
@@ -101,6 +105,7 @@ class Registry:
 
     def __init__(self, redis: Redis, namespace: str) -> None:
         self.keys = Keys(namespace)
+        self.configuration = Configuration(redis, self.keys)
         self._redis = redis
         self._complained: dict[str, str] = {}
 
@@ -164,8 +169,7 @@ class Registry:
         await self._call("clear_orders", worker_id, sequence)
 
     async def _put_worker(self, info: WorkerInfo, ttl_s: float, fresh: bool) -> WorkerOrders:
-        identity, fields = list(EngineIdentity.__struct_fields__), worker_to_fields(info)
-        reply = await self._put("worker", info.id, ttl_s, fresh, identity, fields)
+        reply = await self._put("worker", info.id, ttl_s, fresh, _IDENTITY, fields := worker_to_fields(info))
         if (outcome := reply[0]) != b"ok":
             field, theirs, other = (_text(part) for part in reply[1:4])
             why = f"{field} is {fields[field]!r}, but the fleet's is {theirs!r} (worker {other})"
@@ -174,18 +178,30 @@ class Registry:
         return _orders(*(_text(part) for part in reply[1:4]))
 
     async def _order(self, worker_id: str, field: str, value: str) -> None:
-        if not await self._call("order", worker_id, field, value):
+        if not await self._call("order", "worker", worker_id, field, value):
             raise UnknownWorker(f"worker {worker_id!r} is not in the fleet; `orchestrator status` lists those that are")
 
     # ---- frontends ---------------------------------------------------------------------------------------------
 
     async def refresh_frontend(
-        self, frontend_id: str, url: str, process: str, ttl_s: float, offered: Offered = Offered(), mesh_key: str = ""
-    ) -> None:
-        """Stay for `ttl_s` more; enters again when Redis has lost this frontend."""
-        fields = {"url": url, "process": process, "mesh_key": mesh_key}
+        self,
+        frontend_id: str,
+        url: str,
+        process: str,
+        ttl_s: float,
+        offered: Offered = Offered(),
+        mesh_key: str = "",
+        generation: int = 0,
+    ) -> WorkerOrders:
+        """Stay for `ttl_s` more; enters again when Redis has lost this frontend. Returns whether it is to drain."""
+        fields = {"url": url, "process": process, "mesh_key": mesh_key, "generation": str(generation)}
         fields |= {_OFFERED + name: str(value) for name, value in msgspec.structs.asdict(offered).items()}
-        await self._put("frontend", frontend_id, ttl_s, False, [], fields)
+        reply = await self._put("frontend", frontend_id, ttl_s, False, [], fields)
+        return _orders(*(_text(part) for part in reply[1:4]))
+
+    async def order_frontend_drain(self, frontend_id: str) -> None:
+        """Tell a frontend to take no new connections and to end with its last request. Idempotent."""
+        await self._call("order", "frontend", frontend_id, "order_drain", "yes")
 
     async def leave_frontend(self, frontend_id: str) -> None:
         """Idempotent. Its waiting jobs are dropped by the queue's sweep."""
@@ -268,16 +284,6 @@ class Registry:
             return None
         return ratio
 
-    # ---- the configuration -------------------------------------------------------------------------------------
-
-    async def write_config(self, config: bytes) -> None:
-        """What workers on other hosts are started with, as JSON. It stays when the fleet ends."""
-        await self._redis.execute_command("SET", self.keys.config, config)
-
-    async def config(self) -> bytes | None:
-        config: bytes | None = await self._redis.execute_command("GET", self.keys.config)
-        return config
-
     # ---- events ------------------------------------------------------------------------------------------------
 
     async def watch(self) -> AsyncGenerator[RegistryEvent, None]:
@@ -313,11 +319,8 @@ class Registry:
         self, kind: str, member_id: str, ttl_s: float, fresh: bool, identity: list[str], fields: dict[str, str]
     ) -> list[bytes]:
         pairs = [part for pair in fields.items() for part in pair]
-        ttl_ms = max(1, round(ttl_s * 1000))
-        mode = "join" if fresh else "refresh"
-        reply: list[bytes] = await self._call(
-            "put_member", kind, member_id, ttl_ms, mode, len(identity), *identity, *pairs
-        )
+        how = (max(1, round(ttl_s * 1000)), "join" if fresh else "refresh", len(identity), len(ALWAYS_EQUAL))
+        reply: list[bytes] = await self._call("put_member", kind, member_id, *how, *identity, *pairs)
         return reply
 
     async def _members(self, kind: str) -> list[tuple[str, dict[str, str]]]:

@@ -92,6 +92,7 @@ class Claimed(msgspec.Struct, tag="claimed", frozen=True):
     worker_id: str
     kv_source: KVSource
     queued_s: float  # from enqueue to claim, by the queue's clock
+    generation: int = 0  # of the prefill worker: the decode worker must be of the same
 
 
 class Prefilled(msgspec.Struct, tag="prefilled", frozen=True):

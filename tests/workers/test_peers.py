@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 from support_workers import until
 
@@ -221,3 +222,20 @@ async def test_probe(alive: tuple[Listener, Listener]) -> None:
     alive[0].socket.close()
     assert await probe("127.0.0.1", port) is False
     assert await probe("no-such-host.invalid", 1) is None
+
+
+async def test_a_prefill_worker_claims_only_for_decode_workers_of_its_generation() -> None:
+    old, new = info_of("d0", 1, 1), msgspec.structs.replace(info_of("d1", 1, 1), generation=1)
+    watched = Watched(FakeRegistry())
+    assert watched.peers.decodes(0) and watched.peers.decodes(1), "nobody is known yet"
+    watched.registry.infos = [old]
+    await watched.peers.compare()
+    assert watched.peers.decodes(0) and not watched.peers.decodes(1)
+    watched.registry.infos.append(new)
+    await watched.peers.compare()
+    assert watched.peers.decodes(0) and watched.peers.decodes(1)
+    for changes in ({"role": Role.PREFILL}, {"state": WorkerState.DRAINING}):
+        watched.registry.infos = [old, msgspec.structs.replace(new, **changes)]  # type: ignore[arg-type]
+        await watched.peers.compare()
+        assert watched.peers.decodes(0) and not watched.peers.decodes(1), changes
+    await watched.peers.close()

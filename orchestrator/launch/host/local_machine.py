@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from orchestrator.config.settings import Config
+from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.commands import frontend_spec, worker_spec
-from orchestrator.launch.host.machine import MachineShares, Share
+from orchestrator.launch.host.machine import MachineShares
 from orchestrator.launch.host.process import LocalProcess
-from orchestrator.launch.machines import OnLine
+from orchestrator.launch.machines import OnLine, Setup
 from orchestrator.types import Role
 
 
 class LocalMachine:
-    """See Machines. `config` is resolved; `config_file` holds it, in the fleet's run folder."""
+    """See Machines. Room is shared out by `config`."""
 
     remote = False
 
-    def __init__(self, config: Config, config_file: Path) -> None:
-        self._config = config
-        self._config_file = config_file
+    def __init__(self, config: Config) -> None:
         self._shares = MachineShares(config)
-        self._taken: dict[str, Share] = {}
         self.device = self._shares.device
 
     async def look(self) -> None:
@@ -32,21 +28,24 @@ class LocalMachine:
         return []
 
     def take(self, owner: str, role: Role) -> None:
-        self._taken[owner] = self._shares.take(owner, role)
+        self._shares.take(owner, role)
 
     def give_back(self, owner: str) -> None:
-        self._taken.pop(owner, None)
         self._shares.give_back(owner)
 
     async def placed(self, owner: str) -> None:
-        assert owner in self._taken, f"{owner} has taken no room"
+        """What is taken is there."""
 
-    def worker(self, worker_id: str, role: Role, on_line: OnLine) -> LocalProcess:
-        share = self._taken[worker_id]
-        return LocalProcess(worker_spec(self._config, role, worker_id, self._config_file, share), on_line)
+    def worker(self, worker_id: str, role: Role, setup: Setup, on_line: OnLine) -> LocalProcess:
+        self._shares.give_back(worker_id)
+        try:
+            share = self._shares.take(worker_id, role, setup.config)
+        except ConfigError as error:
+            raise OSError(0, str(error)) from None
+        return LocalProcess(worker_spec(setup, role, worker_id, share), on_line)
 
     def frontend_nodes(self) -> Sequence[str]:
         return ("",)
 
-    def frontend(self, name: str, index: int, node: str, on_line: OnLine) -> LocalProcess:
-        return LocalProcess(frontend_spec(self._config, name, index, self._config_file), on_line)
+    def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> LocalProcess:
+        return LocalProcess(frontend_spec(setup, name, index), on_line)

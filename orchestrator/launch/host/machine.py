@@ -50,11 +50,13 @@ class MachineShares:
             most_ranks = max(ranks(config, role) for role in Role)
             self._cores = CoreShares(find_cores(), workers, config.frontend.replicas, most_ranks)
 
-    def take(self, owner: str, role: Role) -> Share:
-        """This worker's share; the same one again until it is given back. Raises ConfigError when there is no room."""
-        if self._gpus is not None and "CUDA_VISIBLE_DEVICES" not in environment(self._config, role):
-            utilization = engine_args(self._config, role).get("gpu_memory_utilization")
-            gpus = self._gpus.take(owner, ranks(self._config, role), utilization)
+    def take(self, owner: str, role: Role, config: Config | None = None) -> Share:
+        """This worker's share; the same one again until it is given back. `config`, where it is another by now, says
+        what it needs. Raises ConfigError when there is no room."""
+        config = config or self._config
+        if self._gpus is not None and "CUDA_VISIBLE_DEVICES" not in environment(config, role):
+            utilization = engine_args(config, role).get("gpu_memory_utilization")
+            gpus = self._gpus.take(owner, ranks(config, role), utilization)
             return Share(env={"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
         if self._cores is not None and (cores := self._cores.take(owner)):
             return Share(["--cores", ",".join(map(str, cores))])

@@ -99,13 +99,16 @@ class RunFolder:
         self._hold(lock)
         return left
 
-    def write_config(self, config: Config) -> Path:
-        """As the fleet's processes read it. Returns the file."""
-        self._write(_CONFIG, yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
+    def write_config(self, config: Config, generation: int = 0) -> Path:
+        """As the fleet's processes read it. Returns the file of this generation."""
+        text = yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False)
+        file = f"config-{generation}.yaml"
+        self._write(file, text)
+        self._write(_CONFIG, text)
         self._write(_REDIS, config.redis.url)
         if config.security.operator_key is not None:
             self._write(self.operator_key_path.name, config.security.operator_key)
-        return self.path / _CONFIG
+        return self.path / file
 
     def note_started(self, processes: list[StartedProcess], shared_memory: frozenset[str] = frozenset()) -> None:
         """Call it often: it also puts back what a logout or a cleaner of temporary files took away.

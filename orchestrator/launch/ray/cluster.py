@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from orchestrator.config.engine_args import ranks
 from orchestrator.config.settings import Config
 from orchestrator.launch.host.machine import has_cuda_vllm
-from orchestrator.launch.machines import FRONTEND, OnLine
+from orchestrator.launch.machines import OnLine, Setup
 from orchestrator.launch.ray.connection import group_name
 from orchestrator.launch.ray.process import RayProcess
 from orchestrator.launch.ray.wire import RunFrontend, RunWorker
@@ -61,11 +61,10 @@ class RayCluster:
         self._nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in alive}
 
     async def left_running(self) -> list[str]:
-        names = await asyncio.to_thread(list_named_actors)
-        return sorted(name for name in names if not name.startswith(FRONTEND))
+        return sorted(await asyncio.to_thread(list_named_actors))
 
     def take(self, owner: str, role: Role) -> None:
-        self._bundles[owner] = self._bundle(role)
+        self._bundles[owner] = _bundle(self._config, role)
 
     def give_back(self, owner: str) -> None:
         self._bundles.pop(owner, None)
@@ -80,25 +79,27 @@ class RayCluster:
                 log.warning("%s: waits for a node that has %s free", owner, _shown(self._bundles[owner]))
             await asyncio.sleep(0 if owner in self._groups else _WAIT_S)
 
-    def worker(self, worker_id: str, role: Role, on_line: OnLine) -> RayProcess:
+    def worker(self, worker_id: str, role: Role, setup: Setup, on_line: OnLine) -> RayProcess:
         def place() -> dict[str, Any]:
             strategy = PlacementGroupSchedulingStrategy(self._groups[worker_id], placement_group_bundle_index=0)
             bundle = self._bundles[worker_id]
             return {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
 
-        return RayProcess(RunWorker(self._config, worker_id, role), place, on_line)
+        if (needed := _bundle(setup.config, role)) != self._bundles[worker_id]:
+            raise OSError(0, f"its place on the cluster has {_shown(self._bundles[worker_id])}, not {_shown(needed)}")
+        return RayProcess(RunWorker(setup.config, worker_id, role, setup.generation), place, on_line)
 
     def frontend_nodes(self) -> Sequence[str]:
         return list(self._nodes)
 
-    def frontend(self, name: str, index: int, node: str, on_line: OnLine) -> RayProcess:
+    def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> RayProcess:
         def place() -> dict[str, Any]:
             strategy = NodeAffinitySchedulingStrategy(self._nodes[node], soft=False)
             return {"num_cpus": 0, "scheduling_strategy": strategy}
 
         if node not in self._nodes:
             raise OSError(0, f"node {node} is gone")
-        return RayProcess(RunFrontend(self._config, name, index), place, on_line)
+        return RayProcess(RunFrontend(setup.config, name, index, setup.generation), place, on_line)
 
     def _has_place(self, owner: str) -> bool:
         """In a thread, which goes on when nobody waits for it any more: then the group that it made goes."""
@@ -121,13 +122,14 @@ class RayCluster:
             except (RayError, RuntimeError) as error:
                 log.warning("%s: its placement group stays until `orchestrator down`: %s", owner, _first_line(error))
 
-    def _bundle(self, role: Role) -> dict[str, float]:
-        launcher = self._config.launcher
-        per_rank = launcher.gpus_per_rank
-        if per_rank is None:
-            per_rank = 1.0 if self._config.engine == "vllm" and has_cuda_vllm() else 0.0
-        bundle = {"CPU": launcher.cpus_per_worker}
-        return bundle | ({"GPU": per_rank * ranks(self._config, role)} if per_rank else {})
+
+def _bundle(config: Config, role: Role) -> dict[str, float]:
+    launcher = config.launcher
+    per_rank = launcher.gpus_per_rank
+    if per_rank is None:
+        per_rank = 1.0 if config.engine == "vllm" and has_cuda_vllm() else 0.0
+    bundle = {"CPU": launcher.cpus_per_worker}
+    return bundle | ({"GPU": per_rank * ranks(config, role)} if per_rank else {})
 
 
 def _find_or_make_group(name: str, bundle: dict[str, float]) -> PlacementGroup:

@@ -22,6 +22,7 @@ from orchestrator.launch.host.leftovers import SharedMemory
 from orchestrator.launch.host.machine import Share
 from orchestrator.launch.host.process import LocalProcess, ProcessSpec, adopt_orphans
 from orchestrator.launch.host.run_folder import base_folder
+from orchestrator.launch.machines import Setup
 from orchestrator.launch.ray.wire import Ended, NotStarted, Order, RunWorker, Started, decode_order, encode
 
 _KEPT_LINES = 1000  # of output that no launcher has fetched
@@ -85,10 +86,11 @@ class Runner:
         file = folder / f"{order.name}.yaml"
         file.touch(mode=0o600)  # the URL of Redis may carry a password
         file.write_text(yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
+        setup = Setup(order.generation, config, file)
         if isinstance(order, RunWorker):
-            spec = worker_spec(config, order.role, order.name, file, Share())
+            spec = worker_spec(setup, order.role, order.name, Share())
         else:
-            spec = frontend_spec(config, order.name, order.index, file)
+            spec = frontend_spec(setup, order.name, order.index)
         self._files = [file, *([spec.exit_file] if spec.exit_file is not None else [])]
         process = LocalProcess(ProcessSpec(spec.name, spec.command, spec.env, spec.exit_file), self._hear)
         await process.start()

@@ -16,6 +16,7 @@ class RunWorker(msgspec.Struct, tag="worker", frozen=True):
     config: Config
     name: str
     role: Role
+    generation: int = 0
 
 
 class RunFrontend(msgspec.Struct, tag="frontend", frozen=True):
@@ -24,6 +25,7 @@ class RunFrontend(msgspec.Struct, tag="frontend", frozen=True):
     config: Config
     name: str
     index: int
+    generation: int = 0
 
 
 class Started(msgspec.Struct, tag="started", frozen=True):

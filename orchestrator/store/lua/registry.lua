@@ -56,14 +56,21 @@ end
 
 -- ---- members ---------------------------------------------------------------------------------------------------
 
+local function same_generation(key, mine)
+  local theirs = redis.pcall('HGET', key, 'generation')
+  return (type(theirs) == 'string' and theirs or '0') == (mine.generation or '0')
+end
+
 -- The first difference between a member's identity and that of a live one: field, the other's value, the other's id.
-local function difference(prefix, kind, id, identity, mine)
+-- With one of another generation the first `always` fields are compared and no others.
+local function difference(prefix, kind, id, identity, always, mine)
   for _, other in ipairs(live(prefix, kind)) do
-    local theirs = other ~= id and redis.pcall('HMGET', member_key(prefix, kind, other), unpack(identity))
+    local key = member_key(prefix, kind, other)
+    local theirs = other ~= id and redis.pcall('HMGET', key, unpack(identity))
     if theirs and not theirs.err then
-      for i, name in ipairs(identity) do
+      for i = 1, same_generation(key, mine) and #identity or always do
         -- A field that is missing is a corrupt hash, which must not keep sound workers out.
-        if theirs[i] and theirs[i] ~= mine[name] then return name, theirs[i], other end
+        if theirs[i] and theirs[i] ~= mine[identity[i]] then return identity[i], theirs[i], other end
       end
     end
   end
@@ -73,27 +80,29 @@ end
 local function indivisible(prefix, id, mine)
   local ranks = tonumber(mine.kv_tp_size)
   for _, other in ipairs(ranks and live(prefix, 'worker') or {}) do
-    local value = other ~= id and redis.pcall('HGET', member_key(prefix, 'worker', other), 'kv_tp_size')
+    local key = member_key(prefix, 'worker', other)
+    local value = other ~= id and same_generation(key, mine) and redis.pcall('HGET', key, 'kv_tp_size')
     local theirs = type(value) == 'string' and tonumber(value)
     if theirs and theirs > 0 and ranks % theirs ~= 0 and theirs % ranks ~= 0 then return value, other end
   end
 end
 
--- args: kind, id, ttl in ms, 'join' or 'refresh', n, n names of identity fields, then fields and values.
+-- args: kind, id, ttl in ms, 'join' or 'refresh', n, m, n names of identity fields, then fields and values. The first m
+-- must be equal on workers of all generations, the others within one.
 -- Returns 'ok', order_role, order_drain, order_sequence; or 'differs', field, the fleet's value, whose; or
 -- 'indivisible', 'kv_tp_size', the other's value, whose.
 local function put_member(keys, args)
   local prefix, kind, id, ttl_ms, joining = keys[1], args[1], args[2], args[3], args[4] == 'join'
   local key, names = member_key(prefix, kind, id), tonumber(args[5])
-  local first = 6 + names -- of the fields
+  local first = 7 + names -- of the fields
   local mine, identity = {}, {}
   for i = first, #args, 2 do mine[args[i]] = args[i + 1] end
-  for i = 6, first - 1 do identity[#identity + 1] = args[i] end
+  for i = 7, first - 1 do identity[#identity + 1] = args[i] end
 
   typed(key, 'hash')
   local known = redis.call('EXISTS', key) == 1
   if names > 0 and (joining or not known) then
-    local field, value, other = difference(prefix, kind, id, identity, mine)
+    local field, value, other = difference(prefix, kind, id, identity, tonumber(args[6]), mine)
     if field then return { 'differs', field, value, other } end
     value, other = indivisible(prefix, id, mine)
     if value then return { 'indivisible', 'kv_tp_size', value, other } end
@@ -186,15 +195,15 @@ end
 
 -- ---- orders ----------------------------------------------------------------------------------------------------
 
--- args: worker, field, value. Returns 1, or 0 when there is no such worker.
+-- args: kind, id, field, value. Returns 1, or 0 when there is no such member.
 local function order(keys, args)
-  local prefix, worker, field, value = keys[1], args[1], args[2], args[3]
-  local key = member_key(prefix, 'worker', worker)
+  local prefix, kind, id, field, value = keys[1], args[1], args[2], args[3], args[4]
+  local key = member_key(prefix, kind, id)
   if redis.call('EXISTS', key) == 0 then return 0 end
   -- From the clock, so that it grows even when Redis has lost the earlier orders.
   local sequence = math.max(order_sequence(key) + 1, math.floor(clock() * 1000))
   redis.call('HSET', key, field, value, 'order_sequence', sequence)
-  publish(prefix, { type = 'ordered', id = worker })
+  publish(prefix, { type = 'ordered', id = id })
   return 1
 end
 
@@ -250,6 +259,17 @@ local function lead(keys, args)
   return SECONDS:format(clock())
 end
 
+-- ---- rollouts ----------------------------------------------------------------------------------------------------
+
+-- args: what the rollout is believed to be ('' for none), and what it becomes. Returns 1, or 0 when it is another by now.
+local function write_rollout(keys, args)
+  local key = keys[1] .. 'rollout'
+  if (redis.call('GET', key) or '') ~= args[1] then return 0 end
+  redis.call('SET', key, args[2])
+  publish(keys[1], { type = 'desired_changed' })
+  return 1
+end
+
 -- ---- what happened -----------------------------------------------------------------------------------------------
 
 -- args: fields and values.
@@ -283,5 +303,6 @@ register('set_desired', set_desired)
 register('begin_desired', begin_desired)
 register('propose_desired', propose_desired)
 register('lead', lead)
+register('write_rollout', write_rollout)
 register('note_event', note_event)
 register('noted', noted)

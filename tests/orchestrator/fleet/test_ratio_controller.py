@@ -14,7 +14,7 @@ from orchestrator.fleet.ratio_controller import RatioController, observe
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.predict import Predictor
 from orchestrator.store.client import connect
-from orchestrator.store.ratio_history import KEPT, RatioHistory
+from orchestrator.store.events import KEPT, RatioHistory
 from orchestrator.store.registry import Registry
 from orchestrator.types import DesiredRatio, Offered, Role, WorkerLoad, WorkerState
 

@@ -1,5 +1,7 @@
 """The live view: exact correction between load reports, new processes behind old names, and who counts as gone."""
 
+import msgspec
+
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.types import (
@@ -142,3 +144,35 @@ def test_silence_and_broken_connections_end_a_worker_but_not_one_that_never_spok
     fleet.workers["broken"].disconnected_at = 9.0
     assert fleet.silent(9.1, timeout_s=4, reconnect_s=0.5) == ["silent"]
     assert fleet.silent(9.6, timeout_s=4, reconnect_s=0.5) == ["silent", "broken"]
+
+
+def of_generation(info: WorkerInfo, generation: int) -> WorkerInfo:
+    return msgspec.structs.replace(info, generation=generation, kv=KVEndpoint(f"{info.id}-{generation}", "h", 1))
+
+
+def test_kv_passes_within_a_generation_only():
+    fleet = fleet_of(*(worker(name) for name in ("d", "e")), worker("p", Role.PREFILL), worker("q", Role.PREFILL))
+    for info in (of_generation(worker("d"), 1), of_generation(worker("p", Role.PREFILL), 1)):
+        fleet.upsert(info, now=1.0)
+        fleet.workers[info.id].connected = True
+    assert [c.worker_id for c in fleet.candidates(generation=1).decode] == ["d"]
+    assert [c.worker_id for c in fleet.candidates(generation=0).decode] == ["e"]
+    assert {c.worker_id for c in fleet.candidates().decode} == {"d", "e"}, "to prefill it themselves"
+    assert fleet.candidates(generation=2).decode == [], "of a worker that is not known yet"
+    assert fleet.ready(Role.PREFILL) == 2 and fleet.claims()
+
+
+def test_a_prefill_worker_that_nobody_can_take_kv_from_is_none():
+    fleet = fleet_of(worker("d"), worker("p", Role.PREFILL))
+    fleet.upsert(of_generation(worker("d"), 1), now=1.0)
+    fleet.workers["d"].connected = True
+    assert fleet.ready(Role.PREFILL) == 0 and not fleet.claims()
+    assert fleet.candidates(generation=0).decode == [] and fleet.ready(Role.DECODE) == 1
+    fleet.upsert(of_generation(worker("p", Role.PREFILL), 1), now=2.0)
+    fleet.workers["p"].connected = True
+    assert fleet.ready(Role.PREFILL) == 1 and [c.worker_id for c in fleet.candidates(generation=1).decode] == ["d"]
+    fleet.remove("p")
+    fleet.remove("d")
+    fleet.upsert(worker("d"), now=3.0)
+    fleet.workers["d"].connected = True
+    assert [c.worker_id for c in fleet.candidates(generation=0).decode] == ["d"]

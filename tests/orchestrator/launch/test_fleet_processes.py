@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from orchestrator.launch.fleet_processes import FleetProcesses
 from orchestrator.launch.frontend_pool import FrontendPool
 from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.redis_server import EmbeddedRedis
+from orchestrator.launch.machines import Setup
 from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.parent import own_identity
 from orchestrator.store.client import connect
@@ -47,8 +49,16 @@ async def test_only_what_is_known_to_have_ended_is_forgotten(tmp_path: Path):
         await registry.refresh_launcher(f"{place}/{pid}/{int(ticks) - 1}", {}, 60)
         await registry.refresh_launcher("another/1/1", {}, 60)
         await registry.refresh_launcher(f"{BY_HAND}{place}/{pid}/{int(ticks) - 1}", {}, 60)
-        machine = LocalMachine(config, tmp_path / "config.yaml")
-        fleet = FleetProcesses(config, registry, machine, Console(), lambda *noted: None)
+        machine = LocalMachine(config)
+        fleet = FleetProcesses(
+            config,
+            registry,
+            machine,
+            Console(),
+            lambda *noted: None,
+            Setup(0, config, tmp_path / "c.yaml"),
+            AsyncMock(),
+        )
         await fleet.forget_the_dead()
         assert set(await registry.workers()) == {"runs", "of-another-container", "of-no-process-here"}
         assert set(await registry.launchers()) == {"another/1/1"}
@@ -76,9 +86,17 @@ async def test_a_launcher_takes_over_what_no_living_one_runs(tmp_path: Path, mon
         await registry.refresh_launcher("dead/1/1", {"prefill-0": Role.PREFILL, "prefill-1": Role.DECODE}, 0.5)
         taken: dict[str, Role] = {}
         monkeypatch.setattr(WorkerPool, "supervise", lambda pool, worker_id, role: taken.update({worker_id: role}))
-        machine = LeftRunning(config, tmp_path / "config.yaml")
-        fleet = FleetProcesses(config, registry, machine, Console(), lambda *noted: None)
-        monkeypatch.setattr(FrontendPool, "update", lambda pool, snapshot: None)
+        machine = LeftRunning(config)
+        fleet = FleetProcesses(
+            config,
+            registry,
+            machine,
+            Console(),
+            lambda *noted: None,
+            Setup(0, config, tmp_path / "c.yaml"),
+            AsyncMock(),
+        )
+        monkeypatch.setattr(FrontendPool, "update", AsyncMock())
         await fleet.start()
         await fleet.end()
         assert taken == {"prefill-0": Role.PREFILL, "prefill-1": Role.DECODE}

@@ -18,11 +18,12 @@ import pytest
 from orchestrator.cli.handle import FleetHandle, open_fleet
 from orchestrator.cli.look.frontend import fleet_status
 from orchestrator.config.settings import Config, Refused, parse_config
+from orchestrator.launch.decisions.reconcile import Drain, Flip, SeenWorker
 from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.process import adopt_orphans, group_alive
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.launch.host.run_folder import RunFolder
-from orchestrator.launch.reconcile import Drain, Flip, SeenWorker
+from orchestrator.launch.machines import Setup
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.parent import started_ticks
@@ -104,9 +105,10 @@ async def running_pool(tmp_path: Path, prefill: int, decode: int, backoff_s: flo
     pool = WorkerPool(
         config,
         registry,
-        LocalMachine(config, folder.write_config(config)),
+        LocalMachine(config),
         lambda name, line: None,
         lambda process: None,
+        Setup(0, config, folder.write_config(config)),
     )
     watch = RegistryWatch(registry, pool.update)
     async with open_fleet(FleetHandle(config.namespace, url, None, config)) as fleet:
@@ -181,7 +183,9 @@ async def test_without_a_decode_worker_a_prefill_worker_stands_in_until_others_a
 def test_only_a_fleet_that_has_had_decode_workers_needs_a_stand_in(tmp_path):
     config = parse_config({"model": "sim-model", "engine": "sim"})
     registry = Registry(AsyncMock(), "none")
-    pool = WorkerPool(config, registry, LocalMachine(config, tmp_path), lambda *line: None, lambda process: None)
+    pool = WorkerPool(
+        config, registry, LocalMachine(config), lambda *line: None, lambda process: None, Setup(0, config, tmp_path)
+    )
     loading = [SeenWorker("prefill-0", Role.PREFILL, True), SeenWorker("decode-0", Role.DECODE, False)]
     assert pool.actions(DesiredRatio(1, 1), loading) == []
     assert pool.actions(DesiredRatio(1, 1), [msgspec.structs.replace(worker, ready=True) for worker in loading]) == []
@@ -253,7 +257,13 @@ async def test_two_launchers_share_a_fleet(tmp_path):
     async with running_pool(tmp_path, 1, 1) as first:
         config, file = first.config, RunFolder(f"pool-{os.getpid()}").path / "config.yaml"
         second = WorkerPool(
-            config, first.registry, LocalMachine(config, file), lambda name, line: None, lambda process: None, "other"
+            config,
+            first.registry,
+            LocalMachine(config),
+            lambda *line: None,
+            lambda process: None,
+            Setup(0, config, file),
+            "other",
         )
         watch = RegistryWatch(first.registry, second.update)
         watching = asyncio.create_task(watch.run())

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support_redis import eventually, fresh_namespace, running_server, worker
 
 from orchestrator.store.client import RedisAway, connect
+from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.fields import worker_from_fields, worker_to_fields
 from orchestrator.store.registry import (
     Changed,
@@ -25,7 +26,7 @@ from orchestrator.store.registry import (
     UnknownWorker,
     WorkerOrders,
 )
-from orchestrator.types import EngineIdentity, EngineSpeed, Role, WorkerState
+from orchestrator.types import ALWAYS_EQUAL, EngineIdentity, EngineSpeed, Role, WorkerState
 
 TTL_S = 60.0
 
@@ -95,6 +96,7 @@ HAVE_DEFAULTS = {
     "supported_tasks",
     "process",
     "mesh_key",
+    "generation",
     "kv_key",
     "kv_tp_size",
     "kv_pp_size",
@@ -120,7 +122,7 @@ def test_a_missing_field_may_have_a_default(field):
     fields = worker_to_fields(worker("w"))
     del fields[field]
     read = worker_to_fields(worker_from_fields("w", fields))
-    assert read.pop(field) in ("", "1", "0.0") and read == fields
+    assert read.pop(field) in ("", "0", "1", "0.0") and read == fields
 
 
 @given(
@@ -206,6 +208,40 @@ async def test_a_different_engine_is_refused(registry, field):
     assert set(await registry.workers()) == {"a"}
     await registry.leave("a")
     await registry.join(other, TTL_S)
+
+
+@pytest.mark.parametrize("field", EngineIdentity.__struct_fields__)
+async def test_another_generation_may_differ_but_in_what_frontends_depend_on(registry, field):
+    await registry.join(worker("a"), TTL_S)
+    other = msgspec.structs.replace(worker("b", **{field: IDENTITY_CHANGES[field]}), generation=1)
+    if field not in ALWAYS_EQUAL:
+        await registry.join(other, TTL_S)
+        other = msgspec.structs.replace(worker("c"), generation=1)
+    with pytest.raises(IncompatibleWorker, match=field):
+        await registry.join(other, TTL_S)
+
+
+async def test_a_rollout_is_changed_by_who_saw_what_it_is(registry):
+    configuration = registry.configuration
+    assert await configuration.rollout() is None
+    first = Rollout(Version(0, {"a": 1}), Version(1, {"a": 2}))
+    assert await configuration.change_rollout(None, first)
+    assert not await configuration.change_rollout(None, first.to(Phase.BACK, "late")), "there is one"
+    assert await configuration.rollout() == first and first.target.generation == 1
+    back = first.to(Phase.BACK, "it cannot start")
+    assert await configuration.change_rollout(first, back)
+    assert not await configuration.change_rollout(first, first.to(Phase.DONE))
+    assert (await configuration.rollout()).target == Version(0, {"a": 1}) and back.why == "it cannot start"
+    await configuration.forget_rollout()
+    assert await configuration.rollout() is None
+
+
+async def test_a_frontend_is_told_to_drain(registry):
+    assert not (await registry.refresh_frontend("f1", "http://h", "1", TTL_S)).drain
+    await registry.order_frontend_drain("f1")
+    assert (await registry.refresh_frontend("f1", "http://h", "1", TTL_S, generation=2)).drain
+    assert (await registry.frontends())["f1"].generation == 2
+    await registry.order_frontend_drain("gone")
 
 
 async def test_engines_of_other_ranks_and_stages_are_welcome(registry):

@@ -10,6 +10,7 @@ from orchestrator.config.engine_args import ranks
 from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.launch.commands import frontend_spec, resolve, worker_spec
 from orchestrator.launch.host.machine import CoreShares, GpuShares, MachineShares, Share, find_gpus, hold_port
+from orchestrator.launch.machines import Setup
 from orchestrator.types import Role
 
 
@@ -91,15 +92,17 @@ def test_simulated_workers_are_not_pinned():
 def test_command_lines_carry_what_was_resolved(tmp_path):
     config = resolve(config_of(model="demo", workers={"env": {"A": "1"}}), "/models/demo", "redis://h:1", 1234)
     assert (config.model, config.served_model_name, config.frontend.port) == ("/models/demo", "demo", 1234)
-    spec = worker_spec(config, Role.DECODE, "prefill-0", tmp_path / "c.yaml", Share(["--cores", "1"], {"B": "2"}))
+    spec = worker_spec(
+        Setup(3, config, tmp_path / "c.yaml"), Role.DECODE, "prefill-0", Share(["--cores", "1"], {"B": "2"})
+    )
     line = " ".join(spec.command)
     assert " -m workers.main decode --id prefill-0 --namespace default " in line
-    assert "--die-with-parent --id-claimed --cores 1" in line
+    assert "--generation 3 --die-with-parent --id-claimed --cores 1" in line
     assert spec.env["A"] == "1" and spec.env["B"] == "2"
     assert "redis://" not in " ".join(spec.command), "everybody on this machine reads a password there"
-    deep = worker_spec(config, Role.DECODE, "d", Path("/" + "x" * 100) / "c.yaml", Share())
+    deep = worker_spec(Setup(0, config, Path("/" + "x" * 100) / "c.yaml"), Role.DECODE, "d", Share())
     assert "VLLM_RPC_BASE_PATH" not in deep.env, "a socket's path must fit"
-    assert frontend_spec(config, "frontend-2", 2, tmp_path / "c.yaml").name == "frontend-2"
+    assert frontend_spec(Setup(0, config, tmp_path / "c.yaml"), "frontend-2", 2).name == "frontend-2"
 
 
 def test_a_port_is_held_and_one_in_use_is_refused():

@@ -8,7 +8,7 @@ import pytest
 from support_redis import worker
 
 from orchestrator.config.settings import ScaleConfig
-from orchestrator.launch.fleet_size import FleetSize, SizeSample, resized
+from orchestrator.launch.decisions.fleet_size import FleetSize, SizeSample, resized
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.store.registry import Frontend
 from orchestrator.types import DesiredRatio, Offered, Role

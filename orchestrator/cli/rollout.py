@@ -1,0 +1,224 @@
+"""`orchestrator rollout`: another configuration, worker by worker, while the fleet serves.
+
+Checks what may change, writes the order into Redis, and shows how the launchers carry it out. They go on without us.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from orchestrator.cli.handle import (
+    OUT,
+    FleetHandle,
+    JsonOption,
+    NamespaceOption,
+    OpenFleet,
+    RedisOption,
+    SetOption,
+    ask,
+    find_fleet,
+    print_json,
+)
+from orchestrator.config.engine_args import check_engine_args, engine_args
+from orchestrator.config.settings import Config, Refused, overridden, parse_config, read_tree
+from orchestrator.launch.commands import shared
+from orchestrator.types import Role, WorkerState
+
+if TYPE_CHECKING:
+    from orchestrator.store.configuration import Rollout, Version
+
+_LOOK_EVERY_S = 0.2
+_WENT_BACK = 1  # the exit code when the fleet went back by itself
+# Whose values are the running fleet's: one host's, or what clients and processes that stay rely on.
+_KEPT = ("engine", "redis", "frontend", "launcher", "limits", "security", "workers.bind", "workers.advertise")
+_FOUND = (("frontend.port", 0), ("redis.url", "embedded"))  # these mean whatever the running fleet has found
+app = typer.Typer()
+
+
+class Event(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One step that was seen. `--json` prints each as a line."""
+
+    event: str  # ordered, draining, started, gone, going_back, done, undone
+    id: str = ""
+    generation: int = 0
+    why: str = ""
+
+
+@app.command("rollout")
+def rollout_command(
+    config: Annotated[Path | None, typer.Argument(help="The new configuration, as for `orchestrator up`.")] = None,
+    set_: SetOption = None,
+    max_unavailable: Annotated[int, typer.Option("--max-unavailable", min=1, help="Workers not ready at a time.")] = 1,
+    abort: Annotated[bool, typer.Option("--abort", help="Go back to the configuration of before.")] = False,
+    namespace: NamespaceOption = None,
+    redis: RedisOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Also when one worker alone serves the fleet.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Replace all workers, then all frontends, by such of a new configuration: no request fails."""
+    if abort == (config is not None):
+        raise Refused("expected CONFIG, or --abort and no CONFIG")
+    tree = overridden(read_tree(config), set_ or []) if config is not None else {}
+    handle = find_fleet(namespace or tree.get("namespace"), redis)
+    show = print_json if as_json else _print
+    if config is None:
+        ended = ask(handle, lambda fleet: _abort(fleet, show))
+    else:
+        ended = ask(handle, lambda fleet: _begin(fleet, handle, tree, max_unavailable, force, show))
+    if ended.why and not abort:
+        raise typer.Exit(_WENT_BACK)
+
+
+async def _begin(
+    fleet: OpenFleet,
+    handle: FleetHandle,
+    tree: dict[str, Any],
+    max_unavailable: int,
+    force: bool,
+    show: Callable[[Event], None],
+) -> Rollout:
+    """Raises ConfigError."""
+    from orchestrator.store.configuration import Rollout, Version
+
+    configuration = fleet.registry.configuration
+    last, running = await configuration.rollout(), await configuration.read()
+    if running is None or not await fleet.registry.launchers():
+        raise Refused("no launcher runs this fleet, which could start workers with another configuration")
+    if last is not None and last.under_way:
+        raise Refused(f"a rollout to generation {last.new.generation} is under way; wait for it, or use --abort")
+    workers = await fleet.registry.workers()
+    if sum(info.state is WorkerState.READY for info in workers.values()) < 2 and not force:
+        raise Refused("one worker alone serves this fleet: start another first (`orchestrator scale`), or use --force")
+    new = changed(running, handle.config, tree)
+    generation = 1 + max(running.generation, last.new.generation if last is not None else 0)
+    wanted = Rollout(running, Version(generation, new), max_unavailable)
+    if not await configuration.change_rollout(last, wanted):
+        raise Refused("somebody else has just begun a rollout")
+    show(Event("ordered", generation=generation))
+    return await _follow(fleet, generation, show)
+
+
+async def _abort(fleet: OpenFleet, show: Callable[[Event], None]) -> Rollout:
+    """Raises Refused."""
+    from orchestrator.store.configuration import Phase
+
+    configuration = fleet.registry.configuration
+    last = await configuration.rollout()
+    if last is None or not last.under_way:
+        raise Refused("no rollout is under way; to leave the last one, roll out the configuration of before")
+    if last.phase is Phase.FORWARD and not await configuration.change_rollout(last, last.to(Phase.BACK, "aborted")):
+        raise Refused("it has just ended, or gone back by itself; look again with `orchestrator status`")
+    return await _follow(fleet, last.new.generation, show)
+
+
+async def _follow(fleet: OpenFleet, generation: int, show: Callable[[Event], None]) -> Rollout:
+    """Until the rollout to this generation has ended, either way. Raises Refused."""
+    from orchestrator.store.configuration import Phase
+
+    seen: dict[str, tuple[str, int]] = {}
+    said_back, began = False, time.monotonic()
+    while True:
+        rollout = await fleet.registry.configuration.rollout()
+        if rollout is None or rollout.new.generation != generation:
+            if time.monotonic() - began > 10 * _LOOK_EVERY_S:  # Redis lost it; a launcher tells it again
+                raise Refused("the rollout is gone from Redis, and no launcher has told it again")
+            await asyncio.sleep(_LOOK_EVERY_S)
+            continue
+        began = time.monotonic()
+        if rollout.phase is Phase.BACK and not said_back:
+            said_back = True
+            show(Event("going_back", generation=rollout.old.generation, why=rollout.why))
+        now = {name: (info.state.value, info.generation) for name, info in (await fleet.registry.workers()).items()}
+        frontends = await fleet.registry.frontends()
+        now |= {name: ("ready" if f.url else "draining", f.generation) for name, f in frontends.items()}
+        for event in _steps(seen, now) if seen else ():
+            show(event)
+        seen = now
+        if not rollout.under_way:
+            ended = "done" if rollout.phase is Phase.DONE else "undone"
+            show(Event(ended, generation=rollout.target.generation, why=rollout.why))
+            return rollout
+        if not await fleet.registry.launchers():
+            raise Refused("no launcher runs this fleet any more; `orchestrator up` goes on with the rollout")
+        await asyncio.sleep(_LOOK_EVERY_S)
+
+
+def changed(running: Version, config: Config | None, tree: dict[str, Any]) -> dict[str, Any]:
+    """The fleet's next configuration, as launchers take it. `config` is the one that it was started with, where that is
+    known; `tree` is the new file's. Raises ConfigError for what a running fleet cannot change."""
+    new = parse_config({**tree, "namespace": running.config["namespace"]})
+    check_engine_args(new)
+    started = msgspec.to_builtins(config) if config is not None else running.config
+    for key, value in _leaves(tree):
+        if key.startswith(_KEPT) and (key, value) not in _FOUND:
+            is_now = _at(started, key)
+            if is_now is not _UNKNOWN and is_now != _at(msgspec.to_builtins(new), key):
+                raise Refused(f"{key}: a rollout cannot change it ({is_now!r} now); leave it, or start a second fleet")
+    name, name_now = new.served_model_name or new.model, running.config["served_model_name"]
+    if name != name_now:
+        raise Refused(f"served_model_name: clients know the model as {name_now!r}, not {name!r}; set it to that name")
+    _check_length(parse_config(dict(running.config)), new)
+    result = shared(new)
+    for role in Role:  # how many there are is said by `scale`
+        result["workers"][role.value]["replicas"] = running.config["workers"][role.value]["replicas"]
+    return result | {"namespace": running.config["namespace"], "served_model_name": name_now}
+
+
+def _check_length(old: Config, new: Config) -> None:
+    """Frontends let requests in by the old limit while new workers serve them. Raises Refused."""
+    was, wanted = engine_args(old, Role.DECODE).get("max_model_len"), engine_args(new, Role.DECODE).get("max_model_len")
+    if new.engine == "sim":
+        was, wanted = old.sim.max_model_len, new.sim.max_model_len
+    if isinstance(wanted, int) and wanted > 0 and not (isinstance(was, int) and 0 < was <= wanted) and wanted != was:
+        raise Refused(f"max_model_len: {wanted} instead of {was} would refuse requests that run; start a second fleet")
+
+
+_UNKNOWN = object()
+
+
+def _leaves(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{before}{name}.")
+        else:
+            yield before + name, value
+
+
+def _at(tree: Any, key: str) -> Any:
+    for name in key.split("."):
+        if not isinstance(tree, Mapping) or name not in tree:
+            return _UNKNOWN
+        tree = tree[name]
+    return tree
+
+
+def _steps(before: Mapping[str, tuple[str, int]], now: Mapping[str, tuple[str, int]]) -> Iterator[Event]:
+    for name in before.keys() | now.keys():
+        state, generation = now.get(name, ("gone", 0))
+        if now.get(name) != before.get(name):
+            event = {"ready": "started", "draining": "draining"}.get(state, state)
+            yield Event(event, name, generation)
+
+
+def _print(event: Event) -> None:
+    match event.event:
+        case "ordered":
+            line = f"rolling out generation {event.generation}; Ctrl-C leaves it to the launcher, --abort goes back"
+        case "going_back":
+            line = f"going back to generation {event.generation}: {event.why}"
+        case "done":
+            line = f"rolled out: all workers and frontends run generation {event.generation}"
+        case "undone":
+            line = f"went back: all workers and frontends run generation {event.generation} ({event.why})"
+        case "started":
+            line = f"{event.id}: runs generation {event.generation}"
+        case _:
+            line = f"{event.id}: {event.event}"
+    OUT.print(line, highlight=False, soft_wrap=True)

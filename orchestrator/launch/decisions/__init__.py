@@ -1,0 +1,1 @@
+"""What the launcher decides: pure functions, without I/O or clock."""

@@ -1,0 +1,38 @@
+"""Which workers are replaced next, when all are to be of another generation. Pure: no clock, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from orchestrator.types import Role, WorkerInfo, WorkerState
+
+
+def to_replace(
+    workers: Mapping[str, WorkerInfo], busy: Collection[str], loading: int, target: int, max_unavailable: int
+) -> list[str]:
+    """Ids of workers to restart now, so that no more than `max_unavailable` of all do not serve.
+
+    `busy` have orders to carry out, `loading` are not registered yet. The role goes first of which the smaller share is
+    replaced, and decode where both are equal: KV passes within a generation, and a new decode worker can serve without
+    a new prefill worker, but not the other way round.
+    """
+    serving = {name: info for name, info in workers.items() if info.state is WorkerState.READY and name not in busy}
+    room = max_unavailable - loading - (len(workers) - len(serving))
+    old = {role: sorted(_of(serving, role, target, old=True)) for role in Role}
+    new = {role: len(_of(workers, role, target, old=False)) for role in Role}
+    chosen: list[str] = []
+    while len(chosen) < room and any(old.values()):
+        shares = {role: new[role] / (new[role] + len(old[role])) for role in Role if old[role]}
+        role = min(shares, key=lambda r: (shares[r], r is Role.PREFILL))
+        chosen.append(old[role].pop(0))
+        new[role] += 1
+    return chosen
+
+
+def replaced(workers: Mapping[str, WorkerInfo], loading: int, target: int) -> bool:
+    """Whether all are of the target generation and serve, or are about to take another role."""
+    return bool(workers) and not loading and all(info.generation == target for info in workers.values())
+
+
+def _of(workers: Mapping[str, WorkerInfo], role: Role, target: int, old: bool) -> list[str]:
+    return [name for name, info in workers.items() if info.role is role and (info.generation != target) is old]

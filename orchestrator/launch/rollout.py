@@ -1,0 +1,163 @@
+"""Carries a rollout out: workers are restarted with the new configuration, few at a time, and frontends after them.
+
+The rollout itself is in Redis, so whichever launchers there are go on with it. One of them orders the restarts; each
+starts its own processes with what is to be run. A new worker that cannot start turns the rollout back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+
+from orchestrator.config.settings import Config, ConfigError
+from orchestrator.launch.commands import merged, shared
+from orchestrator.launch.decisions.replacement import replaced, to_replace
+from orchestrator.launch.frontend_pool import FrontendPool
+from orchestrator.launch.machines import Setup
+from orchestrator.launch.registry_watch import Snapshot
+from orchestrator.launch.supervise import Supervised, describe
+from orchestrator.launch.worker_pool import WorkerPool
+from orchestrator.store.configuration import Phase, Rollout, Version
+from orchestrator.store.registry import NO_LAUNCHER, Registry, UnknownWorker
+
+log = logging.getLogger("pd.launcher")
+
+STARTS_BEFORE_GIVING_UP = 3
+
+
+def cannot_start(process: Supervised) -> bool:
+    """It can never work, or died again and again."""
+    end = process.last_exit
+    return end is not None and not end.was_ready and (end.final or process.crashes >= STARTS_BEFORE_GIVING_UP)
+
+
+class Rolling:
+    """`follow` every snapshot once the fleet is ready."""
+
+    def __init__(
+        self,
+        config: Config,
+        registry: Registry,
+        workers: WorkerPool,
+        frontends: FrontendPool,
+        prepare: Callable[[Config, int], Awaitable[Setup]],
+    ) -> None:
+        """`config` is this launcher's own. `prepare` finds its model and writes the file; it raises ConfigError."""
+        self._config, self._registry = config, registry
+        self._workers, self._frontends = workers, frontends
+        self._prepare = prepare
+        self._preparing: asyncio.Task[Setup] | None = None
+        self._prepared_for = -1  # generation
+        self._known: Rollout | None = None
+        self.version = Version(workers.setup.generation, shared(config))  # what starts now
+
+    async def begin(self, alone: bool) -> None:
+        """Start with what the fleet runs, where a rollout has changed that, not with this launcher's file. `alone`:
+        nothing of this fleet runs. Raises ConfigError, RedisAway."""
+        rollout = await self._registry.configuration.rollout()
+        if rollout is None:
+            return
+        if rollout.under_way:
+            generation = rollout.new.generation
+            log.warning(
+                "going on with the rollout to generation %d; `orchestrator rollout --abort` goes back", generation
+            )
+            self.version = rollout.old
+        elif alone:
+            await self._registry.configuration.forget_rollout()
+            return
+        else:
+            log.warning("the fleet runs what was rolled out last, not this file's configuration")
+            self.version = rollout.target
+        self._workers.setup = self._frontends.setup = await self._set_up(self.version)
+
+    async def follow(self, snapshot: Snapshot, leads: bool) -> None:
+        """Raises RedisAway."""
+        rollout = snapshot.rollout
+        if rollout is None:  # there was none, or Redis was restarted and has forgotten
+            if self._known is not None:
+                await self._registry.configuration.change_rollout(None, self._known)
+            return
+        self._known = rollout
+        target = rollout.target
+        if self._workers.setup.generation != target.generation:
+            await self._switch(rollout)
+            return
+        if not rollout.under_way:
+            self._frontends.setup = self._workers.setup
+            return
+        if rollout.phase is Phase.FORWARD and (failed := self._failed(target.generation)) is not None:
+            assert failed.last_exit is not None
+            await self._turn_back(rollout, f"{failed.name} cannot start: it {describe(failed.last_exit)}")
+            return
+        loading = self._loading(snapshot)
+        if not replaced(snapshot.workers, loading, target.generation):
+            if leads:
+                busy = snapshot.orders.keys()
+                most = rollout.max_unavailable
+                for worker_id in to_replace(snapshot.workers, busy, loading, target.generation, most):
+                    await self._restart(worker_id, target.generation)
+            return
+        self._frontends.setup = self._workers.setup
+        expected = (target.generation, NO_LAUNCHER)
+        all_new = all(frontend.generation in expected for frontend in snapshot.frontends.values())
+        if leads and all_new and self._frontends.renewed:
+            ended = Phase.DONE if rollout.phase is Phase.FORWARD else Phase.UNDONE
+            if await self._registry.configuration.change_rollout(rollout, rollout.to(ended)):
+                log.info("all run generation %d", target.generation)
+
+    async def _switch(self, rollout: Rollout) -> None:
+        """What starts from now on is of the target generation. Raises RedisAway."""
+        target = rollout.target
+        if self._preparing is None or self._prepared_for != target.generation:
+            if self._preparing is not None:
+                self._preparing.cancel()
+            self._prepared_for = target.generation
+            # A task: it may take minutes to fetch a model.
+            self._preparing = asyncio.create_task(self._set_up(target), name="rollout-setup")
+        if not self._preparing.done():
+            return
+        try:
+            setup = self._preparing.result()
+        except ConfigError as error:
+            if rollout.phase is Phase.FORWARD:
+                await self._turn_back(rollout, str(error))
+            return
+        finally:
+            self._preparing = None
+        log.info("workers start with generation %d from now on", target.generation)
+        self._workers.setup, self.version = setup, target
+        self._workers.try_now()
+        await self._registry.configuration.write(target)
+
+    async def _set_up(self, version: Version) -> Setup:
+        return await self._prepare(merged(self._config, version.config), version.generation)
+
+    async def _turn_back(self, rollout: Rollout, why: str) -> None:
+        if await self._registry.configuration.change_rollout(rollout, rollout.to(Phase.BACK, why)):
+            log.error("going back to generation %d: %s", rollout.old.generation, why)
+
+    def _failed(self, generation: int) -> Supervised | None:
+        ours: Iterable[Supervised] = (
+            slot.process for slot in self._workers.slots.values() if slot.generation == generation
+        )
+        ours = [*ours, *self._frontends.of_generation(generation)]
+        return next((process for process in ours if cannot_start(process)), None)
+
+    def _loading(self, snapshot: Snapshot) -> int:
+        """Workers that are not registered yet, but for those that wait for a machine with room."""
+        claimed = {name for ids in snapshot.launchers.values() for name in ids}
+        return len(claimed - snapshot.workers.keys() - self._workers.waiting_for_room)
+
+    async def _restart(self, worker_id: str, generation: int) -> None:
+        log.info("%s: drains, and starts again with generation %d", worker_id, generation)
+        try:
+            await self._registry.order_restart(worker_id)
+        except UnknownWorker:
+            log.debug("%s is gone: it starts again anyway", worker_id)
+
+    async def close(self) -> None:
+        if self._preparing is not None:
+            self._preparing.cancel()
+            await asyncio.gather(self._preparing, return_exceptions=True)

@@ -1,0 +1,133 @@
+"""Another configuration for a fleet that serves: real processes, simulated engines, streaming load meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from support_client import Answer
+from support_fleet import ROOT, RunningFleet, running_fleet, token_prompt
+from support_redis import running_server
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+CONFIG = str(ROOT / "configs" / "sim-2p2d.yaml")
+PROMPTS = [token_prompt(20 + 173 * i % 1800, seed=i) for i in range(40)]
+MAX_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[RunningFleet]:
+    with running_fleet("sim-2p2d.yaml", "routing.remote_prefill_min_tokens=100") as running:
+        yield running
+
+
+@asynccontextmanager
+async def nobody_fails(fleet: RunningFleet) -> AsyncIterator[list[Answer]]:
+    """Under load; every answer is whole, and as it always is: simulated tokens depend on prompt and position only."""
+    truth = [answer.tokens for answer in await fleet.ask_all(PROMPTS, concurrency=8, max_tokens=MAX_TOKENS)]
+    async with fleet.under_load(PROMPTS, concurrency=8, max_tokens=MAX_TOKENS) as answers:
+        yield answers
+    assert answers and [(a.status, a.error) for a in answers if not a.ok] == []
+    assert all(answer.tokens in truth for answer in answers)
+
+
+def rollout(fleet: RunningFleet, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return fleet.cli("rollout", *arguments, check=False)
+
+
+def generations(fleet: RunningFleet) -> list[int]:
+    return sorted(worker["generation"] for worker in fleet.workers())
+
+
+async def test_what_kv_depends_on_changes_under_load(fleet: RunningFleet) -> None:
+    """Blocks of another size: a worker that took KV of another generation would crash or answer with other tokens."""
+    before = {worker["pid"] for worker in fleet.workers()}
+    frontend = fleet.http.get("/metrics").text
+    async with nobody_fails(fleet):
+        done = await asyncio.to_thread(rollout, fleet, CONFIG, "--set", "sim.block_size=32", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [steps[0]["event"], steps[-1]["event"]] == ["ordered", "done"]
+    started = [step["id"] for step in steps if step["event"] == "started"]
+    assert {"decode-0", "decode-1", "prefill-0", "prefill-1"} <= set(started)
+    assert started[-1].startswith("frontend"), "workers first: a new frontend may let in what old ones do not know"
+    assert generations(fleet) == [1] * 4 and not before & {worker["pid"] for worker in fleet.workers()}
+    assert "pd_retries_total" in frontend and fleet.metric("pd_retries_total") == 0, "a new frontend counts anew"
+    fleet.assert_no_leaks()
+
+
+async def test_an_abort_goes_back(fleet: RunningFleet) -> None:
+    was = generations(fleet)
+    async with nobody_fails(fleet):
+        rolling = asyncio.create_task(asyncio.to_thread(rollout, fleet, CONFIG, "--set", "sim.blocks=2000"))
+        await asyncio.to_thread(fleet.until, lambda: len(set(generations(fleet))) == 2, "a worker is replaced")
+        aborted = await asyncio.to_thread(rollout, fleet, "--abort")
+        assert aborted.returncode == 0 and "went back" in aborted.stdout, aborted.stdout + aborted.stderr
+        assert (await rolling).returncode == 1, "it did not come to what was asked for"
+    assert generations(fleet) == was
+    assert {worker["blocks_total"] for worker in fleet.workers()} == {4096}
+    fleet.assert_no_leaks()
+
+
+async def test_workers_that_cannot_start_turn_it_back(fleet: RunningFleet) -> None:
+    was = {worker["pid"] for worker in fleet.workers()}
+    bad = 'workers.env={VLLM_ALLOW_INSECURE_SERIALIZATION: "1"}'
+    async with nobody_fails(fleet):
+        done = await asyncio.to_thread(rollout, fleet, CONFIG, "--set", bad)
+    assert done.returncode == 1
+    assert "cannot start" in done.stdout and "VLLM_ALLOW_INSECURE_SERIALIZATION" in done.stdout
+    fleet.until(lambda: len(fleet.workers()) == 4, "all serve again")
+    assert len(was & {worker["pid"] for worker in fleet.workers()}) == 3, "the others went on"
+    assert fleet.shape() == (2, 2)
+
+
+def test_what_cannot_change_is_refused(fleet: RunningFleet) -> None:
+    for change, why in (
+        ("served_model_name=other", "clients know the model as 'demo'"),
+        ("frontend.replicas=2", "frontend.replicas: a rollout cannot change it"),
+        ("sim.max_model_len=100", "max_model_len: 100 instead of 8192"),
+        ("sim.blocks=none", "sim.blocks: expected"),
+    ):
+        refused = rollout(fleet, CONFIG, "--set", change)
+        assert refused.returncode == 2 and why in refused.stderr, refused.stderr
+    assert "no rollout is under way" in rollout(fleet, "--abort").stderr
+
+
+def test_a_launcher_that_is_killed_leaves_it_to_the_next(tmp_path: Path) -> None:
+    """On a Redis that outlives it. The file is the old one: what is rolled out is kept in Redis."""
+    with running_server(tmp_path / "redis") as server:
+        sets = (f"redis.url={server.url}", "ratio.mode=off", "workers.timeout_s=2")
+        first = RunningFleet("sim-2p2d.yaml", *sets)
+        rolling: subprocess.Popen[str] | None = None
+        try:
+            command = [sys.executable, "-m", "orchestrator.cli.main", "rollout", CONFIG, "--set", "sim.blocks=2000"]
+            command += ["--redis", server.url, "--namespace", first.namespace]
+            rolling = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            first.until(lambda: 1 in generations(first), "a worker is replaced")
+            first.process.kill()
+            first.process.wait(30)
+            assert rolling.wait(60) == 2 and "goes on with the rollout" in rolling.communicate()[1]
+            second = RunningFleet("sim-2p2d.yaml", *sets, namespace=first.namespace)
+            try:
+                second.wait_for_line("going on with the rollout to generation 1", 10)
+                second.until(lambda: generations(second) == [1] * 4, "all are replaced")
+                assert {worker["blocks_total"] for worker in second.workers()} == {2000}
+                second.wait_for_line("all run generation 1", 60)
+            finally:
+                second.end()
+        finally:
+            first.end()
+            if rolling is not None and rolling.poll() is None:
+                rolling.kill()
+        third = RunningFleet("sim-2p2d.yaml", *sets, namespace=first.namespace)
+        try:
+            assert generations(third) == [0] * 4, "nothing ran any more: a fleet begins with its file"
+        finally:
+            third.end()

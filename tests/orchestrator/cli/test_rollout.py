@@ -1,0 +1,68 @@
+"""What a rollout may change: the new file against what runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from orchestrator.cli.rollout import changed
+from orchestrator.config.settings import ConfigError, Refused, parse_config
+from orchestrator.launch.commands import merged, resolve, shared
+from orchestrator.store.configuration import Version
+
+FILE: dict[str, Any] = {
+    "model": "demo",
+    "namespace": "fleet",
+    "engine": "vllm",
+    "frontend": {"port": 0, "server_args": {"tool_call_parser": "hermes"}},
+    "workers": {"engine_args": {"max_model_len": 4096}, "prefill": {"replicas": 1}, "decode": {"replicas": 2}},
+}
+RUNNING = resolve(parse_config(FILE), "/models/demo", "redis://h:1", 8123)
+VERSION = Version(3, shared(RUNNING))
+
+
+def with_(**sections: Any) -> dict[str, Any]:
+    return FILE | sections
+
+
+def test_arguments_revision_and_policies_change_and_the_rest_stays():
+    arguments = {"max_model_len": 8192, "revision": "v2", "max_num_seqs": 8}
+    workers = {"engine_args": arguments, "prefill": {"replicas": 7}, "decode": {"replicas": 9}}
+    new = changed(VERSION, RUNNING, with_(workers=workers, routing={"decode_choice": "round_robin"}))
+    config = merged(RUNNING, new)
+    assert config.workers.engine_args == arguments and config.routing.decode_choice == "round_robin"
+    assert config.model == "demo", "each launcher looks for it"
+    assert config.served_model_name == "demo" and config.namespace == "fleet"
+    assert (config.workers.prefill.replicas, config.workers.decode.replicas) == (1, 2), "`scale` says how many"
+    assert config.frontend == RUNNING.frontend and config.redis == RUNNING.redis and config.security == RUNNING.security
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({"model": "other"}, "clients know the model as 'demo', not 'other'"),
+        ({"engine": "sim"}, r"engine: a rollout cannot change it \('vllm' now\)"),
+        ({"frontend": {"port": 9000}}, "frontend.port: a rollout cannot change it"),
+        ({"frontend": {"server_args": {"tool_call_parser": "mistral"}}}, "frontend.server_args.tool_call_parser: a"),
+        ({"redis": {"url": "redis://other:1"}}, "redis.url: a rollout cannot change it"),
+        ({"launcher": {"kind": "ray"}, "redis": {"url": "redis://h:1"}}, "launcher.kind: a rollout cannot change it"),
+        ({"security": {"mesh": "none"}}, "security.mesh: a rollout cannot change it"),
+        ({"workers": {"bind": "10.0.0.1"}}, "workers.bind: a rollout cannot change it"),
+        ({"workers": {"engine_args": {"max_model_len": 1024}}}, "max_model_len: 1024 instead of 4096"),
+    ],
+)
+def test_what_cannot_change_is_refused_by_name(sections: dict[str, Any], why: str):
+    with pytest.raises(Refused, match=why):
+        changed(VERSION, RUNNING, with_(**sections))
+
+
+def test_without_the_file_of_the_fleet_the_shared_part_is_compared():
+    with pytest.raises(Refused, match="security.mesh: a rollout cannot change it"):
+        changed(VERSION, None, with_(security={"mesh": "none"}))
+    assert changed(VERSION, None, with_(frontend={"port": 9000}))["model"] == "demo"
+
+
+def test_a_mistake_in_the_file_is_what_it_always_is():
+    with pytest.raises(ConfigError, match="workers.engine_args.max_num_seq: not an argument"):
+        changed(VERSION, RUNNING, with_(workers={"engine_args": {"max_num_seq": 8}}))

@@ -1,0 +1,50 @@
+"""Who is replaced next: never more than may be away, both roles at the same pace."""
+
+from __future__ import annotations
+
+import msgspec
+from support_redis import worker
+
+from orchestrator.launch.decisions.replacement import replaced, to_replace
+from orchestrator.types import Role, WorkerInfo, WorkerState
+
+
+def fleet(prefill: int, decode: int) -> dict[str, WorkerInfo]:
+    infos = [worker(f"prefill-{n}", Role.PREFILL) for n in range(prefill)]
+    infos += [worker(f"decode-{n}", Role.DECODE) for n in range(decode)]
+    return {info.id: info for info in infos}
+
+
+def renew(workers: dict[str, WorkerInfo], worker_id: str) -> None:
+    workers[worker_id] = msgspec.structs.replace(workers[worker_id], generation=1)
+
+
+def test_roles_are_replaced_at_the_same_pace_and_decode_first():
+    workers, order = fleet(2, 4), []
+    while not replaced(workers, 0, 1):
+        [chosen] = to_replace(workers, (), 0, 1, max_unavailable=1)
+        order.append(chosen)
+        renew(workers, chosen)
+    assert order == ["decode-0", "prefill-0", "decode-1", "decode-2", "prefill-1", "decode-3"]
+
+
+def test_whoever_is_away_already_counts():
+    workers = fleet(2, 2)
+    assert len(to_replace(workers, (), 0, 1, max_unavailable=2)) == 2
+    assert to_replace(workers, {"decode-1"}, 0, 1, max_unavailable=1) == [], "it has orders"
+    assert to_replace(workers, (), 1, 1, max_unavailable=1) == [], "one loads"
+    workers["prefill-0"] = msgspec.structs.replace(workers["prefill-0"], state=WorkerState.DRAINING)
+    assert to_replace(workers, (), 0, 1, max_unavailable=1) == []
+    assert to_replace(workers, (), 0, 1, max_unavailable=2) == ["decode-0"]
+
+
+def test_more_at_once_than_there_are_is_all():
+    assert sorted(to_replace(fleet(1, 2), (), 0, 1, max_unavailable=9)) == ["decode-0", "decode-1", "prefill-0"]
+
+
+def test_it_is_over_when_all_that_are_there_or_coming_are_new():
+    workers = fleet(1, 1)
+    renew(workers, "decode-0")
+    assert not replaced(workers, 0, 1)
+    renew(workers, "prefill-0")
+    assert replaced(workers, 0, 1) and not replaced(workers, 1, 1) and not replaced({}, 0, 1)
