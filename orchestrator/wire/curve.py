@@ -38,13 +38,13 @@ class KeyPair(msgspec.Struct, frozen=True):
         return f"KeyPair({self.public})"
 
 
-def use_as_client(socket: zmq.asyncio.Socket, keys: KeyPair) -> None:
+def use_as_client(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
     """What it connects to after this is encrypted; `zmq.CURVE_SERVERKEY` says whose key is expected there."""
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
 
 
-def use_as_server(socket: zmq.asyncio.Socket, keys: KeyPair) -> None:
+def use_as_server(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
     """Call it before the socket is bound."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())

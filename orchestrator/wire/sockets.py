@@ -6,7 +6,7 @@ import asyncio
 import errno
 import ipaddress
 import logging
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import zmq
 import zmq.asyncio
@@ -31,42 +31,94 @@ EVENTS_REFUSED = (
 )
 
 
+Socket: TypeAlias = "zmq.Socket[bytes]"  # nothing of it waits
+
+
 class AddressError(ValueError):
     """A worker's address that cannot be connected to. One line with the address."""
 
 
-def send(socket: zmq.asyncio.Socket, frames: list[bytes], *route: bytes) -> int:
+def make(context: zmq.asyncio.Context, kind: int) -> Socket:
+    """A socket none of whose calls wait."""
+    return cast(Socket, context.socket(kind, socket_class=cast(Any, zmq.Socket)))
+
+
+def send(socket: Socket, frames: list[bytes], *route: bytes) -> int:
     """Hand frames to ZMQ without waiting. Returns 0, or ZMQ's errno: there is no connection, the peer does not read, or
-    the message is too large (which is logged).
+    the message is too large (which is logged). A `Reader` of the same socket has to be told (`Reader.look`).
     """
     try:
-        parts = [*route, *messages.split(frames)]
+        socket.send_multipart([*route, *messages.split(frames)], flags=zmq.DONTWAIT)
     except messages.MessageError as too_large:
         log.error("not sent: %s", too_large)
         return int(zmq.Errno.EMSGSIZE)
-    future = cast("asyncio.Future[Any]", socket.send_multipart(parts, flags=zmq.DONTWAIT))
-    if future.done() and (error := future.exception()) is not None:
-        if isinstance(error, zmq.ZMQError):
-            return error.errno or -1
-        raise error
+    except zmq.ZMQError as error:
+        return error.errno or -1
     return 0
 
 
+class Woken(Exception):
+    """Not by a message."""
+
+
 class Reader:
-    """Reads messages of a socket. To await one that is there already lets nobody else run, so every so many it does."""
+    """Reads messages of a socket by its descriptor in the event loop: no future for a message that is there already.
 
-    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+    The descriptor tells of changes, once each (https://libzmq.readthedocs.io/en/latest/zmq_getsockopt.html, ZMQ_FD),
+    and whatever is done with the socket may take note of one: hence `look`.
+    """
+
+    def __init__(self, socket: Socket) -> None:
         self._socket, self._left = socket, READ_BATCH
+        self._waiting: asyncio.Future[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def next(self) -> list[zmq.Frame]:
+    async def next(self) -> tuple[zmq.Frame, list[bytes]]:
+        """The first frame, which knows who has sent it, and the others. One task at a time may wait.
+
+        Raises Woken."""
         self._left -= 1
         if not self._left:
             self._left = READ_BATCH
             await asyncio.sleep(0)
-        return await self._socket.recv_multipart(copy=False)
+        while True:
+            try:
+                first = self._socket.recv(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                await self._change()
+            else:
+                return first, self._socket.recv_multipart() if first.more else []
+
+    def look(self) -> None:
+        """Whoever waits goes on if a message has come. Call it when something was done with the socket."""
+        # Asked also when nobody waits: until somebody asks, the descriptor stays readable.
+        events = cast(int, self._socket.getsockopt(zmq.EVENTS))
+        if events & zmq.POLLIN and self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def wake(self) -> None:
+        """Whoever waits gets Woken."""
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_exception(Woken)
+
+    async def _change(self) -> None:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._socket.fileno(), self.look)
+        self._waiting = self._loop.create_future()
+        try:
+            await self._waiting
+        finally:
+            self._waiting = None
+
+    def close(self) -> None:
+        """Before the socket is closed."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop = None
 
 
-def configure(socket: zmq.asyncio.Socket, linger_ms: int) -> None:
+def configure(socket: Socket, linger_ms: int) -> None:
     for option, value in {
         zmq.LINGER: linger_ms,
         zmq.SNDHWM: HIGH_WATER_MARK,
@@ -84,7 +136,7 @@ def configure(socket: zmq.asyncio.Socket, linger_ms: int) -> None:
         socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
 
 
-def monitor(socket: zmq.asyncio.Socket, context: zmq.asyncio.Context, events: int) -> zmq.asyncio.Socket:
+def monitor(socket: Socket, context: zmq.asyncio.Context, events: int) -> zmq.asyncio.Socket:
     """Where these events of a socket's connections can be read. Its queue has no limit: ZMQ's threads would wait."""
     address = f"inproc://monitor-{id(socket)}"
     socket.monitor(address, events)
@@ -105,12 +157,12 @@ def check_address(address: str) -> None:
         raise AddressError(f"{address!r} is not an address like tcp://127.0.0.1:5000") from None
 
 
-def connect(socket: zmq.asyncio.Socket, address: str) -> None:
+def connect(socket: Socket, address: str) -> None:
     socket.setsockopt(zmq.IPV6, "[" in address)  # read when a connection is made; with it IPv4 would be shown as IPv6
     socket.connect(address)
 
 
-def bind(socket: zmq.asyncio.Socket, listening: Listening) -> int:
+def bind(socket: Socket, listening: Listening) -> int:
     """Listen at a free port. Returns it. Raises OSError."""
     host = listening.bind
     socket.setsockopt(zmq.IPV6, ":" in host)

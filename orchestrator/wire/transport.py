@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Union, cast
 
@@ -31,10 +32,12 @@ from orchestrator.wire.sockets import (
     EVENTS_REFUSED,
     AddressError,
     Reader,
+    Woken,
     bind,
     check_address,
     configure,
     connect,
+    make,
     monitor,
     send,
 )
@@ -67,8 +70,8 @@ class WorkerTransport:
     ) -> None:
         """With `keys` the frontends that `read_frontends` names can connect, and nobody else; without, everybody."""
         self._context = zmq.asyncio.Context()
-        self._requests = self._context.socket(zmq.ROUTER)
-        self._published = self._context.socket(zmq.PUB)
+        self._requests = make(self._context, zmq.ROUTER)
+        self._published = make(self._context, zmq.PUB)
         self._reader = Reader(self._requests)
         self.corrupt = 0
         for socket in (self._requests, self._published):
@@ -93,10 +96,10 @@ class WorkerTransport:
     async def receive(self) -> tuple[str, ToWorker, list[bytes]]:
         """The next message as (frontend id, message, payload). Corrupt ones are logged, counted and skipped."""
         while True:
-            route, *frames = await self._reader.next()
+            route, frames = await self._reader.next()
             try:
                 frontend_id = route.bytes.decode() if self._gate is None else cast(str, route.get("User-Id"))
-                header, *payload = messages.join([frame.bytes for frame in frames])
+                header, *payload = messages.join(frames)
                 message = messages.decode_to_worker(header)
             except (MessageError, UnicodeDecodeError) as error:
                 self.corrupt += 1
@@ -112,6 +115,7 @@ class WorkerTransport:
         if route is None:
             return False
         failed = send(self._requests, [messages.encode(message), *payload], route)
+        self._reader.look()
         if failed == zmq.EHOSTUNREACH:
             del self._routes[frontend_id]
         return not failed
@@ -125,6 +129,7 @@ class WorkerTransport:
             task.cancel()
         if self._gate is not None:
             self._gate.close()
+        self._reader.close()
         self._context.destroy(linger=200)
 
 
@@ -154,8 +159,8 @@ class FrontendTransport:
         self._encrypted = keys is not None
         self._on_corrupt = on_corrupt
         self._context = zmq.asyncio.Context()
-        self._requests = self._context.socket(zmq.ROUTER)
-        self._published = self._context.socket(zmq.SUB)
+        self._requests = make(self._context, zmq.ROUTER)
+        self._published = make(self._context, zmq.SUB)
         for socket in (self._requests, self._published):
             configure(socket, linger_ms=0)
             if keys is not None:
@@ -168,8 +173,8 @@ class FrontendTransport:
         self._by_worker: dict[str, _Connection] = {}
         self._by_route: dict[bytes, _Connection] = {}
         self._by_address: dict[str, _Connection] = {}  # by both, as ZMQ's monitor names them
-        self._received: asyncio.Queue[Received] = asyncio.Queue()
-        self._reports = Reader(self._published)
+        self._broken: deque[str] = deque()  # workers; not told of yet
+        self._reader, self._reports = Reader(self._requests), Reader(self._published)
         self._tasks: list[asyncio.Task[None]] = []
 
     def connect(self, worker_id: str, request_address: str, load_address: str, key: str) -> None:
@@ -205,6 +210,7 @@ class FrontendTransport:
         self._requests.setsockopt(zmq.CONNECT_ROUTING_ID, connection.route)
         connect(self._requests, request_address)
         connect(self._published, load_address)
+        self._look()
 
     def disconnect(self, worker_id: str) -> None:
         connection = self._by_worker.pop(worker_id, None)
@@ -219,23 +225,47 @@ class FrontendTransport:
         ):
             with contextlib.suppress(zmq.ZMQError):  # ZMQ has given it up where it was denied
                 zmq_socket.disconnect(address)
+        self._look()
+
+    def _look(self) -> None:
+        self._reader.look()
+        self._reports.look()
 
     def send(self, worker_id: str, message: ToWorker, payload: Sequence[bytes] = ()) -> bool:
         """False when that worker is not connected right now."""
         connection = self._by_worker.get(worker_id)
         if connection is None or not connection.open:
             return False  # what cannot be sent now is the caller's to place elsewhere
-        return not send(self._requests, [messages.encode(message), *payload], connection.route)
+        failed = send(self._requests, [messages.encode(message), *payload], connection.route)
+        self._reader.look()
+        return not failed
 
     async def receive(self) -> Received:
-        return await self._received.get()
+        """The next message of a worker, or that its connection broke."""
+        while True:
+            if self._broken:
+                worker_id = self._broken.popleft()
+                return worker_id, Disconnected(worker_id), []
+            try:
+                route, frames = await self._reader.next()
+            except Woken:
+                continue
+            connection = self._by_route.get(route.bytes)
+            if connection is None:
+                continue  # the last of a worker that is gone
+            try:
+                header, *payload = messages.join(frames)
+                return connection.worker_id, messages.decode_to_frontend(header), payload
+            except MessageError as error:
+                self._on_corrupt()
+                log.warning("dropped a corrupt message from worker %s: %s", connection.worker_id, error)
 
     async def receive_published(self) -> Published:
         """The next load report or prefix events of any worker, each worker's in order."""
         while True:
-            frames = await self._reports.next()
+            first, others = await self._reports.next()
             try:
-                return messages.decode_published(messages.join([frame.bytes for frame in frames])[0])
+                return messages.decode_published(messages.join([first.bytes, *others])[0])
             except MessageError as error:
                 self._on_corrupt()
                 log.warning("dropped a corrupt publication: %s", error)
@@ -244,6 +274,8 @@ class FrontendTransport:
         for task in self._tasks:
             task.cancel()
         self._tasks = []
+        self._reader.close()
+        self._reports.close()
         self._context.destroy(linger=0)
 
     def _start(self) -> None:
@@ -252,22 +284,8 @@ class FrontendTransport:
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | EVENTS_REFUSED
         noticed = monitor(self._requests, self._context, events)
         denied = monitor(self._published, self._context, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-        loops = (self._read(), self._notice(noticed), self._notice(denied))
+        loops = (self._notice(noticed), self._notice(denied))
         self._tasks = [asyncio.create_task(loop) for loop in loops]
-
-    async def _read(self) -> None:
-        reader = Reader(self._requests)
-        while True:
-            route, *frames = await reader.next()
-            connection = self._by_route.get(route.bytes)
-            if connection is None:
-                continue  # the last of a worker that is gone
-            try:
-                header, *payload = messages.join([frame.bytes for frame in frames])
-                self._received.put_nowait((connection.worker_id, messages.decode_to_frontend(header), payload))
-            except MessageError as error:
-                self._on_corrupt()
-                log.warning("dropped a corrupt message from worker %s: %s", connection.worker_id, error)
 
     async def _notice(self, events: zmq.asyncio.Socket) -> None:
         while True:
@@ -308,7 +326,8 @@ class FrontendTransport:
         if not connection.open:
             return
         connection.open = False
-        self._received.put_nowait((connection.worker_id, Disconnected(connection.worker_id), []))
+        self._broken.append(connection.worker_id)
+        self._reader.wake()
 
 
 async def _log_refused(events: zmq.asyncio.Socket) -> None:
