@@ -12,7 +12,7 @@ import logging
 from typing import Any
 
 from orchestrator.router.codec import Batch, Codec
-from orchestrator.router.request import ActiveRequest, State
+from orchestrator.router.request import ActiveRequest, Answer, State
 from orchestrator.telemetry import metrics
 from orchestrator.types import FinishReason
 from orchestrator.wire.messages import MessageError, Prefilled
@@ -69,8 +69,14 @@ class Answers:
             and not active.answer.tokens
         )
 
+    def go_on(self, answer: Answer, output: Any, now: float) -> None:
+        """Take an output that follows the attempt's first token."""
+        answer.heard_at = now
+        answer.tokens.extend(output.new_token_ids)
+
     def from_decode(self, active: ActiveRequest, output: Any, now: float) -> Verdict:
-        """Take an output of the decode worker. A first token that the client has already is removed from `output`."""
+        """Take an output of the decode worker, up to the attempt's first token. One that the client has already is
+        removed from `output`."""
         answer = active.answer
         answer.heard_at = now
         if output.new_token_ids and answer.early_token is not None:

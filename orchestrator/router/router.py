@@ -219,7 +219,7 @@ class Router:
                     self._dispatch.drop_stale(worker_id, output.request_id, attempt)
             elif output.finish_reason in GIVEN_UP:
                 self._recovery.retry(active, GIVEN_UP[output.finish_reason])
-            elif self._precedes_prefill(active, output):
+            elif active.state is not State.DECODING and self._precedes_prefill(active, output):
                 active.answer.held_since = active.answer.held_since or now
                 active.answer.held.append(output)
             elif self._take(active, output, now):
@@ -243,17 +243,27 @@ class Router:
 
     def _take(self, active: ActiveRequest, output: Any, now: float) -> bool:
         """Whether the output goes to the client."""
-        began = active.state is not State.DECODING and bool(output.new_token_ids)
+        if active.state is not State.DECODING:
+            return self._begin(active, output, now)
+        if output.new_token_ids:
+            self.recent.itl.add(now - active.answer.heard_at)
+            self.recent.output_tokens += len(output.new_token_ids)
+        self._answers.go_on(active.answer, output, now)
+        if output.finish_reason is not None:
+            self._end(active, State.FINISHED)
+        return True
+
+    def _begin(self, active: ActiveRequest, output: Any, now: float) -> bool:
+        """The same for an attempt's first outputs."""
+        began = bool(output.new_token_ids)
         first = began and active.answer.decoding_at is None
-        had_first, last_at = active.answer.first_token_at is not None, active.answer.heard_at
+        had_first = active.answer.first_token_at is not None
         verdict = self._answers.from_decode(active, output, now)
         if verdict is Verdict.DIVERGED:
             self._recovery.diverged(active)
             return False
         if not had_first and active.answer.first_token_at is not None:
             self.recent.ttft.add(now - active.accepted_at)
-        elif output.new_token_ids and not began:
-            self.recent.itl.add(now - last_at)
         self.recent.output_tokens += len(output.new_token_ids)
         if first:
             self.learning.first_token(active, now)

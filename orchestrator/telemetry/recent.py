@@ -6,7 +6,7 @@ Everything here is bounded. Written by the router, read by the pages about the f
 from __future__ import annotations
 
 import heapq
-import math
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
@@ -17,7 +17,8 @@ SLOWEST_PER_MINUTE = 20
 MINUTES = 60
 _FIRST_S = 1e-4  # the upper end of the first bucket
 _PER_OCTAVE = 8  # buckets: a percentile is told to within 9%
-_BUCKETS = 20 * _PER_OCTAVE  # the last one begins at about 100 s
+_BUCKETS = 20 * _PER_OCTAVE  # the last one begins at about 100 s, and has no end
+_ENDS_S = [_FIRST_S * 2 ** (bucket / _PER_OCTAVE) for bucket in range(_BUCKETS - 1)]
 
 
 class Latencies:
@@ -29,8 +30,7 @@ class Latencies:
         self.counts = [0] * _BUCKETS
 
     def add(self, seconds: float) -> None:
-        bucket = math.ceil(math.log2(seconds / _FIRST_S) * _PER_OCTAVE) if seconds > _FIRST_S else 0
-        self.counts[min(bucket, _BUCKETS - 1)] += 1
+        self.counts[bisect_left(_ENDS_S, seconds)] += 1
 
     def take(self) -> list[int]:
         """What was counted since the last call."""
