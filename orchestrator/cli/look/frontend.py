@@ -23,10 +23,15 @@ _TIMEOUT_S = 2.0
 
 
 def client(url: str, key: str | None) -> httpx.AsyncClient:
-    """`key`: the operator's. The certificate counts where it leaves this machine; else clients alone may know it."""
+    """`key`: the operator's."""
+    return httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, **credentials(url, key))
+
+
+def credentials(url: str, key: str | None) -> dict[str, Any]:
+    """httpx's arguments for a request with the operator's key, if any. The certificate counts where a key leaves this
+    machine; else clients alone may know it."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    verify = key is not None and not is_loopback(url)
-    return httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, verify=verify, headers=headers)
+    return {"headers": headers, "verify": key is not None and not is_loopback(url)}
 
 
 async def get(handle: FleetHandle, url: str, path: str, statuses: tuple[int, ...] = (httpx.codes.OK,)) -> Any:

@@ -7,6 +7,9 @@ from typing import Any
 import httpx
 import msgspec
 
+from orchestrator.cli.handle import find_fleet
+from orchestrator.cli.look.frontend import credentials, operator_key
+from orchestrator.config.access import OPERATOR_KEY
 from orchestrator.simulator.profile import PROFILES, Profile, load_profile
 from orchestrator.simulator.trace import Arrival, Load
 
@@ -64,8 +67,11 @@ def live_profile(url: str) -> Profile:
 
 
 def _get(url: str, path: str) -> dict[str, Any]:
+    key = operator_key(find_fleet(None, None, url), url)
     try:
-        answer = httpx.get(f"{url.rstrip('/')}{path}", timeout=_TIMEOUT_S, trust_env=False)
+        answer = httpx.get(f"{url.rstrip('/')}{path}", timeout=_TIMEOUT_S, trust_env=False, **credentials(url, key))
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            raise LiveError(f"{url}{path}: wants the operator's key; set {OPERATOR_KEY}")
         answer.raise_for_status()
         found: dict[str, Any] = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:

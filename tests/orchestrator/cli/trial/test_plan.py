@@ -9,6 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from orchestrator.cli.trial.plan import plan_command
+from orchestrator.config.access import OPERATOR_KEY
 from orchestrator.config.settings import ConfigError
 
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -55,6 +56,7 @@ def test_mistakes_are_one_line(args, why, tmp_path):
 def frontend():
     """A real server with the pages of a frontend."""
     pages = {
+        "key": "",
         "/fleet": {"workers": [{"id": "d0", "blocks_total": 2000}, {"id": "d1", "blocks_total": 3000}]},
         "/predictions": {"speed": {"prefill_s_per_token": 0.0001, "step_s": 0.01, "step_s_per_sequence": 0.0001}},
         "/requests?latest=1000": {
@@ -67,6 +69,9 @@ def frontend():
 
     class Pages(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
+            if pages["key"] and self.headers["authorization"] != f"Bearer {pages['key']}":
+                self.send_error(401)
+                return
             body = json.dumps(pages[self.path]).encode()
             self.send_response(200)
             self.send_header("content-length", str(len(body)))
@@ -91,3 +96,13 @@ def test_a_running_fleet_gives_its_timing_and_what_it_was_asked(frontend, tmp_pa
     pages["/predictions"] = {}
     result = run(*args)
     assert "no worker there has measured its engine" in str(result.exception)
+
+
+def test_a_running_fleet_is_asked_with_the_operators_key(frontend, tmp_path, monkeypatch):
+    pages, url = frontend
+    pages["key"] = "secret"
+    args = ["--workers", "2", "--live", url, "--plot", str(tmp_path / "plan.png"), "--json"]
+    refused = run(*args)
+    assert isinstance(refused.exception, ConfigError) and f"set {OPERATOR_KEY}" in str(refused.exception)
+    monkeypatch.setenv(OPERATOR_KEY, "secret")
+    assert run(*args).exit_code == 0

@@ -1,0 +1,196 @@
+"""Goodput at 90, 95 and 99% of what ships, of every fixed split, of the aggregated fleet and of the field's ways.
+
+What ships begins at an even split and may change roles. The best fixed split is found by its record: each split is tried
+at a rate a step above the best so far, so that the search costs little more than one run a split. One load is one
+process. Not responsible for tables (`policy_tables`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from orchestrator.config.settings import SLOConfig
+from orchestrator.simulator.loads import LOADS, PHASES, synthetic
+from orchestrator.simulator.plan import AUTO, FIELD_WAYS, FIXED, WARM_UP, splits
+from orchestrator.simulator.profile import PROFILES, load_profile
+from orchestrator.simulator.report import SHARES, Report, goodputs, report
+from orchestrator.simulator.settings import Settings, stack
+from orchestrator.simulator.simulation import Simulation
+from orchestrator.simulator.trace import Load, at_rate, first, read_trace, repeated
+
+STEP = 1.03  # between two rates that are told apart
+FIELD_TOLERANCE, FIELD_START = 0.06, 0.35  # where their search begins, as a share of ours
+LEAST_OF_AUTO = 0.85  # the search for the best split begins at this share of what the automatic one bears
+PHASE_S = 180.0  # of the load that changes
+NICE = 19
+
+
+class Case(msgspec.Struct, frozen=True):
+    """A load with the profile and objectives it is judged by. `rate` is where the search begins, and `requests` how
+    many there are, for 16 workers."""
+
+    name: str
+    profile: str
+    ttft_s: float
+    tpot_s: float
+    rate: float
+    requests: int
+    file: str = ""
+
+
+CASES = [
+    Case("azure", "h100-llama-8b", 1.0, 0.05, 165.0, 19_366, "azure2023_conv.csv"),
+    Case("code", "h100-llama-8b", 1.0, 0.05, 104.0, 10_000),
+    Case("agents", "h100-llama-8b", 1.0, 0.05, 54.0, 8_000),
+    Case("chat", "h100-llama-8b", 1.0, 0.05, 138.0, 14_000),
+    Case("bursty", "h100-llama-8b", 1.0, 0.05, 92.0, 12_000),
+    Case("heavy_tailed", "h100-llama-8b", 2.0, 0.05, 140.0, 14_000),
+    # Objectives of the Mooncake paper, on its kind of machine.
+    Case("mooncake", "a100x8-llama-70b", 30.0, 0.1, 7.0, 6_000, "mooncake_conversation_trace.jsonl"),
+]
+
+
+def load_of(case: Case, traces: Path, requests: int, seed: int = 0) -> Load | None:
+    """None where the trace is not there."""
+    if case.name in LOADS:
+        return synthetic(case.name, requests, seed)
+    path = traces / case.file
+    if not path.exists():
+        return None
+    load = read_trace(path, seed)
+    return first(repeated(load, -(-requests // len(load.arrivals))), requests)
+
+
+def simulate(case: Case, load: Load, prefill: int, decode: int, policy: str, rate: float) -> Report:
+    return report(_run(case, load, prefill, decode, policy, rate), WARM_UP)
+
+
+def _run(case: Case, load: Load, prefill: int, decode: int, policy: str, rate: float) -> Simulation:
+    settings = Settings(
+        prefill=prefill,
+        decode=decode,
+        profile=load_profile(PROFILES / f"{case.profile}.json"),
+        stack=stack(policy),
+        slo=SLOConfig(ttft_s=case.ttft_s, tpot_s=case.tpot_s),
+    )
+    return Simulation(settings, at_rate(load, rate)).run()
+
+
+# ---- one load --------------------------------------------------------------------------------------------------
+
+
+def measure(case: Case, traces: Path, half: int, share_of_requests: float) -> dict[str, Any] | None:
+    """All ways on one load with `half` prefill and `half` decode workers. None where the trace is not there."""
+    os.nice(NICE - os.nice(0))
+    began, workers = time.monotonic(), 2 * half
+    load = load_of(case, traces, int(case.requests * share_of_requests * half / 8))
+    if load is None:
+        return None
+    start = case.rate * half / 8
+
+    few = first(load, len(load.arrivals) // 2)
+
+    def goodput_of(prefill: int, policy: str, tolerance: float, begin: float = start) -> dict[str, Any]:
+        # The field's ways change nothing while they run, so that half of the requests tell as much of them.
+        offered = load if policy in (AUTO, FIXED) else few
+        run = partial(simulate, case, offered, prefill, workers - prefill, policy)
+        found = goodputs(run, begin * 0.9, begin * 1.1, tolerance)
+        runs = {at.rate: at.attained for good in found.values() for at in good.runs}
+        return {
+            "goodput": {str(share): good.rate for share, good in found.items()},
+            "at": {str(share): msgspec.to_builtins(good.at) for share, good in found.items()},
+            "curve": sorted(runs.items()),
+        }
+
+    ways = {"ours": goodput_of(half, AUTO, STEP - 1), "aggregated": goodput_of(0, FIXED, STEP - 1)}
+    ways["best split"] = _best_split(
+        lambda prefill, rate: simulate(case, load, prefill, workers - prefill, FIXED, rate),
+        splits(workers)[2::2],
+        ways["ours"]["goodput"],
+        ways["aggregated"],
+    )
+    for name in FIELD_WAYS:
+        ways[name] = goodput_of(half, name, FIELD_TOLERANCE, start * FIELD_START)
+    return {
+        "profile": case.profile,
+        "ttft_s": case.ttft_s,
+        "tpot_s": case.tpot_s,
+        "requests": len(load.arrivals),
+        "wall_s": round(time.monotonic() - began),
+        "ways": ways,
+    }
+
+
+def _best_split(
+    run: Callable[[int, float], Report], prefills: list[int], automatic: dict[str, float], aggregated: dict[str, Any]
+) -> dict[str, Any]:
+    """The fixed split that bears most at each share, none that prefills included. A split that bears less than
+    `LEAST_OF_AUTO` of the automatic one is not looked for: then the rate is 0."""
+    tried: dict[tuple[int, float], Report] = {}
+    found: dict[str, Any] = {"goodput": {}, "at": {}, "split": {}}
+    for share in map(str, SHARES):
+        floor = LEAST_OF_AUTO * automatic[share]
+        rate, at, split = aggregated["goodput"][share], aggregated["at"][share], 0
+        if rate < floor:
+            rate, at, split = floor, None, -1
+        for prefill in prefills:
+            while True:
+                key = prefill, rate * STEP
+                if key not in tried:
+                    tried[key] = run(*key)
+                if tried[key].attained < float(share):
+                    break
+                rate, at, split = key[1], msgspec.to_builtins(tried[key]), prefill
+        found["goodput"][share], found["at"][share], found["split"][share] = rate if split >= 0 else 0.0, at, split
+    return found
+
+
+def measure_all(
+    traces: Path, half: int, share_of_requests: float, processes: int, names: list[str]
+) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Loads by name, each as it is done."""
+    cases = [case for case in CASES if case.name in names]
+    with ProcessPoolExecutor(processes) as pool:
+        running = {pool.submit(measure, case, traces, half, share_of_requests): case.name for case in cases}
+        for done in as_completed(running):
+            yield running[done], done.result()
+
+
+# ---- a load that changes ---------------------------------------------------------------------------------------
+
+
+def measure_changing(half: int = 4, rate: float = 50.0) -> dict[str, dict[str, list[float]]]:
+    """The share of requests within both objectives, of each phase and of its first minute, for each way."""
+    case = Case("changing", "h100-llama-8b", 1.0, 0.05, rate, int(rate * PHASE_S * sum(PHASES.values())))
+    load = synthetic(case.name, case.requests)
+    ways = [(half, AUTO), *((prefill, FIXED) for prefill in range(2 * half - 2))]
+    found = {}
+    for prefill, policy in ways:
+        sim = _run(case, load, prefill, 2 * half - prefill, policy, rate)
+        row = {"phases": [], "first_minutes": []}
+        for number in range(len(PHASES)):
+            begin = number * PHASE_S
+            row["phases"].append(_attained(sim, begin, begin + PHASE_S))
+            row["first_minutes"].append(_attained(sim, begin, begin + 60))
+        found["automatic" if policy == AUTO else f"{prefill}P{2 * half - prefill}D"] = row
+    return found
+
+
+def _attained(sim: Simulation, begin: float, end: float) -> float:
+    slo = sim.router.slo
+    jobs = [job for job in sim.jobs if begin <= job.arrival.at < end]
+    met = 0
+    for job in jobs:
+        if job.first_at is None or job.done_at is None or job.outcome != "ok":
+            continue
+        tpot_s = (job.done_at - job.first_at) / max(1, job.arrival.output_tokens - 1)
+        met += job.first_at - job.arrival.at <= slo.ttft_s and tpot_s <= slo.tpot_s
+    return met / max(1, len(jobs))
