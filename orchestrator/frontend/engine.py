@@ -6,6 +6,7 @@ core and translates refusals. See vllm/v1/engine/async_llm.py, 0.32.0.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
@@ -68,7 +69,7 @@ class FleetCore:
         self._pause = connection.pause
         self._fleet.pause.on_abort = self._abort_all
         self._tasks = tasks
-        self._stats_at = 0.0
+        self._stats_at, self._stats = 0.0, SchedulerStats()  # told last
         self.engine_ranks_managed = [0]
         self.resources = SimpleNamespace(engine_dead=False)
 
@@ -76,12 +77,20 @@ class FleetCore:
         return self._tasks
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        batch = await self._router.batches.get()
-        now = time.monotonic()
-        stats = None
-        if now - self._stats_at > STATS_INTERVAL_S:
-            self._stats_at, stats = now, self._fleet_stats()
-        return EngineCoreOutputs(outputs=batch.outputs, timestamp=batch.timestamp, scheduler_stats=stats)
+        """What engines computed; or no outputs but the fleet's load, which also changes after the last of them."""
+        while True:
+            batch = None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STATS_INTERVAL_S):
+                    batch = await self._router.batches.get()
+            now, stats = time.monotonic(), None
+            if batch is None or now - self._stats_at > STATS_INTERVAL_S:
+                self._stats_at, stats = now, self._fleet_stats()
+            if batch is None and stats == self._stats:
+                continue
+            self._stats = stats or self._stats
+            outputs, timestamp = (batch.outputs, batch.timestamp) if batch is not None else ([], now)
+            return EngineCoreOutputs(outputs=outputs, timestamp=timestamp, scheduler_stats=stats)
 
     def check_admission(self) -> None:
         """Raises FleetRefused when no request can be taken now."""

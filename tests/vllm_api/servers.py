@@ -65,6 +65,7 @@ _ADDING = {
 _ADDING_TOO = ("enable_chunked_prefill", "max_num_batched_tokens", "structured_outputs_config")
 _LONG_ANSWERS = 10_100  # the max_model_len of a test that asks for endless answers, and leaves
 _SHORTEST = 1024  # a shorter max_model_len is what a test is about
+_TEXTS = ("show_hidden_metrics_for_version",)  # options whose value looks like a number and is none
 _MANY = ("lora_modules", "middleware", "served_model_name")  # options that take several values
 
 
@@ -115,6 +116,8 @@ def parse(arguments: Iterable[str]) -> dict[str, Any]:
         elif "." in name:
             section, key = name.split(".", 1)
             named.setdefault(section, {})[key] = _value(values[0])
+        elif name in _TEXTS:
+            named[name] = values[0]
         else:
             named[name] = _value(values[0]) if values else True
     return named

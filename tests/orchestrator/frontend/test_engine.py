@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support_redis import worker
 
 from orchestrator.fleet.view import Fleet
+from orchestrator.router.codec import Batch
+from orchestrator.types import WorkerLoad
 from orchestrator.wire.control import METHODS, REFUSED
 
 pytestmark = pytest.mark.vllm
@@ -55,3 +59,23 @@ async def test_what_no_fleet_can_do_is_refused_with_501_and_a_name(method: str) 
 def test_no_other_method_is_offered() -> None:
     with pytest.raises(AttributeError):
         core().shutdown_everything_async  # noqa: B018
+
+
+async def test_the_load_is_told_after_the_last_output_too() -> None:
+    """A request that is aborted puts nothing out any more; vLLM's gauges must not show it as running for ever."""
+    fleet, batches = Fleet("f"), asyncio.Queue[Batch]()
+    fleet.upsert(worker("w"), 0.0)
+    fleet_core = core(fleet=fleet, router=SimpleNamespace(batches=batches))
+    fleet.take_load(WorkerLoad("w", 1, 100, 90, running=1, waiting=0, waiting_tokens=0, step_ms=1.0), 0.0)
+    batches.put_nowait(Batch(["output"], 1.0))
+    told = await fleet_core.get_output_async()
+    assert told.outputs == ["output"] and told.scheduler_stats.num_running_reqs == 1
+    fleet.take_load(WorkerLoad("w", 2, 100, 100, running=0, waiting=0, waiting_tokens=0, step_ms=1.0), 0.0)
+    async with asyncio.timeout(30):
+        told = await fleet_core.get_output_async()
+    assert told.outputs == [] and (told.scheduler_stats.num_running_reqs, told.scheduler_stats.kv_cache_usage) == (0, 0)
+    again = asyncio.create_task(fleet_core.get_output_async())  # says nothing twice
+    done, _ = await asyncio.wait({again}, timeout=2)
+    assert not done
+    batches.put_nowait(Batch(["last"], 2.0))
+    assert (await again).outputs == ["last"]
