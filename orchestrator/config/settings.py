@@ -47,7 +47,8 @@ def check_name(key: str, name: str) -> str:
 
 
 class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    url: str = "embedded"  # or redis://, rediss://, unix://, redis+sentinel://, redis+cluster://
+    # Embedded is a server for this host alone. Others: redis://, rediss://, unix://, redis+sentinel://, redis+cluster://
+    url: str = "embedded"
     timeout_s: Seconds = 0.5  # of one command; after it Redis counts as away
 
 

@@ -1,7 +1,8 @@
 """The fleet's Redis as the launcher sees it: the configured one, or its own, which it starts again when it dies.
 
-Our own is for when none is configured: a Redis-protocol server on the loopback interface, with nothing on disk but a
-log. It is a direct child that the kernel ends with the thread that started it, so it outlives nobody.
+Our own is for when none is configured, which means that no other host is to reach it: a Redis-protocol server on a unix
+socket in the run folder, which only its user can open, with nothing on disk but a log. It is a direct child that the
+kernel ends with the thread that started it, so it outlives nobody.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _START_DEADLINE_S = 10.0
 _STOP_DEADLINE_S = 5.0
 _PORT_TRIES = 5
 _CHECK_EVERY_S = 0.2
+_UNIX, _SOCKET = "unix://", "redis.sock"
+_SOCKET_PATH_BYTES = 107  # unix(7)
 
 
 class EmbeddedRedisError(RuntimeError):
@@ -56,7 +59,9 @@ def server_binary() -> str:
 class EmbeddedRedis:
     """One server process. `start` in the main thread: the kernel ties the child to the thread that forks it."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_socket: bool = False) -> None:
+        """`on_socket`: it listens on a unix socket, where its path is short enough for one, and on no port."""
+        self._on_socket = on_socket
         self._process: subprocess.Popen[bytes] | None = None
         self.url = ""
 
@@ -68,32 +73,49 @@ class EmbeddedRedis:
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def reachable(self) -> bool:
+        """It runs, and nobody has removed its socket."""
+        return self.alive and (not self.url.startswith(_UNIX) or os.path.exists(self.url.removeprefix(_UNIX)))
+
     async def start(self, run_dir: Path, port: int = 0) -> str:
         """Start and wait until it answers; port 0 takes a free one. The log is `run_dir/redis.log`.
 
-        Returns redis://127.0.0.1:PORT. Raises EmbeddedRedisError.
+        Returns unix://PATH or redis://127.0.0.1:PORT. Raises EmbeddedRedisError.
         """
         if self.alive:
             return self.url
         binary = server_binary()
-        run_dir.mkdir(parents=True, exist_ok=True)
-        why = "" if not port or _can_bind(port) else "the port is in use"
-        for _ in range(0 if why else 1 if port else _PORT_TRIES):
-            chosen = port or _free_port()
-            self._process = _spawn(binary, run_dir, chosen)
-            try:
-                why = await _wait_ready(self._process, chosen, run_dir)
-            except BaseException:
-                await self.stop()
-                raise
-            if not why:
-                self.url = f"redis://127.0.0.1:{chosen}"
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = str(run_dir / _SOCKET)
+        if self._on_socket and len(path.encode()) <= _SOCKET_PATH_BYTES:
+            if not (why := await self._try(binary, run_dir, path)):
                 return self.url
-            await self.stop()
+            where = path
+        else:
+            why = "" if not port or _can_bind(port) else "the port is in use"
+            for _ in range(0 if why else 1 if port else _PORT_TRIES):
+                if not (why := await self._try(binary, run_dir, port or _free_port())):
+                    return self.url
+            where = f"127.0.0.1:{port or 'any free port'}"
         raise EmbeddedRedisError(
-            f"embedded Redis did not start on 127.0.0.1:{port or 'any free port'}: {why}; "
+            f"embedded Redis did not start on {where}: {why}; "
             f"see {run_dir / 'redis.log'}, or set redis.url to a running server"
         )
+
+    async def _try(self, binary: str, run_dir: Path, at: str | int) -> str:
+        """At a socket's path or a port. Returns "" once it answers, or why it does not."""
+        self._process = _spawn(binary, run_dir, at)
+        try:
+            why = await _wait_ready(self._process, at, run_dir)
+        except BaseException:
+            await self.stop()
+            raise
+        if why:
+            await self.stop()
+        else:
+            self.url = f"{_UNIX}{at}" if isinstance(at, str) else f"redis://127.0.0.1:{at}"
+        return why
 
     async def stop(self) -> None:
         """Idempotent. Returns when the process is gone."""
@@ -116,7 +138,7 @@ class RedisServer:
         self.url = config.redis.url
         self._config = config
         self._folder = folder
-        self._own = EmbeddedRedis() if config.redis.url == "embedded" else None
+        self._own = EmbeddedRedis(on_socket=True) if config.redis.url == "embedded" else None
 
     @property
     def is_embedded(self) -> bool:
@@ -140,11 +162,13 @@ class RedisServer:
         crashes = 0
         while self._own is not None:
             await asyncio.sleep(_CHECK_EVERY_S)
-            if self._own.alive:
+            if self._own.reachable:
                 continue
             crashes += 1
-            log.error("redis: the embedded server died; starting it again")
+            how = "lost its socket" if self._own.alive else "died"
+            log.error("redis: the embedded server %s; starting it again", how)
             try:
+                await self._own.stop()
                 await self._own.start(self._folder, port=urlsplit(self.url).port or 0)
             except (EmbeddedRedisError, OSError) as error:
                 pause_s = backoff_s(crashes, self._config.launcher)
@@ -159,9 +183,10 @@ class RedisServer:
             await self._own.stop()
 
 
-def _spawn(binary: str, run_dir: Path, port: int) -> subprocess.Popen[bytes]:
+def _spawn(binary: str, run_dir: Path, at: str | int) -> subprocess.Popen[bytes]:
+    listening = {"port": "0", "unixsocket": at, "unixsocketperm": "700"} if isinstance(at, str) else {"port": str(at)}
     options = {
-        "port": str(port),
+        **listening,
         "bind": "127.0.0.1",
         "dir": str(run_dir),
         "save": "",
@@ -184,24 +209,27 @@ def _spawn(binary: str, run_dir: Path, port: int) -> subprocess.Popen[bytes]:
         )
 
 
-async def _wait_ready(process: subprocess.Popen[bytes], port: int, run_dir: Path) -> str:
-    """Wait until our own process answers on the port. Returns "", or why it does not."""
+async def _wait_ready(process: subprocess.Popen[bytes], at: str | int, run_dir: Path) -> str:
+    """Wait until our own process answers there. Returns "", or why it does not."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _START_DEADLINE_S
     while loop.time() < deadline:
         if process.poll() is not None:
             return f"it exited with {process.returncode} ({_last_line(run_dir / 'redis.log')})"
-        if await _answering_pid(port) == process.pid:
+        if await _answering_pid(at) == process.pid:
             return ""
         await asyncio.sleep(0.01)
     return f"no answer within {_START_DEADLINE_S:g} s"
 
 
-async def _answering_pid(port: int) -> int | None:
-    """The process id of the server on this port, which another server may have taken first."""
+async def _answering_pid(at: str | int) -> int | None:
+    """The process id of the server at this socket or port, which another server may have taken first."""
     try:
         async with asyncio.timeout(1.0):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            if isinstance(at, str):
+                reader, writer = await asyncio.open_unix_connection(at)
+            else:
+                reader, writer = await asyncio.open_connection("127.0.0.1", at)
             try:
                 writer.write(b"INFO server\r\n")
                 while line := await reader.readline():

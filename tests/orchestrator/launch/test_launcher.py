@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,9 +84,16 @@ def test_progress_is_shown(fleet):
         assert any(line.startswith(f"{name}: ready") for line in fleet.log)
 
 
-def test_the_embedded_redis_comes_back_and_the_desired_ratio_with_it(fleet):
-    os.kill(fleet.redis_pid(), signal.SIGKILL)
-    fleet.wait_for_line("embedded server died", DEADLINE_S)
+@pytest.mark.parametrize("lost", ["died", "lost its socket"])
+def test_the_embedded_redis_comes_back_and_the_desired_ratio_with_it(fleet, lost):
+    """Also where a cleaner of temporary files has taken the whole run folder away, with the socket in it."""
+    folder = RunFolder(fleet.namespace)
+    assert fleet.redis_url() == f"unix://{folder.path}/redis.sock"
+    if lost == "died":
+        os.kill(fleet.redis_pid(), signal.SIGKILL)
+    else:
+        shutil.rmtree(folder.path)
+    fleet.wait_for_line(f"embedded server {lost}", DEADLINE_S)
 
     def remembers() -> bool:
         done = fleet.cli("status", "--json", check=False)

@@ -4,16 +4,20 @@ import asyncio
 import contextlib
 import copy
 import os
+import shutil
 import signal
 import socket
 import ssl
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from support_redis import eventually, running_server
 from support_tls import make_certificate
@@ -21,7 +25,7 @@ from support_tls import make_certificate
 from orchestrator.launch.host.redis_server import EmbeddedRedis, EmbeddedRedisError, server_binary
 from orchestrator.store.client import RedisAway, connect, masked
 from orchestrator.store.keys import QUEUE, Keys
-from orchestrator.store.registry import Registry, Resync
+from orchestrator.store.registry import DesiredChanged, Registry, Resync
 
 
 @pytest.fixture
@@ -420,6 +424,38 @@ async def test_the_embedded_server_starts_and_leaves_nothing(tmp_path):
     await embedded.stop()
     assert gone(pid) and not embedded.alive
     assert {path.name for path in tmp_path.iterdir()} == {"redis.log"}
+
+
+async def test_on_a_socket_it_has_no_port_and_nobody_else_may_open_it():
+    """Functions, the subscription and INFO work as over TCP."""
+    folder = Path(tempfile.mkdtemp(prefix="pd-"))  # a path short enough for a socket
+    embedded = EmbeddedRedis(on_socket=True)
+    try:
+        url = await embedded.start(folder)
+        assert url == f"unix://{folder}/redis.sock" and embedded.reachable
+        assert stat.S_IMODE((folder / "redis.sock").stat().st_mode) == 0o700
+        listening = [c for c in psutil.Process(embedded.pid).net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        assert listening == []
+        redis = await connect(url, 2.0)
+        registry = Registry(redis, "ns")
+        events = registry.watch()
+        assert await anext(events) == Resync()
+        await registry.set_desired(2, 3, "test")
+        assert await anext(events) == DesiredChanged()
+        await events.aclose()
+        await redis.aclose()
+        (folder / "redis.sock").unlink()
+        assert embedded.alive and not embedded.reachable
+    finally:
+        await embedded.stop()
+        shutil.rmtree(folder)
+
+
+async def test_where_a_path_is_too_long_for_a_socket_it_takes_a_port(tmp_path):
+    embedded = EmbeddedRedis(on_socket=True)
+    url = await embedded.start(tmp_path / ("x" * 100))
+    assert url.startswith("redis://127.0.0.1:") and embedded.reachable
+    await embedded.stop()
 
 
 async def test_a_taken_port_is_named(tmp_path):
