@@ -28,7 +28,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "orchestrator.simulator": ("types", "config", "policy"),
     "orchestrator.simulator.real": ("simulator",),
     "orchestrator.launch": ("types", "telemetry", "parent", "config", "store"),
-    "orchestrator.cli": ("types", "telemetry", "parent", "config", "store", "launch", "simulator", "simulator.real"),
+    "orchestrator.cli": (
+        *("types", "telemetry", "parent", "config", "wire", "store", "launch"),
+        *("simulator", "simulator.real"),
+    ),
     "connectors.handshake": (),
     "connectors.push": ("connectors.handshake",),
     "workers": ("types", "telemetry", "parent", "config", "wire", "policy", "store"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -97,6 +98,14 @@ class FarWorker:
     def start(self) -> None:
         self.process = subprocess.Popen(self._command, cwd=ROOT, env=self._environment)
 
+    def until_joined(self, fleet: RunningFleet) -> None:
+        def joined() -> bool:
+            if self.process.poll() == EXIT_AGAIN:  # Redis was too slow for it, say
+                self.start()
+            return "far" in there(fleet)
+
+        fleet.until(joined, "it has joined")
+
     def exit_code(self) -> int:
         return self.process.wait(60)
 
@@ -119,7 +128,7 @@ def decoded_by(fleet: RunningFleet, worker_id: str) -> int:
 
 
 async def test_a_second_host_joins_serves_restarts_and_is_drained(fleet: RunningFleet, far: FarWorker) -> None:
-    await asyncio.to_thread(fleet.until, lambda: "far" in there(fleet), "it has joined")
+    await asyncio.to_thread(far.until_joined, fleet)
     assert there(fleet) == {"prefill-0": HERE, "decode-0": HERE, "far": THERE}
     command = Path(f"/proc/{far.process.pid}/cmdline").read_text()
     assert "workers.main" in command and "a-secret" not in command
@@ -133,6 +142,30 @@ async def test_a_second_host_joins_serves_restarts_and_is_drained(fleet: Running
         assert await asyncio.to_thread(far.exit_code) == 0, "drained: not to be started again"
         await asyncio.to_thread(fleet.until, lambda: set(there(fleet)) == {"prefill-0", "decode-0"}, "it is gone")
     assert [(a.status, a.error) for a in answers if not a.ok] == []
+
+
+def test_the_doctor_finds_ports_that_are_not_reached(
+    fleet: RunningFleet, far: FarWorker, second_host: list[str], redis_url: str
+) -> None:
+    far.until_joined(fleet)
+    lines = fleet.cli("doctor", "ports", THERE).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["ok"] * 3 and all(f"far: {THERE}:" in line for line in lines)
+    command = [*second_host, sys.executable, "-m", "orchestrator.cli.main", "doctor", "ports", HERE]
+    command += ["--redis", redis_url, "--namespace", fleet.namespace, "--json"]
+    back = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    named = {(check["name"], check["level"]) for check in json.loads(back.stdout)}
+    assert named == {("Requests", "ok"), ("Load reports", "ok"), ("KV port", "ok")}, "its HTTP port is loopback's"
+    far.process.send_signal(signal.SIGSTOP)  # so that it stays registered while it is cut off
+    try:
+        ip(f"-n {NAME} link set {NAME}b down")
+        cut = fleet.cli("doctor", "ports", THERE, check=False)
+    finally:
+        ip(f"-n {NAME} link set {NAME}b up")
+        far.process.send_signal(signal.SIGCONT)
+    assert cut.returncode == 1 and "open it in the firewall" in cut.stdout
+    assert [line.split()[0] for line in cut.stdout.splitlines()] == ["fail"] * 3
+    nobody = fleet.cli("doctor", "ports", "192.0.2.1", check=False)
+    assert nobody.returncode == 2 and "nothing of this fleet runs on 192.0.2.1; its hosts: " in nobody.stderr
 
 
 def test_a_token_that_is_damaged_or_leads_nowhere(second_host: list[str], redis_url: str) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from orchestrator.cli.doctor.check import Check
-from orchestrator.cli.doctor.fleet import kv_checks, redis_checks
+from orchestrator.cli.doctor.fleet import kv_checks, port_checks, redis_checks
 from orchestrator.cli.doctor.host import host_checks
 from orchestrator.cli.handle import (
     OUT,
@@ -68,6 +68,19 @@ def kv(
     handle: FleetHandle = find_fleet(namespace, redis)
     checks = _Shown(as_json)
     asyncio.run(checks.each(kv_checks(handle, source, target)))
+    checks.end()
+
+
+@doctor_app.command("ports")
+def ports(
+    host: Annotated[str, typer.Argument(metavar="HOST", help="Address or name of a host of the fleet.")],
+    namespace: NamespaceOption = None,
+    redis: RedisOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Look whether each port of the fleet's processes on another host is reached from here."""
+    checks = _Shown(as_json)
+    asyncio.run(checks.each(port_checks(find_fleet(namespace, redis), host)))
     checks.end()
 
 

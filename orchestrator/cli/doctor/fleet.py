@@ -1,4 +1,4 @@
-"""What the doctor looks at in a fleet: its Redis, and the way that KV takes between two of its workers."""
+"""What the doctor looks at in a fleet: its Redis, the ports of a host, and the way of KV between two workers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from orchestrator.cli.handle import FleetHandle, OpenFleet, open_fleet
 from orchestrator.cli.look.frontend import get_text, reachable
 from orchestrator.config.settings import Refused
 from orchestrator.types import Role, WorkerInfo
+from orchestrator.wire.addresses import in_url, resolve
 
 _PINGS = 20
 _CONNECT_S = 2.0
@@ -67,10 +68,36 @@ async def kv_checks(handle: FleetHandle, source: str, target: str) -> AsyncItera
         fits = a.kv.tp_size % b.kv.tp_size == 0 or b.kv.tp_size % a.kv.tp_size == 0
         yield Check("Ranks", "ok" if fits else "fail", ranks, "" if fits else "let one divide the other")
         for worker in (a, b):
-            yield await _port("KV port", worker.id, worker.kv.host, worker.kv.port, worker.identity.engine)
+            yield await _port("KV port", worker.id, worker.kv.host, worker.kv.port)
             address = urlsplit(worker.request_address)
-            yield await _port("Requests", worker.id, address.hostname or "", address.port or 0, "")
+            yield await _port("Requests", worker.id, address.hostname or "", address.port or 0)
         yield await _transferred(fleet, handle, a)
+
+
+async def port_checks(handle: FleetHandle, host: str) -> AsyncIterator[Check]:
+    """Whether each port of the fleet's processes on `host`, an address or a name, is reached. Raises Refused."""
+    async with open_fleet(handle) as fleet:
+        workers, frontends = await fleet.registry.workers(), await fleet.registry.frontends()
+    try:
+        address = resolve(host)
+    except OSError as error:
+        raise Refused(f"{host!r} has no address ({error.strerror})") from None
+    ports = [
+        (name, worker.id, url)
+        for worker in workers.values()
+        for name, url in (
+            ("Requests", worker.request_address),
+            ("Load reports", worker.load_address),
+            ("KV port", f"tcp://{in_url(worker.kv.host)}:{worker.kv.port}"),
+        )
+    ]
+    ports += [("HTTP", frontend.id, frontend.url) for frontend in frontends.values() if frontend.url]
+    there = [(name, process, urlsplit(url)) for name, process, url in ports if urlsplit(url).hostname == address]
+    if not there:
+        hosts = sorted({urlsplit(url).hostname or "" for _, _, url in ports})
+        raise Refused(f"nothing of this fleet runs on {address}; its hosts: {', '.join(hosts) or 'none'}")
+    for name, process, at in there:
+        yield await _port(name, process, address, at.port or 0)
 
 
 def _named(worker_id: str, workers: dict[str, WorkerInfo]) -> WorkerInfo:
@@ -79,9 +106,7 @@ def _named(worker_id: str, workers: dict[str, WorkerInfo]) -> WorkerInfo:
     return workers[worker_id]
 
 
-async def _port(name: str, worker_id: str, host: str, port: int, engine: str) -> Check:
-    if engine == "sim":
-        return Check(name, "ok", f"{worker_id}: simulated, no KV is moved")
+async def _port(name: str, process: str, host: str, port: int) -> Check:
     began = time.perf_counter()
     try:
         async with asyncio.timeout(_CONNECT_S):
@@ -91,14 +116,14 @@ async def _port(name: str, worker_id: str, host: str, port: int, engine: str) ->
         return Check(
             name,
             "fail",
-            f"{worker_id}: {host}:{port}: {why}",
+            f"{process}: {in_url(host)}:{port}: {why}",
             "open it in the firewall; see workers.bind and workers.advertise",
         )
     took_ms = (time.perf_counter() - began) * 1e3
     writer.close()
     with contextlib.suppress(OSError):
         await writer.wait_closed()
-    return Check(name, "ok", f"{worker_id}: {host}:{port} answers in {took_ms:.1f} ms")
+    return Check(name, "ok", f"{process}: {in_url(host)}:{port} answers in {took_ms:.1f} ms")
 
 
 async def _transferred(fleet: OpenFleet, handle: FleetHandle, source: WorkerInfo) -> Check:
