@@ -100,6 +100,19 @@ class EngineSpeed(msgspec.Struct, frozen=True):
     step_s_per_sequence: float = 0.0
 
 
+class Peer(msgspec.Struct, frozen=True, array_like=True):
+    """What other workers know of one: who it is, the ports by which it proves to be alive, and what it does."""
+
+    worker_id: str
+    engine_id: str
+    request_address: str
+    kv_host: str
+    kv_port: int
+    role: Role
+    state: WorkerState
+    generation: int
+
+
 class WorkerInfo(msgspec.Struct, frozen=True):
     """One registered worker: everything about it that changes seldom."""
 

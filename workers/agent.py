@@ -18,10 +18,11 @@ import msgspec
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.parent import EXIT_AGAIN, own_identity
 from orchestrator.store.client import Redis, RedisAway
+from orchestrator.store.events import Left, Ordered, Resync
 from orchestrator.store.log_levels import LogLevels, follow_log_level
 from orchestrator.store.queue import PrefillQueue
-from orchestrator.store.registry import IncompatibleWorker, Left, Ordered, Registry, Resync
-from orchestrator.types import Role, WorkerInfo
+from orchestrator.store.registry import IncompatibleWorker, Registry
+from orchestrator.types import Peer, Role, WorkerInfo
 from orchestrator.wire.addresses import Listening
 from orchestrator.wire.curve import KeyPair
 from orchestrator.wire.ticks import ticks
@@ -100,7 +101,9 @@ class Agent:
         """Each part is made of those above it."""
         self._frontends = Frontends(info.id, self._transport.send)
         mesh = self._transport
-        self._load = LoadReporter(info.id, info.blocks_total, self._attempts, mesh.publish, lambda: mesh.corrupt)
+        self._load = LoadReporter(
+            info.id, info.blocks_total, self._attempts, mesh.publish, lambda: mesh.corrupt, lambda: len(self._peers)
+        )
         self._prefix = PrefixReporter(info.id, self._transport.publish, self._frontends.send, self._load)
         self._prefills = Prefills(
             info=info,
@@ -247,8 +250,10 @@ class Agent:
         self.life.enter(Life.READY)
         while not self._ended.is_set():
             try:
-                await refuse_twin((await self._registry.workers()).get(self.worker_id))
-                await self._registry.join(self._current(), self._config.workers.timeout_s)
+                me, other = self._current(), await self._registry.worker(self.worker_id)
+                if other is None or other.kv.engine_id != me.kv.engine_id:  # else only the answer to `join` was lost
+                    await refuse_twin(other)
+                await self._registry.join(me, self._config.workers.timeout_s)
                 self.joined = True
                 break
             except RedisAway as error:
@@ -312,13 +317,13 @@ class Agent:
             elif isinstance(event, Resync) or getattr(event, "kind", "") == "worker":
                 self._peers.heard(event)
 
-    async def _peer_died(self, peer: WorkerInfo) -> None:
+    async def _peer_died(self, peer: Peer) -> None:
         try:
-            await self._engine.fail_peer(peer.kv.engine_id)
+            await self._engine.fail_peer(peer.engine_id)
         except RuntimeError as error:  # it may be dead too
-            log.info("the engine was not told that %s is dead: %s", peer.id, error)
+            log.info("the engine was not told that %s is dead: %s", peer.worker_id, error)
         self._load.dirty.set()
-        await self._claims.peer_died(peer.id)
+        await self._claims.peer_died(peer.worker_id)
 
     # ---- the data path -----------------------------------------------------------------------------------------
 
@@ -329,11 +334,6 @@ class Agent:
     async def _pump(self) -> None:
         while True:
             await self._serving.deliver(await self._engine.next_step())
-
-    @property
-    def ready(self) -> bool:
-        """Registered, and takes requests."""
-        return self.joined and self.life.state is Life.READY
 
     # ---- leaving -----------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from orchestrator.wire.probes import probes
 from workers.agent import Agent, EngineStartFailed
 from workers.arguments import WorkerSettings, listening_at, parse
 from workers.engine import Engine
+from workers.lifecycle import Life
 from workers.peers import IdInUse, refuse_twin
 
 log = logging.getLogger("pd.worker")
@@ -107,7 +108,7 @@ async def _run(parsed: WorkerSettings) -> int:
             loop.add_signal_handler(number, agent.request_stop, leave_s)
         if not parsed.id_claimed:
             holding = asyncio.create_task(_hold_id(agent, parsed), name="hold-id")
-        async with probes(listening.bind, parsed.health_port, lambda: agent.ready):
+        async with probes(listening.bind, parsed.health_port, lambda: agent.joined and agent.life.state is Life.READY):
             return await agent.run()
     finally:
         if holding is not None:

@@ -16,8 +16,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from orchestrator.parent import has_ended
 from orchestrator.store.client import RedisAway
-from orchestrator.store.registry import Changed, Joined, Left, Registry, RegistryEvent, Resync
-from orchestrator.types import Role, WorkerInfo, WorkerState
+from orchestrator.store.events import Changed, Joined, Left, RegistryEvent, Resync
+from orchestrator.store.registry import Registry
+from orchestrator.types import Peer, Role, WorkerInfo, WorkerState
 from orchestrator.wire.messages import PROTOCOL_VERSION, Hello, Rejected, ToFrontend, Welcome
 from workers.engine import Refusal
 
@@ -120,25 +121,31 @@ class Frontends:
 
 
 class Peers:
-    """Calls `on_dead` once for each engine proven dead, with what its worker was registered as."""
+    """Calls `on_dead` once for each engine proven dead."""
 
     def __init__(
-        self, worker_id: str, registry: Registry, timeout_s: float, on_dead: Callable[[WorkerInfo], Awaitable[None]]
+        self, worker_id: str, registry: Registry, timeout_s: float, on_dead: Callable[[Peer], Awaitable[None]]
     ) -> None:
         """`timeout_s`: how long a host may be unreachable before its engines count as dead."""
         self._worker_id, self._registry = worker_id, registry
         self._timeout_s, self._on_dead = timeout_s, on_dead
-        self._known: dict[str, WorkerInfo] = {}  # by engine id
+        # By worker id, then by engine id: a worker has one engine, and those of its predecessors until they are proven
+        # dead.
+        self._known: dict[str, dict[str, Peer]] = {}
         self._missing: dict[str, asyncio.Task[None]] = {}
         self._events: asyncio.Queue[RegistryEvent] = asyncio.Queue()
 
+    def __len__(self) -> int:
+        """How many other workers are known."""
+        return len(self._known)
+
     def decodes(self, generation: int) -> bool:
         """Whether KV of this generation could pass to a decode worker. Asked while several generations are there."""
-        infos = self._known.values()
-        if all(info.generation == generation for info in infos):
+        peers = [peer for engines in self._known.values() for peer in engines.values()]
+        if all(peer.generation == generation for peer in peers):
             return True  # nobody is left out; what is not known here may be there
-        ready = (info for info in infos if info.state is WorkerState.READY and info.kv.engine_id not in self._missing)
-        return any(info.role is Role.DECODE and info.generation == generation for info in ready)
+        ready = (peer for peer in peers if peer.state is WorkerState.READY and peer.engine_id not in self._missing)
+        return any(peer.role is Role.DECODE and peer.generation == generation for peer in ready)
 
     @property
     def suspects(self) -> set[str]:
@@ -150,47 +157,45 @@ class Peers:
         self._events.put_nowait(event)
 
     async def run(self) -> None:
-        """Runs until cancelled. Reads what changed and no more: a fleet of a thousand that starts makes a thousand
+        """Runs until cancelled. Reads nothing but after a Resync: a fleet of a thousand that starts makes a thousand
         events, and each of them reaches a thousand workers."""
         while True:
             event = await self._events.get()
-            try:
-                if isinstance(event, Left):
-                    self._expect(event.id, None)
-                elif isinstance(event, Joined | Changed):
-                    self._expect(event.id, await self._registry.worker(event.id))
-                elif isinstance(event, Resync):
+            if isinstance(event, Left):
+                self._expect(event.id, None)
+            elif isinstance(event, Joined | Changed) and event.peer is not None:
+                self._expect(event.id, event.peer)
+            elif isinstance(event, Resync):
+                try:
                     await self.compare()
-            except RedisAway as error:
-                log.debug("membership not read: %s", error)  # once it is back, a Resync comes
+                except RedisAway as error:
+                    log.debug("membership not read: %s", error)  # once it is back, a Resync comes
 
     async def compare(self) -> None:
         """With all of the registry. Raises RedisAway."""
-        workers = await self._registry.workers()
-        for worker_id in {info.id for info in self._known.values()} | workers.keys():
-            self._expect(worker_id, workers.get(worker_id))
+        registered = {engine.worker_id: engine for engine in await self._registry.peers()}
+        for worker_id in self._known.keys() | registered.keys():
+            self._expect(worker_id, registered.get(worker_id))
 
-    def _expect(self, worker_id: str, info: WorkerInfo | None) -> None:
-        """`info` is what is registered under this id now, None for nothing. Any other engine that was known by it is
-        probed until it is back or proven dead."""
+    def _expect(self, worker_id: str, registered: Peer | None) -> None:
+        """`registered` is what has this id now, None for nothing. Any other engine that was known by it is probed until
+        it is back or proven dead."""
         if worker_id == self._worker_id:
             return
-        if info is not None:
-            self._known[info.kv.engine_id] = info
-            if task := self._missing.pop(info.kv.engine_id, None):
+        if registered is not None:
+            self._known.setdefault(worker_id, {})[registered.engine_id] = registered
+            if task := self._missing.pop(registered.engine_id, None):
                 task.cancel()
-        for engine_id, known in self._known.items():
-            replaced = known.id == worker_id and known is not info
-            if replaced and engine_id not in self._missing:
-                self._missing[engine_id] = asyncio.create_task(self._prove(known), name=f"probe-{worker_id}")
+        for engine_id, engine in self._known.get(worker_id, {}).items():
+            if engine is not registered and engine_id not in self._missing:
+                self._missing[engine_id] = asyncio.create_task(self._prove(engine), name=f"probe-{worker_id}")
 
-    async def _prove(self, info: WorkerInfo) -> None:
+    async def _prove(self, engine: Peer) -> None:
         """Runs until the engine is proven dead, or cancelled because it is back."""
-        engine_id = info.kv.engine_id
         unreachable_s = 0.0
         while True:
             began = time.monotonic()
-            answers = [await listening(info.request_address), await probe(info.kv.host, info.kv.port)]
+            answers = [await listening(engine.request_address), await probe(engine.kv_host, engine.kv_port)]
             if any(answer is True for answer in answers):
                 unreachable_s = 0.0
             elif all(answer is False for answer in answers) or unreachable_s > self._timeout_s:
@@ -198,10 +203,13 @@ class Peers:
             await asyncio.sleep(PROBE_INTERVAL_S)
             # If this took longer, it was this process that did not run, which proves nothing.
             unreachable_s += min(time.monotonic() - began, 2 * PROBE_TIMEOUT_S + PROBE_INTERVAL_S)
-        log.warning("worker %s is dead: ending KV transfers with its engine %s", info.id, engine_id)
-        self._known.pop(engine_id, None)
-        self._missing.pop(engine_id, None)
-        await self._on_dead(info)
+        log.warning("worker %s is dead: ending KV transfers with its engine %s", engine.worker_id, engine.engine_id)
+        engines = self._known[engine.worker_id]
+        del engines[engine.engine_id]
+        if not engines:
+            del self._known[engine.worker_id]
+        self._missing.pop(engine.engine_id, None)
+        await self._on_dead(engine)
 
     async def close(self) -> None:
         tasks = list(self._missing.values())

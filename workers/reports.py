@@ -16,6 +16,10 @@ from workers.attempts import Attempts
 from workers.engine import Engine, EngineDead, EngineLoad, PrefixChanges, PrefixDelta
 
 LOAD_INTERVAL_S = 0.002  # at least, between two reports
+# Every frontend reads every worker's reports. So many in all are a tenth of a core, whatever the fleet's size ...
+REPORTS_PER_S = 2500
+# ... until a worker would be silent for so long that two lost reports make it quiet (`fleet/membership.py`).
+MAX_LOAD_INTERVAL_S = 0.5
 IDLE_REPORT_S = 0.25
 UNREPORTED_S = 0.025  # after something that no step may report, ask the engine this soon
 ENGINE_HUNG_S = 120.0  # no step is as long as this
@@ -24,6 +28,15 @@ PREFIX_INTERVAL_S = 0.02
 SNAPSHOT_KEYS = 8192  # of one message: a frontend takes it in within a few milliseconds
 _RATE_WINDOW_S = 0.1
 _RATE_WEIGHT = 0.3
+
+
+def load_interval_s(workers: int) -> float:
+    """Seconds between two reports of a worker of a fleet of so many.
+
+    A frontend knows what it has itself sent to a worker since its last report. What the other frontends have sent in
+    this time is little per worker where there are many workers.
+    """
+    return min(max(LOAD_INTERVAL_S, workers / REPORTS_PER_S), MAX_LOAD_INTERVAL_S)
 
 
 class PrefillRate:
@@ -79,8 +92,10 @@ class LoadReporter:
         attempts: Attempts,
         publish: Callable[[WorkerLoad], None],
         corrupt_messages: Callable[[], int] = int,
+        peers: Callable[[], int] = int,
     ) -> None:
-        self._worker_id, self.blocks_total = worker_id, blocks_total
+        """`peers`: how many other workers there are."""
+        self._worker_id, self.blocks_total, self._peers = worker_id, blocks_total, peers
         self._attempts, self._publish, self._corrupt_messages = attempts, publish, corrupt_messages
         self.rate = PrefillRate()
         self.engine = EngineLoad(blocks_free=blocks_total, running=0, waiting=0, step_ms=0.0)
@@ -146,7 +161,7 @@ class LoadReporter:
     def publish_soon(self) -> None:
         if self._timer is not None:
             return
-        wait_s = self._published_at + LOAD_INTERVAL_S - time.monotonic()
+        wait_s = self._published_at + load_interval_s(self._peers() + 1) - time.monotonic()
         if wait_s <= 0:
             self._publish_now()
         else:

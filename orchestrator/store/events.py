@@ -1,20 +1,72 @@
-"""What happened in a fleet, for operators: bounded, in Redis, which outlives frontends and launchers.
+"""What happens in a fleet: what the registry tells whoever watches it, and what is kept for operators.
 
+What is kept is bounded, and in Redis, which outlives frontends and launchers.
 The registry's functions note who joined, left, was lost or changed its role, and every change of the desired ratio
 (`store/lua/registry.lua`). Frontends note what they retried, and what `ratio.mode: auto` has decided.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Union
 
 import msgspec
 
 from orchestrator.store.client import Redis
 from orchestrator.store.keys import REGISTRY, Keys
+from orchestrator.types import Peer
 
 BEGINNING = "-"
 KEPT = 100  # decisions on the ratio
+
+
+class Joined(msgspec.Struct, tag="joined", frozen=True):
+    """A member joined. `kind` is "worker", "frontend" or "launcher", here and below.
+
+    `peer` is a worker's. It is in the event, since each event reaches every worker: if all of them asked for it, a
+    fleet that starts would cost Redis the square of its size.
+    """
+
+    id: str
+    kind: str = "worker"
+    peer: Peer | None = None
+
+
+class Changed(msgspec.Struct, tag="changed", frozen=True):
+    """A member's role, state or addresses changed."""
+
+    id: str
+    kind: str = "worker"
+    peer: Peer | None = None
+
+
+class Left(msgspec.Struct, tag="left", frozen=True):
+    """A member left, or was silent for longer than its time to live."""
+
+    id: str
+    kind: str = "worker"
+
+
+class Ordered(msgspec.Struct, tag="ordered", frozen=True):
+    """A worker has orders. Its next refresh returns them; it may refresh at once."""
+
+    id: str
+
+
+class DesiredChanged(msgspec.Struct, tag="desired_changed", frozen=True):
+    """The desired ratio was set."""
+
+
+class Resync(msgspec.Struct, tag="resync", frozen=True):
+    """The subscription is new. Anything may have changed before it, so read everything again."""
+
+
+RegistryEvent = Union[Joined, Changed, Left, Ordered, DesiredChanged, Resync]
+_decoder: msgspec.json.Decoder[RegistryEvent] = msgspec.json.Decoder(RegistryEvent, strict=False)
+
+
+def decode_change(payload: bytes) -> RegistryEvent:
+    """Raises msgspec.DecodeError, UnicodeDecodeError."""
+    return _decoder.decode(payload)
 
 
 class Event(msgspec.Struct, frozen=True):

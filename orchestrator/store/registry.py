@@ -10,15 +10,16 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any, Union
+from typing import Any
 
 import msgspec
 
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.configuration import Configuration
+from orchestrator.store.events import RegistryEvent, Resync, decode_change
 from orchestrator.store.fields import worker_from_fields, worker_to_fields
 from orchestrator.store.keys import REGISTRY, Keys
-from orchestrator.types import ALWAYS_EQUAL, DesiredRatio, EngineIdentity, Offered, Role, WorkerInfo
+from orchestrator.types import ALWAYS_EQUAL, DesiredRatio, EngineIdentity, Offered, Peer, Role, WorkerInfo
 
 log = logging.getLogger("pd.registry")
 
@@ -61,45 +62,6 @@ class Frontend(msgspec.Struct, frozen=True):
     generation: int = 0  # of the configuration that a launcher started it with; or NO_LAUNCHER
 
 
-class Joined(msgspec.Struct, tag="joined", frozen=True):
-    """A member joined. `kind` is "worker", "frontend" or "launcher", here and below."""
-
-    id: str
-    kind: str = "worker"
-
-
-class Changed(msgspec.Struct, tag="changed", frozen=True):
-    """A member's role, state or addresses changed."""
-
-    id: str
-    kind: str = "worker"
-
-
-class Left(msgspec.Struct, tag="left", frozen=True):
-    """A member left, or was silent for longer than its time to live."""
-
-    id: str
-    kind: str = "worker"
-
-
-class Ordered(msgspec.Struct, tag="ordered", frozen=True):
-    """A worker has orders. Its next refresh returns them; it may refresh at once."""
-
-    id: str
-
-
-class DesiredChanged(msgspec.Struct, tag="desired_changed", frozen=True):
-    """The desired ratio was set."""
-
-
-class Resync(msgspec.Struct, tag="resync", frozen=True):
-    """The subscription is new. Anything may have changed before it, so read everything again."""
-
-
-RegistryEvent = Union[Joined, Changed, Left, Ordered, DesiredChanged, Resync]
-_events: msgspec.json.Decoder[RegistryEvent] = msgspec.json.Decoder(RegistryEvent)
-
-
 class Registry:
     """Every method but `watch` raises RedisAway."""
 
@@ -130,6 +92,14 @@ class Registry:
         """All live workers. One whose hash cannot be read is logged and left out."""
         read = [self._read_worker(worker_id, fields) for worker_id, fields in await self._members("worker")]
         return {info.id: info for info in read if info is not None}
+
+    async def peers(self) -> list[Peer]:
+        """All live workers. One whose hash cannot be read is left out."""
+        found = []
+        for row in await self._call("peers"):
+            with contextlib.suppress(msgspec.ValidationError):
+                found.append(msgspec.convert([_text(part) for part in row], Peer, strict=False))
+        return found
 
     async def worker(self, worker_id: str) -> WorkerInfo | None:
         """One live worker; None when there is none by that id, or its hash cannot be read (which is logged)."""
@@ -296,7 +266,7 @@ class Registry:
                         yield Resync()
                         continue
                     try:
-                        event = _events.decode(payload)
+                        event = decode_change(payload)
                     except (msgspec.DecodeError, UnicodeDecodeError) as error:
                         log.warning("dropped a corrupt event %r: %s", payload[:80], error)
                     else:

@@ -11,8 +11,9 @@ import zmq.asyncio
 from support_workers import Workers, expected, running_workers, until
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
-from orchestrator.store.registry import IncompatibleWorker
-from orchestrator.types import Role
+from orchestrator.store.client import RedisAway
+from orchestrator.store.registry import IncompatibleWorker, Registry
+from orchestrator.types import Peer, Role, WorkerInfo, WorkerState
 from orchestrator.wire.curve import KeyPair, use_as_client
 from orchestrator.wire.messages import Abort, Call, Hello, Rejected, Submit
 
@@ -240,6 +241,23 @@ async def test_role_changes_in_place_once_its_requests_have_ended(workers: Worke
     await workers.assert_no_leaks()
 
 
+async def test_a_join_whose_answer_was_lost_is_no_twin(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis has carried it out, and a worker that asks again finds itself."""
+    join, calls = Registry.join, 0
+
+    async def lost_once(self: Registry, info: WorkerInfo, ttl_s: float) -> None:
+        nonlocal calls
+        calls += 1
+        await join(self, info, ttl_s)
+        if calls == 1:
+            raise RedisAway("the answer did not come")
+
+    monkeypatch.setattr(Registry, "join", lost_once)
+    worker = await workers.start(Role.DECODE)
+    await until(lambda: worker.agent.joined)
+    assert calls == 2 and not worker.task.done()
+
+
 async def test_what_does_not_end_by_the_drain_deadline_is_given_back(redis_server: EmbeddedRedis) -> None:
     async with running_workers(redis_server, workers={"drain_timeout_s": 0.2}) as workers:
         worker, other = await workers.start(Role.DECODE, speed=1.0), await workers.start(Role.DECODE)
@@ -342,5 +360,6 @@ async def test_a_death_frees_claims_also_when_the_engine_fails_to_hear_of_it(
 
     monkeypatch.setattr(worker.engine, "fail_peer", fail)
     monkeypatch.setattr(worker.agent._claims, "peer_died", hear)
-    await worker.agent._peer_died(dead.info)
+    at = ("an-engine", "tcp://127.0.0.1:1", "127.0.0.1", 1)
+    await worker.agent._peer_died(Peer(dead.id, *at, Role.PREFILL, WorkerState.READY, 0))
     assert heard == [dead.id]

@@ -12,12 +12,10 @@ import pytest
 from support_workers import until
 
 from orchestrator.store.client import RedisAway
-from orchestrator.store.registry import Changed, Joined, Left, Resync
-from orchestrator.types import EngineIdentity, KVEndpoint, Role, WorkerInfo, WorkerState
+from orchestrator.store.events import Joined, Left, Resync
+from orchestrator.types import Peer, Role, WorkerState
 from workers import peers as peers_module
 from workers.peers import Frontends, Peers, listening, probe
-
-IDENTITY = EngineIdentity("m", "f", "auto", 16, 4096, "sim", "1", 1)
 
 
 class Listener:
@@ -29,27 +27,21 @@ class Listener:
 
 
 class FakeRegistry:
-    """Answers `workers()` and `worker()`, whose calls it keeps; may be away."""
+    """Answers `peers()`, and counts how often; may be away."""
 
-    def __init__(self, *infos: WorkerInfo) -> None:
-        self.infos, self.away = list(infos), False
-        self.reads: list[str] = []
+    def __init__(self, *registered: Peer) -> None:
+        self.registered, self.away, self.reads = list(registered), False, 0
 
-    async def workers(self) -> dict[str, WorkerInfo]:
+    async def peers(self) -> list[Peer]:
+        self.reads += 1
         if self.away:
             raise RedisAway("gone")
-        return {info.id: info for info in self.infos}
-
-    async def worker(self, worker_id: str) -> WorkerInfo | None:
-        self.reads.append(worker_id)
-        return (await self.workers()).get(worker_id)
+        return list(self.registered)
 
 
-def info_of(name: str, request_port: int, kv_port: int, engine_id: str = "") -> WorkerInfo:
-    return WorkerInfo(
-        name, Role.DECODE, WorkerState.READY, "127.0.0.1", 1, f"tcp://127.0.0.1:{request_port}", "tcp://127.0.0.1:1",
-        IDENTITY, KVEndpoint(engine_id or f"engine-{name}", "127.0.0.1", kv_port), 100, 8, 64, 1, 1.0,
-    )  # fmt: skip
+def peer_of(name: str, request_port: int, kv_port: int, engine_id: str = "") -> Peer:
+    requests = f"tcp://127.0.0.1:{request_port}"
+    return Peer(name, engine_id or f"engine-{name}", requests, "127.0.0.1", kv_port, Role.DECODE, WorkerState.READY, 0)
 
 
 class Watched:
@@ -57,8 +49,8 @@ class Watched:
         self.registry, self.dead = registry, list[str]()
         self.peers = Peers("me", registry, timeout_s, self._died)  # type: ignore[arg-type]
 
-    async def _died(self, info: WorkerInfo) -> None:
-        self.dead.append(info.kv.engine_id)
+    async def _died(self, engine: Peer) -> None:
+        self.dead.append(engine.engine_id)
 
 
 @pytest.fixture(autouse=True)
@@ -76,9 +68,9 @@ async def alive() -> AsyncIterator[tuple[Listener, Listener]]:
 
 async def test_missing_but_listening_is_alive_until_both_ports_are_gone(alive: tuple[Listener, Listener]) -> None:
     agent, engine = alive
-    watched = Watched(FakeRegistry(info_of("a", agent.port, engine.port)))
+    watched = Watched(FakeRegistry(peer_of("a", agent.port, engine.port)))
     await watched.peers.compare()
-    watched.registry.infos.clear()
+    watched.registry.registered.clear()
     await watched.peers.compare()
     agent.socket.close()
     # Its agent is gone; its engine still listens, so it could still write.
@@ -95,12 +87,12 @@ async def test_missing_but_listening_is_alive_until_both_ports_are_gone(alive: t
 
 async def test_one_that_comes_back_is_not_probed_any_more(alive: tuple[Listener, Listener]) -> None:
     agent, engine = alive
-    info = info_of("a", agent.port, engine.port)
+    info = peer_of("a", agent.port, engine.port)
     watched = Watched(FakeRegistry(info))
     await watched.peers.compare()
-    watched.registry.infos = []
+    watched.registry.registered = []
     await watched.peers.compare()
-    watched.registry.infos = [info]
+    watched.registry.registered = [info]
     await watched.peers.compare()
     agent.socket.close()
     engine.socket.close()
@@ -114,39 +106,40 @@ async def test_a_successor_of_the_same_id_does_not_hide_the_dead(alive: tuple[Li
     agent, engine = alive
     gone = Listener()
     gone.socket.close()
-    watched = Watched(FakeRegistry(info_of("a", gone.port, gone.port, "old")))
+    watched = Watched(FakeRegistry(peer_of("a", gone.port, gone.port, "old")))
     await watched.peers.compare()
-    watched.registry.infos = [info_of("a", agent.port, engine.port, "new")]
+    watched.registry.registered = [peer_of("a", agent.port, engine.port, "new")]
     await watched.peers.compare()
     await until(lambda: watched.dead == ["old"])
     await watched.peers.close()
 
 
-async def test_events_are_followed_by_reading_only_whom_they_name(alive: tuple[Listener, Listener]) -> None:
+async def test_events_are_followed_without_asking_redis(alive: tuple[Listener, Listener]) -> None:
     agent, engine = alive
     gone = Listener()
     gone.socket.close()
-    watched = Watched(FakeRegistry(info_of("a", agent.port, engine.port), info_of("b", gone.port, gone.port)))
+    a, b = peer_of("a", agent.port, engine.port), peer_of("b", gone.port, gone.port)
+    watched = Watched(FakeRegistry(a))
     following = asyncio.create_task(watched.peers.run())
-    for event in (Resync(), Joined("a"), Changed("b"), Joined("me")):
+    me, frontend = Joined("me", peer=peer_of("me", 1, 1)), Joined("f", "frontend")
+    for event in (Resync(), Joined("b", peer=b), me, frontend):
         watched.peers.heard(event)
-    await until(lambda: len(watched.registry.reads) == 3)
+    await until(lambda: len(watched.peers) == 2)
     watched.registry.away = True
-    watched.peers.heard(Changed("a"))  # Redis does not answer: nobody is dead for that
+    watched.peers.heard(Resync())  # Redis does not answer: nobody is dead for that
     watched.peers.heard(Left("a"))  # it left, but listens
     watched.peers.heard(Left("b"))
     await until(lambda: watched.dead == ["engine-b"])
-    assert watched.peers.suspects == {"engine-a"}
-    watched.registry.away = False
-    watched.peers.heard(Joined("a"))
+    assert watched.peers.suspects == {"engine-a"} and len(watched.peers) == 1
+    watched.peers.heard(Joined("a", peer=a))
     await until(lambda: not watched.peers.suspects)
-    assert watched.registry.reads == ["a", "b", "me", "a", "a"] and watched.dead == ["engine-b"]
+    assert watched.registry.reads == 2 and watched.dead == ["engine-b"]
     following.cancel()
     await watched.peers.close()
 
 
 async def test_redis_away_proves_nothing() -> None:
-    watched = Watched(FakeRegistry(info_of("a", 1, 1)))
+    watched = Watched(FakeRegistry(peer_of("a", 1, 1)))
     await watched.peers.compare()
     watched.registry.away = True
     with pytest.raises(RedisAway):
@@ -160,9 +153,9 @@ async def test_an_unreachable_host_is_dead_after_the_timeout(monkeypatch: pytest
         return None
 
     monkeypatch.setattr(peers_module, "probe", no_answer)
-    watched = Watched(FakeRegistry(info_of("a", 1, 1)), timeout_s=0.1)
+    watched = Watched(FakeRegistry(peer_of("a", 1, 1)), timeout_s=0.1)
     await watched.peers.compare()
-    watched.registry.infos = []
+    watched.registry.registered = []
     await watched.peers.compare()
     await asyncio.sleep(0)
     assert watched.dead == []
@@ -184,9 +177,9 @@ async def test_a_pause_of_the_judge_is_no_proof(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(peers_module, "probe", no_answer_while_paused)
     monkeypatch.setattr(peers_module, "PROBE_TIMEOUT_S", 0.05)
-    watched = Watched(FakeRegistry(info_of("a", 1, 1)), timeout_s=0.3)
+    watched = Watched(FakeRegistry(peer_of("a", 1, 1)), timeout_s=0.3)
     await watched.peers.compare()
-    watched.registry.infos = []
+    watched.registry.registered = []
     await watched.peers.compare()
     await until(lambda: probes > 6)
     assert watched.dead == []
@@ -207,9 +200,9 @@ def test_a_frontend_is_gone_when_it_was_out_of_reach_while_this_process_ran() ->
 
 
 async def test_itself_is_no_peer() -> None:
-    watched = Watched(FakeRegistry(info_of("me", 1, 1)))
+    watched = Watched(FakeRegistry(peer_of("me", 1, 1)))
     await watched.peers.compare()
-    watched.registry.infos = []
+    watched.registry.registered = []
     await watched.peers.compare()
     assert not watched.peers.suspects
     await watched.peers.close()
@@ -225,17 +218,17 @@ async def test_probe(alive: tuple[Listener, Listener]) -> None:
 
 
 async def test_a_prefill_worker_claims_only_for_decode_workers_of_its_generation() -> None:
-    old, new = info_of("d0", 1, 1), msgspec.structs.replace(info_of("d1", 1, 1), generation=1)
+    old, new = peer_of("d0", 1, 1), msgspec.structs.replace(peer_of("d1", 1, 1), generation=1)
     watched = Watched(FakeRegistry())
     assert watched.peers.decodes(0) and watched.peers.decodes(1), "nobody is known yet"
-    watched.registry.infos = [old]
+    watched.registry.registered = [old]
     await watched.peers.compare()
     assert watched.peers.decodes(0) and not watched.peers.decodes(1)
-    watched.registry.infos.append(new)
+    watched.registry.registered.append(new)
     await watched.peers.compare()
     assert watched.peers.decodes(0) and watched.peers.decodes(1)
     for changes in ({"role": Role.PREFILL}, {"state": WorkerState.DRAINING}):
-        watched.registry.infos = [old, msgspec.structs.replace(new, **changes)]  # type: ignore[arg-type]
+        watched.registry.registered = [old, msgspec.structs.replace(new, **changes)]  # type: ignore[arg-type]
         await watched.peers.compare()
         assert watched.peers.decodes(0) and not watched.peers.decodes(1), changes
     await watched.peers.close()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from support_workers import until
 
+from orchestrator.fleet.membership import QUIET_S
 from orchestrator.types import WorkerLoad
 from workers.attempts import Attempts
 from workers.engine import EngineLoad
-from workers.reports import LoadReporter, PrefillRate
+from workers.reports import LOAD_INTERVAL_S, LoadReporter, PrefillRate, load_interval_s
 
 LOAD = EngineLoad(blocks_free=90, running=1, waiting=0, step_ms=1.0)
 
@@ -50,6 +52,22 @@ async def test_reports_of_a_fast_engine_are_coalesced_and_the_last_is_not_lost()
     assert len(published) < 100
     await until(lambda: published[-1].blocks_free == 999)
     assert [p.sequence for p in published] == list(range(1, len(published) + 1))
+
+
+async def test_a_busy_worker_of_a_large_fleet_reports_no_more_often_than_frontends_can_read() -> None:
+    published: list[WorkerLoad] = []
+    load = LoadReporter("w", 100, Attempts(), published.append, peers=lambda: 999)
+    began = time.monotonic()
+    for free in range(100):
+        load.stepped(EngineLoad(blocks_free=free, running=0, waiting=0, step_ms=0.1))
+        await asyncio.sleep(0.003)
+    await until(lambda: published[-1].blocks_free == 99)
+    assert len(published) <= 2 + (time.monotonic() - began) / load_interval_s(1000)
+
+
+def test_no_fleet_is_so_large_that_its_workers_seem_quiet() -> None:
+    assert [load_interval_s(count) for count in (1, 5, 1000)] == [LOAD_INTERVAL_S, LOAD_INTERVAL_S, 0.4]
+    assert 2 * load_interval_s(1_000_000) < QUIET_S, "one lost report is nothing"
 
 
 def test_prefill_rate_counts_only_time_with_work() -> None:

@@ -8,6 +8,8 @@
 local SECONDS = '%.6f'  -- how times are stored and told: unix seconds on the server's clock
 local INDEX_S = 3600    -- an index of members outlives the last of them by this
 local NOTED = 5000      -- events that are kept for whoever asks later
+-- What workers know of each other, in the order of `Peer` of types.py, after its id.
+local PEER = { 'kv_engine_id', 'request_address', 'kv_host', 'kv_port', 'role', 'state', 'generation' }
 
 local function clock()
   local time = redis.call('TIME')
@@ -124,11 +126,16 @@ local function put_member(keys, args)
   redis.call('PEXPIRE', key, ttl_ms)
   redis.call('SADD', index_key(prefix, kind), id)
   redis.call('EXPIRE', index_key(prefix, kind), INDEX_S + math.ceil(ttl_ms / 1000))
+  local peer = nil
+  if kind == 'worker' then
+    peer = { id }
+    for i, name in ipairs(PEER) do peer[i + 1] = mine[name] or '' end
+  end
   if joining or not known then
-    publish(prefix, { type = 'joined', id = id, kind = kind })
+    publish(prefix, { type = 'joined', id = id, kind = kind, peer = peer })
     note(prefix, 'type', 'joined', 'kind', kind, 'id', id, 'role', mine.role or '')
   elseif changed then
-    publish(prefix, { type = 'changed', id = id, kind = kind })
+    publish(prefix, { type = 'changed', id = id, kind = kind, peer = peer })
     if was and mine.role and was ~= mine.role then
       note(prefix, 'type', 'flipped', 'kind', kind, 'id', id, 'from', was, 'to', mine.role)
     end
@@ -155,6 +162,18 @@ local function members(keys, args)
   for i, id in ipairs(live(prefix, kind)) do
     local fields = redis.pcall('HGETALL', member_key(prefix, kind, id))
     rows[i] = { id, fields.err and {} or fields }
+  end
+  return rows
+end
+
+-- Returns each live worker as a peer; those whose hash lacks something are left out.
+local function peers(keys)
+  local prefix, rows = keys[1], {}
+  for _, id in ipairs(live(prefix, 'worker')) do
+    local fields = redis.pcall('HMGET', member_key(prefix, 'worker', id), unpack(PEER))
+    local complete = not fields.err
+    for i = 1, complete and #PEER or 0 do complete = complete and fields[i] end
+    if complete then rows[#rows + 1] = { id, unpack(fields) } end
   end
   return rows
 end
@@ -295,6 +314,7 @@ end
 register('put_member', put_member)
 register('remove_member', remove_member, 'allow-oom')
 register('members', members)
+register('peers', peers)
 register('prune', prune)
 register('claim_id', claim_id)
 register('order', order)

@@ -16,7 +16,7 @@ import zmq
 from orchestrator.fleet.membership import Membership
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
-from orchestrator.store.registry import Resync
+from orchestrator.store.events import Resync
 from orchestrator.types import EngineIdentity, KVEndpoint, Role, WorkerInfo, WorkerLoad, WorkerState
 from orchestrator.wire.messages import Abort, Rejected, Welcome, decode_to_worker, encode
 from orchestrator.wire.transport import Disconnected, FrontendTransport

@@ -10,7 +10,7 @@ from orchestrator.fleet.membership import Membership
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
 from orchestrator.store.client import RedisAway
-from orchestrator.store.registry import Resync
+from orchestrator.store.events import Resync
 from orchestrator.types import EngineIdentity, KVEndpoint, Role, WorkerInfo, WorkerLoad, WorkerState
 from orchestrator.wire.addresses import Listening
 from orchestrator.wire.messages import Hello, Welcome

@@ -24,8 +24,9 @@ from support_tls import make_certificate
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis, EmbeddedRedisError, server_binary
 from orchestrator.store.client import RedisAway, connect, masked
+from orchestrator.store.events import DesiredChanged, Resync
 from orchestrator.store.keys import QUEUE, Keys
-from orchestrator.store.registry import DesiredChanged, Registry, Resync
+from orchestrator.store.registry import Registry
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from support_redis import eventually, fresh_namespace, job, queue_config
 
 from orchestrator.launch.host.redis_server import server_binary
 from orchestrator.store.client import Redis, RedisAway, connect
+from orchestrator.store.events import Resync
 from orchestrator.store.queue import PrefillQueue
-from orchestrator.store.registry import Registry, Resync
+from orchestrator.store.registry import Registry
 
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 5.0

@@ -13,20 +13,10 @@ from support_redis import eventually, fresh_namespace, running_server, worker
 
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.configuration import Phase, Rollout, Version
+from orchestrator.store.events import Changed, DesiredChanged, Joined, Left, Ordered, Resync
 from orchestrator.store.fields import worker_from_fields, worker_to_fields
-from orchestrator.store.registry import (
-    Changed,
-    DesiredChanged,
-    IncompatibleWorker,
-    Joined,
-    Left,
-    Ordered,
-    Registry,
-    Resync,
-    UnknownWorker,
-    WorkerOrders,
-)
-from orchestrator.types import ALWAYS_EQUAL, EngineIdentity, EngineSpeed, Role, WorkerState
+from orchestrator.store.registry import IncompatibleWorker, Registry, UnknownWorker, WorkerOrders
+from orchestrator.types import ALWAYS_EQUAL, EngineIdentity, EngineSpeed, Peer, Role, WorkerState
 
 TTL_S = 60.0
 
@@ -47,6 +37,13 @@ async def redis(server):
 @pytest.fixture
 def registry(redis):
     return Registry(redis, fresh_namespace())
+
+
+def peer(name, role=Role.PREFILL):
+    """As `worker(name, role)` is registered."""
+    info = worker(name, role)
+    at = (info.kv.engine_id, info.request_address, info.kv.host, info.kv.port)
+    return Peer(name, *at, info.role, info.state, info.generation)
 
 
 class Watcher:
@@ -423,14 +420,22 @@ async def test_every_change_is_told_once(registry, watcher):
     await watcher.until(Left("f", "frontend"))
     assert watcher.events == [
         Resync(),
-        Joined("a"),
-        Changed("a"),
+        Joined("a", peer=peer("a")),
+        Changed("a", peer=peer("a", Role.DECODE)),
         Ordered("a"),
         Joined("f", "frontend"),
         DesiredChanged(),
         Left("a"),
         Left("f", "frontend"),
     ]
+
+
+async def test_peers_are_the_live_workers(registry, redis):
+    for name in ("a", "b", "c"):
+        await registry.join(worker(name), TTL_S)
+    await registry.leave("b")
+    await redis.hdel(registry.keys.worker("c"), "kv_port")
+    assert await registry.peers() == [peer("a")]
 
 
 async def test_silence_is_told_without_anybody_asking(registry, watcher):
@@ -445,8 +450,8 @@ async def test_corrupt_events_are_skipped(registry, redis, watcher, caplog):
     for payload in (b"\xff", b"{", b'{"type": "revolution"}', b"[]"):
         await redis.publish(registry.keys.events, payload)
     await registry.join(worker("after"), TTL_S)
-    await watcher.until(Joined("after"))
-    assert watcher.events == [Resync(), Joined("after")]
+    await watcher.until(Joined("after", peer=peer("after")))
+    assert watcher.events == [Resync(), Joined("after", peer=peer("after"))]
     assert caplog.text.count("dropped a corrupt event") == 4
 
 
@@ -457,7 +462,7 @@ async def test_watching_survives_a_killed_server(tmp_path):
         watcher = Watcher(registry)
         await watcher.until(Resync())
         await registry.join(worker("a"), TTL_S)
-        await watcher.until(Joined("a"))
+        await watcher.until(Joined("a", peer=peer("a")))
         os.kill(mortal.pid, signal.SIGKILL)
         with pytest.raises(RedisAway):
             await registry.refresh(worker("a"), TTL_S)
@@ -473,7 +478,7 @@ async def test_watching_survives_a_killed_server(tmp_path):
             return True
 
         await eventually(refreshed, "a is back")
-        await watcher.until(Joined("a"), 2)
+        await watcher.until(Joined("a", peer=peer("a")), 2)
         await watcher.close()
         await redis.aclose()
 
