@@ -1,7 +1,7 @@
 """Goodput at 90, 95 and 99% of what ships, of every fixed split, of the aggregated fleet and of the field's ways.
 
-What ships begins at an even split and may change roles. The best fixed split is found by its record: each split is tried
-at a rate a step above the best so far, so that the search costs little more than one run a split. One load is one
+What ships begins at an even split and may change roles. The best fixed split is found by its record: each split is
+tried at a rate a step above the best so far, so that the search costs little more than one run a split. One load is one
 process. Not responsible for tables (`policy_tables`).
 """
 
