@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 VOCABULARY = 512
 WINDOW_TOKENS = 96
+LORA_RANK = 8
 _COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
@@ -59,7 +61,24 @@ def _recurrent() -> Any:
     )
 
 
-MODELS = {"windows": _windows, "some-windows": _some_windows, "recurrent": _recurrent}
+def _latent() -> Any:
+    """Latent attention (MLA) in all layers; the sizes of a latent are those that vLLM's kernel for CPUs has."""
+    from transformers import DeepseekV2Config
+
+    few_heads = _COMMON | {"num_key_value_heads": _COMMON["num_attention_heads"]}
+    return DeepseekV2Config(
+        **few_heads,
+        num_hidden_layers=3,
+        first_k_dense_replace=3,  # no experts
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+    )
+
+
+MODELS = {"windows": _windows, "some-windows": _some_windows, "recurrent": _recurrent, "latent": _latent}
 
 
 def special_model(folder: Path, kind: str) -> Path:
@@ -72,4 +91,52 @@ def special_model(folder: Path, kind: str) -> Path:
         config = MODELS[kind]()
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.save_pretrained(folder)
+    return folder
+
+
+def eagle_drafter(folder: Path) -> Path:
+    """An EAGLE head of random weights for `support_vllm.tiny_model`: a layer of its own, which keeps KV of its own."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from support_vllm import tiny_model
+
+    tiny_model(folder, layers=1)
+    tensors = load_file(folder / "model.safetensors")
+    layer = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if ".layers." in name}
+    del layer["layers.0.input_layernorm.weight"]
+    hidden = layer["layers.0.post_attention_layernorm.weight"].shape[0]
+    # It passes on what the model has computed, so it guesses that the last token comes again: now and then it is right.
+    layer["fc.weight"] = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1)
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        layer[f"layers.0.{name}.weight"] *= 0.1
+    save_file(layer, folder / "model.safetensors")
+    return folder
+
+
+def lora_adapter(model: Path, folder: Path, seed: int) -> Path:
+    """A LoRA adapter in PEFT's format, of random weights, that changes what a Llama says."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((model / "config.json").read_text())
+    hidden, inner = config["hidden_size"], config["num_key_value_heads"] * config["head_dim"]
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for projection, out in (("q_proj", hidden), ("v_proj", inner)):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{projection}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(LORA_RANK, hidden, generator=generator) * 0.05
+            tensors[f"{name}.lora_B.weight"] = torch.randn(out, LORA_RANK, generator=generator) * 0.05
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": LORA_RANK,
+        "lora_alpha": 2 * LORA_RANK,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(described))
     return folder

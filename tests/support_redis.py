@@ -19,7 +19,7 @@ from orchestrator.store.keys import Keys
 from orchestrator.store.queue import Claim, PrefillQueue
 from orchestrator.types import EngineIdentity, KVEndpoint, PrefillJob, Role, WorkerInfo, WorkerState
 
-DEADLINE_S = 15.0
+DEADLINE_S = 60.0
 T = TypeVar("T")
 
 # PD_TEST_REDIS_SERVER=/usr/bin/redis-server runs these tests against another server.

@@ -14,7 +14,7 @@ from workers.sim.codec import SimCodec, WirePrefillStats, WireRequest, WireSampl
 from workers.sim.engine import SimEngine
 
 FAST = SimConfig(speed=20)
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 @dataclass

@@ -81,14 +81,14 @@ def tiny_model(
     return folder
 
 
-def frames(prompt: list[int], max_tokens: int = 8, **sampling: Any) -> list[bytes]:
-    """An engine request as a frontend encodes it."""
+def frames(prompt: list[int], max_tokens: int = 8, *, lora: Any = None, **sampling: Any) -> list[bytes]:
+    """An engine request as a frontend encodes it. `lora`: vLLM's LoRARequest."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.serial_utils import MsgpackEncoder
 
     params = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True} | sampling)
-    request = EngineCoreRequest("from-the-frontend", prompt, None, params, None, time.time(), None, None, None)
+    request = EngineCoreRequest("from-the-frontend", prompt, None, params, None, time.time(), lora, None, None)
     return [bytes(frame) for frame in MsgpackEncoder().encode(request)]
 
 

@@ -55,7 +55,7 @@ from workers.sim.codec import SimCodec, WireRequest, WireSampling
 from workers.sim.engine import SimEngine
 from workers.sim.scheduler import TokenStream
 
-DEADLINE_S = 15.0
+DEADLINE_S = 60.0
 ROOT = Path(__file__).parents[1]
 
 

@@ -11,6 +11,7 @@ import os
 import shutil
 from pathlib import Path
 
+from support_models import lora_adapter
 from support_vllm import tiny_model
 
 from orchestrator.config.model import cache_root, resolve_model
@@ -43,7 +44,6 @@ _ADAPTERS = (
     "peft-internal-testing/opt-125m-dummy-lora",
     "typeof/zephyr-7b-beta-lora",
 )
-_RANK = 8
 _POSITIONS = 32_768
 _VOCABULARY = 49_152  # the demo model's
 # How often the model's likeliest token is one that ends an answer, or a string in JSON: random weights would never end.
@@ -64,7 +64,7 @@ def hub() -> Path:
         for file in model.iterdir():
             (snapshot / file.name).hardlink_to(file)
     for seed, name in enumerate(_ADAPTERS):
-        _write_adapter(model, _snapshot(building, name), seed)
+        lora_adapter(model, _snapshot(building, name), seed)
     building.rename(folder)
     return folder
 
@@ -118,30 +118,3 @@ def _snapshot(cache: Path, name: str) -> Path:
     snapshot = repository / "snapshots" / _REVISION
     snapshot.mkdir(parents=True)
     return snapshot
-
-
-def _write_adapter(model: Path, snapshot: Path, seed: int) -> None:
-    """A LoRA adapter in PEFT's format that changes what the model says."""
-    import torch
-    from safetensors.torch import save_file
-
-    config = json.loads((model / "config.json").read_text())
-    hidden, inner = config["hidden_size"], config["num_key_value_heads"] * config["head_dim"]
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for layer in range(config["num_hidden_layers"]):
-        for projection, out in (("q_proj", hidden), ("v_proj", inner)):
-            name = f"base_model.model.model.layers.{layer}.self_attn.{projection}"
-            tensors[f"{name}.lora_A.weight"] = torch.randn(_RANK, hidden, generator=generator) * 0.05
-            tensors[f"{name}.lora_B.weight"] = torch.randn(out, _RANK, generator=generator) * 0.05
-    save_file(tensors, snapshot / "adapter_model.safetensors")
-    described = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
-        "r": _RANK,
-        "lora_alpha": 2 * _RANK,
-        "target_modules": ["q_proj", "v_proj"],
-        "bias": "none",
-    }
-    (snapshot / "adapter_config.json").write_text(json.dumps(described))

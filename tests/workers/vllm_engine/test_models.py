@@ -1,4 +1,4 @@
-"""Real engines whose KV is not a plain Llama's: windows, a recurrent state, 8-bit KV, speculation.
+"""Real engines whose KV is not a plain Llama's: windows, a recurrent state, latents, 8-bit KV, speculation.
 
 For each the tokens after a remote prefill are those of one engine, and checksums of what was sent and came agree.
 """
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support_models import MODELS, WINDOW_TOKENS, special_model
-from support_vllm import Driver, frames, tiny_model
+from support_models import MODELS, WINDOW_TOKENS, eagle_drafter, special_model
+from support_vllm import BLOCK_SIZE, Driver, frames, tiny_model
 
 from orchestrator.config.settings import KVConfig
 
@@ -25,6 +25,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "fp8_e4m3": {"kv_cache_dtype": "fp8_e4m3"},
     "fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"},
     "ngram": {"speculative_config": NGRAM},
+    "eagle": {"speculative_config": {"method": "eagle", "num_speculative_tokens": 2}},
+    "latent": {"dtype": "bfloat16"},  # the one that vLLM's kernel for CPUs takes
 }
 
 
@@ -35,14 +37,26 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize("kind", ARGUMENTS)
 async def test_tokens_are_those_of_one_engine(tmp_path: Path, kind: str) -> None:
     model = special_model(tmp_path / kind, kind) if kind in MODELS else tiny_model(tmp_path / "tiny")
+    arguments = ARGUMENTS[kind]
+    if kind == "latent" and not pytest.importorskip("torch").cpu._is_amx_tile_supported():
+        pytest.skip("without AMX vLLM's kernels for prompts and for single tokens give different tokens")
+    if kind == "eagle":
+        drafter = eagle_drafter(tmp_path / "drafter")
+        arguments = {"speculative_config": arguments["speculative_config"] | {"model": str(drafter)}}
     kv = KVConfig(verify=True)
-    prefill = await Driver.start(model, name="prefill", kv=kv, **ARGUMENTS[kind])
-    decode = await Driver.start(model, name="decode", kv=kv, **ARGUMENTS[kind])
+    prefill = await Driver.start(model, name="prefill", kv=kv, **arguments)
+    decode = await Driver.start(model, name="decode", kv=kv, **arguments)
     shared = prompt(3 * WINDOW_TOKENS)
     repetitive = prompt(20) * 5  # so that n-grams are found
     prompts = [prompt(5), prompt(32), prompt(WINDOW_TOKENS + 60), prompt(600), repetitive]
     prompts += [[*shared, *prompt(50, seed)] for seed in range(2)] + [prompt(600)]  # prefix hits, and a whole one
     for number, tokens in enumerate(prompts):
+        if kind == "latent":
+            # After a transfer decode computes the prompt's last token by itself, which rounds otherwise than with the
+            # rest. So does one engine, asked again, whose prefix cache has whole blocks: all tokens but that one.
+            tokens = tokens[: (len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE + 1]
+            await prefill.decode(f"before-{number}", frames(tokens, 1))
+            await prefill.done(f"before-{number}", 60)
         body, key, alone = frames(tokens, 10), f"remote-{number}", f"alone-{number}"
         await decode.decode(key, body, prefill.source(key))
         await prefill.prefill(key, body)
