@@ -90,8 +90,10 @@ class WorkerView:
         self.quiet = True
         self._touch()
 
-    def usable(self, role: Role) -> bool:
-        return self._connected and self._info.role is role and self._info.state is WorkerState.READY
+    @property
+    def usable_as(self) -> Role | None:
+        """Its role, where requests can be given to it."""
+        return self._info.role if self._connected and self._info.state is WorkerState.READY else None
 
     def note_placed(self, context_tokens: int, compute_tokens: int) -> int:
         """Count a submission against this worker until a load report has seen it. Returns its sequence number.
@@ -219,8 +221,8 @@ class Fleet:
         else:
             kept = [name for name in usable if name not in avoid] if avoid else usable
             found = [self.workers[name].candidate for name in kept or usable]
-        if hits:
-            found = [candidate if candidate.cached_tokens else _with_hit(candidate, hits) for candidate in found]
+        if hits and (held := hits.blocks_of([c.worker_id for c in found if not c.cached_tokens])):
+            found = [_with_hit(c, held[c.worker_id] * block_size) if c.worker_id in held else c for c in found]
         return Candidates(found, at_prefill)
 
     def ready(self, role: Role) -> int:
@@ -288,13 +290,16 @@ class Fleet:
                 view.disconnected_at = min(now, view.disconnected_at + late_s)
 
     def _apply_changes(self) -> None:
+        if not self._changed:
+            return
         for worker_id in self._changed:
             view = self.workers.get(worker_id)
-            for role, usable in self._usable.items():
-                _put(usable, worker_id, view is not None and not view.quiet and view.usable(role))
-            _put(self._quiet, worker_id, view is not None and view.quiet and view.usable(Role.DECODE))
+            role, quiet = (view.usable_as, view.quiet) if view is not None else (None, False)
+            for usable_role, usable in self._usable.items():
+                _put(usable, worker_id, role is usable_role and not quiet)
+            _put(self._quiet, worker_id, role is Role.DECODE and quiet)
             if self._shortlist is not None:
-                if view is not None and worker_id in self._usable[Role.DECODE]:
+                if view is not None and role is Role.DECODE and not quiet:
                     self._shortlist.update(view.candidate)
                 else:
                     self._shortlist.remove(worker_id)
@@ -308,7 +313,5 @@ def _put(ordered: dict[str, None], worker_id: str, belongs: bool) -> None:
         ordered.pop(worker_id, None)
 
 
-def _with_hit(candidate: Candidate, hits: Hits) -> Candidate:
-    if blocks := hits.blocks(candidate.worker_id):
-        return msgspec.structs.replace(candidate, cached_tokens=blocks * candidate.block_size)
-    return candidate
+def _with_hit(candidate: Candidate, cached_tokens: int) -> Candidate:
+    return msgspec.structs.replace(candidate, cached_tokens=cached_tokens)

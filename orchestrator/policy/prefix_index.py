@@ -31,12 +31,17 @@ class Hits:
         return bool(self._levels)
 
     def blocks(self, worker_id: str) -> int:
-        mask = self._index.mask(worker_id)
-        if mask & self._all:
-            for depth, holders in self._levels:
-                if mask & holders:
-                    return depth
-        return 0
+        return self.blocks_of((worker_id,)).get(worker_id, 0)
+
+    def blocks_of(self, worker_ids: Iterable[str]) -> dict[str, int]:
+        """Blocks by worker, for those of them that hold some."""
+        found: dict[str, int] = {}
+        bits, holders = self._index.bits, self._all
+        for worker_id in worker_ids:
+            bit = bits.get(worker_id)
+            if bit is not None and holders >> bit & 1:
+                found[worker_id] = next(depth for depth, mask in self._levels if mask >> bit & 1)
+        return found
 
     def most(self, max_workers: int) -> dict[str, int]:
         """Blocks by worker, for the workers that hold most. Equal ones take turns, so that a prefix that many workers
@@ -79,7 +84,7 @@ class PrefixIndex:
         self.max_keys = max_keys
         # One bit per worker, in one integer per key: a thousand workers cost 128 bytes, and one & selects the live.
         self._holders: dict[int, int] = {}
-        self._bit: dict[str, int] = {}
+        self.bits: dict[str, int] = {}
         self._worker_at: dict[int, str] = {}
         self._sequence: dict[str, int] = {}
         self._live = 0
@@ -134,7 +139,7 @@ class PrefixIndex:
                 del holders[key]
 
     def removed(self, worker_id: str, keys: Iterable[int]) -> None:
-        bit = self._bit.get(worker_id)
+        bit = self.bits.get(worker_id)
         if bit is None:
             return
         mask, holders = 1 << bit, self._holders
@@ -182,10 +187,6 @@ class PrefixIndex:
         """Blocks of the prefix held, by worker, for the (at most `max_workers`) workers that hold most."""
         return self.look_up(keys).most(max_workers)
 
-    def mask(self, worker_id: str) -> int:
-        bit = self._bit.get(worker_id)
-        return 0 if bit is None else 1 << bit
-
     def holders(self, mask: int) -> Iterator[str]:
         """Workers of a mask, at most `MAX_HOLDERS`. If there are many, each call begins with another one."""
         parts: tuple[int, ...] = (mask,)
@@ -202,12 +203,12 @@ class PrefixIndex:
                 yield self._worker_at[bit]
 
     def _bit_of(self, worker_id: str) -> int:
-        bit = self._bit.get(worker_id)
+        bit = self.bits.get(worker_id)
         if bit is None:
             if not self._free_bits and len(self._retired) >= 64:
                 self._sweep()
-            bit = self._free_bits.pop() if self._free_bits else len(self._bit) + len(self._retired)
-            self._bit[worker_id] = bit
+            bit = self._free_bits.pop() if self._free_bits else len(self.bits) + len(self._retired)
+            self.bits[worker_id] = bit
             self._worker_at[bit] = worker_id
             self._live |= 1 << bit
         return bit
@@ -215,7 +216,7 @@ class PrefixIndex:
     def _retire(self, worker_id: str) -> None:
         # The bit stays set in the keys, but not in the live mask. It is reused only after a sweep has cleared it in the
         # keys.
-        bit = self._bit.pop(worker_id, None)
+        bit = self.bits.pop(worker_id, None)
         if bit is not None:
             del self._worker_at[bit]
             self._live &= ~(1 << bit)

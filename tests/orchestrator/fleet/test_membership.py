@@ -146,7 +146,7 @@ async def scene():
 async def test_a_worker_is_usable_once_it_has_answered(scene):
     worker = await scene.start("d")
     view = scene.fleet.workers["d"]
-    assert view.usable(Role.DECODE) and view.candidate.blocks_free == 50 and view.info == worker.info
+    assert view.usable_as is Role.DECODE and view.candidate.blocks_free == 50 and view.info == worker.info
     assert scene.lost == []
 
 
@@ -216,7 +216,7 @@ async def test_a_restart_behind_the_same_name_loses_what_the_old_process_had(sce
     assert scene.fleet.workers["d"].info.kv.engine_id == "e2"
     old.die()
     await scene.until(lambda: scene.fleet.workers["d"].load)
-    assert scene.fleet.workers["d"].usable(Role.DECODE) and scene.lost == ["d"]
+    assert scene.fleet.workers["d"].usable_as is Role.DECODE and scene.lost == ["d"]
 
 
 @pytest.mark.slow

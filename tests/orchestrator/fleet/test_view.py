@@ -63,7 +63,7 @@ def test_a_new_process_behind_an_old_name_starts_from_nothing():
     fleet = fleet_of(worker("d"))
     fleet.workers["d"].note_placed(160, 160)
     assert not fleet.upsert(worker("d", state=WorkerState.DRAINING), now=1.0)
-    assert fleet.workers["d"].candidate.waiting == 1 and not fleet.workers["d"].usable(Role.DECODE)
+    assert fleet.workers["d"].candidate.waiting == 1 and fleet.workers["d"].usable_as is None
     assert fleet.upsert(worker("d", engine_id="restarted"), now=2.0)
     assert fleet.workers["d"].candidate.waiting == 0 and not fleet.workers["d"].connected
 
