@@ -22,7 +22,7 @@ from orchestrator.types import JobState, PrefillJob, QueueDepth
 log = logging.getLogger("pd.queue")
 
 POLL_S = 0.1
-AWAY_GRACE_S = 2.0  # a queue that is out of reach for longer is given up
+AWAY_GRACE_S = 1.5  # a queue that is out of reach for longer, from the first command that failed, is given up
 
 
 class QueueView:
@@ -75,7 +75,8 @@ class QueueView:
         given_up = False
         while True:
             try:
-                depth = await self._queue.depth()
+                async with asyncio.timeout(None if given_up else self._patience_s()):
+                    depth = await self._queue.depth()
                 if self._depth is None:
                     if await self._replaced() and not given_up:
                         on_away()
@@ -89,12 +90,19 @@ class QueueView:
                             on_failed(request_id, attempt)
             except RedisAway as error:
                 self._note_away(error)
+            except TimeoutError:
+                log.debug("the poll in flight is not waited for: the queue is given up")
             self.polled.set()
-            away_since = self._away_since
-            if away_since is not None and not given_up and time.monotonic() - away_since > AWAY_GRACE_S:
+            if not given_up and self._patience_s() == 0:
                 given_up = True
                 on_away()
             await asyncio.sleep(POLL_S)
+
+    def _patience_s(self) -> float | None:
+        """How long an answer is still waited for before the queue is given up; None while it is not away."""
+        if self._away_since is None:
+            return None
+        return max(0.0, self._away_since + AWAY_GRACE_S - time.monotonic())
 
     async def _replaced(self) -> bool:
         """Whether this may be another queue than the one before. Raises RedisAway."""

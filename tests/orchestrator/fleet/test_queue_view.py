@@ -18,6 +18,8 @@ from orchestrator.types import PrefillJob, QueueDepth
 class ScriptedQueue:
     def __init__(self):
         self.away = False
+        self.answers = asyncio.Event()
+        self.answers.set()
         self.jobs = []
         self.failed = []
         self.run = "a"
@@ -38,6 +40,7 @@ class ScriptedQueue:
         self._check()
 
     async def depth(self):
+        await self.answers.wait()
         self._check()
         return QueueDepth(len(self.jobs), sum(job.uncached_tokens for job in self.jobs), 0)
 
@@ -100,6 +103,19 @@ async def test_a_pause_leaves_the_queue_as_it_is(linked):
         queue.run, queue.away = run, False
         await until(lambda: view.depth is not None)
         assert told.away == (run == "b")  # restarted meanwhile: the jobs are gone
+
+
+async def test_the_queue_is_given_up_while_a_poll_waits_for_its_answer(linked):
+    """A stopped server lets each command wait as long as `redis.timeout_s` allows."""
+    queue, view, told = linked
+    queue.answers.clear()
+    queue.away = True
+    await view.cancel("r", 1)
+    await until(lambda: told.away)
+    queue.away = False
+    queue.answers.set()
+    await until(lambda: view.depth is not None)
+    assert told.away == 1
 
 
 async def test_jobs_that_the_queue_gave_up_on_are_reported_to_their_own_frontend_only(linked):
