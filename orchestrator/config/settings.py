@@ -17,9 +17,9 @@ from msgspec import Meta
 
 from orchestrator.config.access import LimitsConfig, Positive, SecurityConfig, is_loopback
 from orchestrator.config.explain import explain, kind_of
+from orchestrator.config.frontends import FrontendConfig
 
 Count = Annotated[int, Meta(ge=0)]
-Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 
@@ -50,17 +50,6 @@ class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     # Embedded is a server for this host alone. Others: redis://, rediss://, unix://, redis+sentinel://, redis+cluster://
     url: str = "embedded"
     timeout_s: Seconds = 0.5  # of one command; after it Redis counts as away
-
-
-class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    host: str = "127.0.0.1"
-    port: Port = 8000  # 0 picks a free one
-    replicas: Positive = 1  # processes that share the port
-    dashboard: bool = True  # the page /dashboard, and orders under /operator/
-    otlp_endpoint: str | None = None  # http://COLLECTOR:4317: OpenTelemetry spans of requests go there
-    trace_share: Annotated[float, Meta(ge=0, le=1)] = 1.0  # of the requests whose client does not say whether to trace
-    # Arguments of vLLM's OpenAI server, as `vllm serve` spells them without dashes: {tool_call_parser: hermes}
-    server_args: dict[str, Any] = {}
 
 
 class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -293,6 +282,9 @@ def parse_config(tree: dict[str, Any]) -> Config:
             f"ratio.window_s: expected at least two times ratio.interval_s ({config.ratio.interval_s:g}), "
             f"got {config.ratio.window_s:g}"
         )
+    if config.frontend.min_replicas > config.frontend.max_replicas:
+        few, many = config.frontend.min_replicas, config.frontend.max_replicas
+        raise ConfigError(f"frontend.max_replicas: expected at least frontend.min_replicas ({few}), got {many}")
     least, most = config.scale.min_workers, config.scale.max_workers
     if least is not None and most is not None and least > most:
         raise ConfigError(f"scale.max_workers: expected at least scale.min_workers ({least}), got {most}")

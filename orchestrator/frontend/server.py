@@ -162,7 +162,7 @@ async def build_server_app(
     if args.lora_modules:
         await connection.worker_connected()  # vLLM's app loads them while it is made
     core = FleetCore(connection, tasks)
-    engine = FleetLLM(vllm_config, core, config.frontend.replicas)
+    engine = FleetLLM(vllm_config, core, config.frontend.most_replicas)
     try:
         app = build_app(args, tasks, vllm_config.model_config)
         await init_app_state(engine, app.state, args, tasks)

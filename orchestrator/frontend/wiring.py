@@ -101,13 +101,14 @@ class FleetConnection:
         self.history = History(
             config.name_served,
             frontend_id,
-            config.frontend.replicas,
+            config.frontend.most_replicas,
             self.fleet,
             self.router.recent,
             depth=lambda: self.queue.depth,
             desired=lambda: self.desired,
         )
         self._beaten = asyncio.Event()
+        self._cpu_at = time.process_time(), time.monotonic()
         self._url = ""
 
     async def run(self) -> None:
@@ -192,7 +193,8 @@ class FleetConnection:
         try:
             key, offered = self._keys.public if self._keys else "", self.router.learning.offered
             me = (self.frontend_id, self._url, own_identity())
-            orders = await self.registry.refresh_frontend(*me, FRONTEND_TTL_S, offered, key, self._generation)
+            doing = (self._generation, self._cpu_used(), len(self.router.requests))
+            orders = await self.registry.refresh_frontend(*me, FRONTEND_TTL_S, offered, key, *doing)
             if orders.drain:
                 self._url = ""  # nobody is to ask it
                 self.told_to_drain.set()
@@ -200,6 +202,12 @@ class FleetConnection:
         except RedisAway as error:
             log.debug("heartbeat missed: %s", error)
         self._beaten.set()
+
+    def _cpu_used(self) -> float:
+        """Cores, since it was asked last."""
+        (used_s, at), now = self._cpu_at, (time.process_time(), time.monotonic())
+        self._cpu_at = now
+        return (now[0] - used_s) / max(now[1] - at, 1e-3)
 
     def _worker_lost(self, worker_id: str) -> None:
         self.prefixes.forget(worker_id)

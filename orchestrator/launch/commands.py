@@ -84,7 +84,7 @@ def frontend_spec(setup: Setup, name: str, index: int) -> ProcessSpec:
     command += ["--config", str(setup.config_file), "--port", str(config.frontend.port)]
     command += ["--generation", str(setup.generation), "--die-with-parent"]
     env = {**_QUIET, **logs.environment(name, config.logging.format)}
-    if config.frontend.replicas > 1:
+    if config.frontend.most_replicas > 1:
         # The counters of all frontends lie in one place, so that whichever is scraped answers for all. The folder must
         # exist before they import prometheus_client. It has our pid: counters of an earlier launcher do not count.
         metrics = folder / f"metrics-{os.getpid()}"

@@ -9,15 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from orchestrator.config.settings import Config
+from orchestrator.launch.decisions.frontend_count import SHRINK_AFTER_S, FrontendSample, frontends_wanted
 from orchestrator.launch.host.process import Process
 from orchestrator.launch.machines import FRONTEND, Machines, OnLine, Setup
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage, Supervised
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry
+
+log = logging.getLogger("pd.launcher")
 
 
 class _Placed:
@@ -51,7 +56,8 @@ class FrontendPool:
         setup: Setup,
     ) -> None:
         self.setup = setup
-        self.replicas = config.frontend.replicas  # on each machine
+        self._wanted: dict[str, int] = {}  # by machine, where the load says how many
+        self._samples: dict[str, deque[FrontendSample]] = {}
         self._config = config
         self._registry = registry
         self._machines = machines
@@ -91,6 +97,9 @@ class FrontendPool:
         for placed in self._placed:
             if placed.node not in nodes:
                 placed.process.request_stop()
+        if self._config.frontend.replicas == "auto":
+            for node in nodes:
+                self._follow_load(node, snapshot)
         for node in nodes:
             await self._fill([placed for placed in self._placed if placed.node == node and placed.stays], node)
 
@@ -101,16 +110,42 @@ class FrontendPool:
             placed.process.request_stop()
         await asyncio.gather(*(placed.task for placed in self._placed if placed.task), return_exceptions=True)
 
+    def _replicas(self, node: str) -> int:
+        configured = self._config.frontend.replicas
+        return self._wanted.get(node, self._config.frontend.min_replicas) if configured == "auto" else configured
+
+    def _follow_load(self, node: str, snapshot: Snapshot) -> None:
+        """Each reading of the registry is a sample while as many serve as should."""
+        ours = {placed.id for placed in self._placed if placed.node == node and placed.ready and placed.stays}
+        serving = [frontend for frontend in snapshot.frontends.values() if frontend.id in ours and frontend.url]
+        samples = self._samples.setdefault(node, deque())
+        if len(serving) != self._replicas(node):
+            samples.clear()
+            return
+        now = snapshot.read_at
+        cpu, in_flight = sum(f.cpu for f in serving), sum(f.in_flight for f in serving)
+        samples.append(FrontendSample(now, len(serving), cpu, in_flight))
+        while samples[0].at < now - 2 * SHRINK_AFTER_S:
+            samples.popleft()
+        limits = self._config.frontend
+        wanted = frontends_wanted(samples, limits.min_replicas, limits.max_replicas, now)
+        if wanted is not None:
+            where = f" on {node}" if node else ""
+            log.info("frontends%s: %d -> %d (%.2f cores, %d requests)", where, len(serving), wanted, cpu, in_flight)
+            self._wanted[node] = wanted
+            samples.clear()
+
     async def _fill(self, staying: list[_Placed], node: str) -> None:
+        replicas = self._replicas(node)
         current = [placed for placed in staying if placed.generation == self.setup.generation]
-        for _ in range(self.replicas - len(staying)):
+        for _ in range(replicas - len(staying)):
             self._start(node)
-        if len(staying) >= self.replicas > len(current) and all(placed.ready for placed in current):
+        if len(staying) >= replicas > len(current) and all(placed.ready for placed in current):
             self._start(node)  # it takes the place of one of an older generation once it is ready
-        spare = len(staying) - self.replicas
+        spare = len(staying) - replicas
         ready = sum(placed.ready for placed in staying)
         for placed in sorted(staying, key=lambda placed: (placed in current, placed.ready, -placed.index)):
-            if spare > 0 and (not placed.ready or ready > self.replicas):
+            if spare > 0 and (not placed.ready or ready > replicas):
                 replaces = placed in current and not placed.ready and len(current) < len(staying)
                 if not replaces:
                     spare -= 1

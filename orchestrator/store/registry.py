@@ -27,7 +27,7 @@ log = logging.getLogger("pd.registry")
 PRUNE_S = 1.0
 # ... and Redis looks once in this time. It is a little shorter, so that a watcher alone is not a moment too early.
 _PRUNE_ONCE_IN_S = 0.9 * PRUNE_S
-NO_LAUNCHER = -1  # the generation of a frontend that a rollout does not replace
+NO_LAUNCHER = -1  # the generation of a frontend that no launcher started, and that a rollout does not replace
 _OFFERED = "offered_"  # before the names of a frontend's counts, which change without an event
 _ROLES = {role.value for role in Role}
 _IDENTITY = [*ALWAYS_EQUAL, *(name for name in EngineIdentity.__struct_fields__ if name not in ALWAYS_EQUAL)]
@@ -54,12 +54,14 @@ class Frontend(msgspec.Struct, frozen=True):
     """One registered frontend."""
 
     id: str
-    url: str
+    url: str  # empty while it takes no new requests
     process: str  # which it is, as `orchestrator.parent` tells processes apart
     since: float  # unix seconds
     offered: Offered = Offered()  # load offered to it since it started
     mesh_key: str = ""  # its public key
     generation: int = 0  # of the configuration that a launcher started it with; or NO_LAUNCHER
+    cpu: float = 0.0  # cores that it used since its heartbeat before
+    in_flight: int = 0  # requests that it has
 
 
 class Registry:
@@ -162,9 +164,12 @@ class Registry:
         offered: Offered = Offered(),
         mesh_key: str = "",
         generation: int = 0,
+        cpu: float = 0.0,
+        in_flight: int = 0,
     ) -> WorkerOrders:
         """Stay for `ttl_s` more; enters again when Redis has lost this frontend. Returns whether it is to drain."""
         fields = {"url": url, "process": process, "mesh_key": mesh_key, "generation": str(generation)}
+        fields |= {"cpu": f"{cpu:.3f}", "in_flight": str(in_flight)}
         fields |= {_OFFERED + name: str(value) for name, value in msgspec.structs.asdict(offered).items()}
         reply = await self._put("frontend", frontend_id, ttl_s, False, [], fields)
         return _orders(*(_text(part) for part in reply[1:4]))

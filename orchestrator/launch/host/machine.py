@@ -48,7 +48,7 @@ class MachineShares:
             self.device = "CPU"
             workers = config.workers.prefill.replicas + config.workers.decode.replicas
             most_ranks = max(ranks(config, role) for role in Role)
-            self._cores = CoreShares(find_cores(), workers, config.frontend.replicas, most_ranks)
+            self._cores = CoreShares(find_cores(), workers, config.frontend.most_replicas, most_ranks)
 
     def take(self, owner: str, role: Role, config: Config | None = None) -> Share:
         """This worker's share; the same one again until it is given back. `config`, where it is another by now, says

@@ -10,6 +10,7 @@ local INDEX_S = 3600    -- an index of members outlives the last of them by this
 local NOTED = 5000      -- events that are kept for whoever asks later
 -- What workers know of each other, in the order of `Peer` of types.py, after its id.
 local PEER = { 'kv_engine_id', 'request_address', 'kv_host', 'kv_port', 'role', 'state', 'generation' }
+local FRONTEND_LOAD = { cpu = true, in_flight = true }
 
 local function clock()
   local time = redis.call('TIME')
@@ -118,8 +119,8 @@ local function put_member(keys, args)
   elseif known then
     since = redis.call('HGET', key, 'since')
     for name, value in pairs(mine) do
-      -- What was offered grows with every heartbeat, and is nobody's news.
-      if not string.find(name, '^offered_') and redis.call('HGET', key, name) ~= value then changed = true end
+      -- What was offered grows with every heartbeat, and is nobody's news. Nor is what a frontend does.
+      if not string.find(name, '^offered_') and not (kind == 'frontend' and FRONTEND_LOAD[name]) and redis.call('HGET', key, name) ~= value then changed = true end
     end
   end
   redis.call('HSET', key, 'since', since or SECONDS:format(clock()), unpack(args, first))
