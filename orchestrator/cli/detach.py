@@ -8,15 +8,19 @@ import sys
 import time
 from typing import IO
 
+import msgspec
+
+from orchestrator.cli.handle import print_json
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.launch.host.run_folder import FleetRunning, RunFolder
+from orchestrator.launch.host.run_folder import FleetRunning, Ready, RunFolder
 
 _POLL_S = 0.1
 _SIGNAL_WAIT_S = 60.0
 
 
-def start_detached(config: Config, arguments: list[str]) -> None:
-    """`arguments` are those of `up`, without --detach. Raises ConfigError with the launcher's own last line.
+def start_detached(config: Config, arguments: list[str], as_json: bool = False) -> None:
+    """`arguments` are those of `up`, without --detach. Raises ConfigError with the launcher's own last line. `as_json`:
+    only where the fleet is, as an object.
 
     Nothing that the launcher shows once it is ready is read: it then writes to its log file only.
     """
@@ -35,27 +39,31 @@ def start_detached(config: Config, arguments: list[str]) -> None:
     with launcher.stdout as shown:
         os.set_blocking(shown.fileno(), False)
         try:
-            _show_until_ready(launcher, folder, shown)
+            ready = _show_until_ready(launcher, folder, shown, as_json)
         except KeyboardInterrupt:
             launcher.terminate()
             launcher.wait(_SIGNAL_WAIT_S)
             raise
+    if as_json:
+        where = {"namespace": config.namespace, "pid": launcher.pid, "log": str(folder.log_path)}
+        print_json({**msgspec.to_builtins(ready), **where})
+        return
     print(f"runs on as process {launcher.pid}; log: {folder.log_path}; end it with `orchestrator down`", flush=True)
 
 
-def _show_until_ready(launcher: subprocess.Popen[bytes], folder: RunFolder, shown: IO[bytes]) -> None:
+def _show_until_ready(launcher: subprocess.Popen[bytes], folder: RunFolder, shown: IO[bytes], quiet: bool) -> Ready:
     last = rest = b""
     while True:
         # Asked before the output is read, so that all of what was written before is shown.
-        ended, ready = launcher.poll() is not None, folder.ready() is not None
+        ended, ready = launcher.poll() is not None, folder.ready()
         *lines, rest = (rest + (shown.read() or b"")).split(b"\n")
         for line in lines:
             last = line.strip() or last
-            if not (ended and line.startswith(b"orchestrator: ")):
+            if not quiet and not (ended and line.startswith(b"orchestrator: ")):
                 print(line.decode(errors="replace"), flush=True)
         if ended:
             said = last.decode(errors="replace").removeprefix("orchestrator: ")
             raise ConfigError(said or f"the launcher ended with exit code {launcher.returncode} and said nothing")
-        if ready:
-            return
+        if ready is not None:
+            return ready
         time.sleep(_POLL_S)

@@ -8,7 +8,7 @@ import time
 
 import typer
 
-from orchestrator.cli.handle import OUT, NamespaceOption
+from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, print_json
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.leftovers import end_processes, remove_shared_memory
 from orchestrator.launch.host.run_folder import RunFolder, abandoned_namespaces, held_namespaces
@@ -20,7 +20,7 @@ app = typer.Typer()
 
 
 @app.command()
-def down(namespace: NamespaceOption = None) -> None:
+def down(namespace: NamespaceOption = None, as_json: JsonOption = False) -> None:
     """End the fleet that runs here, and wait until it is gone."""
     held = held_namespaces()
     if namespace is None and len(held) > 1:
@@ -30,7 +30,7 @@ def down(namespace: NamespaceOption = None) -> None:
         if not abandoned:
             raise Refused("no fleet runs here")
         for name in abandoned:
-            _remove_killed(RunFolder(name))
+            _remove_killed(RunFolder(name), as_json)
         return
     namespace = namespace or held[0]
     folder = RunFolder(namespace)
@@ -38,7 +38,7 @@ def down(namespace: NamespaceOption = None) -> None:
     if not folder.is_held:
         if launcher is None:
             raise Refused(f"no fleet runs in namespace {namespace!r}")
-        _remove_killed(folder)
+        _remove_killed(folder, as_json)
         return
     if launcher is None:
         raise Refused(f"the fleet in namespace {namespace!r} is just starting or ending; try again")
@@ -48,17 +48,22 @@ def down(namespace: NamespaceOption = None) -> None:
     ticks = started_ticks(pid)
     os.kill(pid, signal.SIGTERM)
     if not folder.wait_until_free(_KILL_AFTER_S):
-        OUT.print(f"process {pid} did not end within {_KILL_AFTER_S:g} s; killing it")
+        if not as_json:
+            OUT.print(f"process {pid} did not end within {_KILL_AFTER_S:g} s; killing it")
         os.kill(pid, signal.SIGKILL)
         folder.wait_until_free(_KILL_AFTER_S)
-        _remove_killed(folder)
+        _remove_killed(folder, as_json)
+        return
     deadline = time.monotonic() + _EXIT_AFTER_S
     while ticks is not None and started_ticks(pid) == ticks and time.monotonic() < deadline:
         time.sleep(0.01)
-    OUT.print(f"fleet {namespace!r} ended")
+    if as_json:
+        print_json({"namespace": namespace, "ended": "in order"})
+    else:
+        OUT.print(f"fleet {namespace!r} ended")
 
 
-def _remove_killed(folder: RunFolder) -> None:
+def _remove_killed(folder: RunFolder, as_json: bool) -> None:
     config = folder.config()
     left = folder.claim()
     end_processes(left)
@@ -68,4 +73,7 @@ def _remove_killed(folder: RunFolder) -> None:
 
         end_fleet(config, config.launcher.stop_timeout_s)
     folder.remove()
+    if as_json:
+        print_json({"namespace": folder.namespace, "ended": "was killed"})
+        return
     OUT.print(f"cleaned up after the launcher of {folder.namespace!r}, which was killed")

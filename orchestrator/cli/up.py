@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from orchestrator.cli.detach import start_detached
-from orchestrator.cli.handle import SetOption
-from orchestrator.config.settings import load_config
+from orchestrator.cli.handle import JsonOption, SetOption
+from orchestrator.config.settings import Refused, load_config
 from orchestrator.launch.console import Console
 from orchestrator.launch.launcher import launch
 
@@ -22,11 +22,16 @@ def up(
     set_: SetOption = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return once the fleet is ready; it runs on.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the whole output of the fleet's processes.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Start a fleet on this machine and run it until Ctrl-C."""
+    """Start a fleet on this machine and run it until Ctrl-C. With --detach, --json says where it is in one line."""
+    if as_json and not detach:
+        raise Refused(
+            "--json: with --detach only; an attached fleet's lines are a person's, see `orchestrator status --json`"
+        )
     parsed = load_config(config, set_)
     if detach:
         sets = [part for item in set_ or [] for part in ("--set", item)]
-        start_detached(parsed, [str(config), *sets, *(["--verbose"] if verbose else [])])
+        start_detached(parsed, [str(config), *sets, *(["--verbose"] if verbose else [])], as_json)
     else:
         launch(parsed, Console(verbose=verbose))

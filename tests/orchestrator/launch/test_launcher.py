@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from support_fleet import RunningFleet, paste, running_fleet
 from support_tls import make_certificate
@@ -144,9 +145,11 @@ class Background:
         command = [sys.executable, "-m", "orchestrator.cli.main", *arguments]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
-    def up(self, *sets: str) -> subprocess.CompletedProcess[str]:
+    def up(self, *sets: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
         items = [f"namespace={self.namespace}", "frontend.port=0", *ONE_EACH, *sets]
-        return self.run("up", "configs/sim-2p2d.yaml", "--detach", *(p for item in items for p in ("--set", item)))
+        return self.run(
+            "up", "configs/sim-2p2d.yaml", "--detach", *options, *(p for item in items for p in ("--set", item))
+        )
 
 
 @pytest.fixture
@@ -168,6 +171,17 @@ def test_a_detached_fleet_runs_on_until_down(background):
     ended = background.run("down", "--namespace", background.namespace)
     assert ended.returncode == 0 and "ended" in ended.stdout
     assert gone(pids) and not background.folder.path.exists()
+
+
+def test_where_a_detached_fleet_is_and_how_it_ended_is_told_as_json(background):
+    started = background.up(options=("--json",))
+    told = json.loads(started.stdout)
+    assert (told["namespace"], told["pid"]) == (background.namespace, background.folder.launcher_pid())
+    assert httpx.get(f"{told['url']}/health").status_code == 200 and Path(told["log"]).exists()
+    ended = background.run("down", "--namespace", background.namespace, "--json")
+    assert json.loads(ended.stdout) == {"namespace": background.namespace, "ended": "in order"}
+    refused = background.run("up", "configs/sim-2p2d.yaml", "--json")
+    assert refused.returncode == 2 and "--detach" in refused.stderr
 
 
 def test_a_detached_fleet_that_cannot_start_says_why(background):
