@@ -315,6 +315,7 @@ async def test_unix_sockets(tmp_path):
 
 
 async def test_tls(server, tmp_path):
+    """Our side of it: the embedded server is built without TLS, so a proxy that has it stands before the server."""
     certificate, key = make_certificate(tmp_path, "DNS:localhost")
 
     async def pump(reader, writer):
@@ -334,6 +335,12 @@ async def test_tls(server, tmp_path):
         await connect(url, 2.0)
     redis = await connect(f"{url}?ssl_ca_certs={certificate}", 2.0)
     assert await redis.set("a", b"x" * 100_000) and len(await redis.get("a")) == 100_000
+    registry = Registry(redis, "tls")
+    events = registry.watch()
+    assert await anext(events) == Resync()
+    await registry.set_desired(1, 2, "test")
+    assert await anext(events) == DesiredChanged(), "functions and subscriptions too"
+    await events.aclose()
     await redis.aclose()
     proxy.close()
 

@@ -4,75 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 from support_redis import eventually, fresh_namespace, job, queue_config
+from support_servers import TIMEOUT_S, Node, Start, free_port, nodes, watched_pair
 
-from orchestrator.launch.host.redis_server import server_binary
 from orchestrator.store.client import Redis, RedisAway, connect
 from orchestrator.store.events import Resync
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry
 
 pytestmark = pytest.mark.slow
-TIMEOUT_S = 5.0
-BUS_OFFSET = 10_000  # from a cluster node's port to that of its bus
-
-
-class Node:
-    """One server process, on a port of its own."""
-
-    def __init__(self, folder: Path, *arguments: str, config: str | None = None) -> None:
-        self.port = free_port()
-        self.address = f"127.0.0.1:{self.port}"
-        own = folder / str(self.port)
-        own.mkdir()
-        command = [server_binary()]
-        if config is not None:
-            (own / "node.conf").write_text(config)
-            command.append(str(own / "node.conf"))
-        command += [*arguments, "--port", str(self.port), "--dir", str(own), "--save", ""]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, cwd=own)
-
-    async def client(self) -> Redis:
-        async def connected() -> Redis | None:
-            with contextlib.suppress(RedisAway):
-                return await connect(f"redis://{self.address}", TIMEOUT_S)
-            return None
-
-        client = await eventually(connected, f"{self.address} answers")
-        assert client is not None
-        return client
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
-def free_port() -> int:
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        if port + BUS_OFFSET < 65536:
-            return port
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[type[Node]]:
-    started: list[Node] = []
-
-    def begin(*arguments: str, config: str | None = None) -> Node:
-        started.append(Node(tmp_path, *arguments, config=config))
-        return started[-1]
-
-    yield begin  # type: ignore[misc]
-    for node in started:
-        node.kill()
+def start(tmp_path: Path) -> Iterator[Start]:
+    with nodes(tmp_path) as begin:
+        yield begin
 
 
 async def ask(node: Node, *command: object) -> object:
@@ -144,18 +94,7 @@ async def assert_resynced(events: AsyncIterator[object]) -> None:
 
 
 async def test_the_primary_that_sentinels_name_is_followed(start):
-    primary = start()
-    replica = start("--replicaof", "127.0.0.1", str(primary.port))
-    sentinel = start(
-        "--sentinel",
-        config=f"sentinel monitor fleet 127.0.0.1 {primary.port} 1\n"
-        "sentinel down-after-milliseconds fleet 300\nsentinel failover-timeout fleet 3000\n",
-    )
-
-    async def linked() -> bool:
-        return b"slave0:" in await raw_info(sentinel) or b"slaves=1" in await raw_info(sentinel)
-
-    await eventually(linked, "the Sentinel knows the replica")
+    primary, replica, sentinel = await watched_pair(start)
     nobody = f"127.0.0.1:{free_port()}"
     redis = await connect(f"redis+sentinel://{nobody},{sentinel.address}/fleet", 1.0)
     load = Load(redis)
@@ -175,18 +114,6 @@ async def test_the_primary_that_sentinels_name_is_followed(start):
     finally:
         await events.aclose()
         await redis.aclose()
-
-
-async def raw_info(node: Node) -> bytes:
-    """Of a Sentinel, which refuses what a client asks of servers."""
-    with contextlib.suppress(OSError):
-        reader, writer = await asyncio.open_connection("127.0.0.1", node.port)
-        writer.write(b"INFO sentinel\r\n")
-        head = await reader.readline()
-        text = await reader.readexactly(int(head[1:])) if head.startswith(b"$") else head
-        writer.close()
-        return text
-    return b""
 
 
 @pytest.fixture

@@ -1,0 +1,106 @@
+"""Several Redis servers: nodes of a cluster, or a primary and its replica under a Sentinel."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from support_redis import eventually
+
+from orchestrator.launch.host.redis_server import server_binary
+from orchestrator.store.client import Redis, RedisAway, connect
+
+TIMEOUT_S = 5.0
+BUS_OFFSET = 10_000  # from a cluster node's port to that of its bus
+SERVICE = "fleet"  # what the Sentinel calls the pair
+
+
+class Node:
+    """One server process, on a port of its own."""
+
+    def __init__(self, folder: Path, *arguments: str, config: str | None = None) -> None:
+        self.port = free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        own = folder / str(self.port)
+        own.mkdir()
+        command = [server_binary()]
+        if config is not None:
+            (own / "node.conf").write_text(config)
+            command.append(str(own / "node.conf"))
+        command += [*arguments, "--port", str(self.port), "--dir", str(own), "--save", ""]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, cwd=own)
+
+    async def client(self) -> Redis:
+        async def connected() -> Redis | None:
+            with contextlib.suppress(RedisAway):
+                return await connect(f"redis://{self.address}", TIMEOUT_S)
+            return None
+
+        client = await eventually(connected, f"{self.address} answers")
+        assert client is not None
+        return client
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def free_port() -> int:
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if port + BUS_OFFSET < 65536:
+            return port
+
+
+Start = Callable[..., Node]
+
+
+@contextlib.contextmanager
+def nodes(folder: Path) -> Iterator[Start]:
+    """Starts nodes, with the arguments of `Node`; ends them all."""
+    started: list[Node] = []
+
+    def begin(*arguments: str, config: str | None = None) -> Node:
+        started.append(Node(folder, *arguments, config=config))
+        return started[-1]
+
+    try:
+        yield begin
+    finally:
+        for node in started:
+            node.kill()
+
+
+async def watched_pair(start: Start) -> tuple[Node, Node, Node]:
+    """A primary, its replica, and the Sentinel that promotes the replica when the primary dies."""
+    primary = start()
+    replica = start("--replicaof", "127.0.0.1", str(primary.port))
+    sentinel = start(
+        "--sentinel",
+        config=f"sentinel monitor {SERVICE} 127.0.0.1 {primary.port} 1\n"
+        f"sentinel down-after-milliseconds {SERVICE} 300\nsentinel failover-timeout {SERVICE} 3000\n",
+    )
+
+    async def linked() -> bool:
+        return b"slave0:" in await raw_info(sentinel) or b"slaves=1" in await raw_info(sentinel)
+
+    await eventually(linked, "the Sentinel knows the replica")
+    return primary, replica, sentinel
+
+
+async def raw_info(node: Node) -> bytes:
+    """Of a Sentinel, which refuses what a client asks of servers."""
+    with contextlib.suppress(OSError):
+        reader, writer = await asyncio.open_connection("127.0.0.1", node.port)
+        writer.write(b"INFO sentinel\r\n")
+        head = await reader.readline()
+        text = await reader.readexactly(int(head[1:])) if head.startswith(b"$") else head
+        writer.close()
+        return text
+    return b""
