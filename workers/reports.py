@@ -17,7 +17,7 @@ from workers.engine import Engine, EngineDead, EngineLoad, PrefixChanges, Prefix
 
 LOAD_INTERVAL_S = 0.002  # at least, between two reports
 # Every frontend reads every worker's reports. So many in all are a tenth of a core, whatever the fleet's size ...
-REPORTS_PER_S = 2500
+REPORTS_PER_S = 2000
 # ... until a worker would be silent for so long that two lost reports make it quiet (`fleet/membership.py`).
 MAX_LOAD_INTERVAL_S = 0.5
 IDLE_REPORT_S = 0.25

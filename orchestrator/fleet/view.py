@@ -116,12 +116,15 @@ class WorkerView:
             self._touch()
         if self.load is not None and load.sequence <= self.load.sequence:
             return
+        changed = self.load is None or _differ(self.load, load)
         self.load = load
         while self._placed and self._placed[0].sequence <= seen:
             old = self._placed.popleft()
             self._placed_blocks -= old.blocks
             self._placed_tokens -= old.tokens
-        self._touch()
+            changed = True
+        if changed:  # most reports of a large fleet say what the one before said
+            self._touch()
 
     @property
     def candidate(self) -> Candidate:
@@ -304,6 +307,17 @@ class Fleet:
                 else:
                     self._shortlist.remove(worker_id)
         self._changed.clear()
+
+
+def _differ(one: WorkerLoad, other: WorkerLoad) -> bool:
+    """In what a candidate is made of."""
+    return (one.blocks_free, one.running, one.waiting, one.waiting_tokens, one.blocks_total) != (
+        other.blocks_free,
+        other.running,
+        other.waiting,
+        other.waiting_tokens,
+        other.blocks_total,
+    )
 
 
 def _put(ordered: dict[str, None], worker_id: str, belongs: bool) -> None:

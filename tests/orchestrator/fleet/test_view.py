@@ -53,6 +53,23 @@ def test_a_report_that_was_overtaken_is_ignored():
     assert fleet.workers["d"].candidate.blocks_free == 10
 
 
+def test_a_report_that_says_nothing_new_costs_the_next_decision_nothing():
+    fleet = fleet_of(worker("d"))
+    view = fleet.workers["d"]
+    fleet.take_load(load("d", 1, free=90), now=1.0)
+    before = view.candidate
+    fleet.take_load(load("d", 2, free=90), now=2.0)
+    assert view.candidate is before and view.heard_at == 2.0
+    placed = view.note_placed(32, 32)
+    fleet.take_load(load("d", 3, free=90, seen=placed), now=3.0)  # it has ended already
+    assert view.candidate == before
+    for changes in ({"blocks_free": 80}, {"running": 2}, {"waiting": 1}, {"waiting_tokens": 7}, {"blocks_total": 200}):
+        said = msgspec.structs.replace(load("d", view.load.sequence + 1, free=90), **changes)
+        last = view.candidate
+        fleet.take_load(said, now=4.0)
+        assert view.candidate != last, changes
+
+
 def test_placements_never_make_free_blocks_negative():
     fleet = fleet_of(worker("d"))
     fleet.workers["d"].note_placed(16 * 1000, 0)
