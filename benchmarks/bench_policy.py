@@ -1,16 +1,17 @@
-"""`make bench-policy`: policies against the field's in the simulator, ADP balance, a decision's cost, and the queue.
+"""`make bench-policy`: what ships against every split and the field, ADP balance, a decision, the queue.
 
-Writes benchmarks/results/policy.json, policy.md and plots. Every part is saved as it ends, so that a run can be cut
-short or taken up again with --parts. Traces are read from --traces where they are there; made loads need nothing.
+Writes benchmarks/results/policy.json, policy.md and plots. Every part, and of goodput every load, is saved as it ends,
+so that a run can be cut short or taken up again with --parts. Traces are read from --traces where they are there; made
+loads need nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,8 +20,9 @@ import msgspec
 import uvloop
 from bench_queue import report as queue_report
 from bench_queue import run as queue_benchmark
+from policy_goodput import CASES, load_of, measure_all, measure_changing, simulate
 
-from orchestrator.config.settings import SLOConfig, parse_config
+from orchestrator.config.settings import parse_config
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
@@ -31,13 +33,7 @@ from orchestrator.router.decider import Decider
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, Asked
 from orchestrator.simulator.adp import AdpSettings, simulate_adp
-from orchestrator.simulator.loads import LOADS, synthetic
 from orchestrator.simulator.plot import PlotError, line_chart
-from orchestrator.simulator.profile import PROFILES, load_profile
-from orchestrator.simulator.report import Report, goodput, report
-from orchestrator.simulator.settings import Settings, stack
-from orchestrator.simulator.simulation import Simulation
-from orchestrator.simulator.trace import Load, at_rate, first, read_trace, repeated
 from orchestrator.types import (
     EngineIdentity,
     KVEndpoint,
@@ -51,95 +47,46 @@ from orchestrator.types import (
 from orchestrator.wire.messages import PROTOCOL_VERSION
 
 RESULTS = Path(__file__).parent / "results"
-WARM_UP = 0.25  # of each run's time, left out for every policy alike: an empty fleet says nothing
 REFERENCES = ["round_robin", "least_requests", "power_of_two", "least_tokens", "dynamo_cost"]
-
-
-class Case(msgspec.Struct, frozen=True):
-    """A load with the profile and objectives it is judged by. `rate` is where the search begins, for 8P8D."""
-
-    name: str
-    file: str
-    profile: str
-    ttft_s: float
-    tpot_s: float
-    rate: float
-    requests: int
-
-
-CASES = [
-    # Objectives of the Mooncake paper, on its kind of machine.
-    Case("mooncake", "mooncake_conversation_trace.jsonl", "a100x8-llama-70b", 30.0, 0.1, 5.0, 12_000),
-    Case("azure", "azure2023_conv.csv", "h100-llama-8b", 1.0, 0.05, 130.0, 19_366),
-    Case("bursty", "", "h100-llama-8b", 1.0, 0.05, 80.0, 16_000),
-    Case("heavy_tailed", "", "h100-llama-8b", 2.0, 0.05, 100.0, 40_000),
-]
-
-
-def load_of(case: Case, traces: Path, requests: int) -> Load | None:
-    if case.name in LOADS:
-        return synthetic(case.name, requests)
-    path = traces / case.file
-    if not path.exists():
-        return None
-    load = read_trace(path)
-    return first(repeated(load, -(-requests // len(load.arrivals))), requests)
-
-
-def simulate(case: Case, load: Load, fleet: int, policy: str, rate: float) -> Report:
-    settings = Settings(
-        prefill=fleet,
-        decode=fleet,
-        profile=load_profile(PROFILES / f"{case.profile}.json"),
-        stack=stack(policy),
-        slo=SLOConfig(ttft_s=case.ttft_s, tpot_s=case.tpot_s),
-    )
-    return report(Simulation(settings, at_rate(load, rate)).run(), WARM_UP)
+BURSTY = next(case for case in CASES if case.name == "bursty")
+CHOICE_CASES = ["azure", "bursty", "heavy_tailed", "mooncake"]
+QUICK = 0.2  # of the requests
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------
 
 
-def bench_goodput(results: dict[str, Any], traces: Path, fleets: list[int], quick: bool) -> None:
-    """Goodput of every policy on every load; whole stacks, the field's and ours."""
-    for fleet in fleets:
-        for case in CASES:
-            large = fleet > 16
-            # A large fleet needs more requests for the same time: made loads get it, the traces are cut short.
-            share = (6.0 if case.name in LOADS else 2.0) if large else max(0.5, fleet / 8)
-            load = load_of(case, traces, int(case.requests * share * (0.2 if quick else 1)))
-            if load is None:
-                say(f"goodput {case.name}: {case.file} is not in {traces}; give its folder with --traces")
+def bench_goodput(results: dict[str, Any], options: argparse.Namespace) -> None:
+    """What ships, every split, the aggregated fleet and the field's ways, on every load."""
+    for half in options.fleets:
+        fleet = f"{half}P{half}D"
+        names = [case.name for case in CASES if case.name in options.loads and f"{fleet}/{case.name}" not in results]
+        share = QUICK if options.quick else 1.0
+        for name, found in measure_all(options.traces, half, share, options.processes, names):
+            if found is None:
+                say(f"goodput {name}: its trace is not in {options.traces}; give its folder with --traces")
                 continue
-            fields = ["round_robin", "least_requests", "dynamo_cost"] if large else REFERENCES
-            for policy in [*(f"field:{name}" for name in fields), "ours:fixed", "ours"]:
-                key = f"{fleet}P{fleet}D/{case.name}/{policy}"
-                if key in results:
-                    continue
-                start = case.rate * fleet / 8
-                began = time.monotonic()
-                run = partial(simulate, case, load, fleet, policy)
-                found = goodput(run, start * 0.8, start * 1.3, 0.08 if large else 0.04)
-                at = found.at
-                results[key] = {
-                    "goodput": found.rate,
-                    "at": msgspec.to_builtins(at),
-                    "curve": [[tried.rate, tried.attained] for tried in found.runs],
-                    "requests": len(load.arrivals),
-                    "wall_s": round(time.monotonic() - began, 1),
-                }
-                save("goodput", results)
-                say(f"goodput {key}: {found.rate:.4g}/s ({results[key]['wall_s']:.0f} s)")
+            results[f"{fleet}/{name}"] = found
+            save("goodput", results)
+            rates = ", ".join(f"{way} {at['goodput']['0.95']:.4g}/s" for way, at in found["ways"].items())
+            say(f"goodput {fleet} {name} at 95%: {rates} ({found['wall_s']} s)")
+
+
+def bench_changing() -> None:
+    save("changing", measure_changing())
+    say("changing: done")
 
 
 def bench_choice(results: dict[str, Any], traces: Path, quick: bool) -> None:
     """The decode choice alone: our queue and placement for all, at one rate that all sustain."""
     for case in CASES:
+        if case.name not in CHOICE_CASES:
+            continue
         load = load_of(case, traces, case.requests // (10 if quick else 2))
         if load is None:
             continue
         for policy in [*REFERENCES, "kv_blocks", "kv_prefix"]:
-            at = simulate(case, load, 8, policy, case.rate)
+            at = simulate(case, load, 8, 8, policy, 0.8 * case.rate)
             results[f"{case.name}/{policy}"] = msgspec.to_builtins(at)
             save("choice", results)
         say(f"choice {case.name}: done")
@@ -217,13 +164,13 @@ def bench_decision(results: dict[str, Any], workers: int = 1000) -> None:
 
 def bench_speed(results: dict[str, Any], traces: Path) -> None:
     """The simulator itself: requests per minute of one core, and a fleet of a thousand."""
-    cases = [(case, 8, case.requests) for case in CASES] + [(CASES[2], 500, 60_000)]
+    cases = [(case, 8, case.requests) for case in CASES] + [(BURSTY, 500, 60_000)]
     for case, fleet, requests in cases:
         load = load_of(case, traces, requests)
         if load is None:
             continue
         started = time.perf_counter()
-        simulate(case, load, fleet, "ours", case.rate * fleet / 8)
+        simulate(case, load, fleet, fleet, "ours", 0.8 * case.rate * fleet / 8)
         per_minute = len(load.arrivals) / (time.perf_counter() - started) * 60
         results[f"{fleet}P{fleet}D/{case.name}"] = {"requests": len(load.arrivals), "requests_per_minute": per_minute}
         say(f"speed {fleet}P{fleet}D {case.name}: {per_minute:,.0f} requests per minute")
@@ -257,22 +204,23 @@ def save(part: str, results: dict[str, Any]) -> None:
 
 
 def write_plots(everything: dict[str, Any]) -> None:
-    curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for key, entry in everything.get("goodput", {}).items():
-        fleet, case, policy = key.split("/")
-        curves.setdefault(f"{case}-{fleet}", {})[policy] = [(rate, share) for rate, share in entry["curve"]]
-    for name, series in curves.items():
-        path = RESULTS / f"goodput-{name}.png"
-        title = f"{name}: requests that meet TTFT and TPOT objectives"
+        fleet, _, load = key.partition("/")
+        series = {way: found["curve"] for way, found in entry["ways"].items() if "curve" in found}
+        title = f"{load}: requests that meet TTFT and TPOT objectives"
+        path = RESULTS / f"goodput-{load}-{fleet}.png"
         line_chart(path, title, "requests per second", "share of all requests", series, mark_y=0.9)
 
 
 def main() -> None:
-    parts = ["decision", "adp", "speed", "choice", "goodput", "queue"]
+    parts = ["decision", "adp", "speed", "choice", "goodput", "changing", "queue"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, default=Path(__file__).parent / "traces", help="folder of public traces")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--fleets", nargs="+", type=int, default=[8, 4, 64], help="8 is 8P8D")
+    parser.add_argument("--fleets", nargs="+", type=int, default=[8, 4], help="8 is 16 workers, which begin as 8P8D")
+    names = [case.name for case in CASES]
+    parser.add_argument("--loads", nargs="+", choices=names, default=names, help="of goodput")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="of goodput, at the lowest priority")
     parser.add_argument("--quick", action="store_true", help="a fifth of the requests: a smoke test, not a result")
     parser.add_argument("--fresh", action="store_true", help="forget saved results of these parts first")
     options = parser.parse_args()
@@ -288,7 +236,9 @@ def main() -> None:
         elif part == "choice":
             bench_choice(results, options.traces, options.quick)
         elif part == "goodput":
-            bench_goodput(results, options.traces, options.fleets, options.quick)
+            bench_goodput(results, options)
+        elif part == "changing":
+            bench_changing()
         else:
             bench_queue(options.quick)
     everything = load_results()

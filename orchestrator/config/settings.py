@@ -131,7 +131,7 @@ class RatioConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     interval_s: Seconds = 2.0  # between two samples of the load
     window_s: Seconds = 60.0  # samples of this time must agree, of less where many requests arrive
     cool_down_s: Seconds = 10.0  # no change for this long after any change, an operator's included
-    gain: Annotated[float, Meta(gt=0, lt=1)] = 0.05  # another split must bear more load by this share
+    gain: Annotated[float, Meta(gt=0, lt=1)] = 0.02  # another split must bear more load by this share
     busy: NonNegative = 0.8  # a fleet that is loaded by less than this share of what it bears is left alone
     min_prefill: Count = 0  # 0: decode workers prefill all that they decode, where that is better
     min_decode: Positive = 1
