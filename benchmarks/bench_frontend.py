@@ -73,7 +73,8 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
-async def send(session: aiohttp.ClientSession, prompt_tokens: int, tokens: int, stream: bool) -> None:
+async def send(session: aiohttp.ClientSession, prompt_tokens: int, tokens: int, stream: bool) -> int:
+    """How many events the answer had, where it was streamed."""
     number = next(NUMBERS)  # a prompt asked before would be prefilled where it is cached
     body = {
         "model": "demo",
@@ -83,23 +84,24 @@ async def send(session: aiohttp.ClientSession, prompt_tokens: int, tokens: int, 
         "stream": stream,
     }
     async with session.post("/v1/completions", json=body) as response:
-        await response.read()
+        answer = await response.read()
         if response.status != 200:
             raise SystemExit(f"status {response.status}")
+        return answer.count(b"data: ")
 
 
-async def round_of(url: str, pid: int, case: dict[str, Any], requests: int, tokens: int) -> float:
-    """CPU milliseconds of the frontend per request."""
+async def round_of(url: str, pid: int, case: dict[str, Any], requests: int, tokens: int) -> tuple[float, float]:
+    """CPU milliseconds of the frontend per request, and events per request."""
     async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session:
         gate = asyncio.Semaphore(16)
 
-        async def one() -> None:
+        async def one() -> int:
             async with gate:
-                await send(session, case["prompt_tokens"], tokens, case["stream"])
+                return await send(session, case["prompt_tokens"], tokens, case["stream"])
 
         before = cpu_s(pid)
-        await asyncio.gather(*(one() for _ in range(requests)))
-        return (cpu_s(pid) - before) / requests * 1e3
+        events = sum(await asyncio.gather(*(one() for _ in range(requests))))
+        return (cpu_s(pid) - before) / requests * 1e3, events / requests
 
 
 def main() -> None:
@@ -119,17 +121,19 @@ def main() -> None:
         pid = frontend_pid()
         asyncio.run(round_of(url, pid, cases[0], 50, options.tokens))  # warm
         measured: dict[str, list[float]] = {case["name"]: [] for case in cases}
+        events: dict[str, list[float]] = {case["name"]: [] for case in cases}
         for _ in range(options.rounds):
             for case in cases:
-                cost = asyncio.run(round_of(url, pid, case, options.requests, options.tokens))
+                cost, count = asyncio.run(round_of(url, pid, case, options.requests, options.tokens))
                 measured[case["name"]].append(cost)
+                events[case["name"]].append(count)
     finally:
         fleet.terminate()
         fleet.wait(60)
-    print(f"{'case':24} {'ms CPU per request':>20} {'us per token':>14}   ({options.tokens} tokens out)")
+    print(f"{'case':24} {'ms CPU per request':>20} {'us per token':>14} {'events':>8}   ({options.tokens} tokens out)")
     for name, costs in measured.items():
         median = statistics.median(costs)
-        print(f"{name:24} {median:20.2f} {median / options.tokens * 1e3:14.1f}")
+        print(f"{name:24} {median:20.2f} {median / options.tokens * 1e3:14.1f} {statistics.median(events[name]):8.1f}")
     if options.json:
         options.json.write_text(json.dumps({"tokens": options.tokens, "ms_per_request": measured}, indent=1) + "\n")
 
