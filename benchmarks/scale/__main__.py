@@ -1,0 +1,229 @@
+"""A thousand workers against one frontend and against four: joining, standing idle, serving, dying, starting again.
+
+All on this machine, over loopback: what is measured is a frontend's share, and Redis's, while the workers, which would
+be on machines of their own, take most of the CPU. Writes benchmarks/results/scale.json and prints a table.
+
+python -m benchmarks.scale [--workers 1000] [--frontends 1 4] [--rate 200]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.scale.table import table
+from orchestrator.launch.host.redis_server import EmbeddedRedis
+from orchestrator.store.client import connect
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+GROUPS = 10  # processes that the workers are in; one of them is killed
+STEADY_S, LOAD_S = 15.0, 20.0
+DEADLINE_S = 120.0
+POLL_S = 0.02
+CONFIG: dict[str, Any] = {
+    "model": "simulated",
+    "engine": "sim",
+    "namespace": "scale",
+    "ratio": {"mode": "off"},
+    # Steps as long as those of a large model: 20 ms.
+    "sim": {"step_base_ms": 20, "blocks": 2048, "max_model_len": 8192},
+    "redis": {"timeout_s": 10},  # one machine does the work of a thousand
+}
+
+
+class Frontend:
+    """A process, and the newest line that it wrote."""
+
+    def __init__(self, file: Path, url: str) -> None:
+        command = [sys.executable, "-m", "benchmarks.scale.frontend", str(file), url]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.now: dict[str, Any] = {}
+        self.decisions_s: list[float] = []
+        self.failures: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            told = json.loads(line)
+            self.decisions_s += told.pop("decisions_s")
+            self.failures += told.pop("failures")
+            self.now = told
+
+    def ask(self, rate: float) -> None:
+        """Requests per second, from now on."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{rate}\n")
+        self.process.stdin.flush()
+
+    def sees(self, count: int) -> bool:
+        return bool(self.now) and self.now["ready"] == self.now["known"] == count
+
+    def since(self, before: dict[str, Any]) -> dict[str, float]:
+        """What was counted since `before`, per second."""
+        now = self.now
+        elapsed_s = now["age_s"] - before["age_s"]
+        counted = ("reports", "prefix_events", "messages", "sent", "answered", "failed", "cpu_s")
+        return {name: (now[name] - before[name]) / elapsed_s for name in counted}
+
+
+def wait(true: Callable[[], bool], what: str) -> float:
+    """Seconds until it was true."""
+    began = time.monotonic()
+    while not true():
+        if time.monotonic() - began > DEADLINE_S:
+            raise SystemExit(f"not within {DEADLINE_S:g} s: {what}")
+        time.sleep(POLL_S)
+    return time.monotonic() - began
+
+
+@contextmanager
+def workers(file: Path, url: str, count: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that wait for a line."""
+    share = count // GROUPS
+    commands = [
+        [sys.executable, "-m", "benchmarks.scale.workers", str(file), url, str(first), str(share), str(count // 5)]
+        for first in range(0, count, share)
+    ]
+    pipe = subprocess.PIPE
+    groups = [subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) for command in commands]
+    try:
+        for group in groups:
+            assert group.stdout is not None and group.stdout.readline() == "made\n"
+        yield groups
+    finally:
+        for group in groups:
+            group.kill()
+            group.wait()
+
+
+def measure(count: int, frontends: int, rate: float, folder: Path, url: str, server: Server) -> dict[str, Any]:
+    file = folder / "fleet.yaml"
+    file.write_text(yaml.safe_dump(CONFIG))
+    views = [Frontend(file, url) for _ in range(frontends)]
+    try:
+        with workers(file, url, count) as groups:
+            wait(lambda: all(view.sees(0) for view in views), "frontends have started")
+            empty, redis = [view.now for view in views], server.counters()
+            for group in groups:
+                assert group.stdin is not None
+                group.stdin.write("go\n")
+                group.stdin.flush()
+            result: dict[str, Any] = {"frontends": frontends, "workers": count}
+            result["join_s"] = wait(lambda: all(view.sees(count) for view in views), "all have joined")
+            result["join_redis"] = {name: value - redis[name] for name, value in server.counters().items()}
+            time.sleep(5)
+            result |= held(views, empty, count)
+            result["idle"] = observed(views, server, STEADY_S)
+            for view in views:
+                view.ask(rate / frontends)
+            time.sleep(2)
+            result["load"] = observed(views, server, LOAD_S)
+            decisions_s = sorted(second for view in views for second in view.decisions_s)
+            result["decision_us"] = {
+                "p50": decisions_s[len(decisions_s) // 2] * 1e6,
+                "p99": decisions_s[len(decisions_s) * 99 // 100] * 1e6,
+            }
+            groups[-1].kill()
+            lost = count // GROUPS
+            result["lost"] = lost
+            result["loss_noticed_s"] = wait(lambda: all(view.sees(count - lost) for view in views), "the loss is seen")
+            time.sleep(5)
+            views[-1].ask(0)
+            views[-1].process.kill()
+            views[-1].process.wait()
+            failures = [failure for view in views for failure in view.failures]
+            views[-1] = Frontend(file, url)
+            result["restart_with_imports_s"] = wait(lambda: views[-1].sees(count - lost), "the new frontend sees all")
+            result["restart_s"] = views[-1].now["age_s"]
+            for view in views:
+                view.ask(0)
+            wait(lambda: all(v.now["sent"] == v.now["answered"] + v.now["failed"] for v in views), "all are answered")
+            failures += [failure for view in views for failure in view.failures]
+            result["failed"], result["failures"] = len(failures), failures[:5]
+            return result
+    finally:
+        for view in views:
+            view.process.kill()
+            view.process.wait()
+
+
+def held(views: list[Frontend], empty: list[dict[str, Any]], count: int) -> dict[str, float]:
+    """What each worker takes of a frontend; the largest."""
+    pairs = [(view.now, before) for view, before in zip(views, empty, strict=True)]
+    return {
+        "descriptors_per_worker": max(now["descriptors"] - before["descriptors"] for now, before in pairs) / count,
+        "kb_per_worker": max(now["memory_bytes"] - before["memory_bytes"] for now, before in pairs) / count / 1024,
+    }
+
+
+def observed(views: list[Frontend], server: Server, seconds: float) -> dict[str, Any]:
+    before, redis = [view.now for view in views], server.counters()
+    time.sleep(seconds)
+    after = server.counters()
+    rates = [view.since(old) for view, old in zip(views, before, strict=True)]
+    return {
+        "per_frontend": {name: max(rate[name] for rate in rates) for name in rates[0]},
+        "redis": {name: (after[name] - redis[name]) / seconds for name in after},
+        "load_average": os.getloadavg()[0],
+    }
+
+
+class Server:
+    """The counters of a Redis server."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def counters(self) -> dict[str, float]:
+        async def ask() -> dict[str, float]:
+            redis = await connect(self._url, 10)
+            try:
+                found = {**await redis.info("stats"), **await redis.info("cpu")}
+            finally:
+                await redis.aclose()
+            return {
+                "commands": found["total_commands_processed"],
+                "out_bytes": found["total_net_output_bytes"],
+                "cpu_s": float(found["used_cpu_user"]) + float(found["used_cpu_sys"]),
+            }
+
+        return asyncio.run(ask())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--workers", type=int, default=1000)
+    parser.add_argument("--frontends", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--rate", type=float, default=200, help="requests per second, of all frontends together")
+    parser.add_argument("--json", type=Path, default=RESULTS / "scale.json")
+    options = parser.parse_args()
+    results = []
+    for frontends in options.frontends:
+        with tempfile.TemporaryDirectory(prefix="pd-scale-") as folder:
+            redis = EmbeddedRedis()
+            url = asyncio.run(redis.start(Path(folder)))
+            try:
+                results.append(measure(options.workers, frontends, options.rate, Path(folder), url, Server(url)))
+            finally:
+                asyncio.run(redis.stop())
+        print(table(results), flush=True)
+    options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

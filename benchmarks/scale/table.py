@@ -1,0 +1,42 @@
+"""The results of `benchmarks.scale` beside what they should be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Figure = tuple[str, str, Callable[[dict[str, Any]], float]]
+FIGURES: list[Figure] = [
+    ("all have joined, s", "30", lambda r: r["join_s"]),
+    ("... Redis's time for it, s", "", lambda r: r["join_redis"]["cpu_s"]),
+    ("... what Redis sent for it, MB", "", lambda r: r["join_redis"]["out_bytes"] / 1e6),
+    ("descriptors per worker", "2", lambda r: r["descriptors_per_worker"]),
+    ("memory per worker, KB", "300", lambda r: r["kb_per_worker"]),
+    ("idle: load reports per second", "", lambda r: r["idle"]["per_frontend"]["reports"]),
+    ("idle: share of a core, %", "15", lambda r: r["idle"]["per_frontend"]["cpu_s"] * 100),
+    ("idle: Redis commands per second", "", lambda r: r["idle"]["redis"]["commands"]),
+    ("idle: Redis's share of a core, %", "", lambda r: r["idle"]["redis"]["cpu_s"] * 100),
+    ("load: requests answered per second and frontend", "", lambda r: r["load"]["per_frontend"]["answered"]),
+    ("load: load reports per second", "", lambda r: r["load"]["per_frontend"]["reports"]),
+    ("load: other messages per second", "", lambda r: r["load"]["per_frontend"]["messages"]),
+    ("load: prefix batches per second", "", lambda r: r["load"]["per_frontend"]["prefix_events"]),
+    ("load: share of a core, %", "", lambda r: r["load"]["per_frontend"]["cpu_s"] * 100),
+    ("decision, median, us", "50", lambda r: r["decision_us"]["p50"]),
+    ("decision, P99, us", "", lambda r: r["decision_us"]["p99"]),
+    ("a tenth lost: noticed after, s", "", lambda r: r["loss_noticed_s"]),
+    ("requests without their answer", "0", lambda r: r["failed"]),
+    ("a new frontend sees all, s", "5", lambda r: r["restart_s"]),
+]
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    titles = [f"{r['workers']:,} workers, {r['frontends']} frontend{'s'[: r['frontends'] > 1]}" for r in results]
+    lines = ["| | at most | " + " | ".join(titles) + " |", "|---|---|" + "---|" * len(results)]
+    for name, most, figure in FIGURES:
+        lines.append(f"| {name} | {most} | " + " | ".join(_shown(figure(result)) for result in results) + " |")
+    return "\n".join(lines)
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"

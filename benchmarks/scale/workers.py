@@ -1,0 +1,45 @@
+"""Many workers in one process: each a real agent with its own sockets, keys and connection to Redis, and a simulated
+engine. Says `made`, and starts them all when it reads a line.
+
+python -m benchmarks.scale.workers FILE URL FIRST COUNT PREFILL
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+import uvloop
+
+from orchestrator.config.settings import Config, load_config
+from orchestrator.parent import die_with_parent
+from orchestrator.store.client import connect
+from orchestrator.types import Role
+from orchestrator.wire.addresses import Listening
+from workers.agent import Agent
+from workers.sim.engine import SimEngine
+
+
+async def run(config: Config, url: str, ids: range, prefill: int) -> None:
+    """Until killed. Workers whose number is below `prefill` prefill."""
+    agents = []
+    for number in ids:
+        role = Role.PREFILL if number < prefill else Role.DECODE
+        engine = SimEngine(config.sim, config.model, kv=config.kv, prefix_events=config.routing.prefix_index)
+        redis = await connect(url, config.redis.timeout_s)
+        agents.append(
+            Agent(engine, redis, config, f"{role.value}-{number}", role, Listening("127.0.0.1"), generation=0)
+        )
+    print("made", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    await asyncio.gather(*(agent.run() for agent in agents))
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    logging.basicConfig(level=logging.ERROR)
+    file, url, *numbers = sys.argv[1:]
+    first, count, prefill = map(int, numbers)
+    uvloop.run(run(load_config(Path(file)), url, range(first, first + count), prefill))
