@@ -255,6 +255,8 @@ async def serve(
         loop.add_signal_handler(number, setattr, server, "should_exit", True)
     served = asyncio.create_task(server.serve(sockets=[listener]))
     url = advertised_url(config, listener.getsockname()[:2], redis_url)
+    while not (server.started or served.done()):  # who is announced may take the place of one that leaves
+        await asyncio.sleep(_LOOK_S)
     await connection.announce(url)
     log.info("listening on %s", url)
     draining = asyncio.create_task(connection.told_to_drain.wait())
