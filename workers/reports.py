@@ -16,7 +16,7 @@ from workers.attempts import Attempts
 from workers.engine import Engine, EngineDead, EngineLoad, PrefixChanges, PrefixDelta
 
 LOAD_INTERVAL_S = 0.002  # at least, between two reports
-# Every frontend reads every worker's reports. So many in all are a tenth of a core, whatever the fleet's size ...
+# Every frontend reads every worker's reports. So many in all are at most a fifth of a core ...
 REPORTS_PER_S = 2000
 # ... until a worker would be silent for so long that two lost reports make it quiet (`fleet/membership.py`).
 MAX_LOAD_INTERVAL_S = 0.5

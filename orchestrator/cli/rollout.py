@@ -155,6 +155,8 @@ def changed(running: Version, config: Config | None, tree: dict[str, Any]) -> di
     known; `tree` is the new file's. Raises ConfigError for what a running fleet cannot change."""
     new = parse_config({**tree, "namespace": running.config["namespace"]})
     check_engine_args(new)
+    if config is not None and config.launcher.kind == "ray" and config.frontend.port == 0:
+        raise Refused("frontend.port: 0 on Ray, so new frontends would listen elsewhere; start the fleet with a port")
     started = msgspec.to_builtins(config) if config is not None else running.config
     for key, value in _leaves(tree):
         if key.startswith(_KEPT) and (key, value) not in _FOUND:

@@ -57,6 +57,13 @@ def test_what_cannot_change_is_refused_by_name(sections: dict[str, Any], why: st
         changed(VERSION, RUNNING, with_(**sections))
 
 
+def test_new_frontends_need_the_port_of_the_old_ones():
+    on_ray = FILE | {"launcher": {"kind": "ray"}, "redis": {"url": "redis://h:1"}}
+    running = resolve(parse_config(on_ray), "demo", "redis://h:1", 0)
+    with pytest.raises(Refused, match="frontend.port: 0 on Ray"):
+        changed(VERSION, running, on_ray)
+
+
 def test_without_the_file_of_the_fleet_the_shared_part_is_compared():
     with pytest.raises(Refused, match="security.mesh: a rollout cannot change it"):
         changed(VERSION, None, with_(security={"mesh": "none"}))
