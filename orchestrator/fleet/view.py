@@ -9,7 +9,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -18,6 +18,8 @@ from orchestrator.policy.candidate import Candidate, blocks_for
 from orchestrator.policy.prefix_index import Hits
 from orchestrator.policy.shortlist import SHORTLIST_FROM, Shortlist
 from orchestrator.types import EngineSpeed, Role, WorkerInfo, WorkerLoad, WorkerState
+
+T = TypeVar("T")
 
 MOST_HITS = 4  # workers of each role whose cached part of a prompt is considered
 
@@ -171,9 +173,10 @@ class Fleet:
         self._changed: set[str] = set()
         # One count for all workers: one that was thought lost and is found again remembers the last number it saw.
         self._numbers = itertools.count(1)
-        # Dictionaries as sets that keep their order.
-        self._usable: dict[Role, dict[str, None]] = {role: {} for role in Role}
-        self._quiet: dict[str, None] = {}  # decode workers that would be usable
+        # Usable workers in the order in which they came; of decode workers also those that are quiet.
+        self._prefill: dict[str, bool] = {}
+        self._decode: dict[str, Candidate] = {}
+        self._quiet: dict[str, Candidate] = {}
         self._shortlist = Shortlist(standing) if standing is not None else None
 
     def upsert(self, info: WorkerInfo, now: float) -> bool:
@@ -209,21 +212,21 @@ class Fleet:
         `generation` those alone that KV of it may pass to.
         """
         self._apply_changes()
-        usable, block_size = self._usable[Role.DECODE] or self._quiet, self.block_size
+        usable, block_size = self._decode or self._quiet, self.block_size
         at_decode: dict[str, int] = {}
         at_prefill: dict[str, int] = {}
         if hits:
-            decode_blocks, prefill_blocks = hits.most_of_each(MOST_HITS, usable, self._usable[Role.PREFILL])
+            decode_blocks, prefill_blocks = hits.most_of_each(MOST_HITS, usable, self._prefill)
             at_decode = {worker_id: blocks * block_size for worker_id, blocks in decode_blocks.items()}
             at_prefill = {worker_id: blocks * block_size for worker_id, blocks in prefill_blocks.items()}
         mixed = generation is not None and (len(self._generations) > 1 or generation not in self._generations)
         if mixed:
-            usable = dict.fromkeys(name for name in usable if self.workers[name].info.generation == generation)
+            usable = {name: c for name, c in usable.items() if self.workers[name].info.generation == generation}
         if self._shortlist is not None and not (avoid or mixed) and len(usable) >= SHORTLIST_FROM:
             found = self._shortlist.pick(at_decode)
         else:
-            kept = [name for name in usable if name not in avoid] if avoid else usable
-            found = [self.workers[name].candidate for name in kept or usable]
+            kept = [candidate for name, candidate in usable.items() if name not in avoid] if avoid else []
+            found = kept or list(usable.values())
         if hits and (held := hits.blocks_of([c.worker_id for c in found if not c.cached_tokens])):
             found = [_with_hit(c, held[c.worker_id] * block_size) if c.worker_id in held else c for c in found]
         return Candidates(found, at_prefill)
@@ -233,14 +236,14 @@ class Fleet:
         self._apply_changes()
         if role is Role.PREFILL and len(self._generations) > 1:
             decoded = self._decoded_generations()
-            return sum(self.workers[name].info.generation in decoded for name in self._usable[role])
-        return len(self._usable[role] or (self._quiet if role is Role.DECODE else ()))
+            return sum(self.workers[name].info.generation in decoded for name in self._prefill)
+        return len(self._prefill if role is Role.PREFILL else self._decode or self._quiet)
 
     def _decoded_generations(self) -> Collection[int]:
         """Those whose KV could pass to a decode worker. A fleet of one generation has none that it could not."""
         if len(self._generations) <= 1:
             return self._generations
-        return {self.workers[name].info.generation for name in self._usable[Role.DECODE] or self._quiet}
+        return {self.workers[name].info.generation for name in self._decode or self._quiet}
 
     def _leave_generation(self, worker_id: str) -> None:
         if (view := self.workers.get(worker_id)) is not None:
@@ -255,7 +258,7 @@ class Fleet:
     def others_than(self, worker_id: str) -> bool:
         """Whether another decode worker could take over from this one: one that is not quiet too."""
         self._apply_changes()
-        return bool(self._usable[Role.DECODE].keys() - {worker_id})
+        return bool(self._decode.keys() - {worker_id})
 
     def claims(self) -> bool:
         """Whether anybody may claim from the queue: a prefill worker that is heard, or whose connection is down."""
@@ -298,12 +301,13 @@ class Fleet:
         for worker_id in self._changed:
             view = self.workers.get(worker_id)
             role, quiet = (view.usable_as, view.quiet) if view is not None else (None, False)
-            for usable_role, usable in self._usable.items():
-                _put(usable, worker_id, role is usable_role and not quiet)
-            _put(self._quiet, worker_id, role is Role.DECODE and quiet)
+            candidate = view.candidate if view is not None and role is Role.DECODE else None
+            _put(self._prefill, worker_id, True if role is Role.PREFILL and not quiet else None)
+            _put(self._decode, worker_id, None if quiet else candidate)
+            _put(self._quiet, worker_id, candidate if quiet else None)
             if self._shortlist is not None:
-                if view is not None and role is Role.DECODE and not quiet:
-                    self._shortlist.update(view.candidate)
+                if candidate is not None and not quiet:
+                    self._shortlist.update(candidate)
                 else:
                     self._shortlist.remove(worker_id)
         self._changed.clear()
@@ -320,9 +324,10 @@ def _differ(one: WorkerLoad, other: WorkerLoad) -> bool:
     )
 
 
-def _put(ordered: dict[str, None], worker_id: str, belongs: bool) -> None:
-    if belongs:
-        ordered[worker_id] = None
+def _put(ordered: dict[str, T], worker_id: str, value: T | None) -> None:
+    """None: it does not belong there."""
+    if value is not None:
+        ordered[worker_id] = value
     else:
         ordered.pop(worker_id, None)
 

@@ -68,7 +68,8 @@ def place(
     """
     if not candidates:
         return Reject("no_decode_worker", RETRY_AFTER_S)
-    open_ones = [c for c in candidates if not is_full(request, c, routing)]
+    at_once = routing.max_waiting_per_worker
+    open_ones = [c for c in candidates if c.waiting < at_once or not is_full(request, c, routing)]
     min_tokens = routing.remote_prefill_min_tokens
     if request.local_only is not None and min_tokens is not None:
         return _local(request, open_ones, choose, request.local_only)
@@ -152,10 +153,11 @@ def _by_cost(
     ttft: list[float] = []
     cost: list[float] = []
     itl_bound_s, price_s = ITL_MARGIN * slo.tpot_s, routing.itl_weight * slo.ttft_s
-    ahead_tokens = predictor.ahead_tokens
+    ahead_tokens, prompt_tokens, local_s = predictor.ahead_tokens, request.prompt_tokens, predictor.local_s
+    fixed_s, s_per_token = predictor.prefill_line
     for candidate in open_ones:
-        tokens = uncached_tokens(request, candidate)
-        ttft_s, itl_s = predictor.local_s(candidate, tokens)
+        tokens = max(0, prompt_tokens - candidate.cached_tokens)
+        ttft_s, itl_s = local_s(candidate, tokens)
         ttft.append(ttft_s)
         if not candidate.running:
             cost.append(ttft_s)
@@ -163,7 +165,7 @@ def _by_cost(
             cost.append(float("inf"))
         else:
             slack_s = max((itl_bound_s - itl_s) * ahead_tokens, 1e-3)
-            cost.append(ttft_s + price_s * candidate.running * predictor.prefill_s(tokens) / slack_s)
+            cost.append(ttft_s + price_s * candidate.running * (fixed_s + s_per_token * tokens) / slack_s)
     if blocker is None and prefill.queue is not None:
         compute = max(0, request.prompt_tokens - prefill.cached_tokens)
         remote_s = predictor.remote_ttft_s(compute, request.prompt_tokens, prefill.queue, prefill.workers_ready)

@@ -39,8 +39,12 @@ class Hits:
         bits, holders = self._index.bits, self._all
         for worker_id in worker_ids:
             bit = bits.get(worker_id)
-            if bit is not None and holders >> bit & 1:
-                found[worker_id] = next(depth for depth, mask in self._levels if mask >> bit & 1)
+            if bit is None or not holders & (itself := 1 << bit):
+                continue
+            for depth, mask in self._levels:
+                if mask & itself:
+                    found[worker_id] = depth
+                    break
         return found
 
     def most(self, max_workers: int) -> dict[str, int]:
@@ -158,8 +162,8 @@ class PrefixIndex:
         `MORE_PROBES` are credited with the deepest block that they were found to hold, so never with more than they
         have.
         """
-        holders = self._holders
-        first = holders.get(keys[0], 0) & self._live if keys else 0
+        holders_of = self._holders.get
+        first = holders_of(keys[0], 0) & self._live if keys else 0
         if not first:
             return Hits(self, 0, [])
         levels: list[tuple[int, int]] = []
@@ -170,14 +174,14 @@ class PrefixIndex:
             while low < high and probes:
                 middle = (low + high + 1) // 2
                 probes -= 1
-                deeper = holders.get(keys[middle - 1], 0) & mask
-                if deeper:
-                    if deeper != mask:
-                        parts.append((low, middle - 1, mask ^ deeper))
-                        mask = deeper
-                    low = middle
-                else:
+                deeper = holders_of(keys[middle - 1], 0) & mask
+                if not deeper:
                     high = middle - 1
+                    continue
+                if deeper != mask:
+                    parts.append((low, middle - 1, mask ^ deeper))
+                    mask = deeper
+                low = middle
             levels.append((low, mask))
             if not parts:
                 return Hits(self, first, levels)
