@@ -141,7 +141,7 @@ async def test_who_joins_a_paused_fleet_is_paused_and_resumes_with_it(redis_serv
             while not await engine_paused(joined):
                 await asyncio.sleep(0.01)
         for worker in first:
-            worker.agent.request_stop()
+            worker.agent.request_stop(5.0)
             await worker.stopped()
         await until(lambda: list(known.workers) == [joined.id], "the first ones are gone")
         assert other.connection.pause.on

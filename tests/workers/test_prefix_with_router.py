@@ -58,8 +58,8 @@ def believes_all(client: RouterClient, *workers: LocalWorker) -> bool:
     """Exactly what they hold."""
     index = client.connection.prefixes.index
     for worker in workers:
-        keys = worker.engine._scheduler.cache._keys
-        believed = {key for key, holders in index._holders.items() if holders >> index.bits[worker.id] & 1}
+        keys, bit = worker.engine._scheduler.cache._keys, index.bits.get(worker.id)
+        believed = {key for key, holders in index._holders.items() if bit is not None and holders >> bit & 1}
         if believed != set(keys):
             return False
     return True
