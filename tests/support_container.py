@@ -78,7 +78,7 @@ class Container:
             yield f"[ ! -e {path} ] || cp -a {path} $root/"
         for path in dict.fromkeys(IMAGE):
             yield f"mkdir -p $root{path}; mount --bind {path} $root{path}; mount -o remount,bind,ro $root{path}"
-        yield "mkdir $root/proc $root/sys $root/dev $root/tmp $root/etc; mount -t proc proc $root/proc"
+        yield "mkdir -p $root/proc $root/sys $root/dev $root/tmp $root/etc; mount -t proc proc $root/proc"
         yield "mount --rbind /sys $root/sys; mount --rbind /dev $root/dev"
         # Without passwd and group: the user has no name.
         yield "cp -aL /etc/ssl /etc/resolv.conf /etc/hosts /etc/ld.so.cache /etc/nsswitch.conf $root/etc/ || :"
@@ -90,7 +90,11 @@ class Container:
     @property
     def main(self) -> psutil.Process:
         """The process with pid 1 in there."""
-        (first,) = psutil.Process(self.process.pid).children()
+        deadline = time.monotonic() + 30
+        while not (children := psutil.Process(self.process.pid).children()):  # unshare has not forked yet
+            assert self.process.poll() is None and time.monotonic() < deadline, self.lines()
+            time.sleep(0.01)
+        (first,) = children
         return first
 
     def terminate(self) -> None:

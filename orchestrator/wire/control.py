@@ -56,6 +56,8 @@ METHODS: dict[str, ControlMethod] = {
     "get_weight_version": ControlMethod(reach=Reach.ONE),
     "compute_weight_checksums": ControlMethod(reach=Reach.ONE),
 }
+# What a worker asks of its engine: the same, but for a pause, which it carries out by these two.
+ENGINE_METHODS = (METHODS.keys() - {"set_pause"}) | {"pause_scheduler", "resume_scheduler"}
 
 _KV_MEMORY = "the engines' KV memory stays registered for transfers"
 _ONE_ENGINE = "its arguments name the ranks of one engine"

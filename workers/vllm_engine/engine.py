@@ -17,7 +17,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from orchestrator.config.settings import KVConfig
 from orchestrator.types import KVCounters, KVEndpoint
-from orchestrator.wire.control import METHODS
+from orchestrator.wire.control import ENGINE_METHODS
 from orchestrator.wire.curve import KeyPair
 from workers.engine import EngineDead, EngineInfo, EngineLoad, EngineRequest, EngineStep, PrefixDelta
 from workers.vllm_engine.identity import identity_of
@@ -184,8 +184,8 @@ class VllmEngine:
 
     async def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Raises ValueError for a method that is not a control method, RuntimeError for one that failed."""
-        if method not in METHODS:
-            raise ValueError(f"{method}: not a control method; known are {', '.join(sorted(METHODS))}")
+        if method not in ENGINE_METHODS:
+            raise ValueError(f"{method}: not an engine's method; known are {', '.join(sorted(ENGINE_METHODS))}")
         if method == "add_lora":
             args = [msgspec.convert(args[0], LoRARequest)]
         result = await self._answered(getattr(self._alive(), f"{method}_async")(*args, **kwargs))

@@ -301,7 +301,7 @@ async def test_what_cannot_be_run_is_refused_by_name(pair) -> None:
         await decode.decode("foreign", frames([1, 2, 10**6]))
     with pytest.raises(InvalidEngineRequest, match="empty: expected a prompt of 1"):
         await decode.decode("empty", frames([]))
-    with pytest.raises(ValueError, match="shutdown: not a control method"):
+    with pytest.raises(ValueError, match="shutdown: not an engine's method"):
         await decode.engine.call("shutdown", [], {})
     assert await decode.engine.call("reset_prefix_cache", [], {}) is True
     await decode.engine.abort(["never heard of"])
