@@ -45,7 +45,8 @@ SIMULATED = (
     *COMMON,
     f"sim.crash_token={POISON}",
     "sim.step_base_ms=5",
-    "sim.max_num_batched_tokens=512",  # a prompt takes several steps, so that reports show it
+    "sim.max_num_batched_tokens=512",  # a prompt takes several steps, so that reports show it,
+    "sim.prefix_caching=false",  # also when it is asked again
     "sim.prefill_us_per_token=100",
     "sim.link_gb_per_s=1",
 )
