@@ -42,7 +42,7 @@ test: test-fast test-slow
 
 # Together they keep two cores busy; with one process half of the time passes in waits.
 test-fast: venv
-	$(BIN)/pytest -m "not vllm and not slow" -n 3 --dist worksteal -p no:schemathesis
+	$(BIN)/pytest -m "not vllm and not slow" -n 4 --dist worksteal -p no:schemathesis
 
 test-slow: model
 	$(BIN)/pytest -m "(vllm or slow) and not topology"
