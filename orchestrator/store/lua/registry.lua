@@ -120,7 +120,8 @@ local function put_member(keys, args)
     since = redis.call('HGET', key, 'since')
     for name, value in pairs(mine) do
       -- What was offered grows with every heartbeat, and is nobody's news. Nor is what a frontend does.
-      if not string.find(name, '^offered_') and not (kind == 'frontend' and FRONTEND_LOAD[name]) and redis.call('HGET', key, name) ~= value then changed = true end
+      local news = not string.find(name, '^offered_') and not (kind == 'frontend' and FRONTEND_LOAD[name])
+      if news and redis.call('HGET', key, name) ~= value then changed = true end
     end
   end
   redis.call('HSET', key, 'since', since or SECONDS:format(clock()), unpack(args, first))

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from support_redis import fresh_namespace, worker
 
-from orchestrator.config.settings import parse_config
+from orchestrator.config.settings import Config, parse_config
 from orchestrator.launch.console import Console
 from orchestrator.launch.fleet_processes import FleetProcesses
 from orchestrator.launch.frontend_pool import FrontendPool
@@ -29,6 +29,11 @@ pytestmark = pytest.mark.slow  # a server of its own
 
 def of(worker_id: str, process: str) -> WorkerInfo:
     return msgspec.structs.replace(worker(worker_id), pid=os.getpid(), process=process)
+
+
+def processes_of(config: Config, registry: Registry, machine: LocalMachine, folder: Path) -> FleetProcesses:
+    setup = Setup(0, config, folder / "c.yaml")
+    return FleetProcesses(config, registry, machine, Console(), lambda *noted: None, setup, AsyncMock())
 
 
 async def test_only_what_is_known_to_have_ended_is_forgotten(tmp_path: Path):
@@ -50,15 +55,7 @@ async def test_only_what_is_known_to_have_ended_is_forgotten(tmp_path: Path):
         await registry.refresh_launcher("another/1/1", {}, 60)
         await registry.refresh_launcher(f"{BY_HAND}{place}/{pid}/{int(ticks) - 1}", {}, 60)
         machine = LocalMachine(config)
-        fleet = FleetProcesses(
-            config,
-            registry,
-            machine,
-            Console(),
-            lambda *noted: None,
-            Setup(0, config, tmp_path / "c.yaml"),
-            AsyncMock(),
-        )
+        fleet = processes_of(config, registry, machine, tmp_path)
         await fleet.forget_the_dead()
         assert set(await registry.workers()) == {"runs", "of-another-container", "of-no-process-here"}
         assert set(await registry.launchers()) == {"another/1/1"}
@@ -87,15 +84,7 @@ async def test_a_launcher_takes_over_what_no_living_one_runs(tmp_path: Path, mon
         taken: dict[str, Role] = {}
         monkeypatch.setattr(WorkerPool, "supervise", lambda pool, worker_id, role: taken.update({worker_id: role}))
         machine = LeftRunning(config)
-        fleet = FleetProcesses(
-            config,
-            registry,
-            machine,
-            Console(),
-            lambda *noted: None,
-            Setup(0, config, tmp_path / "c.yaml"),
-            AsyncMock(),
-        )
+        fleet = processes_of(config, registry, machine, tmp_path)
         monkeypatch.setattr(FrontendPool, "update", AsyncMock())
         await fleet.start()
         await fleet.end()
