@@ -1,0 +1,244 @@
+"""`make bench-peers`: this project beside its peers on this machine, in turns, each started anew for each turn.
+
+Three parts. `serving`: one prefill and one decode engine behind each router, and vLLM without any; every engine has
+the demo model's architecture cut to two narrow layers, so that what is compared is what lies around them. `mixed`: the
+whole demo model, short chats that decode while long documents are prefilled, against two aggregated engines.
+`frontend`: CPU time of the frontend process alone, over simulated engines. A peer that cannot run is named, and the
+others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.environments import PEERS, PeerError
+from benchmarks.peers.processes import Processes, running
+from benchmarks.peers.report import write
+from benchmarks.peers.systems import FRONTENDS, OURS, SYSTEMS, Model, Serving, System
+from benchmarks.peers.texts import Texts
+from orchestrator.config.model import resolve_model
+from orchestrator.simulator.real.client import MeasureError, Target
+from orchestrator.simulator.real.drive import Run, closed_loop, open_loop
+from orchestrator.simulator.real.figures import figures
+from orchestrator.simulator.report import percentile
+from orchestrator.simulator.trace import Arrival, Load, steady
+
+RESULTS = Path(__file__).parents[1] / "results"
+COMMON = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 29, "max_model_len": 4096}
+# The demo model's tokenizer and architecture, but two narrow layers: what is compared is what lies around the engines.
+TINY = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+PROMPT_TOKENS, OUTPUT_TOKENS, USERS = 512, 64, (1, 8, 32)
+# Of the mixed load: prompt and output tokens.
+CHAT, DOCUMENT = (48, 160), (1800, 8)
+OBJECTIVES = {"ttft_s": 3.0, "tpot_s": 0.15}
+
+
+Note = Callable[[dict[str, Any]], None]  # takes what a part has found so far
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+class Turns:
+    """Systems in turns; one that failed to start is left out of the later rounds."""
+
+    def __init__(self, systems: Sequence[System], model: Model, rounds: int, logs: Path) -> None:
+        self.systems, self._model, self._rounds, self._logs = list(systems), model, rounds, logs
+        self.failed: dict[str, str] = {}
+
+    def run(self, measure: Any, note: Callable[[], None] = lambda: None) -> None:
+        """`measure(system, serving, processes)`, a coroutine function, once for each system and round. After each,
+        `note()`: a long run that is broken off has something to show."""
+        for number in range(self._rounds):
+            # Each round begins with another one: who comes after whom changes.
+            shift = number % len(self.systems)
+            for system in self.systems[shift:] + self.systems[:shift]:
+                if system.name in self.failed:
+                    continue
+                began = time.monotonic()
+                try:
+                    with running(self._logs / f"{system.name.replace(', ', '-').replace(' ', '-')}") as processes:
+                        serving = system.start(processes, self._model)
+                        asyncio.run(measure(system, serving, processes))
+                    say(f"round {number + 1} of {self._rounds}, {system.name}: {time.monotonic() - began:.0f} s")
+                except (PeerError, MeasureError) as error:
+                    self.failed[system.name] = " ".join(str(error).split())
+                    say(f"{system.name}: {self.failed[system.name]}")
+                note()
+
+
+async def warm_up(target: Target, prompts: Texts, tokens: int) -> None:
+    """Connects, and has the engines compile and allocate. Raises MeasureError where nothing is answered."""
+    for _ in range(3):
+        await target.complete(prompts.make(tokens), 8)
+    await asyncio.gather(*(target.complete(prompts.make(64), 8) for _ in range(8)))
+
+
+def serving(options: argparse.Namespace, model: Model, logs: Path, note: Note) -> None:
+    """By system and number of users: requests/s, TTFT, TPOT, and CPU of everything and of what clients talk to."""
+    found: dict[str, dict[int, list[dict[str, float]]]] = {}
+
+    async def measure(system: System, there: Serving, processes: Processes) -> None:
+        prompts = Texts(model.path, seed=int.from_bytes(os.urandom(4)))
+        async with Target(there.url) as target:
+            await warm_up(target, prompts, PROMPT_TOKENS)
+            for users in options.users:
+                requests = max(24, options.requests_per_user * users)
+                load = steady(requests, PROMPT_TOKENS, OUTPUT_TOKENS)
+                before = processes.cpu_s(), processes.cpu_s(*there.front)
+                run = await closed_loop(target, load, users, prompts)
+                used = processes.cpu_s() - before[0], processes.cpu_s(*there.front) - before[1]
+                seen = figures(run, **OBJECTIVES)
+                if seen.errors:
+                    reason = next(iter(seen.reasons), "no reason")
+                    raise PeerError(f"{system.name}: {seen.errors} of {requests} requests failed: {reason}")
+                found.setdefault(system.name, {}).setdefault(users, []).append(
+                    {
+                        "requests_per_s": seen.requests_per_s,
+                        "ttft_p50_s": seen.ttft.p50,
+                        "ttft_p99_s": seen.ttft.p99,
+                        "tpot_p50_s": seen.tpot.p50,
+                        "itl_p99_s": seen.itl.p99,
+                        "cpu_s": used[0] / requests,
+                        "front_cpu_s": used[1] / requests,
+                    }
+                )
+
+    turns = Turns([s for s in SYSTEMS if s.name in options.systems], model, options.rounds, logs)
+    turns.run(measure, lambda: note({"rounds": options.rounds, "systems": _medians(found), "failed": turns.failed}))
+
+
+def mixed(options: argparse.Namespace, model: Model, logs: Path, note: Note) -> None:
+    """By system and rate: ITL of the chats, TTFT of both, and goodput."""
+    found: dict[str, dict[float, list[dict[str, float]]]] = {}
+
+    async def measure(system: System, there: Serving, processes: Processes) -> None:
+        prompts = Texts(model.path, seed=int.from_bytes(os.urandom(4)))
+        async with Target(there.url) as target:
+            await warm_up(target, prompts, DOCUMENT[0])
+            for rate in options.rates:
+                run = await open_loop(target, chats_and_documents(rate, options.seconds), prompts)
+                found.setdefault(system.name, {}).setdefault(rate, []).append(_of_mixed(run))
+
+    systems = [s for s in SYSTEMS if s.name in (OURS, "two aggregated")]
+    turns = Turns(systems, model, options.rounds, logs)
+    turns.run(
+        measure,
+        lambda: note(
+            {"rounds": options.rounds, "objectives": OBJECTIVES, "systems": _medians(found), "failed": turns.failed}
+        ),
+    )
+
+
+def chats_and_documents(rate: float, seconds: float, seed: int = 1) -> Load:
+    """Three chats for each document, at random times, `rate` requests per second together."""
+    rng = random.Random(seed)
+    arrivals, at = [], 0.0
+    while (at := at + rng.expovariate(rate)) < seconds:
+        arrivals.append(Arrival(at, *(CHAT if len(arrivals) % 4 else DOCUMENT)))
+    return Load("chats and documents", arrivals)
+
+
+def _of_mixed(run: Run) -> dict[str, float]:
+    seen = figures(run, **OBJECTIVES)
+    answered = [sent.timing for sent in run.sent if sent.timing is not None]
+    chats = [timing for timing in answered if timing.prompt_tokens < DOCUMENT[0] / 2]
+    documents = [timing for timing in answered if timing.prompt_tokens >= DOCUMENT[0] / 2]
+    gaps = sorted(gap for timing in chats for gap in timing.gaps_s)
+    return {
+        "errors": seen.errors,
+        "chat_itl_p50_s": percentile(gaps, 0.5),
+        "chat_itl_p99_s": percentile(gaps, 0.99),
+        "chat_ttft_p99_s": percentile(sorted(timing.ttft_s for timing in chats), 0.99),
+        "document_ttft_p99_s": percentile(sorted(timing.ttft_s for timing in documents), 0.99),
+        "attained": seen.attained,
+        "goodput": seen.goodput,
+    }
+
+
+def frontend(options: argparse.Namespace, model: Model, logs: Path, note: Note) -> None:
+    """CPU milliseconds of the frontend process for a streamed answer of 64 tokens."""
+    found: dict[str, dict[int, list[dict[str, float]]]] = {}
+
+    async def measure(system: System, there: Serving, processes: Processes) -> None:
+        prompts = Texts(model.path, seed=int.from_bytes(os.urandom(4)))
+        async with Target(there.url) as target:
+            await warm_up(target, prompts, 1024)
+            for tokens in (32, 1024):
+                load = steady(options.frontend_requests, tokens, OUTPUT_TOKENS)
+                before = processes.cpu_s(*there.front)
+                run = await closed_loop(target, load, 16, prompts)
+                used = processes.cpu_s(*there.front) - before
+                if failed := [sent.error for sent in run.sent if sent.error]:
+                    raise PeerError(f"{system.name}: {len(failed)} requests failed: {failed[0]}")
+                found.setdefault(system.name, {}).setdefault(tokens, []).append(
+                    {"cpu_s": used / options.frontend_requests, "requests_per_s": len(run.sent) / run.span_s}
+                )
+
+    turns = Turns(FRONTENDS, model, options.rounds, logs)
+    turns.run(measure, lambda: note({"rounds": options.rounds, "systems": _medians(found), "failed": turns.failed}))
+
+
+def _medians(found: Mapping[str, Mapping[float, Sequence[Mapping[str, float]]]]) -> dict[str, Any]:
+    """By system and case: the median of each figure over its runs."""
+    return {
+        name: {
+            case: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for case, runs in cases.items()
+        }
+        for name, cases in found.items()
+    }
+
+
+PARTS = {"serving": serving, "mixed": mixed, "frontend": frontend}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [system.name for system in SYSTEMS]
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--systems", nargs="+", choices=names, default=names, help="of the serving part")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each system; figures are medians over them")
+    parser.add_argument("--users", nargs="+", type=int, default=list(USERS), help="of the serving part")
+    parser.add_argument("--requests-per-user", type=int, default=6, help="of the serving part, at least 24 in all")
+    parser.add_argument("--rates", nargs="+", type=float, default=[0.5, 1.0, 1.5], help="requests/s, of the mixed part")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each run of the mixed part")
+    parser.add_argument("--frontend-requests", type=int, default=150, help="of each run of the frontend part")
+    parser.add_argument("--logs", type=Path, help="keep what the programs print here")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of peers.json, peers.md and peers.png")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as on Ctrl-C nothing is left running
+    demo = resolve_model("demo")
+    tiny = Model(demo, COMMON | {"hf_overrides": TINY, "load_format": "dummy"})
+    models = {"serving": tiny, "mixed": Model(demo, COMMON), "frontend": Model(demo)}
+    path = options.out / "peers.json"
+    everything = json.loads(path.read_text()) if path.exists() else {}
+    everything["versions"] = {name: peer.version for name, peer in PEERS.items()}
+    with contextlib.ExitStack() as stack:
+        logs = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-")))
+        for part in options.parts:
+
+            def note(found: dict[str, Any], part: str = part) -> None:
+                write(everything | {part: found}, options.out)
+                everything[part] = found
+
+            PARTS[part](options, models[part], logs, note)
+    say(f"wrote {options.out / 'peers.md'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""The systems under test: this project, the field's, and plain vLLM, each serving one model on this machine.
+
+All engines have the same model, arguments and cores. Flags are those of each program's own documentation for the
+release that `environments` names.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.environments import programs
+from benchmarks.peers.processes import Processes
+from orchestrator.wire.addresses import free_ports
+
+ROOT = Path(__file__).parents[2]
+HOST = "127.0.0.1"
+REPAIRED = {"kv_connector": "RepairedPull", "kv_connector_module_path": "kv_stock"}
+STOCK = {"kv_connector": "NixlConnector"}
+
+
+@dataclass(frozen=True)
+class Model:
+    path: str
+    engine_args: Mapping[str, Any] = field(default_factory=dict)  # of vLLM, by the names of its Python arguments
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A system that answers. `front`: the name of the process that clients talk to, and words of its command line."""
+
+    url: str
+    front: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class System:
+    """`what`: for the report."""
+
+    name: str
+    what: str
+    start: Callable[[Processes, Model], Serving]
+
+
+def _engine(processes: Processes, name: str, model: Model, core: int | None, transfer: Mapping[str, str] = {}) -> str:
+    """Starts vLLM's server and returns its URL. `transfer`: how it hands KV over, if it does."""
+    ports = free_ports(HOST)
+    port = next(ports)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model.path]
+    command += ["--served-model-name", "bench", "--host", HOST, "--port", str(port), "--disable-uvicorn-access-log"]
+    for key, value in model.engine_args.items():
+        flag = f"--{key.replace('_', '-')}"
+        if isinstance(value, bool):
+            command.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            command += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
+    if core is not None:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = str(core)
+    if transfer:
+        command += ["--kv-transfer-config", json.dumps({**transfer, "kv_role": "kv_both"})]
+        environment |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(next(ports)), "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST}
+    processes.start(name, command, environment)
+    return f"http://{HOST}:{port}"
+
+
+def _cores() -> Iterator[int]:
+    return itertools.cycle(sorted(os.sched_getaffinity(0)))
+
+
+def _two(processes: Processes, model: Model, names: tuple[str, str], transfer: Mapping[str, str] = {}) -> list[str]:
+    urls = [_engine(processes, name, model, core, transfer) for name, core in zip(names, _cores(), strict=False)]
+    for url in urls:
+        processes.wait(f"{url}/health")
+    return urls
+
+
+def _router(processes: Processes, name: str, command: list[str]) -> Serving:
+    port = next(free_ports(HOST))
+    processes.start(name, [*command, "--host", HOST, "--port", str(port)])
+    url = f"http://{HOST}:{port}"
+    processes.wait(f"{url}/v1/models")
+    return Serving(url, (name, ""))
+
+
+def _ours(processes: Processes, model: Model) -> Serving:
+    port = next(free_ports(HOST))
+    args = {f"workers.engine_args.{key}": value for key, value in model.engine_args.items()}
+    settings = {
+        "namespace": f"peers-{os.getpid()}",
+        "frontend.port": port,
+        "ratio.mode": "off",  # one worker of each role, as the others have
+        **args,
+    }
+    command = [sys.executable, "-m", "orchestrator.cli.main", "up", str(ROOT / "configs" / "demo-1p1d-cpu.yaml")]
+    for key, value in {"model": model.path, **settings}.items():
+        command += ["--set", f"{key}={json.dumps(value) if isinstance(value, (dict, bool)) else value}"]
+    processes.start("orchestrator", command, {"PYTHONPATH": str(ROOT)})
+    url = f"http://{HOST}:{port}"
+    processes.wait(f"{url}/ready")
+    return Serving(url, ("orchestrator", "orchestrator.frontend"))
+
+
+def _vllm_router(transfer: Mapping[str, str]) -> Callable[[Processes, Model], Serving]:
+    def start(processes: Processes, model: Model) -> Serving:
+        program = str(programs("vllm-router") / "vllm-router")
+        prefill, decode = _two(processes, model, ("prefill", "decode"), transfer)
+        command = [program, "--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+        command += ["--prefill", prefill, "--decode", decode, "--policy", "round_robin", "--log-level", "warning"]
+        return _router(processes, "vllm-router", command)
+
+    return start
+
+
+def _smg(processes: Processes, model: Model) -> Serving:
+    program = str(programs("smg") / "smg")
+    prefill, decode = _two(processes, model, ("prefill", "decode"), STOCK)
+    command = [program, "launch", "--pd-disaggregation", "--prefill", prefill]
+    command += ["--decode", decode, "--policy", "round_robin", "--log-level", "warn"]
+    return _router(processes, "smg", command)
+
+
+def _aggregated(processes: Processes, model: Model) -> Serving:
+    program = str(programs("vllm-router") / "vllm-router")
+    urls = _two(processes, model, ("replica-0", "replica-1"))
+    command = [program, "--worker-urls", *urls]
+    command += ["--policy", "round_robin", "--log-level", "warning"]
+    return _router(processes, "vllm-router", command)
+
+
+def _plain(processes: Processes, model: Model) -> Serving:
+    url = _engine(processes, "vllm", model, None)
+    processes.wait(f"{url}/health")
+    return Serving(url, ("vllm", ""))
+
+
+OURS = "orchestrator"
+SYSTEMS = [
+    System(OURS, "this project, one prefill and one decode worker", _ours),
+    System("vllm-router", "vllm-router, one prefill and one decode vLLM with NixlConnector", _vllm_router(STOCK)),
+    System("vllm-router, repaired", "the same without NixlConnector's spinning thread", _vllm_router(REPAIRED)),
+    System("smg", "smg, one prefill and one decode vLLM with NixlConnector", _smg),
+    System("two aggregated", "vllm-router's round robin over two vLLM", _aggregated),
+    System("one vLLM", "one vLLM on all cores, no router", _plain),
+]
+
+
+# ---- frontends alone, over simulated engines ---------------------------------------------------------------------
+
+
+def our_frontend(processes: Processes, model: Model) -> Serving:
+    port = next(free_ports(HOST))
+    settings = {
+        "model": model.path,
+        "namespace": f"peers-{os.getpid()}",
+        "frontend.port": port,
+        "workers.prefill.replicas": 1,
+        "workers.decode.replicas": 1,
+        "ratio.mode": "off",
+        "sim.speed": 20,
+        "routing.remote_prefill_min_tokens": 256,
+    }
+    command = [sys.executable, "-m", "orchestrator.cli.main", "up", str(ROOT / "configs" / "sim-2p2d.yaml")]
+    for key, value in settings.items():
+        command += ["--set", f"{key}={value}"]
+    processes.start("orchestrator", command, {"PYTHONPATH": str(ROOT)})
+    url = f"http://{HOST}:{port}"
+    processes.wait(f"{url}/ready")
+    return Serving(url, ("orchestrator", "orchestrator.frontend"))
+
+
+def dynamo_frontend(processes: Processes, model: Model) -> Serving:
+    """Dynamo's frontend over its mocker, which simulates engines. Prefill and decode apart, as it is recommended."""
+    python = str(programs("dynamo") / "python")
+    found = processes.logs / "discovery"
+    shutil.rmtree(found, ignore_errors=True)
+    environment = {"DYN_FILE_KV": str(found), "DYN_LOG": "warn", "HF_HUB_OFFLINE": "1"}
+    planes = ["--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq"]
+    common = ["--model-path", model.path, "--model-name", "bench", "--speedup-ratio", "20", *planes]
+    for mode in ("prefill", "decode"):
+        command = [python, "-m", "dynamo.mocker", *common, "--disaggregation-mode", mode]
+        processes.start(f"mocker-{mode}", command, environment)
+    port = next(free_ports(HOST))
+    command = [python, "-m", "dynamo.frontend", "--http-host", HOST, "--http-port", str(port), *planes]
+    processes.start("dynamo", command, environment)
+    url = f"http://{HOST}:{port}"
+    processes.wait(f"{url}/v1/models", words="bench")
+    return Serving(url, ("dynamo", ""))
+
+
+FRONTENDS = [
+    System(OURS, "this project's frontend over its simulated engines, 1P1D", our_frontend),
+    System("dynamo", "Dynamo's frontend over its mocker, 1P1D", dynamo_frontend),
+]

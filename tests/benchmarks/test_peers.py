@@ -1,0 +1,73 @@
+"""`benchmarks.peers`: processes that end, answer or hang, a peer that cannot run, and the tables."""
+
+import json
+import sys
+
+import pytest
+
+from benchmarks.peers import __main__ as peers
+from benchmarks.peers.environments import PeerError
+from benchmarks.peers.processes import running
+from benchmarks.peers.report import write
+from benchmarks.peers.systems import Model, Serving, System
+from orchestrator.wire.addresses import free_ports
+
+FIGURES = {"requests_per_s": 10.0, "ttft_p50_s": 0.02, "ttft_p99_s": 0.04, "tpot_p50_s": 0.01, "cpu_s": 0.05}
+
+
+def test_a_program_that_ends_is_named_with_its_last_words(tmp_path):
+    with running(tmp_path) as processes:
+        processes.start("broken", [sys.executable, "-c", "print('no such flag'); raise SystemExit(3)"])
+        with pytest.raises(PeerError, match=r"broken ended with 3: no such flag"):
+            processes.wait("http://127.0.0.1:9/", timeout_s=30)
+
+
+def test_who_answers_is_waited_for_counted_and_ended(tmp_path):
+    port = next(free_ports("127.0.0.1"))
+    with running(tmp_path) as processes:
+        processes.start("server", [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"])
+        processes.wait(f"http://127.0.0.1:{port}/", words="Directory listing", timeout_s=30)
+        assert processes.cpu_s("server", "http.server") > 0 and processes.cpu_s() > 0
+        assert processes.cpu_s("server", "another program") == 0
+    with running(tmp_path) as processes, pytest.raises(PeerError, match="did not answer within"):
+        processes.wait(f"http://127.0.0.1:{port}/", timeout_s=0.5)
+
+
+def test_a_peer_that_cannot_run_is_left_out_and_the_others_take_turns(tmp_path):
+    begun: list[str] = []
+
+    def cannot(processes, model):
+        begun.append("peer")
+        raise PeerError("peer: pip\ncannot install it")
+
+    def can(processes, model):
+        begun.append("ours")
+        return Serving("http://127.0.0.1:9", ("ours", ""))
+
+    async def measure(system, serving, processes):
+        assert (system.name, serving.url) == ("ours", "http://127.0.0.1:9")
+
+    systems = [System("peer", "", cannot), System("ours", "", can)]
+    turns = peers.Turns(systems, Model("m"), rounds=3, logs=tmp_path)
+    turns.run(measure)
+    assert begun == ["peer", "ours", "ours", "ours"]
+    assert turns.failed == {"peer": "peer: pip cannot install it"}
+
+
+def test_tables_have_ratios_and_name_who_was_not_measured(tmp_path):
+    pytest.importorskip("matplotlib")
+    half = {key: value * 2 for key, value in FIGURES.items()} | {"requests_per_s": 5.0}
+    serving = {"systems": {"orchestrator": {8: FIGURES}, "smg": {8: half}}, "failed": {"one vLLM": "it ended"}}
+    write({"versions": {"smg": "1"}, "serving": serving}, tmp_path)
+    text = (tmp_path / "peers.md").read_text()
+    assert "| smg | 8 | 5.0 | 40.0 | 80.0 | 20.0 | 100 | 2.00 | 0.50 | 0.50 |" in text
+    assert "- one vLLM: not measured. it ended" in text
+    assert json.loads((tmp_path / "peers.json").read_text())["serving"]["systems"]["orchestrator"]["8"] == FIGURES
+    assert (tmp_path / "peers.png").stat().st_size > 1000
+
+
+def test_one_in_four_of_the_mixed_load_is_a_document():
+    load = peers.chats_and_documents(rate=10.0, seconds=40.0)
+    documents = sum(arrival.prompt_tokens == peers.DOCUMENT[0] for arrival in load.arrivals)
+    assert load.rate == pytest.approx(10.0, rel=0.2)
+    assert documents == pytest.approx(len(load.arrivals) / 4, abs=1)
