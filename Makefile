@@ -2,7 +2,8 @@
 # make check      before every commit: lint (ruff, mypy) and test-fast (what needs no vLLM and is not slow)
 # make test       the whole suite but for test-topology, which starts engines of several ranks; format: let ruff mend
 # make test-vllm-api  vLLM's own server tests, against a fleet and against a plain server
-# make bench-kv   KV transfer figures; bench-policy: policy and queue figures; chaos: faults under load, two hours; soak: half an hour
+# make bench-kv   KV transfer figures; bench-policy: policy and queue figures; bench-peers: beside the field;
+#                 chaos: faults under load, two hours; soak: half an hour
 
 SHELL  := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -16,7 +17,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Asked only where the configured index offers no CPU build of torch.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: up venv model check test test-fast test-slow test-topology test-vllm-api lint format bench-kv bench-policy chaos soak clean
+.PHONY: up venv model check test test-fast test-slow test-topology test-vllm-api lint format bench-kv bench-policy bench-peers chaos soak clean
 
 up: venv
 	@$(BIN)/orchestrator up $(CONFIG)
@@ -45,7 +46,7 @@ test-fast: venv
 	$(BIN)/pytest -m "not vllm and not slow" -n 4 --dist worksteal -p no:schemathesis
 
 test-slow: model
-	$(BIN)/pytest -m "(vllm or slow) and not topology"
+	$(BIN)/pytest -m "(vllm or slow) and not topology" -n 2 --dist loadfile
 
 test-vllm-api: model
 	cd tests && ../$(BIN)/python -m vllm_api --output ../benchmarks/results/vllm_api.txt
@@ -73,6 +74,9 @@ soak: model
 
 bench-policy: venv
 	$(BIN)/python benchmarks/bench_policy.py
+
+bench-peers: model
+	$(BIN)/python -m benchmarks.peers
 
 clean:
 	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache *.egg-info

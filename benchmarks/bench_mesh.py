@@ -27,10 +27,10 @@ async def measure(encrypted: bool, messages: int, size: int) -> tuple[float, flo
     """(CPU microseconds per message at both ends, messages per second)."""
     keys, own = (KeyPair.new(), KeyPair.new()) if encrypted else (None, None)
 
-    async def registered() -> dict[str, str]:
-        return {own.public: "f"} if own else {}
+    async def find(public: str) -> str | None:
+        return "f" if own and public == own.public else None
 
-    worker = WorkerTransport(Listening("127.0.0.1"), keys=keys, read_frontends=registered)
+    worker = WorkerTransport(Listening("127.0.0.1"), keys=keys, find_frontend=find)
     frontend = FrontendTransport("f", keys=own)
     frontend.connect("w", worker.request_address, worker.load_address, keys.public if keys else "")
     async with asyncio.timeout(DEADLINE_S):

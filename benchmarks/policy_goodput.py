@@ -99,12 +99,8 @@ def measure(case: Case, traces: Path, half: int, share_of_requests: float) -> di
         return None
     start = case.rate * half / 8
 
-    few = first(load, len(load.arrivals) // 2)
-
     def goodput_of(prefill: int, policy: str, tolerance: float, begin: float = start) -> dict[str, Any]:
-        # The field's ways change nothing while they run, so that half of the requests tell as much of them.
-        offered = load if policy in (AUTO, FIXED) else few
-        run = partial(simulate, case, offered, prefill, workers - prefill, policy)
+        run = partial(simulate, case, load, prefill, workers - prefill, policy)
         found = goodputs(run, begin * 0.95, begin * 1.05, tolerance)
         for less, more in reversed(list(pairwise(SHARES))):  # a rate that more requests bear, fewer bear too
             if found[more].rate > found[less].rate:

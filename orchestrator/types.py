@@ -100,17 +100,15 @@ class EngineSpeed(msgspec.Struct, frozen=True):
     step_s_per_sequence: float = 0.0
 
 
-class Peer(msgspec.Struct, frozen=True, array_like=True):
-    """What other workers know of one: who it is, the ports by which it proves to be alive, and what it does."""
+class Departed(msgspec.Struct, frozen=True, array_like=True):
+    """A worker that has left the registry, or was lost by it: who it was, and the ports by which it proves to live."""
 
     worker_id: str
     engine_id: str
     request_address: str
     kv_host: str
     kv_port: int
-    role: Role
-    state: WorkerState
-    generation: int
+    claims: bool  # it held claims in the prefill queue
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):

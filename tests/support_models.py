@@ -78,7 +78,20 @@ def _latent() -> Any:
     )
 
 
-MODELS = {"windows": _windows, "some-windows": _some_windows, "recurrent": _recurrent, "latent": _latent}
+def _guessing() -> Any:
+    """A Qwen2, to which `_add_guessing_layer` adds a layer for multi-token prediction (MTP)."""
+    from transformers import Qwen2Config
+
+    return Qwen2Config(**_COMMON, num_hidden_layers=2)
+
+
+MODELS = {
+    "windows": _windows,
+    "some-windows": _some_windows,
+    "recurrent": _recurrent,
+    "latent": _latent,
+    "mtp": _guessing,
+}
 
 
 def special_model(folder: Path, kind: str) -> Path:
@@ -91,7 +104,27 @@ def special_model(folder: Path, kind: str) -> Path:
         config = MODELS[kind]()
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.save_pretrained(folder)
+        if kind == "mtp":
+            _add_guessing_layer(folder)
     return folder
+
+
+def _add_guessing_layer(folder: Path) -> None:
+    """MiMo's layout: a layer of the model's own kind, after a projection of embedding and hidden state together."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    first, guess = "model.layers.0.", "model.mtp_layers.0."
+    layer = {guess + name.removeprefix(first): t.clone() for name, t in tensors.items() if name.startswith(first)}
+    hidden = tensors["model.norm.weight"].shape[0]
+    layer[f"{guess}input_proj.weight"] = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1)
+    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        layer[f"{guess}{norm}.weight"] = torch.ones(hidden)
+    save_file(tensors | layer, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def eagle_drafter(folder: Path) -> Path:

@@ -125,6 +125,7 @@ class Driver:
         from workers.vllm_engine.engine import VllmEngine
 
         cores = args.pop("cores", None)
+        profile = args.pop("profile", False)
         kv_port = args.pop("kv_port", None) or next(free_ports("127.0.0.1"))
         defaults = {
             "skip_tokenizer_init": True,
@@ -144,6 +145,7 @@ class Driver:
             kv=kv or KVConfig(),
             cores=cores,
             prefix_events=True,
+            profile=profile,
         )
         return cls(engine, await engine.start())
 

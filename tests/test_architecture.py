@@ -76,7 +76,9 @@ async def ask(fleet: RunningFleet, number: int) -> None:
     """One streamed request whose prompt is cached nowhere and long enough to be prefilled remotely."""
     before = len(fleet.request_lines())
     async with fleet.client() as client:
-        answer = await fleet.ask(client, f"{number}. " + "word " * 600, max_tokens=8)
+        answer = await fleet.ask(
+            client, f"{number}. " + "word " * 600, max_tokens=8, return_token_ids=None
+        )  # which is plain
     assert answer.ok, answer
     line = fleet.until(lambda: fleet.request_lines()[before:], "its pd.request line")[0]
     assert (line["outcome"], line["decision"], line["attempts"]) == ("finished", "remote", 1), line

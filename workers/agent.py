@@ -18,11 +18,10 @@ import msgspec
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.parent import EXIT_AGAIN, own_identity
 from orchestrator.store.client import Redis, RedisAway
-from orchestrator.store.events import Left, Ordered, Resync
 from orchestrator.store.log_levels import LogLevels, follow_log_level
 from orchestrator.store.queue import PrefillQueue
-from orchestrator.store.registry import IncompatibleWorker, Registry
-from orchestrator.types import Peer, Role, WorkerInfo
+from orchestrator.store.registry import Heartbeat, IncompatibleWorker, Registry
+from orchestrator.types import Departed, Role, WorkerInfo
 from orchestrator.wire.addresses import Listening
 from orchestrator.wire.curve import KeyPair
 from orchestrator.wire.ticks import ticks
@@ -64,6 +63,7 @@ class Agent:
         self._beat_now, self._ended = asyncio.Event(), asyncio.Event()
         self._exit_code = EXIT_LEFT
         self._redis_away = False
+        self._told = Heartbeat()
         self.joined = False
 
     async def run(self) -> int:
@@ -76,7 +76,7 @@ class Agent:
         if engine_info is None:
             return EXIT_LEFT
         self._keys = KeyPair.new() if self._config.security.mesh == "curve" else None
-        self._transport = WorkerTransport(self._listening, keys=self._keys, read_frontends=self._frontend_keys)
+        self._transport = WorkerTransport(self._listening, keys=self._keys, find_frontend=self._registry.frontend_of)
         self.info = self._describe(engine_info, started_at)
         self._build(self.info)
         return await self._serve()
@@ -100,9 +100,13 @@ class Agent:
     def _build(self, info: WorkerInfo) -> None:
         """Each part is made of those above it."""
         self._frontends = Frontends(info.id, self._transport.send)
+        timeout_s = self._config.workers.timeout_s
+        self._peers = Peers(
+            info.id, self._registry, self._attempts, timeout_s, lambda: self.life.claims, self._peer_died
+        )
         mesh = self._transport
         self._load = LoadReporter(
-            info.id, info.blocks_total, self._attempts, mesh.publish, lambda: mesh.corrupt, lambda: len(self._peers)
+            info.id, info.blocks_total, self._attempts, mesh.publish, lambda: mesh.corrupt, lambda: self._told.workers
         )
         self._prefix = PrefixReporter(info.id, self._transport.publish, self._frontends.send, self._load)
         self._prefills = Prefills(
@@ -131,8 +135,8 @@ class Agent:
             load=self._load,
             prefix=self._prefix,
             refusal=self.life.refusal,
+            source=self._peers.sources.add,
         )
-        self._peers = Peers(info.id, self._registry, self._config.workers.timeout_s, self._peer_died)
         drain = Drain(
             engine=self._engine,
             blocks_total=info.blocks_total,
@@ -202,8 +206,7 @@ class Agent:
             "claims": self._claims.run(),
             "heartbeat": self._heartbeat(),
             "frontends": self._check_frontends(),
-            "watch": self._watch(),
-            "peers": self._peers.run(),
+            "orders": self._follow_orders(),
             "log level": follow_log_level(self._log_levels, self.worker_id, logging.getLogger("pd")),
         }
 
@@ -269,22 +272,21 @@ class Agent:
         )
 
     def _may_claim(self) -> bool:
-        return self.life.claims and not self._redis_away and self._peers.decodes(self._generation)
+        return self.life.claims and not self._redis_away and self._told.decodes
 
     def _current(self) -> WorkerInfo:
         assert self.info is not None
         self.info = msgspec.structs.replace(self.info, role=self.life.role, state=self.life.registered)
         return self.info
 
-    async def _frontend_keys(self) -> dict[str, str]:
-        return {frontend.mesh_key: name for name, frontend in (await self._registry.frontends()).items()}
-
     async def _heartbeat(self) -> None:
         while True:
             try:
-                orders = await self._registry.refresh(self._current(), self._config.workers.timeout_s)
+                last = self._told.last_departure if self._peers.concerned else ""
+                self._told = await self._registry.refresh(self._current(), self._config.workers.timeout_s, last)
                 self._note_redis(None)
-                await self._moves.obey(orders)
+                self._peers.note(self._told.departed, idle=not self._load.held)
+                await self._moves.obey(self._told.orders)
             except RedisAway as error:
                 self._note_redis(error)
             try:
@@ -307,17 +309,11 @@ class Agent:
             else:
                 log.info("Redis is back")
 
-    async def _watch(self) -> None:
-        async for event in self._registry.watch():
-            if isinstance(event, Ordered):
-                if event.id == self.worker_id:
-                    self._beat_now.set()
-            elif isinstance(event, Left) and event.kind == "frontend":
-                await self._serving.frontend_left(event.id)
-            elif isinstance(event, Resync) or getattr(event, "kind", "") == "worker":
-                self._peers.heard(event)
+    async def _follow_orders(self) -> None:
+        async for _ in self._registry.ordered(self.worker_id):
+            self._beat_now.set()
 
-    async def _peer_died(self, peer: Peer) -> None:
+    async def _peer_died(self, peer: Departed) -> None:
         try:
             await self._engine.fail_peer(peer.engine_id)
         except RuntimeError as error:  # it may be dead too

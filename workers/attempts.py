@@ -125,6 +125,15 @@ class Attempts:
 
     # ---- KV that outlives its attempt --------------------------------------------------------------------------
 
+    @property
+    def pushes(self) -> bool:
+        """KV may go out of here, to an engine that only ours knows."""
+        return bool(self._prefills or self._pushing)
+
+    def pushed(self) -> None:
+        """The engine holds nothing any more."""
+        self._pushing.clear()
+
     def note_pushing(self, attempt: Attempt) -> None:
         """Its prefill has ended well."""
         self._pushing[attempt.request_id] = attempt

@@ -56,10 +56,11 @@ class EngineRequest(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Why a request was not taken. `final`: no worker would take it."""
+    """Why a request was not taken. `final`: no worker would take it. `leaving`: as `wire.messages.Rejected`."""
 
     why: str
     final: bool = False
+    leaving: bool = False
 
 
 class EngineOutput(Protocol):

@@ -181,6 +181,7 @@ def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engin
     if config.workers.ports is not None:
         os.environ.setdefault("UCX_TCP_PORT_RANGE", config.workers.ports)
     common |= {"cores": parsed.cores or None, "encrypted": config.security.mesh == "curve"}
+    common["profile"] = config.workers.profile
     return VllmEngine(resolve_model(config.model), parsed.engine_args, **common)
 
 

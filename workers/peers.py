@@ -3,7 +3,7 @@
 A frontend is gone when it cannot be reached for a while. An engine has to be proven dead, so that KV transfers with
 it can be ended safely. Leaving the registry is a hint, not a proof: a worker that Redis lost may still be writing into
 our memory. Proof is that neither its agent nor its engine accepts a connection any more, or that its host stays
-unreachable.
+unreachable. Only those are probed that matter here, or a fleet that loses many would probe each from everywhere.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from orchestrator.parent import has_ended
 from orchestrator.store.client import RedisAway
-from orchestrator.store.events import Changed, Joined, Left, RegistryEvent, Resync
 from orchestrator.store.registry import Registry
-from orchestrator.types import Peer, Role, WorkerInfo, WorkerState
+from orchestrator.types import Departed, WorkerInfo
 from orchestrator.wire.messages import PROTOCOL_VERSION, Hello, Rejected, ToFrontend, Welcome
+from workers.attempts import Attempts
 from workers.engine import Refusal
 
 log = logging.getLogger("pd.peers")
@@ -65,7 +65,8 @@ class Frontends:
         """Give an attempt back, now or when the frontend is connected again."""
         level = logging.DEBUG if refusal.why == "draining" else logging.WARNING
         log.log(level, "rejected %s#%d: %s", request_id, number, refusal.why)
-        if not self.send(frontend_id, Rejected(request_id, number, self._worker_id, refusal.why, refusal.final)):
+        rejected = Rejected(request_id, number, self._worker_id, refusal.why, refusal.final, refusal.leaving)
+        if not self.send(frontend_id, rejected):
             self.lost(frontend_id, request_id, number)
 
     def lost(self, frontend_id: str, request_id: str, number: int) -> None:
@@ -121,101 +122,83 @@ class Frontends:
 
 
 class Peers:
-    """Calls `on_dead` once for each engine proven dead."""
+    """Calls `on_dead` once for each departed worker that matters here and is proven dead."""
 
     def __init__(
-        self, worker_id: str, registry: Registry, timeout_s: float, on_dead: Callable[[Peer], Awaitable[None]]
+        self,
+        worker_id: str,
+        registry: Registry,
+        attempts: Attempts,
+        timeout_s: float,
+        claims: Callable[[], bool],
+        on_dead: Callable[[Departed], Awaitable[None]],
     ) -> None:
-        """`timeout_s`: how long a host may be unreachable before its engines count as dead."""
-        self._worker_id, self._registry = worker_id, registry
-        self._timeout_s, self._on_dead = timeout_s, on_dead
-        # By worker id, then by engine id: a worker has one engine, and those of its predecessors until they are proven
-        # dead.
-        self._known: dict[str, dict[str, Peer]] = {}
-        self._missing: dict[str, asyncio.Task[None]] = {}
-        self._events: asyncio.Queue[RegistryEvent] = asyncio.Queue()
-
-    def __len__(self) -> int:
-        """How many other workers are known."""
-        return len(self._known)
-
-    def decodes(self, generation: int) -> bool:
-        """Whether KV of this generation could pass to a decode worker. Asked while several generations are there."""
-        peers = [peer for engines in self._known.values() for peer in engines.values()]
-        if all(peer.generation == generation for peer in peers):
-            return True  # nobody is left out; what is not known here may be there
-        ready = (peer for peer in peers if peer.state is WorkerState.READY and peer.engine_id not in self._missing)
-        return any(peer.role is Role.DECODE and peer.generation == generation for peer in ready)
+        """`timeout_s`: how long a host may be unreachable before its engines count as dead. `claims`: whether this
+        worker takes prefill jobs now, also those that others leave behind."""
+        self._worker_id, self._registry, self._attempts = worker_id, registry, attempts
+        self._timeout_s, self._claims, self._on_dead = timeout_s, claims, on_dead
+        self._probes: dict[str, asyncio.Task[None]] = {}
+        self.sources: set[str] = set()  # engines that may push KV to this one
 
     @property
     def suspects(self) -> set[str]:
         """Engine ids that are probed: alive or dead is not known yet."""
-        return set(self._missing)
+        return set(self._probes)
 
-    def heard(self, event: RegistryEvent) -> None:
-        """Membership changed. Acted upon by `run`."""
-        self._events.put_nowait(event)
+    @property
+    def concerned(self) -> bool:
+        """Some departures may matter here."""
+        return bool(self.sources) or self._attempts.pushes or self._claims()
 
-    async def run(self) -> None:
-        """Runs until cancelled. Reads nothing but after a Resync: a fleet of a thousand that starts makes a thousand
-        events, and each of them reaches a thousand workers."""
-        while True:
-            event = await self._events.get()
-            if isinstance(event, Left):
-                self._expect(event.id, None)
-            elif isinstance(event, Joined | Changed) and event.peer is not None:
-                self._expect(event.id, event.peer)
-            elif isinstance(event, Resync):
-                try:
-                    await self.compare()
-                except RedisAway as error:
-                    log.debug("membership not read: %s", error)  # once it is back, a Resync comes
+    def note(self, departed: Iterable[Departed], idle: bool) -> None:
+        """These left, or were lost. `idle`: our engine holds no KV, so it exchanges none."""
+        if idle:
+            self.sources.clear()
+            self._attempts.pushed()
+        for worker in departed:
+            # To which engines ours pushes, only ours knows.
+            exchanges = worker.engine_id in self.sources or self._attempts.pushes
+            if worker.worker_id != self._worker_id and (exchanges or (worker.claims and self._claims())):
+                self.suspect(worker)
 
-    async def compare(self) -> None:
-        """With all of the registry. Raises RedisAway."""
-        registered = {engine.worker_id: engine for engine in await self._registry.peers()}
-        for worker_id in self._known.keys() | registered.keys():
-            self._expect(worker_id, registered.get(worker_id))
+    def suspect(self, departed: Departed) -> None:
+        """Probe it until it is registered again or proven dead."""
+        if departed.engine_id not in self._probes:
+            proving = asyncio.create_task(self._prove(departed), name=f"probe-{departed.worker_id}")
+            self._probes[departed.engine_id] = proving
 
-    def _expect(self, worker_id: str, registered: Peer | None) -> None:
-        """`registered` is what has this id now, None for nothing. Any other engine that was known by it is probed until
-        it is back or proven dead."""
-        if worker_id == self._worker_id:
-            return
-        if registered is not None:
-            self._known.setdefault(worker_id, {})[registered.engine_id] = registered
-            if task := self._missing.pop(registered.engine_id, None):
-                task.cancel()
-        for engine_id, engine in self._known.get(worker_id, {}).items():
-            if engine is not registered and engine_id not in self._missing:
-                self._missing[engine_id] = asyncio.create_task(self._prove(engine), name=f"probe-{worker_id}")
-
-    async def _prove(self, engine: Peer) -> None:
-        """Runs until the engine is proven dead, or cancelled because it is back."""
+    async def _prove(self, departed: Departed) -> None:
         unreachable_s = 0.0
         while True:
             began = time.monotonic()
-            answers = [await listening(engine.request_address), await probe(engine.kv_host, engine.kv_port)]
-            if any(answer is True for answer in answers):
+            agent = await listening(departed.request_address)
+            engine = None if agent else await probe(departed.kv_host, departed.kv_port)
+            if agent or engine:
                 unreachable_s = 0.0
-            elif all(answer is False for answer in answers) or unreachable_s > self._timeout_s:
+                if await self._is_back(departed):
+                    del self._probes[departed.engine_id]
+                    return
+            elif agent is engine is False or unreachable_s > self._timeout_s:
                 break
             await asyncio.sleep(PROBE_INTERVAL_S)
             # If this took longer, it was this process that did not run, which proves nothing.
             unreachable_s += min(time.monotonic() - began, 2 * PROBE_TIMEOUT_S + PROBE_INTERVAL_S)
-        log.warning("worker %s is dead: ending KV transfers with its engine %s", engine.worker_id, engine.engine_id)
-        engines = self._known[engine.worker_id]
-        del engines[engine.engine_id]
-        if not engines:
-            del self._known[engine.worker_id]
-        self._missing.pop(engine.engine_id, None)
-        await self._on_dead(engine)
+        log.warning("worker %s is dead: ending KV transfers with its engine %s", departed.worker_id, departed.engine_id)
+        self.sources.discard(departed.engine_id)
+        await self._on_dead(departed)
+        del self._probes[departed.engine_id]
+
+    async def _is_back(self, departed: Departed) -> bool:
+        try:
+            return await self._registry.still_has(departed.worker_id, departed.engine_id)
+        except RedisAway:
+            return False
 
     async def close(self) -> None:
-        tasks = list(self._missing.values())
-        for task in tasks:
+        proving = list(self._probes.values())
+        for task in proving:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*proving, return_exceptions=True)
 
 
 async def probe(host: str, port: int) -> bool | None:

@@ -92,10 +92,10 @@ class LoadReporter:
         attempts: Attempts,
         publish: Callable[[WorkerLoad], None],
         corrupt_messages: Callable[[], int] = int,
-        peers: Callable[[], int] = int,
+        workers: Callable[[], int] = int,
     ) -> None:
-        """`peers`: how many other workers there are."""
-        self._worker_id, self.blocks_total, self._peers = worker_id, blocks_total, peers
+        """`workers`: how many there are in the fleet."""
+        self._worker_id, self.blocks_total, self._workers = worker_id, blocks_total, workers
         self._attempts, self._publish, self._corrupt_messages = attempts, publish, corrupt_messages
         self.rate = PrefillRate()
         self.engine = EngineLoad(blocks_free=blocks_total, running=0, waiting=0, step_ms=0.0)
@@ -158,10 +158,16 @@ class LoadReporter:
         """Nothing was submitted that the last report does not include."""
         return all(numbers.seen == numbers.fresh for numbers in self._seen.values())
 
+    @property
+    def held(self) -> bool:
+        """Something is computed here, or was and still has memory."""
+        load = self.engine
+        return bool(len(self._attempts) or load.blocks_free < self.blocks_total or load.running or load.waiting)
+
     def publish_soon(self) -> None:
         if self._timer is not None:
             return
-        wait_s = self._published_at + load_interval_s(self._peers() + 1) - time.monotonic()
+        wait_s = self._published_at + load_interval_s(self._workers()) - time.monotonic()
         if wait_s <= 0:
             self._publish_now()
         else:
@@ -184,9 +190,7 @@ class LoadReporter:
                 pass
             if self.steps != steps:
                 continue  # steps are running, and report themselves
-            load = self.engine
-            unsure = len(self._attempts) or load.blocks_free < self.blocks_total or load.running or load.waiting
-            if unsure or not self.settled or measured_at_step != steps:
+            if self.held or not self.settled or measured_at_step != steps:
                 measured_at_step = steps
                 self.measured(await self._ask(engine))
                 measured()

@@ -50,11 +50,12 @@ class Serving:
         load: LoadReporter,
         prefix: PrefixReporter,
         refusal: Callable[[], str | None],
+        source: Callable[[str], None],
     ) -> None:
-        """`refusal`: why no submission is taken now, or None."""
+        """`refusal`: why no submission is taken now, or None. `source(engine_id)`: that engine is to push KV here."""
         self._worker_id = info.id
         self._engine, self._frontends, self._attempts, self._prefills = engine, frontends, attempts, prefills
-        self._load, self._prefix, self._refusal = load, prefix, refusal
+        self._load, self._prefix, self._refusal, self._source = load, prefix, refusal, source
         self._calls: set[asyncio.Task[None]] = set()
         self._pausing, self._engine_pause = asyncio.Lock(), PauseState()
 
@@ -78,7 +79,7 @@ class Serving:
 
     async def _submit(self, frontend_id: str, message: Submit, payload: list[bytes]) -> None:
         why = self._refusal()
-        refusal = Refusal(why) if why is not None else await self._take(frontend_id, message, payload)
+        refusal = Refusal(why, leaving=True) if why is not None else await self._take(frontend_id, message, payload)
         self._load.submitted(frontend_id, message.sequence)
         if refusal is not None:
             self._frontends.reject(frontend_id, message.request_id, message.attempt, refusal)
@@ -107,6 +108,8 @@ class Serving:
         )
         self._attempts.add(attempt)
         self._load.added()
+        if message.kv_source is not None:
+            self._source(message.kv_source.endpoint.engine_id)
         request = EngineRequest(key, Phase.DECODE, payload, message.kv_source, message.resume_tokens)
         refusal = await submit(self._engine, request)
         if refusal is not None:
@@ -136,8 +139,9 @@ class Serving:
     async def give_back(self, why: str) -> None:
         """Tell the frontends to continue elsewhere what is decoded here, and forget it."""
         decoding = [attempt for attempt in self._attempts.all() if attempt.phase is Phase.DECODE]
+        refusal = Refusal(why, leaving=True)
         for attempt in decoding:
-            self._frontends.reject(attempt.frontend_id, attempt.request_id, attempt.number, Refusal(why))
+            self._frontends.reject(attempt.frontend_id, attempt.request_id, attempt.number, refusal)
         await self._drop(decoding)
 
     async def _call(self, frontend_id: str, call: Call) -> None:
@@ -235,11 +239,6 @@ class Serving:
         """
         known = self._attempts.frontends() | self._load.frontends
         for frontend_id in self._frontends.gone(known, timeout_s, now, late_s):
-            await self._abort_frontend(frontend_id)
-
-    async def frontend_left(self, frontend_id: str) -> None:
-        """The registry says that it left. Abort its requests unless it is still connected."""
-        if not self._frontends.reachable(frontend_id):
             await self._abort_frontend(frontend_id)
 
     async def _abort_frontend(self, frontend_id: str) -> None:

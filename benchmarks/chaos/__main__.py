@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import fnmatch
 import math
+import signal
 import subprocess
 import sys
 import time
@@ -100,6 +101,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the names and end")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as on Ctrl-C nothing is left running
     real = options.engine == "real"
     patterns = options.faults or [name for name in FAULTS if name not in BY_NAME]
     chosen = [fault for name, fault in FAULTS.items() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]

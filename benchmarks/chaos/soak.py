@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import statistics
 import sys
 import time
@@ -136,6 +137,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as on Ctrl-C nothing is left running
     seen, made, measured, failures = soak(options.minutes, options.seed)
     failures += [f"{count} times {error}" for error, count in seen.errors.items()]
     failures += [f"{seen.wrong} wrong answers"] * bool(seen.wrong) + [f"{seen.leaks} leaks"] * bool(seen.leaks)

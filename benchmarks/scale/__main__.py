@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from benchmarks.scale.table import table
@@ -118,7 +119,7 @@ def measure(count: int, frontends: int, rate: float, folder: Path, url: str, ser
     try:
         with workers(file, url, count) as groups:
             wait(lambda: all(view.sees(0) for view in views), "frontends have started")
-            empty, redis = [view.now for view in views], server.counters()
+            empty, redis, used_s = [view.now for view in views], server.counters(), cpu_s(groups)
             for group in groups:
                 assert group.stdin is not None
                 group.stdin.write("go\n")
@@ -126,13 +127,17 @@ def measure(count: int, frontends: int, rate: float, folder: Path, url: str, ser
             result: dict[str, Any] = {"frontends": frontends, "workers": count}
             result["join_s"] = wait(lambda: all(view.sees(count) for view in views), "all have joined")
             result["join_redis"] = {name: value - redis[name] for name, value in server.counters().items()}
+            result["join_cpu_s"] = {
+                "workers": cpu_s(groups) - used_s,
+                "frontend": max(view.now["cpu_s"] - old["cpu_s"] for view, old in zip(views, empty, strict=True)),
+            }
             time.sleep(5)
             result |= held(views, empty, count)
-            result["idle"] = observed(views, server, STEADY_S)
+            result["idle"] = observed(views, groups, server, STEADY_S)
             for view in views:
                 view.ask(rate / frontends)
             time.sleep(2)
-            result["load"] = observed(views, server, LOAD_S)
+            result["load"] = observed(views, groups, server, LOAD_S)
             decisions_s = sorted(second for view in views for second in view.decisions_s)
             result["decision_us"] = {
                 "p50": decisions_s[len(decisions_s) // 2] * 1e6,
@@ -171,14 +176,22 @@ def held(views: list[Frontend], empty: list[dict[str, Any]], count: int) -> dict
     }
 
 
-def observed(views: list[Frontend], server: Server, seconds: float) -> dict[str, Any]:
-    before, redis = [view.now for view in views], server.counters()
+def cpu_s(processes: list[subprocess.Popen[str]]) -> float:
+    times = [psutil.Process(process.pid).cpu_times() for process in processes]
+    return sum(time.user + time.system for time in times)
+
+
+def observed(
+    views: list[Frontend], groups: list[subprocess.Popen[str]], server: Server, seconds: float
+) -> dict[str, Any]:
+    before, redis, used_s = [view.now for view in views], server.counters(), cpu_s(groups)
     time.sleep(seconds)
     after = server.counters()
     rates = [view.since(old) for view, old in zip(views, before, strict=True)]
     return {
         "per_frontend": {name: max(rate[name] for rate in rates) for name in rates[0]},
         "redis": {name: (after[name] - redis[name]) / seconds for name in after},
+        "workers_cpu_s": (cpu_s(groups) - used_s) / seconds,
         "load_average": os.getloadavg()[0],
     }
 

@@ -8,12 +8,15 @@ from typing import Any
 Figure = tuple[str, str, Callable[[dict[str, Any]], float]]
 FIGURES: list[Figure] = [
     ("all have joined, s", "30", lambda r: r["join_s"]),
+    ("... a frontend's time for it, s", "", lambda r: r["join_cpu_s"]["frontend"]),
+    ("... all workers' time for it, s", "", lambda r: r["join_cpu_s"]["workers"]),
     ("... Redis's time for it, s", "", lambda r: r["join_redis"]["cpu_s"]),
     ("... what Redis sent for it, MB", "", lambda r: r["join_redis"]["out_bytes"] / 1e6),
     ("descriptors per worker", "2", lambda r: r["descriptors_per_worker"]),
     ("memory per worker, KB", "300", lambda r: r["kb_per_worker"]),
     ("idle: load reports per second", "", lambda r: r["idle"]["per_frontend"]["reports"]),
     ("idle: share of a core, %", "15", lambda r: r["idle"]["per_frontend"]["cpu_s"] * 100),
+    ("idle: all workers' share of a core, %", "", lambda r: r["idle"]["workers_cpu_s"] * 100),
     ("idle: Redis commands per second", "", lambda r: r["idle"]["redis"]["commands"]),
     ("idle: Redis's share of a core, %", "", lambda r: r["idle"]["redis"]["cpu_s"] * 100),
     ("load: requests answered per second and frontend", "", lambda r: r["load"]["per_frontend"]["answered"]),
@@ -21,6 +24,7 @@ FIGURES: list[Figure] = [
     ("load: other messages per second", "", lambda r: r["load"]["per_frontend"]["messages"]),
     ("load: prefix batches per second", "", lambda r: r["load"]["per_frontend"]["prefix_events"]),
     ("load: share of a core, %", "", lambda r: r["load"]["per_frontend"]["cpu_s"] * 100),
+    ("load: all workers' share of a core, %", "", lambda r: r["load"]["workers_cpu_s"] * 100),
     ("decision, median, us", "50", lambda r: r["decision_us"]["p50"]),
     ("decision, P99, us", "", lambda r: r["decision_us"]["p99"]),
     ("a tenth lost: noticed after, s", "", lambda r: r["loss_noticed_s"]),

@@ -76,6 +76,9 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     timeout_s: Seconds = 4.0  # a worker that is silent for this long is gone
     start_timeout_s: Seconds = 900.0
     drain_timeout_s: Seconds = 120.0  # after it the requests that are left continue elsewhere
+    # A vLLM worker measures its engine's speed when it starts, in at most 3 s: what `ratio.mode: auto` and placement
+    # expect before the first requests are measured.
+    profile: bool = False
     # How many prompt tokens a prefill worker may have claimed at once, in engine batches (max_num_batched_tokens).
     claim_batches: Annotated[float, Meta(ge=1)] = 2.0
 

@@ -96,8 +96,9 @@ class RatioController:
 
     async def _decide(self) -> None:
         current = await self._registry.desired()
-        changing = any(view.info.state is not WorkerState.READY for view in self._fleet.workers.values())
-        if current is None or changing:
+        # Those that drain are no reason to wait: that may take minutes, and one that changes its role may keep it.
+        loading = any(view.info.state is WorkerState.STARTING for view in self._fleet.workers.values())
+        if current is None or loading:
             return
         decision = desired_ratio(list(self.window), current, self._ratio, self._slo)
         if decision is None or not await self._registry.propose_desired(self._frontend_id, current, decision.after):

@@ -183,7 +183,8 @@ class Fleet:
         """Add or update. True when this is a new process: what an older one of the same id held is lost."""
         view = self.workers.get(info.id)
         if view is not None and view.info.kv.engine_id == info.kv.engine_id:
-            view.info = info
+            if view.info is not info and view.info != info:
+                view.info = info
             return False
         self._leave_generation(info.id)
         self._generations[info.generation] += 1
@@ -208,8 +209,8 @@ class Fleet:
     ) -> Candidates:
         """Who could take a request now, with what is cached there of the prompt that `hits` is of.
 
-        Of many decode workers only the best. Workers in `avoid`, and quiet ones, only when there is no other. With a
-        `generation` those alone that KV of it may pass to.
+        Of many decode workers only the best. Quiet workers are considered only when there is no other. So are those in
+        `avoid`, and then only the first of them. With a `generation` those alone that KV of it may pass to.
         """
         self._apply_changes()
         usable, block_size = self._decode or self._quiet, self.block_size
@@ -226,6 +227,8 @@ class Fleet:
             found = self._shortlist.pick(at_decode)
         else:
             kept = [candidate for name, candidate in usable.items() if name not in avoid] if avoid else []
+            if avoid and not kept:
+                kept = [usable[name] for name in avoid if name in usable][:1]
             found = kept or list(usable.values())
         if hits and (held := hits.blocks_of([c.worker_id for c in found if not c.cached_tokens])):
             found = [_with_hit(c, held[c.worker_id] * block_size) if c.worker_id in held else c for c in found]

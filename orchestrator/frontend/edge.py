@@ -20,15 +20,28 @@ _POLICY_VIOLATION = 1008  # RFC 6455
 
 
 class RequestContext:
-    """One HTTP request's id, when it came (unix seconds), and its refusal if it was refused."""
+    """One HTTP request's id, when it came (unix seconds), its response, and its refusal if it was refused."""
 
-    __slots__ = ("received_at", "refusal", "request_id", "tell")
+    __slots__ = ("plain", "received_at", "refusal", "reply", "request_id", "stream", "tell")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.received_at = time.time()
         self.tell: Callable[[RequestLine], None] | None = None  # of each engine request that has ended
         self.refusal: Refusal | None = None
+        self.reply: Reply | None = None
+        self.plain = False  # an event stream of which most events differ in their text alone
+        self.stream: Stream | None = None  # what sends those
+
+
+class Stream(Protocol):
+    """Sends events of a response that do not come from the app."""
+
+    def begin(self) -> None:
+        """The app has sent all that it had."""
+
+    def take(self) -> bytes:
+        """What is to be sent before what the app sends next."""
 
 
 current: ContextVar[RequestContext | None] = ContextVar("pd_request_context", default=None)
@@ -92,7 +105,7 @@ class EdgeMiddleware:
             headers, context.tell = begun.headers, begun.tell
         scope = {**scope, "headers": [*headers, (b"x-request-id", request_id)]}
         token = current.set(context)
-        reply = _Reply(context, send)
+        context.reply = reply = Reply(context, send)
         body = _Body(scope["headers"], self._max_body_bytes, receive, reply)
         try:
             if refusal is not None:
@@ -103,6 +116,7 @@ class EdgeMiddleware:
                 await self.app(scope, body, reply)
         finally:
             current.reset(token)
+            context.reply = context.stream = None  # which know each other
             if begun is not None:
                 begun.end()
 
@@ -110,7 +124,7 @@ class EdgeMiddleware:
 class _Body:
     """The receive side of one request. What is refused reads as a client that has gone."""
 
-    def __init__(self, headers: Iterable[tuple[bytes, bytes]], limit: int, receive: Any, reply: _Reply) -> None:
+    def __init__(self, headers: Iterable[tuple[bytes, bytes]], limit: int, receive: Any, reply: Reply) -> None:
         self._limit, self._receive, self._reply = limit, receive, reply
         length = next((value for name, value in headers if name == b"content-length"), b"")
         self.announced = int(length) if length.isdigit() else 0
@@ -130,13 +144,14 @@ class _Body:
         await self._reply.refuse(Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message))
 
 
-class _Reply:
+class Reply:
     """The send side of one response."""
 
     def __init__(self, context: RequestContext, send: Any) -> None:
         self._context, self._send = context, send
         self._held: MutableMapping[str, Any] | None = None
         self._refused = self._started = False
+        self.latest = b""  # event of the app, where others are sent as well
 
     async def __call__(self, message: MutableMapping[str, Any]) -> None:
         if self._refused:
@@ -153,7 +168,21 @@ class _Reply:
                 await self.refuse(self._context.refusal)
                 return
             await self._start(start)
+        if (stream := self._context.stream) is not None:
+            if event := stream.take():
+                await self._send({"type": "http.response.body", "body": event, "more_body": True})
+            self.latest = message.get("body", b"")
         await self._send(message)
+
+    def send_now(self, event: bytes) -> bool:
+        """Send an event that does not come from the app. False, and it is not sent, while the client does not read."""
+        sending = self._send({"type": "http.response.body", "body": event, "more_body": True})
+        try:
+            sending.send(None)
+        except StopIteration:
+            return True
+        sending.close()  # it waits before it writes (uvicorn's RequestResponseCycle.send)
+        return False
 
     async def _start(self, message: MutableMapping[str, Any]) -> None:
         self._started = True

@@ -26,7 +26,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
 
-from orchestrator.frontend import edge
+from orchestrator.frontend import edge, streaming
 from orchestrator.frontend.wiring import FleetConnection
 from orchestrator.router.codec import Batch
 from orchestrator.router.request import Failure, Overloaded, State
@@ -202,12 +202,15 @@ class FleetLLM(AsyncLLM):
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         """Raises what the server answers with 400 or 500, and says why, for a request that failed."""
+        context = edge.current.get()
         async with contextlib.aclosing(super().generate(*args, **kwargs)) as outputs:
             async for output in outputs:
                 for part in output.outputs:
                     if isinstance(part.stop_reason, Failure):
                         raise _failed(part.stop_reason)
                 yield output
+                if context is not None and context.stream is not None:
+                    context.stream.begin()
 
     async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
         try:
@@ -216,6 +219,7 @@ class FleetLLM(AsyncLLM):
             # AsyncLLM has registered the request for outputs that will never come.
             self.output_processor.abort_requests([request.request_id], internal=True)
             raise
+        streaming.attach(self.output_processor, request.request_id)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         request_ids = (request_id,) if isinstance(request_id, str) else as_list(request_id)

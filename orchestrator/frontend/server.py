@@ -38,7 +38,7 @@ from orchestrator.config.engine_args import engine_args, to_command_line
 from orchestrator.config.model import resolve_model
 from orchestrator.config.server_args import uses_tls, uvicorn_options
 from orchestrator.config.settings import Config, ConfigError, check_environment, load_config
-from orchestrator.frontend import tracing
+from orchestrator.frontend import streaming, tracing
 from orchestrator.frontend.access import Access
 from orchestrator.frontend.dashboard.routes import operator_routes, page_routes, stream_routes
 from orchestrator.frontend.edge import EdgeMiddleware
@@ -168,6 +168,7 @@ async def build_server_app(
         await init_app_state(engine, app.state, args, tasks)
     except Exception as error:
         raise _refused(config, error) from error
+    streaming.watch(app, args)
     registry = get_prometheus_registry()
     registry.register(
         FleetCollector(connection.fleet.workers.values, lambda: connection.queue.depth, lambda: connection.desired)

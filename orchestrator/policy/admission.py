@@ -13,7 +13,7 @@ import msgspec
 
 from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.candidate import Candidate
-from orchestrator.policy.placement import Decision, Local, PrefillView, Reject, Remote, uncached_tokens
+from orchestrator.policy.placement import Decision, Local, PrefillView, Reject, Remote
 from orchestrator.policy.predict import Predictor
 from orchestrator.types import RequestInfo
 
@@ -40,12 +40,14 @@ def predicted_ttft_s(
 ) -> float:
     """TTFT of a request that is placed as decided, in seconds from now."""
     if isinstance(decision, Remote):
+        if decision.ttft_s is not None:
+            return decision.ttft_s
         if prefill.queue is None:
             return predictor.prefill_s(request.prompt_tokens)
         compute = max(0, request.prompt_tokens - prefill.cached_tokens)
         return predictor.remote_ttft_s(compute, request.prompt_tokens, prefill.queue, prefill.workers_ready)
-    candidate = next(c for c in candidates if c.worker_id == decision.worker_id)
-    ttft_s, _ = predictor.local_s(candidate, uncached_tokens(request, candidate))
+    chosen = [candidate for candidate in candidates if candidate.worker_id == decision.worker_id]
+    (ttft_s,), _ = predictor.local_s(chosen, request.prompt_tokens)
     return ttft_s
 
 

@@ -83,8 +83,9 @@ def tpot_s(traffic: Traffic, factor: float, taken: float, decode: int) -> float:
     """The 95th percentile of TPOT at `factor` times the arriving rate; infinite where a decode worker cannot keep up.
 
     `taken` is the work, in workers, that prefill workers do. The rest takes a share of each decode worker's time, and
-    comes in lumps, one a prompt: a request meets a Poisson number of them, so the time that they take from it has a
-    variance of their rate times its duration times the second moment of a prompt's time. Prefill workers get the
+    comes in lumps, one a prompt: a request meets a Poisson number of them, and of those that come meanwhile. So the
+    time that they take from it has the variance of a delay cycle of M/G/1: their rate times its duration times the
+    second moment of a prompt's time, over the square of the share of time that is left. Prefill workers get the
     longest prompts: of work that is spread exponentially, a share of it leaves the square of that of its second moment.
     """
     rate = factor * traffic.requests_per_s
@@ -102,5 +103,5 @@ def tpot_s(traffic: Traffic, factor: float, taken: float, decode: int) -> float:
     if overflow <= 0:
         return mean_s
     second_moment = left_share * left_share * rate / decode * traffic.local_s2
-    variance = second_moment * traffic.output_tokens * mean_s
+    variance = second_moment * traffic.output_tokens * mean_s / (left * left)
     return mean_s + Z_95 * math.sqrt(variance) / max(1.0, traffic.output_tokens)

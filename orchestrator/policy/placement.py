@@ -38,6 +38,7 @@ class Local(msgspec.Struct, tag="local", frozen=True):
 
 class Remote(msgspec.Struct, tag="remote", frozen=True):
     reason: str
+    ttft_s: float | None = None  # predicted, where times were compared
 
 
 class Reject(msgspec.Struct, tag="reject", frozen=True):
@@ -73,8 +74,10 @@ def place(
     min_tokens = routing.remote_prefill_min_tokens
     if request.local_only is not None and min_tokens is not None:
         return _local(request, open_ones, choose, request.local_only)
-    cached = max(prefill.cached_tokens, max([c.cached_tokens for c in candidates]))
-    uncached = max(0, request.prompt_tokens - cached)
+    uncached = 0  # without a limit in tokens nobody asks for it, and this runs for every request
+    if routing.max_queued_prefill_tokens is not None:
+        cached = max(prefill.cached_tokens, max([c.cached_tokens for c in candidates]))
+        uncached = max(0, request.prompt_tokens - cached)
     blocker = request.local_only or _why_not_remote(prefill, uncached, routing, predictor)
     if min_tokens is not None:
         return _by_threshold(request, open_ones, blocker, min_tokens, choose)
@@ -150,31 +153,30 @@ def _by_cost(
     """
     if not open_ones:
         return Remote("decode_full") if blocker is None else Reject("decode_full", RETRY_AFTER_S)
-    ttft: list[float] = []
-    cost: list[float] = []
+    prompt_tokens, ahead_tokens = request.prompt_tokens, predictor.ahead_tokens
+    ttft, itl = predictor.local_s(open_ones, prompt_tokens)
+    cost = ttft.copy()
     itl_bound_s, price_s = ITL_MARGIN * slo.tpot_s, routing.itl_weight * slo.ttft_s
-    ahead_tokens, prompt_tokens, local_s = predictor.ahead_tokens, request.prompt_tokens, predictor.local_s
     fixed_s, s_per_token = predictor.prefill_line
-    for candidate in open_ones:
-        tokens = max(0, prompt_tokens - candidate.cached_tokens)
-        ttft_s, itl_s = local_s(candidate, tokens)
-        ttft.append(ttft_s)
+    for index, candidate in enumerate(open_ones):
         if not candidate.running:
-            cost.append(ttft_s)
-        elif itl_s >= itl_bound_s:
-            cost.append(float("inf"))
+            continue
+        if itl[index] >= itl_bound_s:
+            cost[index] = float("inf")
         else:
-            slack_s = max((itl_bound_s - itl_s) * ahead_tokens, 1e-3)
-            cost.append(ttft_s + price_s * candidate.running * (fixed_s + s_per_token * tokens) / slack_s)
+            tokens = prompt_tokens - candidate.cached_tokens
+            prefill_s = fixed_s + s_per_token * (tokens if tokens > 0 else 0)
+            slack_s = max((itl_bound_s - itl[index]) * ahead_tokens, 1e-3)
+            cost[index] += price_s * candidate.running * prefill_s / slack_s
     if blocker is None and prefill.queue is not None:
-        compute = max(0, request.prompt_tokens - prefill.cached_tokens)
-        remote_s = predictor.remote_ttft_s(compute, request.prompt_tokens, prefill.queue, prefill.workers_ready)
+        compute = max(0, prompt_tokens - prefill.cached_tokens)
+        ttft_s = predictor.remote_ttft_s(compute, prompt_tokens, prefill.queue, prefill.workers_ready)
         # What a transfer costs is uncertain, and what a move gains must be more: a tie is local, or stays in the queue.
-        error_s = predictor.transfer_error_s(request.prompt_tokens)
-        remote_s += -error_s if prefill.queued else error_s
+        error_s = predictor.transfer_error_s(prompt_tokens)
+        remote_s = ttft_s - error_s if prefill.queued else ttft_s + error_s
         least = min(cost)
         if least > remote_s:
-            return Remote("cost")
+            return Remote("cost", ttft_s)
         bound = min(remote_s, max(least * TTFT_TOLERANCE, least + predictor.itl_s(open_ones[0].worker_id)))
         near = [c for c, cost_s in zip(open_ones, cost, strict=True) if cost_s <= bound]
         return _local(request, near, choose, "cost")

@@ -7,6 +7,7 @@ first measurements the predictions come from priors.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import msgspec
 
@@ -207,20 +208,29 @@ class Predictor:
         """How uncertain the time is that a KV transfer of this many tokens adds."""
         return self._transfer.error_at(tokens)
 
-    def local_s(self, candidate: Candidate, tokens: int) -> tuple[float, float]:
-        """TTFT and ITL if this decode worker prefills `tokens` uncached prompt tokens, after those waiting there.
+    def local_s(self, candidates: Iterable[Candidate], prompt_tokens: int) -> tuple[list[float], list[float]]:
+        """TTFT and ITL by candidate, if that decode worker prefills what it has not cached of a prompt, after those
+        waiting there.
 
         The ITL is that of the sequences decoding there: each second of prefill delays each of them by a second.
         """
-        worker_id = candidate.worker_id
-        pending_tokens = candidate.waiting_tokens + candidate.placed_tokens + tokens
-        fit = self._local.get(worker_id)
-        if fit is None or fit.samples < MIN_FIT_SAMPLES:
-            fit = self._pool
-        smoothed = self._itl.get(worker_id)
-        itl_s = smoothed.value if smoothed else self._prior_itl_s
-        ttft_s = fit.intercept + fit.slope * pending_tokens + itl_s
-        return ttft_s, itl_s + self._pool.slope * pending_tokens / self.ahead_tokens
+        ttfts_s: list[float] = []
+        itls_s: list[float] = []
+        pool, prior_itl_s, fit_of, itl_of = self._pool, self._prior_itl_s, self._local.get, self._itl.get
+        delay_s_per_token = pool.slope / self.ahead_tokens
+        # A plain loop over locals: this runs for every request, and over every worker of a small fleet.
+        for candidate in candidates:
+            worker_id = candidate.worker_id
+            tokens = prompt_tokens - candidate.cached_tokens
+            pending_tokens = candidate.waiting_tokens + candidate.placed_tokens + (tokens if tokens > 0 else 0)
+            fit = fit_of(worker_id)
+            if fit is None or fit.samples < MIN_FIT_SAMPLES:
+                fit = pool
+            smoothed = itl_of(worker_id)
+            itl_s = prior_itl_s if smoothed is None else smoothed.value
+            ttfts_s.append(fit.intercept + fit.slope * pending_tokens + itl_s)
+            itls_s.append(itl_s + delay_s_per_token * pending_tokens)
+        return ttfts_s, itls_s
 
     def itl_s(self, worker_id: str) -> float:
         smoothed = self._itl.get(worker_id)

@@ -6,7 +6,7 @@ has d blocks. The index may be wrong: that costs a cache miss, never a wrong ans
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import islice
 
 from orchestrator.types import PrefixEvents
@@ -66,12 +66,13 @@ class Hits:
         others: dict[str, int] = {}
         for depth, mask in self._levels:
             for worker_id in self._index.holders(mask):
-                found = ones if worker_id in one else others if worker_id in other else None
-                if found is None or len(found) == max_workers:
-                    continue
-                found[worker_id] = depth
-                if len(ones) + len(others) == 2 * max_workers:
-                    return ones, others
+                if worker_id in one:
+                    if len(ones) < max_workers:
+                        ones[worker_id] = depth
+                elif len(others) < max_workers and worker_id in other:
+                    others[worker_id] = depth
+            if len(ones) == max_workers == len(others):
+                break
         return ones, others
 
 
@@ -134,9 +135,12 @@ class PrefixIndex:
 
     def stored(self, worker_id: str, keys: Iterable[int]) -> None:
         mask = 1 << self._bit_of(worker_id)
-        holders = self._holders
+        holders, before, after = self._holders, 0, mask
         for key in keys:
-            holders[key] = holders.get(key, 0) | mask
+            held = holders.get(key, 0)
+            if held is not before:
+                before, after = held, held | mask
+            holders[key] = after  # one integer for all blocks of a prompt that the same workers hold
         if (excess := len(holders) - self.max_keys) > 0:
             # Many at once: each search for the oldest key walks over all entries that were deleted before.
             for key in list(islice(holders, excess + self.max_keys // 16)):
@@ -146,11 +150,13 @@ class PrefixIndex:
         bit = self.bits.get(worker_id)
         if bit is None:
             return
-        mask, holders = 1 << bit, self._holders
+        others, holders, before, after = ~(1 << bit), self._holders, 0, 0
         for key in keys:
             if (held := holders.get(key)) is not None:
-                if held := held & ~mask:
-                    holders[key] = held
+                if held is not before:
+                    before, after = held, held & others
+                if after:
+                    holders[key] = after
                 else:
                     del holders[key]
 
@@ -191,20 +197,21 @@ class PrefixIndex:
         """Blocks of the prefix held, by worker, for the (at most `max_workers`) workers that hold most."""
         return self.look_up(keys).most(max_workers)
 
-    def holders(self, mask: int) -> Iterator[str]:
+    def holders(self, mask: int) -> list[str]:
         """Workers of a mask, at most `MAX_HOLDERS`. If there are many, each call begins with another one."""
         parts: tuple[int, ...] = (mask,)
-        left = MAX_HOLDERS
         if mask.bit_count() > 4:
             self._turn += 1
             split = self._turn % mask.bit_length()
             parts = (mask & ((1 << split) - 1), mask >> split << split)
+        found: list[str] = []
+        worker_at = self._worker_at
         for part in parts:
-            while part and left:
+            while part and len(found) < MAX_HOLDERS:
                 bit = part.bit_length() - 1
                 part ^= 1 << bit
-                left -= 1
-                yield self._worker_at[bit]
+                found.append(worker_at[bit])
+        return found
 
     def _bit_of(self, worker_id: str) -> int:
         bit = self.bits.get(worker_id)

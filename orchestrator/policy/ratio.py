@@ -7,6 +7,7 @@ processes), is not here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -19,9 +20,11 @@ from orchestrator.types import DesiredRatio, Offered
 # The share of its KV memory that a full decode worker has in use: sequences still grow.
 FULL_MEMORY_SHARE = 0.8
 CONTEXT_WEIGHT = 0.3  # of an observation in the running mean of a sequence's context
+LEAST_ENDED = 0.25  # of those that came: fewer say too little of how long answers are
 MIN_REQUESTS = 20  # in half a window: fewer say too little of their lengths
-# A window is as short as it may be: this long, and with this many requests, whichever is longer.
-LEAST_WINDOW_S, ENOUGH_REQUESTS = 10.0, 200
+# A window is as short as it may be: as long as one of these, and with this many requests.
+LEAST_WINDOWS_S, ENOUGH_REQUESTS = (10.0, 20.0, 40.0), 200
+MOST_SPLITS = 32  # compared of a large fleet's: evenly spread
 # A decode worker can do all that a prefill worker does, but not the other way round, so workers go to decode while the
 # fleet still bears this many times the load at which they would go to prefill.
 DECODE_EARLIER = 1.25
@@ -119,10 +122,13 @@ def samples_in_window(config: RatioConfig) -> int:
     return max(2, round(config.window_s / config.interval_s))
 
 
-def recent(window: Sequence[LoadSample], config: RatioConfig = RatioConfig()) -> Sequence[LoadSample]:
-    """The latest samples that say enough of what arrives: all of them where little does."""
+def recent(
+    window: Sequence[LoadSample], config: RatioConfig = RatioConfig(), least_s: float = LEAST_WINDOWS_S[0]
+) -> Sequence[LoadSample]:
+    """The latest samples, at least two and of at least `least_s`, that say enough of what arrives: all of them where
+    little does."""
     seconds, requests = 0.0, 0
-    least_s = min(LEAST_WINDOW_S, config.window_s)
+    least_s = min(least_s, config.window_s)
     for start in range(len(window) - 1, -1, -1):
         seconds += window[start].period_s
         requests += window[start].offered.requests
@@ -139,10 +145,12 @@ def traffic(window: Sequence[LoadSample]) -> Traffic | None:
         return None
     last, per_token, count = window[-1], window[-1].prefill_s_per_token, total.requests
     rate = count / seconds
-    # Output lengths are learned from requests that ended, and long ones end last. By Little's law what is there now
-    # says how long those are that have not ended. What waits counts too: it is to be decoded beside what arrives.
-    there = sum(sample.sequences * sample.period_s for sample in window) / seconds
-    by_number = there / (rate * last.itl_s) if last.itl_s > 0 else 0.0
+    # Output lengths are learned from requests that ended, and long ones end last. What all that are there have
+    # generated, over the requests that ended meanwhile, counts those too that have not ended. What waits counts as
+    # well: it is to be decoded beside what arrives.
+    there = sum(sample.sequences * sample.period_s for sample in window)
+    ended = max(count * LEAST_ENDED, count - max(0, last.sequences - window[0].sequences))
+    by_number = there / (ended * last.itl_s) if last.itl_s > 0 else 0.0
     return Traffic(
         requests_per_s=rate,
         prefill_s=per_token * total.prefill_tokens / count,
@@ -186,29 +194,40 @@ def desired_ratio(
     """A better split of the same number of workers; None to keep the current one.
 
     It is kept while too little arrives to tell, for `config.cool_down_s` after a change, while it bears
-    `1 / config.busy` times what arrives, and where no other bears more by `config.gain` (hysteresis). The window and
-    both its halves must ask for a change in the same direction: a burst is no reason to move. At most `max_step`
-    workers change roles at once, by default a quarter of the fleet and at least one.
+    `1 / config.busy` times what arrives, and where no other bears more by `config.gain` and by what chance makes of so
+    few requests (hysteresis). The latest samples are asked first, then ever more of them: what is seen for longer
+    need not be as clear. Each time all of them and both halves must ask for a change in the same direction: a burst is
+    no reason to move. A worker goes to decode for what two samples say, and to prefill for what lasts
+    ten seconds, because a decode worker can do both. At most `max_step` workers change roles at once, by default
+    a quarter of the fleet and at least one.
     """
     total = current.prefill + current.decode
-    window = recent(window, config)
     if not window or total < config.min_prefill + config.min_decode:
         return None
-    now = window[-1].at
-    if now - current.set_at < config.cool_down_s:
+    if window[-1].at - current.set_at < config.cool_down_s:
         return None
-    best = _agreed(window, current, config, slo)
     step = max_step or max(1, total // 4)
-    prefill = current.prefill + max(-step, min(step, best))
-    if prefill == current.prefill:
-        return None
+    asked = 0
+    for least_s in (0.0, *LEAST_WINDOWS_S, config.window_s):
+        part = recent(window, config, least_s)
+        if len(part) == asked and least_s > LEAST_WINDOWS_S[0]:
+            continue
+        asked = len(part)
+        more = max(-step, min(step, _agreed(part, current, config, slo)))
+        if more < 0 or (more > 0 and least_s > 0):
+            return _decision(part, current, more, slo)
+    return None
+
+
+def _decision(window: Sequence[LoadSample], current: DesiredRatio, more: int, slo: SLOConfig) -> RatioDecision:
     arriving = traffic(window)
     assert arriving is not None
+    after = DesiredRatio(current.prefill + more, current.decode - more, set_by="ratio", set_at=window[-1].at)
     return RatioDecision(
         before=current,
-        after=DesiredRatio(prefill, total - prefill, set_by="ratio", set_at=now),
+        after=after,
         headroom_before=headroom(arriving, current.prefill, current.decode, slo),
-        headroom_after=headroom(arriving, prefill, total - prefill, slo),
+        headroom_after=headroom(arriving, after.prefill, after.decode, slo),
         traffic=arriving,
     )
 
@@ -219,23 +238,35 @@ def _agreed(window: Sequence[LoadSample], current: DesiredRatio, config: RatioCo
     parts = [part for part in (window, window[:middle], window[middle:]) if part]
     if not parts:
         return 0
-    best, *halves = [_best_prefill(traffic(part), current, config, slo) - current.prefill for part in parts]
+    best, *halves = [_best_prefill(part, current, config, slo) - current.prefill for part in parts]
     return 0 if any(half * best <= 0 for half in halves) else best
 
 
-def _best_prefill(arriving: Traffic | None, current: DesiredRatio, config: RatioConfig, slo: SLOConfig) -> int:
+def _best_prefill(window: Sequence[LoadSample], current: DesiredRatio, config: RatioConfig, slo: SLOConfig) -> int:
     """The number of prefill workers that bears most; the current one unless that is a gain that is needed."""
     total = current.prefill + current.decode
+    arriving = traffic(window)
     if arriving is None:
         return current.prefill
     now = headroom(arriving, current.prefill, current.decode, slo)
     if now * config.busy > DECODE_EARLIER:
         return current.prefill
-    options = range(config.min_prefill, total - config.min_decode + 1)
+    options = {*range(config.min_prefill, total - config.min_decode + 1, max(1, total // MOST_SPLITS)), current.prefill}
     bears = {prefill: headroom(arriving, prefill, total - prefill, slo) for prefill in options}
-    if not bears:
-        return current.prefill
     best = max(bears, key=lambda prefill: (bears[prefill], -abs(prefill - current.prefill)))
-    if bears[best] < (1 + config.gain) * now or (best > current.prefill and now * config.busy > 1):
+    gain = config.gain + _chance(window, arriving, config)
+    if bears[best] < (1 + gain) * now or (best > current.prefill and now * config.busy > 1):
         return current.prefill
     return best
+
+
+def _chance(window: Sequence[LoadSample], arriving: Traffic, config: RatioConfig) -> float:
+    """How far off the mean work of so few requests may be, by their spread (its standard error). Where requests stay
+    on a decode worker for less than a cool-down, a wrong change is as soon undone, and it counts for less."""
+    if arriving.prefill_s <= 0:
+        return 0.0
+    seconds = sum(sample.period_s for sample in window)
+    stay_s = sum(sample.sequences * sample.period_s for sample in window) / (arriving.requests_per_s * seconds)
+    spread = arriving.prefill_s2 / (arriving.prefill_s * arriving.prefill_s)
+    error = math.sqrt(spread / (arriving.requests_per_s * seconds))
+    return error * min(1.0, stay_s / max(config.cool_down_s, 1e-9))

@@ -54,7 +54,7 @@ class Dispatch:
             cached_tokens=cached_tokens,
         )
         if not self._transport.send(worker_id, submit, asked.frames):
-            active.avoid.add(worker_id)
+            active.shun(worker_id)
             view.connected = False
             return False
         active.move(to)

@@ -21,6 +21,7 @@ from orchestrator.telemetry import metrics
 log = logging.getLogger("pd.router")
 
 APART_S = 1.0
+LEAVING_S = 0.1  # until a worker that gave the same request back twice is asked again
 
 
 class Recovery:
@@ -42,10 +43,12 @@ class Recovery:
         if active.charged >= self._routing.max_attempts:
             self._fail(active, f"{active.attempt} attempts failed: {', '.join(active.retries)}")
             return
+        again = avoid in active.avoid
         if avoid is not None:
-            active.avoid.add(avoid)
+            active.shun(avoid)
         active.next_attempt(why)
-        self._dispatch.background(self._place_again(active))
+        # A worker that leaves is chosen twice only where there is no other and its state is not known yet.
+        self._dispatch.background(self._place_again(active, LEAVING_S if again and not charge else 0.0))
 
     def diverged(self, active: ActiveRequest) -> None:
         """Continue after the token that the client has, if possible where the prompt's KV is cached now. It is nobody's
@@ -83,7 +86,7 @@ class Recovery:
                 said = f"it crashed {active.crashes} engines, the last on {worker_id}: {why}"
                 self.fail_withdrawn(active, Failure(said))
             elif self._give_up(active, "engine_crashed"):
-                active.avoid.add(worker_id)  # of no meaning where it prefilled
+                active.shun(worker_id)  # of no meaning where it prefilled
                 active.next_attempt("engine_crashed")
                 self._quarantine.add(active)
         if others:
@@ -123,8 +126,12 @@ class Recovery:
             return False
         return True
 
-    async def _place_again(self, active: ActiveRequest) -> None:
+    async def _place_again(self, active: ActiveRequest, after_s: float = 0.0) -> None:
         try:
+            if after_s:
+                await asyncio.sleep(after_s)
+                if active.ended:
+                    return
             rejected = await self._placer.place(active, wait_for_room=True)
             if rejected is not None:
                 self._fail(active, f"no decode worker took it over within its deadline ({rejected.reason})")

@@ -152,7 +152,7 @@ class ActiveRequest:
     decode: Submitted | None = None
     answer: Answer = field(default_factory=Answer)
     local_because: str | None = None  # why this attempt must be prefilled where it decodes
-    avoid: set[str] = field(default_factory=set)  # decode workers that refused or lost it
+    avoid: dict[str, None] = field(default_factory=dict)  # decode workers that refused or lost it, the latest last
     retries: list[str] = field(default_factory=list)
     moved_at: float = field(default_factory=time.monotonic)  # into its present state
 
@@ -194,6 +194,11 @@ class ActiveRequest:
         if to not in SUCCESSORS[self.state]:
             raise IllegalTransition(f"request {self.id}: {self.state.value} -> {to.value} is not a legal move")
         self.state, self.moved_at = to, time.monotonic()
+
+    def shun(self, worker_id: str) -> None:
+        """Decode elsewhere from now on; where there is nobody else, with who was shunned longest ago."""
+        self.avoid.pop(worker_id, None)
+        self.avoid[worker_id] = None
 
     def next_attempt(self, why: str) -> None:
         """Back to PLACING, with nothing left of the attempt that failed. The next one is prefilled locally."""

@@ -203,7 +203,7 @@ class Router:
         if rejected.final:  # every worker would refuse it, so it is what was asked for
             self._recovery.fail_withdrawn(active, Failure(rejected.why, by_client=True))
         else:
-            self._recovery.retry(active, "rejected", avoid=rejected.worker_id)
+            self._recovery.retry(active, "rejected", avoid=rejected.worker_id, charge=not rejected.leaving)
 
     def _on_outputs(self, worker_id: str, message: Outputs, payload: list[bytes], now: float) -> None:
         try:

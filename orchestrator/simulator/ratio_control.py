@@ -44,11 +44,9 @@ class RatioControl:
         self._next_at = now + self._config.interval_s
         if (sample := self._sampler.sample(self._observe(now), self._router.predictor)) is not None:
             self._window.append(sample)
-        if self._moving:
-            return
         decision = desired_ratio(list(self._window), self._current, self._config, self._slo)
         if decision is not None:
-            self._apply(decision.after)
+            self._apply(decision.after, now)
             self.decisions.append(decision)
 
     def _observe(self, now: float) -> Observation:
@@ -71,12 +69,17 @@ class RatioControl:
             worker_sequences=profile.max_num_seqs,
         )
 
-    def _apply(self, desired: DesiredRatio) -> None:
+    def _apply(self, desired: DesiredRatio, now: float) -> None:
         router = self._router
         more = desired.prefill - self._current.prefill
         source, target = (router.decode, router.prefill) if more > 0 else (router.prefill, router.decode)
-        # Those with the least to finish are ready soonest.
-        for worker in sorted(source.workers(), key=_load)[: abs(more)]:
+        left = abs(more)
+        # Those that were about to leave this role keep it; then those with the least to finish, ready soonest.
+        for move in [move for move in self._moving if move[1] is source][:left]:
+            self._moving.remove(move)
+            target.add(move[0], now)
+            left -= 1
+        for worker in sorted(source.workers(), key=_load)[:left]:
             source.remove(worker.name)
             self._moving.append((worker, target))
         self._current = desired

@@ -1,4 +1,4 @@
-"""What happens in a fleet: what the registry tells whoever watches it, and what is kept for operators.
+"""What happens in a fleet: what the registry tells frontends and launchers, and what is kept for operators.
 
 What is kept is bounded, and in Redis, which outlives frontends and launchers.
 The registry's functions note who joined, left, was lost or changed its role, and every change of the desired ratio
@@ -13,22 +13,16 @@ import msgspec
 
 from orchestrator.store.client import Redis
 from orchestrator.store.keys import REGISTRY, Keys
-from orchestrator.types import Peer
 
 BEGINNING = "-"
 KEPT = 100  # decisions on the ratio
 
 
 class Joined(msgspec.Struct, tag="joined", frozen=True):
-    """A member joined. `kind` is "worker", "frontend" or "launcher", here and below.
-
-    `peer` is a worker's. It is in the event, since each event reaches every worker: if all of them asked for it, a
-    fleet that starts would cost Redis the square of its size.
-    """
+    """A member joined. `kind` is "worker", "frontend" or "launcher", here and below."""
 
     id: str
     kind: str = "worker"
-    peer: Peer | None = None
 
 
 class Changed(msgspec.Struct, tag="changed", frozen=True):
@@ -36,7 +30,6 @@ class Changed(msgspec.Struct, tag="changed", frozen=True):
 
     id: str
     kind: str = "worker"
-    peer: Peer | None = None
 
 
 class Left(msgspec.Struct, tag="left", frozen=True):
@@ -61,7 +54,7 @@ class Resync(msgspec.Struct, tag="resync", frozen=True):
 
 
 RegistryEvent = Union[Joined, Changed, Left, Ordered, DesiredChanged, Resync]
-_decoder: msgspec.json.Decoder[RegistryEvent] = msgspec.json.Decoder(RegistryEvent, strict=False)
+_decoder: msgspec.json.Decoder[RegistryEvent] = msgspec.json.Decoder(RegistryEvent)
 
 
 def decode_change(payload: bytes) -> RegistryEvent:

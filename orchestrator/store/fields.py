@@ -33,3 +33,12 @@ def worker_from_fields(worker_id: str, fields: dict[str, str]) -> WorkerInfo:
     own["kv"] = {name: fields[_KV + name] for name in KVEndpoint.__struct_fields__ if _KV + name in fields}
     # msgspec.ValidationError is a ValueError; strict=False reads numbers from their text.
     return msgspec.convert(own, WorkerInfo, strict=False)
+
+
+def fields_of(flat: list[bytes]) -> dict[str, str]:
+    """A hash out of what HGETALL gives in a function: names and values by turns."""
+    return {text(name): text(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
+
+
+def text(value: bytes) -> str:
+    return value.decode(errors="replace")

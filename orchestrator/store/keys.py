@@ -36,6 +36,13 @@ class Keys:
     def frontend(self, frontend_id: str) -> str:
         return f"{self.prefix}frontend:{frontend_id}"
 
+    def frontend_key(self, mesh_key: str) -> str:
+        return f"{self.prefix}frontend_key:{mesh_key}"
+
+    def orders(self, worker_id: str) -> str:
+        """A channel, like `wake` and `events`."""
+        return f"{self.prefix}orders:{worker_id}"
+
     def wake(self, waiter_id: str) -> str:
         return f"{self.prefix}wake:{waiter_id}"
 

@@ -17,16 +17,13 @@ import msgspec
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.configuration import Configuration
 from orchestrator.store.events import RegistryEvent, Resync, decode_change
-from orchestrator.store.fields import worker_from_fields, worker_to_fields
+from orchestrator.store.fields import fields_of, text, worker_from_fields, worker_to_fields
 from orchestrator.store.keys import REGISTRY, Keys
-from orchestrator.types import ALWAYS_EQUAL, DesiredRatio, EngineIdentity, Offered, Peer, Role, WorkerInfo
+from orchestrator.types import ALWAYS_EQUAL, Departed, DesiredRatio, EngineIdentity, Offered, Role, WorkerInfo
 
 log = logging.getLogger("pd.registry")
 
-# A member whose key expires announces nothing. So every watcher asks this often for those that are missing ...
-PRUNE_S = 1.0
-# ... and Redis looks once in this time. It is a little shorter, so that a watcher alone is not a moment too early.
-_PRUNE_ONCE_IN_S = 0.9 * PRUNE_S
+PRUNE_S = 1.0  # a member whose key expires announces nothing: heartbeats of workers, and watchers, ask for it
 NO_LAUNCHER = -1  # the generation of a frontend that no launcher started, and that a rollout does not replace
 _OFFERED = "offered_"  # before the names of a frontend's counts, which change without an event
 _ROLES = {role.value for role in Role}
@@ -48,6 +45,16 @@ class WorkerOrders(msgspec.Struct, frozen=True):
     drain: bool = False
     restart: bool = False  # drain, and say by the exit code that another process is to follow
     sequence: int = 0
+
+
+class Heartbeat(msgspec.Struct, frozen=True):
+    """What a worker is told when it says that it is there. So it need not hear of all others."""
+
+    orders: WorkerOrders = WorkerOrders()
+    workers: int = 1  # in the fleet, itself included
+    decodes: bool = True  # KV of its generation could pass to a decode worker, or all workers are of one generation
+    departed: list[Departed] = []  # since the departure that it named
+    last_departure: str = ""  # to name next time
 
 
 class Frontend(msgspec.Struct, frozen=True):
@@ -72,6 +79,8 @@ class Registry:
         self.configuration = Configuration(redis, self.keys)
         self._redis = redis
         self._complained: dict[str, str] = {}
+        self._version = b"0"  # of what was read of the workers last
+        self._seen: dict[str, tuple[WorkerInfo | None, WorkerOrders]] = {}
 
     # ---- workers -----------------------------------------------------------------------------------------------
 
@@ -79,12 +88,13 @@ class Registry:
         """Enter the fleet, without orders. Raises IncompatibleWorker when KV cannot pass to or from a live worker."""
         await self._put_worker(info, ttl_s, fresh=True)
 
-    async def refresh(self, info: WorkerInfo, ttl_s: float) -> WorkerOrders:
-        """The heartbeat: stay for `ttl_s` more, with this role and state. Returns the orders not yet cleared.
+    async def refresh(self, info: WorkerInfo, ttl_s: float, last_departure: str = "") -> Heartbeat:
+        """The heartbeat: stay for `ttl_s` more, with this role and state. Returns the orders not yet cleared, and who
+        departed since `last_departure`; with none named, nobody.
 
         Enters again when Redis has lost this worker, and then raises IncompatibleWorker as `join` does.
         """
-        return await self._put_worker(info, ttl_s, fresh=False)
+        return await self._put_worker(info, ttl_s, fresh=False, last_departure=last_departure)
 
     async def leave(self, worker_id: str) -> None:
         """Take a worker out at once: itself when it stops, or whoever saw it die. Idempotent."""
@@ -92,21 +102,27 @@ class Registry:
 
     async def workers(self) -> dict[str, WorkerInfo]:
         """All live workers. One whose hash cannot be read is logged and left out."""
-        read = [self._read_worker(worker_id, fields) for worker_id, fields in await self._members("worker")]
-        return {info.id: info for info in read if info is not None}
+        return {name: info for name, (info, _) in (await self._see_workers()).items() if info is not None}
 
-    async def peers(self) -> list[Peer]:
-        """All live workers. One whose hash cannot be read is left out."""
-        found = []
-        for row in await self._call("peers"):
-            with contextlib.suppress(msgspec.ValidationError):
-                found.append(msgspec.convert([_text(part) for part in row], Peer, strict=False))
-        return found
+    async def _see_workers(self) -> dict[str, tuple[WorkerInfo | None, WorkerOrders]]:
+        """Reads those that changed since they were read last."""
+        for since in (self._version, b"0"):
+            self._version, ids, rows = await self._call("workers_since", since)
+            names, seen = [text(name) for name in ids], self._seen
+            seen |= {(name := text(row[0])): self._see(name, fields_of(row[1])) for row in rows}
+            self._seen = {name: seen[name] for name in names if name in seen}
+            if len(self._seen) == len(names):  # else somebody was away for a while, and came back unchanged
+                break
+        return self._seen
+
+    def _see(self, worker_id: str, fields: dict[str, str]) -> tuple[WorkerInfo | None, WorkerOrders]:
+        orders = _orders(fields.get("order_role"), fields.get("order_drain"), fields.get("order_sequence"))
+        return self._read_worker(worker_id, fields), orders
 
     async def worker(self, worker_id: str) -> WorkerInfo | None:
         """One live worker; None when there is none by that id, or its hash cannot be read (which is logged)."""
         raw: dict[bytes, bytes] = await self._redis.execute_command("HGETALL", self.keys.worker(worker_id))
-        return self._read_worker(worker_id, {_text(name): _text(value) for name, value in raw.items()}) if raw else None
+        return self._read_worker(worker_id, {text(name): text(value) for name, value in raw.items()}) if raw else None
 
     def _read_worker(self, worker_id: str, fields: dict[str, str]) -> WorkerInfo | None:
         try:
@@ -117,12 +133,8 @@ class Registry:
 
     async def orders(self) -> dict[str, WorkerOrders]:
         """Orders that live workers have not carried out yet. Workers without orders are left out."""
-        found = {}
-        for worker_id, fields in await self._members("worker"):
-            orders = _orders(fields.get("order_role"), fields.get("order_drain"), fields.get("order_sequence"))
-            if orders.role is not None or orders.drain or orders.restart:
-                found[worker_id] = orders
-        return found
+        seen = {name: orders for name, (_, orders) in (await self._see_workers()).items()}
+        return {name: orders for name, orders in seen.items() if orders.role or orders.drain or orders.restart}
 
     async def order_role(self, worker_id: str, role: Role) -> None:
         """Tell a worker to take a role. The order stays until the worker clears it. Raises UnknownWorker."""
@@ -140,14 +152,30 @@ class Registry:
         """Forget the orders up to `sequence`, which are done. Newer ones stay."""
         await self._call("clear_orders", worker_id, sequence)
 
-    async def _put_worker(self, info: WorkerInfo, ttl_s: float, fresh: bool) -> WorkerOrders:
-        reply = await self._put("worker", info.id, ttl_s, fresh, _IDENTITY, fields := worker_to_fields(info))
+    async def ordered(self, worker_id: str) -> AsyncGenerator[None, None]:
+        """Whenever there may be orders for this worker, which its next refresh returns. Never ends, never raises."""
+        async with contextlib.aclosing(self._redis.listen(self.keys.orders(worker_id))) as orders:
+            async for _ in orders:
+                yield
+
+    async def still_has(self, worker_id: str, engine_id: str) -> bool:
+        """Whether this engine is registered, under this id."""
+        found = await self._redis.execute_command("HGET", self.keys.worker(worker_id), "kv_engine_id")
+        return bool(found == engine_id.encode())
+
+    async def _put_worker(self, info: WorkerInfo, ttl_s: float, fresh: bool, last_departure: str = "") -> Heartbeat:
+        member = _member("worker", info.id, ttl_s, fresh, _IDENTITY, fields := worker_to_fields(info))
+        reply = await self._call("put_worker", last_departure, *member)
         if (outcome := reply[0]) != b"ok":
-            field, theirs, other = (_text(part) for part in reply[1:4])
+            field, theirs, other = (text(part) for part in reply[1:4])
             why = f"{field} is {fields[field]!r}, but the fleet's is {theirs!r} (worker {other})"
             mend = f"start it with the same {field}" if outcome == b"differs" else "let one of them divide the other"
             raise IncompatibleWorker(f"worker {info.id}: {why}; {mend}, or under another namespace")
-        return _orders(*(_text(part) for part in reply[1:4]))
+        orders, departed = _orders(*(text(part) for part in reply[1:4])), []
+        for row in reply[7]:
+            with contextlib.suppress(msgspec.DecodeError):  # of a later version
+                departed.append(msgspec.json.decode(row, type=Departed, strict=False))
+        return Heartbeat(orders, reply[4], bool(reply[5]), departed, text(reply[6]))
 
     async def _order(self, worker_id: str, field: str, value: str) -> None:
         if not await self._call("order", "worker", worker_id, field, value):
@@ -171,8 +199,8 @@ class Registry:
         fields = {"url": url, "process": process, "mesh_key": mesh_key, "generation": str(generation)}
         fields |= {"cpu": f"{cpu:.3f}", "in_flight": str(in_flight)}
         fields |= {_OFFERED + name: str(value) for name, value in msgspec.structs.asdict(offered).items()}
-        reply = await self._put("frontend", frontend_id, ttl_s, False, [], fields)
-        return _orders(*(_text(part) for part in reply[1:4]))
+        reply = await self._call("put_member", *_member("frontend", frontend_id, ttl_s, False, [], fields))
+        return _orders(*(text(part) for part in reply[1:4]))
 
     async def order_frontend_drain(self, frontend_id: str) -> None:
         """Tell a frontend to take no new connections and to end with its last request. Idempotent."""
@@ -194,10 +222,15 @@ class Registry:
                 self._complain(frontend_id, f"{type(error).__name__}: {error}")
         return found
 
+    async def frontend_of(self, mesh_key: str) -> str | None:
+        """The id of the live frontend that has this public key."""
+        found = await self._redis.execute_command("GET", self.keys.frontend_key(mesh_key))
+        return text(found) if found is not None else None
+
     async def refresh_launcher(self, launcher_id: str, workers: Mapping[str, Role], ttl_s: float) -> None:
         """Stay for `ttl_s` more, as the launcher of these workers and no others."""
         ids = {"ids": " ".join(f"{worker_id}={role.value}" for worker_id, role in workers.items())}
-        await self._put("launcher", launcher_id, ttl_s, False, [], ids)
+        await self._call("put_member", *_member("launcher", launcher_id, ttl_s, False, [], ids))
 
     async def leave_launcher(self, launcher_id: str) -> None:
         """Idempotent. Its ids are free again."""
@@ -216,7 +249,7 @@ class Registry:
         from now on. None when somebody has the one given."""
         ttl_ms = max(1, round(ttl_s * 1000))
         claimed = await self._call("claim_id", launcher_id, ttl_ms, role.value, worker_id)
-        return _text(claimed) if claimed else None
+        return text(claimed) if claimed else None
 
     # ---- the desired ratio -------------------------------------------------------------------------------------
 
@@ -247,7 +280,7 @@ class Registry:
         raw: dict[bytes, bytes] = await self._redis.execute_command("HGETALL", self.keys.desired)
         if not raw:
             return None
-        fields = {_text(name): _text(value) for name, value in raw.items()}
+        fields = {text(name): text(value) for name, value in raw.items()}
         try:
             ratio = DesiredRatio(
                 int(fields["prefill"]), int(fields["decode"]), fields["set_by"], float(fields["set_at"])
@@ -284,23 +317,14 @@ class Registry:
         while True:
             await asyncio.sleep(PRUNE_S)
             try:
-                await self._call("prune", round(_PRUNE_ONCE_IN_S * 1000))
+                await self._call("prune")
             except RedisAway as error:
                 log.debug("looking for silent members: %s", error)
 
     # ---- shared ------------------------------------------------------------------------------------------------
 
-    async def _put(
-        self, kind: str, member_id: str, ttl_s: float, fresh: bool, identity: list[str], fields: dict[str, str]
-    ) -> list[bytes]:
-        pairs = [part for pair in fields.items() for part in pair]
-        how = (max(1, round(ttl_s * 1000)), "join" if fresh else "refresh", len(identity), len(ALWAYS_EQUAL))
-        reply: list[bytes] = await self._call("put_member", kind, member_id, *how, *identity, *pairs)
-        return reply
-
     async def _members(self, kind: str) -> list[tuple[str, dict[str, str]]]:
-        rows = await self._call("members", kind)
-        return [(_text(member_id), _fields(fields)) for member_id, fields in rows]
+        return [(text(name), fields_of(fields)) for name, fields in await self._call("members", kind)]
 
     def _complain(self, name: str, why: str) -> None:
         if self._complained.get(name) != why:  # once, not at every look
@@ -311,15 +335,16 @@ class Registry:
         return await self._redis.call(REGISTRY, verb, self.keys.prefix, *args)
 
 
-def _fields(flat: list[bytes]) -> dict[str, str]:
-    return {_text(name): _text(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
+def _member(
+    kind: str, member_id: str, ttl_s: float, fresh: bool, identity: list[str], fields: dict[str, str]
+) -> list[Any]:
+    """What `put_member` is called with."""
+    how = ("join" if fresh else "refresh", len(identity), len(ALWAYS_EQUAL))
+    pairs = (part for pair in fields.items() for part in pair)
+    return [kind, member_id, max(1, round(ttl_s * 1000)), *how, *identity, *pairs]
 
 
 def _orders(role: str | None, drain: str | None, sequence: str | None) -> WorkerOrders:
     known_role = Role(role) if role in _ROLES else None
     number = int(sequence) if sequence and sequence.isdigit() else 0
     return WorkerOrders(known_role, drain == "yes", drain == "restart", number)
-
-
-def _text(value: bytes) -> str:
-    return value.decode(errors="replace")

@@ -19,8 +19,9 @@ from zmq.utils import z85
 
 log = logging.getLogger("pd.transport")
 
-# What each worker asks for: the frontends that are registered now, their ids by public key.
-ReadFrontends = Callable[[], Awaitable[dict[str, str]]]
+# What each worker asks for: the id of the frontend that is registered with this public key, None where there is none.
+# One key at a time: a fleet of many frontends that starts would else be read by each worker for each of them.
+FindFrontend = Callable[[str], Awaitable[str | None]]
 
 
 class KeyPair(msgspec.Struct, frozen=True):
@@ -53,10 +54,10 @@ def use_as_server(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
 class Gate(Authenticator):
     """Lets registered frontends in on every server socket of a context. Their id becomes their messages' `User-Id`."""
 
-    def __init__(self, context: zmq.asyncio.Context, read: ReadFrontends, connected: Container[str]) -> None:
-        """`read` may raise ConnectionError. `connected`: who stays known without being in the registry."""
+    def __init__(self, context: zmq.asyncio.Context, find: FindFrontend, connected: Container[str]) -> None:
+        """`find` may raise ConnectionError. `connected`: who stays known without being in the registry."""
         super().__init__(context)
-        self._read, self._connected = read, connected
+        self._find, self._connected = find, connected
         self._names: dict[str, str] = {}  # by public key
         self.configure_curve_callback("*", self)
         self.zap_socket = context.socket(zmq.REP)
@@ -75,18 +76,19 @@ class Gate(Authenticator):
         """zmq.auth's hook: whether this key may connect. Must not raise, or nobody would be let in any more."""
         public = key.decode()
         if public not in self._names:
-            await self._look()
+            await self._look(public)
         return public in self._names
 
     def curve_user_id(self, client_public_key: bytes) -> str:
         return self._names.get(z85.encode(client_public_key).decode(), "")
 
-    async def _look(self) -> None:
+    async def _look(self, public: str) -> None:
         """Frontends register before they connect, so a key that is not found now is a stranger's."""
         try:
-            registered = await self._read()
+            name = await self._find(public)
         except Exception as error:
-            log.log(logging.DEBUG if isinstance(error, ConnectionError) else logging.ERROR, "keys not read: %s", error)
+            log.log(logging.DEBUG if isinstance(error, ConnectionError) else logging.ERROR, "key not found: %s", error)
             return
-        kept = {public: name for public, name in self._names.items() if name in self._connected}
-        self._names = kept | registered
+        self._names = {known: name for known, name in self._names.items() if name in self._connected}
+        if name is not None:
+            self._names[public] = name

@@ -127,6 +127,7 @@ class Rejected(msgspec.Struct, tag="rejected", frozen=True):
     worker_id: str
     why: str
     final: bool = False  # every worker would refuse this request: it cannot be decoded, or is too long
+    leaving: bool = False  # the worker drains or has another role: it is nobody's fault, and counts as no attempt
 
 
 class EngineCrashed(msgspec.Struct, tag="engine_crashed", frozen=True):

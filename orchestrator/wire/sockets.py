@@ -73,10 +73,11 @@ class Reader:
         self._waiting: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def next(self) -> tuple[zmq.Frame, list[bytes]]:
+    async def next(self, pause_s: float = 0.0) -> tuple[zmq.Frame, list[bytes]]:
         """The first frame, which knows who has sent it, and the others. One task at a time may wait.
 
-        Raises Woken."""
+        With `pause_s` what comes is not looked at before: of many senders each message would wake the process by
+        itself. Raises Woken, without `pause_s`."""
         self._left -= 1
         if not self._left:
             self._left = READ_BATCH
@@ -85,7 +86,11 @@ class Reader:
             try:
                 first = self._socket.recv(zmq.DONTWAIT, copy=False)
             except zmq.Again:
-                await self._change()
+                if pause_s:
+                    self.close()
+                    await asyncio.sleep(pause_s)
+                else:
+                    await self._change()
             else:
                 return first, self._socket.recv_multipart() if first.more else []
 
@@ -112,7 +117,7 @@ class Reader:
             self._waiting = None
 
     def close(self) -> None:
-        """Before the socket is closed."""
+        """Watch the descriptor no more. Before the socket is closed."""
         if self._loop is not None:
             self._loop.remove_reader(self._socket.fileno())
             self._loop = None

@@ -26,7 +26,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from orchestrator.wire import messages
 from orchestrator.wire.addresses import Listening, in_url
-from orchestrator.wire.curve import Gate, KeyPair, ReadFrontends, use_as_client, use_as_server
+from orchestrator.wire.curve import FindFrontend, Gate, KeyPair, use_as_client, use_as_server
 from orchestrator.wire.messages import Hello, MessageError, Published, ToFrontend, ToWorker
 from orchestrator.wire.sockets import (
     EVENTS_REFUSED,
@@ -66,9 +66,9 @@ class WorkerTransport:
         listening: Listening,
         *,
         keys: KeyPair | None,
-        read_frontends: ReadFrontends | None = None,
+        find_frontend: FindFrontend | None = None,
     ) -> None:
-        """With `keys` the frontends that `read_frontends` names can connect, and nobody else; without, everybody."""
+        """With `keys` the frontends that `find_frontend` knows can connect, and nobody else; without, everybody."""
         self._context = zmq.asyncio.Context()
         self._requests = make(self._context, zmq.ROUTER)
         self._published = make(self._context, zmq.PUB)
@@ -81,8 +81,8 @@ class WorkerTransport:
         self._gate: Gate | None = None
         self._watching: list[asyncio.Task[None]] = []
         if keys is not None:
-            assert read_frontends is not None, "whom to let in?"
-            self._gate = Gate(self._context, read_frontends, self._routes)
+            assert find_frontend is not None, "whom to let in?"
+            self._gate = Gate(self._context, find_frontend, self._routes)
             for socket in (self._requests, self._published):
                 use_as_server(socket, keys)
                 refused = monitor(socket, self._context, EVENTS_REFUSED)
@@ -260,10 +260,10 @@ class FrontendTransport:
                 self._on_corrupt()
                 log.warning("dropped a corrupt message from worker %s: %s", connection.worker_id, error)
 
-    async def receive_published(self) -> Published:
-        """The next load report or prefix events of any worker, each worker's in order."""
+    async def receive_published(self, pause_s: float = 0.0) -> Published:
+        """The next load report or prefix events of any worker, each worker's in order. `pause_s`: see `Reader.next`."""
         while True:
-            first, others = await self._reports.next()
+            first, others = await self._reports.next(pause_s)
             try:
                 return messages.decode_published(messages.join([first.bytes, *others])[0])
             except MessageError as error:

@@ -103,6 +103,27 @@ async def test_killing_a_decode_worker_continues_its_requests_elsewhere(fleet):
     assert fleet.metric("pd_retries_total", why="decode_worker_lost") >= 1
 
 
+async def test_plain_streams_go_on_elsewhere_with_the_same_text(fleet):
+    """They pass vLLM's server by (`frontend/streaming.py`); streams with token ids, all others here, do not."""
+    prompts = PROMPTS[:16]
+    truth = await fleet.ask_all(prompts, concurrency=8, max_tokens=500)
+    victim = fleet.workers("decode")[0]
+    retries = fleet.metric("pd_retries_total", why="decode_worker_lost")
+    asking = asyncio.create_task(fleet.ask_all(prompts, 8, 500, return_token_ids=None))
+    await asyncio.to_thread(
+        fleet.until,
+        lambda: any(w["id"] == victim["id"] and w["running"] for w in fleet.workers("decode")),
+        "the victim decodes",
+    )
+    os.kill(victim["pid"], signal.SIGKILL)
+    answers = await asking
+    assert [a.error for a in answers if not a.ok] == []
+    assert [a.tokens for a in answers] == [[]] * len(prompts)
+    assert [a.text for a in answers] == [a.text for a in truth]
+    assert all(a.usage["completion_tokens"] == 500 for a in answers)
+    assert fleet.metric("pd_retries_total", why="decode_worker_lost") > retries
+
+
 async def test_killing_every_decode_worker_fails_nobody(fleet):
     truth = await expected(fleet, PROMPTS, 30)
     async with fleet.under_load(PROMPTS, concurrency=8, max_tokens=30) as answers:

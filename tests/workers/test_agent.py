@@ -13,7 +13,7 @@ from support_workers import Workers, expected, running_workers, until
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import IncompatibleWorker, Registry
-from orchestrator.types import Peer, Role, WorkerInfo, WorkerState
+from orchestrator.types import Departed, Role, WorkerInfo
 from orchestrator.wire.curve import KeyPair, use_as_client
 from orchestrator.wire.messages import Abort, Call, Hello, Rejected, Submit
 
@@ -236,7 +236,7 @@ async def test_role_changes_in_place_once_its_requests_have_ended(workers: Worke
     await workers.registered(worker.id, Role.PREFILL)
     await frontend.finished(request)  # was not cut off
     async with asyncio.timeout(5):  # it is cleared right after it was done
-        while (await workers.registry.refresh(worker.info, 60)).role is not None:
+        while (await workers.registry.refresh(worker.info, 60)).orders.role is not None:
             await asyncio.sleep(0.01)
     await workers.assert_no_leaks()
 
@@ -361,5 +361,5 @@ async def test_a_death_frees_claims_also_when_the_engine_fails_to_hear_of_it(
     monkeypatch.setattr(worker.engine, "fail_peer", fail)
     monkeypatch.setattr(worker.agent._claims, "peer_died", hear)
     at = ("an-engine", "tcp://127.0.0.1:1", "127.0.0.1", 1)
-    await worker.agent._peer_died(Peer(dead.id, *at, Role.PREFILL, WorkerState.READY, 0))
+    await worker.agent._peer_died(Departed(dead.id, *at, claims=True))
     assert heard == [dead.id]

@@ -7,14 +7,14 @@ import socket
 import time
 from collections.abc import AsyncIterator
 
-import msgspec
 import pytest
 from support_workers import until
 
 from orchestrator.store.client import RedisAway
-from orchestrator.store.events import Joined, Left, Resync
-from orchestrator.types import Peer, Role, WorkerState
+from orchestrator.types import Departed
 from workers import peers as peers_module
+from workers.attempts import Attempt, Attempts
+from workers.engine import Phase
 from workers.peers import Frontends, Peers, listening, probe
 
 
@@ -27,29 +27,37 @@ class Listener:
 
 
 class FakeRegistry:
-    """Answers `peers()`, and counts how often; may be away."""
+    """Knows the engines of some workers; may be away."""
 
-    def __init__(self, *registered: Peer) -> None:
-        self.registered, self.away, self.reads = list(registered), False, 0
+    def __init__(self) -> None:
+        self.engines, self.away = dict[str, str](), False
 
-    async def peers(self) -> list[Peer]:
-        self.reads += 1
+    async def still_has(self, worker_id: str, engine_id: str) -> bool:
         if self.away:
             raise RedisAway("gone")
-        return list(self.registered)
+        return self.engines.get(worker_id) == engine_id
 
 
-def peer_of(name: str, request_port: int, kv_port: int, engine_id: str = "") -> Peer:
-    requests = f"tcp://127.0.0.1:{request_port}"
-    return Peer(name, engine_id or f"engine-{name}", requests, "127.0.0.1", kv_port, Role.DECODE, WorkerState.READY, 0)
+def departed(name: str, request_port: int, kv_port: int, claims: bool = False) -> Departed:
+    return Departed(name, f"engine-{name}", f"tcp://127.0.0.1:{request_port}", "127.0.0.1", kv_port, claims)
 
 
 class Watched:
-    def __init__(self, registry: FakeRegistry, timeout_s: float = 60.0) -> None:
-        self.registry, self.dead = registry, list[str]()
-        self.peers = Peers("me", registry, timeout_s, self._died)  # type: ignore[arg-type]
+    """Peers of a worker that receives KV from the engines that its tests name."""
 
-    async def _died(self, engine: Peer) -> None:
+    def __init__(self, *sources: str, timeout_s: float = 60.0) -> None:
+        self.registry, self.dead, self.attempts, self.claims = FakeRegistry(), list[str](), Attempts(), False
+        self.peers = Peers(
+            "me",
+            self.registry,  # type: ignore[arg-type]
+            self.attempts,
+            timeout_s,
+            lambda: self.claims,
+            self._died,
+        )
+        self.peers.sources.update(sources)
+
+    async def _died(self, engine: Departed) -> None:
         self.dead.append(engine.engine_id)
 
 
@@ -66,85 +74,59 @@ async def alive() -> AsyncIterator[tuple[Listener, Listener]]:
         port.socket.close()
 
 
-async def test_missing_but_listening_is_alive_until_both_ports_are_gone(alive: tuple[Listener, Listener]) -> None:
+async def test_departed_but_listening_is_alive_until_both_ports_are_gone(alive: tuple[Listener, Listener]) -> None:
     agent, engine = alive
-    watched = Watched(FakeRegistry(peer_of("a", agent.port, engine.port)))
-    await watched.peers.compare()
-    watched.registry.registered.clear()
-    await watched.peers.compare()
+    watched = Watched("engine-a")
+    watched.peers.note([departed("a", agent.port, engine.port)], idle=False)
     agent.socket.close()
     # Its agent is gone; its engine still listens, so it could still write.
-    await until(lambda: asyncio.all_tasks())
     for _ in range(20):
         await asyncio.sleep(0.005)
-    assert watched.dead == []
+    assert watched.dead == [] and watched.peers.suspects == {"engine-a"}
     engine.socket.close()
     await until(lambda: watched.dead == ["engine-a"])
-    await watched.peers.compare()
-    assert watched.dead == ["engine-a"]
+    await until(lambda: not watched.peers.suspects)
+    assert not watched.peers.sources
     await watched.peers.close()
 
 
 async def test_one_that_comes_back_is_not_probed_any_more(alive: tuple[Listener, Listener]) -> None:
     agent, engine = alive
-    info = peer_of("a", agent.port, engine.port)
-    watched = Watched(FakeRegistry(info))
-    await watched.peers.compare()
-    watched.registry.registered = []
-    await watched.peers.compare()
-    watched.registry.registered = [info]
-    await watched.peers.compare()
-    agent.socket.close()
-    engine.socket.close()
-    for _ in range(20):
+    watched = Watched("engine-a")
+    watched.registry.away = True  # which says nothing
+    watched.peers.note([departed("a", agent.port, engine.port)] * 2, idle=False)
+    for _ in range(10):
         await asyncio.sleep(0.005)
-    assert watched.dead == []
-    await watched.peers.close()
-
-
-async def test_a_successor_of_the_same_id_does_not_hide_the_dead(alive: tuple[Listener, Listener]) -> None:
-    agent, engine = alive
-    gone = Listener()
-    gone.socket.close()
-    watched = Watched(FakeRegistry(peer_of("a", gone.port, gone.port, "old")))
-    await watched.peers.compare()
-    watched.registry.registered = [peer_of("a", agent.port, engine.port, "new")]
-    await watched.peers.compare()
-    await until(lambda: watched.dead == ["old"])
-    await watched.peers.close()
-
-
-async def test_events_are_followed_without_asking_redis(alive: tuple[Listener, Listener]) -> None:
-    agent, engine = alive
-    gone = Listener()
-    gone.socket.close()
-    a, b = peer_of("a", agent.port, engine.port), peer_of("b", gone.port, gone.port)
-    watched = Watched(FakeRegistry(a))
-    following = asyncio.create_task(watched.peers.run())
-    me, frontend = Joined("me", peer=peer_of("me", 1, 1)), Joined("f", "frontend")
-    for event in (Resync(), Joined("b", peer=b), me, frontend):
-        watched.peers.heard(event)
-    await until(lambda: len(watched.peers) == 2)
-    watched.registry.away = True
-    watched.peers.heard(Resync())  # Redis does not answer: nobody is dead for that
-    watched.peers.heard(Left("a"))  # it left, but listens
-    watched.peers.heard(Left("b"))
-    await until(lambda: watched.dead == ["engine-b"])
-    assert watched.peers.suspects == {"engine-a"} and len(watched.peers) == 1
-    watched.peers.heard(Joined("a", peer=a))
+    assert watched.peers.suspects == {"engine-a"}
+    watched.registry.away, watched.registry.engines["a"] = False, "engine-of-a-successor"
+    for _ in range(10):
+        await asyncio.sleep(0.005)
+    assert watched.peers.suspects == {"engine-a"}
+    watched.registry.engines["a"] = "engine-a"
     await until(lambda: not watched.peers.suspects)
-    assert watched.registry.reads == 2 and watched.dead == ["engine-b"]
-    following.cancel()
+    assert watched.dead == [] and watched.peers.sources == {"engine-a"}
     await watched.peers.close()
 
 
-async def test_redis_away_proves_nothing() -> None:
-    watched = Watched(FakeRegistry(peer_of("a", 1, 1)))
-    await watched.peers.compare()
-    watched.registry.away = True
-    with pytest.raises(RedisAway):
-        await watched.peers.compare()
-    assert watched.dead == [] and not watched.peers.suspects
+async def test_only_departures_that_matter_here_are_probed() -> None:
+    ended, claimed = departed("a", 1, 1), departed("b", 1, 1, claims=True)
+    watched = Watched()
+    assert not watched.peers.concerned
+    watched.peers.note([ended, claimed, departed("me", 1, 1, claims=True)], idle=False)
+    assert not watched.peers.suspects
+    watched.claims = True  # it takes what they leave behind
+    assert watched.peers.concerned
+    watched.peers.note([ended, claimed, departed("me", 1, 1, claims=True)], idle=False)
+    assert watched.peers.suspects == {"engine-b"}
+    watched.claims = False
+    # It pushes to an engine that the agent does not know: any may be it, until it has ended.
+    watched.attempts.note_pushing(Attempt("k", "r", 1, "f", Phase.PREFILL, 10, 0.0))
+    assert watched.peers.concerned
+    watched.peers.note([ended], idle=False)
+    assert watched.peers.suspects == {"engine-a", "engine-b"}
+    watched.peers.sources.add("engine-c")
+    watched.peers.note([departed("c", 1, 1)], idle=True)
+    assert watched.peers.suspects == {"engine-a", "engine-b"} and not watched.peers.concerned
     await watched.peers.close()
 
 
@@ -153,14 +135,28 @@ async def test_an_unreachable_host_is_dead_after_the_timeout(monkeypatch: pytest
         return None
 
     monkeypatch.setattr(peers_module, "probe", no_answer)
-    watched = Watched(FakeRegistry(peer_of("a", 1, 1)), timeout_s=0.1)
-    await watched.peers.compare()
-    watched.registry.registered = []
-    await watched.peers.compare()
+    watched = Watched("engine-a", timeout_s=0.1)
+    watched.peers.note([departed("a", 1, 1)], idle=False)
     await asyncio.sleep(0)
     assert watched.dead == []
     await until(lambda: watched.dead == ["engine-a"])
     await watched.peers.close()
+
+
+async def test_one_port_that_refuses_proves_nothing_while_the_other_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def refused_or_silent(host: str, port: int) -> bool | None:
+        return False if port == 1 else None
+
+    monkeypatch.setattr(peers_module, "probe", refused_or_silent)
+    for ports in ((1, 2), (2, 1)):
+        watched = Watched("engine-a")
+        watched.peers.note([departed("a", *ports)], idle=False)
+        for _ in range(10):
+            await asyncio.sleep(0.005)
+        assert watched.dead == [] and watched.peers.suspects
+        await watched.peers.close()
 
 
 async def test_a_pause_of_the_judge_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,10 +173,8 @@ async def test_a_pause_of_the_judge_is_no_proof(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(peers_module, "probe", no_answer_while_paused)
     monkeypatch.setattr(peers_module, "PROBE_TIMEOUT_S", 0.05)
-    watched = Watched(FakeRegistry(peer_of("a", 1, 1)), timeout_s=0.3)
-    await watched.peers.compare()
-    watched.registry.registered = []
-    await watched.peers.compare()
+    watched = Watched("engine-a", timeout_s=0.3)
+    watched.peers.note([departed("a", 1, 1)], idle=False)
     await until(lambda: probes > 6)
     assert watched.dead == []
     await watched.peers.close()
@@ -199,15 +193,6 @@ def test_a_frontend_is_gone_when_it_was_out_of_reach_while_this_process_ran() ->
     assert frontends.gone({"a", "b"}, 4.0, now=10.1) == ["a"]
 
 
-async def test_itself_is_no_peer() -> None:
-    watched = Watched(FakeRegistry(peer_of("me", 1, 1)))
-    await watched.peers.compare()
-    watched.registry.registered = []
-    await watched.peers.compare()
-    assert not watched.peers.suspects
-    await watched.peers.close()
-
-
 async def test_probe(alive: tuple[Listener, Listener]) -> None:
     port = alive[0].port
     assert await probe("127.0.0.1", port) is True
@@ -215,20 +200,3 @@ async def test_probe(alive: tuple[Listener, Listener]) -> None:
     alive[0].socket.close()
     assert await probe("127.0.0.1", port) is False
     assert await probe("no-such-host.invalid", 1) is None
-
-
-async def test_a_prefill_worker_claims_only_for_decode_workers_of_its_generation() -> None:
-    old, new = peer_of("d0", 1, 1), msgspec.structs.replace(peer_of("d1", 1, 1), generation=1)
-    watched = Watched(FakeRegistry())
-    assert watched.peers.decodes(0) and watched.peers.decodes(1), "nobody is known yet"
-    watched.registry.registered = [old]
-    await watched.peers.compare()
-    assert watched.peers.decodes(0) and not watched.peers.decodes(1)
-    watched.registry.registered.append(new)
-    await watched.peers.compare()
-    assert watched.peers.decodes(0) and watched.peers.decodes(1)
-    for changes in ({"role": Role.PREFILL}, {"state": WorkerState.DRAINING}):
-        watched.registry.registered = [old, msgspec.structs.replace(new, **changes)]  # type: ignore[arg-type]
-        await watched.peers.compare()
-        assert watched.peers.decodes(0) and not watched.peers.decodes(1), changes
-    await watched.peers.close()

@@ -56,7 +56,7 @@ async def test_reports_of_a_fast_engine_are_coalesced_and_the_last_is_not_lost()
 
 async def test_a_busy_worker_of_a_large_fleet_reports_no_more_often_than_frontends_can_read() -> None:
     published: list[WorkerLoad] = []
-    load = LoadReporter("w", 100, Attempts(), published.append, peers=lambda: 999)
+    load = LoadReporter("w", 100, Attempts(), published.append, workers=lambda: 1000)
     began = time.monotonic()
     for free in range(100):
         load.stepped(EngineLoad(blocks_free=free, running=0, waiting=0, step_ms=0.1))

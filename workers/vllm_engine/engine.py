@@ -9,14 +9,15 @@ from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
+from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from orchestrator.config.settings import KVConfig
-from orchestrator.types import KVCounters, KVEndpoint
+from orchestrator.types import EngineSpeed, KVCounters, KVEndpoint
 from orchestrator.wire.control import ENGINE_METHODS
 from orchestrator.wire.curve import KeyPair
 from workers.engine import EngineDead, EngineInfo, EngineLoad, EngineRequest, EngineStep, PrefixDelta
@@ -24,6 +25,7 @@ from workers.vllm_engine.identity import identity_of
 from workers.vllm_engine.launch import build_config, start_client
 from workers.vllm_engine.plugin import PREFIX_STATS, TOKENS_LEFT_STATS
 from workers.vllm_engine.requests import RequestCodec
+from workers.vllm_engine.speed import measure_speed
 
 _STOP_TIMEOUT_S = 5.0
 
@@ -33,7 +35,7 @@ class VllmEngine:
 
     `engine_args` are AsyncEngineArgs fields. `kv_port` must be free (`kv_port + dp_index` is bound); it is served at
     `kv_host`, and peers reach it at `kv_advertise`. `cores` pins a CPU engine. `prefix_events`: steps say what changed
-    in the prefix cache. `encrypted`: KV handshakes are.
+    in the prefix cache. `encrypted`: KV handshakes are. `profile`: it measures its own speed when it starts.
     """
 
     def __init__(
@@ -49,13 +51,14 @@ class VllmEngine:
         cores: list[int] | None = None,
         prefix_events: bool = False,
         encrypted: bool = True,
+        profile: bool = False,
     ) -> None:
         self._model = model
         self._engine_args = engine_args
         self._engine_id, self._kv_host, self._kv_port, self._kv = engine_id, kv_host, kv_port, kv
         self._kv_advertise = kv_advertise or kv_host
         self._cores = cores
-        self._prefix_events = prefix_events
+        self._prefix_events, self._profile = prefix_events, profile
         self._kv_keys = KeyPair.new() if encrypted else None
         self._client: Any = None
         self._codec: RequestCodec | None = None
@@ -108,6 +111,7 @@ class VllmEngine:
         model = config.model_config
         self._codec = RequestCodec(model.max_model_len, model.get_vocab_size())
         parallel = config.parallel_config
+        speed = await self._measure(config) if self._profile and "generate" in tasks else EngineSpeed()
         return EngineInfo(
             identity=identity_of(self._model, config, facts["attention_backend"]),
             kv=KVEndpoint(
@@ -123,7 +127,17 @@ class VllmEngine:
             max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
             kv_bytes_per_token=facts["kv_bytes_per_token"],
             supported_tasks=tuple(tasks),
+            speed=speed,
         )
+
+    async def _measure(self, config: VllmConfig) -> EngineSpeed:
+        most_tokens = min(
+            config.scheduler_config.max_num_batched_tokens,
+            config.model_config.max_model_len - 1,
+            self._blocks_total * config.cache_config.block_size // 2,
+        )
+        vocabulary, sequences = config.model_config.get_vocab_size(), config.scheduler_config.max_num_seqs
+        return await measure_speed(self, vocabulary, most_tokens, sequences)
 
     def _start_blocking(self) -> tuple[EngineCoreClient, Any]:
         config = build_config(
@@ -155,9 +169,13 @@ class VllmEngine:
     # ---- requests ----------------------------------------------------------------------------------------------
 
     async def submit(self, request: EngineRequest) -> None:
-        client = self._alive()
+        self._alive()
         assert self._codec is not None  # set by start(), as the client is
-        await self._sending(client.add_request_async(self._codec.decode(request)))
+        await self.give(self._codec.decode(request))
+
+    async def give(self, request: EngineCoreRequest) -> None:
+        """One that vLLM takes as it is."""
+        await self._sending(self._alive().add_request_async(request))
 
     async def abort(self, keys: list[str]) -> None:
         await self._sending(self._alive().abort_requests_async(keys))

@@ -123,9 +123,11 @@ def _expendable(worker: SeenWorker, desired: DesiredRatio, workers: Sequence[See
 
 
 def _to_flip(desired: DesiredRatio, role: Role, workers: Sequence[SeenWorker]) -> SeenWorker | None:
-    """Launchers' before others', and the newest first, so that equal situations move the same workers."""
-    able = [w for w in workers if w.role is role and w.ready and not w.fixed and _expendable(w, desired, workers)]
-    return max(able, key=lambda w: (w.managed, _age_order(w.id)), default=None)
+    """One that still drains to take this role, which keeps the other then; launchers' before others', and the newest
+    first, so that equal situations move the same workers."""
+    able = [w for w in workers if w.role is role and (w.ready or w.flipping) and not w.fixed]
+    able = [w for w in able if _expendable(w, desired, workers)]
+    return max(able, key=lambda w: (w.flipping, w.managed, _age_order(w.id)), default=None)
 
 
 def _to_drain(desired: DesiredRatio, role: Role, workers: Sequence[SeenWorker]) -> SeenWorker | None:

@@ -14,6 +14,7 @@ import msgspec
 
 _CHOICE = b'"finish_reason"'  # every choice of a chunk has it, the chunk with the usage has none
 _USAGE = re.compile(rb'"completion_tokens":\s*(\d+)')
+_PROMPT = re.compile(rb'"prompt_tokens":\s*(\d+)')
 _CACHED = re.compile(rb'"cached_tokens":\s*(\d+)')
 _ERROR = b'data: {"error"'
 _CONNECT_TIMEOUT_S = 10.0
@@ -72,7 +73,7 @@ class Target:
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return {}
 
-    async def complete(self, prompt: list[int], output_tokens: int) -> Timing:
+    async def complete(self, prompt: list[int] | str, output_tokens: int) -> Timing:
         """Raises MeasureError for anything but a complete answer."""
         body = msgspec.json.encode(
             {
@@ -97,11 +98,12 @@ class Target:
             raise MeasureError(f"{self.url}: {end[end.index(_ERROR) :][:200].decode(errors='replace')}")
         if not stamps or b"data: [DONE]" not in end:
             raise MeasureError(f"{self.url}: the answer broke off after {len(stamps)} tokens")
-        counted, cached = _USAGE.search(end), _CACHED.search(end)
+        counted, read, cached = _USAGE.search(end), _PROMPT.search(end), _CACHED.search(end)
         tokens = int(counted[1]) if counted else len(stamps)
+        prompt_tokens = int(read[1]) if read and isinstance(prompt, str) else len(prompt)
         tpot_s = (stamps[-1] - stamps[0]) / (tokens - 1) if tokens > 1 else 0.0
         gaps = [after - before for before, after in zip(stamps, stamps[1:], strict=False)]
-        return Timing(len(prompt), tokens, stamps[0] - began, tpot_s, gaps, int(cached[1]) if cached else 0)
+        return Timing(prompt_tokens, tokens, stamps[0] - began, tpot_s, gaps, int(cached[1]) if cached else 0)
 
 
 async def _read(content: aiohttp.StreamReader) -> tuple[list[float], bytes]:

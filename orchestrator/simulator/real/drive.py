@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from orchestrator.simulator.real.client import MeasureError, Target, Timing
-from orchestrator.simulator.real.prompts import Prompts
+from orchestrator.simulator.real.prompts import PromptSource
 from orchestrator.simulator.trace import Arrival, Load
 
 
@@ -39,7 +39,7 @@ class Run(msgspec.Struct, frozen=True):
 Done = Callable[[Sent], None]
 
 
-async def open_loop(target: Target, load: Load, prompts: Prompts, done: Done = lambda sent: None) -> Run:
+async def open_loop(target: Target, load: Load, prompts: PromptSource, done: Done = lambda sent: None) -> Run:
     """Each request at its time in the load."""
     clock = _Clock()
 
@@ -58,7 +58,9 @@ async def open_loop(target: Target, load: Load, prompts: Prompts, done: Done = l
     return Run(target.url, load.name, list(sent), clock.now, clock.cpu_s, late_s, rate=load.rate)
 
 
-async def closed_loop(target: Target, load: Load, users: int, prompts: Prompts, done: Done = lambda sent: None) -> Run:
+async def closed_loop(
+    target: Target, load: Load, users: int, prompts: PromptSource, done: Done = lambda sent: None
+) -> Run:
     """Each user sends the load's next request when the last one was answered; the load's times do not count."""
     clock = _Clock()
     waiting = enumerate(load.arrivals)
@@ -73,7 +75,7 @@ async def closed_loop(target: Target, load: Load, users: int, prompts: Prompts, 
     return Run(target.url, load.name, sent, clock.now, clock.cpu_s, users=users)
 
 
-async def _send(target: Target, prompt: list[int], output_tokens: int, clock: _Clock, done: Done) -> Sent:
+async def _send(target: Target, prompt: list[int] | str, output_tokens: int, clock: _Clock, done: Done) -> Sent:
     at_s, timing, error = clock.now, None, ""
     try:
         timing = await target.complete(prompt, output_tokens)

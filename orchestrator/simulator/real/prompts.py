@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import random
+from typing import Protocol
 
 _FIRST_ID = 100  # below it are a vocabulary's special tokens
 _RING = 1 << 16  # ids that prompts are cut from
 _MARK_IDS = 5  # at the start of a piece: they tell it from every other
+
+
+class PromptSource(Protocol):
+    def make(self, tokens: int, keys: tuple[int, ...] = (), unit_tokens: int = 0, own: int = 0) -> list[int] | str:
+        """A prompt of that many tokens, as ids or as text."""
 
 
 class Prompts:

@@ -7,9 +7,12 @@
 
 local SECONDS = '%.6f'  -- how times are stored and told: unix seconds on the server's clock
 local INDEX_S = 3600    -- an index of members outlives the last of them by this
+local PRUNED_MS = 900   -- a little less than the time after which each asks again, so that one alone is not too early
 local NOTED = 5000      -- events that are kept for whoever asks later
--- What workers know of each other, in the order of `Peer` of types.py, after its id.
-local PEER = { 'kv_engine_id', 'request_address', 'kv_host', 'kv_port', 'role', 'state', 'generation' }
+local DEPARTED = 5000   -- workers that left, kept for those whom it concerns
+local TOLD = 500        -- of them, at one heartbeat
+-- What is kept of a worker for when it is gone, in the order of `Departed` of types.py after its id, and its generation.
+local ENDPOINT = { 'kv_engine_id', 'request_address', 'kv_host', 'kv_port', 'generation' }
 local FRONTEND_LOAD = { cpu = true, in_flight = true }
 
 local function clock()
@@ -17,8 +20,11 @@ local function clock()
   return time[1] + time[2] / 1000000
 end
 
+-- Indexes that only these functions use: pruned, workers, frontends, launchers, version, changed, generation:N, decoders:N,
+-- kinds, endpoints, departed, frontend_key:KEY.
 local function index_key(prefix, kind) return prefix .. kind .. 's' end
 local function member_key(prefix, kind, id) return prefix .. kind .. ':' .. id end
+local function frontend_key(prefix, mesh_key) return prefix .. 'frontend_key:' .. mesh_key end
 local function leader_key(prefix) return prefix .. 'ratio_leader' end
 local function desired_key(prefix) return prefix .. 'desired' end
 
@@ -29,11 +35,67 @@ local function typed(key, wanted)
   return key
 end
 
+-- To frontends and launchers. Workers do not listen: each event would reach all of them.
 local function publish(prefix, event) redis.call('PUBLISH', prefix .. 'events', cjson.encode(event)) end
+
+-- The row of a worker is another than before: `workers_since` gives it to whoever has an older version.
+local function touch(prefix, id)
+  local key = typed(prefix .. 'version', 'string')
+  -- From the clock, so that it grows even when Redis has lost the earlier ones.
+  local version = math.max((tonumber(redis.call('GET', key) or '') or 0) + 1, math.floor(clock() * 1000))
+  redis.call('SET', key, ('%.0f'):format(version))
+  redis.call('ZADD', typed(prefix .. 'changed', 'zset'), ('%.0f'):format(version), id)
+end
+
+local function generation_key(prefix, generation) return prefix .. 'generation:' .. generation end
+local function decoders_key(prefix, generation) return prefix .. 'decoders:' .. generation end
 
 -- Keeps an event for operators (store/events.py): fields and values.
 local function note(prefix, ...)
   redis.call('XADD', typed(prefix .. 'noted', 'stream'), 'MAXLEN', '~', NOTED, '*', ...)
+end
+
+-- ---- what is known of workers beside their hashes, so that nobody has to look at all of them ---------------------
+
+-- Where a worker's engine is or was, as a list; nil where that is not known.
+local function endpoint_of(prefix, id)
+  local sound, kept = pcall(cjson.decode, redis.call('HGET', typed(prefix .. 'endpoints', 'hash'), id) or '')
+  if sound and type(kept) == 'table' and #kept == #ENDPOINT then return kept end
+end
+
+-- Takes a worker out of it, and keeps where it was for those that exchange KV with its engine.
+local function depart(prefix, id)
+  local kept = endpoint_of(prefix, id)
+  redis.call('ZREM', typed(prefix .. 'changed', 'zset'), id)
+  redis.call('HDEL', prefix .. 'endpoints', id)
+  if not kept then return end
+  local generation = kept[#ENDPOINT]
+  redis.call('SREM', typed(generation_key(prefix, generation), 'set'), id)
+  redis.call('SREM', typed(decoders_key(prefix, generation), 'set'), id)
+  local claims = redis.pcall('ZCARD', prefix .. 'claims:' .. id)
+  local departed = { id, kept[1], kept[2], kept[3], kept[4], type(claims) == 'number' and claims > 0 }
+  local key = typed(prefix .. 'departed', 'stream')
+  redis.call('XADD', key, 'MAXLEN', '~', DEPARTED, '*', 'worker', cjson.encode(departed))
+  redis.call('EXPIRE', key, INDEX_S)
+end
+
+-- Notes a worker that is there. `fresh`: its hash is new, or another than before.
+local function note_worker(prefix, id, mine, fresh, ttl_s)
+  local key, generation = typed(prefix .. 'endpoints', 'hash'), mine.generation or '0'
+  if fresh then
+    local before, endpoint = endpoint_of(prefix, id), {}
+    if before and before[1] ~= mine.kv_engine_id then depart(prefix, id) end -- another process had this id
+    for i, name in ipairs(ENDPOINT) do endpoint[i] = mine[name] or '' end
+    endpoint[#ENDPOINT] = generation
+    redis.call('HSET', key, id, cjson.encode(endpoint))
+    touch(prefix, id)
+  end
+  local all, decoders = typed(generation_key(prefix, generation), 'set'), typed(decoders_key(prefix, generation), 'set')
+  redis.call('SADD', all, id)
+  redis.call(mine.role == 'decode' and mine.state == 'ready' and 'SADD' or 'SREM', decoders, id)
+  for _, index in ipairs({ key, all, decoders, prefix .. 'version', prefix .. 'changed' }) do
+    redis.call('EXPIRE', index, INDEX_S + ttl_s)
+  end
 end
 
 -- The live members of a kind; those whose key has expired are taken off the index and announced once.
@@ -44,11 +106,21 @@ local function live(prefix, kind)
       ids[#ids + 1] = id
     else
       redis.call('SREM', index_key(prefix, kind), id)
+      if kind == 'worker' then depart(prefix, id) end
       publish(prefix, { type = 'left', id = id, kind = kind })
       note(prefix, 'type', 'lost', 'kind', kind, 'id', id, 'why', 'silent')
     end
   end
   return ids
+end
+
+-- Announces workers and frontends that fell silent, unless somebody did so just now: everybody asks.
+local function prune(keys)
+  local prefix = keys[1]
+  if redis.call('SET', prefix .. 'pruned', '1', 'NX', 'PX', PRUNED_MS) then
+    live(prefix, 'worker')
+    live(prefix, 'frontend')
+  end
 end
 
 -- The sequence number of a worker's last order; 0 when there is none that can be read.
@@ -90,6 +162,37 @@ local function indivisible(prefix, id, mine)
   end
 end
 
+-- Whether this worker equals a live one in all that is compared. Live workers have been compared with each other, so
+-- whatever equals one of them fits all: a fleet that starts is not compared each with each. Else the field of `kinds`
+-- where the next one will look for this worker.
+local function equals_another(prefix, id, identity, mine)
+  local names = { unpack(identity) }
+  names[#names + 1], names[#names + 2] = 'generation', 'kv_tp_size'
+  local values = {}
+  for i, name in ipairs(names) do values[i] = mine[name] or '' end
+  local kind = table.concat(values, '\n')
+  local other = redis.call('HGET', typed(prefix .. 'kinds', 'hash'), kind)
+  if not other or other == id then return false, kind end
+  local theirs = redis.pcall('HMGET', member_key(prefix, 'worker', other), unpack(names))
+  if theirs.err then return false, kind end
+  for i = 1, #names do
+    if (theirs[i] or '') ~= values[i] then return false, kind end
+  end
+  return true
+end
+
+-- Compares a worker with those that live. Returns nil where it may join, else as `put_member` does.
+local function misfit(prefix, kind, id, identity, always, mine)
+  local equal, field = equals_another(prefix, id, identity, mine)
+  if equal then return nil end
+  local name, value, other = difference(prefix, kind, id, identity, always, mine)
+  if name then return { 'differs', name, value, other } end
+  value, other = indivisible(prefix, id, mine)
+  if value then return { 'indivisible', 'kv_tp_size', value, other } end
+  redis.call('HSET', prefix .. 'kinds', field, id)
+  redis.call('EXPIRE', prefix .. 'kinds', INDEX_S)
+end
+
 -- args: kind, id, ttl in ms, 'join' or 'refresh', n, m, n names of identity fields, then fields and values. The first m
 -- must be equal on workers of all generations, the others within one.
 -- Returns 'ok', order_role, order_drain, order_sequence; or 'differs', field, the fleet's value, whose; or
@@ -105,10 +208,8 @@ local function put_member(keys, args)
   typed(key, 'hash')
   local known = redis.call('EXISTS', key) == 1
   if names > 0 and (joining or not known) then
-    local field, value, other = difference(prefix, kind, id, identity, tonumber(args[6]), mine)
-    if field then return { 'differs', field, value, other } end
-    value, other = indivisible(prefix, id, mine)
-    if value then return { 'indivisible', 'kv_tp_size', value, other } end
+    local refused = misfit(prefix, kind, id, identity, tonumber(args[6]), mine)
+    if refused then return refused end
   end
 
   local since, changed = nil, false
@@ -118,26 +219,30 @@ local function put_member(keys, args)
     redis.call('DEL', key)
   elseif known then
     since = redis.call('HGET', key, 'since')
-    for name, value in pairs(mine) do
+    local named = {}
+    for name in pairs(mine) do
       -- What was offered grows with every heartbeat, and is nobody's news. Nor is what a frontend does.
       local news = not string.find(name, '^offered_') and not (kind == 'frontend' and FRONTEND_LOAD[name])
-      if news and redis.call('HGET', key, name) ~= value then changed = true end
+      if news then named[#named + 1] = name end
+    end
+    for i, value in ipairs(redis.call('HMGET', key, unpack(named))) do
+      if value ~= mine[named[i]] then changed = true end
     end
   end
   redis.call('HSET', key, 'since', since or SECONDS:format(clock()), unpack(args, first))
   redis.call('PEXPIRE', key, ttl_ms)
   redis.call('SADD', index_key(prefix, kind), id)
   redis.call('EXPIRE', index_key(prefix, kind), INDEX_S + math.ceil(ttl_ms / 1000))
-  local peer = nil
-  if kind == 'worker' then
-    peer = { id }
-    for i, name in ipairs(PEER) do peer[i + 1] = mine[name] or '' end
+  if kind == 'frontend' and (mine.mesh_key or '') ~= '' then
+    redis.call('SET', frontend_key(prefix, mine.mesh_key), id, 'PX', ttl_ms)
   end
-  if joining or not known then
-    publish(prefix, { type = 'joined', id = id, kind = kind, peer = peer })
+  local fresh = joining or not known
+  if kind == 'worker' then note_worker(prefix, id, mine, fresh or changed, math.ceil(ttl_ms / 1000)) end
+  if fresh then
+    publish(prefix, { type = 'joined', id = id, kind = kind })
     note(prefix, 'type', 'joined', 'kind', kind, 'id', id, 'role', mine.role or '')
   elseif changed then
-    publish(prefix, { type = 'changed', id = id, kind = kind, peer = peer })
+    publish(prefix, { type = 'changed', id = id, kind = kind })
     if was and mine.role and was ~= mine.role then
       note(prefix, 'type', 'flipped', 'kind', kind, 'id', id, 'from', was, 'to', mine.role)
     end
@@ -147,11 +252,40 @@ local function put_member(keys, args)
   return { 'ok', orders[1] or '', orders[2] or '', orders[3] or '0' }
 end
 
+-- args: the last departure that this worker has heard of ('' where none concerns it), the rest as for `put_member`.
+-- Returns what that does, and after 'ok': how many workers there are; 1 where KV of its generation could pass to a decode
+-- worker, else 0; the last departure; and those since then, as JSON.
+local function put_worker(keys, args)
+  local heard = table.remove(args, 1)
+  local reply = put_member(keys, args)
+  if reply[1] ~= 'ok' then return reply end
+  prune(keys)
+  local prefix, key = keys[1], typed(keys[1] .. 'departed', 'stream')
+  local generation = redis.call('HGET', member_key(prefix, 'worker', args[2]), 'generation') or '0'
+  local workers = redis.call('SCARD', index_key(prefix, 'worker'))
+  local mixed = redis.call('SCARD', generation_key(prefix, generation)) < workers
+  local decodes = not mixed or redis.call('SCARD', decoders_key(prefix, generation)) > 0
+  local rows, last = {}, heard
+  if heard ~= '' then
+    for i, entry in ipairs(redis.call('XRANGE', key, '(' .. heard, '+', 'COUNT', TOLD)) do
+      last, rows[i] = entry[1], entry[2][2]
+    end
+  else
+    local newest = redis.call('XREVRANGE', key, '+', '-', 'COUNT', 1)[1]
+    last = newest and newest[1] or '0-0'
+  end
+  reply[5], reply[6], reply[7], reply[8] = workers, decodes and 1 or 0, last, rows
+  return reply
+end
+
 -- args: kind, id. Returns 1 or 2 when something of the member was there, else 0.
 local function remove_member(keys, args)
   local prefix, kind, id = keys[1], args[1], args[2]
+  local mesh_key = kind == 'frontend' and redis.pcall('HGET', member_key(prefix, kind, id), 'mesh_key')
+  if type(mesh_key) == 'string' then redis.call('DEL', frontend_key(prefix, mesh_key)) end
   local removed = redis.call('DEL', member_key(prefix, kind, id)) + redis.call('SREM', index_key(prefix, kind), id)
   if removed > 0 then
+    if kind == 'worker' then depart(prefix, id) end
     publish(prefix, { type = 'left', id = id, kind = kind })
     note(prefix, 'type', 'left', 'kind', kind, 'id', id)
   end
@@ -168,25 +302,22 @@ local function members(keys, args)
   return rows
 end
 
--- Returns each live worker as a peer; those whose hash lacks something are left out.
-local function peers(keys)
-  local prefix, rows = keys[1], {}
-  for _, id in ipairs(live(prefix, 'worker')) do
-    local fields = redis.pcall('HMGET', member_key(prefix, 'worker', id), unpack(PEER))
-    local complete = not fields.err
-    for i = 1, complete and #PEER or 0 do complete = complete and fields[i] end
-    if complete then rows[#rows + 1] = { id, unpack(fields) } end
+-- args: a version, 0 for none. Returns the version now, the ids of all live workers, and rows, as of `members`, of those
+-- that changed since then.
+local function workers_since(keys, args)
+  local prefix, since = keys[1], tonumber(args[1])
+  local ids, rows = live(prefix, 'worker'), {}
+  local version = redis.call('GET', typed(prefix .. 'version', 'string')) or '0'
+  if since > (tonumber(version) or 0) then since = 0 end -- of a server that has lost its data
+  local changed = typed(prefix .. 'changed', 'zset')
+  for _, id in ipairs(ids) do
+    local at = since > 0 and redis.call('ZSCORE', changed, id)
+    if not at or tonumber(at) > since then
+      local fields = redis.pcall('HGETALL', member_key(prefix, 'worker', id))
+      rows[#rows + 1] = { id, fields.err and {} or fields }
+    end
   end
-  return rows
-end
-
--- args: ms. Announces members that fell silent, unless somebody did so less than this long ago: everybody asks.
-local function prune(keys, args)
-  local prefix = keys[1]
-  if redis.call('SET', prefix .. 'pruned', '1', 'NX', 'PX', args[1]) then
-    live(prefix, 'worker')
-    live(prefix, 'frontend')
-  end
+  return { version, ids, rows }
 end
 
 -- ---- worker ids: a launcher's hash has those of its workers, as `ids`: "prefill-0=prefill decode-0=prefill" ---------
@@ -224,14 +355,17 @@ local function order(keys, args)
   -- From the clock, so that it grows even when Redis has lost the earlier orders.
   local sequence = math.max(order_sequence(key) + 1, math.floor(clock() * 1000))
   redis.call('HSET', key, field, value, 'order_sequence', sequence)
+  if kind == 'worker' then touch(prefix, id) end
   publish(prefix, { type = 'ordered', id = id })
+  redis.call('PUBLISH', prefix .. 'orders:' .. id, '')
   return 1
 end
 
 -- args: worker, sequence. The sequence itself stays, so that it never goes back.
 local function clear_orders(keys, args)
   local key = member_key(keys[1], 'worker', args[1])
-  if order_sequence(key) <= tonumber(args[2]) then redis.call('HDEL', key, 'order_role', 'order_drain') end
+  if order_sequence(key) > tonumber(args[2]) then return end
+  if redis.call('HDEL', key, 'order_role', 'order_drain') > 0 then touch(keys[1], args[1]) end
 end
 
 -- ---- the desired ratio -----------------------------------------------------------------------------------------
@@ -314,9 +448,10 @@ local function register(name, verb, flag)
 end
 
 register('put_member', put_member)
+register('put_worker', put_worker)
 register('remove_member', remove_member, 'allow-oom')
 register('members', members)
-register('peers', peers)
+register('workers_since', workers_since)
 register('prune', prune)
 register('claim_id', claim_id)
 register('order', order)

@@ -188,12 +188,12 @@ async def test_a_shift_to_prefill_leaves_the_least_decode(registry):
 
 
 @pytest.mark.parametrize(
-    "why", ["idle", "a worker changes", "cooling down after the operator", "another leads", "nothing was set"]
+    "why", ["idle", "a worker loads", "cooling down after the operator", "another leads", "nothing was set"]
 )
 async def test_nothing_is_changed_while(registry, why):
     if why != "nothing was set":
         await registry.set_desired(3, 1, "scale")
-    state = WorkerState.DRAINING if why == "a worker changes" else WorkerState.READY
+    state = WorkerState.STARTING if why == "a worker loads" else WorkerState.READY
     cool_down_s = 600.0 if why == "cooling down after the operator" else 0.01
     if why == "another leads":
         await registry.lead("other", 600.0)

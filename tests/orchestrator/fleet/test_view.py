@@ -120,8 +120,10 @@ def test_candidates_are_ready_connected_decode_workers_and_avoidance_is_a_prefer
     fleet.upsert(worker("unconnected"), now=0.0)
     names = {c.worker_id for c in fleet.candidates().decode}
     assert names == {"d0", "d1"} and fleet.ready(Role.PREFILL) == 1
-    assert [c.worker_id for c in fleet.candidates(avoid={"d0"}).decode] == ["d1"]
-    assert len(fleet.candidates(avoid={"d0", "d1"}).decode) == 2
+    assert [c.worker_id for c in fleet.candidates(avoid=["d0"]).decode] == ["d1"]
+    for avoid in (["d0", "d1"], ["d1", "d0"], ["gone", "d1", "d0"]):
+        first = next(name for name in avoid if name != "gone")
+        assert [c.worker_id for c in fleet.candidates(avoid=avoid).decode] == [first], "avoided longest ago"
 
 
 def test_a_large_fleet_answers_with_its_best_and_follows_what_changes():

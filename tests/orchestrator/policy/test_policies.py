@@ -71,7 +71,7 @@ def test_the_queue_is_full_where_jobs_would_reach_their_claim_deadline():
     full, busy = queue_of(20_000), msgspec.structs.replace(IDLE_DECODE, running=3, waiting_tokens=50_000)
     assert policies().decide(request(1000), [busy], full).decision == Local("d0", "queue_full")
     patient = policies(routing={"claim_timeout_s": 60.0})
-    assert patient.decide(request(1000), [busy], full).decision == Remote("cost")
+    assert isinstance(patient.decide(request(1000), [busy], full).decision, Remote)
 
 
 def test_the_prior_gives_way_to_the_first_measurements():
@@ -85,4 +85,4 @@ def test_who_was_accepted_is_not_judged_again():
     strict = policies(slo={"ttft_s": 0.5, "admission": "reject"})
     busy = msgspec.structs.replace(IDLE_DECODE, running=3, waiting_tokens=5000)
     assert isinstance(strict.decide(request(5000), [busy], queue_of(0)).decision, Reject)
-    assert strict.decide(request(5000), [busy], queue_of(0), admission=False).decision == Remote("cost")
+    assert isinstance(strict.decide(request(5000), [busy], queue_of(0), admission=False).decision, Remote)

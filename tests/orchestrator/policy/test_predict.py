@@ -34,7 +34,7 @@ def test_degenerate_data_never_give_a_negative_coefficient(points):
 def test_predictions_come_from_priors_and_then_from_measurements():
     predictor = Predictor(prior_s_per_token=0.001, prior_itl_s=0.02)
     worker = Candidate("d", 1000, 1000, 16, 0, 0, waiting_tokens=500)
-    assert predictor.local_s(worker, 500)[0] == pytest.approx(1.02)
+    assert predictor.local_s([worker], 500)[0][0] == pytest.approx(1.02)
     assert predictor.remote_ttft_s(1000, 1000, QueueDepth(2, 4000, 0), 2) == pytest.approx(3.02), (
         "a transfer is a step of decode, until one is measured"
     )
@@ -42,7 +42,7 @@ def test_predictions_come_from_priors_and_then_from_measurements():
         predictor.observe_prefill("p", tokens, 0.01 + tokens * 0.0002)
         predictor.observe_local("d", tokens, 0.05 + tokens * 0.0003)
         predictor.observe_itl("d", 0.03)
-    assert predictor.local_s(worker, 500)[0] == pytest.approx(0.05 + 0.3 + 0.03, rel=0.05)
+    assert predictor.local_s([worker], 500)[0][0] == pytest.approx(0.05 + 0.3 + 0.03, rel=0.05)
     assert predictor.prefill_s(1000) == pytest.approx(0.21, rel=0.05)
     shown = predictor.coefficients()
     assert shown.prefill_s["p"] == pytest.approx((0.01, 0.0002), rel=0.05)
@@ -53,7 +53,7 @@ def test_predictions_come_from_priors_and_then_from_measurements():
 def test_a_local_prefill_costs_those_that_decode_there():
     predictor = Predictor(prior_s_per_token=0.001, prior_itl_s=0.02)
     worker = Candidate("d", 1000, 1000, 16, 8, 0, waiting_tokens=0)
-    assert predictor.local_s(worker, 1280)[1] == pytest.approx(0.02 + 1.28 / 128)
+    assert predictor.local_s([worker], 1280)[1][0] == pytest.approx(0.02 + 1.28 / 128)
     for _ in range(1000):
         predictor.observe_output(64)
-    assert predictor.local_s(worker, 1280)[1] == pytest.approx(0.02 + 1.28 / 32, rel=0.01)
+    assert predictor.local_s([worker], 1280)[1][0] == pytest.approx(0.02 + 1.28 / 32, rel=0.01)

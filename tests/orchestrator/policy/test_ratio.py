@@ -49,6 +49,8 @@ def test_traffic_is_rates_moments_and_what_they_cost():
 
 def test_answers_that_have_not_ended_count_by_what_decodes():
     assert traffic([msgspec.structs.replace(SAMPLE, sequences=900)]).output_tokens == pytest.approx(1000)
+    filling = [msgspec.structs.replace(SAMPLE, sequences=count) for count in (300, 900)]
+    assert traffic(filling).output_tokens == pytest.approx(1200 * 10 / (600 * 0.015)), "half of those that came ended"
 
 
 def test_the_split_follows_what_arrives_in_bounded_steps_down_to_no_prefill_worker():
@@ -99,6 +101,33 @@ def test_a_burst_is_no_reason_to_move():
     calm = offering(400, 400, 150)
     assert decide(CODE, CODE, CODE) is not None
     assert decide(calm, CODE) is None
+
+
+def test_workers_go_to_decode_for_two_samples_and_to_prefill_for_ten_seconds():
+    quick = RatioConfig(interval_s=2.0, window_s=60.0)
+    short = [msgspec.structs.replace(load, period_s=2.0) for load in (offering(260, 1000, 20), offering(60, 50, 1000))]
+    code, stories = short
+    assert decide(stories, stories, config=quick) is None, "too few requests"
+    many = msgspec.structs.replace(stories, offered=offering(120, 50, 1000).offered)
+    assert decide(many, many, config=quick).after.prefill == 2
+    assert decide(code, code, config=quick) is None
+    assert decide(*[code] * 5, config=quick).after.prefill == 6
+
+
+def test_what_a_few_huge_prompts_make_of_the_mean_is_chance_where_requests_stay_for_long():
+    """As many prompts of the same mean: one in a hundred carries most of it, or all are alike."""
+    tailed = Offered.one(90_000, 90_000, 20)
+    for _ in range(129):
+        tailed += Offered.one(300, 300, 20)
+    wild, alike = (
+        msgspec.structs.replace(SAMPLE, period_s=1.0, offered=offered)
+        for offered in (tailed, offering(130, 990, 20).offered)
+    )
+    second = RatioConfig(interval_s=1.0, window_s=2.0)
+    stays_for_a_cool_down = msgspec.structs.replace(second, cool_down_s=0.1)
+    for load, moved in ((alike, True), (wild, False)):
+        assert decide(load, load, config=second).after.prefill > 4, "a wrong change would be undone in a moment"
+        assert (decide(load, load, config=stays_for_a_cool_down) is not None) == moved
 
 
 def test_a_window_is_as_short_as_what_arrives_allows():

@@ -9,6 +9,7 @@ from support_bench import Bench, FakeCodec, FakeRequest
 
 from orchestrator.policy.policies import LATE_OBJECTIVES
 from orchestrator.router.decider import Decider
+from orchestrator.router.recovery import LEAVING_S
 from orchestrator.router.request import SUCCESSORS, Failure, Overloaded, State
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import QueueFull
@@ -157,6 +158,22 @@ async def test_a_rejected_submission_goes_to_another_worker():
     bench.say(first, Rejected("r", 1, first, "draining"))
     await bench.settle()
     assert bench.bound_to() != first
+
+
+async def test_workers_that_leave_cost_a_request_no_attempt_and_are_asked_in_turns():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    asked = []
+    for attempt in range(1, 8):  # more than `routing.max_attempts`
+        asked.append(bench.bound_to())
+        bench.say(asked[-1], Rejected("r", attempt, asked[-1], "draining", leaving=True))
+        await asyncio.sleep(0 if attempt < 3 else 1.5 * LEAVING_S)
+        await bench.settle()
+    assert len(bench.submits()) == 8 and set(asked[::2]).isdisjoint(asked[1::2])
+    last = bench.bound_to()
+    bench.tokens(last, "r", [1], attempt=8, finish=1)
+    assert bench.received() == [("r", [1], 1)]
+    bench.assert_no_leaks()
 
 
 async def test_an_invalid_request_fails_at_once_instead_of_touring_the_fleet():

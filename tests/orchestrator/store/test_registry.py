@@ -16,7 +16,7 @@ from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.events import Changed, DesiredChanged, Joined, Left, Ordered, Resync
 from orchestrator.store.fields import worker_from_fields, worker_to_fields
 from orchestrator.store.registry import IncompatibleWorker, Registry, UnknownWorker, WorkerOrders
-from orchestrator.types import ALWAYS_EQUAL, EngineIdentity, EngineSpeed, Peer, Role, WorkerState
+from orchestrator.types import ALWAYS_EQUAL, Departed, EngineIdentity, EngineSpeed, Role, WorkerState
 
 TTL_S = 60.0
 
@@ -37,13 +37,6 @@ async def redis(server):
 @pytest.fixture
 def registry(redis):
     return Registry(redis, fresh_namespace())
-
-
-def peer(name, role=Role.PREFILL):
-    """As `worker(name, role)` is registered."""
-    info = worker(name, role)
-    at = (info.kv.engine_id, info.request_address, info.kv.host, info.kv.port)
-    return Peer(name, *at, info.role, info.state, info.generation)
 
 
 class Watcher:
@@ -154,7 +147,7 @@ async def test_a_silent_worker_is_gone(registry):
 async def test_refreshing_keeps_a_worker_and_updates_it(registry, redis):
     await registry.join(worker("a"), 0.5)
     draining = msgspec.structs.replace(worker("a"), state=WorkerState.DRAINING, role=Role.DECODE)
-    assert await registry.refresh(draining, TTL_S) == WorkerOrders()
+    assert (await registry.refresh(draining, TTL_S)).orders == WorkerOrders()
     assert await redis.pttl(registry.keys.worker("a")) > 30_000
     assert await registry.workers() == {"a": draining}
 
@@ -311,51 +304,183 @@ async def test_a_key_of_the_wrong_type_is_left_out_and_replaced(registry, redis)
     assert set(await registry.workers()) == {"a", "b"}
 
 
+# ---- what a large fleet costs ------------------------------------------------------------------------------------
+
+
+async def commands(redis):
+    """Executed so far by this server, those of functions included, by name."""
+    return {name: stats["calls"] for name, stats in (await redis.info("commandstats")).items()}
+
+
+async def executed_by(redis, call):
+    before = await commands(redis)
+    await call
+    return {name: calls - before.get(name, 0) for name, calls in (await commands(redis)).items()}
+
+
+async def test_joining_and_staying_cost_the_same_in_a_fleet_of_any_size(registry, redis):
+    async def cost(number):
+        me = worker(f"w{number}")
+        return [
+            await executed_by(redis, registry.join(me, TTL_S)),
+            await executed_by(redis, registry.refresh(me, TTL_S)),
+        ]
+
+    await registry.join(worker("first"), TTL_S)
+    await redis.set(f"{registry.keys.prefix}pruned", 1)  # who fell silent is looked for once a second, whoever comes
+    small = await cost(0)
+    await asyncio.gather(*(registry.join(worker(f"w{number}"), TTL_S) for number in range(1, 150)))
+    assert await cost(150) == small
+    assert sum(sum(commands.values()) for commands in small) > 20, "counted at all"
+
+
+async def test_no_worker_hears_of_another_that_joins(registry, redis):
+    """Not by a message. What each needs to know it is told with its heartbeat."""
+    listening = asyncio.create_task(anext(registry.ordered("a")))
+    await listening
+    heard = await redis.pubsub_channels(f"{registry.keys.prefix}*")
+    assert heard == [registry.keys.orders("a").encode()]
+    listening = await redis.pubsub_numsub(registry.keys.events)
+    assert listening == [(registry.keys.events.encode(), 0)]
+
+
+async def test_only_workers_that_changed_are_read_again(registry, redis):
+    for number in range(20):
+        await registry.join(worker(f"w{number}"), TTL_S)
+    assert len(await registry.workers()) == 20
+
+    async def rows():
+        return (await executed_by(redis, registry.workers())).get("cmdstat_hgetall", 0)
+
+    assert await rows() == 0
+    await registry.refresh(worker("w3", Role.DECODE), TTL_S)
+    await registry.join(worker("new"), TTL_S)
+    await registry.order_drain("w7")
+    assert await rows() == 3
+    assert (await registry.workers())["w3"].role is Role.DECODE and set(await registry.orders()) == {"w7"}
+    await registry.clear_orders("w7", (await registry.orders())["w7"].sequence)
+    await registry.leave("w5")
+    assert not await registry.orders() and len(await registry.workers()) == 20
+    await redis.flushall()
+    await registry.join(worker("w1", Role.DECODE), TTL_S)
+    assert {name: info.role for name, info in (await registry.workers()).items()} == {"w1": Role.DECODE}
+
+
+# ---- heartbeats --------------------------------------------------------------------------------------------------
+
+
+def departed(info, claims=False):
+    return Departed(info.id, info.kv.engine_id, info.request_address, info.kv.host, info.kv.port, claims)
+
+
+async def test_a_heartbeat_tells_who_departed_since(registry, redis):
+    me, left, lost, restarted = (worker(name) for name in ("me", "left", "lost", "restarted"))
+    for info in (me, left, restarted):
+        await registry.join(info, TTL_S)
+    told = await registry.refresh(me, TTL_S)
+    assert told.workers == 3 and told.departed == []
+    await registry.join(lost, 0.05)
+    await redis.zadd(f"{registry.keys.prefix}claims:left", {"r": 1})
+    await registry.leave("left")
+    await registry.leave("left")
+    again = msgspec.structs.replace(restarted, kv=msgspec.structs.replace(restarted.kv, engine_id="another"))
+    await registry.join(again, TTL_S)
+    await registry.join(again, TTL_S)  # the answer was lost
+    heard = [departed(left, claims=True), departed(restarted)]
+    assert (await registry.refresh(me, TTL_S, told.last_departure)).departed[:2] == heard
+
+    async def is_told():
+        return (await registry.refresh(me, TTL_S, told.last_departure)).departed == [*heard, departed(lost)]
+
+    await eventually(is_told, "the silent one departed")
+    now = await registry.refresh(me, TTL_S)
+    assert now.departed == [] and now.workers == 2, "it does not ask"
+    assert (await registry.refresh(me, TTL_S, now.last_departure)).departed == []
+
+
+async def test_many_departures_are_told_in_several_heartbeats(registry):
+    await registry.join(worker("me"), TTL_S)
+    told = await registry.refresh(worker("me"), TTL_S)
+    for number in range(1200):
+        await registry.join(worker(f"w{number}"), TTL_S)
+        await registry.leave(f"w{number}")
+    heard = []
+    for _ in range(3):
+        told = await registry.refresh(worker("me"), TTL_S, told.last_departure)
+        heard += [departed.worker_id for departed in told.departed]
+    assert heard == [f"w{number}" for number in range(1200)]
+
+
+async def test_a_heartbeat_says_whether_anybody_decodes_this_generation(registry):
+    async def decodes(info):
+        return (await registry.refresh(info, TTL_S)).decodes
+
+    new = msgspec.structs.replace(worker("p1"), generation=1)
+    assert await decodes(worker("p0")), "there is one generation: who is not known here may be there"
+    assert not await decodes(new) and not await decodes(worker("p0"))
+    await registry.join(worker("d0", Role.DECODE), TTL_S)
+    assert await decodes(worker("p0")) and not await decodes(new)
+    other = msgspec.structs.replace(worker("d1", Role.DECODE), generation=1)
+    await registry.join(other, TTL_S)
+    assert await decodes(new)
+    for changed in ({"role": Role.PREFILL}, {"state": WorkerState.DRAINING}):
+        await registry.refresh(msgspec.structs.replace(other, **changed), TTL_S)
+        assert not await decodes(new) and await decodes(worker("p0")), changed
+    await registry.refresh(other, TTL_S)
+    assert await decodes(new)
+    await registry.leave("d1")
+    assert not await decodes(new)
+    again = worker("d0", Role.DECODE)
+    again = msgspec.structs.replace(again, generation=1, kv=msgspec.structs.replace(again.kv, engine_id="another"))
+    await registry.join(again, TTL_S)
+    assert await decodes(new) and not await decodes(worker("p0"))
+
+
 # ---- orders ----------------------------------------------------------------------------------------------------
 
 
 async def test_orders_stay_until_cleared(registry):
     await registry.join(worker("a"), TTL_S)
     await registry.order_role("a", Role.DECODE)
-    orders = await registry.refresh(worker("a"), TTL_S)
+    orders = (await registry.refresh(worker("a"), TTL_S)).orders
     assert orders.role is Role.DECODE and not orders.drain and orders.sequence > 0
-    assert await registry.refresh(worker("a"), TTL_S) == orders
+    assert (await registry.refresh(worker("a"), TTL_S)).orders == orders
     await registry.clear_orders("a", orders.sequence)
-    assert await registry.refresh(worker("a"), TTL_S) == WorkerOrders(sequence=orders.sequence)
+    assert (await registry.refresh(worker("a"), TTL_S)).orders == WorkerOrders(sequence=orders.sequence)
 
 
 async def test_a_newer_order_survives_the_clearing_of_an_older_one(registry):
     await registry.join(worker("a"), TTL_S)
     await registry.order_role("a", Role.DECODE)
-    old = await registry.refresh(worker("a"), TTL_S)
+    old = (await registry.refresh(worker("a"), TTL_S)).orders
     await registry.order_drain("a")
     await registry.clear_orders("a", old.sequence)
-    new = await registry.refresh(worker("a"), TTL_S)
+    new = (await registry.refresh(worker("a"), TTL_S)).orders
     assert new.drain and new.role is Role.DECODE and new.sequence > old.sequence
 
 
 async def test_the_sequence_grows_also_after_redis_lost_it(registry, redis):
     await registry.join(worker("a"), TTL_S)
     await registry.order_drain("a")
-    before = (await registry.refresh(worker("a"), TTL_S)).sequence
+    before = (await registry.refresh(worker("a"), TTL_S)).orders.sequence
     await redis.flushall()
     await registry.refresh(worker("a"), TTL_S)
     await asyncio.sleep(0.002)  # the sequence follows the clock in milliseconds
     await registry.order_drain("a")
-    assert (await registry.refresh(worker("a"), TTL_S)).sequence > before
+    assert (await registry.refresh(worker("a"), TTL_S)).orders.sequence > before
 
 
 async def test_a_joining_worker_has_no_orders(registry):
     await registry.join(worker("a"), TTL_S)
     await registry.order_drain("a")
     await registry.join(worker("a"), TTL_S)
-    assert not (await registry.refresh(worker("a"), TTL_S)).drain
+    assert not (await registry.refresh(worker("a"), TTL_S)).orders.drain
 
 
 async def test_corrupt_orders_are_no_orders(registry, redis):
     await registry.join(worker("a"), TTL_S)
     await redis.hset(registry.keys.worker("a"), mapping={"order_role": "boss", "order_sequence": "x"})
-    assert await registry.refresh(worker("a"), TTL_S) == WorkerOrders()
+    assert (await registry.refresh(worker("a"), TTL_S)).orders == WorkerOrders()
 
 
 async def test_orders_for_nobody(registry):
@@ -420,22 +545,14 @@ async def test_every_change_is_told_once(registry, watcher):
     await watcher.until(Left("f", "frontend"))
     assert watcher.events == [
         Resync(),
-        Joined("a", peer=peer("a")),
-        Changed("a", peer=peer("a", Role.DECODE)),
+        Joined("a"),
+        Changed("a"),
         Ordered("a"),
         Joined("f", "frontend"),
         DesiredChanged(),
         Left("a"),
         Left("f", "frontend"),
     ]
-
-
-async def test_peers_are_the_live_workers(registry, redis):
-    for name in ("a", "b", "c"):
-        await registry.join(worker(name), TTL_S)
-    await registry.leave("b")
-    await redis.hdel(registry.keys.worker("c"), "kv_port")
-    assert await registry.peers() == [peer("a")]
 
 
 async def test_silence_is_told_without_anybody_asking(registry, watcher):
@@ -450,8 +567,8 @@ async def test_corrupt_events_are_skipped(registry, redis, watcher, caplog):
     for payload in (b"\xff", b"{", b'{"type": "revolution"}', b"[]"):
         await redis.publish(registry.keys.events, payload)
     await registry.join(worker("after"), TTL_S)
-    await watcher.until(Joined("after", peer=peer("after")))
-    assert watcher.events == [Resync(), Joined("after", peer=peer("after"))]
+    await watcher.until(Joined("after"))
+    assert watcher.events == [Resync(), Joined("after")]
     assert caplog.text.count("dropped a corrupt event") == 4
 
 
@@ -462,7 +579,7 @@ async def test_watching_survives_a_killed_server(tmp_path):
         watcher = Watcher(registry)
         await watcher.until(Resync())
         await registry.join(worker("a"), TTL_S)
-        await watcher.until(Joined("a", peer=peer("a")))
+        await watcher.until(Joined("a"))
         os.kill(mortal.pid, signal.SIGKILL)
         with pytest.raises(RedisAway):
             await registry.refresh(worker("a"), TTL_S)
@@ -478,7 +595,7 @@ async def test_watching_survives_a_killed_server(tmp_path):
             return True
 
         await eventually(refreshed, "a is back")
-        await watcher.until(Joined("a", peer=peer("a")), 2)
+        await watcher.until(Joined("a"), 2)
         await watcher.close()
         await redis.aclose()
 

@@ -29,14 +29,14 @@ class Fleet:
     def __init__(self):
         self.registered, self.away = {}, False
         self.keys = KeyPair.new()
-        self.worker = WorkerTransport(Listening("127.0.0.1"), keys=self.keys, read_frontends=self._read)
+        self.worker = WorkerTransport(Listening("127.0.0.1"), keys=self.keys, find_frontend=self._find)
         self.context = zmq.asyncio.Context()
         self.frontends = []
 
-    async def _read(self):
+    async def _find(self, public):
         if self.away:
             raise ConnectionError("Redis is away")
-        return dict(self.registered)
+        return self.registered.get(public)
 
     def frontend(self, name, register=True, worker_key=""):
         keys = KeyPair.new()
@@ -242,7 +242,7 @@ async def test_connections_without_a_key_cost_nothing_that_lasts(fleet, monkeypa
     """Frames of 256 MiB are announced, and a part is sent: neither descriptors nor memory stay behind."""
     fleet.worker.close()
     monkeypatch.setattr("orchestrator.wire.sockets.HANDSHAKE_TIMEOUT_MS", 500)
-    fleet.worker = WorkerTransport(Listening("127.0.0.1"), keys=fleet.keys, read_frontends=fleet._read)
+    fleet.worker = WorkerTransport(Listening("127.0.0.1"), keys=fleet.keys, find_frontend=fleet._find)
     address = fleet.worker.request_address if port == "requests" else fleet.worker.load_address
     fleet.frontend("member")
     await greeted(fleet, "member")

@@ -64,9 +64,9 @@ class Mesh:
         self.registered = {}  # public key -> frontend id
         self.reads = 0
 
-    async def read(self):
+    async def find(self, public):
         self.reads += 1
-        return dict(self.registered)
+        return self.registered.get(public)
 
     def frontend(self, name, register=True):
         keys = KeyPair.new() if self.encrypted else None
@@ -76,7 +76,7 @@ class Mesh:
 
     def worker(self):
         keys = KeyPair.new() if self.encrypted else None
-        worker = WorkerTransport(Listening("127.0.0.1"), keys=keys, read_frontends=self.read)
+        worker = WorkerTransport(Listening("127.0.0.1"), keys=keys, find_frontend=self.find)
         worker.key = keys.public if keys else ""
         return worker
 
@@ -257,14 +257,37 @@ def publish_while_the_loop_is_blocked(worker, loads):
     time.sleep(0.5)  # all has come
 
 
-async def test_reading_what_has_piled_up_lets_others_run(pair):
-    worker, frontend = pair
+async def subscribed(worker, frontend):
+    """Publishes a report until the frontend reads it, and returns it."""
     load = WorkerLoad("w", 1, blocks_total=10, blocks_free=4, running=1, waiting=2, waiting_tokens=30, step_ms=1.5)
     reading = asyncio.create_task(frontend.receive_published())
     async with asyncio.timeout(DEADLINE_S):
         while not reading.done():
             worker.publish(load)
             await asyncio.sleep(0.01)
+    return load
+
+
+async def test_reports_can_be_read_some_time_after_they_came(pair):
+    """None is lost, they stay in order, and afterwards each is read as it comes again."""
+    worker, frontend = pair
+    load = await subscribed(worker, frontend)
+    async with asyncio.timeout(DEADLINE_S):
+        for pause_s in (0.005, 0.0, 0.005, 0.0):
+            numbers = list(range(2, 12))
+            reading = asyncio.create_task(frontend.receive_published(pause_s))
+            await asyncio.sleep(0)  # it waits
+            for number in numbers:
+                worker.publish(msgspec.structs.replace(load, sequence=number))
+            read = [await reading]
+            while read[-1].sequence != numbers[-1]:
+                read.append(await frontend.receive_published(pause_s))
+            assert [report.sequence for report in read if report.sequence > 1] == numbers
+
+
+async def test_reading_what_has_piled_up_lets_others_run(pair):
+    worker, frontend = pair
+    load = await subscribed(worker, frontend)
     publish_while_the_loop_is_blocked(worker, [load] * 5000 + [msgspec.structs.replace(load, sequence=2)])
     turns = 0
 

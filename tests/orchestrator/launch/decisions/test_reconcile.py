@@ -74,6 +74,12 @@ def test_workers_that_load_are_counted_but_cannot_change_role():
     assert do(2, 1, seen("p0", "d0", "d1", ready=False)) == []
 
 
+def test_a_worker_that_drains_to_change_its_role_keeps_it_before_another_changes():
+    drains = msgspec.structs.replace(seen("p1", ready=False)[0], flipping=True)  # serves as a decode worker until then
+    assert do(2, 2, [*seen("p0", "d0", "d1"), drains]) == []
+    assert do(1, 3, [*seen("p0", "d0", "d1"), drains]) == [Flip("prefill-1", D)]
+
+
 def test_leaving_workers_do_not_count():
     assert do(1, 1, [*seen("p0", "d0"), *seen("p1", leaving=True)]) == []
     assert do(1, 1, [*seen("d0"), *seen("p0", leaving=True)]) == [Start(P)]

@@ -1,0 +1,95 @@
+"""Server-sent events that carry nothing but more text: those of vLLM are recognized, and the next ones made like them.
+
+The constant parts of an event are vLLM's own bytes, so that what is made equals what vLLM's server would have sent.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class _Usage(msgspec.Struct, forbid_unknown_fields=True):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: None = None
+    completion_tokens_details: None = None
+
+
+class _Delta(msgspec.Struct, forbid_unknown_fields=True):
+    content: str
+
+
+class _Choice(msgspec.Struct, forbid_unknown_fields=True):
+    index: int
+    text: str | None = None  # of a completion
+    delta: _Delta | None = None  # of a chat
+    logprobs: None = None
+    finish_reason: None = None
+    stop_reason: None = None
+    prompt_token_ids: None = None
+    token_ids: None = None
+
+
+class _Event(msgspec.Struct, forbid_unknown_fields=True):
+    """What an event may have whose successors differ from it in text and usage alone."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[_Choice]
+    usage: _Usage | None = None
+    prompt_token_ids: None = None
+    prompt_text: None = None
+
+
+_decoder = msgspec.json.Decoder(_Event)
+_encode = msgspec.json.Encoder().encode
+_BEGIN, _END = b"data: ", b"\n\n"
+
+
+class EventTemplate:
+    """The events that follow one of vLLM's in the same response."""
+
+    __slots__ = ("_after", "_before", "_rest", "_usage")
+
+    def __init__(self, before: bytes, after: bytes, rest: bytes, usage: _Usage | None) -> None:
+        self._before, self._after, self._rest, self._usage = before, after, rest, usage
+
+    @classmethod
+    def of(cls, event: bytes) -> EventTemplate | None:
+        """None for an event that carries anything else, or more than one event."""
+        try:
+            read = _decoder.decode(event.removeprefix(_BEGIN))
+            (choice,) = read.choices
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError):
+            return None
+        if choice.delta is None and choice.text is not None:
+            key, text = b'"text":', choice.text
+        elif choice.delta is not None and choice.text is None:
+            key, text = b'"delta":{"content":', choice.delta.content
+        else:
+            return None
+        before, _, after = event.partition(key + _encode(text))
+        rest = b""
+        if (usage := read.usage) is not None:
+            after, _, rest = after.partition(_usage(usage.prompt_tokens, usage.completion_tokens))
+        made = cls(before + key, after, rest, usage)
+        whole = event.startswith(_BEGIN) and event.endswith(_END) and event.count(key) == 1
+        return made if whole and made.event(text, 0) == event else None
+
+    def event(self, text: str, tokens: int) -> bytes:
+        """`tokens`: how many there were since the event that this was made of, those of `text` included.
+
+        Raises UnicodeEncodeError for what is no Unicode.
+        """
+        if self._usage is None:
+            return b"".join((self._before, _encode(text), self._after))
+        usage = _usage(self._usage.prompt_tokens, self._usage.completion_tokens + tokens)
+        return b"".join((self._before, _encode(text), self._after, usage, self._rest))
+
+
+def _usage(prompt_tokens: int, completion_tokens: int) -> bytes:
+    total = prompt_tokens + completion_tokens
+    return b'"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d' % (prompt_tokens, total, completion_tokens)

@@ -1,0 +1,190 @@
+"""The middle of a plain stream goes from vLLM's detokenizer straight to the connection.
+
+vLLM's server makes what begins a response, what ends it, and every error. Once it has sent an event that carries a
+delta and waits for the next, those that follow are made like it (`events.py`) and sent with nothing between: no queue
+between tasks, no pydantic, no middleware. An output that is more than a delta is vLLM's server's to answer, and so is
+every output of a request that asks for more than text, or of a server whose events are more than that.
+
+As vLLM does, deltas are joined into one event when several come before the event loop turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+
+from orchestrator.frontend import edge
+from orchestrator.frontend.events import EventTemplate
+
+log = logging.getLogger("pd.frontend")
+
+# Fields of requests that change which tokens come, and nothing in the events but their text and usage.
+_PLAIN_FIELDS = frozenset(
+    "model prompt messages n stream stream_options max_tokens max_completion_tokens min_tokens temperature top_p top_k "
+    "min_p seed presence_penalty frequency_penalty repetition_penalty logit_bias stop stop_token_ids ignore_eos "
+    "include_stop_str_in_output skip_special_tokens spaces_between_special_tokens bad_words allowed_token_ids user "
+    "request_id priority cache_salt session_id truncate_prompt_tokens add_special_tokens add_generation_prompt "
+    "chat_template_kwargs".split()
+)
+# Where middleware is from that does not look at the bodies of responses.
+_PLAIN_MIDDLEWARE = ("vllm.", "starlette.middleware.cors", "prometheus_fastapi_instrumentator.", "model_hosting_")
+
+
+class PlainStream:
+    """One response. Once its first tokens went to vLLM's server, outputs wait until that has sent its event of them."""
+
+    __slots__ = ("_came", "_event", "_idle", "_later", "_listed", "_reply", "_state", "_tokens", "_unseen", "_unsent")
+
+    def __init__(self, reply: edge.Reply, state: _PlainState, later: Callable[[PlainStream], None]) -> None:
+        self._reply, self._later = reply, later
+        self._state: _PlainState | None = state
+        self._event: EventTemplate | None = None
+        self._idle = False  # vLLM's server has sent all that it was given, and waits
+        self._came = self._listed = False  # outputs that are not sent yet; it is told when the event loop turns
+        self._unseen: list[int] = []  # tokens that vLLM's server was not given
+        self._tokens = 0  # of those that it was given since the event that `_event` was made of
+        self._unsent = b""  # an event that the client did not read
+
+    def begin(self) -> None:
+        """vLLM's server waits for the next output."""
+        if self._state is None or not self._state.begun:
+            return
+        if self._event is None:
+            self._event, self._tokens = EventTemplate.of(self._reply.latest), 0
+            if self._event is None:
+                self._give_up(self._state)
+                return
+        self._idle = True
+        if self._came:
+            self.flush()
+
+    def add(self, token_ids: list[int]) -> None:
+        """An output that is a delta. Its text stays in vLLM's detokenizer until it is sent."""
+        self._unseen.extend(token_ids)
+        self._came = True
+        if self._idle and not self._listed:
+            self._listed = True
+            self._later(self)
+
+    def leave(self, token_ids: list[int], finished: bool) -> list[int]:
+        """vLLM's server gets the next output: its tokens, and those that it was not given."""
+        if finished:
+            self._state = None  # which knows this
+        tokens = [*self._unseen, *token_ids] if self._unseen else token_ids
+        self._tokens += len(tokens)
+        self._idle, self._came, self._unseen = False, False, []
+        return tokens
+
+    def flush(self) -> None:
+        """Send what came. What the client does not read yet is joined to what follows."""
+        self._listed = False
+        if not self._idle or self._state is None or self._event is None:
+            return
+        if self._unsent and not self._reply.send_now(self._unsent):
+            return
+        self._unsent = b""
+        if self._came:
+            self._came = False
+            text = self._state.detokenizer.get_next_output_text(False, True)
+            event = self._event.event(text, self._tokens + len(self._unseen))
+            if not self._reply.send_now(event):
+                self._unsent = event
+
+    def take(self) -> bytes:
+        """What goes before vLLM's next event."""
+        event, self._unsent = self._unsent, b""
+        return event
+
+    def _give_up(self, state: _PlainState) -> None:
+        """vLLM's server sends more than deltas: it gets everything."""
+        self._state = None
+        state.__class__ = RequestState
+        if self._came:
+            state.queue.put(state.make_request_output(self._unseen, None, None, None))
+
+
+class _PlainState(RequestState):
+    """What vLLM's output processor knows of a request, of one whose deltas it does not have to wrap up."""
+
+    plain: PlainStream
+    begun = False  # the first tokens went to vLLM's server
+
+    def make_request_output(
+        self, new_token_ids: list[int], pooling_output: Any, finish_reason: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self.begun and finish_reason is None:
+            self.plain.add(new_token_ids)
+            return None
+        self.begun = self.begun or bool(new_token_ids)
+        token_ids = self.plain.leave(new_token_ids, finish_reason is not None)
+        return super().make_request_output(token_ids, pooling_output, finish_reason, *args, **kwargs)
+
+
+class _Turn:
+    """Streams that have something to send when the event loop turns."""
+
+    def __init__(self) -> None:
+        self._streams: list[PlainStream] = []
+
+    def add(self, stream: PlainStream) -> None:
+        if not self._streams:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._streams.append(stream)
+
+    def _flush(self) -> None:
+        streams, self._streams = self._streams, []
+        for stream in streams:
+            try:
+                stream.flush()
+            except Exception:  # of one connection, for which the others must not wait
+                log.exception("could not send to a client")
+
+
+_turn = _Turn()
+
+
+def attach(processor: OutputProcessor, request_id: str) -> None:
+    """Send the middle of this request's response straight, if its server found it plain (`watch`)."""
+    context, state = edge.current.get(), processor.request_states.get(request_id)
+    if context is None or not context.plain or context.reply is None or state is None:
+        return
+    if state.parent_req is None and state.output_kind is RequestOutputKind.DELTA and state.stream_interval == 1:
+        state.__class__ = _PlainState  # vLLM makes it in a function that has no other seam
+        state.plain = context.stream = PlainStream(context.reply, state, _turn.add)
+
+
+def watch(app: FastAPI, args: Namespace) -> None:
+    """Note of each request that is streamed whether it is plain: when vLLM's server begins to make its events."""
+    if args.sse_keep_alive_interval or not all(
+        middleware.cls.__module__.startswith(_PLAIN_MIDDLEWARE) for middleware in app.user_middleware
+    ):
+        return
+    chat = getattr(app.state, "openai_serving_chat", None)
+    completion = getattr(app.state, "openai_serving_completion", None)
+    if chat is not None and chat.parser_cls is None and not chat.enable_log_outputs:
+        chat.chat_completion_stream_generator = _watched(chat.chat_completion_stream_generator)
+    if completion is not None:
+        completion.completion_stream_generator = _watched(completion.completion_stream_generator)
+
+
+def _watched(generator: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(request: BaseModel, *args: Any, **kwargs: Any) -> Any:
+        if (context := edge.current.get()) is not None:
+            context.plain = kwargs.get("num_prompts", 1) == 1 and _is_plain(request)
+        return generator(request, *args, **kwargs)
+
+    return watched
+
+
+def _is_plain(request: BaseModel) -> bool:
+    unusual = request.model_fields_set - _PLAIN_FIELDS
+    several = getattr(request, "n", None) not in (None, 1)
+    return not (several or request.model_extra) and all(getattr(request, name) is None for name in unusual)

@@ -1,0 +1,101 @@
+"""What an engine measures of itself when it starts: the right coefficients, in bounded time, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support_vllm import Driver, frames, tiny_model
+
+from orchestrator.types import EngineSpeed
+from workers.engine import EngineStep
+from workers.vllm_engine import speed
+from workers.vllm_engine.speed import measure_speed
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio]
+
+STEP_S, TOKEN_S, SEQUENCE_S = 0.008, 0.00004, 0.00005
+
+
+class Engine:
+    """Computes all prompts that wait in one step, with the times above, on a clock of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, slower: float = 1.0) -> None:
+        self.now, self._slower = 100.0, slower
+        self.left: dict[str, int] = {}  # tokens out that are left
+        self._uncomputed: dict[str, int] = {}
+        self.calls: list[Any] = []
+        monkeypatch.setattr(speed, "time", SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now))
+
+    async def give(self, request: Any) -> None:
+        self._uncomputed[request.request_id] = len(request.prompt_token_ids)
+        self.left[request.request_id] = request.sampling_params.max_tokens
+
+    async def next_step(self) -> EngineStep:
+        if not self.left:
+            await asyncio.Event().wait()
+        tokens, self._uncomputed = sum(self._uncomputed.values()), {}
+        self.now += self._slower * (STEP_S + tokens * TOKEN_S + len(self.left) * SEQUENCE_S * (tokens == 0))
+        self.left = {key: left - 1 for key, left in self.left.items()}
+        outputs = [
+            SimpleNamespace(request_id=key, finish_reason=None if n else "length") for key, n in self.left.items()
+        ]
+        self.left = {key: left for key, left in self.left.items() if left}
+        return EngineStep(outputs, None, self.now)
+
+    async def abort(self, keys: list[str]) -> None:
+        self.calls.append(("abort", keys))
+        for key in keys:
+            self.left.pop(key, None)
+
+    async def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        self.calls.append((method, args, kwargs))
+
+
+async def test_it_finds_what_a_prompt_and_a_step_take(monkeypatch) -> None:
+    engine = Engine(monkeypatch)
+    found = await measure_speed(engine, 500, 8192, 256)
+    assert (found.prefill_s, found.prefill_s_per_token) == pytest.approx((STEP_S, TOKEN_S))
+    assert (found.step_s, found.step_s_per_sequence) == pytest.approx((STEP_S, SEQUENCE_S))
+    assert engine.calls == [("abort", []), ("reset_prefix_cache", [], {})]
+
+
+async def test_the_slower_an_engine_is_the_shorter_are_its_prompts(monkeypatch) -> None:
+    engine = Engine(monkeypatch, slower=40.0)  # a prompt of 8,192 tokens would take 13 s
+    found = await measure_speed(engine, 500, 8192, 256)
+    assert found.prefill_s_per_token == pytest.approx(40 * TOKEN_S)
+    assert engine.now - 100.0 < 15.0
+
+
+async def test_an_engine_of_one_sequence_and_few_tokens(monkeypatch) -> None:
+    found = await measure_speed(Engine(monkeypatch), 500, 40, 1)
+    assert found.step_s == pytest.approx(STEP_S + SEQUENCE_S) and found.step_s_per_sequence == 0
+    assert found.prefill_s_per_token > 0
+
+
+async def test_an_engine_that_does_not_answer_in_time_says_nothing(monkeypatch) -> None:
+    engine = Engine(monkeypatch)
+
+    async def never() -> EngineStep:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    engine.next_step = never  # type: ignore[method-assign]
+    assert await measure_speed(engine, 500, 8192, 256, budget_s=0.05) == EngineSpeed()
+    assert engine.calls[0] == ("abort", ["pd-speed-0"]), "nothing goes on"
+
+
+async def test_a_real_engine_measures_itself_and_keeps_nothing(tmp_path: Path) -> None:
+    engine = await Driver.start(tiny_model(tmp_path / "tiny"), profile=True)
+    try:
+        found = engine.info.speed
+        assert found.prefill_s_per_token > 0 and found.step_s > 0 and found.prefill_s >= 0
+        await engine.idle()
+        await engine.decode("after", frames(list(range(3, 103)), 8))
+        assert len(await engine.done("after")) == 8
+        assert len(engine.prefix_keys) == 3, "what it measured with is not cached"
+    finally:
+        await engine.stop()

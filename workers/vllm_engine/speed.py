@@ -1,0 +1,146 @@
+"""How fast an engine is, measured on itself when it starts: what the policies expect before the first request.
+
+A short and a long prompt, each alone, give the time of a prefill. One sequence, and then several together, give that of
+a decode step. Nothing of it stays: the prefix cache is emptied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from itertools import count, pairwise
+from statistics import median
+from typing import Any, Protocol
+
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+
+from orchestrator.types import EngineSpeed
+from workers.engine import EngineStep
+
+log = logging.getLogger("pd.worker")
+
+BUDGET_S = 3.0  # for all of it; an engine that is slower says nothing of itself
+PROMPT_S = 0.5  # prompts grow by `GROWTH`, once at least, as long as the next one is expected to take less
+SHORT_TOKENS, GROWTH = 16, 4
+DECODE_TOKENS, STEPS, SEQUENCES = 16, 10, 16  # a prompt's, and what is generated; together at most
+
+
+class Measured(Protocol):
+    """What is asked of the engine."""
+
+    async def give(self, request: EngineCoreRequest) -> None: ...
+
+    async def next_step(self) -> EngineStep: ...
+
+    async def abort(self, keys: list[str]) -> None: ...
+
+    async def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any: ...
+
+
+async def measure_speed(
+    engine: Measured, vocabulary: int, most_tokens: int, most_sequences: int, budget_s: float = BUDGET_S
+) -> EngineSpeed:
+    """`most_tokens`: of a prompt that one step computes. Without an answer in time all times are 0.
+
+    Raises EngineDead.
+    """
+    test = _Test(engine, vocabulary)
+    began = time.monotonic()
+    speed = EngineSpeed()
+    try:
+        async with asyncio.timeout(budget_s):
+            fixed_s, per_token_s = await _prefill(test, most_tokens)
+            step_s, per_sequence_s = await _decode(test, min(SEQUENCES, most_sequences), most_tokens)
+            speed = EngineSpeed(fixed_s, per_token_s, step_s, per_sequence_s)
+    except TimeoutError:
+        log.warning("measured nothing of the engine's speed in %.1f s: the first requests will tell", budget_s)
+    finally:
+        await engine.abort(sorted(test.running))
+        await engine.call("reset_prefix_cache", [], {})
+    log.info(
+        "measured in %.1f s: a prompt takes %.1f ms and %.3g us a token, a step %.1f ms and %.3g us a sequence",
+        *(time.monotonic() - began, speed.prefill_s * 1e3, speed.prefill_s_per_token * 1e6),
+        *(speed.step_s * 1e3, speed.step_s_per_sequence * 1e6),
+    )
+    return speed
+
+
+async def _prefill(test: _Test, most_tokens: int) -> tuple[float, float]:
+    """Fixed seconds of a prompt, and seconds per token."""
+    short = long = min(SHORT_TOKENS, max(1, most_tokens // 2))
+    await test.prompt_s(short)  # the first one pays for what is set up once
+    short_s = long_s = await test.prompt_s(short)
+    while long < most_tokens and (long == short or long_s * GROWTH < PROMPT_S):
+        long = min(most_tokens, long * GROWTH)
+        await test.prompt_s(long)
+        long_s = await test.prompt_s(long)
+    if long == short or long_s <= short_s:
+        return 0.0, long_s / long
+    slope = (long_s - short_s) / (long - short)
+    return max(0.0, short_s - slope * short), slope
+
+
+async def _decode(test: _Test, sequences: int, most_tokens: int) -> tuple[float, float]:
+    """Seconds of a step without sequences, and what each adds."""
+    tokens = max(1, min(DECODE_TOKENS, most_tokens // sequences))
+    alone_s = await test.step_s(1, tokens)
+    if sequences == 1:
+        return alone_s, 0.0
+    each_s = max(0.0, (await test.step_s(sequences, tokens) - alone_s) / (sequences - 1))
+    return max(0.0, alone_s - each_s), each_s
+
+
+class _Test:
+    def __init__(self, engine: Measured, vocabulary: int) -> None:
+        self._engine, self._vocabulary = engine, vocabulary
+        self._random, self._numbers = random.Random(0), count()
+        self.running: set[str] = set()
+
+    async def prompt_s(self, tokens: int) -> float:
+        """From giving a prompt to the engine to its first token."""
+        began = time.monotonic()
+        await self._add(tokens, 1)
+        while self.running:
+            self._note(await self._engine.next_step())
+        return time.monotonic() - began
+
+    async def step_s(self, sequences: int, prompt_tokens: int) -> float:
+        """Of this many sequences that decode together: the median gap between their tokens."""
+        for _ in range(sequences):
+            await self._add(prompt_tokens, STEPS)
+        ends, counts = [], Counter[int]()
+        while self.running:
+            step = await self._engine.next_step()
+            if step.outputs:
+                counts[len(step.outputs)] += 1
+                if len(step.outputs) == sequences:
+                    ends.append(step.timestamp)
+            self._note(step)
+        gaps = [after - before for before, after in pairwise(ends)]
+        return median(gaps) if gaps else 0.0
+
+    async def _add(self, tokens: int, output_tokens: int) -> None:
+        key = f"pd-speed-{next(self._numbers)}"
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=output_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+        )
+        request = EngineCoreRequest(
+            request_id=key,
+            prompt_token_ids=self._random.choices(range(self._vocabulary), k=tokens),
+            mm_features=None,
+            sampling_params=sampling,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        self.running.add(key)
+        await self._engine.give(request)
+
+    def _note(self, step: Any) -> None:
+        self.running -= {output.request_id for output in step.outputs if output.finish_reason is not None}
