@@ -21,6 +21,7 @@ import yaml
 
 from orchestrator.config.settings import Config, parse_config
 from orchestrator.launch.host.redis_server import EmbeddedRedis
+from orchestrator.store import registry as store
 from orchestrator.store.client import Redis, RedisAway, connect
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry
@@ -118,7 +119,9 @@ class Frontend:
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._receive_loads())]
 
     async def register(self) -> None:
-        await self.registry.refresh_frontend(self.id, "", os.getpid(), 60, mesh_key=self.keys.public)
+        await self.registry.refresh_frontend(
+            store.Frontend(self.id, "", str(os.getpid()), mesh_key=self.keys.public), 60
+        )
 
     async def meet(self, *infos: WorkerInfo) -> None:
         for info in infos:

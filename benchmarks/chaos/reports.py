@@ -11,8 +11,8 @@ from contextlib import aclosing, suppress
 
 from orchestrator.parent import own_identity
 from orchestrator.store.client import RedisAway, connect
-from orchestrator.store.registry import Registry
-from orchestrator.types import Offered, Role, WorkerInfo, WorkerLoad
+from orchestrator.store.registry import Frontend, Registry
+from orchestrator.types import Role, WorkerInfo, WorkerLoad
 from orchestrator.wire.curve import KeyPair
 from orchestrator.wire.transport import FrontendTransport
 
@@ -51,7 +51,7 @@ class Reports:
         transport = FrontendTransport(name, keys=keys)
         registry = Registry(redis, self._namespace)
         try:
-            await registry.refresh_frontend(name, "", own_identity(), timeout_s, Offered(), keys.public)
+            await registry.refresh_frontend(Frontend(name, "", own_identity(), mesh_key=keys.public), timeout_s)
             for info in workers.values():
                 transport.connect(info.id, info.request_address, info.load_address, info.mesh_key)
             deadline = asyncio.get_running_loop().time() + timeout_s

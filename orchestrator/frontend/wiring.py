@@ -30,7 +30,7 @@ from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.events import EventLog, RatioHistory
 from orchestrator.store.log_levels import LogLevels, follow_log_level
 from orchestrator.store.queue import PrefillQueue
-from orchestrator.store.registry import Registry
+from orchestrator.store.registry import Frontend, Registry
 from orchestrator.store.steering import Steering
 from orchestrator.telemetry.metrics import counts, dropped, retries
 from orchestrator.types import DesiredRatio
@@ -191,10 +191,18 @@ class FleetConnection:
     async def _beat(self) -> None:
         # Registered from the start, url or not: a job whose frontend is unknown would be dropped as an orphan.
         try:
-            key, offered = self._keys.public if self._keys else "", self.router.learning.offered
-            me = (self.frontend_id, self._url, own_identity())
-            doing = (self._generation, self._cpu_used(), len(self.router.requests))
-            orders = await self.registry.refresh_frontend(*me, FRONTEND_TTL_S, offered, key, *doing)
+            me = Frontend(
+                id=self.frontend_id,
+                url=self._url,
+                process=own_identity(),
+                offered=self.router.learning.offered,
+                mesh_key=self._keys.public if self._keys else "",
+                generation=self._generation,
+                cpu=self._cpu_used(),
+                in_flight=len(self.router.requests),
+                reaches=sum(view.connected for view in self.fleet.workers.values()),
+            )
+            orders = await self.registry.refresh_frontend(me, FRONTEND_TTL_S)
             if orders.drain:
                 self._url = ""  # nobody is to ask it
                 self.told_to_drain.set()

@@ -36,6 +36,7 @@ _LOOK_EVERY_S = 30.0
 _MACHINES_EVERY_S = 1.0
 _POLL_S = 0.1
 _READY_REQUEST_TIMEOUT_S = 2.0
+_CONNECT_S = 10.0  # that frontends have for greeting all workers; one that they cannot reach does not hold up the rest
 _SHOWN = {
     Stage.PLACING: "waiting for room",
     Stage.STARTING: "loading",
@@ -108,21 +109,32 @@ class FleetProcesses:
         self._looking = asyncio.create_task(self._look_at_machines(), name="machines")
 
     async def until_ready(self) -> None:
-        """Returns when everything is up and the endpoint answers. Raises StartFailed."""
+        """Returns when everything is up, frontends have greeted the workers, and the endpoint answers.
+
+        Raises StartFailed.
+        """
         # The certificate is for those who come from outside; this asks our own processes.
         async with httpx.AsyncClient(timeout=_READY_REQUEST_TIMEOUT_S, trust_env=False, verify=False) as client:
+            up_at: float | None = None  # monotonic
             while True:
                 processes = self._processes()
                 for process in processes:
                     self._check_start(process)
                 if self.url and all(process.stage is Stage.READY for process in processes):
                     self._came_up = True
-                    if needs_client_certificate(self.config):
-                        return  # and we have none to ask with
-                    with contextlib.suppress(httpx.HTTPError):
-                        if (await client.get(f"{self.url}/ready")).status_code == httpx.codes.OK:
-                            return
+                    up_at = up_at or time.monotonic()
+                    late = time.monotonic() - up_at > _CONNECT_S
+                    if (late or self.watch.snapshot.connected()) and await self._answers(client):
+                        return
+                    self.watch.read_soon()
                 await asyncio.sleep(_POLL_S)
+
+    async def _answers(self, client: httpx.AsyncClient) -> bool:
+        if needs_client_certificate(self.config):
+            return True  # nobody knows: there is none to ask with
+        with contextlib.suppress(httpx.HTTPError):
+            return (await client.get(f"{self.url}/ready")).status_code == httpx.codes.OK
+        return False
 
     async def end(self) -> None:
         """Frontends first, so that nothing new comes; then workers, all at once. Returns when all are gone."""

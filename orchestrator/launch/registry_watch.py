@@ -15,7 +15,7 @@ import msgspec
 from orchestrator.store.client import RedisAway
 from orchestrator.store.configuration import Rollout
 from orchestrator.store.registry import Frontend, Registry, WorkerOrders
-from orchestrator.types import DesiredRatio, Role, WorkerInfo
+from orchestrator.types import DesiredRatio, Role, WorkerInfo, WorkerState
 
 # Changes come in bursts. An order and the desired ratio that goes with it are two writes: read after both.
 _SETTLE_S = 0.1
@@ -32,6 +32,11 @@ class Snapshot(msgspec.Struct, frozen=True):
     desired: DesiredRatio | None = None
     rollout: Rollout | None = None
     read_at: float = 0.0
+
+    def connected(self) -> bool:
+        """Whether each serving frontend is connected to as many workers as are ready."""
+        ready = sum(worker.state is WorkerState.READY for worker in self.workers.values())
+        return all(frontend.reaches >= ready for frontend in self.frontends.values() if frontend.url)
 
 
 class RegistryWatch:

@@ -63,12 +63,13 @@ class Frontend(msgspec.Struct, frozen=True):
     id: str
     url: str  # empty while it takes no new requests
     process: str  # which it is, as `orchestrator.parent` tells processes apart
-    since: float  # unix seconds
+    since: float = 0.0  # unix seconds; the registry's clock
     offered: Offered = Offered()  # load offered to it since it started
     mesh_key: str = ""  # its public key
     generation: int = 0  # of the configuration that a launcher started it with; or NO_LAUNCHER
     cpu: float = 0.0  # cores that it used since its heartbeat before
     in_flight: int = 0  # requests that it has
+    reaches: int = 0  # workers that it is connected to
 
 
 class Registry:
@@ -183,22 +184,13 @@ class Registry:
 
     # ---- frontends ---------------------------------------------------------------------------------------------
 
-    async def refresh_frontend(
-        self,
-        frontend_id: str,
-        url: str,
-        process: str,
-        ttl_s: float,
-        offered: Offered = Offered(),
-        mesh_key: str = "",
-        generation: int = 0,
-        cpu: float = 0.0,
-        in_flight: int = 0,
-    ) -> WorkerOrders:
+    async def refresh_frontend(self, frontend: Frontend, ttl_s: float) -> WorkerOrders:
         """Stay for `ttl_s` more; enters again when Redis has lost this frontend. Returns whether it is to drain."""
-        fields = {"url": url, "process": process, "mesh_key": mesh_key, "generation": str(generation)}
-        fields |= {"cpu": f"{cpu:.3f}", "in_flight": str(in_flight)}
-        fields |= {_OFFERED + name: str(value) for name, value in msgspec.structs.asdict(offered).items()}
+        told = msgspec.structs.asdict(frontend)
+        frontend_id, offered = told.pop("id"), msgspec.structs.asdict(told.pop("offered"))
+        del told["since"]
+        told |= {"cpu": f"{frontend.cpu:.3f}"} | {_OFFERED + name: value for name, value in offered.items()}
+        fields = {name: str(value) for name, value in told.items()}
         reply = await self._call("put_member", *_member("frontend", frontend_id, ttl_s, False, [], fields))
         return _orders(*(text(part) for part in reply[1:4]))
 

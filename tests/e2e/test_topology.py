@@ -130,8 +130,8 @@ async def test_a_killed_rank_ends_its_engine_and_no_request(pair, reference) -> 
 
 
 async def test_workers_of_several_ranks_hear_each_other_on_few_cores(tmp_path: Path) -> None:
-    """Two workers of two ranks each: no worker is taken for lost, and prompts are prefilled remotely, except while the
-    ranks keep the prefill worker from reporting: nobody waits for a quiet one."""
+    """Two workers of two ranks each: no worker is taken for lost, and prompts are prefilled remotely, except where
+    that is predicted to wait too long: an engine's first step may take 20 s here, and reports may be late."""
     model = small_model(tmp_path / "small")
     prompts = [token_prompt(length, seed=length) for length in (300, 420, 512, 700, 900, 1100, 1500, 2000)]
     reference = await Driver.start(Path(model), name="reference", max_model_len=4096, kv_cache_memory_bytes=256 << 20)
@@ -155,8 +155,9 @@ async def test_workers_of_several_ranks_hear_each_other_on_few_cores(tmp_path: P
             assert [answer.error for answer in answers if not answer.ok] == []
             assert [answer.tokens for answer in answers] == truth
         remote = fleet.metric("pd_placements_total", decision="remote")
-        meanwhile = fleet.metric("pd_placements_total", decision="local", reason="no_prefill_worker")
-        assert remote + meanwhile == 2 * len(prompts) and remote >= len(prompts), (remote, meanwhile)
+        local = [request["reason"] for request in fleet.request_lines() if request["decision"] == "local"]
+        assert remote + len(local) == 2 * len(prompts) and remote >= len(prompts), (remote, local)
+        assert set(local) <= {"no_prefill_worker", "queue_full"}
         assert fleet.metric("pd_retries_total") == fleet.metric("pd_kv_transfer_failures_total") == 0
         lost = [line for line in fleet.process_lines() if "is gone" in line or "is dead" in line]
         assert lost == []

@@ -12,7 +12,7 @@ from support_workers import Workers, expected, running_workers, until
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.store.client import RedisAway
-from orchestrator.store.registry import IncompatibleWorker, Registry
+from orchestrator.store.registry import Frontend, IncompatibleWorker, Registry
 from orchestrator.types import Departed, Role, WorkerInfo
 from orchestrator.wire.curve import KeyPair, use_as_client
 from orchestrator.wire.messages import Abort, Call, Hello, Rejected, Submit
@@ -77,7 +77,7 @@ async def test_corrupt_messages_disturb_nobody(workers: Workers, caplog: pytest.
     context = zmq.asyncio.Context()
     vandal = context.socket(zmq.DEALER)
     keys = KeyPair.new()
-    await frontend.registry.refresh_frontend("vandal", "", 1, 60, mesh_key=keys.public)
+    await frontend.registry.refresh_frontend(Frontend("vandal", "", "1", mesh_key=keys.public), 60)
     use_as_client(vandal, keys)
     vandal.setsockopt(zmq.CURVE_SERVERKEY, worker.info.mesh_key.encode())
     vandal.connect(worker.info.request_address)

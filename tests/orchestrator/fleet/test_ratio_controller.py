@@ -15,7 +15,7 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.policy.predict import Predictor
 from orchestrator.store.client import connect
 from orchestrator.store.events import KEPT, RatioHistory
-from orchestrator.store.registry import Registry
+from orchestrator.store.registry import Frontend, Registry
 from orchestrator.types import DesiredRatio, Offered, Role, WorkerLoad, WorkerState
 
 
@@ -61,11 +61,11 @@ async def test_only_the_leader_changes_the_ratio_and_only_what_it_has_seen(regis
 
 
 async def test_counts_of_offered_load_are_no_news(registry):
-    await registry.refresh_frontend("f", "http://x", "1", 60)
+    await registry.refresh_frontend(Frontend("f", "http://x", "1"), 60)
     async with contextlib.aclosing(registry.watch()) as events:
         await anext(events)
-        await registry.refresh_frontend("f", "http://x", "1", 60, Offered(3, 400, 50.5))
-        await registry.refresh_frontend("f", "http://y", "1", 60, Offered(4, 500, 60.5))
+        await registry.refresh_frontend(Frontend("f", "http://x", "1", offered=Offered(3, 400, 50.5)), 60)
+        await registry.refresh_frontend(Frontend("f", "http://y", "1", offered=Offered(4, 500, 60.5)), 60)
         event = await asyncio.wait_for(anext(events), 15)
         assert (await registry.frontends())["f"].offered == Offered(4, 500, 60.5)
         assert type(event).__name__ == "Changed"
@@ -147,10 +147,10 @@ async def offering(registry, prompt_tokens, output_tokens):
             n = 10 * tens
             tokens, squares = n * prompt_tokens, float(n * prompt_tokens**2)
             offered = Offered(n, tokens, float(n * output_tokens), 0, 0, 0, squares, tokens, squares)
-            await registry.refresh_frontend("g", "", "1", 60, offered)
+            await registry.refresh_frontend(Frontend("g", "", "1", offered=offered), 60)
             await asyncio.sleep(0.005)
 
-    await registry.refresh_frontend("g", "", "1", 60)
+    await registry.refresh_frontend(Frontend("g", "", "1"), 60)
     task = asyncio.create_task(count())
     try:
         yield

@@ -128,6 +128,7 @@ def test_tls_is_served_shown_and_asked(tmp_path, monkeypatch):
     settings = f"{{ssl_certfile: {certificate}, ssl_keyfile: {key}, uvicorn_log_level: error}}"
     with running_fleet("sim-2p2d.yaml", *ONE_EACH, f"frontend.server_args={settings}") as fleet:
         assert fleet.url.startswith("https://127.0.0.1:")
+        assert all(worker["state"] == "ready" for worker in fleet.workers()), "who is told `Ready` can use all workers"
         assert fleet.http.get("/v1/models").status_code == 200
         assert paste(fleet.curls()[0])["choices"]
         shown = json.loads(fleet.cli("status", "--json").stdout)

@@ -10,7 +10,7 @@ from support_redis import claim_head, job, queue_config, running_server
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.keys import QUEUE
 from orchestrator.store.queue import PrefillQueue
-from orchestrator.store.registry import Registry
+from orchestrator.store.registry import Frontend, Registry
 from orchestrator.types import Role
 
 # What the Python code sends by itself; the rest is called by the functions.
@@ -44,7 +44,7 @@ async def fleet(server):
 
 async def test_a_job_and_a_member_live_under_it(fleet):
     queue, registry = PrefillQueue(fleet, "mine", queue_config(max_deliveries=1)), Registry(fleet, "mine")
-    await registry.refresh_frontend("f1", "http://h", 1, 5.0)
+    await registry.refresh_frontend(Frontend("f1", "http://h", "1"), 5.0)
     await registry.set_desired(1, 1, "test")
     assert await registry.claim_id("l", Role.PREFILL, 5.0) == "prefill-0"
     assert (await registry.desired()).prefill == 1 and list(await registry.frontends()) == ["f1"]

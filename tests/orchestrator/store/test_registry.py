@@ -15,7 +15,7 @@ from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.events import Changed, DesiredChanged, Joined, Left, Ordered, Resync
 from orchestrator.store.fields import worker_from_fields, worker_to_fields
-from orchestrator.store.registry import IncompatibleWorker, Registry, UnknownWorker, WorkerOrders
+from orchestrator.store.registry import Frontend, IncompatibleWorker, Registry, UnknownWorker, WorkerOrders
 from orchestrator.types import ALWAYS_EQUAL, Departed, EngineIdentity, EngineSpeed, Role, WorkerState
 
 TTL_S = 60.0
@@ -227,9 +227,9 @@ async def test_a_rollout_is_changed_by_who_saw_what_it_is(registry):
 
 
 async def test_a_frontend_is_told_to_drain(registry):
-    assert not (await registry.refresh_frontend("f1", "http://h", "1", TTL_S)).drain
+    assert not (await registry.refresh_frontend(Frontend("f1", "http://h", "1"), TTL_S)).drain
     await registry.order_frontend_drain("f1")
-    assert (await registry.refresh_frontend("f1", "http://h", "1", TTL_S, generation=2)).drain
+    assert (await registry.refresh_frontend(Frontend("f1", "http://h", "1", generation=2), TTL_S)).drain
     assert (await registry.frontends())["f1"].generation == 2
     await registry.order_frontend_drain("gone")
 
@@ -495,10 +495,10 @@ async def test_orders_for_nobody(registry):
 
 
 async def test_frontends(registry, redis):
-    await registry.refresh_frontend("f1", "http://127.0.0.1:8000", "11", TTL_S)
+    await registry.refresh_frontend(Frontend("f1", "http://127.0.0.1:8000", "11"), TTL_S)
     since = (await registry.frontends())["f1"].since
-    await registry.refresh_frontend("f1", "http://127.0.0.1:8000", "11", TTL_S)
-    await registry.refresh_frontend("f2", "http://127.0.0.1:8001", "12", TTL_S)
+    await registry.refresh_frontend(Frontend("f1", "http://127.0.0.1:8000", "11"), TTL_S)
+    await registry.refresh_frontend(Frontend("f2", "http://127.0.0.1:8001", "12"), TTL_S)
     found = await registry.frontends()
     assert set(found) == {"f1", "f2"} and found["f1"].since == since
     assert (found["f2"].url, found["f2"].process) == ("http://127.0.0.1:8001", "12")
@@ -537,7 +537,7 @@ async def test_every_change_is_told_once(registry, watcher):
     await registry.refresh(worker("a"), TTL_S)
     await registry.refresh(worker("a", Role.DECODE), TTL_S)
     await registry.order_drain("a")
-    await registry.refresh_frontend("f", "http://x", "1", TTL_S)
+    await registry.refresh_frontend(Frontend("f", "http://x", "1"), TTL_S)
     await registry.set_desired(1, 2, "me")
     await registry.leave("a")
     await registry.leave("a")
@@ -557,7 +557,7 @@ async def test_every_change_is_told_once(registry, watcher):
 
 async def test_silence_is_told_without_anybody_asking(registry, watcher):
     await registry.join(worker("a"), 0.05)
-    await registry.refresh_frontend("f", "http://x", "1", 0.05)
+    await registry.refresh_frontend(Frontend("f", "http://x", "1"), 0.05)
     await watcher.until(Left("a"))
     await watcher.until(Left("f", "frontend"))
     assert watcher.events.count(Left("a")) == 1

@@ -15,7 +15,7 @@ from orchestrator.cli.look.frontend import fleet_status, reachable
 from orchestrator.config.settings import Refused, parse_config
 from orchestrator.launch.host.run_folder import Ready, RunFolder
 from orchestrator.store.client import connect
-from orchestrator.store.registry import Registry
+from orchestrator.store.registry import Frontend, Registry
 
 
 def test_a_fleet_elsewhere_is_not_taken_for_the_one_that_runs_here(tmp_path: Path, monkeypatch):
@@ -59,7 +59,7 @@ async def test_a_registered_frontend_is_asked(tmp_path: Path):
     async with frontend() as url:
         with running_server(tmp_path) as server:
             redis, namespace = await connect(server.url, 2.0), fresh_namespace()
-            await Registry(redis, namespace).refresh_frontend("f1", url, "", 30.0)
+            await Registry(redis, namespace).refresh_frontend(Frontend("f1", url, ""), 30.0)
             assert (await fleet_status(FleetHandle(namespace, server.url, None, None)))["model"] == "m1"
             await redis.aclose()
 
