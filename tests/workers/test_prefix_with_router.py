@@ -81,9 +81,11 @@ async def test_a_prompt_asked_again_goes_where_its_prefix_is(redis_server: Embed
         assert held(client, other) == 0
         # What only the prefill worker has is no reason to prefill locally, but spares computing it.
         await holder.engine.call("reset_prefix_cache", [], {})
-        await client.ask([5] * 20, 1)
-        await client.ask([6] * 20, 1)
-        await until(lambda: held(client, holder) == 0, "that its cache was reset")
+        for number in range(100):  # it is told with the holder's next step, and others may go to the other worker
+            await client.ask([number] * 20, 1)
+            if held(client, holder) == 0:
+                break
+        assert held(client, holder) == 0
         before = counted("pd_prefix_hit_tokens", side="prefill")
         await client.ask([*PROMPT, 7, 8, 9], 4)
         assert placed("long_prompt") == long + 2
