@@ -98,14 +98,14 @@ class ClaimLoop:
                 self._claiming = False
             if self._left:
                 await self._queue.wait_for_work(LEFT_WAIT_S, "left")
-            elif not claims:
+            elif self._queue.waits or not claims:
                 await self._queue.wait_for_work(WAIT_S, "busy" if len(self._attempts) else "idle")
 
     async def _claim(self, budget: int, jobs: int) -> tuple[list[Claim], bool]:
         """Claims, and whether all that was seen was left where it is. Raises RedisAway."""
         idle = len(self._attempts) == 0
         affinity_window = self._queue_config.affinity_window
-        claims, window = await self._queue.claim(self._info.id, budget, jobs, affinity_window, idle)
+        claims, window = await self._queue.claim(self._info.id, budget, jobs, affinity_window, idle, WAIT_S)
         if not window:
             # Without a window a head that does not fit looks like an empty queue: asking again at once would not end.
             return claims, not claims and not idle and affinity_window == 0

@@ -33,6 +33,7 @@ class ClaimReply(msgspec.Struct, array_like=True):
     lease_until: float
     claims: list[ClaimedRow]
     window: list[WindowJob]
+    waits: bool  # the next job wakes the claimer
 
 
 _decoder = msgspec.msgpack.Decoder(ClaimReply)

@@ -10,6 +10,7 @@ import inspect
 import logging
 import math
 import re
+import select
 from collections import deque
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -30,7 +31,7 @@ from redis.exceptions import (
 )
 
 from orchestrator.store.keys import Library
-from orchestrator.store.servers import EXPECTED, Servers
+from orchestrator.store.servers import EXPECTED, Servers, masked
 
 log = logging.getLogger("pd.redis")
 
@@ -42,29 +43,38 @@ _MAX_MOVES = 3  # of one command, from node to node of a cluster
 _FUNCTION_COMMANDS = ("FCALL", "FUNCTION LOAD")
 # After a failure calls fail at once for this long. So a Redis that is away costs one time-out, not one per request.
 _AWAY_PAUSE_S = 0.25
-_IDLE_CHECK_S = 0.01
 _DEADLINE_STEP_S = 0.01
 _SUBSCRIPTION_IDLE_S = 2.0
 _RECONNECT_MIN_S, _RECONNECT_MAX_S = 0.05, 1.0
+_Command = tuple[bytes, "asyncio.Future[Any]"]  # packed, and who waits for the answer
 
 
 class RedisAway(ConnectionError):
     """Redis cannot be used now: it is out of reach, too slow, or refuses. One line with the URL and the mend."""
 
 
-def masked(url: str) -> str:
-    """The URL without its password, for messages."""
-    return re.sub(r"(?<=password=)[^&]*", "***", re.sub(r"(?<=://)([^/@]*):[^/]*@", r"\1:***@", url))
-
-
 class _Pipe:
-    """One connection, and in order the callers that wait for an answer on it."""
+    """One connection that stands, and in order the callers that wait for an answer on it."""
 
     def __init__(self, connection: AbstractConnection) -> None:
         self.connection = connection
         self.callers: deque[asyncio.Future[Any]] = deque()
         self.reader: asyncio.Task[None] | None = None
-        self.used_at = asyncio.get_running_loop().time()
+        # redis-py's own way of sending takes two turns of the loop, in which a busy frontend parses other requests.
+        assert connection._writer is not None, "it stands"
+        self._writer = connection._writer
+        self._closed = select.poll()
+        self._closed.register(self._writer.get_extra_info("socket").fileno(), select.POLLIN)
+
+    @property
+    def usable(self) -> bool:
+        """Whether a command may go out. A restarted server has closed it: so that no command is lost on it, what the
+        loop has not seen yet is looked for, where no reader waits that would see it."""
+        return not self._writer.is_closing() and bool(self.callers or not self._closed.poll(0))
+
+    def send(self, commands: list[_Command]) -> None:
+        self.callers.extend(caller for _, caller in commands)
+        self._writer.writelines(packed for packed, _ in commands)
 
 
 class Redis(redis.asyncio.Redis):
@@ -78,8 +88,9 @@ class Redis(redis.asyncio.Redis):
         super().__init__(**options)
         self.url = ""
         self.servers: Servers | None = None
-        self._outbox: list[tuple[bytes, asyncio.Future[Any]]] = []
-        self._sender: asyncio.Task[None] | None = None
+        self._outbox: list[_Command] = []
+        self._flushes = False  # soon
+        self._connector: asyncio.Task[None] | None = None
         self._pipe: _Pipe | None = None
         self._subscriptions: set[AbstractConnection] = set()
         self._away_until = 0.0
@@ -120,8 +131,9 @@ class Redis(redis.asyncio.Redis):
         for turn in range(_MAX_MOVES + 1):
             caller: asyncio.Future[Any] = loop.create_future()
             self._outbox.append((packed, caller))
-            if self._sender is None or self._sender.done():
-                self._sender = asyncio.create_task(self._send(), name="redis-sender")
+            if not self._flushes:
+                self._flushes = True
+                loop.call_soon(self._flush)
             try:
                 return await caller
             except MovedError:  # this node has not executed it
@@ -137,15 +149,29 @@ class Redis(redis.asyncio.Redis):
             why += f" (the queue needs Redis {oldest} or newer, or Valkey, and a user with +fcall and +function|load)"
         return self._away(why)
 
-    async def _send(self) -> None:
+    def _flush(self) -> None:
+        """What has come together leaves together."""
+        self._flushes = False
+        if self._pipe is not None and self._pipe.usable:
+            self._give(self._pipe)
+        elif self._outbox and (self._connector is None or self._connector.done()):
+            self._connector = asyncio.create_task(self._connect(), name="redis-connector")
+
+    def _give(self, pipe: _Pipe) -> None:
+        batch, self._outbox = self._outbox, []
+        pipe.send(batch)
+        if pipe.reader is None or pipe.reader.done():
+            pipe.reader = asyncio.create_task(self._read(pipe), name="redis-reader")
+
+    async def _connect(self) -> None:
         try:
-            while self._outbox:
-                pipe = await self._connected()
-                batch, self._outbox = self._outbox, []
-                pipe.callers.extend(caller for _, caller in batch)
-                if pipe.reader is None or pipe.reader.done():
-                    pipe.reader = asyncio.create_task(self._read(pipe), name="redis-reader")
-                await pipe.connection.send_packed_command([packed for packed, _ in batch], check_health=False)
+            if self._pipe is not None:
+                closed, self._pipe = self._pipe, None
+                await closed.connection.disconnect(nowait=True)
+            connection = self._new_connection()
+            await connection.connect()
+            self._pipe = _Pipe(connection)
+            self._give(self._pipe)
         except (RedisError, OSError) as error:
             await self._break(self._pipe, str(error) or type(error).__name__)
         except BaseException as error:
@@ -180,7 +206,6 @@ class Redis(redis.asyncio.Redis):
                     if (now := loop.time()) > moved_at + _DEADLINE_STEP_S:
                         moved_at = now
                         limit.reschedule(now + timeout_s)
-            pipe.used_at = loop.time()
             if pipe is not self._pipe:
                 await pipe.connection.disconnect(nowait=True)
         except TimeoutError:
@@ -191,22 +216,6 @@ class Redis(redis.asyncio.Redis):
             # The next command would get a half-read answer, so this connection is not used again.
             await self._break(pipe, f"the client stopped ({type(error).__name__}: {error})")
             raise
-
-    async def _connected(self) -> _Pipe:
-        pipe = self._pipe
-        if pipe is not None and not pipe.callers:
-            # A restarted server has closed the connection. Replace it before a command is lost on it.
-            idle_s = asyncio.get_running_loop().time() - pipe.used_at
-            if idle_s > _IDLE_CHECK_S:
-                await asyncio.sleep(0)  # lets the loop see that it was closed
-            if not pipe.connection.is_connected or (idle_s > _IDLE_CHECK_S and await _stale(pipe.connection)):
-                await pipe.connection.disconnect(nowait=True)
-                pipe = self._pipe = None
-        if pipe is None:
-            connection = self._new_connection()
-            await connection.connect()
-            pipe = self._pipe = _Pipe(connection)
-        return pipe
 
     def _new_connection(self) -> AbstractConnection:
         assert self.servers is not None, "`connect` sets them"
@@ -286,7 +295,7 @@ class Redis(redis.asyncio.Redis):
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         """End the commands in flight. Later calls connect again."""
-        tasks = [task for task in (self._sender, self._pipe and self._pipe.reader) if task and not task.done()]
+        tasks = [task for task in (self._connector, self._pipe and self._pipe.reader) if task and not task.done()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -295,13 +304,6 @@ class Redis(redis.asyncio.Redis):
         if self.servers is not None:
             await self.servers.aclose()
         await super().aclose(close_connection_pool)
-
-
-async def _stale(connection: AbstractConnection) -> bool:
-    try:
-        return not connection.is_connected or await connection.can_read()
-    except (RedisError, OSError):
-        return True
 
 
 async def connect(url: str, timeout_s: float) -> Redis:

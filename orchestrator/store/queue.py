@@ -64,6 +64,7 @@ class PrefillQueue:
         self._waiter_id = waiter_id or uuid.uuid4().hex[:12]
         self._listener: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
+        self.waits = False  # since the last `claim` the next job wakes this worker
 
     async def enqueue(self, job: PrefillJob) -> None:
         """Add a job; the server's clock dates it. Raises QueueFull.
@@ -90,22 +91,26 @@ class PrefillQueue:
             )
 
     async def claim(
-        self, worker_id: str, max_tokens: int, max_jobs: int, window: int, idle: bool
+        self, worker_id: str, max_tokens: int, max_jobs: int, window: int, idle: bool, wait_s: float = 0.0
     ) -> tuple[list[Claim], list[WindowJob]]:
         """Take jobs from the head of the queue, in order, while they fit `max_tokens`; or see what to choose from.
 
         An idle worker's first job fits any budget above 0. Jobs that cannot be read, or whose frontend is gone, are
         dropped. Where `choose_claims` may prefer another order, with one of the first `window` jobs cached on a
         claiming worker or a head that does not fit, nothing is claimed, and those jobs are returned for `claim_chosen`.
+        With `wait_s` a worker that took all and has room for more waits from now on, and `waits` says so: nothing that
+        is enqueued before `wait_for_work` is called goes unnoticed.
         """
+        self.waits = False
         if max_tokens <= 0 or max_jobs <= 0:
             return [], []
         room = min(max_jobs, MAX_CLAIM_JOBS)
-        packed = await self._call("claim", *self._claimer(worker_id), max_tokens, room, window, int(idle))
+        packed = await self._call("claim", *self._claimer(worker_id), max_tokens, room, window, int(idle), wait_s)
         try:
             reply, bodies = read_reply(packed)
         except UnicodeDecodeError:  # no id of ours in the window: claimed in order, which drops it
-            return await self.claim(worker_id, max_tokens, max_jobs, 0, idle=True)
+            return await self.claim(worker_id, max_tokens, max_jobs, 0, True, wait_s)
+        self.waits = reply.waits
         return await self._read_claims(worker_id, reply, bodies), reply.window
 
     async def claim_chosen(self, worker_id: str, request_ids: list[str], idle: bool = False) -> list[Claim]:
@@ -258,7 +263,8 @@ class PrefillQueue:
         if self._listener is None or self._listener.done():
             self._listener = asyncio.create_task(self._listen(), name="queue-listener")
         try:
-            if not self._woken.is_set() and await self._call("wait", self._waiter_id, timeout_s, doing):
+            told = self.waits or self._woken.is_set()
+            if not told and await self._call("wait", self._waiter_id, timeout_s, doing):
                 return
         except RedisAway as error:
             log.debug("waiting for work without Redis: %s", error)
@@ -271,6 +277,7 @@ class PrefillQueue:
             return
         finally:
             self._woken.clear()
+            self.waits = False
 
     def wake(self) -> None:
         """End `wait_for_work`, or the next one: whoever waits has other reasons to claim."""

@@ -177,6 +177,12 @@ local function wake(q, cached, now)
   if not tell_first(q, q.idle, now) then tell_first(q, q.busy, now) end
 end
 
+-- The next job wakes it, until the deadline. It is in no other set.
+local function await_jobs(q, waiters, waiter, deadline, wait_s)
+  call('ZADD', waiters, deadline, waiter)
+  call('EXPIRE', waiters, math.ceil(wait_s) + WAITERS_S)
+end
+
 -- From claimed back to waiting, at its old place.
 local function requeue(q, id, job, deliveries, ttl_s, now)
   call('ZREM', q.leases, id)
@@ -272,27 +278,28 @@ local function take(q, claims, id, score, job, body)
   claims.bodies[number] = body
 end
 
--- Claims from the head of the queue, in order. Returns whether it stopped at a job that does not fit `budget` tokens.
+-- Claims from the head of the queue, in order. Returns whether it stopped at a job that does not fit `budget` tokens,
+-- and whether it took all that waits and would have taken more.
 local function take_head(q, claims, budget, max_jobs, idle)
   local unusable = 0
   while budget > 0 and #claims.rows < max_jobs and unusable < MAX_UNUSABLE do
     local last = math.min(max_jobs - #claims.rows, HEAD_JOBS) - 1
     local head = call('ZRANGE', q.waiting, 0, last, 'WITHSCORES')
-    if #head == 0 then return false end
+    if #head == 0 then return false, true end
     for i = 1, #head, 2 do
       local job, body = read_claimable(q, claims, head[i])
       if job then
         local cost = math.max(1, job.tokens)
-        if cost > budget and not (idle and #claims.rows == 0) then return true end
+        if cost > budget and not (idle and #claims.rows == 0) then return true, false end
         take(q, claims, head[i], head[i + 1], job, body)
         budget = budget - cost
-        if budget <= 0 then return false end
+        if budget <= 0 then return false, false end
       else
         unusable = unusable + 1
       end
     end
   end
-  return false
+  return false, false
 end
 
 -- What a choice among waiting jobs needs of one of them. It must be cheap: of a sound job that is not old only this
@@ -341,22 +348,24 @@ local function read_window(q, claims, size)
   return jobs, affine
 end
 
--- The reply of both claiming verbs: msgpack of now, end of lease, a row for each claim as `take` makes it, and the jobs
--- to choose from; before it a line with its length, after it the bodies, which may be long and are not copied into it.
+-- The reply of both claiming verbs: msgpack of now, end of lease, a row for each claim as `take` makes it, the jobs to
+-- choose from, and whether the claimer waits now to be woken; before it a line with its length, after it the bodies,
+-- which may be long and are not copied into it.
 -- One string, because a table as a reply costs the server 16 KiB of buffer for each of its levels.
-local function close_claims(q, claims, window)
+local function close_claims(q, claims, window, waits)
   if #claims.rows > 0 then
     call('EXPIRE', q.leases, claims.ttl_s)
     call('EXPIRE', q.claims .. claims.worker, claims.ttl_s)
   end
   settle(q)
-  local packed = pack({ claims.now, tonumber(claims.lease_until), claims.rows, window })
+  local packed = pack({ claims.now, tonumber(claims.lease_until), claims.rows, window, waits or false })
   return #packed .. '\n' .. packed .. concat(claims.bodies)
 end
 
--- args[6..9]: most tokens, most jobs, window, 1 if idle. Claims from the head of the queue what fits; an idle worker's
--- first job fits any budget. Where another order may be better it claims nothing, and returns the first `window` jobs:
--- one of them is cached on a worker that claims, or the head does not fit.
+-- args[6..10]: most tokens, most jobs, window, 1 if idle, seconds. Claims from the head of the queue what fits; an idle
+-- worker's first job fits any budget. Where another order may be better it claims nothing, and returns the first
+-- `window` jobs: one of them is cached on a worker that claims, or the head does not fit. A worker that took all and has
+-- room for more is woken by the next job for so many seconds, as after `wait`.
 local function claim(keys, args)
   local q = open(keys)
   local claims = open_claims(q, args)
@@ -365,10 +374,14 @@ local function claim(keys, args)
     local jobs, affine = read_window(q, claims, window)
     if affine then return close_claims(q, claims, jobs) end
   end
-  local too_long = take_head(q, claims, budget, max_jobs, idle)
-  local choice = {}
+  local too_long, all = take_head(q, claims, budget, max_jobs, idle)
+  local choice, wait_s = {}, tonumber(args[10])
   if too_long and #claims.rows == 0 and window > 0 then choice = read_window(q, claims, window) end
-  return close_claims(q, claims, choice)
+  all = all and wait_s > 0
+  if all then
+    await_jobs(q, idle and #claims.rows == 0 and q.idle or q.busy, args[5], claims.now + wait_s, wait_s)
+  end
+  return close_claims(q, claims, choice, all)
 end
 
 -- args[6..]: 1 if idle, ids. Claims those that still wait; the others were somebody else's first. An idle worker that
@@ -401,8 +414,7 @@ local function wait(keys, args)
   local waiters, others = q.busy, q.idle
   if doing == 'idle' then waiters, others = q.idle, q.busy end
   call('ZREM', others, waiter)
-  call('ZADD', waiters, clock() + wait_s, waiter)
-  call('EXPIRE', waiters, math.ceil(wait_s) + WAITERS_S)
+  await_jobs(q, waiters, waiter, clock() + wait_s, wait_s)
   return 0
 end
 

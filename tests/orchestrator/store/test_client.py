@@ -23,10 +23,11 @@ from support_redis import eventually, running_server
 from support_tls import make_certificate
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis, EmbeddedRedisError, server_binary
-from orchestrator.store.client import RedisAway, connect, masked
+from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.events import DesiredChanged, Resync
 from orchestrator.store.keys import QUEUE, Keys
 from orchestrator.store.registry import Registry
+from orchestrator.store.servers import masked
 
 
 @pytest.fixture
@@ -69,6 +70,20 @@ async def test_every_answer_goes_to_its_own_caller(redis):
 
     await asyncio.gather(*(one(number) for number in range(500)))
     assert (await redis.info("clients"))["connected_clients"] == 1
+
+
+async def test_a_command_is_out_before_a_busy_process_computes_on(redis, server):
+    asking = asyncio.create_task(redis.set("k", "v"))
+    for _ in range(2):  # turns of the loop
+        await asyncio.sleep(0)
+    host, _, port = server.url.removeprefix("redis://").rpartition(":")
+    with socket.create_connection((host, int(port))) as other:  # while our loop stands still
+        deadline, answer = time.monotonic() + 5, b""
+        while b"v" not in answer and time.monotonic() < deadline:
+            other.sendall(b"GET k\r\n")
+            answer = other.recv(100)
+    assert b"v" in answer
+    await asking
 
 
 async def test_a_refused_command_fails_alone(redis):

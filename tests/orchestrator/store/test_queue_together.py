@@ -209,6 +209,36 @@ async def test_a_job_that_comes_between_claiming_and_waiting_is_not_slept_throug
     assert await waits(queue, 30) < 15
 
 
+async def test_whoever_claims_all_and_has_room_waits_from_then_on(queues):
+    queue, other = await queues(), await queues()
+    await queue.wait_for_work(10)
+    await other.enqueue(job("a", tokens=5))
+    claims, _ = await queue.claim("w", 10, 2, 32, True, 60)
+    assert [claim.job.request_id for claim in claims] == ["a"]
+    assert queue.waits and await waiters(queues) == 1
+    await other.enqueue(job("b", tokens=5))
+    assert await waits(queue, 30) < 15
+    assert not queue.waits and await waiters(queues) == 0
+
+
+@pytest.mark.parametrize(("tokens", "jobs"), [(5, 2), (10, 1)])
+async def test_whoever_has_no_room_left_after_a_claim_takes_nobodys_wake_up(queues, tokens, jobs):
+    queue = await queues()
+    await queue.enqueue(job("a", tokens=5))
+    claims, _ = await queue.claim("w", tokens, jobs, 32, True, 60)
+    assert len(claims) == 1
+    assert not queue.waits and await waiters(queues) == 0
+
+
+async def test_whoever_leaves_a_job_after_a_claim_does_not_wait_for_the_next(queues):
+    queue = await queues()
+    for name in ("a", "b"):
+        await queue.enqueue(job(name, tokens=7))
+    claims, _ = await queue.claim("w", 10, 2, 32, True, 60)
+    assert len(claims) == 1
+    assert not queue.waits and await waiters(queues) == 0
+
+
 async def test_one_job_wakes_one_of_many(queues):
     sleepers, other = [await queues() for _ in range(5)], await queues()
     for sleeper in sleepers:
