@@ -42,3 +42,17 @@ def own_runtime_folder() -> Iterator[Path]:
     else:
         os.environ["XDG_RUNTIME_DIR"] = before
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_environment() -> Iterator[None]:
+    """What a file's tests call may set variables for its process, which here runs other files too."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() | before.keys():
+        if name.startswith("PYTEST_"):
+            continue  # pytest's own say which phase this is
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
