@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import logging
 import os
+from collections.abc import AsyncGenerator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,6 +21,7 @@ from orchestrator.types import WorkerStatus
 log = logging.getLogger("pd.cli")
 
 _TIMEOUT_S = 2.0
+_QUIET_S = 5.0  # a frontend whose stream says nothing for longer is gone
 
 
 def client(url: str, key: str | None) -> httpx.AsyncClient:
@@ -85,6 +87,24 @@ async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
         "queue": msgspec.to_builtins(depth),
         "desired": msgspec.to_builtins(desired),
     }
+
+
+async def fleet_stream(url: str, key: str | None) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
+    """What a frontend's `/fleet/stream` tells, as (event, data), until it ends. `key`: the operator's.
+
+    Raises httpx.HTTPError.
+    """
+    async with (
+        client(url, key) as http,
+        http.stream("GET", f"{url}/fleet/stream", timeout=_QUIET_S) as stream,
+    ):
+        stream.raise_for_status()
+        event = ""
+        async for line in stream.aiter_lines():
+            if line.startswith("event: "):
+                event = line[7:]
+            elif line.startswith("data: "):
+                yield event, msgspec.json.decode(line[6:])
 
 
 def reachable(urls: list[str], redis_url: str) -> list[str]:

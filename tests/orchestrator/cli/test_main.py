@@ -75,6 +75,7 @@ SLOW = {"redis", "opentelemetry", "textual", "matplotlib", "orchestrator.simulat
         (["--version"], ENGINES | SLOW | {"httpx", "orchestrator.launch"}),
         (["--help"], ENGINES | SLOW | {"httpx", "orchestrator.launch"}),
         (["status", "--url", "http://127.0.0.1:1"], ENGINES | SLOW),
+        (["top", "--json", "--url", "http://127.0.0.1:1"], ENGINES | SLOW),
         (["config", "keys"], ENGINES | SLOW | {"httpx"}),
         (["scale", "decode=2"], ENGINES | SLOW - {"redis", "opentelemetry"} | {"httpx"}),
     ],

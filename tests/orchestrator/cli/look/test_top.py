@@ -12,7 +12,8 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from orchestrator.cli.look.top import Confirm, Top
+from orchestrator.cli.look.screen import Confirm, Top
+from orchestrator.cli.look.top import sample
 from orchestrator.config.settings import Refused
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard import history as history_module
@@ -123,3 +124,19 @@ async def test_a_frontend_that_ends_is_asked_again(monkeypatch: pytest.MonkeyPat
             await until(pilot, lambda: "trying again" in str(app._head.content), "it says so")
             app._url = url
             await until(pilot, lambda: "3 workers" in str(app._head.content), "it is back")
+
+
+async def test_one_sample_has_workers_queue_and_figures(monkeypatch: pytest.MonkeyPatch):
+    async with frontend(Steered(), monkeypatch) as url:
+        seen = await sample(url, None)
+    assert [worker["id"] for worker in seen["workers"]] == ["d0", "d1", "p0"]
+    assert seen["queue"]["tokens"] == 4000
+    assert seen["point"]["queue_requests"] == 3
+
+
+@pytest.mark.parametrize("path", ["", "/nowhere"])
+async def test_a_sample_of_nothing_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, path: str):
+    async with frontend(Steered(), monkeypatch) as url:
+        where = f"{url}{path}" if path else "http://127.0.0.1:1"
+        with pytest.raises(Refused, match=f"{where}: no fleet's stream"):
+            await sample(where, None)
