@@ -8,7 +8,6 @@ error and exit code 2. Imports no engine.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 import signal
 import sys
@@ -84,7 +83,9 @@ def options(
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     if version:
-        print(f"orchestrator {importlib.metadata.version('pd-orchestrator')}")
+        from importlib.metadata import version as version_of  # no other command needs it, and it is slow to import
+
+        print(f"orchestrator {version_of('pd-orchestrator')}")
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-import yaml
 from msgspec import Meta
 
 from orchestrator.config.access import LimitsConfig, Positive, SecurityConfig, is_loopback
 from orchestrator.config.explain import explain, kind_of
 from orchestrator.config.frontends import FrontendConfig
+from orchestrator.config.yaml_text import NotYaml, load_yaml
 
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
@@ -219,21 +219,6 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return self.served_model_name or Path(self.model).name
 
 
-class _Yaml(yaml.SafeLoader):
-    """YAML 1.2's booleans, which are `true` and `false`: in YAML 1.1 the `off` of `mode: off` is one too."""
-
-
-_Yaml.yaml_implicit_resolvers = {
-    letter: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
-    for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Yaml.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|false)$", re.I), list("tTfF"))
-
-
-# A date in the thirteenth month is a ValueError, and a thousand open brackets are a RecursionError.
-_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
-
-
 def load_config(path: Path, overrides: list[str] | None = None) -> Config:
     """Read a YAML file and apply `a.b=value` overrides (values are YAML). Raises ConfigError."""
     return parse_config(overridden(read_tree(path), overrides or []))
@@ -248,11 +233,10 @@ def read_tree(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: expected text in UTF-8, got byte {error.object[error.start]:#04x}") from None
     try:
-        tree = yaml.load(text, _Yaml)
-    except _NOT_YAML as error:
-        where = getattr(error, "problem_mark", None)
-        line = f", line {where.line + 1}" if where else ""
-        raise ConfigError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
+        tree = load_yaml(text)
+    except NotYaml as error:
+        line = f", line {error.line}" if error.line else ""
+        raise ConfigError(f"{path}{line}: not valid YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of keys to values, got {kind_of(tree)}")
     return tree
@@ -338,6 +322,6 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"--set {override}: {name} is a value, not a section")
     try:
-        node[leaf] = yaml.load(value, _Yaml)
-    except _NOT_YAML:
+        node[leaf] = load_yaml(value)
+    except NotYaml:
         raise ConfigError(f"--set {override}: {value!r} is not a YAML value") from None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import http.client
 import ipaddress
 import logging
 import os
+import ssl
 from collections.abc import AsyncGenerator
-from typing import Any
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import httpx
 import msgspec
 
 from orchestrator.cli.handle import FleetHandle, open_fleet
@@ -18,14 +21,20 @@ from orchestrator.config.access import OPERATOR_KEY
 from orchestrator.config.settings import Refused
 from orchestrator.types import WorkerStatus
 
+if TYPE_CHECKING:
+    import httpx
+
 log = logging.getLogger("pd.cli")
 
 _TIMEOUT_S = 2.0
 _QUIET_S = 5.0  # a frontend whose stream says nothing for longer is gone
+_UNANSWERED = (OSError, http.client.HTTPException, ValueError)  # ValueError: no URL, or no JSON
 
 
 def client(url: str, key: str | None) -> httpx.AsyncClient:
-    """`key`: the operator's."""
+    """`key`: the operator's. For those who stay: httpx takes longer to import than a command takes to ask once."""
+    import httpx
+
     return httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, **credentials(url, key))
 
 
@@ -36,17 +45,32 @@ def credentials(url: str, key: str | None) -> dict[str, Any]:
     return {"headers": headers, "verify": key is not None and not is_loopback(url)}
 
 
-async def get(handle: FleetHandle, url: str, path: str, statuses: tuple[int, ...] = (httpx.codes.OK,)) -> Any:
+async def get(handle: FleetHandle, url: str, path: str, statuses: tuple[int, ...] = (HTTPStatus.OK,)) -> Any:
     """The JSON that a frontend answers with one of these statuses; None where it does not."""
-    key = operator_key(handle, url)
-    with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL, ValueError):
-        async with client(url, key) as http:
-            answer = await http.get(f"{url}{path}")
-            if answer.status_code in statuses:
-                return answer.json()
-            if answer.status_code == httpx.codes.UNAUTHORIZED:
-                log.warning("%s wants the operator's key: set %s", url, OPERATOR_KEY)
+    with contextlib.suppress(*_UNANSWERED):
+        status, body = await asyncio.to_thread(_fetch, url, path, operator_key(handle, url))
+        if status in statuses:
+            return msgspec.json.decode(body)
+        if status == HTTPStatus.UNAUTHORIZED:
+            log.warning("%s wants the operator's key: set %s", url, OPERATOR_KEY)
     return None
+
+
+def _fetch(url: str, path: str, key: str | None) -> tuple[int, bytes]:
+    """Status and body. Raises what is in `_UNANSWERED`."""
+    parts, given = urlsplit(url), credentials(url, key)
+    connection: http.client.HTTPConnection
+    if parts.scheme == "https":
+        trust = ssl.create_default_context()
+        trust.check_hostname = given["verify"]
+        trust.verify_mode = ssl.CERT_REQUIRED if given["verify"] else ssl.CERT_NONE
+        connection = http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=_TIMEOUT_S, context=trust)
+    else:
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
+    with contextlib.closing(connection):
+        connection.request("GET", parts.path + path, headers=given["headers"])
+        answer = connection.getresponse()
+        return answer.status, answer.read()
 
 
 def operator_key(handle: FleetHandle, url: str) -> str | None:
@@ -58,10 +82,9 @@ def operator_key(handle: FleetHandle, url: str) -> str | None:
 
 async def get_text(handle: FleetHandle, url: str, path: str) -> str | None:
     """What a frontend answers with 200; None where it does not."""
-    with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
-        async with client(url, operator_key(handle, url)) as http:
-            answer = await http.get(f"{url}{path}")
-            return answer.text if answer.status_code == httpx.codes.OK else None
+    with contextlib.suppress(*_UNANSWERED):
+        status, body = await asyncio.to_thread(_fetch, url, path, operator_key(handle, url))
+        return body.decode() if status == HTTPStatus.OK else None
     return None
 
 
@@ -95,8 +118,8 @@ async def fleet_stream(url: str, key: str | None) -> AsyncGenerator[tuple[str, d
     Raises httpx.HTTPError.
     """
     async with (
-        client(url, key) as http,
-        http.stream("GET", f"{url}/fleet/stream", timeout=_QUIET_S) as stream,
+        client(url, key) as asking,
+        asking.stream("GET", f"{url}/fleet/stream", timeout=_QUIET_S) as stream,
     ):
         stream.raise_for_status()
         event = ""

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from rich.live import Live
 
 from orchestrator.cli.handle import (
     OUT,
@@ -42,6 +41,8 @@ def status(
     elif as_json:
         asyncio.run(_repeat(handle, print_json))
     else:
+        from rich.live import Live  # brings what draws progress
+
         with Live(console=OUT, auto_refresh=False) as live:
             asyncio.run(_repeat(handle, lambda seen: live.update(fleet_view(seen), refresh=True)))
 

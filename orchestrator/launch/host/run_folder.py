@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 import msgspec
-import yaml
 
 from orchestrator.config.settings import Config, ConfigError, check_name, parse_config
+from orchestrator.config.yaml_text import load_yaml
 from orchestrator.parent import own_identity, pid_here
 
 log = logging.getLogger("pd.launcher")
@@ -100,8 +100,11 @@ class RunFolder:
         return left
 
     def write_config(self, config: Config, generation: int = 0) -> Path:
-        """As the fleet's processes read it. Returns the file of this generation."""
-        text = yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False)
+        """As the fleet's processes read it: JSON, which is YAML, and which commands read without a parser of YAML.
+
+        Returns the file of this generation.
+        """
+        text = msgspec.json.format(msgspec.json.encode(config), indent=1).decode() + "\n"
         file = f"config-{generation}.yaml"
         self._write(file, text)
         self._write(_CONFIG, text)
@@ -211,7 +214,12 @@ class RunFolder:
 
     def config(self) -> Config | None:
         text = self._read(_CONFIG)
-        return parse_config(yaml.safe_load(text)) if text else None
+        if not text:
+            return None
+        try:
+            return parse_config(msgspec.json.decode(text))
+        except msgspec.DecodeError:
+            return parse_config(load_yaml(text))  # of a fleet that an older release has started
 
     def ready(self) -> Ready | None:
         """None until the fleet is ready."""

@@ -68,16 +68,22 @@ def imported(*arguments: str) -> set[str]:
 ENGINES = {"vllm", "torch", "transformers", "numpy", "fastapi", "nixl"}
 SLOW = {"redis", "opentelemetry", "textual", "matplotlib", "orchestrator.simulator", "orchestrator.launch.launcher"}
 
+UNREAD = {"yaml"}  # no file is read
+
 
 @pytest.mark.parametrize(
     ("arguments", "not_needed"),
     [
-        (["--version"], ENGINES | SLOW | {"httpx", "orchestrator.launch"}),
-        (["--help"], ENGINES | SLOW | {"httpx", "orchestrator.launch"}),
-        (["status", "--url", "http://127.0.0.1:1"], ENGINES | SLOW),
+        (["--version"], ENGINES | SLOW | UNREAD | {"httpx", "orchestrator.launch"}),
+        (["--help"], ENGINES | SLOW | UNREAD | {"httpx", "orchestrator.launch"}),
+        (["status", "--url", "http://127.0.0.1:1"], ENGINES | SLOW | UNREAD | {"httpx"}),
+        (["trace", "--last", "--url", "http://127.0.0.1:1"], ENGINES | SLOW | UNREAD | {"httpx"}),
+        (["queue", "--redis", "redis://127.0.0.1:1"], ENGINES | SLOW - {"redis"} | UNREAD | {"httpx"}),
+        (["events", "--redis", "redis://127.0.0.1:1"], ENGINES | SLOW - {"redis"} | UNREAD | {"httpx"}),
+        (["ratio", "history", "--redis", "redis://127.0.0.1:1"], ENGINES | SLOW - {"redis"} | UNREAD | {"httpx"}),
         (["top", "--json", "--url", "http://127.0.0.1:1"], ENGINES | SLOW),
-        (["config", "keys"], ENGINES | SLOW | {"httpx"}),
-        (["scale", "decode=2"], ENGINES | SLOW - {"redis", "opentelemetry"} | {"httpx"}),
+        (["config", "keys"], ENGINES | SLOW | UNREAD | {"httpx"}),
+        (["scale", "decode=2"], ENGINES | SLOW - {"redis"} | UNREAD | {"httpx"}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -1,0 +1,44 @@
+"""YAML as configuration files have it. The parser is imported by who reads some: most commands read none."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+
+class NotYaml(ValueError):
+    """One line. `line` counts from 1; 0 where it is not known."""
+
+    def __init__(self, why: str, line: int) -> None:
+        super().__init__(why)
+        self.line = line
+
+
+def load_yaml(text: str) -> Any:
+    """Raises NotYaml."""
+    import yaml
+
+    try:
+        return yaml.load(text, _loader())
+    # A date in the thirteenth month is a ValueError, and a thousand open brackets are a RecursionError.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        where = getattr(error, "problem_mark", None)
+        raise NotYaml(str(getattr(error, "problem", error)), where.line + 1 if where else 0) from None
+
+
+@functools.cache
+def _loader() -> Any:
+    """Of YAML 1.2's booleans, which are `true` and `false`: in YAML 1.1 the `off` of `mode: off` is one too."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    boolean = "tag:yaml.org,2002:bool"
+    Loader.yaml_implicit_resolvers = {
+        letter: [(tag, pattern) for tag, pattern in resolvers if tag != boolean]
+        for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    Loader.add_implicit_resolver(boolean, re.compile(r"^(?:true|false)$", re.I), list("tTfF"))
+    return Loader
