@@ -13,7 +13,7 @@ BIN    := .venv/bin
 # The stamp's name holds the hash of what was installed: an unchanged lock installs nothing.
 STAMP  := .venv/.installed-$(shell cat $(LOCK) pyproject.toml | sha256sum | cut -c1-16)
 TORCH  := $(shell grep '^torch==' $(LOCK))
-PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
 # Asked only where the configured index offers no CPU build of torch.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
@@ -27,11 +27,12 @@ venv: $(STAMP)
 $(STAMP): $(LOCK) pyproject.toml
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "make: Python >= 3.11 is needed, '$(PYTHON)' is not; run make PYTHON=/path/to/python3.11" >&2; exit 2; }
-	"$(PYTHON)" -m venv .venv
+	@echo "Installing $$(grep -c == $(LOCK)) packages into .venv, once: this takes some minutes"
+	@"$(PYTHON)" -m venv .venv
 	@rm -f .venv/.installed-*
-	$(PIP) install --no-deps "$(TORCH)" || $(PIP) install --no-deps --index-url $(TORCH_CPU_INDEX) "$(TORCH)"
-	$(PIP) install --no-deps -r $(LOCK)
-	$(PIP) install --no-deps --no-build-isolation -e .
+	@$(PIP) install --no-deps "$(TORCH)" || $(PIP) install --no-deps --index-url $(TORCH_CPU_INDEX) "$(TORCH)"
+	@$(PIP) install --no-deps -r $(LOCK)
+	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
 
 model: venv

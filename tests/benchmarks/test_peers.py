@@ -54,6 +54,7 @@ def test_a_peer_that_cannot_run_is_left_out_and_the_others_take_turns(tmp_path):
     assert turns.failed == {"peer": "peer: pip cannot install it"}
 
 
+@pytest.mark.slow
 def test_tables_have_ratios_and_name_who_was_not_measured(tmp_path):
     pytest.importorskip("matplotlib")
     half = {key: value * 2 for key, value in FIGURES.items()} | {"requests_per_s": 5.0}

@@ -93,6 +93,7 @@ def test_the_configuration_file_is_overridden_by_options(
     assert made_up.worker_id.startswith("decode-") and made_up.config.model == "from-file"
 
 
+@pytest.mark.slow
 async def test_a_sequence_longer_than_the_memory_is_refused_at_start(workers: Workers) -> None:
     workers.tree["sim"] = {"blocks": 10}
     worker = await workers.spawn(Role.DECODE, wait=False)
@@ -102,6 +103,7 @@ async def test_a_sequence_longer_than_the_memory_is_refused_at_start(workers: Wo
     ] or worker.log[-1].startswith("decode-worker: sim.max_model_len: expected at most 160")
 
 
+@pytest.mark.slow
 async def test_an_incompatible_worker_exits_with_2(workers: Workers) -> None:
     await workers.spawn(Role.DECODE)
     worker = await workers.spawn(Role.DECODE, "--model", "another", wait=False)
@@ -111,6 +113,7 @@ async def test_an_incompatible_worker_exits_with_2(workers: Workers) -> None:
     )
 
 
+@pytest.mark.slow
 async def test_a_taken_kv_port_is_worth_another_start(workers: Workers) -> None:
     first = await workers.spawn(Role.PREFILL)
     info = await workers.registered(first.id)
@@ -119,6 +122,7 @@ async def test_a_taken_kv_port_is_worth_another_start(workers: Workers) -> None:
     assert str(info.kv.port) in worker.log[-1] and worker.log[-1].endswith("choose another --kv-port")
 
 
+@pytest.mark.slow
 async def test_a_second_worker_of_the_same_id_is_refused_and_a_restarted_one_is_not(workers: Workers) -> None:
     first = await workers.spawn(Role.DECODE)
     before = await workers.registered(first.id)
@@ -136,6 +140,7 @@ async def test_a_second_worker_of_the_same_id_is_refused_and_a_restarted_one_is_
     assert await again.stopped() == 0
 
 
+@pytest.mark.slow
 async def test_an_id_is_claimed_before_the_engine_loads(workers: Workers) -> None:
     """Two workers that load for minutes under one id, and only then see each other, would have loaded in vain."""
     other = "another-host/1/1"
@@ -154,6 +159,7 @@ async def test_an_id_is_claimed_before_the_engine_loads(workers: Workers) -> Non
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 async def test_a_worker_that_is_to_restart_drains_and_says_so_by_its_exit_code(workers: Workers) -> None:
     worker = await workers.spawn(Role.DECODE)
     await workers.registry.order_restart(worker.id)
@@ -164,6 +170,7 @@ async def test_a_worker_that_is_to_restart_drains_and_says_so_by_its_exit_code(w
     assert await other.stopped() == 0
 
 
+@pytest.mark.slow
 async def test_processes_hand_kv_over_and_leave_in_order(workers: Workers) -> None:
     prefill, decode = await workers.spawn(Role.PREFILL), await workers.spawn(Role.DECODE)
     frontend = await workers.frontend(prefill, decode)
@@ -181,6 +188,7 @@ async def test_processes_hand_kv_over_and_leave_in_order(workers: Workers) -> No
         assert any(f" INFO {worker.id} pd.worker: ready: {worker.id.split('-')[0]}" in line for line in worker.log)
 
 
+@pytest.mark.slow
 async def test_sigterm_drains_a_worker_that_no_launcher_runs(workers: Workers) -> None:
     """Within half of `launcher.stop_timeout_s`, which is for workers that a launcher kills after it, it would not."""
     workers.tree["sim"] = {"speed": 1.0}
@@ -197,6 +205,7 @@ async def test_sigterm_drains_a_worker_that_no_launcher_runs(workers: Workers) -
     assert not request.events, "nothing was given back"
 
 
+@pytest.mark.slow
 async def test_the_health_port_tells_starting_ready_draining_and_nothing_else(workers: Workers) -> None:
     """As Kubernetes asks it."""
     workers.tree["sim"] = {"speed": 1.0}
@@ -227,6 +236,7 @@ async def test_the_health_port_tells_starting_ready_draining_and_nothing_else(wo
     held.close()
 
 
+@pytest.mark.slow
 async def test_a_taken_health_port_is_worth_another_start(workers: Workers) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -235,6 +245,7 @@ async def test_a_taken_health_port_is_worth_another_start(workers: Workers) -> N
     assert worker.log[-1].startswith(f"decode-worker: --health-port {port}: cannot be listened on")
 
 
+@pytest.mark.slow
 async def test_sigterm_lets_a_short_request_end_and_a_second_does_not_wait(workers: Workers) -> None:
     workers.tree["sim"] = {"speed": 1.0}
     worker, other = await workers.spawn(Role.DECODE), await workers.spawn(Role.DECODE)
@@ -253,6 +264,7 @@ async def test_sigterm_lets_a_short_request_end_and_a_second_does_not_wait(worke
     assert endless.finish is None
 
 
+@pytest.mark.slow
 async def test_stops_while_its_engine_or_its_redis_is_not_there(redis_server: EmbeddedRedis, tmp_path: Path) -> None:
     """SIGTERM is obeyed in every state; here: joined, with Redis away."""
     server = EmbeddedRedis()
@@ -282,6 +294,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 async def test_dies_with_its_parent(workers: Workers) -> None:
     """A launcher that is killed leaves no worker behind."""
     arguments = ["--namespace", workers.config.namespace, "--redis", workers.url]
@@ -306,6 +319,7 @@ def _alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_both_console_scripts_are_installed() -> None:
     folder = Path(sys.executable).parent
     for name in ("prefill-worker", "decode-worker"):
@@ -332,6 +346,7 @@ def test_vllm_arguments_are_parsed_by_vllm() -> None:
         vllm_arguments(["--no-such-thing", "1"])
 
 
+@pytest.mark.slow
 async def test_ports_come_from_the_range_and_ipv6_works(workers: Workers) -> None:
     """Two workers at ::1 hand KV over; every port that they and their engines listen at is of `workers.ports`."""
     with socket.socket(socket.AF_INET6) as probe:
@@ -358,6 +373,7 @@ async def test_ports_come_from_the_range_and_ipv6_works(workers: Workers) -> Non
     await frontend.finished(request)
 
 
+@pytest.mark.slow
 async def test_what_is_advertised_is_registered_and_what_nobody_reaches_is_refused(
     workers: Workers, capsys: pytest.CaptureFixture[str]
 ) -> None:

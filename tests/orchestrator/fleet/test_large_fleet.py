@@ -86,6 +86,7 @@ def descriptors():
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.slow
 async def test_a_frontend_holds_1200_workers(addresses):
     fleet, transport, lost, answered = Fleet("f"), FrontendTransport("f", keys=None), [], set()
     prefixes = PrefixView(transport.send)

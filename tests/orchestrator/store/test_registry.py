@@ -398,6 +398,7 @@ async def test_a_heartbeat_tells_who_departed_since(registry, redis):
     assert (await registry.refresh(me, TTL_S, now.last_departure)).departed == []
 
 
+@pytest.mark.slow
 async def test_many_departures_are_told_in_several_heartbeats(registry):
     await registry.join(worker("me"), TTL_S)
     told = await registry.refresh(worker("me"), TTL_S)

@@ -55,6 +55,7 @@ def test_what_is_simulated_is_what_the_file_configures(tmp_path):
     assert set(local["reasons"]) == {"local:short_prompt"}
 
 
+@pytest.mark.slow
 def test_goodput_is_given_for_three_shares_with_the_tails(tmp_path):
     args = ["--trace", "heavy_tailed", "--requests", "300", "--fleet", "1P1D", "--sweep", "rate=goodput"]
     found = json.loads(run(*args, "--json").stdout)
