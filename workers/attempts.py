@@ -31,6 +31,7 @@ class Attempt:
     submitted: bool = False  # the engine knows it
     leased: bool = False  # a claim in the queue stands behind it
     tokens_left: int = field(init=False, default=0)  # of its prompt, not computed yet; kept by `Attempts`
+    chunk_ends: list[float] = field(init=False, default_factory=list)  # monotonic seconds; of all chunks but the last
 
 
 class Attempts:
@@ -94,11 +95,14 @@ class Attempts:
             self._prefills[attempt.key] = attempt
         self._leave(attempt, attempt.tokens)
 
-    def computing(self, tokens_left: dict[str, int]) -> None:
-        """What the engine says of prompts that it has begun, by key: tokens that it still has to compute."""
+    def computing(self, tokens_left: dict[str, int], now: float) -> None:
+        """What the engine says of prompts that it has begun, by key: tokens that it still has to compute. `now`:
+        monotonic seconds."""
         for key, tokens in tokens_left.items():
             attempt = self._by_key.get(key)
             if attempt is not None and not attempt.computed:
+                if tokens < attempt.tokens_left:
+                    attempt.chunk_ends.append(now)
                 self._leave(attempt, tokens)
                 self.room.set()
 

@@ -142,6 +142,7 @@ class Prefills:
             cached_tokens=stats.num_cached_tokens if stats is not None else 0,
             created_cache_tokens=stats.num_cache_creation_tokens if stats is not None else 0,
             sent_at=now,
+            chunk_ends_s=[end - attempt.since for end in attempt.chunk_ends],
         )
         payload = self._engine.encode_outputs([output], timestamp) if output.new_token_ids else []
         self._frontends.send(attempt.frontend_id, prefilled, payload)

@@ -187,7 +187,8 @@ class Serving:
     async def deliver(self, step: EngineStep) -> None:
         """Outputs of one step to whom they belong: one message per frontend. Raises EngineDead."""
         decoded: dict[str, list[tuple[Attempt, EngineOutput]]] = defaultdict(list)
-        self._attempts.computing(step.tokens_left)
+        if step.tokens_left:
+            self._attempts.computing(step.tokens_left, time.monotonic())
         for output in step.outputs:
             attempt = self._attempts.get(output.request_id)
             if attempt is None:

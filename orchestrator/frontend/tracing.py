@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -53,8 +54,12 @@ class RequestTrace:
             return
         for stage in stages(line):
             attributes = {"pd.request_id": line.id, "pd.worker": stage.worker}
-            begin, end = _ns(line, stage.begin_ms), _ns(line, stage.end_ms)
-            self._tracer.start_span(stage.name, self._context, attributes=attributes, start_time=begin).end(end)
+            span = self._span_of(stage.name, self._context, attributes, line, stage.begin_ms, stage.end_ms)
+            if stage.name == "prefill" and line.chunks_ms:
+                within, begin_ms = trace.set_span_in_context(span), stage.begin_ms
+                for end_ms in (*(stage.begin_ms + chunk_ms for chunk_ms in line.chunks_ms), stage.end_ms):
+                    self._span_of("prefill chunk", within, attributes, line, begin_ms, min(end_ms, stage.end_ms))
+                    begin_ms = min(end_ms, stage.end_ms)
         self._span.set_attributes(
             {
                 "pd.request_id": line.id,
@@ -66,6 +71,14 @@ class RequestTrace:
                 "gen_ai.usage.completion_tokens": line.output_tokens,
             }
         )
+
+    def _span_of(
+        self, name: str, context: Context, attributes: dict[str, str], line: RequestLine, begin_ms: float, end_ms: float
+    ) -> trace.Span:
+        """One that has ended. Times from the request's arrival."""
+        span = self._tracer.start_span(name, context, attributes=attributes, start_time=_ns(line, begin_ms))
+        span.end(_ns(line, end_ms))
+        return span
 
     def end(self) -> None:
         self._span.end()

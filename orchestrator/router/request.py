@@ -105,13 +105,17 @@ class Prefilling(msgspec.Struct, frozen=True):
     ended_at: float | None = None
     cached_tokens: int = 0  # the prefill worker's own prefix-cache hit
     created_cache_tokens: int = 0  # prompt tokens that it wrote to its prefix cache
+    chunk_ends_s: list[float] = []  # from the claim; of all chunks but the last
 
-    def completed(self, compute_s: float, cached_tokens: int, created_cache_tokens: int, now: float) -> Prefilling:
+    def completed(
+        self, compute_s: float, cached_tokens: int, created_cache_tokens: int, chunk_ends_s: list[float], now: float
+    ) -> Prefilling:
         return msgspec.structs.replace(
             self,
             compute_s=compute_s,
             cached_tokens=cached_tokens,
             created_cache_tokens=created_cache_tokens,
+            chunk_ends_s=chunk_ends_s,
             ended_at=now,
         )
 

@@ -47,6 +47,7 @@ def describe(request: ActiveRequest, now: float) -> RequestLine:
         arrived_at=round(received_at, 3),
         frontend_ms=_ms(accepted_at - received_at),
         sent_ms=_ms(decode.at - request.accepted_at) if decode is not None else None,
+        chunks_ms=[_ms(end_s) or 0.0 for end_s in prefill.chunk_ends_s] if prefill is not None else [],
     )
 
 

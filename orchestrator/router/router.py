@@ -184,7 +184,9 @@ class Router:
     def _on_prefilled(self, active: ActiveRequest, said: Prefilled, payload: list[bytes], now: float) -> None:
         if active.prefill is None or active.prefill.worker_id != said.worker_id:
             return  # of a claim that another worker took over
-        active.prefill = active.prefill.completed(said.prefill_s, said.cached_tokens, said.created_cache_tokens, now)
+        active.prefill = active.prefill.completed(
+            said.prefill_s, said.cached_tokens, said.created_cache_tokens, said.chunk_ends_s, now
+        )
         metrics.prefix_hit_tokens.labels("prefill").inc(said.cached_tokens)
         metrics.prefill_s.observe(said.prefill_s)
         self.learning.prefilled(active, self._fleet.workers.get(said.worker_id))

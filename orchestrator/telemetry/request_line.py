@@ -31,6 +31,7 @@ class RequestLine(msgspec.Struct, frozen=True, omit_defaults=True):
     arrived_at: float = 0.0  # at the frontend, unix seconds
     frontend_ms: float | None = None  # from there to the router: parsing, the chat template, tokenizing
     sent_ms: float | None = None  # from arrival at the router until a decode worker was given the last attempt
+    chunks_ms: list[float] = []  # ends of a remote prefill's chunks, from its begin; the last one's is `prefill_ms`
 
 
 class Stage(msgspec.Struct, frozen=True):

@@ -108,6 +108,7 @@ class Prefilled(msgspec.Struct, tag="prefilled", frozen=True):
     cached_tokens: int = 0  # the prefill worker's own prefix-cache hit
     created_cache_tokens: int = 0  # prompt tokens that it wrote to its prefix cache
     sent_at: float = 0.0  # the worker's monotonic clock, to rebase engine timestamps
+    chunk_ends_s: list[float] = []  # from the claim; of all chunks but the last, which ends at `prefill_s`
 
 
 class PrefillFailed(msgspec.Struct, tag="prefill_failed", frozen=True):

@@ -59,6 +59,7 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="module")
 def fleet(collector: Collector) -> Iterator[RunningFleet]:
     sets = (f"frontend.otlp_endpoint={collector.endpoint}", "routing.remote_prefill_min_tokens=100")
+    sets = (*sets, "sim.max_num_batched_tokens=200")  # so that prompts are prefilled in chunks
     with running_fleet("sim-2p2d.yaml", *sets, "frontend.trace_share=0") as running:
         yield running
 
@@ -72,13 +73,17 @@ def ask(fleet: RunningFleet, **headers: str) -> httpx.Response:
 
 def test_a_clients_trace_goes_on_through_every_stage(fleet: RunningFleet, collector: Collector):
     answer = ask(fleet, traceparent=f"00-{TRACE}-{CLIENT}-01")
-    spans = collector.of_trace(TRACE, 7)
+    spans = collector.of_trace(TRACE, 8)
     request = spans["POST /v1/completions"]
     assert request.parent_span_id.hex() == CLIENT
     stages = [spans[name] for name in ("frontend", "place", "queue", "prefill", "transfer", "decode")]
     assert {span.parent_span_id for span in stages} == {request.span_id}
     for before, after in zip(stages, stages[1:], strict=False):
         assert before.start_time_unix_nano <= before.end_time_unix_nano <= after.start_time_unix_nano + 1000
+    chunks = [span for span in collector.spans if span.trace_id.hex() == TRACE and span.name == "prefill chunk"]
+    assert len(chunks) == 3 and {span.parent_span_id for span in chunks} == {spans["prefill"].span_id}
+    ends = [chunk.end_time_unix_nano for chunk in chunks]
+    assert ends == sorted(set(ends)) and ends[-1] == spans["prefill"].end_time_unix_nano
     told = {item.key: item.value.string_value for item in spans["prefill"].attributes}
     assert told["pd.request_id"] == answer.headers["x-request-id"] and told["pd.worker"].startswith("prefill-")
 

@@ -55,15 +55,26 @@ def test_what_is_computed_in_chunks_waits_no_more() -> None:
     one, two = attempt_of("a#1", 1000, Phase.PREFILL), attempt_of("b#1", 300, Phase.PREFILL)
     attempts.add(one)
     attempts.add(two)
-    attempts.computing({"a#1": 600})
+    attempts.computing({"a#1": 600}, 1.0)
     assert (attempts.waiting_tokens, attempts.claimed_tokens) == (900, 900)
-    attempts.computing({"a#1": 200})
+    attempts.computing({"a#1": 200}, 1.0)
     attempts.compute(one)
     assert attempts.waiting_tokens == 300
-    attempts.computing({"a#1": 100, "b#1": 100, "nobody#1": 7})
+    attempts.computing({"a#1": 100, "b#1": 100, "nobody#1": 7}, 1.0)
     assert attempts.waiting_tokens == 100, "a is computed, whatever was said of it before"
     attempts.compute(two)
     assert (attempts.waiting_tokens, attempts.claimed_tokens) == (0, 0)
+
+
+def test_chunks_end_where_less_is_left() -> None:
+    attempts = Attempts()
+    one = attempt_of("a#1", 1000, Phase.PREFILL)
+    attempts.add(one)
+    for now, left in ((1.0, 600), (2.0, 600), (3.0, 900), (4.0, 200)):  # others' step, and a preemption between
+        attempts.computing({"a#1": left}, now)
+    attempts.compute(one)
+    attempts.computing({"a#1": 100}, 5.0)
+    assert one.chunk_ends == [1.0, 4.0]
 
 
 def test_the_engine_knows_better_what_is_cached() -> None:
@@ -72,11 +83,11 @@ def test_the_engine_knows_better_what_is_cached() -> None:
     more, less, given_up = [attempt_of(f"{name}#1", 100, Phase.PREFILL) for name in "abc"]
     for each in (more, less, given_up):
         attempts.add(each)
-    attempts.computing({"a#1": 240, "b#1": 10, "c#1": 30})
+    attempts.computing({"a#1": 240, "b#1": 10, "c#1": 30}, 1.0)
     assert attempts.claimed_tokens == 280
     attempts.remove(given_up)
     assert attempts.claimed_tokens == 250
-    attempts.computing({"a#1": 100, "b#1": 10})
+    attempts.computing({"a#1": 100, "b#1": 10}, 1.0)
     attempts.remove(more)
     attempts.remove(less)
     assert (attempts.waiting_tokens, attempts.claimed_tokens) == (0, 0)
@@ -87,7 +98,11 @@ def test_room_is_told_of_whenever_there_is_more() -> None:
     one = attempt_of("a#1", 100, Phase.PREFILL)
     attempts.add(one)
     assert not attempts.room.is_set()
-    for less in (lambda: attempts.computing({"a#1": 50}), lambda: attempts.compute(one), lambda: attempts.remove(one)):
+    for less in (
+        lambda: attempts.computing({"a#1": 50}, 1.0),
+        lambda: attempts.compute(one),
+        lambda: attempts.remove(one),
+    ):
         less()
         assert attempts.room.is_set()
         attempts.room.clear()
