@@ -306,10 +306,13 @@ class Offered(msgspec.Struct, frozen=True):
         0  # prompt tokens that the decode worker with most of the prompt cached would have had to compute
     )
     local_tokens2: float = 0.0
+    least_tokens: int = 0  # prompt tokens that the worker with most of the prompt cached, of either role, would compute
+    least_tokens2: float = 0.0
 
     @classmethod
     def one(cls, prefill_tokens: int, local_tokens: int, output_tokens: float) -> Offered:
         """A single request."""
+        least_tokens = min(prefill_tokens, local_tokens)
         return cls(
             requests=1,
             prefill_tokens=prefill_tokens,
@@ -317,6 +320,8 @@ class Offered(msgspec.Struct, frozen=True):
             prefill_tokens2=float(prefill_tokens * prefill_tokens),
             local_tokens=local_tokens,
             local_tokens2=float(local_tokens * local_tokens),
+            least_tokens=least_tokens,
+            least_tokens2=float(least_tokens * least_tokens),
         )
 
     def __add__(self, other: Offered) -> Offered:

@@ -27,10 +27,46 @@ class Traffic(msgspec.Struct, frozen=True):
     prefill_s2: float  # and its second moment, seconds squared
     local_s: float  # the same on the decode worker that has most of it cached
     local_s2: float
+    least_s: float  # the same on the worker of either role that has most of it cached
+    least_s2: float
     output_tokens: float
     step_s: float  # of a decode step without sequences
     step_s_per_sequence: float
     max_sequences: float  # that decode on one worker, by its batch or its memory
+
+
+def after_moves(traffic: Traffic, prefill: int, decode: int, more: int) -> Traffic:
+    """What prompts cost once `more` of the workers prefill, or fewer where negative.
+
+    Workers take along what they have cached: a prompt that one role has more of than the other finds it there with the
+    share of those workers that moved.
+    """
+    if more < 0:
+        stayed = (prefill + more) / prefill
+        return msgspec.structs.replace(
+            traffic,
+            local_s=traffic.least_s + stayed * (traffic.local_s - traffic.least_s),
+            local_s2=traffic.least_s2 + stayed * (traffic.local_s2 - traffic.least_s2),
+        )
+    stayed = (decode - more) / decode
+    return msgspec.structs.replace(
+        traffic,
+        prefill_s=traffic.least_s + stayed * (traffic.prefill_s - traffic.least_s),
+        prefill_s2=traffic.least_s2 + stayed * (traffic.prefill_s2 - traffic.least_s2),
+    )
+
+
+def with_prompts(traffic: Traffic, factor: float) -> Traffic:
+    """The same requests with prompts that take `factor` times as long."""
+    return msgspec.structs.replace(
+        traffic,
+        prefill_s=traffic.prefill_s * factor,
+        prefill_s2=traffic.prefill_s2 * factor * factor,
+        local_s=traffic.local_s * factor,
+        local_s2=traffic.local_s2 * factor * factor,
+        least_s=traffic.least_s * factor,
+        least_s2=traffic.least_s2 * factor * factor,
+    )
 
 
 def headroom(traffic: Traffic, prefill: int, decode: int, slo: SLOConfig) -> float:
@@ -98,7 +134,9 @@ def tpot_s(traffic: Traffic, factor: float, taken: float, decode: int) -> float:
         return math.inf
     # Little: sequences = tokens_per_s * TPOT, and TPOT = (step_s + step_s_per_sequence * sequences) / (1 - overflow).
     mean_s = traffic.step_s / left
-    if tokens_per_s * mean_s > traffic.max_sequences:
+    # They come and go at random, so that their number is about Poisson.
+    sequences = tokens_per_s * mean_s
+    if sequences + Z_95 * math.sqrt(sequences) > traffic.max_sequences:
         return math.inf
     if overflow <= 0:
         return mean_s

@@ -8,12 +8,12 @@ processes), is not here.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from orchestrator.config.settings import RatioConfig, SLOConfig
-from orchestrator.policy.attainment import Traffic, headroom
+from orchestrator.policy.attainment import Traffic, after_moves, headroom, with_prompts
 from orchestrator.policy.predict import FIT_MEMORY, MIN_FIT_SAMPLES, LineFit, Predictor, Smoothed
 from orchestrator.types import DesiredRatio, Offered
 
@@ -28,6 +28,7 @@ MOST_SPLITS = 32  # compared of a large fleet's: evenly spread
 # A decode worker can do all that a prefill worker does, but not the other way round, so workers go to decode while the
 # fleet still bears this many times the load at which they would go to prefill.
 DECODE_EARLIER = 1.25
+TO_PREFILL_SURER = 2.0  # how many times the standard error that going to prefill has to stand; to decode: once
 
 
 class Observation(msgspec.Struct, frozen=True):
@@ -148,16 +149,17 @@ def traffic(window: Sequence[LoadSample]) -> Traffic | None:
     # Output lengths are learned from requests that ended, and long ones end last. What all that are there have
     # generated, over the requests that ended meanwhile, counts those too that have not ended. What waits counts as
     # well: it is to be decoded beside what arrives.
-    there = sum(sample.sequences * sample.period_s for sample in window)
+    generated = sum(s.sequences * s.period_s / s.itl_s for s in window if s.itl_s > 0)
     ended = max(count * LEAST_ENDED, count - max(0, last.sequences - window[0].sequences))
-    by_number = there / (ended * last.itl_s) if last.itl_s > 0 else 0.0
     return Traffic(
         requests_per_s=rate,
         prefill_s=per_token * total.prefill_tokens / count,
         prefill_s2=per_token * per_token * total.prefill_tokens2 / count,
         local_s=per_token * total.local_tokens / count,
         local_s2=per_token * per_token * total.local_tokens2 / count,
-        output_tokens=max(1.0, total.output_tokens / count, by_number),
+        least_s=per_token * total.least_tokens / count,
+        least_s2=per_token * per_token * total.least_tokens2 / count,
+        output_tokens=max(1.0, total.output_tokens / count, generated / ended),
         step_s=last.step[0],
         step_s_per_sequence=last.step[1],
         max_sequences=last.max_sequences,
@@ -194,11 +196,11 @@ def desired_ratio(
     """A better split of the same number of workers; None to keep the current one.
 
     It is kept while too little arrives to tell, for `config.cool_down_s` after a change, while it bears
-    `1 / config.busy` times what arrives, and where no other bears more by `config.gain` and by what chance makes of so
-    few requests (hysteresis). The latest samples are asked first, then ever more of them: what is seen for longer
-    need not be as clear. Each time all of them and both halves must ask for a change in the same direction: a burst is
-    no reason to move. A worker goes to decode for what two samples say, and to prefill for what lasts
-    ten seconds, because a decode worker can do both. At most `max_step` workers change roles at once, by default
+    `1 / config.busy` times what arrives, and where no other bears more by `config.gain` whatever
+    chance makes of so few requests (hysteresis). The latest samples are asked first, then ever more of them: what is
+    seen for longer need not be as clear. Each time all of them and both halves must ask for a change in the same
+    direction: a burst is no reason to move. A worker goes to decode for what two samples say, and to prefill for what
+    lasts ten seconds, because a decode worker can do both. At most `max_step` workers change roles at once, by default
     a quarter of the fleet and at least one.
     """
     total = current.prefill + current.decode
@@ -214,7 +216,7 @@ def desired_ratio(
             continue
         asked = len(part)
         more = max(-step, min(step, _agreed(part, current, config, slo)))
-        if more < 0 or (more > 0 and least_s > 0):
+        if more < 0 or (more > 0 and least_s > 0 and not _warming(part)):
             return _decision(part, current, more, slo)
     return None
 
@@ -227,19 +229,21 @@ def _decision(window: Sequence[LoadSample], current: DesiredRatio, more: int, sl
         before=current,
         after=after,
         headroom_before=headroom(arriving, current.prefill, current.decode, slo),
-        headroom_after=headroom(arriving, after.prefill, after.decode, slo),
+        headroom_after=headroom(
+            after_moves(arriving, current.prefill, current.decode, more), after.prefill, after.decode, slo
+        ),
         traffic=arriving,
     )
 
 
 def _agreed(window: Sequence[LoadSample], current: DesiredRatio, config: RatioConfig, slo: SLOConfig) -> int:
     """How many more workers should prefill, fewer where negative; 0 where the window and its halves disagree."""
+    more = _best_prefill(window, current, config, slo) - current.prefill if window else 0
     middle = len(window) // 2
-    parts = [part for part in (window, window[:middle], window[middle:]) if part]
-    if not parts:
-        return 0
-    best, *halves = [_best_prefill(part, current, config, slo) - current.prefill for part in parts]
-    return 0 if any(half * best <= 0 for half in halves) else best
+    for half in (window[:middle], window[middle:]):
+        if more and half and (_best_prefill(half, current, config, slo) - current.prefill) * more <= 0:
+            return 0
+    return more
 
 
 def _best_prefill(window: Sequence[LoadSample], current: DesiredRatio, config: RatioConfig, slo: SLOConfig) -> int:
@@ -251,13 +255,66 @@ def _best_prefill(window: Sequence[LoadSample], current: DesiredRatio, config: R
     now = headroom(arriving, current.prefill, current.decode, slo)
     if now * config.busy > DECODE_EARLIER:
         return current.prefill
-    options = {*range(config.min_prefill, total - config.min_decode + 1, max(1, total // MOST_SPLITS)), current.prefill}
-    bears = {prefill: headroom(arriving, prefill, total - prefill, slo) for prefill in options}
-    best = max(bears, key=lambda prefill: (bears[prefill], -abs(prefill - current.prefill)))
-    gain = config.gain + _chance(window, arriving, config)
-    if bears[best] < (1 + gain) * now or (best > current.prefill and now * config.busy > 1):
-        return current.prefill
-    return best
+    # What decodes has to fit on the workers that go on decoding.
+    holding = math.ceil(window[-1].sequences / window[-1].max_sequences)
+    most = total - max(config.min_decode, holding)
+    if now * config.busy > 1 or _growing(window):
+        most = min(most, current.prefill)
+    step = max(1, total // MOST_SPLITS)
+    gains = {current.prefill: 1.0}
+    for prefills, surer in (
+        (range(config.min_prefill, min(most + 1, current.prefill), step), 1.0),
+        (range(current.prefill + 1, most + 1, step), TO_PREFILL_SURER),
+    ):
+        gains |= _gains(arriving, current, prefills, surer * _chance(window, arriving, config), slo)
+    if current.prefill > 0 and gains.get(0, 0.0) * now < 1 <= headroom(with_prompts(arriving, 0.0), 0, total, slo):
+        gains[0] = 0.0  # more prompts than it bears, and no queue to hold some back: all would be late
+    best = max(gains, key=lambda prefill: (gains[prefill], -abs(prefill - current.prefill)))
+    return best if gains[best] >= 1 + config.gain else current.prefill
+
+
+def _gains(
+    arriving: Traffic, current: DesiredRatio, prefills: Iterable[int], error: float, slo: SLOConfig
+) -> dict[int, float]:
+    """How many times what the current split bears each of these bears, by its prefill workers: the least of that, be
+    prompts shorter or longer by `error` than they seem. All splits bear the same prompts, so that the error of the
+    comparison is less than theirs."""
+    may_be = [arriving, with_prompts(arriving, 1 / (1 + error)), with_prompts(arriving, 1 + error)]
+    bears_now = [max(1e-9, headroom(each, current.prefill, current.decode, slo)) for each in may_be]
+    gains = {}
+    for prefill in prefills:
+        more = prefill - current.prefill
+        gains[prefill] = min(
+            headroom(after_moves(each, current.prefill, current.decode, more), prefill, current.decode - more, slo)
+            / now
+            for each, now in zip(may_be, bears_now, strict=True)
+        )
+    return gains
+
+
+def _growing(window: Sequence[LoadSample]) -> bool:
+    """Whether ever more sequences decode, by more than chance (two standard deviations of Poisson numbers): then the
+    longest answers have not ended, and what decode workers will have to bear is not known."""
+    seconds, first = 0.0, len(window) - 1
+    while first > 0 and seconds < LEAST_WINDOWS_S[0]:
+        seconds += window[first].period_s
+        first -= 1
+    before, after = window[first].sequences, window[-1].sequences
+    return after - before > 2 * math.sqrt(before + after)
+
+
+def _warming(window: Sequence[LoadSample]) -> bool:
+    """Whether prompts take less in the second half than in the first, by more than chance (a standard error). Caches
+    fill after a start or a change of load, and until then prompts look as if more workers should prefill."""
+    middle = len(window) // 2
+    parts = window[:middle], window[middle:]
+    first, second = (traffic(part) for part in parts)
+    if first is None or second is None:
+        return False
+    requests = [sum(sample.offered.requests for sample in part) for part in parts]
+    return first.least_s - second.least_s > math.hypot(
+        *(math.sqrt(half.least_s2 / count) for half, count in zip((first, second), requests, strict=True))
+    )
 
 
 def _chance(window: Sequence[LoadSample], arriving: Traffic, config: RatioConfig) -> float:

@@ -146,7 +146,7 @@ async def offering(registry, prompt_tokens, output_tokens):
         for tens in range(1, 10_000):
             n = 10 * tens
             tokens, squares = n * prompt_tokens, float(n * prompt_tokens**2)
-            offered = Offered(n, tokens, float(n * output_tokens), 0, 0, 0, squares, tokens, squares)
+            offered = Offered(n, tokens, float(n * output_tokens), 0, 0, 0, squares, tokens, squares, tokens, squares)
             await registry.refresh_frontend(Frontend("g", "", "1", offered=offered), 60)
             await asyncio.sleep(0.005)
 

@@ -6,7 +6,15 @@ import msgspec
 import pytest
 
 from orchestrator.config.settings import SLOConfig
-from orchestrator.policy.attainment import MOST_HEADROOM, Traffic, headroom, most_busy, tpot_s
+from orchestrator.policy.attainment import (
+    MOST_HEADROOM,
+    Traffic,
+    after_moves,
+    headroom,
+    most_busy,
+    tpot_s,
+    with_prompts,
+)
 
 SLO = SLOConfig(ttft_s=1.0, tpot_s=0.05)
 # Ten requests a second: half a worker's worth of prefill, prompts of equal length.
@@ -16,6 +24,8 @@ EVEN = Traffic(
     prefill_s2=0.0025,
     local_s=0.05,
     local_s2=0.0025,
+    least_s=0.05,
+    least_s2=0.0025,
     output_tokens=200.0,
     step_s=0.01,
     step_s_per_sequence=0.0001,
@@ -29,9 +39,12 @@ def bears(traffic: Traffic, prefill: int, decode: int, slo: SLOConfig = SLO) -> 
 
 def of_prompts(seconds: float, squares: float, **changes) -> Traffic:
     """Prompts that take as long anywhere."""
-    return msgspec.structs.replace(
-        EVEN, prefill_s=seconds, prefill_s2=squares, local_s=seconds, local_s2=squares, **changes
-    )
+    cost = {
+        f"{where}_{name}": value
+        for where in ("prefill", "local", "least")
+        for name, value in (("s", seconds), ("s2", squares))
+    }
+    return msgspec.structs.replace(EVEN, **cost, **changes)
 
 
 def best(traffic: Traffic, workers: int = 8, slo: SLOConfig = SLO) -> int:
@@ -45,6 +58,31 @@ def test_a_decode_step_is_as_long_as_littles_law_says():
     assert tpot_s(EVEN, 2.1, taken=0.0, decode=1) == math.inf, "more than all of it"
     full = msgspec.structs.replace(EVEN, max_sequences=20)
     assert tpot_s(full, 1.0, taken=1.0, decode=1) == math.inf
+
+
+def test_the_number_of_sequences_may_be_above_its_mean():
+    """Ten on average: sixteen are there at times, and a worker that holds twelve would be full."""
+    steady = of_prompts(0.0, 0.0, step_s_per_sequence=0.0, output_tokens=100.0)
+    for most, bears_it in ((12, False), (16, True)):
+        fits = msgspec.structs.replace(steady, max_sequences=most)
+        assert (tpot_s(fits, 1.0, taken=1.0, decode=1) < math.inf) == bears_it
+
+
+def test_workers_take_along_what_they_have_cached():
+    apart = msgspec.structs.replace(EVEN, prefill_s=0.3, prefill_s2=0.09, local_s=0.5, local_s2=0.25)
+    half = after_moves(apart, 4, 4, -2)
+    assert (half.local_s, half.local_s2) == (pytest.approx(0.275), pytest.approx(0.12625))
+    assert (half.prefill_s, half.prefill_s2) == (0.3, 0.09), "those that still prefill have what they had"
+    assert after_moves(apart, 4, 4, -4).local_s == apart.least_s
+    assert after_moves(apart, 0, 8, 2).prefill_s == pytest.approx(0.05 + 0.25 * 6 / 8)
+    assert after_moves(apart, 4, 4, 0) == apart
+
+
+def test_longer_prompts_are_longer_everywhere():
+    longer = with_prompts(EVEN, 2.0)
+    assert (longer.prefill_s, longer.local_s, longer.least_s) == (0.1, 0.1, 0.1)
+    assert (longer.prefill_s2, longer.local_s2, longer.least_s2) == (0.01, 0.01, 0.01)
+    assert bears(longer, 4, 4) < bears(EVEN, 4, 4)
 
 
 def test_more_workers_bear_more_and_nobody_decodes_without_decode_workers():

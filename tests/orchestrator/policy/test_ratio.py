@@ -14,7 +14,16 @@ CONFIG = RatioConfig(interval_s=10.0, window_s=60.0)
 SAMPLE = LoadSample(
     at=100.0,
     period_s=10.0,
-    offered=Offered(600, 600_000, 12_000.0, prefill_tokens2=6e8, local_tokens=600_000, local_tokens2=6e8),
+    offered=Offered(
+        600,
+        600_000,
+        12_000.0,
+        prefill_tokens2=6e8,
+        local_tokens=600_000,
+        local_tokens2=6e8,
+        least_tokens=600_000,
+        least_tokens2=6e8,
+    ),
     sequences=20,
     prefill_s_per_token=0.00005,
     step=(0.01, 0.0001),
@@ -97,6 +106,50 @@ def test_prompts_that_are_cached_where_they_decode_want_no_prefill_workers():
     assert decide(agents, agents, max_step=8).after.prefill == 0
 
 
+def test_what_prefill_workers_have_cached_goes_with_them():
+    """Of half of the conversations a decode worker has most cached, of half a prefill worker: all fit on decode."""
+    both = Offered()
+    for _ in range(150):
+        both += Offered.one(15_000, 1200, 80) + Offered.one(1200, 15_000, 80)
+    assert both.least_tokens == 300 * 1200
+    assert decide(*[msgspec.structs.replace(SAMPLE, offered=both)] * 2, max_step=8).after.prefill == 0
+    nowhere = msgspec.structs.replace(both, least_tokens=both.local_tokens, least_tokens2=both.local_tokens2)
+    after = decide(*[msgspec.structs.replace(SAMPLE, offered=nowhere)] * 2, max_step=8)
+    assert after is None or after.after.prefill > 0
+
+
+def test_no_prefill_worker_is_left_only_where_that_bears_the_prompts_that_arrive():
+    """Without them no queue holds prompts back. Where answers are too much for the fleet a queue is of no use."""
+    for requests, left in ((600, 0), (3000, 1)):
+        agents = offering(requests, 15_000, 80, local_tokens=1200)
+        assert decide(agents, agents, max_step=8).after.prefill == left
+    stories = offering(2000, 50, 1000)
+    assert decide(stories, stories, max_step=8).after.prefill == 0
+
+
+def test_nobody_goes_to_prefill_while_caches_fill():
+    cold, warm = offering(1000, 2000, 20), CODE
+    assert decide(cold, warm) is None
+    assert decide(warm, warm) is not None
+    assert decide(warm, cold) is not None, "prompts that grow longer are no caches that fill"
+    few = [msgspec.structs.replace(offering(300, tokens, 1000), at=SAMPLE.at) for tokens in (100, 50)]
+    assert decide(*few).after.prefill < 4, "that cold caches say more than is true of prompts is no reason to wait"
+
+
+def test_what_decodes_fits_on_the_workers_that_go_on_decoding():
+    for sequences, prefill in ((20, 7), (600, 5)):
+        slow = msgspec.structs.replace(CODE, sequences=sequences, itl_s=1.0)
+        assert decide(slow, slow, max_step=8).after.prefill == prefill
+
+
+def test_workers_stay_at_decode_while_ever_more_decodes():
+    few, more = (msgspec.structs.replace(CODE, sequences=count, itl_s=1.0) for count in (20, 60))
+    assert decide(few, few, few) is not None and decide(more, more, more) is not None
+    assert decide(few, few, more) is None
+    story = msgspec.structs.replace(STORIES, sequences=60)
+    assert decide(STORIES, STORIES, story).after.prefill < 4, "they may come"
+
+
 def test_a_burst_is_no_reason_to_move():
     calm = offering(400, 400, 150)
     assert decide(CODE, CODE, CODE) is not None
@@ -116,12 +169,12 @@ def test_workers_go_to_decode_for_two_samples_and_to_prefill_for_ten_seconds():
 
 def test_what_a_few_huge_prompts_make_of_the_mean_is_chance_where_requests_stay_for_long():
     """As many prompts of the same mean: one in a hundred carries most of it, or all are alike."""
-    tailed = Offered.one(90_000, 90_000, 20)
-    for _ in range(129):
-        tailed += Offered.one(300, 300, 20)
+    tailed = Offered.one(90_000, 90_000, 120)
+    for _ in range(149):
+        tailed += Offered.one(300, 300, 120)
     wild, alike = (
         msgspec.structs.replace(SAMPLE, period_s=1.0, offered=offered)
-        for offered in (tailed, offering(130, 990, 20).offered)
+        for offered in (tailed, offering(150, 898, 120).offered)
     )
     second = RatioConfig(interval_s=1.0, window_s=2.0)
     stays_for_a_cool_down = msgspec.structs.replace(second, cool_down_s=0.1)
