@@ -100,7 +100,8 @@ class RatioController:
         loading = any(view.info.state is WorkerState.STARTING for view in self._fleet.workers.values())
         if current is None or loading:
             return
-        decision = desired_ratio(list(self.window), current, self._ratio, self._slo)
+        # In a thread: for a hundred workers it takes tens of milliseconds, and requests are not to wait for it.
+        decision = await asyncio.to_thread(desired_ratio, list(self.window), current, self._ratio, self._slo)
         if decision is None or not await self._registry.propose_desired(self._frontend_id, current, decision.after):
             return
         metrics.ratio_changes.inc()
