@@ -255,9 +255,11 @@ def _best_prefill(window: Sequence[LoadSample], current: DesiredRatio, config: R
     now = headroom(arriving, current.prefill, current.decode, slo)
     if now * config.busy > DECODE_EARLIER:
         return current.prefill
-    # What decodes has to fit on the workers that go on decoding.
+    # What decodes has to fit on the workers that go on decoding. Where all are too few for it, each one more helps.
     holding = math.ceil(window[-1].sequences / window[-1].max_sequences)
     most = total - max(config.min_decode, holding)
+    if most < config.min_prefill:
+        most = current.prefill
     if now * config.busy > 1 or _growing(window):
         most = min(most, current.prefill)
     step = max(1, total // MOST_SPLITS)

@@ -48,8 +48,13 @@ def gone(pids: list[int]) -> bool:
     return all(started_ticks(pid) is None for pid in pids)
 
 
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("psm_*")}
+def forsaken_memory() -> set[str]:
+    """Shared memory that no living process maps: tests that run beside this one have some of their own."""
+    there, mapped = {path.name for path in Path("/dev/shm").glob("psm_*")}, set[str]()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has ended
+            mapped |= set(re.findall(r"/dev/shm/(psm_\w+)", maps.read_text()))
+    return there - mapped
 
 
 @pytest.fixture(scope="module")
@@ -195,14 +200,14 @@ def test_a_detached_fleet_that_cannot_start_says_why(background):
 
 
 def test_a_killed_launcher_takes_everything_with_it_and_the_next_one_cleans_up(background):
-    before = shared_memory()
+    before = forsaken_memory()
     assert background.up().returncode == 0
     launcher = background.folder.launcher_pid()
     pids = list(noted(background.namespace).values())
     assert launcher is not None and len(pids) == 3
     os.kill(launcher, signal.SIGKILL)
     until(lambda: gone([launcher, *pids]), "all processes gone")
-    assert shared_memory() - before == set()
+    until(lambda: forsaken_memory() <= before, "nothing in shared memory is left")
     assert background.folder.path.exists() and not background.folder.is_held
     done = background.run("down", "--namespace", background.namespace)
     assert done.returncode == 0 and not background.folder.path.exists()

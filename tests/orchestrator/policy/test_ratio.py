@@ -142,6 +142,11 @@ def test_what_decodes_fits_on_the_workers_that_go_on_decoding():
         assert decide(slow, slow, max_step=8).after.prefill == prefill
 
 
+def test_where_nothing_could_hold_what_decodes_each_worker_more_helps():
+    full = msgspec.structs.replace(STORIES, sequences=20 * 256)
+    assert decide(full, full, full, max_step=8).after.prefill < 4
+
+
 def test_workers_stay_at_decode_while_ever_more_decodes():
     few, more = (msgspec.structs.replace(CODE, sequences=count, itl_s=1.0) for count in (20, 60))
     assert decide(few, few, few) is not None and decide(more, more, more) is not None
