@@ -59,6 +59,7 @@ REAL = (
 START_TIMEOUT_S = 120.0
 SMALL_DISK = "size=24m"
 REDIS_PORT, HTTP_PORT = 6379, 8000
+OPERATOR_KEY = "operator"
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class NetworkFleet(FleetClient):
     """2P2D, every process on a machine of its own, without a launcher: nothing here is started again."""
 
     def __init__(self, network: Network, url: str, namespace: str, redis_url: str, log: Path) -> None:
-        super().__init__(url, namespace)
+        super().__init__(url, namespace, OPERATOR_KEY)
         self.network, self.redis_url, self._log = network, redis_url, log
 
     def machines_of(self, kind: str) -> list[str]:
@@ -176,6 +177,7 @@ def _network_fleet() -> Iterator[NetworkFleet]:
         namespace, redis_url = f"links-{uuid.uuid4().hex[:8]}", f"redis://{network.address('redis')}:{REDIS_PORT}"
         model = resolve_model("demo")
         sets = [f"model={model}", f"namespace={namespace}", f"frontend.host={network.address('frontend')}"]
+        sets += [f"security.operator_key={OPERATOR_KEY}"]  # a frontend that others reach shows its fleet to none else
         config = folder / "config.yaml"
         loaded = load_config(ROOT / "configs" / "sim-2p2d.yaml", [*sets, *SIMULATED])
         config.write_text(yaml.safe_dump(msgspec.to_builtins(loaded)))

@@ -76,7 +76,7 @@ class QueueView:
         while True:
             try:
                 async with asyncio.timeout(None if given_up else self._patience_s()):
-                    depth = await self._queue.depth()
+                    depth = await self._queue.poll()
                 if self._depth is None:
                     if await self._replaced() and not given_up:
                         on_away()

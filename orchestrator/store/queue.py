@@ -208,6 +208,12 @@ class PrefillQueue:
         requests, tokens, claimed = await self._call("depth")
         return QueueDepth(requests, tokens, claimed)
 
+    async def poll(self) -> QueueDepth:
+        """The depth of a queue that can be claimed from. Raises RedisAway also where Redis answers but refuses writes:
+        what waits would wait for as long as that lasts. O(1)."""
+        requests, tokens, claimed = await self._call("poll")
+        return QueueDepth(requests, tokens, claimed)
+
     async def states(self, request_ids: Sequence[str]) -> dict[str, JobState]:
         """What has become of each of these jobs. O(1) for each."""
         known = {state.value.encode(): state for state in JobState}

@@ -39,7 +39,7 @@ class ScriptedQueue:
     async def cancel(self, request_id, attempt):
         self._check()
 
-    async def depth(self):
+    async def poll(self):
         await self.answers.wait()
         self._check()
         return QueueDepth(len(self.jobs), sum(job.uncached_tokens for job in self.jobs), 0)

@@ -155,10 +155,13 @@ async def test_a_server_out_of_memory_refuses_jobs_but_lets_go_of_those_it_has(m
             await queue.enqueue(job("e"))
         assert await queue.ack("w", "a", 1) and await queue.release("w", "b", 1)
         assert await queue.cancel("c", 1) == "waiting"
-        assert await queue.depth() == QueueDepth(2, 200, 0)
+        assert await queue.depth() == QueueDepth(2, 200, 0), "an operator can look"
+        with pytest.raises(RedisAway, match="refused FCALL: .*maxmemory"):
+            await queue.poll()  # for frontends such a queue is away: nobody claims what waits in it
         assert await queue.sweep() == SweepResult([], [], [])
     finally:
         await redis.config_set("maxmemory", 0)
+    assert await queue.poll() == QueueDepth(2, 200, 0)
 
 
 # ---- affinity --------------------------------------------------------------------------------------------------
