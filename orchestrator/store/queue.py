@@ -216,10 +216,8 @@ class PrefillQueue:
 
     async def states(self, request_ids: Sequence[str]) -> dict[str, JobState]:
         """What has become of each of these jobs. O(1) for each."""
-        known = {state.value.encode(): state for state in JobState}
-        asked = (self._redis.execute_command("HGET", self.keys.job(name), "state") for name in request_ids)
-        found = await asyncio.gather(*asked)
-        return {name: known.get(state, JobState.ABSENT) for name, state in zip(request_ids, found, strict=True)}
+        found = await self._call("states", *request_ids)
+        return {name: JobState(state.decode()) for name, state in zip(request_ids, found, strict=True)}
 
     async def server_run(self) -> str:
         """Names what runs: with another name than before jobs may be gone. Empty when the server does not tell."""

@@ -87,6 +87,8 @@ local function remove(q, id, job)
   end
   if call('ZREM', q.waiting, id) == 1 then
     if job then q.removed = (q.removed or 0) + job.uncached else q.damaged = true end
+  elseif job and job.state == 'waiting' then
+    q.damaged = true -- its place was lost, and its tokens may be counted still
   end
 end
 
@@ -565,6 +567,18 @@ local function depth(keys)
     call('ZCARD', q.leases) }
 end
 
+-- Returns what has become of each job: 'waiting', 'claimed' or 'absent'. So is one whose place or lease was lost:
+-- nobody will claim it, nor give it back.
+local function states(keys, ids)
+  local q, found = open(keys), {}
+  for i, id in ipairs(ids) do
+    local state = try('HGET', q.job .. id, 'state')
+    local index = (state == 'waiting' and q.waiting) or (state == 'claimed' and q.leases)
+    found[i] = index and type(try('ZSCORE', index, id)) == 'string' and state or 'absent'
+  end
+  return found
+end
+
 -- args: limit. Returns rows of id, tokens, uncached, age, score, attempt and reply_to from the head of the queue.
 local function peek(keys, args)
   local q, now, rows = open(keys), clock(), {}
@@ -616,5 +630,6 @@ register('sweep', sweep, 'allow-oom')
 register('depth', depth, 'no-writes')
 -- The depth too, but refused wherever claims are: out of memory, read-only, too few replicas.
 register('poll', depth)
+register('states', states, 'no-writes')
 register('peek', peek, 'no-writes')
 register('show', show, 'no-writes')

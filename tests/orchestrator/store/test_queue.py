@@ -21,7 +21,7 @@ from support_redis import (
 from orchestrator.policy.claims import choose_claims
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.queue import PrefillQueue, QueueFull, SweepResult
-from orchestrator.types import QueueDepth, WindowJob
+from orchestrator.types import JobState, QueueDepth, WindowJob
 
 ALL = 10**9  # a budget that everything fits
 
@@ -162,6 +162,25 @@ async def test_a_server_out_of_memory_refuses_jobs_but_lets_go_of_those_it_has(m
     finally:
         await redis.config_set("maxmemory", 0)
     assert await queue.poll() == QueueDepth(2, 200, 0)
+
+
+@pytest.mark.parametrize("lost", ["queue", "leases"])
+@pytest.mark.parametrize("damage", [lambda redis, key: redis.delete(key), lambda redis, key: redis.set(key, "x")])
+async def test_a_job_whose_place_or_lease_was_lost_is_absent_and_can_be_queued_again(make, redis, lost, damage):
+    queue = make()
+    for name in ("claimed", "waiting"):
+        await queue.enqueue(job(name))
+    await claim_head(queue, "w", ALL, 1)
+    names = ["claimed", "waiting", "unknown"]
+    states = {"claimed": JobState.CLAIMED, "waiting": JobState.WAITING, "unknown": JobState.ABSENT}
+    assert await queue.states(names) == states
+    key = f"{queue.keys.prefix}{lost}"
+    await damage(redis, key)
+    gone = "waiting" if lost == "queue" else "claimed"
+    assert await queue.states(names) == {**states, gone: JobState.ABSENT}
+    await redis.delete(key)
+    await queue.enqueue(job(gone, attempt=2))
+    assert (await queue.states([gone]))[gone] is JobState.WAITING
 
 
 # ---- affinity --------------------------------------------------------------------------------------------------
