@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 import uuid
@@ -17,6 +18,7 @@ from orchestrator.telemetry.request_line import RequestLine
 
 MAX_REQUEST_ID_LENGTH = 200
 _POLICY_VIOLATION = 1008  # RFC 6455
+_ENDING = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "this frontend is ending: ask again", 1.0)
 
 
 class RequestContext:
@@ -114,6 +116,9 @@ class EdgeMiddleware:
                 await body.refuse()
             else:
                 await self.app(scope, body, reply)
+        except asyncio.CancelledError:  # a server that has to end cancels what runs after its grace (uvicorn)
+            if not await reply.refuse(_ENDING):
+                raise
         finally:
             current.reset(token)
             context.reply = context.stream = None  # which know each other
@@ -195,10 +200,10 @@ class Reply:
             headers.append((b"retry-after", str(max(1, math.ceil(refusal.retry_after_s))).encode()))
         await self._send({**message, "headers": headers})
 
-    async def refuse(self, refusal: Refusal) -> None:
-        """Answers in place of the app. Does nothing where an answer has begun."""
+    async def refuse(self, refusal: Refusal) -> bool:
+        """Answers in place of the app. False, and nothing is sent, where an answer has begun."""
         if self._started:
-            return
+            return False
         self._refused, self._context.refusal = True, refusal
         phrase = HTTPStatus(refusal.status).phrase
         error = {"message": refusal.message, "type": phrase, "param": None, "code": refusal.status}
@@ -206,3 +211,4 @@ class Reply:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await self._start({"type": "http.response.start", "status": refusal.status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        return True

@@ -1,9 +1,11 @@
 """Request ids, Retry-After, and the pages about the fleet, over a real ASGI app."""
 
+import asyncio
 from typing import Annotated
 
 import httpx
 import pytest
+import uvicorn
 from fastapi import Body, FastAPI, Response
 from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry
@@ -41,7 +43,7 @@ def fleet():
 
 
 @pytest.fixture
-async def client(fleet):
+def app(fleet):
     app = FastAPI()
     registry = CollectorRegistry()
     depth, desired = (lambda: QueueDepth(3, 4000, 1)), (lambda: DesiredRatio(1, 2, "ratio", 5.0))
@@ -63,6 +65,11 @@ async def client(fleet):
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
+    @app.get("/slow")
+    async def slow() -> str:
+        await asyncio.sleep(60)
+        return "late"
+
     @app.get("/echo")
     async def echo() -> str:
         return edge.current.get().request_id
@@ -71,10 +78,12 @@ async def client(fleet):
     async def length(body: Annotated[bytes, Body()]) -> int:
         return len(body)
 
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(edge.EdgeMiddleware(app, 1000, Access(SecurityConfig(), LimitsConfig()))),
-        base_url="http://test",
-    ) as client:
+    return edge.EdgeMiddleware(app, 1000, Access(SecurityConfig(), LimitsConfig()))
+
+
+@pytest.fixture
+async def client(app):
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         yield client
 
 
@@ -167,3 +176,22 @@ async def test_a_body_over_the_limit_is_answered_with_413_and_not_read_to_its_en
     assert answered.json()["error"]["message"] == "the body is larger than 1000 bytes (limits.max_body_bytes)"
     assert len(read) == (11 if chunked else 0)
     assert "retry-after" not in answered.headers
+
+
+async def test_what_runs_when_the_grace_of_a_server_is_over_gets_503(app):
+    config = uvicorn.Config(app, port=0, lifespan="off", log_config=None, timeout_graceful_shutdown=0)
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    async with asyncio.timeout(10):
+        while not server.started:
+            await asyncio.sleep(0.01)
+        [port] = [socket.getsockname()[1] for started in server.servers for socket in started.sockets]
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            asking = asyncio.create_task(client.get("/slow"))
+            while not server.server_state.tasks:
+                await asyncio.sleep(0.01)
+            server.should_exit = True
+            answered = await asking
+        await serving
+    assert answered.status_code == 503 and answered.headers["retry-after"] == "1"
+    assert answered.json()["error"]["message"] == "this frontend is ending: ask again"
