@@ -50,7 +50,8 @@ class Questions:
 
 
 class Broken(Exception):
-    """An answer ended with an error; `port` is the client's, 0 where no response had begun."""
+    """An answer ended with an error; `port` is the client's, 0 where no response had begun. `connection`: it broke, or
+    who answered was ending."""
 
     def __init__(self, why: str, port: int = 0, connection: bool = False) -> None:
         super().__init__(why)
@@ -67,7 +68,9 @@ async def stream(client: httpx.AsyncClient, model: str, prompt: list[int], max_t
         async with client.stream("POST", "/v1/completions", json=body) as response:
             port = _client_port(response)
             if response.status_code != httpx.codes.OK:
-                raise Broken(f"{response.status_code}: {(await response.aread()).decode()[:200]}")
+                ending = response.status_code == httpx.codes.SERVICE_UNAVAILABLE  # a frontend that ends says so
+                why = f"{response.status_code}: {(await response.aread()).decode()[:200]}"
+                raise Broken(why, port, connection=ending)
             async for line in response.aiter_lines():
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
