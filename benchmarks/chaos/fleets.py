@@ -38,6 +38,7 @@ from orchestrator.launch.host.redis_server import server_binary
 COMMON = (
     "routing.remote_prefill_min_tokens=100",
     "routing.prefix_index=false",  # so that prompts asked again are prefilled remotely again
+    "ratio.mode=off",  # so that there are workers of each role to be hit
     "launcher.restart_backoff_max_s=1",  # many faults in a row: the next one need not wait for the last to be mended
 )
 # Slow enough for every phase to last: a prefill 0.2 s, a push 0.2 s, an answer 0.7 s.
