@@ -78,7 +78,8 @@ async def pipe_unread(world: World) -> None:
 async def folder_removed(world: World) -> None:
     """As a logout or a cleaner of temporary files does it."""
     folder = RunFolder(world.fleet.namespace)
-    await asyncio.to_thread(shutil.rmtree, Path(folder.path))
+    gone = Path(folder.path).rename(f"{folder.path}.removed")  # all at once: the launcher puts its files back
+    await asyncio.to_thread(shutil.rmtree, gone)
     folder.log_path.unlink(missing_ok=True)
     await _with_a_death(world)
 
