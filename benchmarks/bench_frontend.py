@@ -1,9 +1,10 @@
 """What a request costs the front end: CPU time of the frontend process, over simulated engines.
 
 CPU time rather than latency, so that what else runs on the machine matters little. Starts its own fleet (1P1D,
-simulated, fast), sends rounds of requests, alternating the cases, and prints the median over rounds.
+simulated, fast), sends rounds of requests, alternating the cases, and prints the median over rounds. With `--against` a
+second fleet runs the code of another checkout and takes turns with the first.
 
-    python benchmarks/bench_frontend.py [--rounds 5] [--requests 200] [--tokens 64]
+    python benchmarks/bench_frontend.py [--rounds 5] [--requests 200] [--tokens 64] [--against ../other-checkout]
 """
 
 from __future__ import annotations
@@ -19,49 +20,68 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 ROOT = Path(__file__).parents[1]
-NAMESPACE = f"bench-frontend-{os.getpid()}"
 START_TIMEOUT_S = 120
 SHORT, LONG = 32, 1024  # prompt tokens: prefilled where they decode, and remotely
 NUMBERS = itertools.count()
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-def start_fleet() -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-m", "orchestrator.cli.main", "up", str(ROOT / "configs" / "sim-2p2d.yaml")]
+@dataclass
+class Fleet:
+    """A fleet that runs, and what its frontend's requests cost: CPU milliseconds and events, by case and round."""
+
+    process: subprocess.Popen[str]
+    url: str
+    frontend_pid: int
+    cost_ms: dict[str, list[float]] = field(default_factory=dict)
+    events: dict[str, list[float]] = field(default_factory=dict)
+
+
+def start_fleet(checkout: Path, speed: float) -> Fleet:
+    command = [sys.executable, "-m", "orchestrator.cli.main", "up", str(checkout / "configs" / "sim-2p2d.yaml")]
+    namespace = f"bench-frontend-{os.getpid()}-{next(NUMBERS)}"
     settings = {
-        "namespace": NAMESPACE,
+        "namespace": namespace,
         "frontend.port": 0,
         "workers.prefill.replicas": 1,
         "workers.decode.replicas": 1,
-        "sim.speed": 20,
+        "sim.speed": speed,
         "routing.remote_prefill_min_tokens": 256,
     }
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
-    fleet = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert fleet.stdout is not None
+    process = subprocess.Popen(
+        command,
+        cwd=checkout,
+        env={**os.environ, "PYTHONPATH": str(checkout)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
     deadline = time.monotonic() + START_TIMEOUT_S
-    for line in fleet.stdout:
+    for line in process.stdout:
         if match := re.search(r"Ready.*?(http://\S+)", line):
             # Somebody has to go on reading, or the launcher blocks on a full pipe.
-            threading.Thread(target=fleet.stdout.read, daemon=True).start()
-            return fleet, match.group(1)
+            threading.Thread(target=process.stdout.read, daemon=True).start()
+            return Fleet(process, match.group(1), find_frontend(namespace))
         if time.monotonic() > deadline:
             break
+    process.terminate()
     raise SystemExit("the simulated fleet did not start; run `orchestrator up configs/sim-2p2d.yaml` to see why")
 
 
-def frontend_pid() -> int:
+def find_frontend(namespace: str) -> int:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command = (folder / "cmdline").read_bytes().split(b"\0")
-            if b"orchestrator.frontend.server" in command and any(NAMESPACE.encode() in part for part in command):
+            if b"orchestrator.frontend.server" in command and any(namespace.encode() in part for part in command):
                 return int(folder.name)
         except OSError:
             continue
@@ -69,8 +89,8 @@ def frontend_pid() -> int:
 
 
 def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+    """Of all threads that live, in nanoseconds as the scheduler counts them."""
+    return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 async def send(session: aiohttp.ClientSession, prompt_tokens: int, tokens: int, stream: bool) -> int:
@@ -90,18 +110,46 @@ async def send(session: aiohttp.ClientSession, prompt_tokens: int, tokens: int, 
         return answer.count(b"data: ")
 
 
-async def round_of(url: str, pid: int, case: dict[str, Any], requests: int, tokens: int) -> tuple[float, float]:
+async def round_of(fleet: Fleet, case: dict[str, Any], requests: int, tokens: int) -> tuple[float, float]:
     """CPU milliseconds of the frontend per request, and events per request."""
-    async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with aiohttp.ClientSession(fleet.url, connector=aiohttp.TCPConnector(limit=0)) as session:
         gate = asyncio.Semaphore(16)
 
         async def one() -> int:
             async with gate:
                 return await send(session, case["prompt_tokens"], tokens, case["stream"])
 
-        before = cpu_s(pid)
+        before = cpu_s(fleet.frontend_pid)
         events = sum(await asyncio.gather(*(one() for _ in range(requests))))
-        return (cpu_s(pid) - before) / requests * 1e3, events / requests
+        return (cpu_s(fleet.frontend_pid) - before) / requests * 1e3, events / requests
+
+
+def measure(fleets: list[Fleet], cases: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    for fleet in fleets:
+        for case in cases:
+            asyncio.run(round_of(fleet, case, 50, options.tokens))  # warm
+    for number in range(options.rounds):
+        for case in cases:
+            for fleet in fleets if number % 2 else fleets[::-1]:
+                cost, count = asyncio.run(round_of(fleet, case, options.requests, options.tokens))
+                fleet.cost_ms.setdefault(case["name"], []).append(cost)
+                fleet.events.setdefault(case["name"], []).append(count)
+
+
+def report(fleets: list[Fleet], tokens: int) -> None:
+    against = f"{'against':>9} {'ratio (least to most)':>24}" if len(fleets) > 1 else ""
+    print(
+        f"{'case':18} {'ms CPU per request':>20} {'us per token':>14} {'events':>8} {against}   ({tokens} tokens out)"
+    )
+    for name, costs in fleets[0].cost_ms.items():
+        median, events = statistics.median(costs), statistics.median(fleets[0].events[name])
+        line = f"{name:18} {median:20.2f} {median / tokens * 1e3:14.1f} {events:8.1f}"
+        if len(fleets) > 1:
+            others = fleets[1].cost_ms[name]
+            ratios = [cost / other for cost, other in zip(costs, others, strict=True)]
+            spread = f"{statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            line += f" {statistics.median(others):9.2f} {spread:>24}"
+        print(line)
 
 
 def main() -> None:
@@ -109,6 +157,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--speed", type=float, default=20, help="sim.speed; at 1 a step lasts 2.3 ms")
+    parser.add_argument("--against", type=Path, help="another checkout, whose fleet takes turns with this one's")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     cases = [
@@ -116,26 +166,22 @@ def main() -> None:
         for way, length in (("local", SHORT), ("remote", LONG))
         for stream in (False, True)
     ]
-    fleet, url = start_fleet()
+    fleets = []
     try:
-        pid = frontend_pid()
-        asyncio.run(round_of(url, pid, cases[0], 50, options.tokens))  # warm
-        measured: dict[str, list[float]] = {case["name"]: [] for case in cases}
-        events: dict[str, list[float]] = {case["name"]: [] for case in cases}
-        for _ in range(options.rounds):
-            for case in cases:
-                cost, count = asyncio.run(round_of(url, pid, case, options.requests, options.tokens))
-                measured[case["name"]].append(cost)
-                events[case["name"]].append(count)
+        for checkout in [ROOT, *([options.against.resolve()] if options.against else [])]:
+            fleets.append(start_fleet(checkout, options.speed))
+        measure(fleets, cases, options)
     finally:
-        fleet.terminate()
-        fleet.wait(60)
-    print(f"{'case':24} {'ms CPU per request':>20} {'us per token':>14} {'events':>8}   ({options.tokens} tokens out)")
-    for name, costs in measured.items():
-        median = statistics.median(costs)
-        print(f"{name:24} {median:20.2f} {median / options.tokens * 1e3:14.1f} {statistics.median(events[name]):8.1f}")
+        for fleet in fleets:
+            fleet.process.terminate()
+        for fleet in fleets:
+            fleet.process.wait(60)
+    report(fleets, options.tokens)
     if options.json:
-        options.json.write_text(json.dumps({"tokens": options.tokens, "ms_per_request": measured}, indent=1) + "\n")
+        saved = {"tokens": options.tokens, "ms_per_request": fleets[0].cost_ms}
+        if len(fleets) > 1:
+            saved["ms_per_request_against"] = fleets[1].cost_ms
+        options.json.write_text(json.dumps(saved, indent=1) + "\n")
 
 
 if __name__ == "__main__":
