@@ -26,7 +26,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
 
-from orchestrator.frontend import edge, streaming
+from orchestrator.frontend import detokenizer, edge, streaming
 from orchestrator.frontend.wiring import FleetConnection
 from orchestrator.router.codec import Batch
 from orchestrator.router.request import Failure, Overloaded, State
@@ -184,6 +184,7 @@ class FleetLLM(AsyncLLM):
     """AsyncLLM without an engine of its own."""
 
     def __init__(self, vllm_config: VllmConfig, core: FleetCore, frontends: int) -> None:
+        detokenizer.install()
         with _engine_core(core):
             super().__init__(
                 vllm_config,
