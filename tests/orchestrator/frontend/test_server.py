@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -84,3 +85,14 @@ def test_requests_end_before_the_launcher_kills_the_process(stop_timeout_s, grac
 
 def test_a_frontend_that_no_launcher_runs_is_drained():
     assert grace_s(parse_config({"model": "/m", "workers": {"drain_timeout_s": 300}}), supervised=False) == 300
+
+
+def test_python_looks_for_cycles_seldom() -> None:
+    before = gc.get_threshold()
+    try:
+        server.collect_seldom()
+        looked = gc.get_stats()[0]["collections"]
+        kept = [[] for _ in range(10_000)]  # as many objects as a hundred requests in flight have
+        assert gc.get_stats()[0]["collections"] - looked <= 1 and kept
+    finally:
+        gc.set_threshold(*before)
