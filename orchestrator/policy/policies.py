@@ -5,19 +5,24 @@ The router and the simulator decide through this one class, so that what is simu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import TypeVar
 
 import msgspec
 
 from orchestrator.config.settings import Config
 from orchestrator.policy.admission import admit
-from orchestrator.policy.candidate import Candidate, DecodeChoice
-from orchestrator.policy.placement import Local, PrefillView, Reject, Remote, place
+from orchestrator.policy.candidate import Candidate, DecodeChoice, blocks_for
+from orchestrator.policy.placement import Local, PrefillView, Reject, Remote, place, uncached_tokens
 from orchestrator.policy.predict import Predictor
-from orchestrator.types import RequestInfo
+from orchestrator.types import QueueDepth, RequestInfo
 
+Job = TypeVar("Job")
 LATE_OBJECTIVES = 5.0  # how many TTFT objectives behind those still in time a hopeless job goes
 MAX_STEPS = 10  # of priority: clients name it, and nobody may pass everybody for ever
+RECALL_S = 0.5  # between two looks at what waits in the queue
+MAX_RECALL_LOOKS = 256  # at the head of the queue, at a time: what is behind has others to wait for
 
 
 class Ruling(msgspec.Struct, frozen=True):
@@ -25,6 +30,29 @@ class Ruling(msgspec.Struct, frozen=True):
 
     decision: Local | Remote | Reject
     late: bool = False
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """A request that waits in the queue, and what a placement of it would see now."""
+
+    request: RequestInfo
+    uncached_tokens: int
+    candidates: Sequence[Candidate]
+    cached_at_prefill: int  # tokens, on the prefill worker that has most
+
+
+class Gone(msgspec.Struct, frozen=True):
+    """What has been sent to a worker, which its load does not show yet."""
+
+    requests: float = 0.0
+    blocks: float = 0.0
+    tokens: float = 0.0  # to compute there
+
+    def and_of(self, request: RequestInfo, candidate: Candidate, times: float) -> Gone:
+        """And of so many requests like this one."""
+        blocks = blocks_for(request.prompt_tokens, candidate.block_size)
+        tokens = uncached_tokens(request, candidate)
+        return Gone(self.requests + times, self.blocks + times * blocks, self.tokens + times * tokens)
 
 
 class Policies:
@@ -56,10 +84,45 @@ class Policies:
         decision = place(request, candidates, waiting, self.routing, self.choose, self.predictor, self.slo)
         return decision if isinstance(decision, Local) else None
 
+    def recalled(
+        self, queued: Iterable[tuple[Job, Waiting]], depth: QueueDepth, workers_ready: int, others: float = 0.0
+    ) -> list[tuple[Job, Local, Candidate]]:
+        """Which of those that wait a decode worker would now serve sooner than those ahead of them let them be, in the
+        order of the queue, each with that worker as it is once those before have gone there.
+
+        `others`: for each token of these jobs, as many tokens of other routers' jobs lie before it. As many of them
+        leave, as their routers find the same.
+        """
+        if self.routing.remote_prefill_min_tokens is not None:
+            return []
+        ahead, found, gone = 0, [], dict[str, Gone]()
+        for job, waiting in islice(queued, MAX_RECALL_LOOKS):
+            ahead += int(others * waiting.uncached_tokens)
+            seen = [_after(gone[c.worker_id], c) if c.worker_id in gone else c for c in waiting.candidates]
+            before = QueueDepth(depth.requests, ahead, depth.claimed)
+            view = PrefillView(workers_ready, before, waiting.cached_at_prefill)
+            local = self.recall(waiting.request, seen, view)
+            if local is None:
+                ahead += waiting.uncached_tokens
+                continue
+            chosen = next(candidate for candidate in seen if candidate.worker_id == local.worker_id)
+            found.append((job, local, chosen))
+            gone[chosen.worker_id] = gone.get(chosen.worker_id, Gone()).and_of(waiting.request, chosen, 1 + others)
+        return found
+
     def delay_s(self, request: RequestInfo, uncached_tokens: int, late: bool = False) -> float:
         """Seconds behind its arrival that a job's place in the prefill queue is."""
         compute_s = self.predictor.prefill_s(uncached_tokens)
         return delay_s(compute_s, self._queue.weight, self.slo.ttft_s, request.priority, late)
+
+
+def _after(gone: Gone, candidate: Candidate) -> Candidate:
+    return msgspec.structs.replace(
+        candidate,
+        blocks_free=max(0, candidate.blocks_free - int(gone.blocks)),
+        waiting=candidate.waiting + int(gone.requests),
+        placed_tokens=candidate.placed_tokens + int(gone.tokens),
+    )
 
 
 def delay_s(

@@ -16,13 +16,11 @@ from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.candidate import Candidate, DecodeChoice
 from orchestrator.policy.placement import RETRY_AFTER_S, Local, PrefillView, Reject, reject_all
-from orchestrator.policy.policies import Policies
+from orchestrator.policy.policies import Policies, Waiting
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, Placed
-from orchestrator.types import PrefillJob, QueueDepth, Role
+from orchestrator.types import PrefillJob, Role
 from orchestrator.wire.messages import pack_frames
-
-MAX_RECALL_LOOKS = 256  # at the head of the queue, at a time: what is behind has others to wait for
 
 
 class Decider:
@@ -89,30 +87,23 @@ class Decider:
         )
 
     def recalled(self, queued: Iterable[ActiveRequest]) -> list[ActiveRequest]:
-        """Which of this frontend's queued requests a decode worker would now serve sooner than those ahead of them in
-        the queue let them be. At most one for each decode worker: its load is known anew before the next."""
+        """Which of this frontend's queued requests a decode worker would now serve sooner."""
         depth = self._queue.depth
         jobs = [(active.placed.job, active) for active in queued if active.placed and active.placed.job]
-        if depth is None or self._routing.remote_prefill_min_tokens is not None:
+        if depth is None:
             return []
+        jobs.sort(key=lambda pair: pair[0].arrived_at + pair[0].delay_s)
         own_tokens = sum(job.uncached_tokens for job, _ in jobs)
         # The other frontends' jobs lie evenly among ours: before each, as many of theirs as it has tokens.
         others = max(0.0, depth.tokens / own_tokens - 1) if own_tokens else 0.0
-        ahead, found, taken = 0, [], set[str]()
-        for job, active in sorted(jobs, key=lambda pair: pair[0].arrived_at + pair[0].delay_s)[:MAX_RECALL_LOOKS]:
-            candidates = self._fleet.candidates(active.avoid, self._prefixes.look_up(active.asked.prefix_keys))
-            cached_tokens = max(candidates.cached_at_prefill.values(), default=0)
-            ahead += int(others * job.uncached_tokens)
-            before = QueueDepth(depth.requests, ahead, depth.claimed)
-            pool = PrefillView(self._fleet.ready(Role.PREFILL), before, cached_tokens)
-            open_ones = [candidate for candidate in candidates.decode if candidate.worker_id not in taken]
-            local = self._policies.recall(active.asked.info, open_ones, pool)
-            if local is None:
-                ahead += job.uncached_tokens
-            else:
-                found.append(active)
-                taken.add(local.worker_id)
-        return found
+        waiting = ((active, self._waiting(active, job.uncached_tokens)) for job, active in jobs)
+        found = self._policies.recalled(waiting, depth, self._fleet.ready(Role.PREFILL), others)
+        return [active for active, _, _ in found]
+
+    def _waiting(self, active: ActiveRequest, uncached_tokens: int) -> Waiting:
+        candidates = self._fleet.candidates(active.avoid, self._prefixes.look_up(active.asked.prefix_keys))
+        cached_tokens = max(candidates.cached_at_prefill.values(), default=0)
+        return Waiting(active.asked.info, uncached_tokens, candidates.decode, cached_tokens)
 
     def bind(self, active: ActiveRequest, generation: int) -> Candidate | None:
         """The decode worker of a request whose prefill begins now, on a prefill worker of this generation. On load, and

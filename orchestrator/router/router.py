@@ -18,6 +18,7 @@ from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.candidate import DecodeChoice
+from orchestrator.policy.policies import RECALL_S
 from orchestrator.policy.predict import Predictor
 from orchestrator.router.active_requests import ActiveRequests
 from orchestrator.router.answer import Answers, Verdict
@@ -46,7 +47,7 @@ from orchestrator.wire.transport import FrontendTransport
 
 log = logging.getLogger("pd.router")
 
-CHECK_S = 0.5
+CHECK_S = RECALL_S  # what waits in the queue is looked at with all others
 HELD_S = 0.5  # for `Prefilled`, which was sent before the KV was complete
 # An engine that ends a request this way has not answered it: another one continues.
 GIVEN_UP = {FinishReason.ABORT: "engine_abort", FinishReason.ERROR: "engine_error"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -14,7 +14,7 @@ from orchestrator.policy.candidate import Candidate
 from orchestrator.policy.claims import choose_claims, claim_budget
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.placement import Local, PrefillView, Reject
-from orchestrator.policy.policies import Policies
+from orchestrator.policy.policies import Policies, Waiting
 from orchestrator.policy.predict import Predictor
 from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.policy.references import dynamo_bypass
@@ -92,7 +92,7 @@ class Router:
             self._end(job, "rejected")
         return False
 
-    def _place_locally(self, job: Job, decision: Local, candidates: list[Candidate]) -> None:
+    def _place_locally(self, job: Job, decision: Local, candidates: Sequence[Candidate]) -> None:
         candidate = next(c for c in candidates if c.worker_id == decision.worker_id)
         compute = max(1, job.prompt_tokens - candidate.cached_tokens)
         job.local_tokens = candidate.waiting_tokens + candidate.placed_tokens + compute
@@ -180,27 +180,35 @@ class Router:
                 break
 
     def recall(self) -> None:
-        """Take those from the queue whom a decode worker would serve sooner, and those past their claim deadline."""
-        now, ahead = self._clock.now, 0
-        kept: list[tuple[float, int, Job]] = []
-        for entry in self.queue:
+        """Take those from the queue that are past their claim deadline, and those whom a decode worker would serve
+        sooner."""
+        now = self._clock.now
+        for entry in list(self.queue):
             job = entry[2]
-            candidates = self.decode.candidates(self.look_up(job) if now - job.hits_at > REFRESH_HITS_S else job.hits)
-            overdue = now - job.enqueued_at > self._claim_timeout_s
-            request = msgspec.structs.replace(job.info(), local_only="claim_timeout") if overdue else job.info()
-            view = PrefillView(
-                len(self.prefill), QueueDepth(len(kept), ahead, self.claimed), self._prefill_hit(job.hits)
-            )
-            decision = self.policies.recall(request, candidates, view)
-            if decision is None:
-                ahead += job.uncached
-                kept.append(entry)
-                continue
-            self.reasons[f"recalled:{decision.reason}"] += 1
-            self.queue_tokens -= job.uncached
-            job.enqueued_at = -1.0
-            self._place_locally(job, decision, candidates)
-        self.queue = kept
+            if now - job.enqueued_at > self._claim_timeout_s:
+                waiting = self._waiting(job)
+                request = msgspec.structs.replace(waiting.request, local_only="claim_timeout")
+                view = PrefillView(len(self.prefill), QueueDepth(0, 0, self.claimed), waiting.cached_at_prefill)
+                local = self.policies.recall(request, waiting.candidates, view)
+                if local is not None:
+                    self._leave_queue(entry, local, waiting.candidates)
+        depth = QueueDepth(len(self.queue), self.queue_tokens, self.claimed)
+        queued = ((entry, self._waiting(entry[2])) for entry in self.queue)
+        for entry, local, chosen in self.policies.recalled(queued, depth, len(self.prefill)):
+            self._leave_queue(entry, local, [chosen])
+
+    def _waiting(self, job: Job) -> Waiting:
+        stale = self._clock.now - job.hits_at > REFRESH_HITS_S
+        hits = self.look_up(job) if stale else job.hits
+        return Waiting(job.info(), job.uncached, self.decode.candidates(hits), self._prefill_hit(hits))
+
+    def _leave_queue(self, entry: tuple[float, int, Job], local: Local, candidates: Sequence[Candidate]) -> None:
+        job = entry[2]
+        self.reasons[f"recalled:{local.reason}"] += 1
+        self.queue_tokens -= job.uncached
+        job.enqueued_at = -1.0
+        del self.queue[bisect_left(self.queue, entry[:2])]
+        self._place_locally(job, local, candidates)
 
     def claim(self, worker: Worker) -> None:
         """A prefill worker claims jobs at the head of the queue as its budget allows, window by window."""

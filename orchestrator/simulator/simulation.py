@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+from orchestrator.policy.policies import RECALL_S
 from orchestrator.simulator.job import Job, Stay
 from orchestrator.simulator.ratio_control import RatioControl
 from orchestrator.simulator.router import Router
@@ -19,7 +20,6 @@ from orchestrator.simulator.view import PoolView
 from orchestrator.simulator.worker import Worker
 
 PLACE_AGAIN_S = 0.1  # until a request that lost its worker is taken, as in the router
-RECALL_S = 1.0  # between two looks at what waits in the queue
 DRAIN_S = 120.0  # simulated after the last arrival; requests that are unfinished then count as missed
 
 

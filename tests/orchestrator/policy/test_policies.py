@@ -7,7 +7,7 @@ from orchestrator.config.settings import parse_config
 from orchestrator.policy.candidate import Candidate
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.placement import Local, PrefillView, Reject, Remote
-from orchestrator.policy.policies import MAX_STEPS, Policies, delay_s
+from orchestrator.policy.policies import MAX_STEPS, Policies, Waiting, delay_s
 from orchestrator.policy.predict import Predictor
 from orchestrator.types import QueueDepth, RequestInfo
 
@@ -65,6 +65,23 @@ def test_a_queued_request_leaves_when_a_decode_worker_would_serve_it_sooner():
     assert wait_on is None and leave == Local("d0", "cost")
     busy = msgspec.structs.replace(IDLE_DECODE, running=3, waiting_tokens=50_000)
     assert policies().recall(request(1000), [busy], queue_of(3000)) is None
+
+
+def test_those_who_are_recalled_together_share_the_decode_workers():
+    both = [IDLE_DECODE, msgspec.structs.replace(IDLE_DECODE, worker_id="d1")]
+    queued = [(n, Waiting(request(1000), 1000, both, 0)) for n in range(9)]
+    recalled = policies().recalled(queued, QueueDepth(9, 9000, 0), workers_ready=1)
+    # Nobody is ahead of the first; whoever leaves is ahead of nobody, and makes the way longer where it goes.
+    assert [chosen.placed_tokens for _, _, chosen in recalled[:4]] == [0, 0, 1000, 1000]
+    left = {n for n, _, _ in recalled}
+    assert {local.worker_id for _, local, _ in recalled} == {"d0", "d1"} and 0 not in left and len(left) < 8
+    assert policies(routing={"remote_prefill_min_tokens": 1}).recalled(queued, QueueDepth(9, 9000, 0), 1) == []
+
+
+def test_jobs_of_other_routers_count_as_ahead():
+    queued = [("mine", Waiting(request(1000), 1000, [IDLE_DECODE], 0))]
+    assert policies().recalled(queued, QueueDepth(4, 4000, 0), workers_ready=1) == []
+    assert policies().recalled(queued, QueueDepth(4, 4000, 0), workers_ready=1, others=3.0) != []
 
 
 def test_the_queue_is_full_where_jobs_would_reach_their_claim_deadline():

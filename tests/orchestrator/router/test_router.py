@@ -577,16 +577,17 @@ async def test_a_queued_request_is_prefilled_locally_once_that_is_sooner():
     bench.assert_no_leaks()
 
 
-async def test_one_request_at_a_time_is_recalled_to_a_decode_worker():
+async def test_requests_that_are_recalled_together_share_the_decode_workers():
     bench = Bench(remote_prefill_min_tokens=None)
     _transfers_are_quick(bench)
     for number in range(5):
         await bench.router.submit(FakeRequest(f"r{number}", 1000))
-    bench.queue.depth = QueueDepth(50, 25_000, 0)
+    bench.queue.depth = QueueDepth(5, 5000, 0)
     bench.router.check(time.monotonic())
     await bench.router.settled()
     recalled = [active for active in bench.router.requests.values() if active.state is State.LOCAL]
-    assert {active.decode_worker for active in recalled} == {"d0", "d1"} and len(recalled) == 2
+    # Without the first that went to each, those behind would all have gone too.
+    assert {active.decode_worker for active in recalled} == {"d0", "d1"} and 2 <= len(recalled) < 4
 
 
 @pytest.mark.parametrize("admission", ["reject", "queue"])

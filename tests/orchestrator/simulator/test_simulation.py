@@ -10,6 +10,7 @@ from orchestrator.simulator.report import goodput, report
 from orchestrator.simulator.settings import SHIPPED, FleetError, Settings, changed, stack, stack_names
 from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.trace import Arrival, Load, at_rate
+from orchestrator.types import QueueDepth
 
 PROFILE = Profile(
     name="test", origin="made up", step_s=0.01, prefill_s_per_token=0.0001, decode_s_per_seq=0.0005,
@@ -129,6 +130,22 @@ def test_nobody_waits_for_one_prefill_worker_while_decode_workers_have_room():
     figures = report(sim)
     assert figures.ttft_p99_s < 3.0 and figures.ttft_max_s < 5.0, figures
     assert_no_leaks(sim)
+
+
+def test_queued_requests_are_recalled_as_in_the_router():
+    sim = simulate(Load("many", [Arrival(0.0, 4000, 10) for _ in range(20)]), "ours:fixed", prefill=1)
+    router = sim.router
+    for job in sim.jobs:
+        router._enqueue(job, 4000, late=False)
+    queued = [(entry[2].id, router._waiting(entry[2])) for entry in router.queue]
+    depth = QueueDepth(len(router.queue), router.queue_tokens, router.claimed)
+    recalled = [job for job, _, _ in router.policies.recalled(queued, depth, 1)]
+    waited = {entry[2].id for entry in router.queue}
+    router.recall()
+    assert recalled and waited - {entry[2].id for entry in router.queue} == set(recalled)
+    sim.now = 1.0 + SHIPPED.routing.claim_timeout_s
+    router.recall()  # those that nobody has claimed in time leave at once
+    assert router.queue == [] and router.queue_tokens == 0
 
 
 def test_goodput_is_the_edge_of_attainment():
