@@ -19,6 +19,7 @@ from orchestrator.types import QueueDepth, RequestInfo
 RETRY_AFTER_S = 1.0  # when nothing better is known
 # The decode choice picks among the local workers whose predicted TTFT is at most this many times the best.
 TTFT_TOLERANCE = 1.1
+LATENESS_TOLERANCE = 1.1  # the same where nobody is asked to prefill remotely, of lateness
 ITL_MARGIN = 0.9  # of the TPOT objective: a prediction is a mean, but the objective is for nearly all requests
 
 
@@ -180,8 +181,52 @@ def _by_cost(
         bound = min(remote_s, max(least * TTFT_TOLERANCE, least + predictor.itl_s(open_ones[0].worker_id)))
         near = [c for c, cost_s in zip(open_ones, cost, strict=True) if cost_s <= bound]
         return _local(request, near, choose, "cost")
-    bound = min(ttft) * TTFT_TOLERANCE
-    return _local(request, [c for c, s in zip(open_ones, ttft, strict=True) if s <= bound], choose, blocker or "cost")
+    late = _lateness(open_ones, ttft, prompt_tokens, predictor, slo)
+    bound = min(late) * LATENESS_TOLERANCE
+    near = [candidate for candidate, lateness in zip(open_ones, late, strict=True) if lateness <= bound]
+    return _local(request, near, choose, blocker or "cost")
+
+
+def _lateness(
+    candidates: Sequence[Candidate], ttft_s: Sequence[float], prompt_tokens: int, predictor: Predictor, slo: SLOConfig
+) -> list[float]:
+    """By worker: what a request that is prefilled there adds to the lateness of all.
+
+    Lateness is the square of a predicted time over its objective: times spread, and the nearer their mean is to the
+    objective, the more requests miss it by a little more. It is the request's own, of TTFT and TPOT. Those that decode
+    there lose as well: by one more sequence, and by its prompt. A prompt also delays whoever comes while it is
+    computed, so where few decode now, it counts as if as many did as on the mean worker.
+    """
+    ahead_tokens, tpot_s = predictor.ahead_tokens, slo.tpot_s
+    delay = predictor.s_per_token / ahead_tokens / tpot_s  # of TPOT, by a prompt token
+    fixed, each = (seconds / tpot_s for seconds in predictor.tpot_line)
+    tpot = [fixed + each * (c.running + c.waiting) + delay * (c.waiting_tokens + c.placed_tokens) for c in candidates]
+    mean_tpot, mean_running = sum(tpot) / len(tpot), sum([c.running for c in candidates]) / len(tpot)
+    found = []
+    for candidate, own_ttft_s, now in zip(candidates, ttft_s, tpot, strict=True):
+        running, tokens = candidate.running, prompt_tokens - candidate.cached_tokens
+        prompt = delay * tokens if tokens > 0 else 0.0
+        room_s = 2 * ahead_tokens * now * tpot_s * _must_end(candidate, prompt_tokens, ahead_tokens)
+        ttft = (own_ttft_s + room_s) / slo.ttft_s
+        own = ttft * ttft + (now + each + prompt) ** 2
+        among = max(running, mean_running) * _grown(max(now, mean_tpot), prompt)
+        found.append(own + running * _grown(now, each) + among)
+    return found
+
+
+def _grown(value: float, by: float) -> float:
+    """How much more the square is."""
+    return by * (2 * value + by)
+
+
+def _must_end(candidate: Candidate, prompt_tokens: int, ahead_tokens: float) -> float:
+    """The share of what a worker has that must end before there is room for one more request, in its batch and its
+    memory. What is there grows meanwhile, by `ahead_tokens` each."""
+    running, sequences = candidate.running, candidate.running + candidate.waiting
+    tokens = prompt_tokens + 2 * ahead_tokens + candidate.waiting_tokens + sequences * ahead_tokens
+    lacking = tokens / candidate.block_size - candidate.blocks_free
+    used = candidate.blocks_total - candidate.blocks_free
+    return max(0.0, lacking / max(1, used), (sequences + 1 - candidate.max_num_seqs) / max(1, running))
 
 
 def _why_not_remote(

@@ -109,6 +109,8 @@ class Predictor:
         self._transfer = LineFit(0.0, prior_itl_s)  # decode's first token takes a step of its own
         self._wait: dict[int, LineFit] = {}
         self._itl: dict[str, Smoothed] = {}
+        # Of all workers: TPOT, and how many sequences were there, over the same requests.
+        self._tpot, self._sequences = Smoothed(prior_itl_s, 1 / FIT_MEMORY), Smoothed(1.0, 1 / FIT_MEMORY)
         self._output = Smoothed(EXPECTED_OUTPUT_TOKENS, weight=OUTPUT_WEIGHT)
         self.ahead_tokens = EXPECTED_OUTPUT_TOKENS / 2  # of a sequence that decodes: on average half of its output
 
@@ -146,12 +148,15 @@ class Predictor:
             fit = self._wait[bucket] = LineFit(1.0, memory=WAIT_FIT_MEMORY)
         fit.observe(backlog_s, seconds)
 
-    def observe_itl(self, worker_id: str, seconds: float) -> None:
-        """Time per output token of the sequences decoding on a worker, local prefills between included."""
+    def observe_itl(self, worker_id: str, seconds: float, sequences: int = 1) -> None:
+        """Time per output token of a sequence that decoded on a worker, local prefills between included, and how many
+        it made with those that it met there."""
         smoothed = self._itl.get(worker_id)
         if smoothed is None:
             smoothed = self._itl[worker_id] = Smoothed(seconds, weight=ITL_WEIGHT)
         smoothed.observe(seconds)
+        self._tpot.observe(seconds)
+        self._sequences.observe(sequences)
 
     def observe_output(self, tokens: int) -> None:
         self._output.observe(tokens)
@@ -235,6 +240,18 @@ class Predictor:
     def itl_s(self, worker_id: str) -> float:
         smoothed = self._itl.get(worker_id)
         return smoothed.value if smoothed else self._prior_itl_s
+
+    @property
+    def tpot_line(self) -> tuple[float, float]:
+        """Of a decode worker: fixed seconds, and what each sequence there adds, its prompt included.
+
+        What requests had on one worker is old where answers are long, so that all go by what they had beside how many,
+        on all workers. A slower worker keeps its sequences for longer, and shows by their number.
+        """
+        if not self._tpot.samples:
+            return self._prior_itl_s, self.speed.step_s_per_sequence
+        fixed_s = min(self.speed.step_s, self._tpot.value)
+        return fixed_s, (self._tpot.value - fixed_s) / max(1.0, self._sequences.value)
 
     def coefficients(self) -> Coefficients:
         def pairs(fits: dict) -> dict:

@@ -40,7 +40,7 @@ class Dispatch:
         """Submit to a decode worker. False where it cannot be reached; the request then avoids it."""
         view, asked = self._fleet.workers[worker_id], active.asked
         source = active.prefill.source if active.prefill is not None else None
-        ahead_tokens = view.candidate.waiting_tokens + view.candidate.placed_tokens
+        there = view.candidate
         context_tokens = asked.info.prompt_tokens + len(active.answer.tokens)
         cached_tokens = active.cached_tokens if source is None else 0
         compute_tokens = max(1, context_tokens - cached_tokens) if source is None else 0
@@ -58,7 +58,12 @@ class Dispatch:
             view.connected = False
             return False
         active.move(to)
-        active.decode = Submitted(worker_id, time.monotonic(), ahead_tokens)
+        active.decode = Submitted(
+            worker_id,
+            time.monotonic(),
+            there.waiting_tokens + there.placed_tokens,
+            there.running + there.waiting,
+        )
         return True
 
     def withdraw(self, active: ActiveRequest) -> None:

@@ -77,4 +77,6 @@ class Learning:
         self.predictor.observe_output(count)
         self._choose.expect_output(self.predictor.output_tokens)
         if count > 1 and answer.decoding_at is not None and request.decode_worker and request.attempt == 1:
-            self.predictor.observe_itl(request.decode_worker, (now - answer.decoding_at) / (count - 1))
+            tpot_s = (now - answer.decoding_at) / (count - 1)
+            beside = request.decode.beside if request.decode is not None else 0
+            self.predictor.observe_itl(request.decode_worker, tpot_s, beside + 1)

@@ -126,6 +126,7 @@ class Submitted(msgspec.Struct, frozen=True):
     worker_id: str
     at: float
     ahead_tokens: int  # prompt tokens that waited there already
+    beside: int  # requests that were there already
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ class Job:
     __slots__ = (
         "arrival",
         "backlog_s",
+        "beside",
         "bound",
         "claimed",
         "done_at",
@@ -48,6 +49,7 @@ class Job:
         self.placed_at = 0.0
         self.enqueued_at = -1.0
         self.local_tokens = 0
+        self.beside = 0  # requests on its decode worker when it was placed there
         self.claimed = False
         self.bound: str | None = None  # decode worker chosen at arrival (`push`)
 

@@ -97,6 +97,7 @@ class Router:
         compute = max(1, job.prompt_tokens - candidate.cached_tokens)
         job.local_tokens = candidate.waiting_tokens + candidate.placed_tokens + compute
         job.placed_at = self._clock.now
+        job.beside = candidate.running + candidate.waiting
         self._submit(job, decision.worker_id, "local", compute)
 
     def _push(self, job: Job) -> bool:
@@ -131,6 +132,7 @@ class Router:
                 stay.peer = None
                 return
             name = chosen.worker_id
+            job.beside = chosen.running + chosen.waiting
         self.decode.placed(name, job.prompt_tokens, 0)
         receiver = Stay(job, "remote", job.prompt_tokens, job.output_tokens, job.arrival.keys)
         receiver.peer, stay.peer = stay, receiver
@@ -277,7 +279,8 @@ class Router:
         """The worker has generated its last token."""
         if job.arrival.output_tokens > 1 and not job.generated and job.first_at is not None:
             decoding_s = self._clock.now - job.first_at
-            self.predictor.observe_itl(worker.name, decoding_s / (job.arrival.output_tokens - 1))
+            tpot_s = decoding_s / (job.arrival.output_tokens - 1)
+            self.predictor.observe_itl(worker.name, tpot_s, job.beside + 1)
         self.predictor.observe_output(job.arrival.output_tokens)
         for choose in (self.choose, self.choose_prefill):
             choose.expect_output(self.predictor.output_tokens)

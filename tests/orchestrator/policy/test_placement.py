@@ -8,7 +8,7 @@ from orchestrator.policy.candidate import Candidate
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.placement import Local, PrefillView, Reject, Remote, is_full, place, reject_all
 from orchestrator.policy.predict import Predictor
-from orchestrator.types import QueueDepth, RequestInfo
+from orchestrator.types import EngineSpeed, QueueDepth, RequestInfo
 
 ROUTING = RoutingConfig(remote_prefill_min_tokens=256, max_queued_prefill_tokens=10_000, max_waiting_per_worker=4)
 IDLE = PrefillView(workers_ready=1, queue=QueueDepth(requests=0, tokens=0, claimed=0))
@@ -138,3 +138,44 @@ def test_a_worker_with_free_blocks_is_full_when_it_has_all_that_it_computes_and_
     assert is_full(request(100), candidate, routing) is full
     away = PrefillView(0, None)
     assert (reject_all([candidate], away, routing, Predictor()) is not None) is full
+
+
+def stay_local(predictor: Predictor, tokens: int, *workers: Candidate) -> str:
+    alone = PrefillView(0, QueueDepth(0, 0, 0))
+    slo = SLOConfig(ttft_s=1.0, tpot_s=0.05)
+    decision = place(request(tokens), workers, alone, RoutingConfig(), decode_choice("kv_prefix"), predictor, slo)
+    assert isinstance(decision, Local) and decision.reason == "no_prefill_worker"
+    return decision.worker_id
+
+
+def measured() -> Predictor:
+    """40 us a prompt token, TPOT of 10 ms alone and of 20 ms among 100."""
+    predictor = Predictor()
+    predictor.know(EngineSpeed(0.0, 4e-5, 0.01, 1e-4))
+    for _ in range(50):
+        predictor.observe_itl("d0", 0.02, 100)
+    return predictor
+
+
+def decode_worker(name: str, running: int, cached: int = 0, waiting: int = 0, free: int = 20_000) -> Candidate:
+    return Candidate(name, 25_000, free, 16, running, waiting, 0, cached_tokens=cached, max_num_seqs=256)
+
+
+def test_without_prefill_workers_a_conversation_leaves_a_worker_whose_tpot_is_near_its_objective():
+    idle = decode_worker("idle", 10)
+    assert stay_local(measured(), 3100, decode_worker("holder", 40, cached=3000), idle) == "holder"
+    assert stay_local(measured(), 1000, decode_worker("holder", 240, cached=900), idle) == "idle"
+
+
+def test_without_prefill_workers_a_long_prompt_stays_where_it_is_cached():
+    holder, empty = decode_worker("holder", 120, cached=8000), decode_worker("empty", 60)
+    assert stay_local(measured(), 8100, holder, empty) == "holder"
+    # Nobody decodes there now, but whoever comes meanwhile would be delayed.
+    assert stay_local(measured(), 8100, holder, decode_worker("empty", 0)) == "holder"
+
+
+def test_without_prefill_workers_who_has_no_place_or_no_memory_makes_wait():
+    full = decode_worker("full", 255, waiting=30, cached=64)
+    assert stay_local(measured(), 100, full, decode_worker("other", 250)) == "other"
+    full = decode_worker("full", 240, cached=64, free=10)
+    assert stay_local(measured(), 100, full, decode_worker("other", 250, free=10_000)) == "other"

@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.policy.candidate import Candidate
 from orchestrator.policy.predict import LineFit, Predictor
-from orchestrator.types import QueueDepth
+from orchestrator.types import EngineSpeed, QueueDepth
 
 
 def test_a_line_is_found_through_noise_and_followed_when_it_moves():
@@ -48,6 +48,16 @@ def test_predictions_come_from_priors_and_then_from_measurements():
     assert shown.prefill_s["p"] == pytest.approx((0.01, 0.0002), rel=0.05)
     predictor.forget("d")
     assert "d" not in predictor.coefficients().local_s
+
+
+def test_tpot_goes_by_how_many_decode():
+    predictor = Predictor(prior_itl_s=0.02)
+    assert predictor.tpot_line == (0.02, 0.0)
+    predictor.know(EngineSpeed(0.0, 4e-5, 0.01, 1e-4))
+    assert predictor.tpot_line == (pytest.approx(0.0101), 1e-4)
+    for worker_id in ("d0", "d1"):
+        predictor.observe_itl(worker_id, 0.03, 50)
+    assert predictor.tpot_line == (0.01, pytest.approx(0.02 / 50))
 
 
 def test_a_local_prefill_costs_those_that_decode_there():
