@@ -21,7 +21,8 @@ from orchestrator.types import QueueDepth, RequestInfo
 Job = TypeVar("Job")
 LATE_OBJECTIVES = 5.0  # how many TTFT objectives behind those still in time a hopeless job goes
 MAX_STEPS = 10  # of priority: clients name it, and nobody may pass everybody for ever
-RECALL_S = 0.5  # between two looks at what waits in the queue
+# Between two looks at what waits in the queue: each takes passing advantages for lasting ones.
+RECALL_S = 1.0
 MAX_RECALL_LOOKS = 256  # at the head of the queue, at a time: what is behind has others to wait for
 
 

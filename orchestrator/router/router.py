@@ -47,7 +47,7 @@ from orchestrator.wire.transport import FrontendTransport
 
 log = logging.getLogger("pd.router")
 
-CHECK_S = RECALL_S  # what waits in the queue is looked at with all others
+CHECK_S = 0.5
 HELD_S = 0.5  # for `Prefilled`, which was sent before the KV was complete
 # An engine that ends a request this way has not answered it: another one continues.
 GIVEN_UP = {FinishReason.ABORT: "engine_abort", FinishReason.ERROR: "engine_error"}
@@ -77,6 +77,7 @@ class Router:
         self._recovery = Recovery(config.routing, fleet, self._requests, self._dispatch, self._placer)
         self._overdue = Overdue(config.routing, fleet, queue, self._requests, self._recovery, self.learning.predictor)
         self.requests, self.batches = self._requests.by_id, self._requests.batches
+        self._recall_at = 0.0
 
     # ---- what the server calls ---------------------------------------------------------------------------------
 
@@ -131,9 +132,11 @@ class Router:
             if active.answer.held and now - active.answer.held_since > HELD_S:
                 self._release_held(active, now)
         self._overdue.check(now, resumed_at)
-        queued = [active for active in self._requests.all() if active.state is State.QUEUED]
-        for active in self._decider.recalled(queued):
-            self._recovery.retry(active, "recalled")
+        if now >= self._recall_at:
+            self._recall_at = now + RECALL_S
+            queued = [active for active in self._requests.all() if active.state is State.QUEUED]
+            for active in self._decider.recalled(queued):
+                self._recovery.retry(active, "recalled")
         self._recovery.check(now)
 
     async def check_queue(self, now: float) -> None:

@@ -569,7 +569,9 @@ async def test_a_queued_request_is_prefilled_locally_once_that_is_sooner():
     bench.router.check(time.monotonic())
     assert bench.router.requests["r"].state is State.QUEUED  # nobody is ahead of it
     bench.queue.depth = QueueDepth(20, 20_000, 0)
-    bench.router.check(time.monotonic())
+    bench.router.check(time.monotonic() + 0.5)
+    assert bench.router.requests["r"].state is State.QUEUED  # looked at once a second
+    bench.router.check(time.monotonic() + 1.5)
     await bench.router.settled()
     active = bench.router.requests["r"]
     assert active.state is State.LOCAL and active.retries == ["recalled"] and bench.queue.cancelled == [("r", 1)]
