@@ -159,7 +159,7 @@ class PauseState(msgspec.Struct, frozen=True, order=True, array_like=True):
     clear_cache: bool = False  # and forget what is cached
 
 
-class WorkerLoad(msgspec.Struct, tag="load", frozen=True):
+class WorkerLoad(msgspec.Struct, tag="load", frozen=True, omit_defaults=True):
     """What a worker publishes after every engine step, and every heartbeat while idle.
 
     Counters are cumulative since the process started.

@@ -109,7 +109,7 @@ class Frontend:
         self.disconnected: list[str] = []
         self.replies: list[CallReply] = []
         self.decode: str | None = None  # where claims are bound; None: nowhere
-        self.late_outputs = 0
+        self.late_outputs = self.welcomes = 0
         self._sequence: dict[str, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -130,17 +130,18 @@ class Frontend:
 
     async def _receive_loads(self) -> None:
         while True:
-            message = await self.transport.receive_published()
-            if isinstance(message, WorkerLoad):
-                self.loads[message.worker_id] = message
-            else:
-                self.prefix_events.append(message)
+            for message in await self.transport.receive_published():
+                if isinstance(message, WorkerLoad):
+                    self.loads[message.worker_id] = message
+                else:
+                    self.prefix_events.append(message)
 
     async def _receive(self) -> None:
         while True:
             worker_id, message, payload = await self.transport.receive()
             if isinstance(message, Welcome):
                 self.welcomed.add(message.worker_id)
+                self.welcomes += 1
             elif isinstance(message, Disconnected):
                 self.disconnected.append(worker_id)
             elif isinstance(message, CallReply):

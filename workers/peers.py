@@ -27,6 +27,9 @@ log = logging.getLogger("pd.peers")
 # A frontend whose connection stays broken for half a second begins its requests anew elsewhere, and one that connects
 # again begins them anew too (`fleet/membership.py`): what it had here is nobody's.
 FRONTENDS_CHECK_S, FRONTEND_GONE_S = 0.25, 1.0
+# One that has nothing here is only to be forgotten some time. Sooner, all workers of a large fleet would ask for ever
+# after every frontend that ever sent them something.
+IDLE_FRONTENDS_CHECK_S = 5.0
 PROBE_TIMEOUT_S = 1.0
 PROBE_INTERVAL_S = 0.5
 MAX_LOST = 10_000  # attempts of one frontend that it is told of when it is connected again
@@ -51,12 +54,15 @@ class Frontends:
         """`send` never waits; False means that the frontend is not connected."""
         self._worker_id, self._send = worker_id, send
         self._greetings: dict[str, asyncio.Event] = {}
+        self._reached: set[str] = set()  # the last that they were sent went out; since `gone` was asked
         self._unreachable_since: dict[str, float] = {}
         self._lost: dict[str, list[tuple[str, int]]] = {}
 
     def send(self, frontend_id: str, message: ToFrontend, payload: Sequence[bytes] = ()) -> bool:
         """False: it is not connected."""
-        return self._send(frontend_id, message, payload)
+        sent = self._send(frontend_id, message, payload)
+        (self._reached.add if sent else self._reached.discard)(frontend_id)
+        return sent
 
     def reachable(self, frontend_id: str) -> bool:
         return self.send(frontend_id, Welcome(self._worker_id))
@@ -107,13 +113,14 @@ class Frontends:
         `timeout_s`. `late_s`: of the time since the last call, in which this process did not run; it is not counted."""
         gone = []
         for frontend_id in known | self._lost.keys():
-            if self.reachable(frontend_id):
+            if frontend_id in self._reached or self.reachable(frontend_id):
                 self._unreachable_since.pop(frontend_id, None)
                 continue
             if frontend_id in self._unreachable_since:
                 self._unreachable_since[frontend_id] += late_s
             if now - self._unreachable_since.setdefault(frontend_id, now) > timeout_s:
                 gone.append(frontend_id)
+        self._reached.clear()
         return gone
 
     def forget(self, frontend_id: str) -> None:

@@ -28,7 +28,7 @@ from orchestrator.wire.messages import (
 )
 from workers.attempts import Attempt, Attempts
 from workers.engine import Engine, EngineOutput, EngineRequest, EngineStep, Phase, Refusal, submit
-from workers.peers import Frontends
+from workers.peers import IDLE_FRONTENDS_CHECK_S, Frontends
 from workers.prefills import Prefills
 from workers.reports import LoadReporter, PrefixReporter
 
@@ -56,6 +56,7 @@ class Serving:
         self._worker_id = info.id
         self._engine, self._frontends, self._attempts, self._prefills = engine, frontends, attempts, prefills
         self._load, self._prefix, self._refusal, self._source = load, prefix, refusal, source
+        self._idle_checked_at = 0.0  # when those frontends were looked at that may have nothing here
         self._calls: set[asyncio.Task[None]] = set()
         self._pausing, self._engine_pause = asyncio.Lock(), PauseState()
 
@@ -238,7 +239,10 @@ class Serving:
 
         `late_s`: see `Frontends.gone`.
         """
-        known = self._attempts.frontends() | self._load.frontends
+        known = self._attempts.frontends()
+        if now - self._idle_checked_at >= IDLE_FRONTENDS_CHECK_S:
+            self._idle_checked_at = now
+            known |= self._load.frontends
         for frontend_id in self._frontends.gone(known, timeout_s, now, late_s):
             await self._abort_frontend(frontend_id)
 

@@ -58,11 +58,12 @@ class Reports:
             while True:
                 try:
                     async with asyncio.timeout_at(deadline):
-                        message = await transport.receive_published()
+                        messages = await transport.receive_published()
                 except TimeoutError:
                     return
-                if isinstance(message, WorkerLoad):
-                    yield message
+                for message in messages:
+                    if isinstance(message, WorkerLoad):
+                        yield message
         finally:
             transport.close()
             with suppress(RedisAway):

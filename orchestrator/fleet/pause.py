@@ -30,9 +30,10 @@ class Pause:
 
     def note(self, worker_id: str, state: PauseState) -> None:
         before = self.state
+        if state == before:
+            return  # with almost every report
         if state < before:
             self.on_behind(worker_id)
-        if state <= before:
             return
         self.state = state
         if state.mode:

@@ -19,8 +19,11 @@ log = logging.getLogger("pd.transport")
 # A peer that does not read for this many messages is treated as unreachable rather than buffered without end.
 HIGH_WATER_MARK = 200_000
 # ZMQ's own threads ask and answer, so a busy event loop breaks no connection. A host that is cut off does within the
-# sum of both: a timeout begins with the next question.
-HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 3500
+# sum of both: a timeout begins with the next question. Each question and answer costs as much as a load report.
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1500, 3000
+# Workers that are not heard are given up long before: only so that no end sends for ever to one that is cut off.
+PUBLISHED_HEARTBEAT_MS, PUBLISHED_HEARTBEAT_TIMEOUT_MS = 5000, 5000
+HEARTBEAT_TTL_FACTOR = 2  # the asked end waits so much longer for the next question
 CONNECT_TIMEOUT_MS = 2000  # the kernel's own retries would be minutes apart when a link is mended
 HANDSHAKE_TIMEOUT_MS = 5000  # a peer that does not say who it is loses its connection
 READ_BATCH = 256  # messages that are read from a socket before others run, however many there are
@@ -73,11 +76,8 @@ class Reader:
         self._waiting: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def next(self, pause_s: float = 0.0) -> tuple[zmq.Frame, list[bytes]]:
-        """The first frame, which knows who has sent it, and the others. One task at a time may wait.
-
-        With `pause_s` what comes is not looked at before: of many senders each message would wake the process by
-        itself. Raises Woken, without `pause_s`."""
+    async def next(self) -> tuple[zmq.Frame, list[bytes]]:
+        """The first frame, which knows who has sent it, and the others. One task at a time may wait. Raises Woken."""
         self._left -= 1
         if not self._left:
             self._left = READ_BATCH
@@ -86,13 +86,40 @@ class Reader:
             try:
                 first = self._socket.recv(zmq.DONTWAIT, copy=False)
             except zmq.Again:
-                if pause_s:
-                    self.close()
-                    await asyncio.sleep(pause_s)
-                else:
-                    await self._change()
+                await self._change()
             else:
                 return first, self._socket.recv_multipart() if first.more else []
+
+    async def all(self, pause_s: float = 0.0) -> list[list[bytes]]:
+        """The frames of all messages that are there, of READ_BATCH at most, and of one at least; of each its first
+        frame, or all where that is empty. One task at a time may wait.
+
+        With `pause_s` what comes is not looked at before: of many senders each message would wake the process by
+        itself."""
+        if not self._left:  # as many were there as are read at once
+            self._left = READ_BATCH
+            await asyncio.sleep(0)
+        while not (found := self._take()):
+            if pause_s:
+                self.close()
+                await asyncio.sleep(pause_s)
+            else:
+                await self._change()
+        self._left = READ_BATCH - len(found)
+        return found
+
+    def _take(self) -> list[list[bytes]]:
+        found, recv = list[list[bytes]](), self._socket.recv
+        try:
+            while len(found) < READ_BATCH:
+                # Bytes, and without asking whether more follow: this is most of what a frontend of a large fleet does.
+                frames = [recv(zmq.DONTWAIT)]
+                if not frames[0] and self._socket.getsockopt(zmq.RCVMORE):
+                    frames += self._socket.recv_multipart()
+                found.append(frames)
+        except zmq.Again:
+            pass
+        return found
 
     def look(self) -> None:
         """Whoever waits goes on if a message has come. Call it when something was done with the socket."""
@@ -135,10 +162,13 @@ def configure(socket: Socket, linger_ms: int) -> None:
         zmq.MAXMSGSIZE: messages.MAX_FRAME_BYTES + _ENCRYPTION_BYTES,
     }.items():
         socket.setsockopt(option, value)
-    if socket.type != zmq.PUB:  # a PUB is told by its subscribers when to give them up
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+    if socket.type == zmq.PUB:
+        return  # it is told by its subscribers when to give them up
+    published = socket.type == zmq.SUB
+    socket.setsockopt(zmq.HEARTBEAT_IVL, PUBLISHED_HEARTBEAT_MS if published else HEARTBEAT_MS)
+    timeout_ms = PUBLISHED_HEARTBEAT_TIMEOUT_MS if published else HEARTBEAT_TIMEOUT_MS
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TTL_FACTOR * timeout_ms)
 
 
 def monitor(socket: Socket, context: zmq.asyncio.Context, events: int) -> zmq.asyncio.Socket:

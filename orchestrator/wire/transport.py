@@ -260,15 +260,18 @@ class FrontendTransport:
                 self._on_corrupt()
                 log.warning("dropped a corrupt message from worker %s: %s", connection.worker_id, error)
 
-    async def receive_published(self, pause_s: float = 0.0) -> Published:
-        """The next load report or prefix events of any worker, each worker's in order. `pause_s`: see `Reader.next`."""
-        while True:
-            first, others = await self._reports.next(pause_s)
-            try:
-                return messages.decode_published(messages.join([first.bytes, *others])[0])
-            except MessageError as error:
-                self._on_corrupt()
-                log.warning("dropped a corrupt publication: %s", error)
+    async def receive_published(self, pause_s: float = 0.0) -> list[Published]:
+        """The next load reports and prefix events of all workers, each worker's in order: those that are there, and one
+        at least. `pause_s`: see `Reader.all`."""
+        found: list[Published] = []
+        while not found:
+            for frames in await self._reports.all(pause_s):
+                try:
+                    found.append(messages.decode_published(messages.join(frames)[0]))
+                except MessageError as error:
+                    self._on_corrupt()
+                    log.warning("dropped a corrupt publication: %s", error)
+        return found
 
     def close(self) -> None:
         for task in self._tasks:

@@ -179,6 +179,21 @@ async def test_a_frontend_that_left_in_order_is_in_no_more_reports(workers: Work
     await until(lambda: stays.loads[worker.id].seen.keys() == {stays.id})
 
 
+async def test_a_frontend_that_has_nothing_at_a_worker_is_not_asked_whether_it_is_there(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a large fleet all workers would ask after every frontend that ever sent them something."""
+    worker = await workers.start(Role.DECODE)
+    frontend = await workers.frontend(worker)
+    request = frontend.new(PROMPT)
+    frontend.submit_to(worker.id, request)
+    await frontend.finished(request)
+    await workers.assert_no_leaks()
+    welcomes, sequence = frontend.welcomes, frontend.loads[worker.id].sequence
+    await until(lambda: frontend.loads[worker.id].sequence > sequence + 10, "two and a half seconds of idle reports")
+    assert frontend.welcomes <= welcomes + 1
+
+
 async def test_outputs_lost_with_a_connection_are_owned_up_to(workers: Workers) -> None:
     """A frontend that reconnects is told which requests it missed tokens of, and continues them after what it has."""
     worker = await workers.start(Role.DECODE, speed=1.0)
