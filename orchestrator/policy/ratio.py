@@ -200,8 +200,8 @@ def desired_ratio(
     chance makes of so few requests (hysteresis). The latest samples are asked first, then ever more of them: what is
     seen for longer need not be as clear. Each time all of them and both halves must ask for a change in the same
     direction: a burst is no reason to move. A worker goes to decode for what two samples say, and to prefill for what
-    lasts ten seconds, because a decode worker can do both. At most `max_step` workers change roles at once, by default
-    a quarter of the fleet and at least one.
+    lasts ten seconds, because a decode worker can do both. For the same reason as many go to decode at once as should,
+    and to prefill at most `max_step`, by default a quarter of the fleet and at least one.
     """
     total = current.prefill + current.decode
     if not window or total < config.min_prefill + config.min_decode:
@@ -215,7 +215,7 @@ def desired_ratio(
         if len(part) == asked and least_s > LEAST_WINDOWS_S[0]:
             continue
         asked = len(part)
-        more = max(-step, min(step, _agreed(part, current, config, slo)))
+        more = min(step, _agreed(part, current, config, slo))
         if more < 0 or (more > 0 and least_s > 0 and not _warming(part)):
             return _decision(part, current, more, slo)
     return None

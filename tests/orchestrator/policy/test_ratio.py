@@ -62,12 +62,11 @@ def test_answers_that_have_not_ended_count_by_what_decodes():
     assert traffic(filling).output_tokens == pytest.approx(1200 * 10 / (600 * 0.015)), "half of those that came ended"
 
 
-def test_the_split_follows_what_arrives_in_bounded_steps_down_to_no_prefill_worker():
+def test_the_split_follows_what_arrives_in_bounded_steps_and_down_to_no_prefill_worker():
     to_prefill = decide(CODE, CODE, CODE)
-    assert (to_prefill.after.prefill, to_prefill.after.decode) == (6, 2), "a quarter of the fleet at a time"
+    assert (to_prefill.after.prefill, to_prefill.after.decode) == (6, 2), "a quarter of the fleet at a time, to prefill"
     assert decide(CODE, CODE, CODE, max_step=8).after.prefill == 7
-    assert decide(STORIES, STORIES).after.prefill == 2
-    none = decide(STORIES, STORIES, max_step=8)
+    none = decide(STORIES, STORIES)
     assert none.after.prefill == 0 and none.headroom_after > none.headroom_before
     assert decide(STORIES, STORIES, max_step=8, config=RatioConfig(min_prefill=2)).after.prefill == 2
 
@@ -94,7 +93,7 @@ def test_a_fleet_that_bears_more_than_enough_is_left_alone():
 def test_workers_go_to_decode_earlier_than_to_prefill():
     """At the same headroom, a little more than is asked for: more prefill workers can wait, fewer are taken at once."""
     code, stories = offering(950, 1000, 20), offering(205, 50, 1000)
-    for load, prefill in ((code, 4), (stories, 2)):
+    for load, prefill in ((code, 4), (stories, 0)):
         arriving = traffic([load])
         assert 1 < headroom(arriving, 4, 4, SLO) * CONFIG.busy < DECODE_EARLIER
         decision = decide(load, load, load)
@@ -167,7 +166,7 @@ def test_workers_go_to_decode_for_two_samples_and_to_prefill_for_ten_seconds():
     code, stories = short
     assert decide(stories, stories, config=quick) is None, "too few requests"
     many = msgspec.structs.replace(stories, offered=offering(120, 50, 1000).offered)
-    assert decide(many, many, config=quick).after.prefill == 2
+    assert decide(many, many, config=quick).after.prefill == 0
     assert decide(code, code, config=quick) is None
     assert decide(*[code] * 5, config=quick).after.prefill == 6
 
