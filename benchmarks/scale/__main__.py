@@ -1,7 +1,8 @@
 """A thousand workers against one frontend and against four: joining, standing idle, serving, dying, starting again.
 
 All on this machine, over loopback: what is measured is a frontend's share, and Redis's, while the workers, which would
-be on machines of their own, take most of the CPU. Writes benchmarks/results/scale.json and prints a table.
+be on machines of their own, take most of the CPU. Writes benchmarks/results/scale.json and prints a table, also of what
+was measured before something took longer than DEADLINE_S.
 
 python -m benchmarks.scale [--workers 1000] [--frontends 1 4] [--rate 200]
 """
@@ -10,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -27,7 +30,7 @@ import yaml
 
 from benchmarks.scale.table import table
 from orchestrator.launch.host.redis_server import EmbeddedRedis
-from orchestrator.store.client import connect
+from orchestrator.store.client import RedisAway, connect
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -82,29 +85,52 @@ class Frontend:
         return {name: (now[name] - before[name]) / elapsed_s for name in counted}
 
 
+class TooSlow(Exception):
+    """One line."""
+
+
 def wait(true: Callable[[], bool], what: str) -> float:
-    """Seconds until it was true."""
+    """Seconds until it was true. Raises TooSlow."""
     began = time.monotonic()
     while not true():
         if time.monotonic() - began > DEADLINE_S:
-            raise SystemExit(f"not within {DEADLINE_S:g} s: {what}")
+            raise TooSlow(f"not within {DEADLINE_S:g} s: {what}")
         time.sleep(POLL_S)
     return time.monotonic() - began
 
 
+def shares(count: int) -> list[range]:
+    """The numbers of the workers in each process; the last process is a tenth, or a little more."""
+    processes = min(GROUPS, count)
+    ends = [count * number // processes for number in range(processes + 1)]
+    return [range(first, end) for first, end in itertools.pairwise(ends)]
+
+
 @contextmanager
 def workers(file: Path, url: str, count: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that wait for a line."""
-    share = count // GROUPS
+    """Processes that wait for a line. Raises TooSlow."""
     commands = [
-        [sys.executable, "-m", "benchmarks.scale.workers", str(file), url, str(first), str(share), str(count // 5)]
-        for first in range(0, count, share)
+        [
+            sys.executable,
+            "-m",
+            "benchmarks.scale.workers",
+            str(file),
+            url,
+            str(ids.start),
+            str(len(ids)),
+            str(count // 5),
+        ]
+        for ids in shares(count)
     ]
     pipe = subprocess.PIPE
     groups = [subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) for command in commands]
     try:
         for group in groups:
-            assert group.stdout is not None and group.stdout.readline() == "made\n"
+            assert group.stdout is not None
+            out = group.stdout
+            wait(lambda out=out: bool(select.select([out], [], [], 0)[0]), "workers are made")  # type: ignore[misc]
+            if out.readline() != "made\n":
+                raise TooSlow(f"workers ended with {group.wait()} before they started; what they said is above")
         yield groups
     finally:
         for group in groups:
@@ -112,7 +138,10 @@ def workers(file: Path, url: str, count: int) -> Iterator[list[subprocess.Popen[
             group.wait()
 
 
-def measure(count: int, frontends: int, rate: float, folder: Path, url: str, server: Server) -> dict[str, Any]:
+def measure(
+    result: dict[str, Any], count: int, frontends: int, rate: float, folder: Path, url: str, server: Server
+) -> None:
+    """Adds to `result` as it goes. Raises TooSlow."""
     file = folder / "fleet.yaml"
     file.write_text(yaml.safe_dump(CONFIG))
     views = [Frontend(file, url) for _ in range(frontends)]
@@ -124,7 +153,6 @@ def measure(count: int, frontends: int, rate: float, folder: Path, url: str, ser
                 assert group.stdin is not None
                 group.stdin.write("go\n")
                 group.stdin.flush()
-            result: dict[str, Any] = {"frontends": frontends, "workers": count}
             result["join_s"] = wait(lambda: all(view.sees(count) for view in views), "all have joined")
             result["join_redis"] = {name: value - redis[name] for name, value in server.counters().items()}
             result["join_cpu_s"] = {
@@ -144,7 +172,7 @@ def measure(count: int, frontends: int, rate: float, folder: Path, url: str, ser
                 "p99": decisions_s[len(decisions_s) * 99 // 100] * 1e6,
             }
             groups[-1].kill()
-            lost = count // GROUPS
+            lost = len(shares(count)[-1])
             result["lost"] = lost
             result["loss_noticed_s"] = wait(lambda: all(view.sees(count - lost) for view in views), "the loss is seen")
             time.sleep(5)
@@ -160,7 +188,6 @@ def measure(count: int, frontends: int, rate: float, folder: Path, url: str, ser
             wait(lambda: all(v.now["sent"] == v.now["answered"] + v.now["failed"] for v in views), "all are answered")
             failures += [failure for view in views for failure in view.failures]
             result["failed"], result["failures"] = len(failures), failures[:5]
-            return result
     finally:
         for view in views:
             view.process.kill()
@@ -225,17 +252,23 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=200, help="requests per second, of all frontends together")
     parser.add_argument("--json", type=Path, default=RESULTS / "scale.json")
     options = parser.parse_args()
-    results = []
+    results = list[dict[str, Any]]()
     for frontends in options.frontends:
         with tempfile.TemporaryDirectory(prefix="pd-scale-") as folder:
             redis = EmbeddedRedis()
             url = asyncio.run(redis.start(Path(folder)))
             try:
-                results.append(measure(options.workers, frontends, options.rate, Path(folder), url, Server(url)))
+                results.append({"frontends": frontends, "workers": options.workers})
+                measure(results[-1], options.workers, frontends, options.rate, Path(folder), url, Server(url))
+            except (TooSlow, RedisAway) as error:
+                results[-1]["ended"] = str(error)
+                print(f"{options.workers} workers, {frontends} frontends: {error}", file=sys.stderr)
             finally:
                 asyncio.run(redis.stop())
         print(table(results), flush=True)
-    options.json.write_text(json.dumps(results, indent=1) + "\n")
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    if any("ended" in result for result in results):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,11 @@ FIGURES: list[Figure] = [
     ("memory per worker, KB", "300", lambda r: r["kb_per_worker"]),
     ("idle: load reports per second", "", lambda r: r["idle"]["per_frontend"]["reports"]),
     ("idle: share of a core, %", "15", lambda r: r["idle"]["per_frontend"]["cpu_s"] * 100),
+    (
+        "idle: CPU time for a load report and what comes with it, us",
+        "",
+        lambda r: r["idle"]["per_frontend"]["cpu_s"] / r["idle"]["per_frontend"]["reports"] * 1e6,
+    ),
     ("idle: all workers' share of a core, %", "", lambda r: r["idle"]["workers_cpu_s"] * 100),
     ("idle: Redis commands per second", "", lambda r: r["idle"]["redis"]["commands"]),
     ("idle: Redis's share of a core, %", "", lambda r: r["idle"]["redis"]["cpu_s"] * 100),
@@ -38,8 +43,15 @@ def table(results: list[dict[str, Any]]) -> str:
     titles = [f"{r['workers']:,} workers, {r['frontends']} frontend{'s'[: r['frontends'] > 1]}" for r in results]
     lines = ["| | at most | " + " | ".join(titles) + " |", "|---|---|" + "---|" * len(results)]
     for name, most, figure in FIGURES:
-        lines.append(f"| {name} | {most} | " + " | ".join(_shown(figure(result)) for result in results) + " |")
+        lines.append(f"| {name} | {most} | " + " | ".join(_cell(figure, result) for result in results) + " |")
     return "\n".join(lines)
+
+
+def _cell(figure: Callable[[dict[str, Any]], float], result: dict[str, Any]) -> str:
+    try:
+        return _shown(figure(result))
+    except KeyError:  # it ended before
+        return "not measured"
 
 
 def _shown(value: float) -> str:
