@@ -104,6 +104,13 @@ def _name(process: psutil.Process) -> str:
     return "launcher" if "up" in line else Path(line[0]).name if line else str(process.pid)
 
 
+def _possible(names: list[str], place: World) -> list[str]:
+    """Those that have somebody to hit. Workers change roles where one has none left, so that all of a role may be
+    spared by now: then those of the other role."""
+    hit = [role.value for role in Role if set(place.pids(role)) - place.spared]
+    return names if len(hit) == len(Role) else [name for name in names if name.startswith(tuple(hit))]
+
+
 def soak(minutes: float, seed: int) -> tuple[Seen, dict[str, int], list[Growth], list[str]]:
     """What clients saw of all faults, how often each was made, what was measured, and what went wrong beside."""
     seen, made, failures = Seen("soak"), defaultdict[str, int](int), list[str]()
@@ -113,7 +120,7 @@ def soak(minutes: float, seed: int) -> tuple[Seen, dict[str, int], list[Growth],
             if sampler is None and elapsed_s > minutes * 20:
                 sampler = Sampler(place)
                 place.spared = sampler.spared
-            name = place.random.choice(EVERYTHING if sampler is None else SPARING)
+            name = place.random.choice(_possible(EVERYTHING if sampler is None else SPARING, place))
             made[name] += 1
             gaps = len(seen.gaps_s)
             try:
