@@ -6,7 +6,7 @@ Every frontend hears the same load reports, so whichever frontend answers shows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from orchestrator.fleet.view import Fleet, WorkerView
 from orchestrator.policy.predict import Predictor
+from orchestrator.store.configuration import RolloutStatus
 from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerStatus
 
 
@@ -87,6 +88,7 @@ def fleet_routes(
     fleet: Fleet,
     depth: Callable[[], QueueDepth | None],
     desired: Callable[[], DesiredRatio | None],
+    rollout: Callable[[], Awaitable[RolloutStatus | None]],
     registry: CollectorRegistry,
     predictor: Predictor,
 ) -> APIRouter:
@@ -111,6 +113,7 @@ def fleet_routes(
             "workers": msgspec.to_builtins([WorkerStatus.of(view.info, view.load, view.connected) for view in workers]),
             "queue": msgspec.to_builtins(queue),
             "desired": msgspec.to_builtins(wanted),
+            "rollout": msgspec.to_builtins(await rollout()),
         }
 
     @routes.get("/predictions")

@@ -180,6 +180,7 @@ async def build_server_app(
         connection.fleet,
         lambda: connection.queue.depth,
         lambda: connection.desired,
+        connection.rollout,
         registry,
         connection.router.learning.predictor,
     )

@@ -27,6 +27,7 @@ from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.router.codec import Codec
 from orchestrator.router.router import Router
 from orchestrator.store.client import Redis, RedisAway
+from orchestrator.store.configuration import RolloutStatus
 from orchestrator.store.events import EventLog, RatioHistory
 from orchestrator.store.log_levels import LogLevels, follow_log_level
 from orchestrator.store.queue import PrefillQueue
@@ -210,6 +211,14 @@ class FleetConnection:
         except RedisAway as error:
             log.debug("heartbeat missed: %s", error)
         self._beaten.set()
+
+    async def rollout(self) -> RolloutStatus | None:
+        """The last one; None where there was none, or Redis is away."""
+        try:
+            found = await self.registry.configuration.rollout()
+        except RedisAway:
+            return None
+        return found.status if found is not None else None
 
     def _cpu_used(self) -> float:
         """Cores, since it was asked last."""

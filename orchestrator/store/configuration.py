@@ -29,6 +29,15 @@ class Version(msgspec.Struct, frozen=True):
     config: dict[str, Any]
 
 
+class RolloutStatus(msgspec.Struct, frozen=True):
+    """A rollout as `/fleet` and `orchestrator status` show it: without the configurations."""
+
+    phase: Phase
+    old: int  # generation
+    new: int
+    why: str
+
+
 class Rollout(msgspec.Struct, frozen=True):
     """The last one that was ordered. Wherever it stands, `target` is what all members are to run."""
 
@@ -45,6 +54,10 @@ class Rollout(msgspec.Struct, frozen=True):
     @property
     def under_way(self) -> bool:
         return self.phase in (Phase.FORWARD, Phase.BACK)
+
+    @property
+    def status(self) -> RolloutStatus:
+        return RolloutStatus(self.phase, self.old.generation, self.new.generation, self.why)
 
     def to(self, phase: Phase, why: str = "") -> Rollout:
         return msgspec.structs.replace(self, phase=phase, why=why or self.why)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -68,9 +69,13 @@ async def test_an_abort_goes_back(fleet: RunningFleet) -> None:
     async with nobody_fails(fleet):
         rolling = asyncio.create_task(asyncio.to_thread(rollout, fleet, CONFIG, "--set", "sim.blocks=2000"))
         await asyncio.to_thread(fleet.until, lambda: len(set(generations(fleet))) == 2, "a worker is replaced")
+        shown = await asyncio.to_thread(fleet.cli, "status")
+        line = r"rollout forward: configuration \d+ to \d+, [1-4] of [34] workers run it"
+        assert re.search(line, shown.stdout), shown.stdout
         aborted = await asyncio.to_thread(rollout, fleet, "--abort")
         assert aborted.returncode == 0 and "went back" in aborted.stdout, aborted.stdout + aborted.stderr
         assert (await rolling).returncode == 1, "it did not come to what was asked for"
+    assert "rollout undone: " in (await asyncio.to_thread(fleet.cli, "status")).stdout
     assert generations(fleet) == was
     assert {worker["blocks_total"] for worker in fleet.workers()} == {4096}
     fleet.assert_no_leaks()

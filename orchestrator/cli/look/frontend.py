@@ -104,11 +104,13 @@ async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
                 return dict(seen)
         workers = sorted((await fleet.registry.workers()).values(), key=lambda info: (info.role.value, info.id))
         depth, desired = await fleet.queue.depth(), await fleet.registry.desired()
+        rollout = await fleet.registry.configuration.rollout()
     return {
         "model": workers[0].identity.model if workers else None,
         "workers": msgspec.to_builtins([WorkerStatus.of(info) for info in workers]),
         "queue": msgspec.to_builtins(depth),
         "desired": msgspec.to_builtins(desired),
+        "rollout": msgspec.to_builtins(rollout.status if rollout is not None else None),
     }
 
 

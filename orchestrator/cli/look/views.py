@@ -13,6 +13,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.store.configuration import Phase
+
 STATE_STYLE = {"ready": "green", "draining": "yellow", "unreachable": "red"}
 _BAR_CELLS = 6
 
@@ -46,7 +48,17 @@ def fleet_view(seen: dict[str, Any]) -> RenderableType:
     lines.append(Text(_queue_line(queue)))
     if desired:
         lines.append(Text(f"desired: {desired['prefill']} prefill, {desired['decode']} decode, by {desired['set_by']}"))
+    if (rollout := seen.get("rollout")) and rollout["phase"] != Phase.DONE.value:
+        lines.append(Text(_rollout_line(rollout, seen["workers"]), style="yellow"))
     return Group(*lines)
+
+
+def _rollout_line(rollout: dict[str, Any], workers: list[dict[str, Any]]) -> str:
+    forward = rollout["phase"] == Phase.FORWARD.value
+    begun, target = (rollout["old"], rollout["new"]) if forward else (rollout["new"], rollout["old"])
+    there = sum(worker["generation"] == target for worker in workers)
+    line = f"rollout {rollout['phase']}: configuration {begun} to {target}, {there} of {len(workers)} workers run it"
+    return f"{line} ({rollout['why']})" if rollout["why"] else line
 
 
 def queue_view(rows: list[dict[str, Any]], depth: dict[str, int]) -> RenderableType:

@@ -15,6 +15,7 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.frontend import edge, pages
 from orchestrator.frontend.access import Access
 from orchestrator.policy.predict import Predictor
+from orchestrator.store.configuration import Phase, RolloutStatus
 from orchestrator.types import (
     DesiredRatio,
     EngineIdentity,
@@ -48,7 +49,12 @@ def app(fleet):
     registry = CollectorRegistry()
     depth, desired = (lambda: QueueDepth(3, 4000, 1)), (lambda: DesiredRatio(1, 2, "ratio", 5.0))
     registry.register(pages.FleetCollector(fleet.workers.values, depth, desired))
-    app.router.routes[:0] = pages.fleet_routes("demo", fleet, depth, desired, registry, Predictor()).routes
+
+    async def rollout():
+        return RolloutStatus(Phase.BACK, 0, 1, "it cannot start")
+
+    ours = pages.fleet_routes("demo", fleet, depth, desired, rollout, registry, Predictor())
+    app.router.routes[:0] = ours.routes
 
     @app.get("/refuse")
     async def refuse() -> Response:
@@ -125,6 +131,7 @@ async def test_the_fleet_page_has_the_promised_fields(client, fleet):
     page = (await client.get("/fleet")).json()
     assert page["model"] == "demo" and page["queue"] == {"requests": 3, "tokens": 4000, "claimed": 1}
     assert page["desired"] == {"prefill": 1, "decode": 2, "set_by": "ratio", "set_at": 5.0}
+    assert page["rollout"] == {"phase": "back", "old": 0, "new": 1, "why": "it cannot start"}
     assert page["workers"] == [
         {
             "id": "d0", "role": "decode", "state": "ready", "engine": "sim", "host": "h", "pid": 42,
