@@ -13,8 +13,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.store.configuration import Phase
-
 STATE_STYLE = {"ready": "green", "draining": "yellow", "unreachable": "red"}
 _BAR_CELLS = 6
 
@@ -48,13 +46,13 @@ def fleet_view(seen: dict[str, Any]) -> RenderableType:
     lines.append(Text(_queue_line(queue)))
     if desired:
         lines.append(Text(f"desired: {desired['prefill']} prefill, {desired['decode']} decode, by {desired['set_by']}"))
-    if (rollout := seen.get("rollout")) and rollout["phase"] != Phase.DONE.value:
+    if (rollout := seen.get("rollout")) and rollout["phase"] != "done":
         lines.append(Text(_rollout_line(rollout, seen["workers"]), style="yellow"))
     return Group(*lines)
 
 
 def _rollout_line(rollout: dict[str, Any], workers: list[dict[str, Any]]) -> str:
-    forward = rollout["phase"] == Phase.FORWARD.value
+    forward = rollout["phase"] == "forward"
     begun, target = (rollout["old"], rollout["new"]) if forward else (rollout["new"], rollout["old"])
     there = sum(worker["generation"] == target for worker in workers)
     line = f"rollout {rollout['phase']}: configuration {begun} to {target}, {there} of {len(workers)} workers run it"
