@@ -19,7 +19,8 @@ from orchestrator.types import QueueDepth, RequestInfo
 RETRY_AFTER_S = 1.0  # when nothing better is known
 # The decode choice picks among the local workers whose predicted TTFT is at most this many times the best.
 TTFT_TOLERANCE = 1.1
-LATENESS_TOLERANCE = 1.1  # the same where nobody is asked to prefill remotely, of lateness
+# The same for lateness, by which workers are compared where no prompt may be prefilled remotely.
+LATENESS_TOLERANCE = 1.1
 ITL_MARGIN = 0.9  # of the TPOT objective: a prediction is a mean, but the objective is for nearly all requests
 
 

@@ -21,7 +21,7 @@ HIGH_WATER_MARK = 200_000
 # ZMQ's own threads ask and answer, so a busy event loop breaks no connection. A host that is cut off does within the
 # sum of both: a timeout begins with the next question. Each question and answer costs as much as a load report.
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1500, 3000
-# Workers that are not heard are given up long before: only so that no end sends for ever to one that is cut off.
+# A worker whose reports are missing is given up long before this: it only ends connections to a host that is cut off.
 PUBLISHED_HEARTBEAT_MS, PUBLISHED_HEARTBEAT_TIMEOUT_MS = 5000, 5000
 HEARTBEAT_TTL_FACTOR = 2  # the asked end waits so much longer for the next question
 CONNECT_TIMEOUT_MS = 2000  # the kernel's own retries would be minutes apart when a link is mended

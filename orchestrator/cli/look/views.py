@@ -52,6 +52,7 @@ def fleet_view(seen: dict[str, Any]) -> RenderableType:
 
 
 def _rollout_line(rollout: dict[str, Any], workers: list[dict[str, Any]]) -> str:
+    # Phases by their text: `store.configuration`, which names them, would load redis, which makes the command slower.
     forward = rollout["phase"] == "forward"
     begun, target = (rollout["old"], rollout["new"]) if forward else (rollout["new"], rollout["old"])
     there = sum(worker["generation"] == target for worker in workers)
