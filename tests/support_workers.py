@@ -41,6 +41,7 @@ from orchestrator.wire.messages import (
     Abort,
     CallReply,
     Claimed,
+    EngineCrashed,
     Outputs,
     Prefilled,
     PrefillFailed,
@@ -108,6 +109,7 @@ class Frontend:
         self.welcomed: set[str] = set()
         self.disconnected: list[str] = []
         self.replies: list[CallReply] = []
+        self.crashes: list[EngineCrashed] = []
         self.decode: str | None = None  # where claims are bound; None: nowhere
         self.late_outputs = self.welcomes = 0
         self._sequence: dict[str, int] = {}
@@ -150,6 +152,8 @@ class Frontend:
                 self.snapshots.append(message)
             elif isinstance(message, Outputs):
                 self._take_outputs(message, payload)
+            elif isinstance(message, EngineCrashed):
+                self.crashes.append(message)
             else:
                 self._take_event(message)
 
@@ -181,11 +185,12 @@ class Frontend:
         sampling = WireSampling(max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True)
         return self.codec.encode_request(WireRequest(request.id, request.prompt, sampling_params=sampling))
 
-    def submit_to(self, worker_id: str, request: Request, source: KVSource | None = None) -> bool:
-        """Also as a retry: what the client has already is resumed after."""
+    def submit_to(self, worker_id: str, request: Request, source: KVSource | None = None, alone_s: float = 0.0) -> bool:
+        """Also as a retry: what the client has already is resumed after. `alone_s`: it is a suspect."""
         request.decode = worker_id
         sequence = self._sequence[worker_id] = self._sequence.get(worker_id, 0) + 1
-        submit = Submit(request.id, request.attempt, sequence, len(request.prompt), source, list(request.tokens))
+        resume = list(request.tokens)
+        submit = Submit(request.id, request.attempt, sequence, len(request.prompt), source, resume, alone_s=alone_s)
         return self.transport.send(worker_id, submit, self.frames(request))
 
     def sequence(self, worker_id: str) -> int:

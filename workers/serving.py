@@ -97,6 +97,9 @@ class Serving:
             await self._drop([older])
         if self._attempts.get(key) is not None:
             return Refusal("this worker prefills it")
+        now = time.monotonic()
+        if message.alone_s and any(now < suspect.alone_until for suspect in self._attempts.suspects()):
+            return Refusal("it tries another suspect", leaving=True)
         context_tokens = message.prompt_tokens + len(message.resume_tokens)
         attempt = Attempt(
             key=key,
@@ -105,7 +108,8 @@ class Serving:
             frontend_id=frontend_id,
             phase=Phase.DECODE,
             tokens=0 if message.kv_source is not None else max(1, context_tokens - message.cached_tokens),
-            since=time.monotonic(),
+            since=now,
+            alone_until=now + message.alone_s if message.alone_s else 0.0,
         )
         self._attempts.add(attempt)
         self._load.added()
@@ -228,9 +232,11 @@ class Serving:
 
     def engine_crashed(self, why: str) -> None:
         """Tell every frontend that has something here: one of their requests may be the cause."""
+        suspects = self._attempts.suspects()
+        suspect = suspects[0].request_id if len(suspects) == 1 else None
         for frontend_id in self._attempts.frontends():
             others = self._attempts.unproven_of_others(frontend_id)
-            self._frontends.send(frontend_id, EngineCrashed(self._worker_id, why, others))
+            self._frontends.send(frontend_id, EngineCrashed(self._worker_id, why, others, suspect))
 
     # ---- frontends that vanish ---------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
+from orchestrator.router.quarantine import ALONE_S
 from orchestrator.router.request import ActiveRequest, State, Submitted
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import QueueFull
@@ -52,6 +53,7 @@ class Dispatch:
             kv_source=source,
             resume_tokens=active.answer.tokens,
             cached_tokens=cached_tokens,
+            alone_s=ALONE_S if active.suspect else 0.0,
         )
         if not self._transport.send(worker_id, submit, asked.frames):
             active.shun(worker_id)

@@ -1,9 +1,10 @@
 """Requests that were running when an engine crashed: which of them crashed it, and which go on.
 
 An engine that crashes takes every request on it down, and one of them may be the cause: it would crash the next engine
-too. So each of them goes on alone, one after the other, until it has produced a token. One that crashes its engine
-while alone, or that alone was part of two crashes, is guilty, unless a request of another frontend may be. Decides and
-remembers; sends nothing.
+too. So each of them is a suspect, and they go on one after the other, until each has produced a token. A worker tries
+one suspect at a time, of all frontends, and an engine that crashes meanwhile has found the cause: nobody else is
+suspected of that crash. Where it tried none, a request that alone was part of two crashes is guilty, unless one of
+another frontend may be. Decides and remembers; sends nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import deque
 from collections.abc import Collection
 
 from orchestrator.router.request import ActiveRequest
+from orchestrator.wire.messages import EngineCrashed
 
 MAX_CRASHES = 5  # whoever was part of so many is guilty, whoever else was there
 ALONE_S = 10.0  # who crashes nothing for this long without a token does not hold the others up any more
@@ -22,20 +24,23 @@ class Quarantine:
         self._waiting: deque[ActiveRequest] = deque()
         self._alone: ActiveRequest | None = None
 
-    def crashed(self, victims: Collection[ActiveRequest], others: int) -> list[ActiveRequest]:
-        """An engine with these requests on it has crashed, and with so many of other frontends that may be the cause.
-        Returns those that are guilty."""
-        for active in victims:
+    def crashed(self, victims: Collection[ActiveRequest], crash: EngineCrashed) -> list[ActiveRequest]:
+        """An engine with these requests on it has crashed. Returns those that are guilty."""
+        possible = [active for active in victims if crash.suspect in (None, active.id)]
+        for active in possible:
             active.crashes += 1
-        if others and all(active.crashes < MAX_CRASHES for active in victims):
-            return []
-        repeated = [active for active in victims if active.crashes > 1]
-        return [active for active in victims if active is self._alone or repeated == [active]]
+        if crash.suspect is not None:
+            return possible
+        repeated = [active for active in possible if active.crashes > 1]
+        if len(repeated) == 1 and not crash.others:
+            return repeated
+        return [active for active in repeated if active.crashes >= MAX_CRASHES]
 
     def add(self, active: ActiveRequest) -> None:
         """It may go on only alone."""
         if active is self._alone:
             self._alone = None
+        active.suspect = True
         self._waiting.append(active)
 
     def release(self) -> ActiveRequest | None:
@@ -54,6 +59,7 @@ class Quarantine:
 
     def cleared(self, active: ActiveRequest) -> bool:
         """It has produced a token, or ended. True when that makes room for the next."""
+        active.suspect = False
         if active is self._alone:
             self._alone = None
             return True

@@ -17,6 +17,7 @@ from orchestrator.router.placer import Placer
 from orchestrator.router.quarantine import Quarantine
 from orchestrator.router.request import ActiveRequest, Failure, State
 from orchestrator.telemetry import metrics
+from orchestrator.wire.messages import EngineCrashed
 
 log = logging.getLogger("pd.router")
 
@@ -75,21 +76,26 @@ class Recovery:
 
     # ---- engines that crash ------------------------------------------------------------------------------------
 
-    def engine_crashed(self, worker_id: str, why: str, others: int) -> None:
-        """One of the requests there may be the cause, or one of `others` of other frontends. Those that are not go on,
-        and no attempt is counted against them."""
-        everyone = self._requests.all()
-        victims = [active for active in everyone if worker_id in (active.decode_worker, active.computing_worker)]
-        guilty = self._quarantine.crashed(victims, others)
+    def engine_crashed(self, crash: EngineCrashed) -> None:
+        """One of the requests there may be the cause, or one of another frontend. Those that are not go on, and no
+        attempt is counted against them."""
+        there, everyone = crash.worker_id, self._requests.all()
+        victims = [active for active in everyone if there in (active.decode_worker, active.computing_worker)]
+        guilty = self._quarantine.crashed(victims, crash)
         for active in victims:
             if active in guilty:
-                said = f"it crashed {active.crashes} engines, the last on {worker_id}: {why}"
+                said = f"it crashed {active.crashes} engines, the last on {there}: {crash.why}"
                 self.fail_withdrawn(active, Failure(said))
             elif self._give_up(active, "engine_crashed"):
-                active.shun(worker_id)  # of no meaning where it prefilled
+                active.shun(there)  # of no meaning where it prefilled
                 active.next_attempt("engine_crashed")
-                self._quarantine.add(active)
-        if others:
+                if crash.suspect is None:
+                    self._quarantine.add(active)
+                else:
+                    self._dispatch.background(self._place_again(active))
+        if crash.suspect is not None:
+            return
+        if crash.others:
             self._dispatch.background(self._release_apart())
         else:
             self._release_next()

@@ -155,7 +155,7 @@ class Router:
         if isinstance(message, Outputs):
             self._on_outputs(worker_id, message, payload, now)
         elif isinstance(message, EngineCrashed):
-            self._recovery.engine_crashed(worker_id, message.why, message.others)
+            self._recovery.engine_crashed(message)
         elif isinstance(message, (Claimed, Prefilled, PrefillFailed, Rejected)):
             active = self._requests.current(message.request_id, message.attempt)
             if active is None:

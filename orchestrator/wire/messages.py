@@ -50,6 +50,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
     kv_source: KVSource | None = None
     resume_tokens: list[int] = []
     cached_tokens: int = 0  # prompt tokens that the frontend believes are cached there
+    alone_s: float = 0.0  # it is suspected to crash engines: until its first output, for so long, no other suspect
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -128,18 +129,20 @@ class Rejected(msgspec.Struct, tag="rejected", frozen=True):
     worker_id: str
     why: str
     final: bool = False  # every worker would refuse this request: it cannot be decoded, or is too long
-    leaving: bool = False  # the worker drains or has another role: it is nobody's fault, and counts as no attempt
+    leaving: bool = False  # it drains, has another role, or tries a suspect: nobody's fault, counts as no attempt
 
 
 class EngineCrashed(msgspec.Struct, tag="engine_crashed", frozen=True):
     """The worker's engine has died by itself, and the worker leaves. `why`: the engine's own words.
 
-    `others`: requests of other frontends on it that had produced nothing yet, so that one of them may be the cause.
+    `suspect`: the only suspect that it was trying, and so the cause. Without one `others` counts the
+    requests of other frontends on it that had produced nothing yet, so that one of them may be the cause.
     """
 
     worker_id: str
     why: str
     others: int = 0
+    suspect: str | None = None
 
 
 class Outputs(msgspec.Struct, tag="outputs", frozen=True):

@@ -10,6 +10,7 @@ from support_workers import running_workers, until
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.types import FinishReason, Role
+from orchestrator.wire.messages import Rejected
 
 POISON = 666_666
 SECTIONS = {
@@ -38,7 +39,7 @@ async def test_a_poison_request_takes_two_engines_down_and_no_third(redis_server
 
 
 async def test_requests_of_another_frontend_beside_a_poison_request_go_on(redis_server: EmbeddedRedis) -> None:
-    """Each frontend knows its own requests only: both go on alone after the crash, perhaps on the same engine."""
+    """Each frontend knows its own requests only: both try their suspects, and there is one engine for both."""
     async with running_workers(redis_server, **SECTIONS) as workers:
         started = [await workers.start(Role.DECODE)]
         clients = [RouterClient(workers.redis, workers.config) for _ in range(2)]
@@ -54,8 +55,48 @@ async def test_requests_of_another_frontend_beside_a_poison_request_go_on(redis_
             await asyncio.sleep(0.02)
         with pytest.raises(AssertionError, match=str(FinishReason.ERROR.name)):
             await poison
+        await until(started[-1].task.done, "that the last engine is dead")
+        assert len(started) == 2, "no third one died"
         started.append(await workers.start(Role.DECODE))
         async with asyncio.timeout(60):
             await asyncio.gather(*streams)
         for client in clients:
             await client.close()
+
+
+async def test_a_worker_tries_one_suspect_at_a_time_and_says_which_it_was_that_crashed_it(
+    redis_server: EmbeddedRedis,
+) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        worker = await workers.start(Role.DECODE, prefill_us_per_token=1000.0)
+        one, two = await workers.frontend(worker), await workers.frontend(worker)
+        streaming, tried = two.new([1, 2, 3], 10_000), one.new(list(range(5000)))  # 5 s until its first token
+        two.submit_to(worker.id, streaming)
+        one.submit_to(worker.id, tried, alone_s=10.0)
+        suspect, other = two.new([4, 5, 6]), two.new([7, 8, 9])
+        await until(lambda: one.loads[worker.id].seen.get(one.id) == 1, "the suspect in the load")
+        two.submit_to(worker.id, suspect, alone_s=10.0)
+        two.submit_to(worker.id, other)
+        refused = await until(lambda: suspect.got(Rejected), "the refusal")
+        assert refused.leaving and refused.why == "it tries another suspect"
+        await worker.engine.stop()
+        await until(lambda: one.crashes and two.crashes, "that both hear of the crash")
+        assert one.crashes[0].suspect == two.crashes[0].suspect == tried.id
+        assert other.got(Rejected) is None
+
+
+async def test_a_suspect_that_is_slow_to_begin_does_not_keep_others_away_for_ever(redis_server: EmbeddedRedis) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        worker = await workers.start(Role.DECODE, prefill_us_per_token=1000.0)
+        frontend = await workers.frontend(worker)
+        slow, suspect, other = frontend.new(list(range(5000))), frontend.new([4, 5, 6]), frontend.new([7, 8, 9])
+        frontend.submit_to(worker.id, slow, alone_s=0.2)
+        await until(lambda: frontend.loads[worker.id].seen.get(frontend.id) == 1, "the suspect in the load")
+        await asyncio.sleep(0.2)
+        frontend.submit_to(worker.id, suspect, alone_s=10.0)
+        frontend.submit_to(worker.id, other)
+        await until(lambda: frontend.loads[worker.id].seen.get(frontend.id) == 3, "all of them in the load")
+        assert suspect.got(Rejected) is None
+        await worker.engine.stop()
+        await until(lambda: frontend.crashes, "the crash")
+        assert frontend.crashes[0].suspect is None, "either may be the cause"

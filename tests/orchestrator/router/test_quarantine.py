@@ -8,7 +8,7 @@ from orchestrator.router import recovery
 from orchestrator.router.quarantine import ALONE_S
 from orchestrator.router.request import State
 from orchestrator.types import FinishReason, Role
-from orchestrator.wire.messages import EngineCrashed
+from orchestrator.wire.messages import EngineCrashed, Rejected
 
 
 class CrashBench(Bench):
@@ -23,8 +23,10 @@ class CrashBench(Bench):
         for name in names:
             await self.router.submit(FakeRequest(name, prompt_tokens=10))
 
-    async def crash(self, worker_id, others=0):
-        self.say(worker_id, EngineCrashed(worker_id, "a kernel failed", others))
+    async def crash(self, worker_id, others=0, tried=None):
+        """`tried`: a suspect of another frontend; ours is found."""
+        mine = [name for name in self.on(worker_id) if self.router.requests[name].suspect]
+        self.say(worker_id, EngineCrashed(worker_id, "a kernel failed", others, *mine or [tried]))
         self.fleet.remove(worker_id)
         self.router.worker_lost(worker_id)
         await self.settle()
@@ -135,15 +137,38 @@ async def test_a_crash_of_the_prefill_engine_counts_for_what_it_computed():
     bench.assert_no_leaks()
 
 
-async def test_who_was_alone_is_not_guilty_where_a_request_of_another_frontend_may_be(monkeypatch):
+async def test_who_is_repeated_is_not_guilty_where_a_request_of_another_frontend_may_be(monkeypatch):
     monkeypatch.setattr(recovery, "APART_S", 0.0)
     bench = CrashBench()
     await all_on_one_worker(bench, "a")
-    await bench.crash("d0", others=1)
-    await bench.crash(bench.where("a"), others=1)
+    for attempt in (2, 3):
+        await bench.crash(bench.where("a"), others=1)
+        bench.tokens(bench.where("a"), "a", [1], attempt=attempt)
     assert bench.failed() == []
     bench.tokens(bench.where("a"), "a", [1], attempt=3, finish=FinishReason.STOP)
     bench.assert_no_leaks()
+
+
+async def test_nobody_is_suspected_of_a_crash_whose_cause_is_a_suspect_of_another_frontend():
+    bench = CrashBench()
+    await all_on_one_worker(bench, "a", "b")
+    for name in "ab":
+        bench.tokens("d0", name, [1])
+    await bench.crash("d0", others=1, tried="theirs")
+    assert all(bench.where(name) is not None for name in "ab")  # both at once
+    assert not any(active.crashes or active.suspect for active in bench.router.requests.values())
+
+
+async def test_a_worker_is_told_of_a_suspect_until_it_has_a_token():
+    bench = CrashBench()
+    await all_on_one_worker(bench, "a")
+    bench.tokens("d0", "a", [1])
+    await bench.crash("d0")
+    assert bench.submits()[-1][1].alone_s == ALONE_S
+    bench.tokens(bench.where("a"), "a", [2], attempt=2)
+    bench.say(bench.where("a"), Rejected("a", 2, bench.where("a"), "it drains", leaving=True))
+    await bench.settle()
+    assert bench.submits()[-1][1].alone_s == 0
 
 
 async def test_who_crashes_an_engine_where_nobody_else_may_be_the_cause_is_guilty_then(monkeypatch):
