@@ -106,16 +106,22 @@ def bench_adp(results: dict[str, Any]) -> None:
 
 
 def bench_decision(results: dict[str, Any], workers: int = 1000) -> None:
-    """What the router does for one request among a thousand decode workers, half as many prefill workers, and hits."""
+    """What the router does for one request among a thousand decode workers, half as many prefill workers or none, and
+    hits."""
     rng = random.Random(0)
     identity = EngineIdentity("m", "bfloat16", "auto", 16, 32_768, "sim", "1", PROTOCOL_VERSION)
-    names = [f"d{number}" for number in range(workers)] + [f"p{number}" for number in range(workers // 2)]
+    modes: dict[str, tuple[dict[str, int], int]] = {
+        "threshold": ({"remote_prefill_min_tokens": 256}, workers // 2),
+        "cost": ({}, workers // 2),
+        "cost, no prefill worker": ({}, 0),
+    }
 
     def load_of_worker(name: str, sequence: int) -> WorkerLoad:
         free, running, waiting = rng.randrange(2000, 24_800), rng.randrange(100), rng.randrange(9000)
         return WorkerLoad(name, sequence, 24_800, free, running, rng.randrange(3), waiting, 5.0)
 
-    for mode, routing in (("threshold", {"remote_prefill_min_tokens": 256}), ("cost", {})):
+    for mode, (routing, prefill) in modes.items():
+        names = [f"d{number}" for number in range(workers)] + [f"p{number}" for number in range(prefill)]
         choose = decode_choice("kv_prefix")
         fleet = Fleet("f", choose.standing)
         for name in names:

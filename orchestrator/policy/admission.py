@@ -46,9 +46,10 @@ def predicted_ttft_s(
             return predictor.prefill_s(request.prompt_tokens)
         compute = max(0, request.prompt_tokens - prefill.cached_tokens)
         return predictor.remote_ttft_s(compute, request.prompt_tokens, prefill.queue, prefill.workers_ready)
-    chosen = [candidate for candidate in candidates if candidate.worker_id == decision.worker_id]
-    (ttft_s,), _ = predictor.local_s(chosen, request.prompt_tokens)
-    return ttft_s
+    for candidate in candidates:
+        if candidate.worker_id == decision.worker_id:
+            return predictor.local_ttft_s((candidate,), request.prompt_tokens)[0]
+    raise ValueError(f"placed on {decision.worker_id}, which is no candidate")
 
 
 def admit(

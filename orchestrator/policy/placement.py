@@ -155,9 +155,15 @@ def _by_cost(
     """
     if not open_ones:
         return Remote("decode_full") if blocker is None else Reject("decode_full", RETRY_AFTER_S)
-    prompt_tokens, ahead_tokens = request.prompt_tokens, predictor.ahead_tokens
-    ttft, itl = predictor.local_s(open_ones, prompt_tokens)
-    cost = ttft.copy()
+    prompt_tokens = request.prompt_tokens
+    if blocker is not None or prefill.queue is None:
+        ttft = predictor.local_ttft_s(open_ones, prompt_tokens)
+        late = _lateness(open_ones, ttft, prompt_tokens, predictor, slo)
+        bound = min(late) * LATENESS_TOLERANCE
+        near = [candidate for candidate, lateness in zip(open_ones, late, strict=True) if lateness <= bound]
+        return _local(request, near, choose, blocker or "cost")
+    cost, itl = predictor.local_s(open_ones, prompt_tokens)
+    ahead_tokens = predictor.ahead_tokens
     itl_bound_s, price_s = ITL_MARGIN * slo.tpot_s, routing.itl_weight * slo.ttft_s
     fixed_s, s_per_token = predictor.prefill_line
     for index, candidate in enumerate(open_ones):
@@ -170,22 +176,17 @@ def _by_cost(
             prefill_s = fixed_s + s_per_token * (tokens if tokens > 0 else 0)
             slack_s = max((itl_bound_s - itl[index]) * ahead_tokens, 1e-3)
             cost[index] += price_s * candidate.running * prefill_s / slack_s
-    if blocker is None and prefill.queue is not None:
-        compute = max(0, prompt_tokens - prefill.cached_tokens)
-        ttft_s = predictor.remote_ttft_s(compute, prompt_tokens, prefill.queue, prefill.workers_ready)
-        # What a transfer costs is uncertain, and what a move gains must be more: a tie is local, or stays in the queue.
-        error_s = predictor.transfer_error_s(prompt_tokens)
-        remote_s = ttft_s - error_s if prefill.queued else ttft_s + error_s
-        least = min(cost)
-        if least > remote_s:
-            return Remote("cost", ttft_s)
-        bound = min(remote_s, max(least * TTFT_TOLERANCE, least + predictor.itl_s(open_ones[0].worker_id)))
-        near = [c for c, cost_s in zip(open_ones, cost, strict=True) if cost_s <= bound]
-        return _local(request, near, choose, "cost")
-    late = _lateness(open_ones, ttft, prompt_tokens, predictor, slo)
-    bound = min(late) * LATENESS_TOLERANCE
-    near = [candidate for candidate, lateness in zip(open_ones, late, strict=True) if lateness <= bound]
-    return _local(request, near, choose, blocker or "cost")
+    compute = max(0, prompt_tokens - prefill.cached_tokens)
+    ttft_s = predictor.remote_ttft_s(compute, prompt_tokens, prefill.queue, prefill.workers_ready)
+    # What a transfer costs is uncertain, and what a move gains must be more: a tie is local, or stays in the queue.
+    error_s = predictor.transfer_error_s(prompt_tokens)
+    remote_s = ttft_s - error_s if prefill.queued else ttft_s + error_s
+    least = min(cost)
+    if least > remote_s:
+        return Remote("cost", ttft_s)
+    bound = min(remote_s, max(least * TTFT_TOLERANCE, least + predictor.itl_s(open_ones[0].worker_id)))
+    near = [c for c, cost_s in zip(open_ones, cost, strict=True) if cost_s <= bound]
+    return _local(request, near, choose, "cost")
 
 
 def _lateness(
@@ -197,37 +198,38 @@ def _lateness(
     objective, the more requests miss it by a little more. It is the request's own, of TTFT and TPOT. Those that decode
     there lose as well: by one more sequence, and by its prompt. A prompt also delays whoever comes while it is
     computed, so where few decode now, it counts as if as many did as on the mean worker.
+
+    The first token waits for room as well: for the share of what is there that must end before one more request fits
+    into the batch and the memory, which grows meanwhile, of the time that a request stays.
     """
-    ahead_tokens, tpot_s = predictor.ahead_tokens, slo.tpot_s
-    delay = predictor.s_per_token / ahead_tokens / tpot_s  # of TPOT, by a prompt token
-    fixed, each = (seconds / tpot_s for seconds in predictor.tpot_line)
-    tpot = [fixed + each * (c.running + c.waiting) + delay * (c.waiting_tokens + c.placed_tokens) for c in candidates]
-    mean_tpot, mean_running = sum(tpot) / len(tpot), sum([c.running for c in candidates]) / len(tpot)
-    found = []
-    for candidate, own_ttft_s, now in zip(candidates, ttft_s, tpot, strict=True):
-        running, tokens = candidate.running, prompt_tokens - candidate.cached_tokens
+    # Plain loops over locals: this runs for every request, and over every worker of a small fleet. A square that grows
+    # by `x` from `v` grows by x * (2 v + x).
+    ahead_tokens, tpot_slo_s, ttft_slo_s = predictor.ahead_tokens, slo.tpot_s, slo.ttft_s
+    delay = predictor.s_per_token / ahead_tokens / tpot_slo_s  # of TPOT, by a prompt token
+    fixed, each = predictor.tpot_line
+    fixed, each, stay_s = fixed / tpot_slo_s, each / tpot_slo_s, 2 * ahead_tokens * tpot_slo_s
+    own_tokens, count, sum_tpot, sum_running = prompt_tokens + 2 * ahead_tokens, len(candidates), 0.0, 0
+    there = []
+    for candidate in candidates:
+        running = candidate.running
+        sequences, pending = running + candidate.waiting, candidate.waiting_tokens
+        tpot = fixed + each * sequences + delay * (pending + candidate.placed_tokens)
+        sum_tpot += tpot
+        sum_running += running
+        there.append((tpot, running, sequences, own_tokens + pending + sequences * ahead_tokens))
+    mean_tpot, mean_running, found = sum_tpot / count, sum_running / count, []
+    for candidate, own_ttft_s, (tpot, running, sequences, needed) in zip(candidates, ttft_s, there, strict=True):
+        tokens, free = prompt_tokens - candidate.cached_tokens, candidate.blocks_free
         prompt = delay * tokens if tokens > 0 else 0.0
-        room_s = 2 * ahead_tokens * now * tpot_s * _must_end(candidate, prompt_tokens, ahead_tokens)
-        ttft = (own_ttft_s + room_s) / slo.ttft_s
-        own = ttft * ttft + (now + each + prompt) ** 2
-        among = max(running, mean_running) * _grown(max(now, mean_tpot), prompt)
-        found.append(own + running * _grown(now, each) + among)
+        lacking, excess = needed / candidate.block_size - free, sequences + 1 - candidate.max_num_seqs
+        if lacking > 0 or excess > 0:
+            must_end = max(lacking / max(1, candidate.blocks_total - free), excess / max(1, running))
+            own_ttft_s += stay_s * tpot * must_end
+        ttft, own = own_ttft_s / ttft_slo_s, tpot + each + prompt
+        met = tpot if tpot > mean_tpot else mean_tpot
+        among = (running if running > mean_running else mean_running) * prompt * (2 * met + prompt)
+        found.append(ttft * ttft + own * own + running * each * (2 * tpot + each) + among)
     return found
-
-
-def _grown(value: float, by: float) -> float:
-    """How much more the square is."""
-    return by * (2 * value + by)
-
-
-def _must_end(candidate: Candidate, prompt_tokens: int, ahead_tokens: float) -> float:
-    """The share of what a worker has that must end before there is room for one more request, in its batch and its
-    memory. What is there grows meanwhile, by `ahead_tokens` each."""
-    running, sequences = candidate.running, candidate.running + candidate.waiting
-    tokens = prompt_tokens + 2 * ahead_tokens + candidate.waiting_tokens + sequences * ahead_tokens
-    lacking = tokens / candidate.block_size - candidate.blocks_free
-    used = candidate.blocks_total - candidate.blocks_free
-    return max(0.0, lacking / max(1, used), (sequences + 1 - candidate.max_num_seqs) / max(1, running))
 
 
 def _why_not_remote(

@@ -213,17 +213,32 @@ class Predictor:
         """How uncertain the time is that a KV transfer of this many tokens adds."""
         return self._transfer.error_at(tokens)
 
-    def local_s(self, candidates: Iterable[Candidate], prompt_tokens: int) -> tuple[list[float], list[float]]:
-        """TTFT and ITL by candidate, if that decode worker prefills what it has not cached of a prompt, after those
-        waiting there.
+    # Plain loops over locals: these run for every request, and over every worker of a small fleet.
 
-        The ITL is that of the sequences decoding there: each second of prefill delays each of them by a second.
-        """
+    def local_ttft_s(self, candidates: Iterable[Candidate], prompt_tokens: int) -> list[float]:
+        """TTFT by candidate, if that decode worker prefills what it has not cached of a prompt, after those waiting
+        there."""
+        found: list[float] = []
+        pool, prior_itl_s, fit_of, itl_of = self._pool, self._prior_itl_s, self._local.get, self._itl.get
+        for candidate in candidates:
+            worker_id = candidate.worker_id
+            tokens = prompt_tokens - candidate.cached_tokens
+            pending_tokens = candidate.waiting_tokens + candidate.placed_tokens + (tokens if tokens > 0 else 0)
+            fit = fit_of(worker_id)
+            if fit is None or fit.samples < MIN_FIT_SAMPLES:
+                fit = pool
+            smoothed = itl_of(worker_id)
+            itl_s = prior_itl_s if smoothed is None else smoothed.value
+            found.append(fit.intercept + fit.slope * pending_tokens + itl_s)
+        return found
+
+    def local_s(self, candidates: Iterable[Candidate], prompt_tokens: int) -> tuple[list[float], list[float]]:
+        """The same, and the ITL of the sequences decoding there: each second of prefill delays each of them by a
+        second."""
         ttfts_s: list[float] = []
         itls_s: list[float] = []
         pool, prior_itl_s, fit_of, itl_of = self._pool, self._prior_itl_s, self._local.get, self._itl.get
         delay_s_per_token = pool.slope / self.ahead_tokens
-        # A plain loop over locals: this runs for every request, and over every worker of a small fleet.
         for candidate in candidates:
             worker_id = candidate.worker_id
             tokens = prompt_tokens - candidate.cached_tokens

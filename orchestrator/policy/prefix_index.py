@@ -6,7 +6,7 @@ has d blocks. The index may be wrong: that costs a cache miss, never a wrong ans
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
 from orchestrator.types import PrefixEvents
@@ -59,7 +59,7 @@ class Hits:
         return found
 
     def most_of_each(
-        self, max_workers: int, one: Container[str], other: Container[str]
+        self, max_workers: int, one: Collection[str], other: Collection[str]
     ) -> tuple[dict[str, int], dict[str, int]]:
         """`most` of two kinds of workers, in one walk over all."""
         ones: dict[str, int] = {}
@@ -71,7 +71,7 @@ class Hits:
                         ones[worker_id] = depth
                 elif len(others) < max_workers and worker_id in other:
                     others[worker_id] = depth
-            if len(ones) == max_workers == len(others):
+            if len(ones) == max_workers and (not other or len(others) == max_workers):
                 break
         return ones, others
 
@@ -199,6 +199,8 @@ class PrefixIndex:
 
     def holders(self, mask: int) -> list[str]:
         """Workers of a mask, at most `MAX_HOLDERS`. If there are many, each call begins with another one."""
+        if not mask & (mask - 1):  # one worker, as at most depths
+            return [self._worker_at[mask.bit_length() - 1]] if mask else []
         parts: tuple[int, ...] = (mask,)
         if mask.bit_count() > 4:
             self._turn += 1

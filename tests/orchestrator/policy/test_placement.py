@@ -1,16 +1,28 @@
 """Local, remote or rejected, and why."""
 
+import random
+
 import msgspec
 import pytest
 
 from orchestrator.config.settings import RoutingConfig, SLOConfig
 from orchestrator.policy.candidate import Candidate
 from orchestrator.policy.decode_choice import decode_choice
-from orchestrator.policy.placement import Local, PrefillView, Reject, Remote, is_full, place, reject_all
+from orchestrator.policy.placement import (
+    LATENESS_TOLERANCE,
+    Local,
+    PrefillView,
+    Reject,
+    Remote,
+    is_full,
+    place,
+    reject_all,
+)
 from orchestrator.policy.predict import Predictor
 from orchestrator.types import EngineSpeed, QueueDepth, RequestInfo
 
 ROUTING = RoutingConfig(remote_prefill_min_tokens=256, max_queued_prefill_tokens=10_000, max_waiting_per_worker=4)
+SHIPPED_SLO = SLOConfig(ttft_s=1.0, tpot_s=0.05)
 IDLE = PrefillView(workers_ready=1, queue=QueueDepth(requests=0, tokens=0, claimed=0))
 
 
@@ -179,3 +191,61 @@ def test_without_prefill_workers_who_has_no_place_or_no_memory_makes_wait():
     assert stay_local(measured(), 100, full, decode_worker("other", 250)) == "other"
     full = decode_worker("full", 240, cached=64, free=10)
     assert stay_local(measured(), 100, full, decode_worker("other", 250, free=10_000)) == "other"
+
+
+def lateness(taken: Candidate, workers: list[Candidate], prompt_tokens: int, predictor: Predictor) -> float:
+    """By its definition: how much the squares of all times over their objectives grow."""
+
+    def tpot_s(c: Candidate, tokens: float = 0, sequences: int = 0) -> float:
+        fixed_s, each_s = predictor.tpot_line
+        lost_s = predictor.s_per_token / predictor.ahead_tokens
+        there = c.waiting_tokens + c.placed_tokens + tokens
+        return fixed_s + each_s * (c.running + c.waiting + sequences) + lost_s * there
+
+    def late(tpot: float) -> float:
+        return (tpot / SHIPPED_SLO.tpot_s) ** 2
+
+    tokens, sequences = max(0, prompt_tokens - taken.cached_tokens), taken.running + taken.waiting
+    grown = prompt_tokens + taken.waiting_tokens + (sequences + 2) * predictor.ahead_tokens
+    lacking = grown / taken.block_size - taken.blocks_free
+    must_end = max(
+        0.0,
+        lacking / max(1, taken.blocks_total - taken.blocks_free),
+        (sequences + 1 - taken.max_num_seqs) / max(1, taken.running),
+    )
+    (ttft_s,) = predictor.local_ttft_s([taken], prompt_tokens)
+    ttft_s += must_end * 2 * predictor.ahead_tokens * tpot_s(taken)
+    own = (ttft_s / SHIPPED_SLO.ttft_s) ** 2 + late(tpot_s(taken, tokens, 1))
+    others = taken.running * (late(tpot_s(taken, sequences=1)) - late(tpot_s(taken)))
+    mean_running = sum(c.running for c in workers) / len(workers)
+    met_s = max(tpot_s(taken), sum(map(tpot_s, workers)) / len(workers))
+    lost_s = predictor.s_per_token / predictor.ahead_tokens * tokens
+    return own + others + max(taken.running, mean_running) * (late(met_s + lost_s) - late(met_s))
+
+
+def test_without_prefill_workers_it_goes_where_it_adds_least_to_the_lateness_of_all():
+    rng, predictor, nobody = random.Random(4), Predictor(0.00004), PrefillView(0, QueueDepth(0, 0, 0))
+    for n in range(300):
+        predictor.observe_itl(f"d{n % 4}", rng.uniform(0.01, 0.03), rng.randrange(1, 100))
+        predictor.observe_local(f"d{n % 4}", rng.randrange(100, 9000), rng.random())
+    for _ in range(200):
+        workers = [
+            Candidate(
+                worker_id=f"d{n}",
+                blocks_total=24_800,
+                blocks_free=rng.choice([rng.randrange(2000), rng.randrange(24_800)]),
+                block_size=16,
+                running=rng.randrange(128),
+                waiting=rng.randrange(3),
+                waiting_tokens=rng.randrange(9000),
+                cached_tokens=rng.choice([0, 2000, 5000]),
+                max_num_seqs=128,
+                placed_tokens=rng.choice([0, 500]),
+            )
+            for n in range(8)
+        ]
+        taken = place(
+            request(4000), workers, nobody, RoutingConfig(), decode_choice("kv_prefix"), predictor, SHIPPED_SLO
+        )
+        late = {c.worker_id: lateness(c, workers, 4000, predictor) for c in workers}
+        assert late[taken.worker_id] <= min(late.values()) * LATENESS_TOLERANCE * (1 + 1e-9)
