@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from workers.engine import Phase
 
 # An engine frees what nobody fetches by itself, in bounded time; this many are freed sooner when aborted.
-MAX_PUSHING = 4096
+MAX_PUSHING = 1024
 
 
 @dataclass(slots=True, eq=False)

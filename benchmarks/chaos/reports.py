@@ -75,8 +75,13 @@ class Reports:
     ) -> WorkerInfo:
         """The first worker of that role to be in that phase. `stir` is called now and then until there is one. Raises
         NotSeen. `spared`: pids that are passed over."""
-        every = (await self.workers()).items()
-        workers = {name: info for name, info in every if info.role is role and info.pid not in spared}
+        deadline = time.monotonic() + timeout_s
+        while True:  # after a fault of Redis its workers have yet to enter again
+            every = (await self.workers()).items()
+            workers = {name: info for name, info in every if info.role is role and info.pid not in spared}
+            if workers or time.monotonic() > deadline:
+                break
+            await asyncio.sleep(0.1)
         stirred_at, heard = 0.0, Counter[str]()
         async with aclosing(self.listen(workers, timeout_s)) as reports:
             async for load in reports:

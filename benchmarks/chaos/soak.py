@@ -2,7 +2,8 @@
 
 In the first third everything happens. After that one worker of each role, the frontends and Redis are spared, and are
 measured, with the launcher, between two faults while nothing is asked: memory that is theirs alone (USS) and open
-descriptors. The medians of the first and the last quarter of the samples may differ by 2%.
+descriptors. The medians of the first and the last quarter of the samples may differ by 2%. A worker that changes its
+role needs what it did not need before, so its samples begin anew.
 
     make soak                                    # half an hour
     python -m benchmarks.chaos.soak --minutes 10
@@ -49,6 +50,7 @@ class Growth:
     """One process: bytes and descriptors, sample by sample."""
 
     name: str
+    role: str  # empty for what is no worker
     memory: list[int] = field(default_factory=list)
     descriptors: list[int] = field(default_factory=list)
 
@@ -73,26 +75,31 @@ class Sampler:
 
     def __init__(self, place: World) -> None:
         assert isinstance(place.fleet, RunningFleet)
-        self._launcher = place.fleet.process.pid
+        self._fleet = place.fleet
         self._seen: dict[tuple[int, float], Growth] = {}
         self._samples = 0
         self.spared = {place.pids(role)[0] for role in Role}
 
     def sample(self) -> None:
         self._samples += 1
-        launcher = psutil.Process(self._launcher)
+        launcher = psutil.Process(self._fleet.process.pid)
+        roles = {int(worker["pid"]): str(worker["role"]) for worker in self._fleet.fleet()["workers"]}
         for process in [launcher, *launcher.children(recursive=True)]:
             try:
                 with process.oneshot():
                     key = process.pid, process.create_time()
-                    growth = self._seen.setdefault(key, Growth(_name(process)))
+                    role = roles.get(process.pid, "")
+                    growth = self._seen.get(key)
+                    if growth is None or growth.role != role:
+                        growth = self._seen[key] = Growth(_name(process), role)
                     growth.memory.append(process.memory_full_info().uss)
                     growth.descriptors.append(process.num_fds())
             except psutil.NoSuchProcess:
                 continue  # killed, and not replaced yet
 
     def throughout(self) -> list[Growth]:
-        return [growth for growth in self._seen.values() if len(growth.memory) == self._samples]
+        """What lived for at least the later half, in one role."""
+        return [growth for growth in self._seen.values() if len(growth.memory) >= self._samples / 2]
 
 
 def _name(process: psutil.Process) -> str:

@@ -121,8 +121,9 @@ async def test_a_killed_rank_ends_its_engine_and_no_request(pair, reference) -> 
     doomed, survivor = (prefill, decode) if len(ranks(prefill)) > 1 else (decode, prefill)
     key, body = f"orphan-{next(COUNT)}#1", frames(prompt(1500))
     await transfer(prefill, decode, key, body)
-    os.kill(ranks(doomed)[-1], signal.SIGKILL)
+    os.kill(victim := ranks(doomed)[-1], signal.SIGKILL)
     await until(lambda: doomed.error is not None, 20.0, "the news that the engine died")
+    assert f"the process {victim} of one of its ranks" in str(doomed.error), "not only once vLLM has ended the others"
     await survivor.engine.fail_peer(doomed.info.kv.engine_id)
     if survivor is decode:
         assert await decode.done(key, 60) == await expected(reference, body), "decode computes it"

@@ -24,6 +24,7 @@ from workers.engine import EngineDead, EngineInfo, EngineLoad, EngineRequest, En
 from workers.vllm_engine.identity import identity_of
 from workers.vllm_engine.launch import build_config, start_client
 from workers.vllm_engine.plugin import PREFIX_STATS, TOKENS_LEFT_STATS
+from workers.vllm_engine.ranks import RankWatch
 from workers.vllm_engine.requests import RequestCodec
 from workers.vllm_engine.speed import measure_speed
 
@@ -66,6 +67,8 @@ class VllmEngine:
         self._steps: asyncio.Queue[EngineStep | None] = asyncio.Queue()
         self._reader: asyncio.Task[None] | None = None
         self._dead: asyncio.Future[None] | None = None
+        self._ranks: RankWatch | None = None
+        self._why_dead = "has ended"
         self._blocks_total = 0
         self._cached_block_tokens = 0  # tokens of a block of the prefix cache; 0 where there is none
         self._last = EngineLoad(0, 0, 0, 0.0)
@@ -106,6 +109,7 @@ class VllmEngine:
         self._cached_block_tokens = caching.block_size if caching.enable_prefix_caching else 0
         self._reader = asyncio.create_task(self._read())
         facts = await self.call_engine("pd_describe")
+        self._ranks = RankWatch(facts["rank_pids"], self._rank_ended)
         tasks = await self.call_engine("get_supported_tasks")
         self._blocks_total = facts["blocks_total"]
         model = config.model_config
@@ -157,6 +161,8 @@ class VllmEngine:
 
     async def stop(self) -> None:
         """Ends the engine process; idempotent."""
+        if self._ranks is not None:
+            self._ranks.close()
         client, self._client = self._client, None
         if client is not None:
             await asyncio.to_thread(client.shutdown, _STOP_TIMEOUT_S)
@@ -236,7 +242,7 @@ class VllmEngine:
         return self._client
 
     def _error(self) -> EngineDead:
-        return EngineDead(f"the engine of {self._model} ({self._engine_id}) has ended")
+        return EngineDead(f"the engine of {self._model} ({self._engine_id}) {self._why_dead}")
 
     async def _sending(self, sending: Any) -> None:
         try:
@@ -244,6 +250,10 @@ class VllmEngine:
         except EngineDeadError as error:
             self._died()
             raise self._error() from error
+
+    def _rank_ended(self, why: str) -> None:
+        self._why_dead = f"cannot go on: {why}"
+        self._died()
 
     def _died(self) -> None:
         if self._dead is not None and not self._dead.done():

@@ -93,7 +93,8 @@ def _pd_load(engine: Any) -> list[int]:
 
 
 def _pd_describe(engine: Any) -> dict[str, Any]:
-    """Usable KV blocks, bytes of KV per token over all layers and ranks' worth of one engine, attention backend."""
+    """Usable KV blocks, bytes of KV per token over all layers and ranks' worth of one engine, attention backend, and
+    the processes of ranks that are not in this one."""
     config = engine.scheduler.kv_cache_config
     tokens = config.num_blocks * engine.vllm_config.cache_config.block_size
     ranks = engine.vllm_config.parallel_config.world_size
@@ -101,6 +102,7 @@ def _pd_describe(engine: Any) -> dict[str, Any]:
     return {
         "blocks_total": config.num_blocks - 1,
         "kv_bytes_per_token": total // max(1, tokens),
+        "rank_pids": [rank.proc.pid for rank in getattr(engine.model_executor, "workers", []) if hasattr(rank, "proc")],
         "attention_backend": engine.model_executor.collective_rpc(_attention_backend)[0],
     }
 

@@ -1,0 +1,60 @@
+"""The end of a rank's process is noticed at once, and only while it is watched."""
+
+import asyncio
+import os
+import subprocess
+import sys
+
+import pytest
+from support_workers import until
+
+from workers.vllm_engine.ranks import RankWatch
+
+
+@pytest.fixture
+def ranks():
+    started = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+async def test_a_rank_that_ends_is_told_of_once_though_nobody_has_reaped_it(ranks):
+    ended = []
+    watch = RankWatch([rank.pid for rank in ranks], ended.append)
+    await asyncio.sleep(0)
+    assert ended == []
+    ranks[0].kill()
+    await until(lambda: ended)
+    assert ended == [f"the process {ranks[0].pid} of one of its ranks has ended"]
+    watch.close()
+    watch.close()
+
+
+async def test_what_ends_after_the_watch_is_nobodys_business(ranks):
+    ended = []
+    before = len(os.listdir("/proc/self/fd"))
+    RankWatch([rank.pid for rank in ranks], ended.append).close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    ranks[0].kill()
+    ranks[0].wait()
+    await asyncio.sleep(0.05)
+    assert ended == []
+
+
+async def test_a_rank_that_had_ended_before_is_told_of(ranks):
+    ended = []
+    ranks[0].kill()
+    ranks[0].wait()
+    RankWatch([ranks[0].pid], ended.append)
+    await until(lambda: ended)
+
+
+async def test_where_processes_cannot_be_watched_the_log_says_who_notices(ranks, monkeypatch, caplog):
+    def forbidden(pid):
+        raise PermissionError(1, "not permitted")
+
+    monkeypatch.setattr(os, "pidfd_open", forbidden)
+    RankWatch([ranks[0].pid], lambda why: pytest.fail(why))
+    assert "vLLM will say" in caplog.text

@@ -1,0 +1,48 @@
+"""Notices at once that a process has ended in which a rank of the engine ran.
+
+vLLM notices it too, but says so only after it has ended the other ranks: ten seconds later where those wait for the
+dead one in a collective operation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Collection
+
+log = logging.getLogger("pd.worker")
+
+
+class RankWatch:
+    """Watches from its making until `close`."""
+
+    def __init__(self, pids: Collection[int], ended: Callable[[str], None]) -> None:
+        """`ended` is called on the running loop, with what to say of it."""
+        self._ended = ended
+        self._loop = asyncio.get_running_loop()
+        self._descriptors: set[int] = set()
+        for pid in pids:
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._loop.call_soon(ended, f"the process {pid} of one of its ranks has ended")
+            except OSError as error:  # a kernel before 5.3, or a container that forbids it
+                log.warning("the process %d of a rank cannot be watched (%s): vLLM will say when it ends", pid, error)
+            else:
+                self._descriptors.add(descriptor)
+                self._loop.add_reader(descriptor, self._has_ended, pid, descriptor)
+
+    def close(self) -> None:
+        """Idempotent."""
+        for descriptor in list(self._descriptors):
+            self._forget(descriptor)
+
+    def _has_ended(self, pid: int, descriptor: int) -> None:
+        self._forget(descriptor)
+        self._ended(f"the process {pid} of one of its ranks has ended")
+
+    def _forget(self, descriptor: int) -> None:
+        self._descriptors.discard(descriptor)
+        self._loop.remove_reader(descriptor)
+        os.close(descriptor)
