@@ -1,8 +1,11 @@
-"""A fleet on a Redis of its user's: with a password and the least rights, and nobody else gets to see the password."""
+"""A fleet on a Redis of its user's: with a password and the least rights, plain or over TLS. Nobody else gets to see
+the password."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import httpx
@@ -10,34 +13,58 @@ import psutil
 import pytest
 import yaml
 from support_acl import add_user
-from support_fleet import ROOT, RunningFleet, token_prompt
-from support_redis import fresh_namespace, running_server
+from support_fleet import ROOT, RunningFleet, descendants, token_prompt
+from support_redis import eventually, fresh_namespace, running_server
+from support_tls import running_tls_server
 
-from orchestrator.store.client import connect
+from orchestrator.store.client import Redis, RedisAway, connect
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 PASSWORD = "sesame-42"
 
 
+@contextmanager
+def plain_server(folder: Path) -> Iterator[str]:
+    with running_server(folder) as server:
+        yield server.url
+
+
+@asynccontextmanager
+async def administering(url: str) -> AsyncIterator[Redis]:
+    async def connected() -> Redis | None:
+        try:
+            return await connect(url, 5.0)
+        except RedisAway:
+            return None
+
+    redis = await eventually(connected, f"{url} answers")
+    assert redis is not None
+    try:
+        yield redis
+    finally:
+        await redis.aclose()
+
+
 async def setup_user(url: str, namespace: str) -> None:
-    admin = await connect(url, 5.0)
-    await add_user(admin, namespace, PASSWORD)
-    await admin.aclose()
+    async with administering(url) as admin:
+        await add_user(admin, namespace, PASSWORD)
 
 
-async def denied(url: str) -> list[object]:
-    admin = await connect(url, 5.0)
-    log: list[object] = await admin.execute_command("ACL LOG")
-    await admin.aclose()
-    return log
+async def denied_and_users(url: str) -> tuple[list[object], set[str]]:
+    """What was denied so far, and as whom others than we are connected."""
+    async with administering(url) as admin:
+        own = await admin.execute_command("CLIENT ID")
+        clients = await admin.execute_command("CLIENT LIST")
+        return await admin.execute_command("ACL LOG"), {c["user"] for c in clients if int(c["id"]) != own}
 
 
-def test_a_fleet_serves_with_the_least_rights_and_shows_its_password_nowhere(tmp_path: Path) -> None:
-    with running_server(tmp_path / "redis") as server:
+@pytest.mark.parametrize("server", [plain_server, running_tls_server], ids=["plain", "tls"])
+def test_a_fleet_lives_with_the_least_rights_and_shows_its_password_nowhere(tmp_path: Path, server) -> None:
+    with server(tmp_path / "redis") as url:
         namespace = fresh_namespace()
-        asyncio.run(setup_user(server.url, namespace))
+        asyncio.run(setup_user(url, namespace))
         config = yaml.safe_load((ROOT / "configs" / "sim-2p2d.yaml").read_text())
-        config["redis"] = {"url": server.url.replace("redis://", f"redis://fleet:{PASSWORD}@"), "timeout_s": 5}
+        config["redis"] = {"url": url.replace("://", f"://fleet:{PASSWORD}@"), "timeout_s": 5}
         config["routing"] = {"remote_prefill_min_tokens": 100}
         file = tmp_path / "fleet.yaml"
         file.write_text(yaml.safe_dump(config))
@@ -49,12 +76,15 @@ def test_a_fleet_serves_with_the_least_rights_and_shows_its_password_nowhere(tmp
             assert fleet.metric("pd_placements_total", decision="remote", reason="long_prompt") >= 1
             fleet.cli("scale", "prefill=1", "decode=3")
             fleet.until(lambda: fleet.shape() == (1, 3), "the fleet is 1P3D")
-            shown = [fleet.cli("status").stdout, fleet.cli("queue").stdout]
+            shown = [fleet.cli(command, check=False).stdout for command in ("status", "queue", "doctor")]
+            assert "decode-1" in shown[0] and "127.0.0.1" in shown[2]
             shown += [httpx.get(f"{fleet.url}{page}").text for page in ("/fleet", "/metrics", "/ready", "/predictions")]
             launcher = psutil.Process(fleet.process.pid)
             shown += [" ".join(process.cmdline()) for process in (launcher, *launcher.children(recursive=True))]
-            assert asyncio.run(denied(server.url)) == []
-            fleet.stop()
+            assert asyncio.run(denied_and_users(url)) == ([], {"fleet"})
+            family = descendants(fleet.process.pid)
+            shown.append(fleet.cli("down").stdout)
+            assert "ended" in shown[-1] and not [pid for pid in family if psutil.pid_exists(pid)]
             shown += [*fleet.log, *fleet.process_lines()]
         finally:
             fleet.end()

@@ -22,6 +22,8 @@ _CONNECT_S = 2.0
 
 async def redis_checks(handle: FleetHandle) -> AsyncIterator[Check]:
     """Version, latency, and how far its clock is from this host's."""
+    from orchestrator.store.servers import masked
+
     try:
         async with open_fleet(handle) as fleet:
             said = await fleet.redis.info("server")
@@ -37,7 +39,7 @@ async def redis_checks(handle: FleetHandle) -> AsyncIterator[Check]:
         yield Check("Redis", "fail", str(error), "start it, or set redis.url; requests go on without it")
         return
     version = said.get("valkey_version") or said.get("redis_version", "?")
-    yield Check("Redis", "ok", f"{said.get('server_name', 'redis')} {version} at {handle.redis_url}")
+    yield Check("Redis", "ok", f"{said.get('server_name', 'redis')} {version} at {masked(handle.redis_url or '')}")
     median_ms, worst_ms = statistics.median(took_s) * 1e3, max(took_s) * 1e3
     mend = "put Redis nearer: each remote prefill waits for two of its answers"
     yield at_most("Redis latency", median_ms, 5.0, 100.0, f"{median_ms:.2f} ms, worst {worst_ms:.2f} ms", mend)
