@@ -185,12 +185,27 @@ class Frontend:
         sampling = WireSampling(max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True)
         return self.codec.encode_request(WireRequest(request.id, request.prompt, sampling_params=sampling))
 
-    def submit_to(self, worker_id: str, request: Request, source: KVSource | None = None, alone_s: float = 0.0) -> bool:
-        """Also as a retry: what the client has already is resumed after. `alone_s`: it is a suspect."""
+    def submit_to(
+        self,
+        worker_id: str,
+        request: Request,
+        source: KVSource | None = None,
+        trial_s: float = 0.0,
+        suspect: bool = False,
+    ) -> bool:
+        """Also as a retry: what the client has already is resumed after."""
         request.decode = worker_id
         sequence = self._sequence[worker_id] = self._sequence.get(worker_id, 0) + 1
-        resume = list(request.tokens)
-        submit = Submit(request.id, request.attempt, sequence, len(request.prompt), source, resume, alone_s=alone_s)
+        submit = Submit(
+            request.id,
+            request.attempt,
+            sequence,
+            len(request.prompt),
+            source,
+            list(request.tokens),
+            trial_s=trial_s,
+            suspect=suspect,
+        )
         return self.transport.send(worker_id, submit, self.frames(request))
 
     def sequence(self, worker_id: str) -> int:

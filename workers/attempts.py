@@ -30,7 +30,8 @@ class Attempt:
     computed: bool = False  # its first output has been seen
     submitted: bool = False  # the engine knows it
     leased: bool = False  # a claim in the queue stands behind it
-    alone_until: float = 0.0  # monotonic seconds; a suspect: see `Submit.alone_s`
+    trial_until: float = 0.0  # monotonic seconds; see `Submit.trial_s`
+    suspect: bool = False
     tokens_left: int = field(init=False, default=0)  # of its prompt, not computed yet; kept by `Attempts`
     chunk_ends: list[float] = field(init=False, default_factory=list)  # monotonic seconds; of all chunks but the last
 
@@ -86,9 +87,9 @@ class Attempts:
         """How many attempts of other frontends have no output yet."""
         return sum(attempt.frontend_id != frontend_id and not attempt.computed for attempt in self._by_key.values())
 
-    def suspects(self) -> list[Attempt]:
-        """Those that are suspected to crash engines, and have no output yet."""
-        return [attempt for attempt in self._by_key.values() if attempt.alone_until and not attempt.computed]
+    def on_trial(self) -> list[Attempt]:
+        """Those whose last engine crashed, and that have no output from this one yet."""
+        return [attempt for attempt in self._by_key.values() if attempt.trial_until and not attempt.computed]
 
     def add(self, attempt: Attempt) -> None:
         """Raises ValueError for a key that is held."""

@@ -98,8 +98,10 @@ class Serving:
         if self._attempts.get(key) is not None:
             return Refusal("this worker prefills it")
         now = time.monotonic()
-        if message.alone_s and any(now < suspect.alone_until for suspect in self._attempts.suspects()):
-            return Refusal("it tries another suspect", leaving=True)
+        if message.trial_s and any(
+            now < tried.trial_until and (tried.suspect or message.suspect) for tried in self._attempts.on_trial()
+        ):
+            return Refusal("another is on trial here", leaving=True)
         context_tokens = message.prompt_tokens + len(message.resume_tokens)
         attempt = Attempt(
             key=key,
@@ -109,7 +111,8 @@ class Serving:
             phase=Phase.DECODE,
             tokens=0 if message.kv_source is not None else max(1, context_tokens - message.cached_tokens),
             since=now,
-            alone_until=now + message.alone_s if message.alone_s else 0.0,
+            trial_until=now + message.trial_s if message.trial_s else 0.0,
+            suspect=message.suspect,
         )
         self._attempts.add(attempt)
         self._load.added()
@@ -232,8 +235,8 @@ class Serving:
 
     def engine_crashed(self, why: str) -> None:
         """Tell every frontend that has something here: one of their requests may be the cause."""
-        suspects = self._attempts.suspects()
-        suspect = suspects[0].request_id if len(suspects) == 1 else None
+        tried = self._attempts.on_trial()
+        suspect = tried[0].request_id if len(tried) == 1 and tried[0].suspect else None
         for frontend_id in self._attempts.frontends():
             others = self._attempts.unproven_of_others(frontend_id)
             self._frontends.send(frontend_id, EngineCrashed(self._worker_id, why, others, suspect))

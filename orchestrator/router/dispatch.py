@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
-from orchestrator.router.quarantine import ALONE_S
+from orchestrator.router.quarantine import TRIAL_S
 from orchestrator.router.request import ActiveRequest, State, Submitted
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import QueueFull
@@ -53,7 +53,8 @@ class Dispatch:
             kv_source=source,
             resume_tokens=active.answer.tokens,
             cached_tokens=cached_tokens,
-            alone_s=ALONE_S if active.suspect else 0.0,
+            trial_s=TRIAL_S if active.crashes else 0.0,
+            suspect=active.suspect,
         )
         if not self._transport.send(worker_id, submit, asked.frames):
             active.shun(worker_id)

@@ -1,10 +1,11 @@
 """Requests that were running when an engine crashed: which of them crashed it, and which go on.
 
 An engine that crashes takes every request on it down, and one of them may be the cause: it would crash the next engine
-too. So each of them is a suspect, and they go on one after the other, until each has produced a token. A worker tries
-one suspect at a time, of all frontends, and an engine that crashes meanwhile has found the cause: nobody else is
-suspected of that crash. Where it tried none, a request that alone was part of two crashes is guilty, unless one of
-another frontend may be. Decides and remembers; sends nothing.
+too. Suspects are those that had no token from it, and those for which it was not the first; they go on one after the
+other. All of them are on trial until the next engine has given a token, a suspect without any other on trial beside it,
+of whichever frontend. If an engine crashes that has a suspect on trial, the suspect is guilty, and nobody else is
+suspected. Without one, a request that alone was part of two crashes is guilty, unless one of another frontend may be.
+Decides and remembers; sends nothing.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 
-from orchestrator.router.request import ActiveRequest
+from orchestrator.router.request import ActiveRequest, State
 from orchestrator.wire.messages import EngineCrashed
 
 MAX_CRASHES = 5  # whoever was part of so many is guilty, whoever else was there
-ALONE_S = 10.0  # who crashes nothing for this long without a token does not hold the others up any more
+TRIAL_S = 10.0  # who crashes nothing for this long without a token does not hold the others up any more
 
 
 class Quarantine:
@@ -36,6 +37,10 @@ class Quarantine:
             return repeated
         return [active for active in repeated if active.crashes >= MAX_CRASHES]
 
+    def suspects(self, active: ActiveRequest) -> bool:
+        """Asked before the request leaves the engine that has crashed."""
+        return active.state is not State.DECODING or active.crashes > 1
+
     def add(self, active: ActiveRequest) -> None:
         """It may go on only alone."""
         if active is self._alone:
@@ -52,7 +57,7 @@ class Quarantine:
 
     def overdue(self, now: float) -> bool:
         """Whether the one that is alone has had its time; it is alone no more then."""
-        if self._alone is None or now - self._alone.moved_at <= ALONE_S:
+        if self._alone is None or now - self._alone.moved_at <= TRIAL_S:
             return False
         self._alone = None
         return True

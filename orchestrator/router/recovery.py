@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 
 from orchestrator.config.settings import RoutingConfig
 from orchestrator.fleet.view import Fleet
@@ -21,7 +20,6 @@ from orchestrator.wire.messages import EngineCrashed
 
 log = logging.getLogger("pd.router")
 
-APART_S = 1.0
 LEAVING_S = 0.1  # until a worker that gave the same request back twice is asked again
 
 
@@ -83,22 +81,18 @@ class Recovery:
         victims = [active for active in everyone if there in (active.decode_worker, active.computing_worker)]
         guilty = self._quarantine.crashed(victims, crash)
         for active in victims:
+            suspected = crash.suspect is None and self._quarantine.suspects(active)
             if active in guilty:
                 said = f"it crashed {active.crashes} engines, the last on {there}: {crash.why}"
                 self.fail_withdrawn(active, Failure(said))
             elif self._give_up(active, "engine_crashed"):
                 active.shun(there)  # of no meaning where it prefilled
                 active.next_attempt("engine_crashed")
-                if crash.suspect is None:
+                if suspected:
                     self._quarantine.add(active)
                 else:
                     self._dispatch.background(self._place_again(active))
-        if crash.suspect is not None:
-            return
-        if crash.others:
-            self._dispatch.background(self._release_apart())
-        else:
-            self._release_next()
+        self._release_next()
 
     def harmless(self, active: ActiveRequest) -> None:
         """It has produced a token, or has ended: its engine will not crash of it."""
@@ -109,11 +103,6 @@ class Recovery:
         """Let the next go on when one that is alone takes long."""
         if self._quarantine.overdue(now):
             self._release_next()
-
-    async def _release_apart(self) -> None:
-        """Another frontend has suspects too. Those that meet on an engine again would be as hard to tell apart."""
-        await asyncio.sleep(random.uniform(0, APART_S))
-        self._release_next()
 
     def _release_next(self) -> None:
         if (active := self._quarantine.release()) is not None:

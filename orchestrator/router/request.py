@@ -152,7 +152,7 @@ class ActiveRequest:
     attempt: int = 1
     charged: int = 0  # attempts given up that count against `routing.max_attempts`
     crashes: int = 0  # engines that crashed while it was on them, and may have been the cause
-    suspect: bool = False  # it goes on alone until it has produced a token; written by `quarantine`
+    suspect: bool = False  # it may go on only alone; written by `quarantine`
     placed: Placed | None = None
     prefill: Prefilling | None = None
     decode: Submitted | None = None

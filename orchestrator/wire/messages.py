@@ -50,7 +50,8 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
     kv_source: KVSource | None = None
     resume_tokens: list[int] = []
     cached_tokens: int = 0  # prompt tokens that the frontend believes are cached there
-    alone_s: float = 0.0  # it is suspected to crash engines: until its first output, for so long, no other suspect
+    trial_s: float = 0.0  # its last engine crashed: until its first output, for so long at most, it is on trial
+    suspect: bool = False  # it may have been the cause: on trial alone
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -135,7 +136,7 @@ class Rejected(msgspec.Struct, tag="rejected", frozen=True):
 class EngineCrashed(msgspec.Struct, tag="engine_crashed", frozen=True):
     """The worker's engine has died by itself, and the worker leaves. `why`: the engine's own words.
 
-    `suspect`: the only suspect that it was trying, and so the cause. Without one `others` counts the
+    `suspect`: the suspect that was on trial, and so the cause. Without one `others` counts the
     requests of other frontends on it that had produced nothing yet, so that one of them may be the cause.
     """
 

@@ -72,17 +72,36 @@ async def test_a_worker_tries_one_suspect_at_a_time_and_says_which_it_was_that_c
         one, two = await workers.frontend(worker), await workers.frontend(worker)
         streaming, tried = two.new([1, 2, 3], 10_000), one.new(list(range(5000)))  # 5 s until its first token
         two.submit_to(worker.id, streaming)
-        one.submit_to(worker.id, tried, alone_s=10.0)
+        one.submit_to(worker.id, tried, trial_s=10.0, suspect=True)
         suspect, other = two.new([4, 5, 6]), two.new([7, 8, 9])
         await until(lambda: one.loads[worker.id].seen.get(one.id) == 1, "the suspect in the load")
-        two.submit_to(worker.id, suspect, alone_s=10.0)
+        two.submit_to(worker.id, suspect, trial_s=10.0, suspect=True)
         two.submit_to(worker.id, other)
         refused = await until(lambda: suspect.got(Rejected), "the refusal")
-        assert refused.leaving and refused.why == "it tries another suspect"
+        assert refused.leaving and refused.why == "another is on trial here"
         await worker.engine.stop()
         await until(lambda: one.crashes and two.crashes, "that both hear of the crash")
         assert one.crashes[0].suspect == two.crashes[0].suspect == tried.id
         assert other.got(Rejected) is None
+
+
+async def test_a_suspect_waits_for_those_whose_last_engine_crashed_and_they_wait_for_none_of_themselves(
+    redis_server: EmbeddedRedis,
+) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        worker = await workers.start(Role.DECODE, prefill_us_per_token=1000.0)
+        frontend = await workers.frontend(worker)
+        slow, other, suspect = frontend.new(list(range(500))), frontend.new([4, 5, 6]), frontend.new([7, 8, 9])
+        frontend.submit_to(worker.id, slow, trial_s=10.0)
+        frontend.submit_to(worker.id, other, trial_s=10.0)
+        frontend.submit_to(worker.id, suspect, trial_s=10.0, suspect=True)
+        refused = await until(lambda: suspect.got(Rejected), "the refusal")
+        assert refused.leaving
+        await frontend.finished(slow, other)
+        suspect.attempt += 1
+        frontend.submit_to(worker.id, suspect, trial_s=10.0, suspect=True)
+        await frontend.finished(suspect)
+        await workers.assert_no_leaks()
 
 
 async def test_a_suspect_that_is_slow_to_begin_does_not_keep_others_away_for_ever(redis_server: EmbeddedRedis) -> None:
@@ -90,10 +109,10 @@ async def test_a_suspect_that_is_slow_to_begin_does_not_keep_others_away_for_eve
         worker = await workers.start(Role.DECODE, prefill_us_per_token=1000.0)
         frontend = await workers.frontend(worker)
         slow, suspect, other = frontend.new(list(range(5000))), frontend.new([4, 5, 6]), frontend.new([7, 8, 9])
-        frontend.submit_to(worker.id, slow, alone_s=0.2)
+        frontend.submit_to(worker.id, slow, trial_s=0.2, suspect=True)
         await until(lambda: frontend.loads[worker.id].seen.get(frontend.id) == 1, "the suspect in the load")
         await asyncio.sleep(0.2)
-        frontend.submit_to(worker.id, suspect, alone_s=10.0)
+        frontend.submit_to(worker.id, suspect, trial_s=10.0, suspect=True)
         frontend.submit_to(worker.id, other)
         await until(lambda: frontend.loads[worker.id].seen.get(frontend.id) == 3, "all of them in the load")
         assert suspect.got(Rejected) is None

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 
@@ -20,13 +21,14 @@ def ranks():
         process.wait()
 
 
-async def test_a_rank_that_ends_is_told_of_once_though_nobody_has_reaped_it(ranks):
+async def test_a_rank_that_ends_is_told_of_once_though_nobody_has_reaped_it_and_the_others_end(ranks):
     ended = []
     watch = RankWatch([rank.pid for rank in ranks], ended.append)
     await asyncio.sleep(0)
     assert ended == []
     ranks[0].kill()
     await until(lambda: ended)
+    await until(lambda: ranks[1].poll() == -signal.SIGKILL)
     assert ended == [f"the process {ranks[0].pid} of one of its ranks has ended"]
     watch.close()
     watch.close()

@@ -1,7 +1,7 @@
-"""Notices at once that a process has ended in which a rank of the engine ran.
+"""Notices at once that a process has ended in which a rank of the engine ran, and ends the other ranks.
 
-vLLM notices it too, but says so only after it has ended the other ranks: ten seconds later where those wait for the
-dead one in a collective operation.
+vLLM does both too, and says so afterwards: ten seconds later where the others wait for the dead one in a collective
+operation, which keeps their cores or GPUs busy and their memory from the next engine.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 from collections.abc import Callable, Collection
+from contextlib import suppress
 
 log = logging.getLogger("pd.worker")
 
@@ -40,6 +42,10 @@ class RankWatch:
 
     def _has_ended(self, pid: int, descriptor: int) -> None:
         self._forget(descriptor)
+        for other in self._descriptors:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(other, signal.SIGKILL)
+        self.close()
         self._ended(f"the process {pid} of one of its ranks has ended")
 
     def _forget(self, descriptor: int) -> None:

@@ -4,8 +4,7 @@ import time
 
 from support_bench import Bench, FakeRequest
 
-from orchestrator.router import recovery
-from orchestrator.router.quarantine import ALONE_S
+from orchestrator.router.quarantine import TRIAL_S
 from orchestrator.router.request import State
 from orchestrator.types import FinishReason, Role
 from orchestrator.wire.messages import EngineCrashed, Rejected
@@ -55,8 +54,6 @@ async def all_on_one_worker(bench, *names):
 async def test_after_a_crash_each_goes_on_alone_until_it_has_a_token():
     bench = CrashBench()
     await all_on_one_worker(bench, "a", "b", "c")
-    for name in "abc":
-        bench.tokens("d0", name, [1])
     await bench.crash("d0")
     assert [bench.where(name) is not None for name in "abc"] == [True, False, False]
     bench.tokens(bench.where("a"), "a", [2], attempt=2)
@@ -121,7 +118,7 @@ async def test_one_that_is_alone_and_slow_does_not_hold_the_others_up_for_ever()
     bench.router.check(time.monotonic())
     await bench.settle()
     assert bench.where("a") is None
-    bench.router.check(time.monotonic() + ALONE_S + 1)
+    bench.router.check(time.monotonic() + TRIAL_S + 1)
     await bench.settle()
     assert bench.where("a") is not None
 
@@ -137,8 +134,7 @@ async def test_a_crash_of_the_prefill_engine_counts_for_what_it_computed():
     bench.assert_no_leaks()
 
 
-async def test_who_is_repeated_is_not_guilty_where_a_request_of_another_frontend_may_be(monkeypatch):
-    monkeypatch.setattr(recovery, "APART_S", 0.0)
+async def test_who_is_repeated_is_not_guilty_where_a_request_of_another_frontend_may_be():
     bench = CrashBench()
     await all_on_one_worker(bench, "a")
     for attempt in (2, 3):
@@ -159,20 +155,32 @@ async def test_nobody_is_suspected_of_a_crash_whose_cause_is_a_suspect_of_anothe
     assert not any(active.crashes or active.suspect for active in bench.router.requests.values())
 
 
-async def test_a_worker_is_told_of_a_suspect_until_it_has_a_token():
+async def test_who_had_answered_goes_on_at_once_and_is_a_suspect_of_a_second_crash():
     bench = CrashBench()
-    await all_on_one_worker(bench, "a")
-    bench.tokens("d0", "a", [1])
+    await all_on_one_worker(bench, "a", "b", "new")
+    for name in "ab":
+        bench.tokens("d0", name, [1])
     await bench.crash("d0")
-    assert bench.submits()[-1][1].alone_s == ALONE_S
-    bench.tokens(bench.where("a"), "a", [2], attempt=2)
-    bench.say(bench.where("a"), Rejected("a", 2, bench.where("a"), "it drains", leaving=True))
-    await bench.settle()
-    assert bench.submits()[-1][1].alone_s == 0
+    assert all(bench.where(name) is not None for name in ("a", "b", "new"))
+    tried = {message.request_id: message for _, message in bench.submits() if message.attempt == 2}
+    assert {name for name, message in tried.items() if message.suspect} == {"new"}
+    assert all(message.trial_s == TRIAL_S for message in tried.values())
+    bench.tokens(bench.where("new"), "new", [1], attempt=2, finish=FinishReason.STOP)
+    for name in "ab":
+        bench.tokens(bench.where(name), name, [2], attempt=2)
+    for number in (1, 2, 3):
+        bench.fleet.workers[f"d{number}"].connected = number == 3
+    for name in "ab":  # they meet again
+        bench.say(bench.where(name), Rejected(name, 2, bench.where(name), "draining", leaving=True))
+        await bench.settle()
+        bench.tokens("d3", name, [3], attempt=3)
+    bench.fleet.workers["d1"].connected = True
+    await bench.crash("d3")
+    assert bench.failed() == []
+    assert [bench.where(name) is not None for name in "ab"] == [True, False], "one after the other"
 
 
-async def test_who_crashes_an_engine_where_nobody_else_may_be_the_cause_is_guilty_then(monkeypatch):
-    monkeypatch.setattr(recovery, "APART_S", 0.0)
+async def test_who_crashes_an_engine_where_nobody_else_may_be_the_cause_is_guilty_then():
     bench = CrashBench()
     await all_on_one_worker(bench, "poison")
     await bench.crash("d0", others=1)
