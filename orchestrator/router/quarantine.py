@@ -1,11 +1,11 @@
 """Requests that were running when an engine crashed: which of them crashed it, and which go on.
 
 An engine that crashes takes every request on it down, and one of them may be the cause: it would crash the next engine
-too. Suspects are those that had no token from it, and those for which it was not the first; they go on one after the
-other. All of them are on trial until the next engine has given a token, a suspect without any other on trial beside it,
-of whichever frontend. If an engine crashes that has a suspect on trial, the suspect is guilty, and nobody else is
-suspected. Without one, a request that alone was part of two crashes is guilty, unless one of another frontend may be.
-Decides and remembers; sends nothing.
+too. So each is on trial until its next engine has given a token. Suspects are those whose prompts the engine was
+computing, and those that had been in a crash before; they go on one after the other, on a worker that has nobody else
+on trial, of whichever frontend. If an engine crashes that has a suspect on trial, the suspect is guilty, and nobody
+else is suspected. Without one, a request that alone was part of two crashes is guilty, unless one of another frontend
+may be. Decides and remembers; sends nothing.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class Quarantine:
             return repeated
         return [active for active in repeated if active.crashes >= MAX_CRASHES]
 
-    def suspects(self, active: ActiveRequest) -> bool:
-        """Asked before the request leaves the engine that has crashed."""
-        return active.state is not State.DECODING or active.crashes > 1
+    def suspects(self, active: ActiveRequest, worker_id: str) -> bool:
+        """Asked of a victim before it leaves the engine of this worker."""
+        computing = active.state is State.LOCAL or active.computing_worker == worker_id
+        return computing or active.crashes > 1
 
     def add(self, active: ActiveRequest) -> None:
         """It may go on only alone."""

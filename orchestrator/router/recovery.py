@@ -81,7 +81,7 @@ class Recovery:
         victims = [active for active in everyone if there in (active.decode_worker, active.computing_worker)]
         guilty = self._quarantine.crashed(victims, crash)
         for active in victims:
-            suspected = crash.suspect is None and self._quarantine.suspects(active)
+            suspected = crash.suspect is None and self._quarantine.suspects(active, there)
             if active in guilty:
                 said = f"it crashed {active.crashes} engines, the last on {there}: {crash.why}"
                 self.fail_withdrawn(active, Failure(said))

@@ -100,6 +100,18 @@ async def test_the_only_one_in_two_crashes_is_guilty_even_when_not_alone():
     assert bystanders <= set(bench.router.requests)
 
 
+async def test_a_prompt_that_another_engine_has_computed_is_no_suspect():
+    bench = CrashBench()
+    for name in ("one", "two"):
+        await bench.router.submit(FakeRequest(name))
+        bench.claim(name)
+    there = bench.where("one")
+    bench.router.requests["two"].decode = bench.router.requests["one"].decode
+    await bench.crash(there)
+    assert all(bench.router.requests[name].state is State.LOCAL for name in ("one", "two")), "both at once"
+    assert not any(active.suspect for active in bench.router.requests.values())
+
+
 async def test_crashes_are_not_counted_against_the_attempts_of_bystanders():
     bench = CrashBench(max_attempts=1)
     await all_on_one_worker(bench, "a", "b")
