@@ -19,7 +19,7 @@ from orchestrator.config.engine_args import environment
 from orchestrator.config.settings import ConfigError, check_environment
 from orchestrator.parent import EXIT_AGAIN, die_with_parent, has_ended, own_identity, report_exit
 from orchestrator.store.client import RedisAway, connect
-from orchestrator.store.registry import IncompatibleWorker, Registry
+from orchestrator.store.registry import IncompatibleWorker, Launcher, Registry
 from orchestrator.store.seen import BY_HAND
 from orchestrator.telemetry.logs import set_up as set_up_logging
 from orchestrator.types import Role
@@ -126,8 +126,8 @@ async def _claim_id(registry: Registry, parsed: WorkerSettings) -> None:
     other = await registry.worker(worker_id)
     await refuse_twin(other)
     # Its predecessor's entry, or claim, outlives it by seconds.
-    for holder, ids in (await registry.launchers()).items():
-        if worker_id in ids and has_ended(holder.removeprefix(BY_HAND)):
+    for holder, held in (await registry.launchers()).items():
+        if worker_id in held.workers and has_ended(holder.removeprefix(BY_HAND)):
             await registry.leave_launcher(holder)
     if other is not None:
         await registry.leave(worker_id)
@@ -137,7 +137,7 @@ async def _claim_id(registry: Registry, parsed: WorkerSettings) -> None:
 
 async def _hold_id(agent: Agent, parsed: WorkerSettings) -> None:
     """Until the worker is in the registry. Runs until cancelled, which gives the id back."""
-    workers, me, held = parsed.config.workers, BY_HAND + own_identity(), {parsed.worker_id: parsed.role}
+    workers, me, held = parsed.config.workers, BY_HAND + own_identity(), Launcher({parsed.worker_id: parsed.role})
     try:
         while not agent.joined:
             await _tell(parsed, lambda registry: registry.refresh_launcher(me, held, workers.timeout_s))

@@ -26,9 +26,10 @@ from orchestrator.cli.handle import (
     find_fleet,
     print_json,
 )
+from orchestrator.cli.look.views import restart_line
 from orchestrator.config.engine_args import check_engine_args, engine_args
 from orchestrator.config.settings import Config, Refused, overridden, parse_config, read_tree
-from orchestrator.launch.commands import shared
+from orchestrator.config.shared import shared
 from orchestrator.types import Role, WorkerState
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ app = typer.Typer()
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     """One step that was seen. `--json` prints each as a line."""
 
-    event: str  # ordered, draining, started, gone, going_back, done, undone
+    event: str  # ordered, draining, started, gone, going_back, done, undone, to_restart
     id: str = ""
     generation: int = 0
     why: str = ""
@@ -121,6 +122,7 @@ async def _abort(fleet: OpenFleet, show: Callable[[Event], None]) -> Rollout:
 async def _follow(fleet: OpenFleet, generation: int, show: Callable[[Event], None]) -> Rollout:
     """Until the rollout to this generation has ended, either way. Raises Refused."""
     from orchestrator.store.configuration import Phase
+    from orchestrator.store.seen import rollout_status
 
     seen: dict[str, tuple[str, int]] = {}
     said_back, began = False, time.monotonic()
@@ -144,6 +146,8 @@ async def _follow(fleet: OpenFleet, generation: int, show: Callable[[Event], Non
         if not rollout.under_way:
             ended = "done" if rollout.phase is Phase.DONE else "undone"
             show(Event(ended, generation=rollout.target.generation, why=rollout.why))
+            for url in rollout_status(rollout, frontends).to_restart:
+                show(Event("to_restart", url))
             return rollout
         if not await fleet.registry.launchers():
             raise Refused("no launcher runs this fleet any more; `orchestrator up` goes on with the rollout")
@@ -219,6 +223,8 @@ def _print(event: Event) -> None:
             line = f"rolled out: all workers and frontends run generation {event.generation}"
         case "undone":
             line = f"went back: all workers and frontends run generation {event.generation} ({event.why})"
+        case "to_restart":
+            line = restart_line(event.id)
         case "started":
             line = f"{event.id}: runs generation {event.generation}"
         case _:

@@ -39,6 +39,7 @@ from orchestrator.config.engine_args import engine_args, to_command_line
 from orchestrator.config.model import resolve_model
 from orchestrator.config.server_args import uses_tls, uvicorn_options
 from orchestrator.config.settings import Config, ConfigError, check_environment, load_config
+from orchestrator.config.shared import merged
 from orchestrator.frontend import streaming, tracing
 from orchestrator.frontend.access import Access
 from orchestrator.frontend.dashboard.routes import operator_routes, page_routes, stream_routes
@@ -48,8 +49,8 @@ from orchestrator.frontend.pages import FleetCollector, fleet_routes
 from orchestrator.frontend.vllm_codec import VllmCodec
 from orchestrator.frontend.wiring import FleetConnection, unless_ended
 from orchestrator.parent import die_with_parent, report_exit
-from orchestrator.store.client import RedisAway, connect
-from orchestrator.store.registry import NO_LAUNCHER
+from orchestrator.store.client import Redis, RedisAway, connect
+from orchestrator.store.registry import Registry
 from orchestrator.store.servers import redis_elsewhere
 from orchestrator.telemetry.logs import set_up as set_up_logging
 from orchestrator.types import Role
@@ -229,15 +230,30 @@ class QuietServer(uvicorn.Server):
         yield
 
 
+async def the_fleets(config: Config, redis: Redis) -> tuple[Config, int]:
+    """The configuration of a frontend that no launcher starts: its own, with what a rollout has changed since; and its
+    generation. Raises ConfigError, RedisAway."""
+    rollout = await Registry(redis, config.namespace).configuration.rollout()
+    if rollout is None:
+        return config, 0
+    version = rollout.settled
+    log.warning("the fleet's configuration %d goes before this file's: there was a rollout", version.generation)
+    return merged(config, version.config), version.generation
+
+
 async def serve(
-    config: Config, redis_url: str, index: int, port: int, drain_s: float, generation: int = NO_LAUNCHER
+    config: Config, redis_url: str, index: int, port: int, drain_s: float, generation: int | None = None
 ) -> None:
-    """Serves until it is told to drain, or SIGTERM or SIGINT. Raises ConfigError, RedisAway."""
+    """Serves until it is told to drain, or SIGTERM or SIGINT. `generation`: of `config`; None: no launcher started
+    this, so the fleet is asked. Raises ConfigError, RedisAway."""
     listener = listen(config.frontend.host, port)
     redis = await connect(redis_url, config.redis.timeout_s)
+    by_hand = generation is None
+    if generation is None:
+        config, generation = await the_fleets(config, redis)
     args, vllm_config = build_vllm_config(config)
     frontend_id = f"frontend-{index}-{uuid.uuid4().hex[:8]}"
-    connection = FleetConnection(frontend_id, config, redis, VllmCodec(), generation)
+    connection = FleetConnection(frontend_id, config, redis, VllmCodec(), generation, by_hand)
     connected = asyncio.create_task(connection.run())
     await unless_ended(connected, connection.synced())
     app = await unless_ended(connected, build_server_app(args, vllm_config, config, connection))
@@ -303,7 +319,7 @@ def main() -> None:
     parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--port", type=int)
-    parser.add_argument("--generation", type=int, default=NO_LAUNCHER, help=argparse.SUPPRESS)
+    parser.add_argument("--generation", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--die-with-parent", action="store_true")
     options = parser.parse_args()
     allow_many_connections()

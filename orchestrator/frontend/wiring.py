@@ -32,6 +32,7 @@ from orchestrator.store.events import EventLog, RatioHistory
 from orchestrator.store.log_levels import LogLevels, follow_log_level
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Frontend, Registry
+from orchestrator.store.seen import rollout_status
 from orchestrator.store.steering import Steering
 from orchestrator.telemetry.metrics import counts, dropped, retries
 from orchestrator.types import DesiredRatio
@@ -63,10 +64,19 @@ async def unless_ended(running: asyncio.Task[None], work: Coroutine[Any, Any, T]
 class FleetConnection:
     """Construct, `run()` as a task, wait for `synced()` unless that ends; `announce()` once clients can be served."""
 
-    def __init__(self, frontend_id: str, config: Config, redis: Redis, codec: Codec, generation: int = 0) -> None:
+    def __init__(
+        self,
+        frontend_id: str,
+        config: Config,
+        redis: Redis,
+        codec: Codec,
+        generation: int = 0,
+        by_hand: bool = False,
+    ) -> None:
+        """`generation`: of `config`. `by_hand`: no launcher runs this frontend."""
         self.frontend_id = frontend_id
         self.told_to_drain = asyncio.Event()
-        self._generation = generation
+        self._generation, self._by_hand = generation, by_hand
         self.registry = Registry(redis, config.namespace)
         self._redis, self._namespace = redis, config.namespace
         choose = decode_choice(config.routing.decode_choice)
@@ -199,6 +209,7 @@ class FleetConnection:
                 offered=self.router.learning.offered,
                 mesh_key=self._keys.public if self._keys else "",
                 generation=self._generation,
+                by_hand=self._by_hand,
                 cpu=self._cpu_used(),
                 in_flight=len(self.router.requests),
                 reaches=sum(view.connected for view in self.fleet.workers.values()),
@@ -216,9 +227,9 @@ class FleetConnection:
         """The last one; None where there was none, or Redis is away."""
         try:
             found = await self.registry.configuration.rollout()
+            return rollout_status(found, await self.registry.frontends()) if found is not None else None
         except RedisAway:
             return None
-        return found.status if found is not None else None
 
     def _cpu_used(self) -> float:
         """Cores, since it was asked last."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
 from orchestrator.config.access import secured
 from orchestrator.config.engine_args import environment
-from orchestrator.config.settings import Config, parse_config
+from orchestrator.config.settings import Config
 from orchestrator.launch.host.machine import Share
 from orchestrator.launch.host.process import ProcessSpec
 from orchestrator.launch.machines import Setup
@@ -36,26 +34,6 @@ def resolve(config: Config, model: str, redis_url: str, port: int) -> Config:
         frontend=replace(config.frontend, port=port),
         security=secured(config.security, config.frontend.host),
     )
-
-
-def shared(config: Config) -> dict[str, Any]:
-    """The configuration as workers on other hosts get it: without what is this host's, and frontends' secrets."""
-    tree: dict[str, Any] = msgspec.to_builtins(config)
-    del tree["redis"]["url"], tree["frontend"], tree["launcher"], tree["limits"]
-    tree["security"] = {name: tree["security"][name] for name in ("mesh", "trust_network")}  # no keys
-    tree["workers"].pop("advertise", None)
-    return tree
-
-
-def merged(config: Config, fleets: Mapping[str, Any]) -> Config:
-    """This launcher's configuration with what `shared` says of the fleet's; what is this host's stays. Raises
-    ConfigError."""
-    tree: dict[str, Any] = msgspec.to_builtins(config)
-    own = {"security": tree["security"], "redis": tree["redis"]}
-    bound = {name: tree["workers"][name] for name in ("bind", "advertise")}
-    tree |= {**fleets, **own}
-    tree["workers"] = {**tree["workers"], **bound}
-    return parse_config(tree)
 
 
 def worker_spec(setup: Setup, role: Role, worker_id: str, share: Share) -> ProcessSpec:

@@ -14,8 +14,8 @@ import msgspec
 
 from orchestrator.store.client import RedisAway
 from orchestrator.store.configuration import Rollout
-from orchestrator.store.registry import Frontend, Registry, WorkerOrders
-from orchestrator.types import DesiredRatio, Role, WorkerInfo, WorkerState
+from orchestrator.store.registry import Frontend, Launcher, Registry, WorkerOrders
+from orchestrator.types import DesiredRatio, WorkerInfo, WorkerState
 
 # Changes come in bursts. An order and the desired ratio that goes with it are two writes: read after both.
 _SETTLE_S = 0.1
@@ -28,7 +28,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     workers: dict[str, WorkerInfo] = {}
     orders: dict[str, WorkerOrders] = {}
     frontends: dict[str, Frontend] = {}
-    launchers: dict[str, dict[str, Role]] = {}  # the workers of each
+    launchers: dict[str, Launcher] = {}
     desired: DesiredRatio | None = None
     rollout: Rollout | None = None
     read_at: float = 0.0

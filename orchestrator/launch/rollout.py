@@ -1,7 +1,8 @@
 """Carries a rollout out: workers are restarted with the new configuration, few at a time, and frontends after them.
 
-The rollout itself is in Redis, so whichever launchers there are go on with it. One of them orders the restarts; each
-starts its own processes with what is to be run. A new worker that cannot start turns the rollout back.
+The rollout itself is in Redis, so whichever launchers there are go on with it. One of them orders the restarts, once
+all have what is to be run; each starts its own processes with that. A new worker that cannot start turns the rollout
+back, and so does whatever it waits for in vain.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.launch.commands import merged, shared
-from orchestrator.launch.decisions.replacement import replaced, to_replace
+from orchestrator.config.shared import merged, shared
+from orchestrator.launch.decisions.replacement import ByHand, replaced, to_replace
 from orchestrator.launch.frontend_pool import FrontendPool
 from orchestrator.launch.machines import Setup
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Supervised, describe
 from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.store.configuration import Phase, Rollout, Version
-from orchestrator.store.registry import NO_LAUNCHER, Registry, UnknownWorker
+from orchestrator.store.registry import Registry, UnknownWorker
+from orchestrator.store.seen import loading_by_hand, of_launchers
 
 log = logging.getLogger("pd.launcher")
 
@@ -50,6 +52,11 @@ class Rolling:
         self._preparing: asyncio.Task[Setup] | None = None
         self._prepared_for = -1  # generation
         self._known: Rollout | None = None
+        self._by_hand = ByHand()
+        self._picture: object = None  # of the fleet, as it was when it last changed
+        self._changed_at = 0.0  # monotonic
+        # A worker drains and its successor loads within this time, or is ended by who runs it.
+        self._patience_s = config.workers.drain_timeout_s + config.workers.start_timeout_s
         self.version = Version(workers.setup.generation, shared(config))  # what starts now
 
     async def begin(self, alone: bool) -> None:
@@ -63,13 +70,12 @@ class Rolling:
             log.warning(
                 "going on with the rollout to generation %d; `orchestrator rollout --abort` goes back", generation
             )
-            self.version = rollout.old
         elif alone:
             await self._registry.configuration.forget_rollout()
             return
         else:
             log.warning("the fleet runs what was rolled out last, not this file's configuration")
-            self.version = rollout.target
+        self.version = rollout.settled
         self._workers.setup = self._frontends.setup = await self._set_up(self.version)
 
     async def follow(self, snapshot: Snapshot, leads: bool) -> None:
@@ -85,6 +91,7 @@ class Rolling:
             await self._switch(rollout)
             return
         if not rollout.under_way:
+            self._by_hand = ByHand()
             self._frontends.setup = self._workers.setup
             return
         if rollout.phase is Phase.FORWARD and (failed := self._failed(target.generation)) is not None:
@@ -94,18 +101,39 @@ class Rolling:
         loading = self._loading(snapshot)
         if not replaced(snapshot.workers, loading, target.generation):
             if leads:
-                busy = snapshot.orders.keys()
-                most = rollout.max_unavailable
-                for worker_id in to_replace(snapshot.workers, busy, loading, target.generation, most):
-                    await self._restart(worker_id, target.generation)
+                await self._replace(snapshot, rollout, loading)
             return
         self._frontends.setup = self._workers.setup
-        expected = (target.generation, NO_LAUNCHER)
-        all_new = all(frontend.generation in expected for frontend in snapshot.frontends.values())
+        ours = (frontend for frontend in snapshot.frontends.values() if not frontend.by_hand)
+        all_new = all(frontend.generation == target.generation for frontend in ours)
         if leads and all_new and self._frontends.renewed:
             ended = Phase.DONE if rollout.phase is Phase.FORWARD else Phase.UNDONE
             if await self._registry.configuration.change_rollout(rollout, rollout.to(ended)):
                 log.info("all run generation %d", target.generation)
+
+    async def _replace(self, snapshot: Snapshot, rollout: Rollout, loading: int) -> None:
+        """As many as may be; turn back where nothing has changed for longer than any step takes. Raises RedisAway."""
+        generation, launchers = rollout.target.generation, of_launchers(snapshot.launchers)
+        behind = sorted(name for name, launcher in launchers.items() if launcher.generation != generation)
+        states = {name: (info.process, info.state) for name, info in snapshot.workers.items()}
+        picture = (generation, rollout.phase, states, behind, snapshot.launchers.keys())
+        if picture != self._picture:
+            self._picture, self._changed_at = picture, snapshot.read_at
+        if snapshot.read_at - self._changed_at > self._patience_s:
+            if rollout.phase is Phase.FORWARD:
+                why = f"launcher {behind[0]} is not prepared" if behind else "a worker told to restart is not back"
+                await self._turn_back(rollout, f"nothing has changed for {self._patience_s:g} s: {why}")
+                return
+            self._by_hand = ByHand()  # nobody is waited for any more
+        elif behind:
+            return  # what it starts again would have the old configuration
+        managed = {name for launcher in launchers.values() for name in launcher.workers}
+        drained = [name for name, orders in snapshot.orders.items() if orders.drain]
+        by_hand = snapshot.workers.keys() - managed
+        away = loading + self._by_hand.missing(by_hand, drained, loading_by_hand(snapshot.launchers))
+        most = rollout.max_unavailable
+        for worker_id in to_replace(snapshot.workers, snapshot.orders.keys(), away, generation, most):
+            await self._restart(worker_id, generation)
 
     async def _switch(self, rollout: Rollout) -> None:
         """What starts from now on is of the target generation. Raises RedisAway."""
@@ -129,6 +157,7 @@ class Rolling:
         log.info("workers start with generation %d from now on", target.generation)
         self._workers.setup, self.version = setup, target
         self._workers.try_now()
+        await self._workers.hold_ids()  # which tells that we are prepared
         await self._registry.configuration.write(target)
 
     async def _set_up(self, version: Version) -> Setup:
@@ -147,7 +176,7 @@ class Rolling:
 
     def _loading(self, snapshot: Snapshot) -> int:
         """Workers that are not registered yet, but for those that wait for a machine with room."""
-        claimed = {name for ids in snapshot.launchers.values() for name in ids}
+        claimed = {name for launcher in snapshot.launchers.values() for name in launcher.workers}
         return len(claimed - snapshot.workers.keys() - self._workers.waiting_for_room)
 
     async def _restart(self, worker_id: str, generation: int) -> None:

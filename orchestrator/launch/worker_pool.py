@@ -20,7 +20,7 @@ from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage, Supervised
 from orchestrator.parent import own_identity
 from orchestrator.store.client import RedisAway
-from orchestrator.store.registry import Registry, UnknownWorker
+from orchestrator.store.registry import Launcher, Registry, UnknownWorker
 from orchestrator.store.seen import SeenWorker, loading_by_hand, of_launchers, see
 from orchestrator.types import DesiredRatio, Role, WorkerInfo, WorkerState
 
@@ -107,9 +107,10 @@ class WorkerPool:
             slot.process.try_now()
 
     async def hold_ids(self) -> None:
-        """Tell the other launchers which workers are ours; call it within `workers.timeout_s`. Raises RedisAway."""
-        workers = {worker_id: slot.role for worker_id, slot in self.slots.items()}
-        await self._registry.refresh_launcher(self.launcher_id, workers, self._config.workers.timeout_s)
+        """Tell the other launchers which workers are ours, and of which generation those are that we start; call it
+        within `workers.timeout_s`. Raises RedisAway."""
+        me = Launcher({name: slot.role for name, slot in self.slots.items()}, self.setup.generation)
+        await self._registry.refresh_launcher(self.launcher_id, me, self._config.workers.timeout_s)
 
     async def update(self, snapshot: Snapshot) -> None:
         """Note what the registry says of our workers, then do what the desired ratio asks for. Raises RedisAway."""
@@ -163,10 +164,10 @@ class WorkerPool:
             if name not in known
         ]
 
-    def of_others(self, launchers: dict[str, dict[str, Role]]) -> dict[str, Role]:
+    def of_others(self, launchers: dict[str, Launcher]) -> dict[str, Role]:
         """The workers of the fleet's other launchers, and their roles."""
-        others = [ids for launcher, ids in of_launchers(launchers).items() if launcher != self.launcher_id]
-        return {name: role for ids in others for name, role in ids.items()}
+        others = [held for launcher, held in of_launchers(launchers).items() if launcher != self.launcher_id]
+        return {name: role for held in others for name, role in held.workers.items()}
 
     async def close(self) -> None:
         """End all workers, at once. Returns when their processes are gone."""

@@ -36,6 +36,8 @@ class RolloutStatus(msgspec.Struct, frozen=True):
     old: int  # generation
     new: int
     why: str
+    # URLs of frontends that no launcher runs, and that kept another configuration than the rollout ended with.
+    to_restart: list[str] = []
 
 
 class Rollout(msgspec.Struct, frozen=True):
@@ -56,8 +58,9 @@ class Rollout(msgspec.Struct, frozen=True):
         return self.phase in (Phase.FORWARD, Phase.BACK)
 
     @property
-    def status(self) -> RolloutStatus:
-        return RolloutStatus(self.phase, self.old.generation, self.new.generation, self.why)
+    def settled(self) -> Version:
+        """What a process that comes begins with: the old one, until the rollout has ended."""
+        return self.old if self.under_way else self.target
 
     def to(self, phase: Phase, why: str = "") -> Rollout:
         return msgspec.structs.replace(self, phase=phase, why=why or self.why)

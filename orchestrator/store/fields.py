@@ -1,4 +1,4 @@
-"""A worker's hash in Redis: one flat field for each of its values, as text."""
+"""Members' hashes in Redis: one flat field for each value, as text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.types import EngineIdentity, EngineSpeed, KVEndpoint, WorkerInfo
+from orchestrator.types import ALWAYS_EQUAL, EngineIdentity, EngineSpeed, KVEndpoint, WorkerInfo
 
 _KV, _SPEED = "kv_", "speed_"  # before the names of a KV endpoint's fields, and of a speed's
 
@@ -42,3 +42,12 @@ def fields_of(flat: list[bytes]) -> dict[str, str]:
 
 def text(value: bytes) -> str:
     return value.decode(errors="replace")
+
+
+def member(
+    kind: str, member_id: str, ttl_s: float, fresh: bool, identity: list[str], fields: dict[str, str]
+) -> list[Any]:
+    """What the registry's `put_member` is called with."""
+    how = ("join" if fresh else "refresh", len(identity), len(ALWAYS_EQUAL))
+    pairs = (part for pair in fields.items() for part in pair)
+    return [kind, member_id, max(1, round(ttl_s * 1000)), *how, *identity, *pairs]

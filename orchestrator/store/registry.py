@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -17,14 +17,13 @@ import msgspec
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.configuration import Configuration
 from orchestrator.store.events import RegistryEvent, Resync, decode_change
-from orchestrator.store.fields import fields_of, text, worker_from_fields, worker_to_fields
+from orchestrator.store.fields import fields_of, member, text, worker_from_fields, worker_to_fields
 from orchestrator.store.keys import REGISTRY, Keys
 from orchestrator.types import ALWAYS_EQUAL, Departed, DesiredRatio, EngineIdentity, Offered, Role, WorkerInfo
 
 log = logging.getLogger("pd.registry")
 
 PRUNE_S = 1.0  # a member whose key expires announces nothing: heartbeats of workers, and watchers, ask for it
-NO_LAUNCHER = -1  # the generation of a frontend that no launcher started, and that a rollout does not replace
 _OFFERED = "offered_"  # before the names of a frontend's counts, which change without an event
 _ROLES = {role.value for role in Role}
 _IDENTITY = [*ALWAYS_EQUAL, *(name for name in EngineIdentity.__struct_fields__ if name not in ALWAYS_EQUAL)]
@@ -66,10 +65,18 @@ class Frontend(msgspec.Struct, frozen=True):
     since: float = 0.0  # unix seconds; the registry's clock
     offered: Offered = Offered()  # load offered to it since it started
     mesh_key: str = ""  # its public key
-    generation: int = 0  # of the configuration that a launcher started it with; or NO_LAUNCHER
+    generation: int = 0  # of the configuration that it was started with
+    by_hand: bool = False  # no launcher runs it, so a rollout does not replace it
     cpu: float = 0.0  # cores that it used since its heartbeat before
     in_flight: int = 0  # requests that it has
     reaches: int = 0  # workers that it is connected to
+
+
+class Launcher(msgspec.Struct, frozen=True):
+    """Who holds ids of workers: a launcher, or a worker that was started by hand, while it loads."""
+
+    workers: dict[str, Role] = {}  # those that are not registered yet included
+    generation: int = 0  # of the configuration that it starts workers with
 
 
 class Registry:
@@ -165,8 +172,8 @@ class Registry:
         return bool(found == engine_id.encode())
 
     async def _put_worker(self, info: WorkerInfo, ttl_s: float, fresh: bool, last_departure: str = "") -> Heartbeat:
-        member = _member("worker", info.id, ttl_s, fresh, _IDENTITY, fields := worker_to_fields(info))
-        reply = await self._call("put_worker", last_departure, *member)
+        arguments = member("worker", info.id, ttl_s, fresh, _IDENTITY, fields := worker_to_fields(info))
+        reply = await self._call("put_worker", last_departure, *arguments)
         if (outcome := reply[0]) != b"ok":
             field, theirs, other = (text(part) for part in reply[1:4])
             why = f"{field} is {fields[field]!r}, but the fleet's is {theirs!r} (worker {other})"
@@ -191,7 +198,7 @@ class Registry:
         del told["since"]
         told |= {"cpu": f"{frontend.cpu:.3f}"} | {_OFFERED + name: value for name, value in offered.items()}
         fields = {name: str(value) for name, value in told.items()}
-        reply = await self._call("put_member", *_member("frontend", frontend_id, ttl_s, False, [], fields))
+        reply = await self._call("put_member", *member("frontend", frontend_id, ttl_s, False, [], fields))
         return _orders(*(text(part) for part in reply[1:4]))
 
     async def order_frontend_drain(self, frontend_id: str) -> None:
@@ -219,21 +226,23 @@ class Registry:
         found = await self._redis.execute_command("GET", self.keys.frontend_key(mesh_key))
         return text(found) if found is not None else None
 
-    async def refresh_launcher(self, launcher_id: str, workers: Mapping[str, Role], ttl_s: float) -> None:
+    async def refresh_launcher(self, launcher_id: str, launcher: Launcher, ttl_s: float) -> None:
         """Stay for `ttl_s` more, as the launcher of these workers and no others."""
-        ids = {"ids": " ".join(f"{worker_id}={role.value}" for worker_id, role in workers.items())}
-        await self._call("put_member", *_member("launcher", launcher_id, ttl_s, False, [], ids))
+        ids = " ".join(f"{worker_id}={role.value}" for worker_id, role in launcher.workers.items())
+        fields = {"ids": ids, "generation": str(launcher.generation)}
+        await self._call("put_member", *member("launcher", launcher_id, ttl_s, False, [], fields))
 
     async def leave_launcher(self, launcher_id: str) -> None:
         """Idempotent. Its ids are free again."""
         await self._call("remove_member", "launcher", launcher_id)
 
-    async def launchers(self) -> dict[str, dict[str, Role]]:
-        """The workers of each live launcher, those that are not registered yet included, and their roles."""
-        found: dict[str, dict[str, Role]] = {}
+    async def launchers(self) -> dict[str, Launcher]:
+        found = {}
         for launcher_id, fields in await self._members("launcher"):
             pairs = (part.partition("=") for part in fields.get("ids", "").split())
-            found[launcher_id] = {name: Role(role) for name, _, role in pairs if role in _ROLES}
+            workers = {name: Role(role) for name, _, role in pairs if role in _ROLES}
+            generation = fields.get("generation", "")
+            found[launcher_id] = Launcher(workers, int(generation) if generation.isdigit() else 0)
         return found
 
     async def claim_id(self, launcher_id: str, role: Role, ttl_s: float, worker_id: str = "") -> str | None:
@@ -325,15 +334,6 @@ class Registry:
 
     async def _call(self, verb: str, *args: Any) -> Any:
         return await self._redis.call(REGISTRY, verb, self.keys.prefix, *args)
-
-
-def _member(
-    kind: str, member_id: str, ttl_s: float, fresh: bool, identity: list[str], fields: dict[str, str]
-) -> list[Any]:
-    """What `put_member` is called with."""
-    how = ("join" if fresh else "refresh", len(identity), len(ALWAYS_EQUAL))
-    pairs = (part for pair in fields.items() for part in pair)
-    return [kind, member_id, max(1, round(ttl_s * 1000)), *how, *identity, *pairs]
 
 
 def _orders(role: str | None, drain: str | None, sequence: str | None) -> WorkerOrders:

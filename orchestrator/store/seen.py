@@ -1,4 +1,4 @@
-"""A registered worker together with the orders that it has not carried out yet: what planning and operators go by."""
+"""Members as planning and operators go by them: a worker with its orders, who runs whom, what a rollout left behind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from orchestrator.store.registry import WorkerOrders
+from orchestrator.store.configuration import Rollout, RolloutStatus
+from orchestrator.store.registry import Frontend, Launcher, WorkerOrders
 from orchestrator.types import Role, WorkerInfo, WorkerState
 
 # Before the identity of a worker that was started by hand and holds its id, as a launcher holds its workers' ids.
@@ -51,14 +52,23 @@ def see(info: WorkerInfo, orders: WorkerOrders | None, owned: bool, managed: boo
     )
 
 
-def of_launchers(holders: Mapping[str, dict[str, Role]]) -> dict[str, dict[str, Role]]:
+def of_launchers(holders: Mapping[str, Launcher]) -> dict[str, Launcher]:
     """Of those that hold ids of workers the launchers, which drain and replace them."""
-    return {holder: ids for holder, ids in holders.items() if not holder.startswith(BY_HAND)}
+    return {holder: held for holder, held in holders.items() if not holder.startswith(BY_HAND)}
 
 
-def loading_by_hand(holders: Mapping[str, dict[str, Role]]) -> dict[str, Role]:
+def loading_by_hand(holders: Mapping[str, Launcher]) -> dict[str, Role]:
     """Workers that no launcher runs and that are not registered yet."""
-    return {name: role for holder, ids in holders.items() if holder.startswith(BY_HAND) for name, role in ids.items()}
+    by_hand = (held for holder, held in holders.items() if holder.startswith(BY_HAND))
+    return {name: role for held in by_hand for name, role in held.workers.items()}
+
+
+def rollout_status(rollout: Rollout, frontends: Mapping[str, Frontend]) -> RolloutStatus:
+    """A rollout as operators see it."""
+    phase, old, new = rollout.phase, rollout.old.generation, rollout.new.generation
+    by_hand = [frontend for frontend in frontends.values() if frontend.by_hand and frontend.url]
+    behind = [f.url for f in by_hand if not rollout.under_way and f.generation != rollout.target.generation]
+    return RolloutStatus(phase, old, new, rollout.why, sorted(behind))
 
 
 def is_last_decode(worker_id: str, workers: Sequence[SeenWorker]) -> bool:

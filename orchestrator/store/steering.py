@@ -40,7 +40,8 @@ class Steering:
 
     async def _launched(self) -> set[str]:
         """Workers that a launcher runs, and drains."""
-        return {worker_id for ids in of_launchers(await self._registry.launchers()).values() for worker_id in ids}
+        held = of_launchers(await self._registry.launchers()).values()
+        return {worker_id for launcher in held for worker_id in launcher.workers}
 
     async def change_role(self, worker_id: str, role: Role, force: bool) -> bool:
         """Order a role, and move the desired ratio with it. False when it has, or was told to take, that role."""

@@ -97,6 +97,8 @@ async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
         return dict(seen)
     if handle.redis_url is None:
         raise Refused(f"{handle.url}: no frontend of a fleet answers there; see `orchestrator status --redis URL`")
+    from orchestrator.store.seen import rollout_status
+
     async with open_fleet(handle) as fleet:
         registered = (await fleet.registry.frontends()).values()
         for url in reachable([frontend.url for frontend in registered], handle.redis_url):
@@ -105,12 +107,13 @@ async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
         workers = sorted((await fleet.registry.workers()).values(), key=lambda info: (info.role.value, info.id))
         depth, desired = await fleet.queue.depth(), await fleet.registry.desired()
         rollout = await fleet.registry.configuration.rollout()
+        rolled = rollout_status(rollout, await fleet.registry.frontends()) if rollout is not None else None
     return {
         "model": workers[0].identity.model if workers else None,
         "workers": msgspec.to_builtins([WorkerStatus.of(info) for info in workers]),
         "queue": msgspec.to_builtins(depth),
         "desired": msgspec.to_builtins(desired),
-        "rollout": msgspec.to_builtins(rollout.status if rollout is not None else None),
+        "rollout": msgspec.to_builtins(rolled),
     }
 
 

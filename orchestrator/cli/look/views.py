@@ -46,8 +46,10 @@ def fleet_view(seen: dict[str, Any]) -> RenderableType:
     lines.append(Text(_queue_line(queue)))
     if desired:
         lines.append(Text(f"desired: {desired['prefill']} prefill, {desired['decode']} decode, by {desired['set_by']}"))
-    if (rollout := seen.get("rollout")) and rollout["phase"] != "done":
-        lines.append(Text(_rollout_line(rollout, seen["workers"]), style="yellow"))
+    if rollout := seen.get("rollout"):
+        if rollout["phase"] != "done":
+            lines.append(Text(_rollout_line(rollout, seen["workers"]), style="yellow"))
+        lines += [Text(restart_line(url), style="yellow") for url in rollout["to_restart"]]
     return Group(*lines)
 
 
@@ -58,6 +60,11 @@ def _rollout_line(rollout: dict[str, Any], workers: list[dict[str, Any]]) -> str
     there = sum(worker["generation"] == target for worker in workers)
     line = f"rollout {rollout['phase']}: configuration {begun} to {target}, {there} of {len(workers)} workers run it"
     return f"{line} ({rollout['why']})" if rollout["why"] else line
+
+
+def restart_line(url: str) -> str:
+    """Of a frontend that a rollout has left as it was."""
+    return f"{url}: a frontend that no launcher runs still has the configuration of before the rollout: restart it"
 
 
 def queue_view(rows: list[dict[str, Any]], depth: dict[str, int]) -> RenderableType:

@@ -1,4 +1,4 @@
-"""Which workers are replaced next, when all are to be of another generation. Pure: no clock, no I/O."""
+"""Which workers are replaced next, when all are to be of another generation. No clock, no I/O."""
 
 from __future__ import annotations
 
@@ -7,14 +7,32 @@ from collections.abc import Collection, Mapping
 from orchestrator.types import Role, WorkerInfo, WorkerState
 
 
+class ByHand:
+    """How many workers that no launcher runs are missing: an operator or a service manager is to start them again.
+
+    They are counted and not named, since one may come back under another id.
+    """
+
+    def __init__(self) -> None:
+        self._most = 0
+        self._drained: set[str] = set()  # told to leave for good
+
+    def missing(self, present: Collection[str], drained: Collection[str], loading: Collection[str]) -> int:
+        """Of as many as there ever were: `present` are registered, `loading` not yet."""
+        self._drained |= {*drained} & {*present}
+        accounted = {*present} | self._drained
+        self._most = max(self._most, len(accounted))
+        return max(0, self._most - len(accounted | {*loading}))
+
+
 def to_replace(
     workers: Mapping[str, WorkerInfo], busy: Collection[str], loading: int, target: int, max_unavailable: int
 ) -> list[str]:
     """Ids of workers to restart now, so that no more than `max_unavailable` of all do not serve.
 
-    `busy` have orders to carry out, `loading` are not registered yet. The role goes first of which the smaller share is
-    replaced, and decode where both are equal: KV passes within a generation, and a new decode worker can serve without
-    a new prefill worker, but not the other way round.
+    `busy` have orders to carry out, `loading` are not registered yet, or missing. The role goes first of which the
+    smaller share is replaced, and decode where both are equal: KV passes within a generation, and a new decode worker
+    can serve without a new prefill worker, but not the other way round.
     """
     serving = {name: info for name, info in workers.items() if info.state is WorkerState.READY and name not in busy}
     room = max_unavailable - loading - (len(workers) - len(serving))

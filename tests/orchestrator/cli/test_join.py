@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.cli.join import Token
 from orchestrator.config.settings import Refused, parse_config
-from orchestrator.launch.commands import shared
+from orchestrator.config.shared import shared
 
 UNITS = Path(__file__).parents[3] / "deploy" / "systemd"
 

@@ -8,7 +8,8 @@ import pytest
 
 from orchestrator.cli.rollout import changed
 from orchestrator.config.settings import ConfigError, Refused, parse_config
-from orchestrator.launch.commands import merged, resolve, shared
+from orchestrator.config.shared import merged, shared
+from orchestrator.launch.commands import resolve
 from orchestrator.store.configuration import Version
 
 FILE: dict[str, Any] = {

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from support_redis import running_server
 
 from orchestrator.config.settings import Config, ConfigError, parse_config
+from orchestrator.config.shared import shared
+from orchestrator.store.client import connect
+from orchestrator.store.configuration import Configuration, Phase, Rollout, Version
+from orchestrator.store.keys import Keys
 
 pytest.importorskip("vllm")
 
 from orchestrator.frontend import server
-from orchestrator.frontend.server import advertised_url, build_vllm_config, grace_s, server_arguments
+from orchestrator.frontend.server import advertised_url, build_vllm_config, grace_s, server_arguments, the_fleets
 
 pytestmark = pytest.mark.vllm
 
@@ -96,3 +103,20 @@ def test_python_looks_for_cycles_seldom() -> None:
         assert gc.get_stats()[0]["collections"] - looked <= 1 and kept
     finally:
         gc.set_threshold(*before)
+
+
+async def test_one_that_no_launcher_starts_takes_what_a_rollout_has_changed(tmp_path: Path):
+    own = config(max_logprobs=3)
+    fleets = msgspec.structs.replace(own, sim=msgspec.structs.replace(own.sim, block_size=32))
+    rollout = Rollout(Version(4, shared(own)), Version(5, shared(fleets)))
+    with running_server(tmp_path) as running:
+        redis = await connect(running.url, 5.0)
+        stored = Configuration(redis, Keys(own.namespace))
+        assert await the_fleets(own, redis) == (own, 0)
+        await stored.change_rollout(None, rollout)
+        assert await the_fleets(own, redis) == (own, 4), "it has not ended"
+        await stored.change_rollout(rollout, rollout.to(Phase.DONE))
+        taken, generation = await the_fleets(own, redis)
+        await redis.aclose()
+    assert generation == 5 and taken.sim.block_size == 32
+    assert taken.frontend == own.frontend, "what is a frontend's own stays"

@@ -20,7 +20,7 @@ from orchestrator.launch.machines import Setup
 from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.parent import own_identity
 from orchestrator.store.client import connect
-from orchestrator.store.registry import Registry
+from orchestrator.store.registry import Launcher, Registry
 from orchestrator.store.seen import BY_HAND
 from orchestrator.types import Role, WorkerInfo
 
@@ -51,9 +51,9 @@ async def test_only_what_is_known_to_have_ended_is_forgotten(tmp_path: Path):
             of("of-no-process-here", "another/999999999/1"),
         ):
             await registry.join(info, 60)
-        await registry.refresh_launcher(f"{place}/{pid}/{int(ticks) - 1}", {}, 60)
-        await registry.refresh_launcher("another/1/1", {}, 60)
-        await registry.refresh_launcher(f"{BY_HAND}{place}/{pid}/{int(ticks) - 1}", {}, 60)
+        await registry.refresh_launcher(f"{place}/{pid}/{int(ticks) - 1}", Launcher(), 60)
+        await registry.refresh_launcher("another/1/1", Launcher(), 60)
+        await registry.refresh_launcher(f"{BY_HAND}{place}/{pid}/{int(ticks) - 1}", Launcher(), 60)
         machine = LocalMachine(config)
         fleet = processes_of(config, registry, machine, tmp_path)
         await fleet.forget_the_dead()
@@ -79,8 +79,9 @@ async def test_a_launcher_takes_over_what_no_living_one_runs(tmp_path: Path, mon
         config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace(), "workers": workers})
         registry = Registry(redis, config.namespace)
         await registry.join(msgspec.structs.replace(worker("prefill-1"), role=Role.DECODE), 60)  # it was flipped
-        await registry.refresh_launcher("lives/1/1", {"decode-0": Role.DECODE}, 60)
-        await registry.refresh_launcher("dead/1/1", {"prefill-0": Role.PREFILL, "prefill-1": Role.DECODE}, 0.5)
+        await registry.refresh_launcher("lives/1/1", Launcher({"decode-0": Role.DECODE}), 60)
+        dead = Launcher({"prefill-0": Role.PREFILL, "prefill-1": Role.DECODE})
+        await registry.refresh_launcher("dead/1/1", dead, 0.5)
         taken: dict[str, Role] = {}
         monkeypatch.setattr(WorkerPool, "supervise", lambda pool, worker_id, role: taken.update({worker_id: role}))
         machine = LeftRunning(config)

@@ -15,7 +15,7 @@ from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.events import Changed, DesiredChanged, Joined, Left, Ordered, Resync
 from orchestrator.store.fields import worker_from_fields, worker_to_fields
-from orchestrator.store.registry import Frontend, IncompatibleWorker, Registry, UnknownWorker, WorkerOrders
+from orchestrator.store.registry import Frontend, IncompatibleWorker, Launcher, Registry, UnknownWorker, WorkerOrders
 from orchestrator.types import ALWAYS_EQUAL, Departed, EngineIdentity, EngineSpeed, Role, WorkerState
 
 TTL_S = 60.0
@@ -607,21 +607,22 @@ async def test_watching_survives_a_killed_server(tmp_path):
 async def test_each_worker_id_is_claimed_once(registry):
     await registry.join(worker("prefill-1"), TTL_S)
     for launcher in ("a", "b"):
-        await registry.refresh_launcher(launcher, {}, TTL_S)
+        await registry.refresh_launcher(launcher, Launcher(), TTL_S)
     claimed = await asyncio.gather(*(registry.claim_id("ab"[n % 2], Role.PREFILL, TTL_S) for n in range(6)))
     assert sorted(claimed) == [f"prefill-{n}" for n in (0, 2, 3, 4, 5, 6)]
     assert await registry.claim_id("a", Role.DECODE, TTL_S) == "decode-0"
     launchers = await registry.launchers()
-    assert {*launchers["a"], *launchers["b"]} == {*claimed, "decode-0"} and launchers["a"]["decode-0"] is Role.DECODE
-    await registry.refresh_launcher("a", {"prefill-0": Role.DECODE}, TTL_S)
+    assert {*launchers["a"].workers, *launchers["b"].workers} == {*claimed, "decode-0"}
+    assert launchers["a"].workers["decode-0"] is Role.DECODE
+    await registry.refresh_launcher("a", Launcher({"prefill-0": Role.DECODE}, 3), TTL_S)
     await registry.leave_launcher("b")
-    assert await registry.launchers() == {"a": {"prefill-0": Role.DECODE}}
+    assert await registry.launchers() == {"a": Launcher({"prefill-0": Role.DECODE}, 3)}
     assert await registry.claim_id("c", Role.PREFILL, TTL_S) == "prefill-2", "what is held no more is free"
 
 
 async def test_a_launcher_sets_the_ratio_unless_another_one_runs_the_fleet(registry):
     async def begin(launcher: str, prefill: int) -> int:
-        await registry.refresh_launcher(launcher, {}, TTL_S)
+        await registry.refresh_launcher(launcher, Launcher(), TTL_S)
         await registry.begin_desired(prefill, 1, "launcher", launcher)
         desired = await registry.desired()
         assert desired is not None

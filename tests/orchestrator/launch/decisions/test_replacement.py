@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from support_redis import worker
 
-from orchestrator.launch.decisions.replacement import replaced, to_replace
+from orchestrator.launch.decisions.replacement import ByHand, replaced, to_replace
 from orchestrator.types import Role, WorkerInfo, WorkerState
 
 
@@ -48,3 +48,15 @@ def test_it_is_over_when_all_that_are_there_or_coming_are_new():
     assert not replaced(workers, 0, 1)
     renew(workers, "prefill-0")
     assert replaced(workers, 0, 1) and not replaced(workers, 1, 1) and not replaced({}, 0, 1)
+
+
+def test_workers_that_nobody_has_started_again_are_missed_whatever_their_ids():
+    by_hand = ByHand()
+    assert by_hand.missing({"a", "b", "c"}, (), ()) == 0
+    assert by_hand.missing({"b", "c"}, (), ()) == 1, "a has ended"
+    assert by_hand.missing({"b", "c"}, (), {"a-2"}) == 0, "it is back, and counts as one that loads"
+    assert by_hand.missing({"b", "c", "a-2"}, {"b"}, ()) == 0
+    assert by_hand.missing({"c", "a-2"}, (), ()) == 0, "b was to leave"
+    assert by_hand.missing({"a-2"}, (), ()) == 1
+    assert by_hand.missing({"a-2", "c", "d"}, (), ()) == 0
+    assert by_hand.missing({"a-2", "c"}, (), ()) == 1, "of those that came meanwhile too"

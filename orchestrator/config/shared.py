@@ -1,0 +1,30 @@
+"""What of a configuration is the fleet's, which its processes on all hosts have in common, and what is one host's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from orchestrator.config.settings import Config, parse_config
+
+
+def shared(config: Config) -> dict[str, Any]:
+    """The configuration as workers on other hosts get it: without what is this host's, and frontends' secrets."""
+    tree: dict[str, Any] = msgspec.to_builtins(config)
+    del tree["redis"]["url"], tree["frontend"], tree["launcher"], tree["limits"]
+    tree["security"] = {name: tree["security"][name] for name in ("mesh", "trust_network")}  # no keys
+    tree["workers"].pop("advertise", None)
+    return tree
+
+
+def merged(config: Config, fleets: Mapping[str, Any]) -> Config:
+    """A process's own configuration with what `shared` says of the fleet's; what is its host's stays. Raises
+    ConfigError."""
+    tree: dict[str, Any] = msgspec.to_builtins(config)
+    own = {"security": tree["security"], "redis": tree["redis"]}
+    bound = {name: tree["workers"][name] for name in ("bind", "advertise")}
+    tree |= {**fleets, **own}
+    tree["workers"] = {**tree["workers"], **bound}
+    return parse_config(tree)

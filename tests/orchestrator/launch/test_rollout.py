@@ -1,0 +1,142 @@
+"""Who orders what in a rollout of several launchers: a real registry, launchers without processes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock
+
+import msgspec
+import pytest
+from support_redis import fresh_namespace, worker
+
+from orchestrator.config.settings import Config, parse_config
+from orchestrator.config.shared import shared
+from orchestrator.launch.host.redis_server import EmbeddedRedis
+from orchestrator.launch.machines import Setup
+from orchestrator.launch.registry_watch import Snapshot
+from orchestrator.launch.rollout import Rolling
+from orchestrator.store.client import connect
+from orchestrator.store.configuration import Phase, Rollout, Version
+from orchestrator.store.registry import Launcher, Registry
+from orchestrator.types import Role, WorkerInfo
+
+pytestmark = pytest.mark.slow  # a server of its own
+PATIENCE_S = 30.0
+
+
+class Nobody:
+    """A launcher's workers or frontends, of which there are none."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.slots: dict[str, Any] = {}
+        self.waiting_for_room: set[str] = set()
+        self.renewed = True
+        self.hold_ids = AsyncMock()
+
+    def try_now(self) -> None:
+        pass
+
+    def of_generation(self, generation: int) -> list[Any]:
+        return []
+
+
+class Leader:
+    """The launcher that orders; snapshots are handed to it."""
+
+    def __init__(self, config: Config, registry: Registry) -> None:
+        async def prepare(changed: Config, generation: int) -> Setup:
+            return Setup(generation, changed, Path("unused"))
+
+        self.workers, frontends = (Nobody(Setup(0, config, Path("unused"))) for _ in range(2))
+        self.rolling = Rolling(config, registry, self.workers, frontends, prepare)  # type: ignore[arg-type]
+        self.registry, self.now = registry, 1000.0
+
+    async def sees(self, others: dict[str, Launcher]) -> set[str]:
+        """Act on what is there now. Returns who has been told to restart."""
+        snapshot = Snapshot(
+            workers=await self.registry.workers(),
+            orders=await self.registry.orders(),
+            launchers={"a": Launcher(generation=self.workers.setup.generation), **others},
+            rollout=await self.registry.configuration.rollout(),
+            read_at=self.now,
+        )
+        await self.rolling.follow(snapshot, leads=True)
+        return set(await self.registry.orders())
+
+
+@pytest.fixture
+async def leader(tmp_path: Path) -> AsyncIterator[Leader]:
+    server = EmbeddedRedis()
+    redis = await connect(await server.start(tmp_path), 5)
+    times = {"drain_timeout_s": PATIENCE_S / 2, "start_timeout_s": PATIENCE_S / 2}
+    config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace(), "workers": times})
+    registry = Registry(redis, config.namespace)
+    leader = Leader(config, registry)
+    for info in (worker("decode-0", Role.DECODE), worker("decode-1", Role.DECODE)):
+        await registry.join(info, 60)
+    old, new = Version(0, shared(config)), Version(1, shared(config))
+    assert await registry.configuration.change_rollout(None, Rollout(old, new))
+    while leader.workers.setup.generation == 0:  # it prepares in a task
+        assert await leader.sees({}) == set()
+    yield leader
+    await leader.rolling.close()
+    await redis.aclose()
+    await server.stop()
+
+
+async def phase(leader: Leader) -> tuple[Phase, str]:
+    rollout = await leader.registry.configuration.rollout()
+    assert rollout is not None
+    return rollout.phase, rollout.why
+
+
+def renewed(info: WorkerInfo, worker_id: str = "") -> WorkerInfo:
+    return msgspec.structs.replace(info, id=worker_id or info.id, generation=1, process="its successor")
+
+
+async def test_nobody_is_replaced_before_every_launcher_can_start_a_successor(leader: Leader):
+    held = {"decode-0": Role.DECODE, "decode-1": Role.DECODE}
+    assert await leader.sees({"b": Launcher(held, 0)}) == set(), "b would start what it has: the old one"
+    assert await leader.sees({"b": Launcher(held, 1)}) == {"decode-0"}
+
+
+async def test_a_launcher_that_cannot_prepare_turns_it_back(leader: Leader):
+    behind = {"b": Launcher({"decode-0": Role.DECODE, "decode-1": Role.DECODE}, 0)}
+    await leader.sees(behind)
+    leader.now += PATIENCE_S - 1
+    await leader.sees(behind)
+    assert (await phase(leader))[0] is Phase.FORWARD
+    leader.now += 2
+    await leader.sees(behind)
+    assert await phase(leader) == (Phase.BACK, f"nothing has changed for {PATIENCE_S:g} s: launcher b is not prepared")
+
+
+async def test_workers_that_nobody_starts_again_are_not_replaced_one_after_the_other(leader: Leader):
+    """They hold no id of a launcher's, so when they have gone nothing is left of them."""
+    first = (await leader.registry.workers())["decode-0"]
+    assert await leader.sees({}) == {"decode-0"}
+    await leader.registry.leave("decode-0")
+    assert await leader.sees({}) == set(), "the one that is left is all that serves"
+    await leader.registry.join(renewed(first, "decode-0-again"), 60)
+    assert await leader.sees({}) == {"decode-1"}
+    await leader.registry.leave("decode-1")
+    await leader.sees({})
+    assert (await phase(leader))[0] is Phase.DONE, "all that are there are new"
+
+
+async def test_one_that_is_not_started_again_turns_it_back_and_is_then_waited_for_no_more(leader: Leader):
+    assert await leader.sees({}) == {"decode-0"}
+    await leader.registry.leave("decode-0")
+    await leader.sees({})
+    leader.now += PATIENCE_S + 1
+    await leader.sees({})
+    back, why = await phase(leader)
+    assert back is Phase.BACK and "a worker told to restart is not back" in why
+    # decode-1 was never replaced, so nothing is left to be done but for the launcher itself to go back.
+    while leader.workers.setup.generation == 1:
+        await leader.sees({})
+    await leader.sees({})
+    assert (await phase(leader))[0] is Phase.UNDONE
