@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from orchestrator.config.settings import Config
-from orchestrator.store.registry import WorkerOrders
+from orchestrator.store.fields import WorkerOrders
 from orchestrator.types import Role, WorkerState
 from workers.attempts import Attempts
 from workers.claims import ClaimLoop

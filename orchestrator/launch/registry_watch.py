@@ -14,7 +14,8 @@ import msgspec
 
 from orchestrator.store.client import RedisAway
 from orchestrator.store.configuration import Rollout
-from orchestrator.store.registry import Frontend, Launcher, Registry, WorkerOrders
+from orchestrator.store.fields import WorkerOrders
+from orchestrator.store.registry import Frontend, Launcher, Registry
 from orchestrator.types import DesiredRatio, WorkerInfo, WorkerState
 
 # Changes come in bursts. An order and the desired ratio that goes with it are two writes: read after both.

@@ -1,4 +1,4 @@
-"""Members' hashes in Redis: one flat field for each value, as text."""
+"""Members' hashes in Redis: one flat field for each value, as text. A worker's orders are in its hash too."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.types import ALWAYS_EQUAL, EngineIdentity, EngineSpeed, KVEndpoint, WorkerInfo
+from orchestrator.types import ALWAYS_EQUAL, EngineIdentity, EngineSpeed, KVEndpoint, Role, WorkerInfo
 
+_ROLES = {role.value for role in Role}
 _KV, _SPEED = "kv_", "speed_"  # before the names of a KV endpoint's fields, and of a speed's
+
+
+class WorkerOrders(msgspec.Struct, frozen=True):
+    """What a worker was told to do and has not done yet. `sequence` grows with every order; 0 means there was none."""
+
+    role: Role | None = None
+    drain: bool = False
+    restart: bool = False  # drain, and say by the exit code that another process is to follow
+    sequence: int = 0
 
 
 def worker_to_fields(info: WorkerInfo) -> dict[str, str]:
@@ -50,4 +60,15 @@ def member(
     """What the registry's `put_member` is called with."""
     how = ("join" if fresh else "refresh", len(identity), len(ALWAYS_EQUAL))
     pairs = (part for pair in fields.items() for part in pair)
-    return [kind, member_id, max(1, round(ttl_s * 1000)), *how, *identity, *pairs]
+    return [kind, member_id, milliseconds(ttl_s), *how, *identity, *pairs]
+
+
+def milliseconds(seconds: float) -> int:
+    """As a time to live has it."""
+    return max(1, round(seconds * 1000))
+
+
+def orders_of(role: str | None, drain: str | None, sequence: str | None) -> WorkerOrders:
+    known_role = Role(role) if role in _ROLES else None
+    number = int(sequence) if sequence and sequence.isdigit() else 0
+    return WorkerOrders(known_role, drain == "yes", drain == "restart", number)

@@ -17,13 +17,23 @@ import msgspec
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.configuration import Configuration
 from orchestrator.store.events import RegistryEvent, Resync, decode_change
-from orchestrator.store.fields import fields_of, member, text, worker_from_fields, worker_to_fields
+from orchestrator.store.fields import (
+    WorkerOrders,
+    fields_of,
+    member,
+    milliseconds,
+    orders_of,
+    text,
+    worker_from_fields,
+    worker_to_fields,
+)
 from orchestrator.store.keys import REGISTRY, Keys
 from orchestrator.types import ALWAYS_EQUAL, Departed, DesiredRatio, EngineIdentity, Offered, Role, WorkerInfo
 
 log = logging.getLogger("pd.registry")
 
 PRUNE_S = 1.0  # a member whose key expires announces nothing: heartbeats of workers, and watchers, ask for it
+STAYS = 9  # heartbeats that only say that the entry stands, after one that writes it: whatever was damaged is mended
 _OFFERED = "offered_"  # before the names of a frontend's counts, which change without an event
 _ROLES = {role.value for role in Role}
 _IDENTITY = [*ALWAYS_EQUAL, *(name for name in EngineIdentity.__struct_fields__ if name not in ALWAYS_EQUAL)]
@@ -35,15 +45,6 @@ class IncompatibleWorker(Exception):
 
 class UnknownWorker(LookupError):
     """An order for a worker that is not in the fleet."""
-
-
-class WorkerOrders(msgspec.Struct, frozen=True):
-    """What a worker was told to do and has not done yet. `sequence` grows with every order; 0 means there was none."""
-
-    role: Role | None = None
-    drain: bool = False
-    restart: bool = False  # drain, and say by the exit code that another process is to follow
-    sequence: int = 0
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
@@ -89,6 +90,7 @@ class Registry:
         self._complained: dict[str, str] = {}
         self._version = b"0"  # of what was read of the workers last
         self._seen: dict[str, tuple[WorkerInfo | None, WorkerOrders]] = {}
+        self._written: tuple[WorkerInfo | None, int] = (None, 0)  # in full by `refresh`, and how often not since then
 
     # ---- workers -----------------------------------------------------------------------------------------------
 
@@ -102,7 +104,16 @@ class Registry:
 
         Enters again when Redis has lost this worker, and then raises IncompatibleWorker as `join` does.
         """
-        return await self._put_worker(info, ttl_s, fresh=False, last_departure=last_departure)
+        (written, times), self._written = self._written, (None, 0)  # where this fails, nobody knows what is there
+        reply = None
+        if written == info and times < STAYS:
+            reply = await self._call("stay", last_departure, info.id, milliseconds(ttl_s), info.kv.engine_id)
+        if reply is None:
+            told, times = await self._put_worker(info, ttl_s, fresh=False, last_departure=last_departure), 0
+        else:
+            told, times = _heartbeat(reply), times + 1
+        self._written = info, times
+        return told
 
     async def leave(self, worker_id: str) -> None:
         """Take a worker out at once: itself when it stops, or whoever saw it die. Idempotent."""
@@ -124,7 +135,7 @@ class Registry:
         return self._seen
 
     def _see(self, worker_id: str, fields: dict[str, str]) -> tuple[WorkerInfo | None, WorkerOrders]:
-        orders = _orders(fields.get("order_role"), fields.get("order_drain"), fields.get("order_sequence"))
+        orders = orders_of(fields.get("order_role"), fields.get("order_drain"), fields.get("order_sequence"))
         return self._read_worker(worker_id, fields), orders
 
     async def worker(self, worker_id: str) -> WorkerInfo | None:
@@ -179,11 +190,7 @@ class Registry:
             why = f"{field} is {fields[field]!r}, but the fleet's is {theirs!r} (worker {other})"
             mend = f"start it with the same {field}" if outcome == b"differs" else "let one of them divide the other"
             raise IncompatibleWorker(f"worker {info.id}: {why}; {mend}, or under another namespace")
-        orders, departed = _orders(*(text(part) for part in reply[1:4])), []
-        for row in reply[7]:
-            with contextlib.suppress(msgspec.DecodeError):  # of a later version
-                departed.append(msgspec.json.decode(row, type=Departed, strict=False))
-        return Heartbeat(orders, reply[4], bool(reply[5]), departed, text(reply[6]))
+        return _heartbeat(reply)
 
     async def _order(self, worker_id: str, field: str, value: str) -> None:
         if not await self._call("order", "worker", worker_id, field, value):
@@ -199,7 +206,7 @@ class Registry:
         told |= {"cpu": f"{frontend.cpu:.3f}"} | {_OFFERED + name: value for name, value in offered.items()}
         fields = {name: str(value) for name, value in told.items()}
         reply = await self._call("put_member", *member("frontend", frontend_id, ttl_s, False, [], fields))
-        return _orders(*(text(part) for part in reply[1:4]))
+        return orders_of(*(text(part) for part in reply[1:4]))
 
     async def order_frontend_drain(self, frontend_id: str) -> None:
         """Tell a frontend to take no new connections and to end with its last request. Idempotent."""
@@ -248,8 +255,7 @@ class Registry:
     async def claim_id(self, launcher_id: str, role: Role, ttl_s: float, worker_id: str = "") -> str | None:
         """A worker id that nobody has: the one given, or the role's name and the smallest number. It is this launcher's
         from now on. None when somebody has the one given."""
-        ttl_ms = max(1, round(ttl_s * 1000))
-        claimed = await self._call("claim_id", launcher_id, ttl_ms, role.value, worker_id)
+        claimed = await self._call("claim_id", launcher_id, milliseconds(ttl_s), role.value, worker_id)
         return text(claimed) if claimed else None
 
     # ---- the desired ratio -------------------------------------------------------------------------------------
@@ -267,7 +273,7 @@ class Registry:
 
         Returns the server's clock (unix seconds), or None while another frontend leads.
         """
-        now = await self._call("lead", frontend_id, max(1, round(lease_s * 1000)))
+        now = await self._call("lead", frontend_id, milliseconds(lease_s))
         return float(now) if now else None
 
     async def propose_desired(self, leader_id: str, seen: DesiredRatio, wanted: DesiredRatio) -> bool:
@@ -336,7 +342,9 @@ class Registry:
         return await self._redis.call(REGISTRY, verb, self.keys.prefix, *args)
 
 
-def _orders(role: str | None, drain: str | None, sequence: str | None) -> WorkerOrders:
-    known_role = Role(role) if role in _ROLES else None
-    number = int(sequence) if sequence and sequence.isdigit() else 0
-    return WorkerOrders(known_role, drain == "yes", drain == "restart", number)
+def _heartbeat(reply: list[Any]) -> Heartbeat:
+    orders, departed = orders_of(*(text(part) for part in reply[1:4])), []
+    for row in reply[7]:
+        with contextlib.suppress(msgspec.DecodeError):  # of a later version
+            departed.append(msgspec.json.decode(row, type=Departed, strict=False))
+    return Heartbeat(orders, reply[4], bool(reply[5]), departed, text(reply[6]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.config.settings import parse_config
-from orchestrator.store.registry import WorkerOrders
+from orchestrator.store.fields import WorkerOrders
 from orchestrator.types import Role, WorkerState
 from workers.lifecycle import LEGAL, REGISTERED, Drain, IllegalMove, Life, Lifecycle, Moves
 

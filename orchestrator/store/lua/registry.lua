@@ -252,16 +252,12 @@ local function put_member(keys, args)
   return { 'ok', orders[1] or '', orders[2] or '', orders[3] or '0' }
 end
 
--- args: the last departure that this worker has heard of ('' where none concerns it), the rest as for `put_member`.
--- Returns what that does, and after 'ok': how many workers there are; 1 where KV of its generation could pass to a decode
--- worker, else 0; the last departure; and those since then, as JSON.
-local function put_worker(keys, args)
-  local heard = table.remove(args, 1)
-  local reply = put_member(keys, args)
-  if reply[1] ~= 'ok' then return reply end
+-- Adds to what `put_member` returns what a worker is told besides, of the last departure that it has heard of ('' where
+-- none concerns it): how many workers there are; 1 where KV of its generation could pass to a decode worker, else 0; the
+-- last departure; and those since then, as JSON.
+local function tell(keys, reply, generation, heard)
   prune(keys)
   local prefix, key = keys[1], typed(keys[1] .. 'departed', 'stream')
-  local generation = redis.call('HGET', member_key(prefix, 'worker', args[2]), 'generation') or '0'
   local workers = redis.call('SCARD', index_key(prefix, 'worker'))
   local mixed = redis.call('SCARD', generation_key(prefix, generation)) < workers
   local decodes = not mixed or redis.call('SCARD', decoders_key(prefix, generation)) > 0
@@ -276,6 +272,28 @@ local function put_worker(keys, args)
   end
   reply[5], reply[6], reply[7], reply[8] = workers, decodes and 1 or 0, last, rows
   return reply
+end
+
+-- args: the last departure that this worker has heard of, the rest as for `put_member`. Returns what `tell` does, or why
+-- it was refused.
+local function put_worker(keys, args)
+  local heard = table.remove(args, 1)
+  local reply = put_member(keys, args)
+  if reply[1] ~= 'ok' then return reply end
+  local generation = redis.call('HGET', member_key(keys[1], 'worker', args[2]), 'generation') or '0'
+  return tell(keys, reply, generation, heard)
+end
+
+-- args: the last departure that this worker has heard of, its id, ttl in ms, engine. Its entry stays as it is: what
+-- `put_worker` does and returns, for a sixth of the bytes; nil where it does not stand.
+local function stay(keys, args)
+  local prefix, heard, id, ttl_ms, engine = keys[1], args[1], args[2], args[3], args[4]
+  local key = member_key(prefix, 'worker', id)
+  local mine = redis.pcall('HMGET', key, 'kv_engine_id', 'generation', 'order_role', 'order_drain', 'order_sequence')
+  if mine.err or mine[1] ~= engine then return nil end
+  if redis.call('SADD', typed(index_key(prefix, 'worker'), 'set'), id) == 1 then return nil end
+  redis.call('PEXPIRE', key, ttl_ms)
+  return tell(keys, { 'ok', mine[3] or '', mine[4] or '', mine[5] or '0' }, mine[2] or '0', heard)
 end
 
 -- args: kind, id. Returns 1 or 2 when something of the member was there, else 0.
@@ -449,6 +467,7 @@ end
 
 register('put_member', put_member)
 register('put_worker', put_worker)
+register('stay', stay)
 register('remove_member', remove_member, 'allow-oom')
 register('members', members)
 register('workers_since', workers_since)

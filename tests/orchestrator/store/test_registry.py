@@ -14,8 +14,8 @@ from support_redis import eventually, fresh_namespace, running_server, worker
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.events import Changed, DesiredChanged, Joined, Left, Ordered, Resync
-from orchestrator.store.fields import worker_from_fields, worker_to_fields
-from orchestrator.store.registry import Frontend, IncompatibleWorker, Launcher, Registry, UnknownWorker, WorkerOrders
+from orchestrator.store.fields import WorkerOrders, worker_from_fields, worker_to_fields
+from orchestrator.store.registry import STAYS, Frontend, IncompatibleWorker, Launcher, Registry, UnknownWorker
 from orchestrator.types import ALWAYS_EQUAL, Departed, EngineIdentity, EngineSpeed, Role, WorkerState
 
 TTL_S = 60.0
@@ -367,6 +367,42 @@ async def test_only_workers_that_changed_are_read_again(registry, redis):
 
 
 # ---- heartbeats --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        lambda redis, keys: redis.delete(keys.worker("a")),
+        lambda redis, keys: redis.set(keys.worker("a"), "garbage"),
+        lambda redis, keys: redis.hset(keys.worker("a"), "kv_engine_id", "another process's"),
+        lambda redis, keys: redis.srem(keys.workers, "a"),
+        lambda redis, keys: redis.flushall(),
+    ],
+    ids=["entry", "type", "engine", "index", "everything"],
+)
+async def test_a_heartbeat_writes_the_entry_again_where_it_does_not_stand(registry, redis, lost):
+    await registry.join(worker("a"), TTL_S)
+    for _ in range(2):
+        await registry.refresh(worker("a"), TTL_S)
+    await lost(redis, registry.keys)
+    await registry.refresh(worker("a"), TTL_S)
+    assert await registry.workers() == {"a": worker("a")} and await redis.pttl(registry.keys.worker("a")) > 0
+
+
+async def test_most_heartbeats_write_nothing_but_the_expiry(registry, redis):
+    me = worker("a")
+    await registry.join(me, TTL_S)
+    await redis.set(f"{registry.keys.prefix}pruned", 1)
+    writes = [
+        (await executed_by(redis, registry.refresh(me, TTL_S))).get("cmdstat_hset", 0) for _ in range(2 * STAYS + 2)
+    ]
+    assert writes == [1, *[0] * STAYS] * 2, "now and then all is written: whatever was damaged is mended"
+    await redis.pexpire(registry.keys.worker("a"), 1000)
+    await registry.refresh(me, TTL_S)
+    assert await redis.pttl(registry.keys.worker("a")) > 1000
+    draining = msgspec.structs.replace(me, state=WorkerState.DRAINING)
+    await registry.refresh(draining, TTL_S)
+    assert (await registry.workers())["a"] == draining, "what has changed is written at once"
 
 
 def departed(info, claims=False):

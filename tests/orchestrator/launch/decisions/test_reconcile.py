@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support_redis import worker
 
 from orchestrator.launch.decisions.reconcile import Action, Drain, Flip, Start, plan, stand_in
-from orchestrator.store.registry import WorkerOrders
+from orchestrator.store.fields import WorkerOrders
 from orchestrator.store.seen import SeenWorker, is_last_decode, see
 from orchestrator.types import DesiredRatio, Role, WorkerState
 
