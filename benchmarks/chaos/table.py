@@ -31,7 +31,7 @@ _DECODE = [
     for how, make in (("killed", worker_faults.killed), ("stopped", worker_faults.stopped))
     for phase in ("awaiting_kv", "decoding")
 ]
-_RANKS = [Fault("tp_rank_killed", worker_faults.rank_killed, None, fleet="ranks")]
+_RANKS = [Fault("tp_rank_killed", worker_faults.rank_killed, DECODE_GAP_S, fleet="ranks")]
 _LINKS = [
     Fault(
         f"link_{one}_{other}_cut{way}",
