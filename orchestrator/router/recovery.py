@@ -78,6 +78,8 @@ class Recovery:
         """One of the requests there may be the cause, or one of another frontend. Those that are not go on, and no
         attempt is counted against them."""
         there, everyone = crash.worker_id, self._requests.all()
+        if (view := self._fleet.workers.get(there)) is not None:
+            view.connected = False  # it leaves: until the registry says so, nothing may be sent there
         victims = [active for active in everyone if there in (active.decode_worker, active.computing_worker)]
         guilty = self._quarantine.crashed(victims, crash)
         for active in victims:

@@ -112,6 +112,19 @@ async def test_a_prompt_that_another_engine_has_computed_is_no_suspect():
     assert not any(active.suspect for active in bench.router.requests.values())
 
 
+async def test_nothing_is_sent_to_a_worker_whose_engine_has_crashed():
+    bench = CrashBench()
+    await all_on_one_worker(bench, "a")
+    for name in ("d1", "d2", "d3"):
+        bench.fleet.workers[name].connected = False
+    bench.say("d0", EngineCrashed("d0", "a kernel failed"))
+    for name in ("d1", "d2", "d3"):
+        bench.fleet.workers[name].connected = True
+    await bench.ask(*(f"r{number}" for number in range(8)))
+    await bench.settle()
+    assert bench.on("d0") == set(), "though it is still in the registry"
+
+
 async def test_crashes_are_not_counted_against_the_attempts_of_bystanders():
     bench = CrashBench(max_attempts=1)
     await all_on_one_worker(bench, "a", "b")
