@@ -79,7 +79,7 @@ class Recovery:
         attempt is counted against them."""
         there, everyone = crash.worker_id, self._requests.all()
         if (view := self._fleet.workers.get(there)) is not None:
-            view.connected = False  # it leaves: until the registry says so, nothing may be sent there
+            view.greeted = view.connected = False  # it leaves: nothing is sent there, whatever it still reports
         victims = [active for active in everyone if there in (active.decode_worker, active.computing_worker)]
         guilty = self._quarantine.crashed(victims, crash)
         for active in victims:
