@@ -83,7 +83,7 @@ class Membership:
     def disconnected(self, worker_id: str) -> None:
         view = self._fleet.workers.get(worker_id)
         if view is not None and view.greeted:
-            view.greeted, view.connected, view.disconnected_at = False, False, time.monotonic()
+            view.disconnect(time.monotonic())
 
     async def _watch(self) -> None:
         async for _ in self._registry.watch():

@@ -87,6 +87,10 @@ class WorkerView:
         self._connected = connected
         self._touch()
 
+    def disconnect(self, now: float) -> None:
+        """Nothing may be sent to it until it answers a greeting, and it is given up unless that is soon."""
+        self.greeted, self.connected, self.disconnected_at = False, False, now
+
     def hush(self) -> None:
         """It has become quiet. The next report ends that."""
         self.quiet = True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 from orchestrator.config.settings import RoutingConfig
 from orchestrator.fleet.view import Fleet
@@ -79,7 +80,7 @@ class Recovery:
         attempt is counted against them."""
         there, everyone = crash.worker_id, self._requests.all()
         if (view := self._fleet.workers.get(there)) is not None:
-            view.greeted = view.connected = False  # it leaves: nothing is sent there, whatever it still reports
+            view.disconnect(time.monotonic())  # it leaves, whatever it still reports
         victims = [active for active in everyone if there in (active.decode_worker, active.computing_worker)]
         guilty = self._quarantine.crashed(victims, crash)
         for active in victims:
