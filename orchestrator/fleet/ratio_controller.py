@@ -14,14 +14,9 @@ from collections.abc import Iterable
 from orchestrator.config.settings import Config
 from orchestrator.fleet.view import Fleet, WorkerView
 from orchestrator.policy.predict import Predictor
-from orchestrator.policy.ratio import (
-    LoadSample,
-    LoadSampler,
-    Observation,
-    desired_ratio,
-    offered_since,
-    samples_in_window,
-)
+from orchestrator.policy.ratio.decision import desired_ratio
+from orchestrator.policy.ratio.load import LoadSample, LoadSampler, Observation, offered_since, samples_in_window
+from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.store.client import RedisAway
 from orchestrator.store.events import RatioHistory
 from orchestrator.store.registry import Registry
@@ -44,9 +39,10 @@ class RatioController:
         history: RatioHistory,
         fleet: Fleet,
         predictor: Predictor,
+        reuse: ReuseCounter,
     ) -> None:
         self._frontend_id, self._registry, self._fleet = frontend_id, registry, fleet
-        self._history, self._predictor = history, predictor
+        self._history, self._predictor, self._reuse = history, predictor, reuse
         self._ratio, self._slo = config.ratio, config.slo
         self._window_samples = samples_in_window(config.ratio)
         self._tick_s = min(config.ratio.interval_s, LEASE_S / 3)
@@ -91,7 +87,10 @@ class RatioController:
             if view.load and not view.load.waiting_tokens:
                 self._sampler.observe_step(view.load.running, view.load.step_ms / 1000)
         observation = observe(views, now, self._offered)
-        if observation is not None and (sample := self._sampler.sample(observation, self._predictor)) is not None:
+        if observation is None:
+            return
+        sample = self._sampler.sample(observation, self._predictor, self._reuse.take())
+        if sample is not None:
             self.window.append(sample)
 
     async def _decide(self) -> None:

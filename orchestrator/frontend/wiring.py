@@ -107,6 +107,7 @@ class FleetConnection:
             RatioHistory(redis, config.namespace),
             self.fleet,
             predictor=self.router.learning.predictor,
+            reuse=self.router.learning.reuse,
         )
         self.desired: DesiredRatio | None = None
         self.history = History(

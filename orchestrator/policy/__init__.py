@@ -1,5 +1,6 @@
 """Decisions, without clock or I/O: the time is an argument. The router and the simulator call the same code.
 
 Most are pure functions over frozen structs. What has to remember something is a small object that its caller feeds:
-`Predictor`, `LoadSampler`, `PrefixIndex`, `EventTranslator`, `Shortlist`, and a `DecodeChoice` with its turn.
+`Predictor`, `LoadSampler`, `ReuseCounter`, `PrefixIndex`, `EventTranslator`, `Shortlist`, and a `DecodeChoice` with its
+turn.
 """

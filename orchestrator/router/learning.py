@@ -9,17 +9,20 @@ from orchestrator.config.settings import SLOConfig
 from orchestrator.fleet.view import WorkerView
 from orchestrator.policy.candidate import DecodeChoice
 from orchestrator.policy.predict import Predictor
-from orchestrator.router.request import ActiveRequest, Placed, State
-from orchestrator.types import Offered, RequestInfo
+from orchestrator.policy.ratio.reuse import ReuseCounter
+from orchestrator.router.request import ActiveRequest, State
+from orchestrator.types import Offered
 
 
 class Learning:
     def __init__(self, predictor: Predictor, choose: DecodeChoice, slo: SLOConfig = SLOConfig()) -> None:
         self.predictor, self._choose, self._slo = predictor, choose, slo
-        self.offered = Offered()
+        self.offered, self.reuse = Offered(), ReuseCounter()
 
-    def arrived(self, info: RequestInfo, placed: Placed | None) -> None:
-        """A request was taken, or refused (None). Call once for each."""
+    def arrived(self, request: ActiveRequest, block_size: int) -> None:
+        """A request was placed, or refused. Call once for each."""
+        info, placed = request.asked.info, request.placed
+        self.reuse.arrived(info.prompt_tokens, request.asked.prefix_keys, block_size, request.accepted_at)
         expected = self.predictor.output_tokens
         output_tokens = min(info.max_new_tokens, expected) if info.max_new_tokens else expected
         at_prefill = placed.at_prefill_tokens if placed is not None else info.prompt_tokens

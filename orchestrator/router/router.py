@@ -98,7 +98,7 @@ class Router:
         except BaseException:
             self.abort([active.id])  # the client left while its request was being placed, or placing it met a defect
             raise
-        self.learning.arrived(asked.info, active.placed)
+        self.learning.arrived(active, self._fleet.block_size)
         if rejected is not None:
             metrics.placements.labels("reject", rejected.reason).inc()
             self._requests.end(active, State.REJECTED)

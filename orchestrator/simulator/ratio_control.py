@@ -7,14 +7,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from orchestrator.policy.ratio import (
-    LoadSample,
-    LoadSampler,
-    Observation,
-    RatioDecision,
-    desired_ratio,
-    samples_in_window,
-)
+from orchestrator.policy.ratio.decision import RatioDecision, desired_ratio
+from orchestrator.policy.ratio.load import LoadSample, LoadSampler, Observation, samples_in_window
 from orchestrator.simulator.router import Router
 from orchestrator.simulator.settings import Settings
 from orchestrator.simulator.view import PoolView
@@ -41,8 +35,8 @@ class RatioControl:
         self._finish_moves(now)
         if now < self._next_at:
             return
-        self._next_at = now + self._config.interval_s
-        if (sample := self._sampler.sample(self._observe(now), self._router.predictor)) is not None:
+        self._next_at, router = now + self._config.interval_s, self._router
+        if (sample := self._sampler.sample(self._observe(now), router.predictor, router.reuse.take())) is not None:
             self._window.append(sample)
         decision = desired_ratio(list(self._window), self._current, self._config, self._slo)
         if decision is not None:

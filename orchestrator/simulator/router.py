@@ -17,6 +17,7 @@ from orchestrator.policy.placement import Local, PrefillView, Reject
 from orchestrator.policy.policies import Policies, Waiting
 from orchestrator.policy.predict import Predictor
 from orchestrator.policy.prefix_index import PrefixIndex
+from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.policy.references import dynamo_bypass
 from orchestrator.simulator.job import Job, Phase, Stay
 from orchestrator.simulator.settings import Settings
@@ -58,6 +59,7 @@ class Router:
         self.claimed = 0
         self.reasons: Counter[str] = Counter()
         self.offered = Offered()
+        self.reuse = ReuseCounter()
         self._index_sequence: Counter[str] = Counter()
 
     # ---- placement -------------------------------------------------------------------------------------------
@@ -75,6 +77,7 @@ class Router:
         ruling = self.policies.decide(request, candidates, view, admission=not again)
         decision = ruling.decision
         self.reasons[f"{type(decision).__name__.lower()}:{decision.reason}"] += 1
+        self.reuse.arrived(job.prompt_tokens, job.arrival.keys, self._unit_tokens, self._clock.now)
         nearest = max([candidate.cached_tokens for candidate in candidates], default=0)
         self.offered += Offered.one(
             max(1, job.prompt_tokens - cached), max(1, job.prompt_tokens - nearest), self.predictor.output_tokens

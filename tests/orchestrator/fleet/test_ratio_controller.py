@@ -13,6 +13,7 @@ from orchestrator.fleet import ratio_controller as controller
 from orchestrator.fleet.ratio_controller import RatioController, observe
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.predict import Predictor
+from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.store.client import connect
 from orchestrator.store.events import KEPT, RatioHistory
 from orchestrator.store.registry import Frontend, Registry
@@ -112,7 +113,8 @@ QUICK = {"mode": "auto", "interval_s": 0.02, "window_s": 0.1, "cool_down_s": 0.0
 @contextlib.asynccontextmanager
 async def running(registry, fleet, frontend_id="f", **ratio):
     config = parse_config({"model": "m", "ratio": {**QUICK, **ratio}})
-    ratio_controller = RatioController(frontend_id, config, registry, registry.history, fleet, Predictor(0.0005))
+    learned = Predictor(0.0005), ReuseCounter()
+    ratio_controller = RatioController(frontend_id, config, registry, registry.history, fleet, *learned)
     task = asyncio.create_task(ratio_controller.run())
     try:
         yield ratio_controller
@@ -226,5 +228,6 @@ async def test_the_history_is_bounded_and_what_cannot_be_read_is_left_out(regist
 
 async def test_off_is_off(registry):
     config = parse_config({"model": "m", "ratio": {"mode": "off"}})
-    await asyncio.wait_for(RatioController("f", config, registry, registry.history, Fleet("f"), Predictor()).run(), 15)
+    mine = RatioController("f", config, registry, registry.history, Fleet("f"), Predictor(), ReuseCounter())
+    await asyncio.wait_for(mine.run(), 15)
     assert await registry.redis.exists(f"{registry.keys.prefix}ratio_leader") == 0

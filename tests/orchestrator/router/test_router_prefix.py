@@ -105,3 +105,12 @@ async def test_the_expected_output_follows_what_requests_put_out():
         await bench.router.submit(FakeRequest(f"r{number}", prompt_tokens=10))
         bench.tokens(bench.bound_to(), f"r{number}", [1], finish=1)
     assert bench.choose.expected_output_tokens < before / 4
+
+
+async def test_what_prompts_share_with_those_before_is_counted_for_the_ratio():
+    bench = bench_with({"d1": 1})
+    await bench.router.submit(FakeRequest("a", keys=KEYS))
+    await bench.router.submit(FakeRequest("b", keys=KEYS[:40] + list(range(100, 122))))
+    taken = bench.router.learning.reuse.take()
+    assert (taken.prompts, taken.tokens) == (2, 2000)
+    assert sum(taken.saved) == 512, "of the 640 tokens that both have two samples"

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from orchestrator.config.settings import SLOConfig
-from orchestrator.policy.attainment import (
+from orchestrator.policy.ratio.attainment import (
     MOST_HEADROOM,
     Traffic,
     after_moves,

@@ -4,8 +4,9 @@ import msgspec
 import pytest
 
 from orchestrator.config.settings import RatioConfig, SLOConfig
-from orchestrator.policy.attainment import headroom
-from orchestrator.policy.ratio import DECODE_EARLIER, LoadSample, desired_ratio, recent, traffic
+from orchestrator.policy.ratio.attainment import headroom
+from orchestrator.policy.ratio.decision import DECODE_EARLIER, desired_ratio
+from orchestrator.policy.ratio.load import LoadSample, recent, traffic
 from orchestrator.types import DesiredRatio, Offered
 
 SLO = SLOConfig(ttft_s=1.0, tpot_s=0.05)
@@ -119,7 +120,7 @@ def test_what_prefill_workers_have_cached_goes_with_them():
 
 def test_no_prefill_worker_is_left_only_where_that_bears_the_prompts_that_arrive():
     """Without them no queue holds prompts back. Where answers are too much for the fleet a queue is of no use."""
-    for requests, left in ((600, 0), (3000, 1)):
+    for requests, left in ((600, 0), (950, 0), (3000, 1)):
         agents = offering(requests, 15_000, 80, local_tokens=1200)
         assert decide(agents, agents, max_step=8).after.prefill == left
     stories = offering(2000, 50, 1000)

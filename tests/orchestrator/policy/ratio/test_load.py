@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from orchestrator.policy.predict import Predictor
-from orchestrator.policy.ratio import LoadSampler, Observation, offered_since
+from orchestrator.policy.ratio.load import LoadSampler, Observation, offered_since
 from orchestrator.types import EngineSpeed, Offered
 
 FIRST = Observation(

@@ -1,0 +1,233 @@
+"""How many workers should prefill and how many decode, none that prefill included: the split with most headroom.
+
+A window of load samples (`load`) gives the traffic, and `attainment` says how much of that traffic each split would
+bear. Who observes, and who applies the split (role changes first, then starting and draining processes), is not here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from orchestrator.config.settings import RatioConfig, SLOConfig
+from orchestrator.policy.ratio.attainment import Traffic, after_moves, headroom, with_prompts
+from orchestrator.policy.ratio.caches import Caches, caches_of
+from orchestrator.policy.ratio.load import LEAST_WINDOWS_S, LoadSample, recent, traffic
+from orchestrator.types import DesiredRatio
+
+MOST_SPLITS = 32  # compared of a large fleet's: evenly spread
+# A decode worker can do all that a prefill worker does, but not the other way round, so workers go to decode while the
+# fleet still bears this many times the load at which they would go to prefill.
+DECODE_EARLIER = 1.25
+NEVER_S = 1e6
+TO_PREFILL_SURER = 2.0  # how many times the standard error that going to prefill has to stand; to decode: once
+
+
+class RatioDecision(msgspec.Struct, frozen=True):
+    """A change of the split, and the numbers that it was decided on."""
+
+    before: DesiredRatio
+    after: DesiredRatio
+    headroom_before: float  # the multiple of the arriving rate that each would attain
+    headroom_after: float
+    traffic: Traffic
+    # Of the mean prompt where it decodes, before and after: tokens to compute, and for how many seconds caches keep
+    # what nobody uses. None where nothing is known of caches.
+    uncached: tuple[float, float] | None = None
+    kept_s: tuple[float, float] | None = None
+
+    def __str__(self) -> str:
+        t = self.traffic
+        return (
+            f"{self.before.prefill}P{self.before.decode}D -> {self.after.prefill}P{self.after.decode}D: "
+            f"bears {self.headroom_after:.2f} instead of {self.headroom_before:.2f} times what arrives: "
+            f"{t.requests_per_s:.3g} requests/s, {t.prefill_s * 1e3:.3g} ms of prefill and "
+            f"{t.output_tokens:.3g} tokens out each, steps of {t.step_s * 1e3:.3g} ms and "
+            f"{t.step_s_per_sequence * 1e3:.2g} ms a sequence{self._of_caches()}"
+        )
+
+    def _of_caches(self) -> str:
+        if self.uncached is None or self.kept_s is None:
+            return ""
+        return (
+            f"; caches keep prefixes for {self.kept_s[1]:.3g} instead of {self.kept_s[0]:.3g} s, so that "
+            f"{self.uncached[1]:.0f} instead of {self.uncached[0]:.0f} tokens are computed where they decode"
+        )
+
+
+def desired_ratio(
+    window: Sequence[LoadSample],
+    current: DesiredRatio,
+    config: RatioConfig = RatioConfig(),
+    slo: SLOConfig = SLOConfig(),
+    max_step: int | None = None,
+) -> RatioDecision | None:
+    """A better split of the same number of workers; None to keep the current one.
+
+    It is kept while too little arrives to tell, for `config.cool_down_s` after a change, while it bears
+    `1 / config.busy` times what arrives, and where no other bears more by `config.gain` whatever
+    chance makes of so few requests (hysteresis). The latest samples are asked first, then ever more of them: what is
+    seen for longer need not be as clear. Each time all of them and both halves must ask for a change in the same
+    direction: a burst is no reason to move. A worker goes to decode for what two samples say, and to prefill for what
+    lasts ten seconds, because a decode worker can do both. For the same reason as many go to decode at once as should,
+    and to prefill at most `max_step`, by default a quarter of the fleet and at least one.
+    """
+    total = current.prefill + current.decode
+    if not window or total < config.min_prefill + config.min_decode:
+        return None
+    if window[-1].at - current.set_at < config.cool_down_s:
+        return None
+    step = max_step or max(1, total // 4)
+    asked = 0
+    for least_s in (0.0, *LEAST_WINDOWS_S, config.window_s):
+        part = recent(window, config, least_s)
+        if len(part) == asked and least_s > LEAST_WINDOWS_S[0]:
+            continue
+        asked = len(part)
+        more = min(step, _agreed(part, current, config, slo))
+        if more < 0 or (more > 0 and least_s > 0 and not _warming(part)):
+            return _decision(part, current, more, slo)
+    return None
+
+
+def _decision(window: Sequence[LoadSample], current: DesiredRatio, more: int, slo: SLOConfig) -> RatioDecision:
+    arriving = traffic(window)
+    assert arriving is not None
+    caches = caches_of(window, arriving, current)
+    moved = _moved(arriving, caches, current, more)
+    after = DesiredRatio(current.prefill + more, current.decode - more, set_by="ratio", set_at=window[-1].at)
+    per_token = window[-1].prefill_s_per_token
+    return RatioDecision(
+        before=current,
+        after=after,
+        headroom_before=headroom(arriving, current.prefill, current.decode, slo),
+        headroom_after=headroom(moved, after.prefill, after.decode, slo),
+        traffic=arriving,
+        uncached=(arriving.local_s / per_token, moved.local_s / per_token) if caches is not None else None,
+        kept_s=(caches.at_decode(0)[2], caches.at_decode(more)[2]) if caches is not None else None,
+    )
+
+
+def _agreed(window: Sequence[LoadSample], current: DesiredRatio, config: RatioConfig, slo: SLOConfig) -> int:
+    """How many more workers should prefill, fewer where negative; 0 where the window and its halves disagree."""
+    more = _best_prefill(window, current, config, slo) - current.prefill if window else 0
+    middle = len(window) // 2
+    for half in (window[:middle], window[middle:]):
+        if more and half and (_best_prefill(half, current, config, slo) - current.prefill) * more <= 0:
+            return 0
+    return more
+
+
+def _best_prefill(window: Sequence[LoadSample], current: DesiredRatio, config: RatioConfig, slo: SLOConfig) -> int:
+    """The number of prefill workers that bears most; the current one unless that is a gain that is needed."""
+    total = current.prefill + current.decode
+    arriving = traffic(window)
+    if arriving is None:
+        return current.prefill
+    now = headroom(arriving, current.prefill, current.decode, slo)
+    if now * config.busy > DECODE_EARLIER:
+        return current.prefill
+    # What decodes has to fit on the workers that go on decoding. Where all are too few for it, each one more helps.
+    holding = math.ceil(window[-1].sequences / window[-1].max_sequences)
+    most = total - max(config.min_decode, holding)
+    if most < config.min_prefill:
+        most = current.prefill
+    if now * config.busy > 1 or _growing(window):
+        most = min(most, current.prefill)
+    step = max(1, total // MOST_SPLITS)
+    caches = caches_of(window, arriving, current)
+    gains = {current.prefill: 1.0}
+    for prefills, surer in (
+        (range(config.min_prefill, min(most + 1, current.prefill), step), 1.0),
+        (range(current.prefill + 1, most + 1, step), TO_PREFILL_SURER),
+    ):
+        gains |= _gains(arriving, caches, current, prefills, surer * _chance(window, arriving, config), slo)
+    if current.prefill > 0 and headroom(with_prompts(arriving, 0.0), 0, total, slo) >= 1:
+        none = msgspec.structs.replace(_moved(arriving, caches, current, -current.prefill), max_sequences=math.inf)
+        if headroom(none, 0, total, msgspec.structs.replace(slo, tpot_s=NEVER_S)) < 1:
+            gains[0] = 0.0  # more prompts than it computes, and no queue to hold some back: all would be late
+    best = max(gains, key=lambda prefill: (gains[prefill], -abs(prefill - current.prefill)))
+    return best if gains[best] >= 1 + config.gain else current.prefill
+
+
+def _gains(
+    arriving: Traffic,
+    caches: Caches | None,
+    current: DesiredRatio,
+    prefills: Iterable[int],
+    error: float,
+    slo: SLOConfig,
+) -> dict[int, float]:
+    """How many times what the current split bears each of these bears, by its prefill workers: the least of that, be
+    prompts shorter or longer by `error` than they seem. All splits bear the same prompts, so that the error of the
+    comparison is less than theirs."""
+    may_be = 1.0, 1 / (1 + error), 1 + error
+    bears_now = [
+        max(1e-9, headroom(with_prompts(arriving, factor), current.prefill, current.decode, slo)) for factor in may_be
+    ]
+    gains = {}
+    for prefill in prefills:
+        more = prefill - current.prefill
+        moved = _moved(arriving, caches, current, more)
+        gains[prefill] = min(
+            headroom(with_prompts(moved, factor), prefill, current.decode - more, slo) / now
+            for factor, now in zip(may_be, bears_now, strict=True)
+        )
+    return gains
+
+
+def _moved(arriving: Traffic, caches: Caches | None, current: DesiredRatio, more: int) -> Traffic:
+    """What prompts cost once `more` of the workers prefill.
+
+    Workers take along what they have cached. What caches of the new sizes would keep bounds that: those of a role that
+    shrinks keep less, and those of decode workers, where all prompts go, more once there are more of them. Prefill
+    workers have only what was prefilled remotely, so that more of them need not find more.
+    """
+    along = after_moves(arriving, current.prefill, current.decode, more)
+    if caches is None:
+        return along
+    kept = caches.moved(arriving, more)
+    if more < 0:
+        along = msgspec.structs.replace(along, prefill_s=kept.prefill_s, prefill_s2=kept.prefill_s2)
+        if kept.local_s >= along.local_s:
+            return along
+    return msgspec.structs.replace(along, local_s=kept.local_s, local_s2=kept.local_s2)
+
+
+def _growing(window: Sequence[LoadSample]) -> bool:
+    """Whether ever more sequences decode, by more than chance (two standard deviations of Poisson numbers): then the
+    longest answers have not ended, and what decode workers will have to bear is not known."""
+    seconds, first = 0.0, len(window) - 1
+    while first > 0 and seconds < LEAST_WINDOWS_S[0]:
+        seconds += window[first].period_s
+        first -= 1
+    before, after = window[first].sequences, window[-1].sequences
+    return after - before > 2 * math.sqrt(before + after)
+
+
+def _warming(window: Sequence[LoadSample]) -> bool:
+    """Whether prompts take less in the second half than in the first, by more than chance (a standard error). Caches
+    fill after a start or a change of load, and until then prompts look as if more workers should prefill."""
+    middle = len(window) // 2
+    parts = window[:middle], window[middle:]
+    first, second = (traffic(part) for part in parts)
+    if first is None or second is None:
+        return False
+    requests = [sum(sample.offered.requests for sample in part) for part in parts]
+    return first.least_s - second.least_s > math.hypot(
+        *(math.sqrt(half.least_s2 / count) for half, count in zip((first, second), requests, strict=True))
+    )
+
+
+def _chance(window: Sequence[LoadSample], arriving: Traffic, config: RatioConfig) -> float:
+    """How far off the mean work of so few requests may be, by their spread (its standard error). Where requests stay
+    on a decode worker for less than a cool-down, a wrong change is as soon undone, and it counts for less."""
+    if arriving.prefill_s <= 0:
+        return 0.0
+    seconds = sum(sample.period_s for sample in window)
+    stay_s = sum(sample.sequences * sample.period_s for sample in window) / (arriving.requests_per_s * seconds)
+    spread = arriving.prefill_s2 / (arriving.prefill_s * arriving.prefill_s)
+    error = math.sqrt(spread / (arriving.requests_per_s * seconds))
+    return error * min(1.0, stay_s / max(config.cool_down_s, 1e-9))
