@@ -100,7 +100,8 @@ class Prefilling(msgspec.Struct, frozen=True):
 
     worker_id: str
     source: KVSource
-    queued_s: float  # enqueue to claim
+    queued_s: float  # enqueue to claim, by the queue's clock
+    claim_s: float = 0.0  # from the claim until it was heard here, and the job's way to the queue
     compute_s: float = 0.0  # claim to the last chunk
     ended_at: float | None = None
     cached_tokens: int = 0  # the prefill worker's own prefix-cache hit

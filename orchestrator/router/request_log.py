@@ -39,6 +39,7 @@ def describe(request: ActiveRequest, now: float) -> RequestLine:
         total_ms=_ms(now - request.accepted_at) or 0.0,
         ttft_ms=_ms(first - request.accepted_at) if first else None,
         queued_ms=_ms(prefill.queued_s) if prefill is not None else None,
+        claim_ms=_ms(prefill.claim_s) if prefill is not None else None,
         prefill_ms=_ms(prefill.compute_s if prefill is not None else local_prefill_s),
         exposed_ms=_ms(decoding - ended) if decoding and ended else None,
         decode_ms=_ms(now - first) if first else None,

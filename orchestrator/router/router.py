@@ -161,7 +161,7 @@ class Router:
             if active is None:
                 self._dispatch.drop_stale(worker_id, message.request_id, message.attempt)
             elif isinstance(message, Claimed):
-                self._on_claimed(active, message)
+                self._on_claimed(active, message, now)
             elif isinstance(message, Prefilled):
                 self._on_prefilled(active, message, payload, now)
             elif isinstance(message, PrefillFailed):
@@ -169,12 +169,13 @@ class Router:
             elif worker_id == active.decode_worker:
                 self._on_rejected(active, message)
 
-    def _on_claimed(self, active: ActiveRequest, claimed: Claimed) -> None:
+    def _on_claimed(self, active: ActiveRequest, claimed: Claimed, now: float) -> None:
         if active.state is not State.QUEUED:
             if active.prefill_worker != claimed.worker_id:  # not a duplicate of what is known already
                 self._dispatch.drop_stale(claimed.worker_id, claimed.request_id, claimed.attempt)
             return
-        active.prefill = Prefilling(claimed.worker_id, claimed.kv_source, claimed.queued_s)
+        claim_s = max(0.0, now - active.moved_at - claimed.queued_s)
+        active.prefill = Prefilling(claimed.worker_id, claimed.kv_source, claimed.queued_s, claim_s)
         metrics.queue_wait_s.observe(claimed.queued_s)
         self.recent.queue_wait.add(claimed.queued_s)
         self.learning.claimed(active)

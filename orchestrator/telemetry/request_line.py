@@ -23,6 +23,7 @@ class RequestLine(msgspec.Struct, frozen=True, omit_defaults=True):
     total_ms: float
     ttft_ms: float | None = None
     queued_ms: float | None = None
+    claim_ms: float | None = None  # from the claim until its frontend knew of it, and the job's way to the queue
     prefill_ms: float | None = None
     exposed_ms: float | None = None
     decode_ms: float | None = None
@@ -57,10 +58,12 @@ def stages(line: RequestLine) -> list[Stage]:
     if line.sent_ms is None:
         return [*found, Stage("place", begin_ms, end_ms)]
     sent_ms = min(begin_ms + line.sent_ms, end_ms)
-    queue_ms = max(begin_ms, sent_ms - (line.queued_ms or 0.0))
+    claim_ms = max(begin_ms, sent_ms - (line.claim_ms or 0.0))
+    queue_ms = max(begin_ms, claim_ms - (line.queued_ms or 0.0))
     found.append(Stage("place", begin_ms, queue_ms))
     if line.queued_ms is not None:
-        found.append(Stage("queue", queue_ms, sent_ms))
+        found.append(Stage("queue", queue_ms, claim_ms))
+        found.append(Stage("claim", claim_ms, sent_ms, prefill))
     computed_ms = min(sent_ms + (line.prefill_ms if line.prefill_ms is not None else end_ms - sent_ms), end_ms)
     found.append(Stage("prefill", sent_ms, computed_ms, prefill or decode))
     if line.prefill_ms is None:

@@ -73,10 +73,10 @@ def ask(fleet: RunningFleet, **headers: str) -> httpx.Response:
 
 def test_a_clients_trace_goes_on_through_every_stage(fleet: RunningFleet, collector: Collector):
     answer = ask(fleet, traceparent=f"00-{TRACE}-{CLIENT}-01")
-    spans = collector.of_trace(TRACE, 8)
+    spans = collector.of_trace(TRACE, 9)
     request = spans["POST /v1/completions"]
     assert request.parent_span_id.hex() == CLIENT
-    stages = [spans[name] for name in ("frontend", "place", "queue", "prefill", "transfer", "decode")]
+    stages = [spans[name] for name in ("frontend", "place", "queue", "claim", "prefill", "transfer", "decode")]
     assert {span.parent_span_id for span in stages} == {request.span_id}
     for before, after in zip(stages, stages[1:], strict=False):
         assert before.start_time_unix_nano <= before.end_time_unix_nano <= after.start_time_unix_nano + 1000
@@ -84,8 +84,9 @@ def test_a_clients_trace_goes_on_through_every_stage(fleet: RunningFleet, collec
     assert len(chunks) == 3 and {span.parent_span_id for span in chunks} == {spans["prefill"].span_id}
     ends = [chunk.end_time_unix_nano for chunk in chunks]
     assert ends == sorted(set(ends)) and ends[-1] == spans["prefill"].end_time_unix_nano
+    claimers = {item.value.string_value for item in spans["claim"].attributes if item.key == "pd.worker"}
     told = {item.key: item.value.string_value for item in spans["prefill"].attributes}
-    assert told["pd.request_id"] == answer.headers["x-request-id"] and told["pd.worker"].startswith("prefill-")
+    assert told["pd.request_id"] == answer.headers["x-request-id"] and claimers == {told["pd.worker"]}
 
 
 def test_of_those_that_no_client_traces_the_share_is_taken(fleet: RunningFleet, collector: Collector):

@@ -33,7 +33,14 @@ from orchestrator.telemetry.request_line import RequestLine, Stage, stages
 
 _ASK_TIMES = 4  # per frontend: those that share a port answer by chance
 _NAMES_WIDTH = 10
-_COLOURS = {"frontend": "bright_black", "place": "white", "queue": "yellow", "prefill": "blue", "transfer": "magenta"}
+_COLOURS = {
+    "frontend": "bright_black",
+    "place": "white",
+    "queue": "yellow",
+    "claim": "cyan",
+    "prefill": "blue",
+    "transfer": "magenta",
+}
 app = typer.Typer()
 
 

@@ -6,7 +6,7 @@ const HOUR_S = 3600;
 const SEVERAL = 6; // workers of a role, above which cards stand in columns ...
 const MANY = 48; // ... and above which they become small
 const SHOWN = 400; // workers of a role
-const STAGES = ["frontend", "place", "queue", "prefill", "transfer", "decode"];
+const STAGES = ["frontend", "place", "queue", "claim", "prefill", "transfer", "decode"];
 const $ = (id) => document.getElementById(id);
 const cards = new Map(); // by worker id
 let history = null;

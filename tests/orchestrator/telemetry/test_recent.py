@@ -12,7 +12,7 @@ from orchestrator.telemetry.request_line import RequestLine, Stage, stages
 
 REMOTE = RequestLine(
     id="abc", outcome="finished", decision="remote", reason="cost", prompt_tokens=400, output_tokens=8, attempts=1,
-    decode_worker="decode-0", prefill_worker="prefill-0", total_ms=800.0, ttft_ms=560.0, queued_ms=50.0,
+    decode_worker="decode-0", prefill_worker="prefill-0", total_ms=800.0, ttft_ms=560.0, queued_ms=46.0, claim_ms=4.0,
     prefill_ms=500.0, exposed_ms=40.0, decode_ms=240.0, arrived_at=1000.0, frontend_ms=5.0, sent_ms=60.0,
 )  # fmt: skip
 
@@ -69,7 +69,8 @@ def test_stages_follow_each_other_from_arrival_to_the_end():
     assert stages(REMOTE) == [
         Stage("frontend", 0.0, 5.0),
         Stage("place", 5.0, 15.0),
-        Stage("queue", 15.0, 65.0),
+        Stage("queue", 15.0, 61.0),
+        Stage("claim", 61.0, 65.0, "prefill-0"),
         Stage("prefill", 65.0, 565.0, "prefill-0"),
         Stage("transfer", 565.0, 605.0, "prefill-0 to decode-0"),
         Stage("decode", 605.0, 805.0, "decode-0"),
@@ -79,10 +80,16 @@ def test_stages_follow_each_other_from_arrival_to_the_end():
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"prefill_worker": None, "queued_ms": None, "exposed_ms": None}, ["frontend", "place", "prefill", "decode"]),
+        (
+            {"prefill_worker": None, "queued_ms": None, "claim_ms": None, "exposed_ms": None},
+            ["frontend", "place", "prefill", "decode"],
+        ),
         ({"sent_ms": None, "prefill_worker": None, "decode_worker": None}, ["frontend", "place"]),  # rejected
-        ({"prefill_ms": None, "exposed_ms": None, "ttft_ms": None}, ["frontend", "place", "queue", "prefill"]),
-        ({"exposed_ms": None}, ["frontend", "place", "queue", "prefill", "transfer"]),  # left before decode had it
+        ({"prefill_ms": None, "exposed_ms": None, "ttft_ms": None}, ["frontend", "place", "queue", "claim", "prefill"]),
+        (
+            {"exposed_ms": None},
+            ["frontend", "place", "queue", "claim", "prefill", "transfer"],
+        ),  # left before decode had it
     ],
 )
 def test_stages_that_did_not_happen_are_left_out(changes: dict, names: list[str]):

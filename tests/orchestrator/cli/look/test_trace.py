@@ -18,7 +18,7 @@ from orchestrator.telemetry.request_line import RequestLine
 
 LINE = RequestLine(
     id="abc-1", outcome="finished", decision="remote", reason="cost", prompt_tokens=400, output_tokens=8, attempts=1,
-    decode_worker="decode-0", prefill_worker="prefill-0", total_ms=800.0, ttft_ms=560.0, queued_ms=50.0,
+    decode_worker="decode-0", prefill_worker="prefill-0", total_ms=800.0, ttft_ms=560.0, queued_ms=46.0, claim_ms=4.0,
     prefill_ms=500.0, exposed_ms=40.0, decode_ms=240.0, arrived_at=1000.0, frontend_ms=5.0, sent_ms=60.0,
 )  # fmt: skip
 
@@ -34,15 +34,15 @@ def shown(request: RequestLine, width: int = 100) -> list[str]:
 
 
 def test_the_stages_lie_where_they_were():
-    head, *rows = shown(LINE)[:7]
+    head, *rows = shown(LINE)[:8]
     assert "abc-1  finished, remote (cost), 400 + 8 tokens, 805.0 ms, first token after 565.0 ms" in " ".join(
         [head, *rows]
     )
     rows = [row for row in shown(LINE) if row.startswith("  ")]
-    assert [row.split()[0] for row in rows] == ["frontend", "place", "queue", "prefill", "transfer", "decode"]
+    assert [row.split()[0] for row in rows] == ["frontend", "place", "queue", "claim", "prefill", "transfer", "decode"]
     begins = [min(row.find(mark) for mark in "━╸" if mark in row) for row in rows]
     assert begins == sorted(begins)
-    prefill, decode = rows[3], rows[5]
+    prefill, decode = rows[4], rows[6]
     assert prefill.count("━") == pytest.approx(2 * decode.count("━"), abs=8), "500 ms and 200 ms"
     assert prefill.endswith("500.0 ms  prefill-0") and decode.endswith("200.0 ms  decode-0")
 
