@@ -26,7 +26,8 @@ from vllm.v1.executor import Executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
 
-from orchestrator.frontend import detokenizer, edge, streaming
+from orchestrator.frontend import detokenizer, edge
+from orchestrator.frontend.plain import streaming
 from orchestrator.frontend.wiring import FleetConnection
 from orchestrator.router.codec import Batch
 from orchestrator.router.request import Failure, Overloaded, State

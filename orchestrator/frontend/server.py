@@ -40,12 +40,13 @@ from orchestrator.config.model import resolve_model
 from orchestrator.config.server_args import uses_tls, uvicorn_options
 from orchestrator.config.settings import Config, ConfigError, check_environment, load_config
 from orchestrator.config.shared import merged
-from orchestrator.frontend import streaming, tracing
+from orchestrator.frontend import tracing
 from orchestrator.frontend.access import Access
 from orchestrator.frontend.dashboard.routes import operator_routes, page_routes, stream_routes
 from orchestrator.frontend.edge import EdgeMiddleware
 from orchestrator.frontend.engine import FleetCore, FleetLLM
 from orchestrator.frontend.pages import FleetCollector, fleet_routes
+from orchestrator.frontend.plain import route, streaming
 from orchestrator.frontend.vllm_codec import VllmCodec
 from orchestrator.frontend.wiring import FleetConnection, unless_ended
 from orchestrator.parent import die_with_parent, report_exit
@@ -59,7 +60,6 @@ from orchestrator.wire.addresses import address_towards, in_url
 log = logging.getLogger("pd.frontend")
 
 MAX_DESCRIPTORS = 65_535
-MOST_ASKED = ("/v1/chat/completions", "/v1/completions")
 _END_S = 2.0  # from the end of the last request to the end of the process
 _IDLE_END_S = 2.0  # after which a frontend that drains closes connections that have no request
 _LOOK_S = 0.1
@@ -172,6 +172,7 @@ async def build_server_app(
     except Exception as error:
         raise _refused(config, error) from error
     streaming.watch(app, args)
+    route.install(app, args)
     registry = get_prometheus_registry()
     registry.register(
         FleetCollector(connection.fleet.workers.values, lambda: connection.queue.depth, lambda: connection.desired)
@@ -190,7 +191,7 @@ async def build_server_app(
         routes += [*page_routes().routes, *operator_routes(connection.steering).routes]
     app.router.routes[:0] = routes  # ahead of vLLM's own /metrics, which does not know the fleet
     # Each request tries them in turn, and so does what measures it: what is asked most comes first.
-    app.router.routes.sort(key=lambda route: getattr(route, "path", None) not in MOST_ASKED)
+    app.router.routes.sort(key=lambda each: getattr(each, "path", None) not in route.PATHS)
     traced = tracing.begin if config.frontend.otlp_endpoint is not None else None
     return EdgeMiddleware(app, config.limits.max_body_bytes, access, traced)
 

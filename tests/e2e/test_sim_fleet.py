@@ -50,7 +50,7 @@ async def test_both_ways_are_taken_and_explained(fleet):
     )
     remote = next(line for line in lines if line["id"] == answers[1].request_id)
     assert remote["decision"] == "remote" and remote["prefill_worker"].startswith("prefill")
-    assert {"queued_ms", "prefill_ms", "exposed_ms", "decode_ms", "ttft_ms"} <= remote.keys()
+    assert {"queued_ms", "claim_ms", "prefill_ms", "exposed_ms", "decode_ms", "ttft_ms"} <= remote.keys()
 
 
 async def test_fleet_page_and_status_name_every_worker(fleet):
@@ -104,7 +104,7 @@ async def test_killing_a_decode_worker_continues_its_requests_elsewhere(fleet):
 
 
 async def test_plain_streams_go_on_elsewhere_with_the_same_text(fleet):
-    """They pass vLLM's server by (`frontend/streaming.py`); streams with token ids, all others here, do not."""
+    """They pass vLLM's server by (`frontend/plain/streaming.py`); streams with token ids, all others here, do not."""
     prompts = PROMPTS[:16]
     truth = await fleet.ask_all(prompts, concurrency=8, max_tokens=500)
     victim = fleet.workers("decode")[0]

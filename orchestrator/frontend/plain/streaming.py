@@ -22,7 +22,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 from orchestrator.frontend import edge
-from orchestrator.frontend.events import EventTemplate
+from orchestrator.frontend.plain.events import EventTemplate
 
 log = logging.getLogger("pd.frontend")
 

@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from orchestrator.frontend.events import EventTemplate
+from orchestrator.frontend.plain.events import EventTemplate
 
 COMPLETION = {
     "id": "cmpl-1",

@@ -1,0 +1,182 @@
+"""A plain request gets, byte for byte, what vLLM's own route answers; what is not plain, that route gets as it came."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from fastapi import FastAPI
+from support_served import CHAT, COMPLETION, ENDS, ONE_BY_ONE, PLAIN, TEXT, UNUSUAL, Served, script
+from vllm.entrypoints.openai.completion.api_router import attach_router
+
+from orchestrator.frontend.plain import route
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
+
+ENDPOINTS = pytest.mark.parametrize("endpoint", [CHAT, COMPLETION], ids=["chat", "completion"])
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Requests that went past vLLM's route."""
+    requests: list[Any] = []
+    validated = route.PlainRoute.validated
+
+    def noted(self: route.PlainRoute, body: bytes) -> Any:
+        asked = validated(self, body)
+        if asked is not None:
+            requests.append(asked)
+        return asked
+
+    monkeypatch.setattr(route.PlainRoute, "validated", noted)
+    return requests
+
+
+async def by_vllm_alone(plain: route.PlainRoute, scope: Any, receive: Any, send: Any) -> None:
+    await plain._vllms.handle(scope, receive, send)
+
+
+async def both_ways(
+    served: Served, monkeypatch: pytest.MonkeyPatch, path: str, body: bytes | dict[str, Any], **head: str
+) -> bytes:
+    ours = await served.ask(path, body, **head)
+    with monkeypatch.context() as only_vllm:
+        only_vllm.setattr(route.PlainRoute, "handle", by_vllm_alone)
+        theirs = await served.ask(path, body, **head)
+    assert ours == theirs
+    return ours[0]
+
+
+@ENDPOINTS
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("more", [*PLAIN, *UNUSUAL[:-1]], ids=json.dumps)
+async def test_sound_requests_go_past_vllms_route(served, monkeypatch, taken, endpoint, stream, more) -> None:
+    path, body = endpoint
+    if not stream:
+        more = {name: value for name, value in more.items() if name != "stream_options"}
+    served.core.script = script(served.tokens(TEXT), ONE_BY_ONE, ENDS["length"])
+    answer = await both_ways(served, monkeypatch, path, {**body, "max_tokens": 400, **more, "stream": stream})
+    assert answer.startswith(b"HTTP/1.1 200") and len(taken) == 1
+
+
+@ENDPOINTS
+@pytest.mark.parametrize("end", ENDS)
+async def test_an_answer_that_is_not_streamed_ends_as_vllms(served, monkeypatch, taken, endpoint, end) -> None:
+    path, body = endpoint
+    served.core.script = script(served.tokens(TEXT), ONE_BY_ONE, ENDS[end])
+    await both_ways(served, monkeypatch, path, {**body, "max_tokens": 400, "stream": False})
+    assert len(taken) == 1
+
+
+REFUSED = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'{"prompt": "\xff"}',
+    b'{"prompt": "a", "max_tokens": "many"}',
+    b'{"prompt": "a", "temperature": {}}',
+    b'{"prompt": "a\x01"}',
+    b'{"prompt": "a", "cache_salt": ""}',
+    b'{"messages": "none"}',
+    b"[" * 100_000,
+]
+
+
+@ENDPOINTS
+@pytest.mark.parametrize("content", REFUSED, ids=lambda content: repr(content)[2:42])
+async def test_what_is_refused_is_vllms_to_refuse(served, monkeypatch, taken, endpoint, content) -> None:
+    answer = await both_ways(served, monkeypatch, endpoint[0], content)
+    assert answer.startswith(b"HTTP/1.1 4") and not taken
+
+
+ODD = [
+    b'"temperature": NaN',
+    b'"temperature": 1e-400, "max_tokens": 3',
+    b'"top_p": 1e400',
+    b'"seed": -0, "max_tokens": 4.0',
+    b'"seed": 99999999999999999999999999',
+    b'"max_tokens": 3, "max_tokens": 4',
+    b'"max_tokens": 1' + b"0" * 400,
+    b'"user": "\\ud800"',
+    b'"user": "\\u0000 \\ud83d\\udc4d"',
+    b'"logit_bias": {"1": 1e2}, "min_p": 0.10000000000000000555',
+    b'"\\u0075ser": "a", "no such": [1, {"a": null}]',
+    b'"stop": ["a", 1]',
+]
+
+
+@pytest.mark.parametrize("more", ODD, ids=lambda more: more.decode())
+async def test_odd_numbers_and_texts_mean_what_they_mean_to_vllms_route(served, monkeypatch, more) -> None:
+    """Two parsers read JSON here, and what they make of it is given to the engine."""
+    served.core.script = [ENDS["length"]]
+    given: list[Any] = []
+    add = served.core.add_request_async
+
+    async def noted(request: Any) -> None:
+        given.append(repr(request.sampling_params))
+        await add(request)
+
+    monkeypatch.setattr(served.core, "add_request_async", noted)
+    content = b'{"model": "demo", "prompt": "Say it", ' + more + b"}"
+    answer = await both_ways(served, monkeypatch, "/v1/completions", content)
+    assert len(given) == (2 if answer.startswith(b"HTTP/1.1 200") else 0)
+    assert len(set(given)) <= 1
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/json; charset=latin-1", "APPLICATION/JSON", ""])
+async def test_other_content_types_are_vllms(served, monkeypatch, taken, content_type) -> None:
+    served.core.script = [ENDS["length"]]
+    content = json.dumps({"model": "demo", "prompt": "Say it"}).encode()
+    await both_ways(served, monkeypatch, "/v1/completions", content, content_type=content_type)
+    assert not taken
+
+
+async def test_other_methods_are_vllms(served, monkeypatch, taken) -> None:
+    answer = await both_ways(served, monkeypatch, "/v1/completions", b"{}", method="GET")
+    assert answer.startswith(b"HTTP/1.1 405") and not taken
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("begun", [False, True], ids=["before the first token", "after it"])
+async def test_a_client_that_leaves_is_noticed(served, taken, stream, begun) -> None:
+    word = served.tokens(" word")
+    served.core.script = [(word, None, None)] * 100_000 if begun else []
+    served.core.cancelled.clear()
+    reader, writer = await served.open("/v1/completions", {"prompt": "Say it", "max_tokens": 8000, "stream": stream})
+    async with asyncio.timeout(60):
+        while not served.engine.output_processor.request_states:
+            await asyncio.sleep(0.01)
+        if begun and stream:
+            await reader.readuntil(b"data: ")
+        writer.transport.abort()
+        while not served.core.cancelled:
+            await asyncio.sleep(0.01)
+    served.core.playing.pop().cancel()
+    assert len(taken) == 1 and not served.engine.output_processor.request_states
+
+
+def test_a_route_that_is_not_as_known_stays_vllms() -> None:
+    def installed(**args: bool) -> int:
+        route.install(app, Namespace(**{"enable_server_load_tracking": False} | args))
+        return sum(isinstance(found, route.PlainRoute) for found in app.router.routes)
+
+    app = FastAPI()
+    app.post("/v1/completions")(lambda: None)
+    assert installed() == 0
+    attach_router(app)
+    assert installed(enable_server_load_tracking=True) == 0
+    assert installed() == 1
+
+
+def test_the_api_is_described_as_before(served) -> None:
+    described = served.app.openapi()["paths"]
+    assert {"/v1/chat/completions", "/v1/completions"} <= described.keys()
+    assert re.search("CompletionRequest", json.dumps(described["/v1/completions"]))
