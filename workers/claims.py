@@ -107,11 +107,11 @@ class ClaimLoop:
         affinity_window = self._queue_config.affinity_window
         claims, window = await self._queue.claim(self._info.id, budget, jobs, affinity_window, idle, WAIT_S)
         if not window:
-            # Without a window a head that does not fit looks like an empty queue: asking again at once would not end.
-            return claims, not claims and not idle and affinity_window == 0
+            # What does not fit, or is an idle worker's, looks like an empty queue: asking at once would not end.
+            return claims, not claims and not idle and not self._queue.waits
         rate = self._load.rate.tokens_per_s
         s_per_token = 1 / rate if rate else self._queue_config.seconds_per_token
-        chosen = choose_claims(window, budget, idle, s_per_token)[:jobs]
+        chosen = choose_claims(window, budget, idle, s_per_token, share_tokens=self._queue.share_tokens)[:jobs]
         # Another may have been quicker: then those that are left are asked for afresh.
         return await self._queue.claim_chosen(self._info.id, chosen, idle and bool(chosen)), not chosen
 

@@ -6,6 +6,7 @@ says who has won when two workers want the same job.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from orchestrator.types import WindowJob
@@ -25,14 +26,23 @@ def claim_budget(
     return min(by_batches, free_tokens - claimed_tokens)
 
 
+def share_of(waiting_tokens: int, idle_others: int) -> int | None:
+    """Tokens of all that waits which an idle worker takes beside so many others; None: all. The queue does the same."""
+    return math.ceil(waiting_tokens / (idle_others + 1)) if idle_others else None
+
+
 def choose_claims(
     window: Sequence[WindowJob],
     budget_tokens: int,
     idle: bool,
     seconds_per_token: float,
     affinity: float = 1.0,
+    share_tokens: int | None = None,
 ) -> list[str]:
     """Ids to claim, best first, until their uncached tokens fill `budget_tokens`.
+
+    With `share_tokens` other workers are idle: an idle one takes no more than that, or one job, and a busy one only
+    what it has cached.
 
     Jobs are ordered by their score, less the time that claiming here saves (plus the time that it loses, where another
     worker has more cached). A job whose prefix another worker has cached is left to that worker, by idle workers too,
@@ -43,7 +53,7 @@ def choose_claims(
     """
     ranked = sorted(window, key=lambda job: job.score - affinity * seconds_per_token * _gain(job))
     chosen: list[str] = []
-    left = budget_tokens
+    left = budget_tokens if share_tokens is None or not idle else max(1, min(budget_tokens, share_tokens))
     for job in ranked:
         cost = max(1, job.tokens - job.cached_here)
         starving = idle and not chosen
@@ -51,6 +61,8 @@ def choose_claims(
             if job.waited_s <= cost * seconds_per_token:
                 continue
             break
+        if share_tokens is not None and not (idle or job.cached_here):
+            continue
         if affinity > 0 and -_gain(job) * seconds_per_token > job.waited_s:
             continue  # it belongs elsewhere
         chosen.append(job.request_id)

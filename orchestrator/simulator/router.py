@@ -11,7 +11,7 @@ import msgspec
 
 from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.candidate import Candidate
-from orchestrator.policy.claims import choose_claims, claim_budget
+from orchestrator.policy.claims import choose_claims, claim_budget, share_of
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.placement import Local, PrefillView, Reject
 from orchestrator.policy.policies import Policies, Waiting
@@ -250,7 +250,9 @@ class Router:
                     elif tokens > elsewhere and name in self.prefill:
                         elsewhere = tokens
             window.append(WindowJob(str(number), score, job.prompt_tokens, now - job.enqueued_at, here, elsewhere))
-        chosen = choose_claims(window, budget, worker.pending_tokens == 0, self.predictor.s_per_token, affinity)
+        others = sum(other.pending_tokens == 0 and other is not worker for other in self.prefill.workers())
+        share = share_of(self.queue_tokens, others)
+        chosen = choose_claims(window, budget, worker.pending_tokens == 0, self.predictor.s_per_token, affinity, share)
         by_id = {str(number): (score, number, job) for score, number, job in head}
         for job_id in chosen:
             entry = by_id[job_id]

@@ -34,6 +34,7 @@ class ClaimReply(msgspec.Struct, array_like=True):
     claims: list[ClaimedRow]
     window: list[WindowJob]
     waits: bool  # the next job wakes the claimer
+    share_tokens: int  # of what waits, where other workers are idle; -1 where none is
 
 
 _decoder = msgspec.msgpack.Decoder(ClaimReply)

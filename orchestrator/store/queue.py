@@ -65,6 +65,9 @@ class PrefillQueue:
         self._listener: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
         self.waits = False  # since the last `claim` the next job wakes this worker
+        self.share_tokens: int | None = (
+            None  # of what waits, as of the last `claim`; None where no other worker is idle
+        )
 
     async def enqueue(self, job: PrefillJob) -> None:
         """Add a job; the server's clock dates it. Raises QueueFull.
@@ -98,6 +101,7 @@ class PrefillQueue:
         An idle worker's first job fits any budget above 0. Jobs that cannot be read, or whose frontend is gone, are
         dropped. Where `choose_claims` may prefer another order, with one of the first `window` jobs cached on a
         claiming worker or a head that does not fit, nothing is claimed, and those jobs are returned for `claim_chosen`.
+        While other workers are idle an idle one gets its share of the tokens that wait, and a busy one none.
         With `wait_s` a worker that took all and has room for more waits from now on, and `waits` says so: nothing that
         is enqueued before `wait_for_work` is called goes unnoticed.
         """
@@ -111,6 +115,7 @@ class PrefillQueue:
         except UnicodeDecodeError:  # no id of ours in the window: claimed in order, which drops it
             return await self.claim(worker_id, max_tokens, max_jobs, 0, True, wait_s)
         self.waits = reply.waits
+        self.share_tokens = reply.share_tokens if reply.share_tokens >= 0 else None
         return await self._read_claims(worker_id, reply, bodies), reply.window
 
     async def claim_chosen(self, worker_id: str, request_ids: list[str], idle: bool = False) -> list[Claim]:

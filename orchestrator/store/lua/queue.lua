@@ -10,6 +10,7 @@ local MAX_UNUSABLE = 200  -- unusable jobs that one claim drops; the next one go
 local MAX_RECOUNT = 1000  -- most waiting jobs whose tokens are counted afresh
 local AFFINE_S = 60       -- for this long after a job with a cached prefix, claims look for such jobs
 local WAITERS_S = 60      -- a set of waiters outlives its last waiter by this
+local TOLD_S = 0.1        -- for this long an idle worker that was told of a job is expected to claim
 local DROPPED_S = 86400   -- the statistics of dropped jobs live this long
 
 -- ---- what every verb begins with -------------------------------------------------------------------------------
@@ -31,7 +32,8 @@ local function open(keys)
   if not q then
     q = {
       prefix = prefix, waiting = prefix .. 'queue', waiting_tokens = prefix .. 'queued_tokens', job = prefix .. 'job:',
-      leases = prefix .. 'leases', claims = prefix .. 'claims:', idle = prefix .. 'idle', busy = prefix .. 'busy'
+      leases = prefix .. 'leases', claims = prefix .. 'claims:', idle = prefix .. 'idle', busy = prefix .. 'busy',
+      told = prefix .. 'told'
     }
     queues[prefix] = q
   end
@@ -152,14 +154,25 @@ local function settle(q)
   if not recount(q) and left and left < 0 then call('SET', q.waiting_tokens, 0, 'KEEPTTL') end
 end
 
--- ---- waiters: two sets, of idle and of busy workers, each by the deadline of their waiting -------------------------
+-- ---- waiters: two sets, of idle and of busy workers, each by the deadline of their waiting; and idle ones just told --
 
 -- Whether this waiter was in that set, still waits, and was told.
 local function tell(q, waiters, waiter, now)
   local deadline = call('ZSCORE', waiters, waiter)
   if not deadline then return false end
   call('ZREM', waiters, waiter)
-  return tonumber(deadline) > now and call('PUBLISH', q.prefix .. 'wake:' .. waiter, '') > 0
+  if tonumber(deadline) <= now or call('PUBLISH', q.prefix .. 'wake:' .. waiter, '') == 0 then return false end
+  if waiters == q.idle then
+    call('ZADD', q.told, now + TOLD_S, waiter)
+    call('EXPIRE', q.told, WAITERS_S)
+  end
+  return true
+end
+
+-- How many idle workers wait, or were told and will claim in a moment.
+local function count_idle(q, now)
+  if call('EXISTS', q.idle, q.told) == 0 then return 0 end
+  return call('ZCOUNT', q.idle, now, '+inf') + call('ZCOUNT', q.told, now, '+inf')
 end
 
 local function tell_first(q, waiters, now)
@@ -177,6 +190,11 @@ local function wake(q, cached, now)
     if tell(q, q.idle, waiter, now) or tell(q, q.busy, waiter, now) then return end
   end
   if not tell_first(q, q.idle, now) then tell_first(q, q.busy, now) end
+end
+
+-- What a claim leaves behind is an idle worker's, whoever it would suit best.
+local function wake_idle(q, now)
+  if call('EXISTS', q.waiting, q.idle) == 2 then tell_first(q, q.idle, now) end
 end
 
 -- The next job wakes it, until the deadline. It is in no other set.
@@ -242,9 +260,10 @@ local function open_claims(q, args)
   local worker, lease_s, ttl_s, grace_s, waiter = unpack(args, 1, 5)
   local now = clock()
   -- Whoever claims is awake: a wake-up meant for a waiting worker must not go to it. A fleet with work has none waiting.
-  if call('EXISTS', q.idle, q.busy) > 0 then
+  if call('EXISTS', q.idle, q.busy, q.told) > 0 then
     call('ZREM', q.idle, waiter)
     call('ZREM', q.busy, waiter)
+    call('ZREM', q.told, waiter)
   end
   return { worker = worker, now = now, lease_until = SECONDS:format(now + lease_s), ttl_s = ttl_s,
     grace_s = tonumber(grace_s), rows = {}, bodies = {} }
@@ -283,6 +302,7 @@ end
 -- Claims from the head of the queue, in order. Returns whether it stopped at a job that does not fit `budget` tokens,
 -- and whether it took all that waits and would have taken more.
 local function take_head(q, claims, budget, max_jobs, idle)
+  if budget <= 0 then return false, call('ZCARD', q.waiting) == 0 end
   local unusable = 0
   while budget > 0 and #claims.rows < max_jobs and unusable < MAX_UNUSABLE do
     local last = math.min(max_jobs - #claims.rows, HEAD_JOBS) - 1
@@ -351,16 +371,16 @@ local function read_window(q, claims, size)
 end
 
 -- The reply of both claiming verbs: msgpack of now, end of lease, a row for each claim as `take` makes it, the jobs to
--- choose from, and whether the claimer waits now to be woken; before it a line with its length, after it the bodies,
--- which may be long and are not copied into it.
+-- choose from, whether the claimer waits now to be woken, and its share of what waits, -1 for all; before it a line with
+-- its length, after it the bodies, which may be long and are not copied into it.
 -- One string, because a table as a reply costs the server 16 KiB of buffer for each of its levels.
-local function close_claims(q, claims, window, waits)
+local function close_claims(q, claims, window, waits, share)
   if #claims.rows > 0 then
     call('EXPIRE', q.leases, claims.ttl_s)
     call('EXPIRE', q.claims .. claims.worker, claims.ttl_s)
   end
   settle(q)
-  local packed = pack({ claims.now, tonumber(claims.lease_until), claims.rows, window, waits or false })
+  local packed = pack({ claims.now, tonumber(claims.lease_until), claims.rows, window, waits or false, share or -1 })
   return #packed .. '\n' .. packed .. concat(claims.bodies)
 end
 
@@ -368,14 +388,19 @@ end
 -- worker's first job fits any budget. Where another order may be better it claims nothing, and returns the first
 -- `window` jobs: one of them is cached on a worker that claims, or the head does not fit. A worker that took all and has
 -- room for more is woken by the next job for so many seconds, as after `wait`.
+-- What a wave of jobs brings is shared: while others are idle an idle worker takes its part of the tokens that wait, one
+-- job at least, and a busy one nothing.
 local function claim(keys, args)
   local q = open(keys)
   local claims = open_claims(q, args)
   local budget, max_jobs, window, idle = tonumber(args[6]), tonumber(args[7]), tonumber(args[8]), args[9] == '1'
+  local others, share = count_idle(q, claims.now), -1
+  if others > 0 then share = math.ceil((count(try('GET', q.waiting_tokens)) or 0) / (others + 1)) end
   if window > 0 and call('EXISTS', q.prefix .. 'affine') == 1 then
     local jobs, affine = read_window(q, claims, window)
-    if affine then return close_claims(q, claims, jobs) end
+    if affine then return close_claims(q, claims, jobs, false, share) end
   end
+  if others > 0 then budget = idle and math.min(budget, math.max(share, 1)) or 0 end
   local too_long, all = take_head(q, claims, budget, max_jobs, idle)
   local choice, wait_s = {}, tonumber(args[10])
   if too_long and #claims.rows == 0 and window > 0 then choice = read_window(q, claims, window) end
@@ -383,7 +408,9 @@ local function claim(keys, args)
   if all then
     await_jobs(q, idle and #claims.rows == 0 and q.idle or q.busy, args[5], claims.now + wait_s, wait_s)
   end
-  return close_claims(q, claims, choice, all)
+  local reply = close_claims(q, claims, choice, all, share)
+  if others > 0 then wake_idle(q, claims.now) end
+  return reply
 end
 
 -- args[6..]: 1 if idle, ids. Claims those that still wait; the others were somebody else's first. An idle worker that
@@ -403,8 +430,7 @@ local function claim_chosen(keys, args)
     if head then claim_one(head) end
   end
   local reply = close_claims(q, claims, {})
-  -- What is left behind is an idle worker's, whoever it would suit best.
-  if call('EXISTS', q.waiting, q.idle) == 2 then tell_first(q, q.idle, claims.now) end
+  wake_idle(q, claims.now)
   return reply
 end
 

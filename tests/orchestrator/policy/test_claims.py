@@ -1,6 +1,6 @@
 """Which jobs a prefill worker claims."""
 
-from orchestrator.policy.claims import choose_claims
+from orchestrator.policy.claims import choose_claims, share_of
 from orchestrator.types import WindowJob
 
 S_PER_TOKEN = 0.001
@@ -10,8 +10,8 @@ def job(name: str, score: float, tokens: int = 1000, waited: float = 0.0, here: 
     return WindowJob(name, score, tokens, waited, here, elsewhere)
 
 
-def claim(*window, budget=8000, idle=True, affinity=1.0):
-    return choose_claims(window, budget, idle, S_PER_TOKEN, affinity)
+def claim(*window, budget=8000, idle=True, affinity=1.0, share=None):
+    return choose_claims(window, budget, idle, S_PER_TOKEN, affinity, share)
 
 
 def test_in_score_order_up_to_the_budget():
@@ -47,3 +47,14 @@ def test_what_belongs_elsewhere_is_left_there_for_as_long_as_recomputing_would_t
         assert claim(other, job("b", 2.0), idle=idle) == ["b"]
         assert claim(other, idle=idle) == []
         assert claim(job("other", 1.0, tokens=4000, waited=4.0, elsewhere=3500), idle=idle) == ["other"]
+
+
+def test_while_others_are_idle_a_wave_is_shared():
+    wave = [job(name, place) for place, name in enumerate("abcdefgh")]
+    share = share_of(8000, 3)
+    assert claim(*wave, share=share) == ["a", "b"]
+    assert claim(*wave, share=share, budget=1000) == ["a"]
+    assert claim(job("big", 0, tokens=6000), *wave[:2], share=share) == ["big"], "nobody would take half of it"
+    assert claim(*wave, share=share, idle=False) == []
+    assert claim(*wave, job("mine", 9, here=500), share=share, idle=False) == ["mine"]
+    assert share_of(8000, 0) is None and claim(*wave, share=None, idle=False) == list("abcdefgh")

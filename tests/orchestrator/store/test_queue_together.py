@@ -307,6 +307,40 @@ async def test_what_a_busy_worker_leaves_an_idle_one_is_told_of(queues):
     assert await first_of(tasks) == "idler"
 
 
+async def test_a_wave_is_shared_among_idle_workers(queues):
+    queue = await queues(waiter="a")
+    for number in range(6):
+        await queue.enqueue(job(f"r{number}", tokens=100))
+    prefix, later = Keys(queues.namespace).prefix, time.time() + 60
+    await queues.redis.zadd(f"{prefix}told", {"a": later, "b": later, "late": 1.0})
+    await queues.redis.zadd(f"{prefix}idle", {"c": later, "gone": 1.0})
+    claims, _ = await queue.claim("a", ALL, 9, 32, idle=True, wait_s=60)
+    assert [claim.job.request_id for claim in claims] == ["r0", "r1"] and queue.share_tokens == 200
+    assert await queue.claim("a", ALL, 9, 32, idle=False, wait_s=60) == ([], []) and not queue.waits
+    other = await queues(waiter="b")
+    await queues.redis.zadd(f"{prefix}told", {"c": later})
+    claims, _ = await other.claim("b", ALL, 9, 0, idle=True, wait_s=60)
+    assert [claim.job.request_id for claim in claims] == ["r2", "r3"]
+    last = await queues(waiter="c")
+    claims, _ = await last.claim("c", ALL, 9, 32, idle=True, wait_s=60)
+    assert [claim.job.request_id for claim in claims] == ["r4", "r5"] and last.share_tokens is None
+
+
+async def test_what_a_claim_leaves_of_a_wave_wakes_an_idle_worker(queues):
+    queue = await queues(waiter="a")
+    tasks = await wakes(queues, ("idler", "idle"))
+    await queues.redis.zadd(queue.keys.queue, {"r0": 1.0, "r1": 2.0})
+    assert await queue.claim("a", ALL, 9, 0, idle=False) == ([], [])
+    assert await first_of(tasks) == "idler"
+
+
+async def test_a_busy_worker_beside_idle_ones_waits_for_the_next_job(queues):
+    queue = await queues(waiter="a")
+    await queues.redis.zadd(f"{Keys(queues.namespace).prefix}told", {"b": time.time() + 60})
+    assert await queue.claim("a", ALL, 9, 32, idle=False, wait_s=60) == ([], [])
+    assert queue.waits and await waiters(queues) == 1
+
+
 async def test_a_waiter_can_be_woken_by_its_own_process(queues):
     queue = await queues()
     await queue.wait_for_work(10)
