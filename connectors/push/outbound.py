@@ -137,7 +137,7 @@ class Outbound:
             stream.validate(order, now)
             return self._connect(order)
         if stream.order is not None:
-            if self._same(stream.order, order):  # again, or from the other ranks of the same decode engine
+            if stream.order.asker == order.asker:  # again, or from the other ranks of the same decode engine
                 stream.validate(order, now)
                 return []
             return self._refuse(order, peer, "another decode engine has registered")
@@ -159,7 +159,7 @@ class Outbound:
             if key not in self._ended:
                 self._ended.add(key, EndedStream(Stream.DROPPED, "withdrawn by decode"))
             return self._answer_late(answer, peer)
-        if stream.order is not None and not self._same(stream.order, answer):
+        if stream.order is not None and stream.order.asker != answer.asker:
             return self._refuse(answer, peer, "withdrawn")
         if stream.state is Stream.LANDED:
             return [*self._connect(answer), Tell(engine, Landed(order.request), peer)]
@@ -246,10 +246,6 @@ class Outbound:
     def _to(self, engine: str) -> list[PushStream]:
         return [s for s in self._streams.values() if s.order is not None and s.order.decode.engine_id == engine]
 
-    @staticmethod
-    def _same(mine: Register, theirs: Register) -> bool:
-        return (mine.decode.engine_id, mine.request) == (theirs.decode.engine_id, theirs.request)
-
     def _renew(self, stream: PushStream, now: float) -> list[Action]:
         if self._stepped_at <= stream.registered_at:
             return []  # no step since then: an engine that hangs asks for no more time
@@ -328,12 +324,13 @@ class Outbound:
 
     def _end(self, stream: PushStream) -> list[Action]:
         del self._streams[stream.key]
-        self._ended.add(stream.key, EndedStream(stream.state, stream.why, stream.order))
+        asker = stream.order.asker if stream.order is not None else None
+        self._ended.add(stream.key, EndedStream(stream.state, stream.why, asker))
         return [Release(stream.key)] if stream.held else []
 
     def _answer_late(self, order: Register, peer: str) -> list[Action]:
         """Answers a message about an ended stream: `Landed` again where the KV landed, `Gone` to everybody else."""
         ended = self._ended[order.stream]
-        if ended.state is Stream.LANDED and ended.order is not None and self._same(ended.order, order):
+        if ended.state is Stream.LANDED and ended.asker == order.asker:
             return [*self._connect(order), Tell(order.decode.engine_id, Landed(order.request), peer)]
         return self._refuse(order, peer, ended.why or "the prefill has ended")

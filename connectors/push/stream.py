@@ -15,7 +15,7 @@ from connectors.push.states import Stream
 from connectors.push.wire import Register
 
 _RENEW_AFTER = 1 / 3  # of a registration's time
-_REMEMBERED = 8192
+_REMEMBERED = 2048
 
 
 @dataclass
@@ -102,9 +102,11 @@ def _is_computed(chunk: Chunk) -> bool:
 
 @dataclass(frozen=True)
 class EndedStream:
+    """Thousands are remembered: nothing here grows with the prompt."""
+
     state: Stream
     why: str
-    order: Register | None = None
+    asker: tuple[str, str] | None = None  # of its registration
 
 
 class EndedStreams(OrderedDict[str, EndedStream]):

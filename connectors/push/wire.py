@@ -53,6 +53,11 @@ class Register(msgspec.Struct, tag="reg", frozen=True):
     prompt_tokens: int
     valid_s: float = 0.0  # set when it is sent
 
+    @property
+    def asker(self) -> tuple[str, str]:
+        """The decode engine and its request: the same for all ranks of that engine."""
+        return self.decode.engine_id, self.request
+
 
 class Unregister(msgspec.Struct, tag="unreg", frozen=True):
     """Decode to prefill: WRITE no more. Answered with `Gone` once no WRITE is in flight or to come."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from connectors.push.actions import Abandon, Chunk, Connect, Ended, Post, Release, Tell
@@ -326,3 +328,18 @@ def test_a_prompt_that_goes_out_whole_waits_for_all_its_chunks() -> None:
     assert end.computed("s", [second], 0, True, 1.1) == []
     step.happened = True
     assert posts(end.device_worked(2.0)) == [(first, second)]
+
+
+def test_of_a_stream_that_ended_nothing_is_kept_that_grows_with_its_prompt() -> None:
+    end = Outbound(lease_s=10, expect_s=10)
+    end.start("long", 1000, 16_000, 0.0)
+    end.register(Register("long", "r", DECODE, [list(range(1000))], 16_000, valid_s=30.0), "D", 0.0)
+    end.connected("D", True, 0.0)
+    end.computed("long", [chunk(0, *range(1000))], 0, True, 1.0)
+    end.posted("long", 1, 1.0)
+    end.written("long", 1, True, 2.0)
+    end.finish("long", 2.0)
+    assert not end.busy
+    assert [kept for kept in gc.get_objects() if isinstance(kept, Register) and kept.stream == "long"] == []
+    back = Unregister("long", "r", DECODE)
+    assert told(end.unregister(back, "D", 3.0)) == [Landed("r")], "what comes late is still answered"
