@@ -88,7 +88,7 @@ class Attempts:
         return sum(attempt.frontend_id != frontend_id and not attempt.computed for attempt in self._by_key.values())
 
     def on_trial(self) -> list[Attempt]:
-        """Those whose last engine crashed, and that have no output from this one yet."""
+        """Attempts at requests whose last engine crashed, without an output from this engine yet."""
         return [attempt for attempt in self._by_key.values() if attempt.trial_until and not attempt.computed]
 
     def add(self, attempt: Attempt) -> None:

@@ -27,7 +27,7 @@ def claim_budget(
 
 
 def share_of(waiting_tokens: int, idle_others: int) -> int | None:
-    """Tokens of all that waits which an idle worker takes beside so many others; None: all. The queue does the same."""
+    """Waiting tokens that an idle worker may claim while `idle_others` are idle too; None: all. `queue.lua` agrees."""
     return math.ceil(waiting_tokens / (idle_others + 1)) if idle_others else None
 
 

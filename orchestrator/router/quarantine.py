@@ -17,7 +17,7 @@ from orchestrator.router.request import ActiveRequest, State
 from orchestrator.wire.messages import EngineCrashed
 
 MAX_CRASHES = 5  # whoever was part of so many is guilty, whoever else was there
-TRIAL_S = 10.0  # who crashes nothing for this long without a token does not hold the others up any more
+TRIAL_S = 10.0  # a request that has neither crashed its engine nor a token by then no longer holds up the others
 
 
 class Quarantine:

@@ -107,7 +107,7 @@ def _again(body: bytes, receive: Receive) -> Receive:
 
 @contextlib.contextmanager
 def _until_it_leaves(receive: Receive) -> Iterator[None]:
-    """What runs within is cancelled, and that is all, when the client leaves."""
+    """Cancels what runs within when the client leaves. The cancellation ends here."""
     serving = asyncio.current_task()
     assert serving is not None
     listening = asyncio.create_task(_listen(receive, serving))
