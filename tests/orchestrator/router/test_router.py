@@ -202,6 +202,21 @@ async def test_a_dead_decode_worker_is_continued_elsewhere_from_the_tokens_sent(
     bench.assert_no_leaks()
 
 
+async def test_a_stop_string_that_is_met_while_another_worker_is_looked_for_ends_the_answer():
+    """The token that completed it was on its way to the client when its worker was lost."""
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    worker = bench.bound_to()
+    bench.tokens(worker, "r", [5])
+    bench.fleet.remove(worker)
+    bench.router.worker_lost(worker)
+    assert bench.router.requests["r"].state is State.PLACING
+    bench.router.abort(["r"], to=State.FINISHED)
+    await bench.settle()
+    assert len(bench.submits()) == 1 and bench.received() == [("r", [5], None)]
+    bench.assert_no_leaks()
+
+
 async def test_what_cannot_be_continued_fails_visibly():
     bench = Bench()
     await bench.router.submit(FakeRequest("r", prompt_tokens=10, resumable=False))
