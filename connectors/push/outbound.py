@@ -129,8 +129,8 @@ class Outbound:
     def register(self, order: Register, peer: str, now: float) -> list[Action]:
         key = order.stream
         stream = self._streams.get(key)
-        if stream is None and key in self._ended:
-            return self._answer_late(order, peer)
+        if (ended := self._how_it_ended(key)) is not None:
+            return self._answer_late(order, peer, ended)
         if stream is None:
             deadline = now + min(self._expect_s, order.valid_s)
             stream = self._streams[key] = PushStream(key, Stream.EXPECTED, deadline=deadline, order=order)
@@ -141,7 +141,7 @@ class Outbound:
                 stream.validate(order, now)
                 return []
             return self._refuse(order, peer, "another decode engine has registered")
-        if stream.state in STREAM_ENDS or stream.state is Stream.DRAINING:
+        if stream.state is Stream.DRAINING:
             return self._refuse(order, peer, stream.why or "the prefill has ended")
         stream.order = order
         stream.validate(order, now)
@@ -151,20 +151,17 @@ class Outbound:
 
     def unregister(self, order: Unregister, peer: str, now: float) -> list[Action]:
         """Decode wants no KV any more. The answer comes in any case, once no WRITE is in flight or to come."""
-        key, engine = order.stream, order.decode.engine_id
+        key = order.stream
         stream = self._streams.get(key)
         answer = Register(key, order.request, order.decode, [], 0)
-        if stream is None:
+        if stream is None and key not in self._ended:
             # Remembered for a registration that this message has overtaken, and for a prefill that has not begun.
-            if key not in self._ended:
-                self._ended.add(key, EndedStream(Stream.DROPPED, "withdrawn by decode"))
-            return self._answer_late(answer, peer)
+            self._ended.add(key, EndedStream(Stream.DROPPED, "withdrawn by decode"))
+        if (ended := self._how_it_ended(key)) is not None:
+            return self._answer_late(answer, peer, ended)
+        assert stream is not None
         if stream.order is not None and stream.order.asker != answer.asker:
             return self._refuse(answer, peer, "withdrawn")
-        if stream.state is Stream.LANDED:
-            return [*self._connect(answer), Tell(engine, Landed(order.request), peer)]
-        if stream.state is Stream.DROPPED:
-            return self._refuse(answer, peer, stream.why)
         stream.order = stream.order or answer
         actions = self._connect(answer)
         return actions + self._apply(stream, StreamEvent.GIVE_UP, now, "withdrawn by decode")
@@ -324,13 +321,18 @@ class Outbound:
 
     def _end(self, stream: PushStream) -> list[Action]:
         del self._streams[stream.key]
-        asker = stream.order.asker if stream.order is not None else None
-        self._ended.add(stream.key, EndedStream(stream.state, stream.why, asker))
+        self._ended.add(stream.key, stream.ended())
         return [Release(stream.key)] if stream.held else []
 
-    def _answer_late(self, order: Register, peer: str) -> list[Action]:
+    def _how_it_ended(self, key: str) -> EndedStream | None:
+        """Also where its prefill goes on."""
+        stream = self._streams.get(key)
+        if stream is None:
+            return self._ended.get(key)
+        return stream.ended() if stream.state in STREAM_ENDS else None
+
+    def _answer_late(self, order: Register, peer: str, ended: EndedStream) -> list[Action]:
         """Answers a message about an ended stream: `Landed` again where the KV landed, `Gone` to everybody else."""
-        ended = self._ended[order.stream]
         if ended.state is Stream.LANDED and ended.asker == order.asker:
             return [*self._connect(order), Tell(order.decode.engine_id, Landed(order.request), peer)]
         return self._refuse(order, peer, ended.why or "the prefill has ended")

@@ -89,6 +89,10 @@ class PushStream:
         if self.order is None or order.valid_s >= self.order.valid_s:  # a repeat postpones nothing
             self.registered_at, self.renew_at = now, now + _RENEW_AFTER * order.valid_s
 
+    def ended(self) -> EndedStream:
+        """What is remembered of it."""
+        return EndedStream(self.state, self.why, self.order.asker if self.order is not None else None)
+
     def account(self, ok: bool, now: float) -> Ended:
         """What the statistics record at its end."""
         since = self.first_post_at if self.first_post_at is not None else now

@@ -33,9 +33,7 @@ class State(enum.Enum):
 
 SUCCESSORS: dict[State, frozenset[State]] = {
     # To FINISHED: its last worker was lost, and then a stop string was met in what that one had sent.
-    State.PLACING: frozenset(
-        {State.QUEUED, State.LOCAL, State.FINISHED, State.ABORTED, State.FAILED, State.REJECTED}
-    ),
+    State.PLACING: frozenset({State.QUEUED, State.LOCAL, State.FINISHED, State.ABORTED, State.FAILED, State.REJECTED}),
     State.QUEUED: frozenset({State.TRANSFERRING, State.PLACING, State.ABORTED, State.FAILED}),
     State.TRANSFERRING: frozenset({State.DECODING, State.FINISHED, State.PLACING, State.ABORTED, State.FAILED}),
     State.LOCAL: frozenset({State.DECODING, State.FINISHED, State.PLACING, State.ABORTED, State.FAILED}),

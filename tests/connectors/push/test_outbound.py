@@ -200,6 +200,24 @@ def test_a_failed_write_fails_the_transfer_not_the_prefill(end: Outbound) -> Non
     assert end.finish("s", 3.0) == [Release("s")]
 
 
+@pytest.mark.parametrize("peer", ["D", "another rank of D"])
+def test_a_registration_of_a_stream_that_failed_is_answered_while_its_prefill_goes_on(end: Outbound, peer: str) -> None:
+    """The first answer may have been lost with the link on which a WRITE failed."""
+    end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
+    end.posted("s", 1, 1.0)
+    assert told(end.written("s", 1, False, 2.0)) == [Gone("r", "a WRITE failed")]
+    assert told(end.register(ORDER, peer, 5.0)) == [Gone("r", "a WRITE failed")]
+    assert told(end.register(ORDER_OF_OTHER, "D2", 5.5)) == [Gone("r2", "a WRITE failed")]
+
+
+def test_a_registration_of_a_stream_that_landed_is_answered_before_its_prefill_has_ended(end: Outbound) -> None:
+    end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
+    end.posted("s", 1, 1.0)
+    assert told(end.written("s", 1, True, 2.0)) == [Landed("r")]
+    assert told(end.register(ORDER, "D", 5.0)) == [Landed("r")]
+    assert told(end.unregister(BACK, "D", 5.0)) == [Landed("r")]
+
+
 def test_a_decode_engine_declared_dead_frees_the_blocks_at_once_but_hears_gone_only_after_its_writes(end) -> None:
     end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
     end.posted("s", 1, 1.0)
@@ -236,7 +254,8 @@ def test_a_long_prefill_has_decode_register_again_while_its_engine_works(end: Ou
     assert end.tick(23.9) == [] and end.tick(24.5) == []  # hangs since then
     assert told(end.tick(43.9)) == []
     assert told(end.tick(44.1)) == [Gone("r", "decode has given up by now")]
-    assert end.register(ORDER, "D", 44.2) == []  # what comes late revives nothing
+    # What comes late revives nothing.
+    assert told(end.register(ORDER, "D", 44.2)) == [Gone("r", "decode has given up by now")]
     assert end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 45.0) == []
 
 
