@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,10 +34,11 @@ class Write:
     pairs: list[tuple[int, int]]  # (prefill block, decode block)
     handle: int
     posted_at: float
+    over: bool = False  # though nobody has looked yet
 
     def land(self) -> None:
         decode = self.peer.engine
-        if decode.dead or self.rank.engine.dead:
+        if decode.dead or self.rank.engine.dead or self.over:
             return
         for mine, block in self.pairs:
             owner = decode.owner.get(block)
@@ -404,7 +406,8 @@ class World:
         ranks = [rank for engine in self.prefills.values() if not engine.dead for rank in engine.ranks]
         return [write for rank in ranks for write in rank.writes.values()]
 
-    def deliver(self, index: int) -> None:
+    def deliver(self, index: int, since: float | None = None) -> None:
+        """`since`: when the recipient looked for messages before."""
         sender, recipient, message, _ = self.network.pop(index)
         name, _, number = recipient.partition("/")
         engine = self.prefills.get(name) or self.all_decodes[name]
@@ -413,7 +416,7 @@ class World:
         rank = engine.ranks[int(number)]
         match message:
             case Register():
-                rank.run(rank.end.register(message, sender.agent, self.now))
+                rank.run(rank.end.register(message, sender.agent, self.now, since))
             case Unregister():
                 rank.run(rank.end.unregister(message, sender.agent, self.now))
             case Landed():
@@ -439,17 +442,39 @@ class World:
         self.broken |= links
         self.network = [one for one in self.network if (one[0].agent, one[1]) not in links]
 
-    def tick(self, seconds: float) -> None:
+    def tick(self, seconds: float, stopped: str = "") -> None:
+        """`stopped`: this engine's processes do not run. What is sent to it waits there."""
         self.now += seconds
         oldest = self.now - MAX_DELAY_S
-        self.network = [one for one in self.network if one[3] >= oldest]
-        self.end_writes(oldest)
+        self.network = [one for one in self.network if one[3] >= oldest or one[1].startswith(f"{stopped}/")]
+        self.end_writes(oldest, stopped)
         for rank in self.living():
-            rank.run(rank.end.tick(self.now))
-            rank.mend()
+            if rank.engine.name != stopped:
+                rank.run(rank.end.tick(self.now))
+                rank.mend()
 
-    def end_writes(self, posted_before: float = math.inf) -> None:
-        while writes := [write for write in self.writes() if write.posted_at < posted_before]:
+    def stop(self, name: str, seconds: float) -> None:
+        """A prefill engine's processes are stopped for so long, and go on. Its WRITEs are carried out meanwhile."""
+        since = self.now
+        for write in self.writes():
+            if write.rank.engine.name == name:
+                write.land()
+                write.over = True
+        while self.now < since + seconds:
+            self.tick(1.0, stopped=name)
+            self._deliver_all(lambda recipient: recipient != name)
+        self._deliver_all(lambda recipient: recipient == name, since)
+
+    def _deliver_all(self, to: Callable[[str], bool], since: float | None = None) -> None:
+        """In the order in which they were sent. `to`: an engine."""
+        while found := [at for at, one in enumerate(self.network) if to(one[1].partition("/")[0])]:
+            self.deliver(found[0], since)
+
+    def end_writes(self, posted_before: float = math.inf, stopped: str = "") -> None:
+        def due(write: Write) -> bool:
+            return write.posted_at < posted_before and write.rank.engine.name != stopped
+
+        while writes := [write for write in self.writes() if due(write)]:
             writes[0].land()
             writes[0].rank.end_write(writes[0], ok=True)
 

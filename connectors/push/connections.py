@@ -67,6 +67,7 @@ class Connections(NixlPushConnectorWorker):
         self._endpoints: dict[str, wire.Endpoint] = {}  # of engines that are connected, or being so
         self._lost: set[str] = set()  # connected anew as soon as no WRITE uses the old connection
         self._undelivered: dict[str, list[tuple[str | None, wire.Message]]] = {}
+        self._looked_at = time.monotonic()  # for messages: what is read next may have come since
         self._abandoned: list[tuple[str, Any]] = []  # (engine, NIXL handle) of WRITEs that do not end
         self._shipments = verify.Shipments() if self.options.verify else None
         self._signing: set[str] = set()  # decode requests whose KV is here, while its checksum is computed
@@ -145,6 +146,7 @@ class Connections(NixlPushConnectorWorker):
         return True
 
     def _receive(self) -> None:
+        looks_at = time.monotonic()
         for agent, notifications in self.nixl_wrapper.get_new_notifs().items():
             for notification in notifications:
                 if wire.is_stock_notice(notification):
@@ -156,13 +158,14 @@ class Connections(NixlPushConnectorWorker):
                     self._records.put(lambda s: s.record(PushStats.BAD_MESSAGES))
                     continue
                 self._run(functools.partial(self._on_message, message, agent))
+        self._looked_at = looks_at
 
     def _on_message(self, message: wire.Message, agent: str, now: float) -> Iterable[Any]:
         if isinstance(message, wire.Register | wire.Unregister):
             self._to_forget.discard(message.decode.engine_id)  # it lives
         match message:
             case wire.Register():
-                return self._outbound.register(message, agent, now)
+                return self._outbound.register(message, agent, now, since=self._looked_at)
             case wire.Unregister():
                 return self._outbound.unregister(message, agent, now)
             case wire.Computing(request=request):
@@ -280,9 +283,8 @@ class Connections(NixlPushConnectorWorker):
 
     def _on_unreachable(self, engine: str, why: str, now: float) -> Iterable[Any]:
         self._connecting.discard(engine)
-        self._undelivered.pop(engine, None)
-        self._unwritable.pop(engine, None)
-        self._endpoints.pop(engine, None)
+        for known in (self._undelivered, self._unwritable, self._endpoints):
+            known.pop(engine, None)
         return [*self._inbound.unreachable(engine, why, now), *self._outbound.unreachable(engine, why, now)]
 
     def _on_dead(self, engine: str, now: float) -> Iterable[Any]:

@@ -15,6 +15,7 @@ from connectors.push.stream import EndedStream, EndedStreams, PushStream
 from connectors.push.wire import Computing, Gone, Landed, Message, Register, Unregister
 
 _RENEW_AGAIN_S = 1.0  # while no answer comes
+_RUN_OUT = "decode has given up by now"
 _HURRY_S = 5.0  # a WRITE that lasts longer after its stream was given up may never end
 
 
@@ -126,25 +127,26 @@ class Outbound:
 
     # ---- from the network --------------------------------------------------------------------------------------
 
-    def register(self, order: Register, peer: str, now: float) -> list[Action]:
-        key = order.stream
+    def register(self, order: Register, peer: str, now: float, since: float | None = None) -> list[Action]:
+        """`since`: when it may have come, which its validity counts from; by default now."""
+        key, since = order.stream, now if since is None else since
         stream = self._streams.get(key)
         if (ended := self._how_it_ended(key)) is not None:
             return self._answer_late(order, peer, ended)
         if stream is None:
             deadline = now + min(self._expect_s, order.valid_s)
             stream = self._streams[key] = PushStream(key, Stream.EXPECTED, deadline=deadline, order=order)
-            stream.validate(order, now)
+            stream.validate(order, since)
             return self._connect(order)
         if stream.order is not None:
             if stream.order.asker == order.asker:  # again, or from the other ranks of the same decode engine
-                stream.validate(order, now)
+                stream.validate(order, since)
                 return []
             return self._refuse(order, peer, "another decode engine has registered")
         if stream.state is Stream.DRAINING:
             return self._refuse(order, peer, stream.why or "the prefill has ended")
         stream.order = order
-        stream.validate(order, now)
+        stream.validate(order, since)
         actions = self._connect(order)
         actions += self._apply(stream, StreamEvent.REGISTER, now, "")
         return actions + self._check(stream, now) + self._pump(stream, now)
@@ -225,9 +227,9 @@ class Outbound:
                 why = f"decode did not register within {self._lease_s:g} s" if leased else "the prefill never came"
                 stream.deadline = None
                 actions += self._apply(stream, StreamEvent.GIVE_UP, now, why)
-            if stream.valid_until is not None and now >= stream.valid_until:
+            if stream.has_run_out(now):
                 stream.valid_until = None
-                actions += self._apply(stream, StreamEvent.GIVE_UP, now, "decode has given up by now")
+                actions += self._apply(stream, StreamEvent.GIVE_UP, now, _RUN_OUT)
             if stream.computing and stream.state is Stream.STREAMING and now >= stream.renew_at:
                 actions += self._renew(stream, now)
             if stream.abandon_at is not None and now >= stream.abandon_at:
@@ -278,6 +280,8 @@ class Outbound:
             # The epoch fence: a WRITE posted before the preemption must not land on top of a newer one.
             if any(epoch < stream.epoch for epoch in stream.inflight.values()):
                 return []
+            if stream.has_run_out(now):
+                return self._apply(stream, StreamEvent.GIVE_UP, now, _RUN_OUT)
             if not (chunks := stream.take_ready(all_or_none=not chunkwise)):
                 return []
             return [Post(stream.key, order, chunks, stream.total_blocks)]

@@ -81,13 +81,17 @@ class PushStream:
         ends = self.covered_layers.values()
         return len(ends) == layers > 0 and min(ends) >= self.total_blocks
 
-    def validate(self, order: Register, now: float) -> None:
-        """`order` is valid for `valid_s` from now. A late one does not shorten the validity of a newer one."""
+    def has_run_out(self, now: float) -> bool:
+        """Its registration has: decode counts on nothing being posted any more."""
+        return self.valid_until is not None and now >= self.valid_until
+
+    def validate(self, order: Register, since: float) -> None:
+        """`order` is valid for `valid_s` from then. A late one does not shorten the validity of a newer one."""
         if self.valid_until is None and self.order is not order:
             return  # it ran out, and the stream was given up for that
-        self.valid_until = max(self.valid_until or 0.0, now + order.valid_s)
+        self.valid_until = max(self.valid_until or 0.0, since + order.valid_s)
         if self.order is None or order.valid_s >= self.order.valid_s:  # a repeat postpones nothing
-            self.registered_at, self.renew_at = now, now + _RENEW_AFTER * order.valid_s
+            self.registered_at, self.renew_at = since, since + _RENEW_AFTER * order.valid_s
 
     def ended(self) -> EndedStream:
         """What is remembered of it."""

@@ -244,6 +244,26 @@ def test_nothing_is_posted_once_the_registration_has_run_out(end: Outbound) -> N
     assert end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 31.0) == []
 
 
+def test_nothing_is_posted_once_the_registration_has_run_out_though_no_tick_has_come_between(end: Outbound) -> None:
+    """This process was stopped for a minute, and finds what its engine has computed before it looks at a clock."""
+    actions = end.computed("s", [chunk(0, 1, 2)], 0, False, 61.0)
+    assert posts(actions) == [] and told(actions) == [Gone("r", "decode has given up by now")]
+
+
+@pytest.mark.parametrize("expected", [True, False], ids=["before the prefill", "while it computes"])
+def test_a_registration_that_may_have_come_long_ago_counts_from_then(expected: bool) -> None:
+    """It was read a minute late, by a process that was stopped: decode may have given these blocks to others."""
+    end = Outbound(lease_s=10, expect_s=10)
+    end.connected("D", True, 0.0)
+    if not expected:
+        end.start("s", 4, 100, 0.0)
+        end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
+    actions = end.register(ORDER, "D", 61.0, since=1.0)
+    if expected:
+        actions += end.start("s", 4, 100, 61.0) + end.computed("s", [chunk(0, 1, 2)], 0, False, 61.0)
+    assert posts(actions) == [] and told(actions) == [Gone("r", "decode has given up by now")]
+
+
 def test_a_long_prefill_has_decode_register_again_while_its_engine_works(end: Outbound) -> None:
     assert end.tick(11.0) == []  # no step since it was registered: nothing to tell
     end.stepped(11.5)

@@ -53,6 +53,7 @@ class History:
             self.write_ends: 10,
             self.a_moment_passes: 6,
             self.an_engine_dies: 0.1,
+            self.prefill_is_stopped_for_long: 0.3,
             self.prefill_is_preempted: 2,
             **dict.fromkeys(troubles, 0.7),
         }
@@ -196,6 +197,12 @@ class History:
 
     def a_long_time_passes(self) -> None:
         self.world.tick(11.0)
+
+    def prefill_is_stopped_for_long(self) -> None:
+        """Decode has given up by then, and its blocks are others'."""
+        engine = self.random.choice(list(self.world.prefills.values()))
+        if not engine.dead:
+            self.world.stop(engine.name, seconds=self.random.choice([3.0, 25.0]))
 
     def a_false_alarm(self) -> None:
         """The fleet takes a living engine for dead; it answers within the grace it is given."""

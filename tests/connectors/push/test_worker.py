@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import zlib
 from types import SimpleNamespace
 from typing import Any
@@ -167,6 +168,19 @@ def test_after_a_write_failed_on_a_cut_link_the_next_request_is_transferred(equa
     prefill(equal, "second", NEAR)
     equal.end_writes()
     assert nixl.told() == [wire.Landed("r-second")]
+
+
+def test_what_was_registered_while_this_process_was_stopped_may_have_run_out(equal: Any, monkeypatch: Any) -> None:
+    """Decode frees its blocks when a registration has run out unanswered: nothing may be written into them then."""
+    equal.step(started=[Started("s", 2, 32)], computed=[Computed("s", 0, 0, ((1, 2),), True)])
+    later = time.monotonic() + 61
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    equal.hear("D/0", order("s", 7, 8, decode=NEAR))
+    assert not equal.nixl_wrapper.writes
+    assert wire.Gone("r-s", "decode has given up by now") in equal.nixl_wrapper.told()
+    equal.step(started=[Started("t", 2, 32)], computed=[Computed("t", 0, 0, ((1, 2),), True)])
+    equal.hear("D/0", order("t", 7, 8, decode=NEAR))
+    assert equal.nixl_wrapper.writes
 
 
 def test_agents_stay_until_no_write_uses_them(equal: Any) -> None:
