@@ -58,13 +58,14 @@ def _mixed(found: Mapping[str, Any]) -> list[str]:
         "",
     ]
     head = ["system", "requests/s asked", "chats: ITL P50, ms", "ITL P99, ms", "TTFT P99, s", "documents: TTFT P99, s"]
-    head += ["goodput, 1/s", "ours / it: ITL P99", "goodput"]
+    head += ["requests not answered", "goodput, 1/s", "ours / it: ITL P99", "goodput"]
     rows = []
     for name, by_rate in found["systems"].items():
         for rate, f in by_rate.items():
             ours = found["systems"].get(OURS, {}).get(rate)
             row = [name, rate, f"{f['chat_itl_p50_s'] * 1e3:.1f}", f"{f['chat_itl_p99_s'] * 1e3:.1f}"]
-            row += [f"{f['chat_ttft_p99_s']:.2f}", f"{f['document_ttft_p99_s']:.2f}", f"{f['goodput']:.2f}"]
+            row += [f"{f['chat_ttft_p99_s']:.2f}", f"{f['document_ttft_p99_s']:.2f}"]
+            row += [f"{f['errors']:g}", f"{f['goodput']:.2f}"]
             more = [_ratio(ours, f, "chat_itl_p99_s"), _ratio(ours, f, "goodput")] if name != OURS else ["", ""]
             rows.append([*row, *more])
     return [*lines, *_table(head, rows), "", *_who(found), ""]

@@ -10,6 +10,8 @@ from benchmarks.peers.environments import PeerError
 from benchmarks.peers.processes import running
 from benchmarks.peers.report import write
 from benchmarks.peers.systems import Model, Serving, System
+from orchestrator.simulator.real.client import Timing
+from orchestrator.simulator.real.drive import Run, Sent
 from orchestrator.wire.addresses import free_ports
 
 FIGURES = {"requests_per_s": 10.0, "ttft_p50_s": 0.02, "ttft_p99_s": 0.04, "tpot_p50_s": 0.01, "cpu_s": 0.05}
@@ -72,3 +74,23 @@ def test_one_in_four_of_the_mixed_load_is_a_document():
     documents = sum(arrival.prompt_tokens == peers.DOCUMENT[0] for arrival in load.arrivals)
     assert load.rate == pytest.approx(10.0, rel=0.2)
     assert documents == pytest.approx(len(load.arrivals) / 4, abs=1)
+
+
+def test_the_mixed_load_tells_chats_from_documents_and_names_what_was_not_answered(tmp_path):
+    def answered(prompt_tokens: int, gap_s: float) -> Sent:
+        timing = Timing(prompt_tokens, 3, ttft_s=0.1, tpot_s=gap_s, gaps_s=[gap_s, gap_s])
+        return Sent(0.0, 1.0, timing)
+
+    def run(chat_gap_s: float) -> Run:
+        sent = [answered(peers.CHAT[0] + 2, chat_gap_s), answered(peers.DOCUMENT[0] + 2, 0.9)]
+        return Run("u", "l", [*sent, Sent(0.0, 1.0, None, "answered 503")], 2.0, 0.1)
+
+    systems = {
+        name: {0.5: peers._of_mixed(run(gap))} for name, gap in (("orchestrator", 0.02), ("two aggregated", 0.08))
+    }
+    assert systems["orchestrator"][0.5]["chat_itl_p99_s"] == 0.02  # documents' gaps are not among them
+    mixed = {"rounds": 1, "objectives": peers.OBJECTIVES, "systems": systems, "failed": {}}
+    write({"versions": {}, "mixed": mixed}, tmp_path)
+    text = (tmp_path / "peers.md").read_text()
+    assert "| orchestrator | 0.5 | 20.0 | 20.0 | 0.10 | 0.10 | 1 | 0.50 |  |  |" in text
+    assert "| two aggregated | 0.5 | 80.0 | 80.0 | 0.10 | 0.10 | 1 | 0.50 | 0.25 | 1.00 |" in text
