@@ -47,7 +47,7 @@ from orchestrator.types import (
 from orchestrator.wire.messages import PROTOCOL_VERSION
 
 RESULTS = Path(__file__).parent / "results"
-REFERENCES = ["round_robin", "least_requests", "power_of_two", "least_tokens", "dynamo_cost"]
+REFERENCES = ["round_robin", "least_requests", "power_of_two", "least_tokens", "prefix_hash", "llm_d", "dynamo_cost"]
 BURSTY = next(case for case in CASES if case.name == "bursty")
 CHOICE_CASES = ["azure", "bursty", "heavy_tailed", "mooncake"]
 QUICK = 0.2  # of the requests

@@ -20,15 +20,14 @@ import msgspec
 
 from orchestrator.config.settings import SLOConfig
 from orchestrator.simulator.loads import LOADS, PHASES, synthetic
-from orchestrator.simulator.plan import AUTO, FIXED, WARM_UP
+from orchestrator.simulator.plan import AUTO, FIELD_WAYS, FIXED, WARM_UP
 from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.report import SHARES, Report, goodputs, report
-from orchestrator.simulator.settings import CONDITIONAL, Settings, stack
+from orchestrator.simulator.settings import Settings, stack
 from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.trace import Load, at_rate, first, read_trace, repeated
 
 SPLITS = (2, 4, 8, 10, 14)  # prefill workers of 16, beside none
-FIELD = ("field:round_robin", "field:least_requests", "field:dynamo_cost", CONDITIONAL)
 STEP = 1.03  # between two rates that are told apart
 FIELD_TOLERANCE, FIELD_START = 0.1, 0.4  # where their search begins, as a share of ours
 LEAST_OF_AUTO = 0.92  # the search for the best split begins at this share of what the automatic one bears
@@ -119,7 +118,7 @@ def measure(case: Case, traces: Path, half: int, share_of_requests: float) -> di
         ways["ours"]["goodput"],
         ways["aggregated"],
     )
-    for name in FIELD:
+    for name in FIELD_WAYS:
         ways[name] = goodput_of(half, name, FIELD_TOLERANCE, start * FIELD_START)
     return {
         "profile": case.profile,

@@ -240,6 +240,7 @@ class RequestInfo(msgspec.Struct, frozen=True):
     priority: int = 0
     # Why this request must be prefilled where it decodes ("n", "prompt_logprobs", ...), or None.
     local_only: str | None = None
+    prefix_key: int | None = None  # for all prompts that begin alike
 
 
 class PrefillJob(msgspec.Struct, frozen=True):

@@ -95,7 +95,15 @@ class SLOConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     decode_choice: Literal[
-        "kv_blocks", "kv_prefix", "round_robin", "least_requests", "power_of_two", "least_tokens", "dynamo_cost"
+        "kv_blocks",
+        "kv_prefix",
+        "round_robin",
+        "least_requests",
+        "power_of_two",
+        "least_tokens",
+        "dynamo_cost",
+        "llm_d",
+        "prefix_hash",
     ] = "kv_prefix"
     # A prompt is prefilled remotely or where it decodes: by predicted times, or, where a number is given, remotely when
     # that many of its tokens are cached nowhere.

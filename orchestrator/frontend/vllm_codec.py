@@ -10,7 +10,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from orchestrator.frontend import edge
-from orchestrator.policy.prefix_keys import reusable_keys, salt_of
+from orchestrator.policy.prefix_keys import key_of_beginning, reusable_keys, salt_of
 from orchestrator.router.codec import Batch
 from orchestrator.router.request import Asked, Failure
 from orchestrator.types import RequestInfo
@@ -27,6 +27,7 @@ class VllmCodec:
         if request.resumable:
             raise VLLMValidationError("streaming input is not supported over a fleet of engines")
         sampling = request.sampling_params
+        keys = _prefix_keys(request, block_size)
         info = RequestInfo(
             id=request.request_id,
             prompt_tokens=len(request.prompt_token_ids or ()),
@@ -34,6 +35,7 @@ class VllmCodec:
             arrived_at=request.arrival_time,
             priority=request.priority,
             local_only=_why_local(request),
+            prefix_key=key_of_beginning(keys, block_size),
         )
         context = edge.current.get()
         return Asked(
@@ -42,7 +44,7 @@ class VllmCodec:
             label=context.request_id if context else request.external_req_id or request.request_id,
             resumable=sampling is not None and _can_continue(sampling),
             early_token=sampling is not None and _same_first_token(sampling),
-            prefix_keys=_prefix_keys(request, block_size),
+            prefix_keys=keys,
             received_at=context.received_at if context else request.arrival_time,
             tell=context.tell if context else None,
         )

@@ -10,7 +10,15 @@ import random
 from collections.abc import Callable, Sequence
 
 from orchestrator.policy.candidate import EXPECTED_OUTPUT_TOKENS, Candidate, DecodeChoice
-from orchestrator.policy.references import DynamoCost, LeastRequests, LeastTokens, PowerOfTwo, RoundRobin
+from orchestrator.policy.references import (
+    DynamoCost,
+    LeastRequests,
+    LeastTokens,
+    LlmD,
+    PowerOfTwo,
+    PrefixHash,
+    RoundRobin,
+)
 from orchestrator.types import RequestInfo
 
 
@@ -82,6 +90,8 @@ _POLICIES: dict[str, Callable[[random.Random], DecodeChoice]] = {
     "power_of_two": PowerOfTwo,
     "least_tokens": LeastTokens,
     "dynamo_cost": DynamoCost,
+    "llm_d": LlmD,
+    "prefix_hash": PrefixHash,
 }
 POLICY_NAMES = tuple(_POLICIES)
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from xxhash import xxh3_64_intdigest
 
 TOKEN_BYTES = 4
+BEGINNING_TOKENS = 256
 
 
 def salt_of(lora: str | None, cache_salt: str | None) -> int:
@@ -36,6 +37,12 @@ def reusable_keys(tokens: Sequence[int], block_size: int, salt: int = 0) -> list
     """Keys of the blocks that a prompt can take from a cache: its last token is always computed."""
     keys = prefix_keys(tokens, block_size, salt)
     return keys[:-1] if len(keys) * block_size == len(tokens) else keys
+
+
+def key_of_beginning(keys: Sequence[int], block_tokens: int) -> int | None:
+    """The same for all prompts that begin alike: the key of the first `BEGINNING_TOKENS`, or of as many as have keys.
+    None where none has."""
+    return keys[min(len(keys), max(1, BEGINNING_TOKENS // block_tokens)) - 1] if keys else None
 
 
 class EventTranslator:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from types import MappingProxyType
 
 from orchestrator.policy.candidate import Candidate, DecodeChoice
 from orchestrator.types import RequestInfo
@@ -82,6 +84,52 @@ class DynamoCost(_Least):
         return self.overlap_weight * prefill_tokens / candidate.block_size + decode_blocks
 
 
+class LlmD(_Least):
+    """llm-d's scorers for separate prefill and decode workers: the cached share of the prompt with weight 2, and with
+    weight 1 how short the queue is between the shortest (1) and the longest (0). The highest sum wins.
+
+    llm-d reads queues from metrics; here they include what was placed since the last report. Source:
+    github.com/llm-d/llm-d-router, deploy/config/pd-epp-config.yaml, and its prefix-cache-scorer and queue-scorer.
+    """
+
+    prefix_weight, queue_weight = 2.0, 1.0
+
+    def __call__(self, request: RequestInfo, candidates: Sequence[Candidate]) -> Candidate | None:
+        waiting = [candidate.waiting for candidate in candidates]
+        self._longest, self._shortest = max(waiting, default=0), min(waiting, default=0)
+        return super().__call__(request, candidates)
+
+    def load(self, request: RequestInfo, candidate: Candidate) -> float:
+        spread = self._longest - self._shortest
+        room = (self._longest - candidate.waiting) / spread if spread else 1.0
+        return -(self.prefix_weight * candidate.cached_tokens / request.prompt_tokens + self.queue_weight * room)
+
+
+class PrefixHash(LeastRequests):
+    """Consistent hashing of the prompt's first 256 tokens with bounded loads: the worker that they hash to, or the one
+    with fewest requests where it has more than 1.25 times the mean.
+
+    Rendezvous hashing stands for the ring. Source: github.com/lightseekorg/smg, model_gateway/src/policies,
+    prefix_hash.rs with its defaults.
+    """
+
+    load_factor = 1.25
+
+    def __call__(self, request: RequestInfo, candidates: Sequence[Candidate]) -> Candidate | None:
+        key = request.prefix_key
+        if not candidates or key is None:
+            return super().__call__(request, candidates)
+        named = max(candidates, key=lambda candidate: _weight(candidate.worker_id, key))
+        requests = sum(self.load(request, candidate) for candidate in candidates) + 1
+        if self.load(request, named) <= self.load_factor * requests / len(candidates):
+            return named
+        return super().__call__(request, candidates)
+
+
+def _weight(worker_id: str, prefix_key: int) -> bytes:
+    return blake2b(worker_id.encode(), key=prefix_key.to_bytes(8, "little"), digest_size=8).digest()
+
+
 CONDITIONAL_TOKENS, CONDITIONAL_SHARE = 2048, 0.7
 
 
@@ -93,3 +141,18 @@ def dynamo_bypass(prompt_tokens: int, cached_tokens: int) -> bool:
     """
     new_tokens = max(0, prompt_tokens - cached_tokens)
     return new_tokens < CONDITIONAL_TOKENS and new_tokens / max(1, prompt_tokens) < CONDITIONAL_SHARE
+
+
+LLM_D_NON_CACHED_TOKENS = 16
+
+
+def llm_d_bypass(prompt_tokens: int, cached_tokens: int) -> bool:
+    """llm-d's prefix-based decider: the same, with fewer uncached tokens there than this.
+
+    Source: github.com/llm-d/llm-d-router, deploy/config/pd-epp-config.yaml.
+    """
+    return prompt_tokens - cached_tokens < LLM_D_NON_CACHED_TOKENS
+
+
+# By name: which prompts stay on the decode worker that was chosen for them, by prompt tokens and cached tokens.
+BYPASSES: Mapping[str, Callable[[int, int], bool]] = MappingProxyType({"dynamo": dynamo_bypass, "llm_d": llm_d_bypass})

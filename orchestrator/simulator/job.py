@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from orchestrator.policy.candidate import EXPECTED_OUTPUT_TOKENS
+from orchestrator.policy.prefix_keys import key_of_beginning
 from orchestrator.simulator.trace import Arrival
 from orchestrator.types import RequestInfo
 
@@ -32,12 +33,15 @@ class Job:
         "local_tokens",
         "outcome",
         "placed_at",
+        "prefix_key",
         "uncached",
     )
 
-    def __init__(self, number: int, arrival: Arrival) -> None:
+    def __init__(self, number: int, arrival: Arrival, unit_tokens: int) -> None:
+        """`unit_tokens`: of the load whose arrival it is."""
         self.id = number
         self.arrival = arrival
+        self.prefix_key = key_of_beginning(arrival.keys, unit_tokens)
         self.generated = 0  # output tokens that the client has
         self.first_at: float | None = None
         self.done_at: float | None = None
@@ -64,7 +68,12 @@ class Job:
     def info(self) -> RequestInfo:
         """What a router knows of it: not how much it will generate."""
         return RequestInfo(
-            str(self.id), self.prompt_tokens, 16 * EXPECTED_OUTPUT_TOKENS, self.arrival.at, self.arrival.priority
+            str(self.id),
+            self.prompt_tokens,
+            16 * EXPECTED_OUTPUT_TOKENS,
+            self.arrival.at,
+            self.arrival.priority,
+            prefix_key=self.prefix_key,
         )
 
 

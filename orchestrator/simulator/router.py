@@ -18,7 +18,7 @@ from orchestrator.policy.policies import Policies, Waiting
 from orchestrator.policy.predict import Predictor
 from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.policy.ratio.reuse import ReuseCounter
-from orchestrator.policy.references import dynamo_bypass
+from orchestrator.policy.references import BYPASSES
 from orchestrator.simulator.job import Job, Phase, Stay
 from orchestrator.simulator.settings import Settings
 from orchestrator.simulator.view import PoolView
@@ -112,7 +112,7 @@ class Router:
         if prefill is None or decode is None:
             self.reasons["reject:no_worker"] += 1
             return False
-        if self.stack.conditional and dynamo_bypass(job.prompt_tokens, decode.cached_tokens):
+        if self.stack.bypass and BYPASSES[self.stack.bypass](job.prompt_tokens, decode.cached_tokens):
             self.reasons["local:push"] += 1
             self._submit(job, decode.worker_id, "local", max(1, job.prompt_tokens - decode.cached_tokens))
             return True

@@ -26,7 +26,7 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     name: str
     config: Config
     dispatch: Literal["queue", "push"] = "queue"
-    conditional: bool = False  # where pushed: prompts may stay on the decode worker, as Dynamo decides
+    bypass: str = ""  # where pushed: whose rule (`policy.references.BYPASSES`) keeps prompts on the decode worker
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -53,7 +53,8 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "ours:reject": {"slo": {"admission": "reject"}},
 }
 # What knows of prefixes in the field; the others route blind.
-_PREFIX_AWARE = {"dynamo_cost", "kv_prefix"}
+_PREFIX_AWARE = {"dynamo_cost", "kv_prefix", "llm_d"}
+_BYPASS = {CONDITIONAL: "dynamo", FIELD + "llm_d": "llm_d"}
 
 
 def stack_names() -> list[str]:
@@ -75,7 +76,7 @@ def stack(name: str, config: Config = SHIPPED) -> Stack:
     if not name.startswith(FIELD):
         return Stack(name=name, config=fixed)
     field = changed(fixed, {"routing": {"prefix_index": choice in _PREFIX_AWARE}, "slo": {"admission": "off"}})
-    return Stack(name=name, config=field, dispatch="push", conditional=name == CONDITIONAL)
+    return Stack(name=name, config=field, dispatch="push", bypass=_BYPASS.get(name, ""))
 
 
 def changed(config: Config, sections: dict[str, dict[str, Any]]) -> Config:

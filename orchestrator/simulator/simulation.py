@@ -43,7 +43,7 @@ class Simulation:
         self.settings, self.load = settings, load
         self.now = 0.0
         self.router = Router(settings, load.unit_tokens, self, self._end)
-        self.jobs = [Job(n, arrival) for n, arrival in enumerate(load.arrivals)]
+        self.jobs = [Job(n, arrival, load.unit_tokens) for n, arrival in enumerate(load.arrivals)]
         self.left = len(self.jobs)
         self.busy_s: dict[str, float] = {}  # by worker, at the last arrival
         self.usage: list[tuple[float, float, float]] = []  # (time, max, mean) block usage over decode workers

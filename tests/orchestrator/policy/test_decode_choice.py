@@ -2,18 +2,27 @@
 
 from collections import Counter
 
+import msgspec
 import pytest
 
 from orchestrator.policy.candidate import Candidate
 from orchestrator.policy.decode_choice import POLICY_NAMES, decode_choice
-from orchestrator.policy.references import dynamo_bypass
+from orchestrator.policy.references import dynamo_bypass, llm_d_bypass
 from orchestrator.types import RequestInfo
 
 REQUEST = RequestInfo(id="r", prompt_tokens=1600, max_new_tokens=160, arrived_at=0.0)
 
 
-def worker(name: str, free: int, total: int = 1000, running: int = 0, waiting_tokens: int = 0, cached: int = 0):
-    return Candidate(name, total, free, 16, running, waiting=0, waiting_tokens=waiting_tokens, cached_tokens=cached)
+def worker(
+    name: str,
+    free: int,
+    total: int = 1000,
+    running: int = 0,
+    waiting_tokens: int = 0,
+    cached: int = 0,
+    waiting: int = 0,
+):
+    return Candidate(name, total, free, 16, running, waiting, waiting_tokens=waiting_tokens, cached_tokens=cached)
 
 
 def test_kv_blocks_takes_most_free_relative_to_the_pool():
@@ -78,6 +87,40 @@ def test_dynamo_cost_weighs_overlap_against_blocks_in_use():
     assert choose(REQUEST, [worker("a", 500), worker("b", 350, cached=1600)]).worker_id == "a"
 
 
+def test_llm_d_weighs_the_cached_share_twice_against_the_shortness_of_the_queue():
+    choose = decode_choice("llm_d")
+    half = REQUEST.prompt_tokens // 2
+    queues = [worker("short", 500), worker("long", 500, waiting=8)]
+    assert choose(REQUEST, queues).worker_id == "short"
+    hit = [worker("short", 500), worker("long", 500, waiting=8, cached=half + 16)]
+    assert choose(REQUEST, hit).worker_id == "long", "more than half of the prompt outweighs the longest queue"
+    less = [worker("short", 500), worker("long", 500, waiting=8, cached=half - 16)]
+    assert choose(REQUEST, less).worker_id == "short"
+    equal = Counter(choose(REQUEST, [worker("a", 500), worker("b", 10)]).worker_id for _ in range(200))
+    assert min(equal["a"], equal["b"]) > 50, "equal queues tell nothing, whatever memory is free"
+
+
+def test_prompts_that_begin_alike_go_to_one_worker_unless_it_has_too_many_requests():
+    choose = decode_choice("prefix_hash")
+    workers = [worker(name, 500, running=4) for name in "abcd"]
+    named = {}
+    for key in range(100):
+        request = msgspec.structs.replace(REQUEST, prefix_key=key)
+        named[key] = choose(request, workers).worker_id
+        assert choose(request, workers[::-1]).worker_id == named[key]
+    counts = Counter(named.values())
+    assert set(counts) == set("abcd") and max(counts.values()) < 50
+    left = [candidate for candidate in workers if candidate.worker_id != "a"]
+    for key, name in named.items():
+        if name != "a":  # consistent: only what the worker that left had goes elsewhere
+            assert choose(msgspec.structs.replace(REQUEST, prefix_key=key), left).worker_id == name
+    busy = msgspec.structs.replace(workers[0], running=6)  # with the new one 4.75 on average: more than 1.25 times that
+    mine = next(key for key, name in named.items() if name == "a")
+    assert choose(msgspec.structs.replace(REQUEST, prefix_key=mine), [busy, *left]).worker_id != "a"
+    at_most = msgspec.structs.replace(workers[0], running=5)
+    assert choose(msgspec.structs.replace(REQUEST, prefix_key=mine), [at_most, *left]).worker_id == "a"
+
+
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_every_policy_takes_one_of_the_candidates_or_none(name):
     choose = decode_choice(name)
@@ -97,3 +140,8 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
 )
 def test_dynamos_conditional_disaggregation_keeps_what_is_short_and_mostly_cached(prompt, cached, stays):
     assert dynamo_bypass(prompt, cached) is stays
+
+
+@pytest.mark.parametrize(("cached", "stays"), [(984, False), (985, True), (1000, True)])
+def test_llm_ds_decider_keeps_a_prompt_with_fewer_than_16_uncached_tokens(cached, stays):
+    assert llm_d_bypass(1000, cached) is stays

@@ -2,7 +2,7 @@
 
 import xxhash
 
-from orchestrator.policy.prefix_keys import EventTranslator, prefix_keys, reusable_keys, salt_of
+from orchestrator.policy.prefix_keys import EventTranslator, key_of_beginning, prefix_keys, reusable_keys, salt_of
 
 TOKENS = list(range(40))
 
@@ -60,3 +60,14 @@ def test_the_format_is_what_the_module_says():
 
 def test_a_salt_may_be_any_text_that_json_can_hold():
     assert salt_of(None, "\ud800") not in (0, salt_of(None, "?"))
+
+
+def test_prompts_that_begin_alike_have_one_key_for_it():
+    same, other = list(range(256)), list(range(1, 257))
+    for block_tokens in (16, 128, 256):
+        keys = [prefix_keys(begin + [end] * 512, block_tokens) for begin in (same, other) for end in (1, 2)]
+        one, two, three, four = (key_of_beginning(each, block_tokens) for each in keys)
+        assert one == two != three == four
+    assert key_of_beginning([7], 16) == 7, "of as many blocks as there are"
+    assert key_of_beginning([7, 8], 512) == 7, "of one block at least"
+    assert key_of_beginning([], 0) is None
