@@ -123,7 +123,8 @@ class Membership:
     async def _hear(self) -> None:
         views, take_load = self._fleet.workers, self._fleet.take_load
         while True:
-            messages = await self._transport.receive_published(self._pause_s())
+            pause_s = self._pause_s()
+            messages = await self._transport.receive_published(pause_s)
             now = time.monotonic()
             for message in messages:
                 view = views.get(message.worker_id)
@@ -136,6 +137,8 @@ class Membership:
                     self._prefixes.take_load(message, now)
                 else:
                     self._prefixes.take_events(message, now)
+            if pause_s:  # of a large fleet many reports come between two requests, which are not to wait for them
+                self._fleet.apply_changes()
 
     def _pause_s(self) -> float:
         pause_s = len(self._fleet.workers) * READ_PAUSE_S_PER_WORKER

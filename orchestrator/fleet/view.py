@@ -216,7 +216,7 @@ class Fleet:
         Of many decode workers only the best. Quiet workers are considered only when there is no other. So are those in
         `avoid`, and then only the first of them. With a `generation` those alone that KV of it may pass to.
         """
-        self._apply_changes()
+        self.apply_changes()
         usable, block_size = self._decode or self._quiet, self.block_size
         at_decode: dict[str, int] = {}
         at_prefill: dict[str, int] = {}
@@ -240,7 +240,7 @@ class Fleet:
 
     def ready(self, role: Role) -> int:
         """How many workers could take a request of that role now. Nobody waits for a quiet prefill worker."""
-        self._apply_changes()
+        self.apply_changes()
         if role is Role.PREFILL and len(self._generations) > 1:
             decoded = self._decoded_generations()
             return sum(self.workers[name].info.generation in decoded for name in self._prefill)
@@ -264,7 +264,7 @@ class Fleet:
 
     def others_than(self, worker_id: str) -> bool:
         """Whether another decode worker could take over from this one: one that is not quiet too."""
-        self._apply_changes()
+        self.apply_changes()
         return bool(self._decode.keys() - {worker_id})
 
     def claims(self) -> bool:
@@ -302,7 +302,8 @@ class Fleet:
             if view.disconnected_at is not None:
                 view.disconnected_at = min(now, view.disconnected_at + late_s)
 
-    def _apply_changes(self) -> None:
+    def apply_changes(self) -> None:
+        """Take in what workers told since the last time. Whoever asks for candidates does so first."""
         if not self._changed:
             return
         for worker_id in self._changed:

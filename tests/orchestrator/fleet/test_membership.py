@@ -253,3 +253,35 @@ async def test_a_worker_with_a_bad_address_is_left_out_with_one_line(scene, capl
     assert [record.getMessage() for record in caplog.records].count(
         "left out worker bad: 'tcp://nonsense' is not an address like tcp://127.0.0.1:5000"
     ) == 1
+
+
+@pytest.mark.parametrize(("workers", "before_a_request_asks"), [(200, True), (40, False)])
+async def test_what_many_workers_told_does_not_wait_for_a_request(workers, before_a_request_asks):
+    ranked = []
+
+    def standing(candidate):
+        ranked.append(candidate.worker_id)
+        return 0.0
+
+    class Published:
+        """One batch of reports, then silence."""
+
+        batches = [[WorkerLoad(f"d{number}", 2, 100, 50, 3, 0, 0, 1.0) for number in range(workers)]]
+
+        async def receive_published(self, pause_s):
+            return self.batches.pop() if self.batches else await asyncio.Event().wait()
+
+    fleet = Fleet("f", standing)
+    for number in range(workers):
+        info = worker_info(f"d{number}", f"e{number}")
+        fleet.upsert(info, 0.0)
+        fleet.take_load(WorkerLoad(info.id, 1, 100, 90, 0, 0, 0, 1.0), 0.0)
+        fleet.workers[info.id].connected = True
+    assert fleet.ready(Role.DECODE) == workers
+    ranked.clear()
+    membership = Membership(None, fleet, Published(), PrefixView(lambda *_: True), 10.0, *(print,) * 3)
+    hearing = asyncio.create_task(membership._hear())
+    await asyncio.sleep(0.05)
+    assert (len(ranked) == workers) is before_a_request_asks
+    assert fleet.ready(Role.DECODE) == workers and len(ranked) == workers
+    hearing.cancel()
