@@ -71,9 +71,10 @@ class RegistryWatch:
     async def read(self) -> None:
         """Read now, and hand the snapshot on. Redis being away changes nothing but `redis_away_since`."""
         try:
+            workers, orders = await self._registry.workers_and_orders()
             self.snapshot = Snapshot(
-                workers=await self._registry.workers(),
-                orders=await self._registry.orders(),
+                workers=workers,
+                orders=orders,
                 frontends=await self._registry.frontends(),
                 launchers=await self._registry.launchers(),
                 desired=await self._registry.desired(),

@@ -121,18 +121,21 @@ class Registry:
 
     async def workers(self) -> dict[str, WorkerInfo]:
         """All live workers. One whose hash cannot be read is logged and left out."""
-        return {name: info for name, (info, _) in (await self._see_workers()).items() if info is not None}
+        return (await self.workers_and_orders())[0]
 
-    async def _see_workers(self) -> dict[str, tuple[WorkerInfo | None, WorkerOrders]]:
-        """Reads those that changed since they were read last."""
-        for since in (self._version, b"0"):
+    async def workers_and_orders(self) -> tuple[dict[str, WorkerInfo], dict[str, WorkerOrders]]:
+        """All live workers, and what those were told that have not done it yet: one reading, since who reads one after
+        the other may see a worker drain, and not that it is to restart."""
+        for since in (self._version, b"0"):  # those that changed since they were read last
             self._version, ids, rows = await self._call("workers_since", since)
             names, seen = [text(name) for name in ids], self._seen
             seen |= {(name := text(row[0])): self._see(name, fields_of(row[1])) for row in rows}
             self._seen = {name: seen[name] for name in names if name in seen}
             if len(self._seen) == len(names):  # else somebody was away for a while, and came back unchanged
                 break
-        return self._seen
+        workers = {name: info for name, (info, _) in self._seen.items() if info is not None}
+        told = {name: orders for name, (_, orders) in self._seen.items()}
+        return workers, {name: one for name, one in told.items() if one.role or one.drain or one.restart}
 
     def _see(self, worker_id: str, fields: dict[str, str]) -> tuple[WorkerInfo | None, WorkerOrders]:
         orders = orders_of(fields.get("order_role"), fields.get("order_drain"), fields.get("order_sequence"))
@@ -149,11 +152,6 @@ class Registry:
         except (KeyError, ValueError) as error:
             self._complain(worker_id, f"{type(error).__name__}: {error}")
             return None
-
-    async def orders(self) -> dict[str, WorkerOrders]:
-        """Orders that live workers have not carried out yet. Workers without orders are left out."""
-        seen = {name: orders for name, (_, orders) in (await self._see_workers()).items()}
-        return {name: orders for name, orders in seen.items() if orders.role or orders.drain or orders.restart}
 
     async def order_role(self, worker_id: str, role: Role) -> None:
         """Tell a worker to take a role. The order stays until the worker clears it. Raises UnknownWorker."""

@@ -77,8 +77,7 @@ class Steering:
         return True
 
     async def _seen(self) -> list[SeenWorker]:
-        orders = await self._registry.orders()
-        workers = await self._registry.workers()
+        workers, orders = await self._registry.workers_and_orders()
         return [see(info, orders.get(worker_id), owned=False) for worker_id, info in workers.items()]
 
     async def _desired(self) -> DesiredRatio:

@@ -1,11 +1,16 @@
 """What a launcher reads from one snapshot of the registry."""
 
+from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock
+
 import msgspec
 import pytest
-from support_redis import worker
+from support_redis import fresh_namespace, running_server, worker
 
-from orchestrator.launch.registry_watch import Snapshot
-from orchestrator.store.registry import Frontend
+from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
+from orchestrator.store.client import connect
+from orchestrator.store.registry import Frontend, Registry
 from orchestrator.types import WorkerState
 
 
@@ -20,3 +25,29 @@ def test_a_fleet_is_connected_when_each_serving_frontend_reaches_all_ready_worke
     leaving = {"old": Frontend("old", "", "2", reaches=0)}
     snapshot = Snapshot(workers={info.id: info for info in [*ready, loading]}, frontends=serving | leaving)
     assert snapshot.connected() is connected
+
+
+@pytest.mark.slow  # a server of its own
+async def test_a_worker_that_leaves_while_the_registry_is_read_is_there_with_its_orders_or_not_at_all(tmp_path: Path):
+    """One that drains without an order to restart counts as leaving for good, and another would be started for it."""
+    with running_server(tmp_path) as server:
+        redis = await connect(server.url, 5)
+        registry, other = (Registry(redis, namespace) for namespace in [fresh_namespace()] * 2)
+        await registry.join(worker("a"), 60)
+        await registry.order_restart("a")
+        call = redis.call
+
+        async def then_it_is_gone(library: Any, function: str, *args: Any) -> Any:
+            answer = await call(library, function, *args)
+            if function == "workers_since":
+                redis.call = call  # type: ignore[method-assign]
+                await other.leave("a")
+            return answer
+
+        redis.call = then_it_is_gone  # type: ignore[method-assign]
+        watch = RegistryWatch(registry, AsyncMock())
+        await watch.read()
+        assert watch.snapshot.workers.keys() == {"a"} and watch.snapshot.orders["a"].restart
+        await watch.read()
+        assert watch.snapshot.workers == watch.snapshot.orders == {}
+        await redis.aclose()

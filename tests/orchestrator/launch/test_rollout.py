@@ -56,15 +56,16 @@ class Leader:
 
     async def sees(self, others: dict[str, Launcher]) -> set[str]:
         """Act on what is there now. Returns who has been told to restart."""
+        workers, orders = await self.registry.workers_and_orders()
         snapshot = Snapshot(
-            workers=await self.registry.workers(),
-            orders=await self.registry.orders(),
+            workers=workers,
+            orders=orders,
             launchers={"a": Launcher(generation=self.workers.setup.generation), **others},
             rollout=await self.registry.configuration.rollout(),
             read_at=self.now,
         )
         await self.rolling.follow(snapshot, leads=True)
-        return set(await self.registry.orders())
+        return set((await self.registry.workers_and_orders())[1])
 
 
 @pytest.fixture

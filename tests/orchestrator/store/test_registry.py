@@ -357,10 +357,12 @@ async def test_only_workers_that_changed_are_read_again(registry, redis):
     await registry.join(worker("new"), TTL_S)
     await registry.order_drain("w7")
     assert await rows() == 3
-    assert (await registry.workers())["w3"].role is Role.DECODE and set(await registry.orders()) == {"w7"}
-    await registry.clear_orders("w7", (await registry.orders())["w7"].sequence)
+    workers, orders = await registry.workers_and_orders()
+    assert workers["w3"].role is Role.DECODE and set(orders) == {"w7"}
+    await registry.clear_orders("w7", orders["w7"].sequence)
     await registry.leave("w5")
-    assert not await registry.orders() and len(await registry.workers()) == 20
+    workers, orders = await registry.workers_and_orders()
+    assert not orders and len(workers) == 20
     await redis.flushall()
     await registry.join(worker("w1", Role.DECODE), TTL_S)
     assert {name: info.role for name, info in (await registry.workers()).items()} == {"w1": Role.DECODE}
