@@ -54,6 +54,9 @@ COMMANDS = {
 }
 
 
+_DEMANDS = ("parser", "exists", "writable", "resolve_path", "path_type")  # which typer alone meets
+
+
 class PlainValue:
     """What a word of the command line means to an option. Text, paths and numbers in range are read here: typer asks
     pydantic, even where no value is given, and to import that takes longer than most commands take to answer."""
@@ -68,7 +71,8 @@ class PlainValue:
             return () if many else None
         if kind == list[str] and many:
             return list(value)
-        if kind in (str, Path, int, float) and not many:
+        demands = any(getattr(limits, name) for name in _DEMANDS) or not (limits.file_okay and limits.dir_okay)
+        if kind in (str, Path, int, float) and not many and not demands:
             with contextlib.suppress(ValueError):
                 read = kind(value)
                 if (limits.min is None or read >= limits.min) and (limits.max is None or read <= limits.max):

@@ -11,9 +11,11 @@ import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from orchestrator.cli.main import COMMANDS, load, main
 from orchestrator.launch.host.redis_server import EmbeddedRedis
@@ -95,6 +97,25 @@ UNREAD = {"yaml"}  # no file is read
 def test_a_command_imports_what_it_needs(arguments: list[str], not_needed: set[str]):
     """Importing Redis's client, or pydantic, alone takes a third of the 0.3 s that a command may take."""
     assert imported(*arguments) & not_needed == set()
+
+
+def test_what_an_option_demands_beyond_a_plain_value_is_checked():
+    app = typer.Typer()
+
+    @app.command()
+    def command(
+        there: Annotated[Path, typer.Option(exists=True)] = Path("/"),
+        file: Annotated[Path, typer.Option(dir_okay=False)] = Path("none"),
+        size: Annotated[int, typer.Option(parser=lambda word: int(word) * 1024, min=0)] = 0,
+        share: Annotated[float, typer.Option(min=0, max=1, clamp=True)] = 0,
+    ) -> None:
+        print(size, share)
+
+    def run(*arguments: str) -> str:
+        return CliRunner().invoke(app, arguments).output
+
+    assert run("--size", "2", "--share", "7") == "2048 1.0\n"
+    assert "does not exist" in run("--there", "/nowhere") and "is a directory" in run("--file", "/")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
