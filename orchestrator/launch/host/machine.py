@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import re
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from orchestrator.types import Role
 
 # vLLM's default for gpu_memory_utilization is near 1: a worker without a number of its own has its GPUs to itself.
 _WHOLE_GPU = 1.0
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # for each rank of an engine on CPU
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -46,9 +48,8 @@ class MachineShares:
             self.device, self._gpus = "CUDA", GpuShares(gpus)
         else:
             self.device = "CPU"
-            workers = config.workers.prefill.replicas + config.workers.decode.replicas
-            most_ranks = max(ranks(config, role) for role in Role)
-            self._cores = CoreShares(find_cores(), workers, config.frontend.most_replicas, most_ranks)
+            all_ranks = sum(pool(config, role).replicas * ranks(config, role) for role in Role)
+            self._cores = CoreShares(find_cores(), all_ranks, config.frontend.most_replicas)
 
     def take(self, owner: str, role: Role, config: Config | None = None) -> Share:
         """This worker's share; the same one again until it is given back. `config`, where it is another by now, says
@@ -58,8 +59,9 @@ class MachineShares:
             utilization = engine_args(config, role).get("gpu_memory_utilization")
             gpus = self._gpus.take(owner, ranks(config, role), utilization)
             return Share(env={"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
-        if self._cores is not None and (cores := self._cores.take(owner)):
-            return Share(["--cores", ",".join(map(str, cores))])
+        if self._cores is not None:
+            cores = self._cores.take(owner, ranks(config, role))
+            return Share(["--cores", ",".join(map(str, cores))]) if cores else Share(env=_ONE_THREAD)
         return Share()
 
     def give_back(self, owner: str) -> None:
@@ -83,23 +85,29 @@ class MachineShares:
 
 
 class CoreShares:
-    """Hands out equal runs of neighbouring cores, one run per worker.
+    """Hands out runs of neighbouring cores to workers, equally many for each rank of theirs.
 
-    The compute threads of a worker wait for each other at every layer, so two workers that share a core are each far
-    slower than half as fast. On larger machines some cores stay free for the frontends, which are not pinned.
+    The compute threads of a rank wait for each other at every layer, so two workers that share cores are each far
+    slower than half as fast. Where there are more ranks than cores, nobody is pinned: one that loads could wait for
+    minutes behind one that is busy on the same core. On larger machines some cores stay free for the frontends, which
+    are not pinned.
     """
 
-    def __init__(self, cores: Sequence[int], workers: int, frontends: int, ranks: int = 1) -> None:
+    def __init__(self, cores: Sequence[int], ranks: int, frontends: int) -> None:
+        """`ranks`: of all workers together."""
         spare = min(frontends, len(cores) // 8)
-        size = max(ranks, (len(cores) - spare) // max(1, workers))
-        self._runs = [list(cores[at : at + size]) for at in range(0, len(cores) - size + 1, size)]
+        self._cores, self._of_a_rank = list(cores), (len(cores) - spare) // max(1, ranks)
         self._held: dict[str, list[int]] = {}
 
-    def take(self, owner: str) -> list[int]:
-        """The run that the fewest workers share; empty (not pinned) when there are too few cores for its ranks."""
+    def take(self, owner: str, ranks: int = 1) -> list[int]:
+        """The run that the fewest workers share; empty (not pinned, one thread for each rank) when there are too few
+        cores for all ranks."""
         if owner not in self._held:
-            holders = list(self._held.values())
-            self._held[owner] = min(self._runs, key=holders.count, default=[])
+            size = ranks * min(self._of_a_rank, len(self._cores) // ranks)
+            starts = range(0, len(self._cores) - size + 1, self._of_a_rank) if size else ()
+            shared = Counter(core for held in self._held.values() for core in held)
+            runs = [self._cores[start : start + size] for start in starts]
+            self._held[owner] = min(runs, key=lambda run: sum(shared[core] for core in run), default=[])
         return self._held[owner]
 
     def give_back(self, owner: str) -> None:

@@ -15,13 +15,13 @@ from orchestrator.types import Role
 
 
 def test_two_workers_on_two_cores_have_one_each():
-    shares = CoreShares([0, 1], workers=2, frontends=1)
+    shares = CoreShares([0, 1], ranks=2, frontends=1)
     assert [shares.take("a"), shares.take("b")] == [[0], [1]]
     assert shares.take("a") == [0], "a restarted worker gets its own back"
 
 
 def test_more_workers_than_cores_share_as_evenly_as_can_be():
-    shares = CoreShares([0, 1], workers=2, frontends=1)
+    shares = CoreShares([0, 1], ranks=2, frontends=1)
     taken = [shares.take(name) for name in "abcd"]
     assert sorted(taken) == [[0], [0], [1], [1]]
     shares.give_back("b")
@@ -29,13 +29,31 @@ def test_more_workers_than_cores_share_as_evenly_as_can_be():
 
 
 def test_large_machines_keep_cores_for_frontends():
-    shares = CoreShares(list(range(16)), workers=2, frontends=2)
+    shares = CoreShares(list(range(16)), ranks=2, frontends=2)
     assert shares.take("a") == list(range(7)) and shares.take("b") == list(range(7, 14))
 
 
 def test_a_worker_with_several_ranks_has_a_core_for_each():
-    assert CoreShares([0, 1, 2], workers=3, frontends=0, ranks=2).take("a") == [0, 1]
-    assert CoreShares([0], workers=1, frontends=0, ranks=2).take("a") == [], "too few: not pinned"
+    assert CoreShares([0, 1, 2], ranks=3, frontends=0).take("a", ranks=2) == [0, 1]
+    assert CoreShares([0, 1, 2], ranks=1, frontends=0).take("a", ranks=2) == [0, 1], "more than was configured"
+    assert CoreShares([0], ranks=1, frontends=0).take("a", ranks=2) == [], "too few: not pinned"
+
+
+def test_a_worker_with_fewer_ranks_than_another_has_as_many_cores_for_each():
+    large = CoreShares(list(range(16)), ranks=3, frontends=2)
+    assert [large.take("one"), large.take("two", ranks=2)] == [[0, 1, 2, 3], list(range(4, 12))]
+    small = CoreShares([0, 1], ranks=3, frontends=1)
+    assert [small.take("two", ranks=2), small.take("one")] == [[], []], "more ranks than cores: nobody is pinned"
+
+
+def test_where_there_are_more_ranks_than_cores_each_has_one_thread(monkeypatch):
+    monkeypatch.setattr("orchestrator.launch.host.machine.find_gpus", list)
+    monkeypatch.setattr("orchestrator.launch.host.machine.find_cores", lambda: [0, 1])
+    config = parse_config({"model": "m", "workers": {"decode": {"engine_args": {"tensor_parallel_size": 2}}}})
+    shares = MachineShares(config)
+    assert shares.take("p", Role.PREFILL) == shares.take("d", Role.DECODE) == Share(env={"OMP_NUM_THREADS": "1"})
+    one_rank_each = MachineShares(parse_config({"model": "m"}))
+    assert one_rank_each.take("p", Role.PREFILL) == Share(["--cores", "0"])
 
 
 def test_gpus_are_neighbours_and_exclusive():
