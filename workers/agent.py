@@ -18,9 +18,10 @@ import msgspec
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.parent import EXIT_AGAIN, own_identity
 from orchestrator.store.client import Redis, RedisAway
+from orchestrator.store.fields import Heartbeat
 from orchestrator.store.log_levels import LogLevels, follow_log_level
 from orchestrator.store.queue import PrefillQueue
-from orchestrator.store.registry import Heartbeat, IncompatibleWorker, Registry
+from orchestrator.store.registry import IncompatibleWorker, Registry
 from orchestrator.types import Departed, Role, WorkerInfo
 from orchestrator.wire.addresses import Listening
 from orchestrator.wire.curve import KeyPair
@@ -30,7 +31,7 @@ from workers.attempts import Attempts
 from workers.claims import ClaimLoop
 from workers.engine import Engine, EngineDead, EngineInfo
 from workers.lifecycle import Drain, Life, Lifecycle, Moves
-from workers.peers import FRONTEND_GONE_S, FRONTENDS_CHECK_S, Frontends, Peers, refuse_twin
+from workers.peers import FRONTEND_GONE_S, FRONTENDS_CHECK_S, Frontends, IdInUse, Peers, refuse_twin
 from workers.prefills import Prefills
 from workers.reports import LoadReporter, PrefixReporter
 from workers.serving import Serving
@@ -215,7 +216,7 @@ class Agent:
         error = None if task.cancelled() else task.exception()
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        if isinstance(error, IncompatibleWorker):
+        if isinstance(error, IncompatibleWorker | IdInUse):
             raise error  # found when it entered again after Redis had lost it
         self._exit_code = EXIT_ENGINE_DEAD
         if isinstance(error, EngineDead):
@@ -234,7 +235,7 @@ class Agent:
         self._load.close()
         try:
             if self.joined:  # else the entry of this id, if any, is another's
-                await self._registry.leave(self.worker_id)
+                await self._registry.leave(self.worker_id, self._current().kv.engine_id)
         except RedisAway as error:
             log.warning("left without notice: %s", error)
         try:
@@ -253,10 +254,7 @@ class Agent:
         self.life.enter(Life.READY)
         while not self._ended.is_set():
             try:
-                me, other = self._current(), await self._registry.worker(self.worker_id)
-                if other is None or other.kv.engine_id != me.kv.engine_id:  # else only the answer to `join` was lost
-                    await refuse_twin(other)
-                await self._registry.join(me, self._config.workers.timeout_s)
+                await self._registry.replace(self._current(), self._config.workers.timeout_s, refuse_twin)
                 self.joined = True
                 break
             except RedisAway as error:
@@ -283,7 +281,8 @@ class Agent:
         while True:
             try:
                 last = self._told.last_departure if self._peers.concerned else ""
-                self._told = await self._registry.refresh(self._current(), self._config.workers.timeout_s, last)
+                timeout_s = self._config.workers.timeout_s
+                self._told = await self._registry.refresh(self._current(), timeout_s, last, refuse_twin)
                 self._note_redis(None)
                 self._peers.note(self._told.departed, idle=not self._load.held)
                 await self._moves.obey(self._told.orders)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import msgspec
 
-from orchestrator.types import ALWAYS_EQUAL, EngineIdentity, EngineSpeed, KVEndpoint, Role, WorkerInfo
+from orchestrator.types import ALWAYS_EQUAL, Departed, EngineIdentity, EngineSpeed, KVEndpoint, Role, WorkerInfo
 
 _ROLES = {role.value for role in Role}
 _KV, _SPEED = "kv_", "speed_"  # before the names of a KV endpoint's fields, and of a speed's
@@ -19,6 +20,16 @@ class WorkerOrders(msgspec.Struct, frozen=True):
     drain: bool = False
     restart: bool = False  # drain, and say by the exit code that another process is to follow
     sequence: int = 0
+
+
+class Heartbeat(msgspec.Struct, frozen=True):
+    """What a worker is told when it says that it is there. So it need not hear of all others."""
+
+    orders: WorkerOrders = WorkerOrders()
+    workers: int = 1  # in the fleet, itself included
+    decodes: bool = True  # KV of its generation could pass to a decode worker, or all workers are of one generation
+    departed: list[Departed] = []  # since the departure that it named
+    last_departure: str = ""  # to name next time
 
 
 def worker_to_fields(info: WorkerInfo) -> dict[str, str]:
@@ -72,3 +83,12 @@ def orders_of(role: str | None, drain: str | None, sequence: str | None) -> Work
     known_role = Role(role) if role in _ROLES else None
     number = int(sequence) if sequence and sequence.isdigit() else 0
     return WorkerOrders(known_role, drain == "yes", drain == "restart", number)
+
+
+def heartbeat(reply: list[Any]) -> Heartbeat:
+    """What `tell` of the registry's functions returns."""
+    orders, departed = orders_of(*(text(part) for part in reply[1:4])), []
+    for row in reply[7]:
+        with contextlib.suppress(msgspec.DecodeError):  # of a later version
+            departed.append(msgspec.json.decode(row, type=Departed, strict=False))
+    return Heartbeat(orders, reply[4], bool(reply[5]), departed, text(reply[6]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -18,8 +18,10 @@ from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.configuration import Configuration
 from orchestrator.store.events import RegistryEvent, Resync, decode_change
 from orchestrator.store.fields import (
+    Heartbeat,
     WorkerOrders,
     fields_of,
+    heartbeat,
     member,
     milliseconds,
     orders_of,
@@ -28,7 +30,7 @@ from orchestrator.store.fields import (
     worker_to_fields,
 )
 from orchestrator.store.keys import REGISTRY, Keys
-from orchestrator.types import ALWAYS_EQUAL, Departed, DesiredRatio, EngineIdentity, Offered, Role, WorkerInfo
+from orchestrator.types import ALWAYS_EQUAL, DesiredRatio, EngineIdentity, Offered, Role, WorkerInfo
 
 log = logging.getLogger("pd.registry")
 
@@ -36,6 +38,7 @@ PRUNE_S = 1.0  # a member whose key expires announces nothing: heartbeats of wor
 STAYS = 9  # heartbeats that only say that the entry stands, after one that writes it: whatever was damaged is mended
 _OFFERED = "offered_"  # before the names of a frontend's counts, which change without an event
 _ROLES = {role.value for role in Role}
+Refuse = Callable[[WorkerInfo], Awaitable[None]]  # raises where this other worker of the same id may live
 _IDENTITY = [*ALWAYS_EQUAL, *(name for name in EngineIdentity.__struct_fields__ if name not in ALWAYS_EQUAL)]
 
 
@@ -45,16 +48,6 @@ class IncompatibleWorker(Exception):
 
 class UnknownWorker(LookupError):
     """An order for a worker that is not in the fleet."""
-
-
-class Heartbeat(msgspec.Struct, frozen=True):
-    """What a worker is told when it says that it is there. So it need not hear of all others."""
-
-    orders: WorkerOrders = WorkerOrders()
-    workers: int = 1  # in the fleet, itself included
-    decodes: bool = True  # KV of its generation could pass to a decode worker, or all workers are of one generation
-    departed: list[Departed] = []  # since the departure that it named
-    last_departure: str = ""  # to name next time
 
 
 class Frontend(msgspec.Struct, frozen=True):
@@ -98,26 +91,37 @@ class Registry:
         """Enter the fleet, without orders. Raises IncompatibleWorker when KV cannot pass to or from a live worker."""
         await self._put_worker(info, ttl_s, fresh=True)
 
-    async def refresh(self, info: WorkerInfo, ttl_s: float, last_departure: str = "") -> Heartbeat:
-        """The heartbeat: stay for `ttl_s` more, with this role and state. Returns the orders not yet cleared, and who
-        departed since `last_departure`; with none named, nobody.
+    async def replace(self, info: WorkerInfo, ttl_s: float, refuse: Refuse) -> None:
+        """`join` in the place of who is registered under this id. Raises what `refuse` does, too."""
+        other, mine = await self.worker(info.id), (info.kv.engine_id, info.request_address)
+        # With its engine only the answer to `join` was lost; with its address the entry is damaged.
+        if other is not None and other.kv.engine_id != mine[0] and other.request_address != mine[1]:
+            await refuse(other)
+        await self.join(info, ttl_s)
 
-        Enters again when Redis has lost this worker, and then raises IncompatibleWorker as `join` does.
+    async def refresh(self, info: WorkerInfo, ttl_s: float, heard: str = "", refuse: Refuse | None = None) -> Heartbeat:
+        """The heartbeat: stay for `ttl_s` more, with this role and state. Returns the orders not yet cleared, and who
+        departed since the departure `heard`; with none named, nobody.
+
+        Enters again when Redis has lost this worker, as `join`; or, as `replace`, when another took its id meanwhile.
         """
         (written, times), self._written = self._written, (None, 0)  # where this fails, nobody knows what is there
         reply = None
         if written == info and times < STAYS:
-            reply = await self._call("stay", last_departure, info.id, milliseconds(ttl_s), info.kv.engine_id)
+            reply = await self._call("stay", heard, info.id, milliseconds(ttl_s), info.kv.engine_id)
         if reply is None:
-            told, times = await self._put_worker(info, ttl_s, fresh=False, last_departure=last_departure), 0
+            told, times = await self._put_worker(info, ttl_s, fresh=False, heard=heard), 0
+            if told is None:
+                await (self.replace(info, ttl_s, refuse) if refuse is not None else self.join(info, ttl_s))
+                return Heartbeat(last_departure=heard)
         else:
-            told, times = _heartbeat(reply), times + 1
+            told, times = heartbeat(reply), times + 1
         self._written = info, times
         return told
 
-    async def leave(self, worker_id: str) -> None:
-        """Take a worker out at once: itself when it stops, or whoever saw it die. Idempotent."""
-        await self._call("remove_member", "worker", worker_id)
+    async def leave(self, worker_id: str, engine_id: str = "") -> None:
+        """Take a worker out at once: itself when it stops, by its engine, or whoever saw it die. Idempotent."""
+        await self._call("remove_member", "worker", worker_id, engine_id)
 
     async def workers(self) -> dict[str, WorkerInfo]:
         """All live workers. One whose hash cannot be read is logged and left out."""
@@ -180,15 +184,18 @@ class Registry:
         found = await self._redis.execute_command("HGET", self.keys.worker(worker_id), "kv_engine_id")
         return bool(found == engine_id.encode())
 
-    async def _put_worker(self, info: WorkerInfo, ttl_s: float, fresh: bool, last_departure: str = "") -> Heartbeat:
+    async def _put_worker(self, info: WorkerInfo, ttl_s: float, fresh: bool, heard: str = "") -> Heartbeat | None:
+        """None: another engine is registered under this id."""
         arguments = member("worker", info.id, ttl_s, fresh, _IDENTITY, fields := worker_to_fields(info))
-        reply = await self._call("put_worker", last_departure, *arguments)
-        if (outcome := reply[0]) != b"ok":
+        reply = await self._call("put_worker", heard, *arguments)
+        if (outcome := reply[0]) == b"taken":
+            return None
+        if outcome != b"ok":
             field, theirs, other = (text(part) for part in reply[1:4])
             why = f"{field} is {fields[field]!r}, but the fleet's is {theirs!r} (worker {other})"
             mend = f"start it with the same {field}" if outcome == b"differs" else "let one of them divide the other"
             raise IncompatibleWorker(f"worker {info.id}: {why}; {mend}, or under another namespace")
-        return _heartbeat(reply)
+        return heartbeat(reply)
 
     async def _order(self, worker_id: str, field: str, value: str) -> None:
         if not await self._call("order", "worker", worker_id, field, value):
@@ -338,11 +345,3 @@ class Registry:
 
     async def _call(self, verb: str, *args: Any) -> Any:
         return await self._redis.call(REGISTRY, verb, self.keys.prefix, *args)
-
-
-def _heartbeat(reply: list[Any]) -> Heartbeat:
-    orders, departed = orders_of(*(text(part) for part in reply[1:4])), []
-    for row in reply[7]:
-        with contextlib.suppress(msgspec.DecodeError):  # of a later version
-            departed.append(msgspec.json.decode(row, type=Departed, strict=False))
-    return Heartbeat(orders, reply[4], bool(reply[5]), departed, text(reply[6]))

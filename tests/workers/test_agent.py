@@ -16,6 +16,7 @@ from orchestrator.store.registry import Frontend, IncompatibleWorker, Registry
 from orchestrator.types import Departed, Role, WorkerInfo
 from orchestrator.wire.curve import KeyPair, use_as_client
 from orchestrator.wire.messages import Abort, Call, Hello, Rejected, Submit
+from workers.peers import IdInUse
 
 PROMPT = list(range(100, 400))
 
@@ -271,6 +272,26 @@ async def test_a_join_whose_answer_was_lost_is_no_twin(workers: Workers, monkeyp
     worker = await workers.start(Role.DECODE)
     await until(lambda: worker.agent.joined)
     assert calls == 2 and not worker.task.done()
+
+
+@pytest.mark.parametrize("alive", [True, False])
+async def test_a_worker_whose_id_was_taken_while_it_was_stopped_leaves_it_to_who_lives(
+    workers: Workers, alive: bool
+) -> None:
+    stopped, other = await workers.start(Role.DECODE), await workers.start(Role.DECODE)
+    successor = msgspec.structs.replace(other.info, id=stopped.id)
+    if not alive:
+        successor = msgspec.structs.replace(successor, request_address="tcp://127.0.0.1:1")
+    await workers.registry.join(successor, 60.0)
+    if alive:
+        with pytest.raises(IdInUse, match=f"{stopped.id!r} is in use"):
+            await asyncio.wait_for(asyncio.shield(stopped.task), 10)
+        assert (await workers.registry.workers())[stopped.id] == successor
+    else:
+        async with asyncio.timeout(10):
+            while not await workers.registry.still_has(stopped.id, stopped.info.kv.engine_id):
+                await asyncio.sleep(0.01)
+        assert not stopped.task.done()
 
 
 async def test_what_does_not_end_by_the_drain_deadline_is_given_back(redis_server: EmbeddedRedis) -> None:

@@ -196,7 +196,7 @@ end
 -- args: kind, id, ttl in ms, 'join' or 'refresh', n, m, n names of identity fields, then fields and values. The first m
 -- must be equal on workers of all generations, the others within one.
 -- Returns 'ok', order_role, order_drain, order_sequence; or 'differs', field, the fleet's value, whose; or
--- 'indivisible', 'kv_tp_size', the other's value, whose.
+-- 'indivisible', 'kv_tp_size', the other's value, whose; or 'taken' where a worker does not join and its id is another's.
 local function put_member(keys, args)
   local prefix, kind, id, ttl_ms, joining = keys[1], args[1], args[2], args[3], args[4] == 'join'
   local key, names = member_key(prefix, kind, id), tonumber(args[5])
@@ -207,6 +207,8 @@ local function put_member(keys, args)
 
   typed(key, 'hash')
   local known = redis.call('EXISTS', key) == 1
+  local engine = kind == 'worker' and not joining and redis.call('HGET', key, 'kv_engine_id')
+  if engine and engine ~= mine.kv_engine_id then return { 'taken' } end
   if names > 0 and (joining or not known) then
     local refused = misfit(prefix, kind, id, identity, tonumber(args[6]), mine)
     if refused then return refused end
@@ -296,9 +298,12 @@ local function stay(keys, args)
   return tell(keys, { 'ok', mine[3] or '', mine[4] or '', mine[5] or '0' }, mine[2] or '0', heard)
 end
 
--- args: kind, id. Returns 1 or 2 when something of the member was there, else 0.
+-- args: kind, id, and the engine of a worker that leaves by itself: what another process has put there since stays.
+-- Returns 1 or 2 when something of the member was there, else 0.
 local function remove_member(keys, args)
-  local prefix, kind, id = keys[1], args[1], args[2]
+  local prefix, kind, id, engine = keys[1], args[1], args[2], args[3]
+  local found = (engine or '') ~= '' and redis.pcall('HGET', member_key(prefix, kind, id), 'kv_engine_id')
+  if type(found) == 'string' and found ~= engine then return 0 end
   local mesh_key = kind == 'frontend' and redis.pcall('HGET', member_key(prefix, kind, id), 'mesh_key')
   if type(mesh_key) == 'string' then redis.call('DEL', frontend_key(prefix, mesh_key)) end
   local removed = redis.call('DEL', member_key(prefix, kind, id)) + redis.call('SREM', index_key(prefix, kind), id)

@@ -295,6 +295,39 @@ async def test_a_corrupt_hash_is_left_out_and_mends_itself(registry, redis, capl
     assert set(await registry.workers()) == {"a", "ok"}
 
 
+async def test_an_id_that_another_took_is_not_taken_back_from_one_that_may_live(registry):
+    stopped, moved = worker("a"), msgspec.structs.replace(worker("a"), request_address="tcp://10.0.0.9:1")
+    successor = msgspec.structs.replace(moved, kv=msgspec.structs.replace(moved.kv, engine_id="successor"))
+    asked = []
+
+    async def lives(other):
+        asked.append(other)
+        raise LookupError("it lives")
+
+    await registry.join(stopped, TTL_S)
+    await registry.refresh(stopped, TTL_S, refuse=lives)
+    await registry.join(successor, TTL_S)
+    for _ in range(2):
+        with pytest.raises(LookupError):
+            await registry.refresh(stopped, TTL_S, refuse=lives)
+    await registry.leave("a", stopped.kv.engine_id)
+    assert await registry.workers() == {"a": successor} and asked == [successor] * 2
+    # It is dead after all.
+    await registry.refresh(stopped, TTL_S)
+    assert await registry.workers() == {"a": stopped}
+
+
+async def test_a_damaged_engine_id_is_no_other_engine(registry, redis):
+    await registry.join(worker("a"), TTL_S)
+    await redis.hset(registry.keys.worker("a"), "kv_engine_id", "damaged")
+
+    async def lives(other):
+        raise LookupError("it lives")
+
+    await registry.refresh(worker("a"), TTL_S, refuse=lives)
+    assert await registry.workers() == {"a": worker("a")}
+
+
 async def test_a_key_of_the_wrong_type_is_left_out_and_replaced(registry, redis):
     await registry.join(worker("a"), TTL_S)
     await redis.set(registry.keys.worker("a"), "garbage")
