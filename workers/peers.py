@@ -2,8 +2,9 @@
 
 A frontend is gone when it cannot be reached for a while. An engine has to be proven dead, so that KV transfers with
 it can be ended safely. Leaving the registry is a hint, not a proof: a worker that Redis lost may still be writing into
-our memory. Proof is that neither its agent nor its engine accepts a connection any more, or that its host stays
-unreachable. Only those are probed that matter here, or a fleet that loses many would probe each from everywhere.
+our memory. Proof is that both its agent and its engine refuse connections, or that its host stays unreachable. One that
+is stopped does neither: when it has accepted nothing for long, its host drops what comes. Only those are probed that
+matter here, or a fleet that loses many would probe each from everywhere.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ FRONTENDS_CHECK_S, FRONTEND_GONE_S = 0.25, 1.0
 IDLE_FRONTENDS_CHECK_S = 5.0
 PROBE_TIMEOUT_S = 1.0
 PROBE_INTERVAL_S = 0.5
+NOBODYS_PORT = 9  # a host that is there refuses it
 MAX_LOST = 10_000  # attempts of one frontend that it is told of when it is connected again
 
 
@@ -179,13 +181,20 @@ class Peers:
         while True:
             began = time.monotonic()
             agent = await listening(departed.request_address)
-            engine = None if agent else await probe(departed.kv_host, departed.kv_port)
+            engine, host = None, None
+            if not agent:
+                ports = (departed.kv_port, NOBODYS_PORT)
+                engine, host = await asyncio.gather(*(probe(departed.kv_host, port) for port in ports))
             if agent or engine:
                 unreachable_s = 0.0
                 if await self._is_back(departed):
                     del self._probes[departed.engine_id]
                     return
-            elif agent is engine is False or unreachable_s > self._timeout_s:
+            elif agent is engine is False:
+                break
+            elif host is not None:
+                unreachable_s = 0.0
+            elif unreachable_s > self._timeout_s:
                 break
             await asyncio.sleep(PROBE_INTERVAL_S)
             # If this took longer, it was this process that did not run, which proves nothing.
@@ -209,13 +218,14 @@ class Peers:
 
 
 async def probe(host: str, port: int) -> bool | None:
-    """True: something listens there. False: refused, so nothing does. None: no answer, which proves nothing yet."""
+    """True: something listens there. False: refused, so nothing does. None: no answer, which proves nothing yet, nor
+    does what is no address."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             _, writer = await asyncio.open_connection(host, port)
     except ConnectionRefusedError:
         return False
-    except (OSError, TimeoutError):
+    except (OSError, TimeoutError, ValueError, OverflowError):
         return None
     writer.close()
     with contextlib.suppress(OSError):
@@ -226,4 +236,4 @@ async def probe(host: str, port: int) -> bool | None:
 async def listening(address: str) -> bool | None:
     """`probe` of a tcp:// address."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    return await probe(host.strip("[]"), int(port))
+    return await probe(host.strip("[]"), int(port)) if port.isdecimal() else None

@@ -19,10 +19,10 @@ from workers.peers import Frontends, Peers, listening, probe
 
 
 class Listener:
-    """A port that accepts, until closed."""
+    """A port that accepts, until closed; that `backlog` is of connections that nobody takes."""
 
-    def __init__(self) -> None:
-        self.socket = socket.create_server(("127.0.0.1", 0))
+    def __init__(self, backlog: int | None = None) -> None:
+        self.socket = socket.create_server(("127.0.0.1", 0), backlog=backlog)
         self.port = self.socket.getsockname()[1]
 
 
@@ -128,6 +128,32 @@ async def test_only_departures_that_matter_here_are_probed() -> None:
     watched.peers.note([departed("c", 1, 1)], idle=True)
     assert watched.peers.suspects == {"engine-a", "engine-b"} and not watched.peers.concerned
     await watched.peers.close()
+
+
+async def test_a_stopped_process_is_not_dead_though_its_host_drops_further_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may go on, and with it its WRITEs. What its peers ask meanwhile fills the queues of its sockets."""
+    monkeypatch.setattr(peers_module, "PROBE_TIMEOUT_S", 0.05)
+    ports = Listener(backlog=0), Listener(backlog=0)
+    agent, engine = (port.port for port in ports)
+    watched = Watched("engine-a", timeout_s=0.1)
+    watched.peers.note([departed("a", agent, engine)], idle=False)
+    while await probe("127.0.0.1", agent) or await probe("127.0.0.1", engine):
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(1.0)
+    assert watched.dead == [] and watched.peers.suspects == {"engine-a"}
+    for port in ports:
+        port.socket.close()
+    await until(lambda: watched.dead == ["engine-a"])
+    await watched.peers.close()
+
+
+@pytest.mark.parametrize("address", ["", "tcp://127.0.0.1", "tcp://127.0.0.1:many", "tcp://127.0.0.1:99999"])
+async def test_what_is_no_address_proves_nothing(address: str) -> None:
+    """Whoever wrote Redis may have damaged it: a probe that ends by it would never be made again."""
+    assert await listening(address) is None
+    assert await probe("a..b", 1) is None
 
 
 async def test_an_unreachable_host_is_dead_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
