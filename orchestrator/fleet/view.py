@@ -88,7 +88,10 @@ class WorkerView:
         self._touch()
 
     def disconnect(self, now: float) -> None:
-        """Nothing may be sent to it until it answers a greeting, and it is given up unless that is soon."""
+        """Nothing may be sent to it until it answers a greeting, and it is given up unless that is soon. What was sent
+        and no report has seen may be lost, and no report would say so: it is not counted any more."""
+        self._placed.clear()
+        self._placed_blocks = self._placed_tokens = 0
         self.greeted, self.connected, self.disconnected_at = False, False, now
 
     def hush(self) -> None:
@@ -114,6 +117,15 @@ class WorkerView:
         self._touch()
         return sequence
 
+    def note_unsent(self) -> None:
+        """The submission that was counted last did not leave."""
+        self._uncount(self._placed.pop())
+
+    def _uncount(self, placed: _Placed) -> None:
+        self._placed_blocks -= placed.blocks
+        self._placed_tokens -= placed.tokens
+        self._touch()
+
     def note_load(self, load: WorkerLoad, seen: int, now: float) -> None:
         """Take a load report that includes every submission up to `seen`. Older reports are ignored."""
         self.heard_at = now
@@ -122,13 +134,10 @@ class WorkerView:
             self._touch()
         if self.load is not None and load.sequence <= self.load.sequence:
             return
-        changed = self.load is None or _differ(self.load, load)
+        changed = self.load is None or _counts(self.load) != _counts(load)
         self.load = load
         while self._placed and self._placed[0].sequence <= seen:
-            old = self._placed.popleft()
-            self._placed_blocks -= old.blocks
-            self._placed_tokens -= old.tokens
-            changed = True
+            self._uncount(self._placed.popleft())
         if changed:  # most reports of a large fleet say what the one before said
             self._touch()
 
@@ -321,15 +330,9 @@ class Fleet:
         self._changed.clear()
 
 
-def _differ(one: WorkerLoad, other: WorkerLoad) -> bool:
-    """In what a candidate is made of."""
-    return (one.blocks_free, one.running, one.waiting, one.waiting_tokens, one.blocks_total) != (
-        other.blocks_free,
-        other.running,
-        other.waiting,
-        other.waiting_tokens,
-        other.blocks_total,
-    )
+def _counts(load: WorkerLoad) -> tuple[int, ...]:
+    """What a candidate is made of."""
+    return load.blocks_free, load.running, load.waiting, load.waiting_tokens, load.blocks_total
 
 
 def _put(ordered: dict[str, T], worker_id: str, value: T | None) -> None:

@@ -58,6 +58,7 @@ class Dispatch:
         )
         if not self._transport.send(worker_id, submit, asked.frames):
             active.shun(worker_id)
+            view.note_unsent()
             view.connected = False
             return False
         active.move(to)

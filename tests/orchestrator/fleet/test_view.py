@@ -85,6 +85,22 @@ def test_a_new_process_behind_an_old_name_starts_from_nothing():
     assert fleet.workers["d"].candidate.waiting == 0 and not fleet.workers["d"].connected
 
 
+def test_what_a_connection_that_broke_may_have_lost_is_not_counted_for_ever():
+    """A worker that looked full by it would be given nothing, and so would never report a later submission."""
+    fleet = fleet_of(worker("d"))
+    view = fleet.workers["d"]
+    fleet.take_load(load("d", 1, free=90), now=1.0)
+    lost = [view.note_placed(160, 160) for _ in range(200)][-1]
+    assert view.candidate.blocks_free == 0 and view.candidate.waiting == 200
+    view.disconnect(now=1.5)
+    view.greeted = view.connected = True
+    fleet.take_load(load("d", 2, free=90), now=2.0)
+    assert view.candidate.blocks_free == 90 and view.candidate.waiting == 0 and view.candidate.placed_tokens == 0
+    assert view.note_placed(160, 160) > lost
+    fleet.take_load(load("d", 3, free=80, seen=lost), now=3.0)
+    assert view.candidate.blocks_free == 70 and view.candidate.waiting == 1
+
+
 def test_a_worker_that_was_thought_lost_and_is_found_again_is_counted_as_exactly_as_before():
     fleet = fleet_of(worker("d"))
     seen = [fleet.workers["d"].note_placed(160, 160) for _ in range(500)][-1]  # the worker remembers this

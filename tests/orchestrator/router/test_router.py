@@ -504,6 +504,16 @@ async def test_an_unreachable_worker_is_passed_over():
     assert {worker for worker, _ in bench.submits()} == {"d1"}
 
 
+async def test_what_could_not_be_sent_is_not_counted_against_a_worker():
+    bench = Bench()
+    bench.transport.unreachable = {"d0"}
+    for number in range(3):
+        bench.fleet.workers["d0"].connected = True
+        await bench.router.submit(FakeRequest(f"r{number}", prompt_tokens=10))
+        assert bench.fleet.workers["d0"].candidate.waiting == 0
+    assert bench.fleet.workers["d1"].candidate.waiting == 3
+
+
 async def test_an_abort_reaches_everybody_who_holds_something():
     bench = Bench()
     await bench.router.submit(FakeRequest("queued"))
