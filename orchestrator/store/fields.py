@@ -10,6 +10,7 @@ import msgspec
 from orchestrator.types import ALWAYS_EQUAL, Departed, EngineIdentity, EngineSpeed, KVEndpoint, Role, WorkerInfo
 
 _ROLES = {role.value for role in Role}
+_DIGITS = 16
 _KV, _SPEED = "kv_", "speed_"  # before the names of a KV endpoint's fields, and of a speed's
 
 
@@ -65,6 +66,11 @@ def text(value: bytes) -> str:
     return value.decode(errors="replace")
 
 
+def whole(value: str) -> int:
+    """A count, of which the functions in Redis have none above 2^53; 0 for what is none."""
+    return int(value) if value.isdecimal() and len(value) <= _DIGITS else 0
+
+
 def member(
     kind: str, member_id: str, ttl_s: float, fresh: bool, identity: list[str], fields: dict[str, str]
 ) -> list[Any]:
@@ -81,8 +87,7 @@ def milliseconds(seconds: float) -> int:
 
 def orders_of(role: str | None, drain: str | None, sequence: str | None) -> WorkerOrders:
     known_role = Role(role) if role in _ROLES else None
-    number = int(sequence) if sequence and sequence.isdigit() else 0
-    return WorkerOrders(known_role, drain == "yes", drain == "restart", number)
+    return WorkerOrders(known_role, drain == "yes", drain == "restart", whole(sequence or ""))
 
 
 def heartbeat(reply: list[Any]) -> Heartbeat:

@@ -18,6 +18,7 @@ import msgspec
 from orchestrator.config.settings import QueueConfig
 from orchestrator.store.claim_reply import ClaimReply, raw_bytes, read_reply
 from orchestrator.store.client import Redis, RedisAway
+from orchestrator.store.fields import whole
 from orchestrator.store.keys import QUEUE, Keys
 from orchestrator.types import JobState, PrefillJob, QueueDepth, WindowJob
 
@@ -317,7 +318,7 @@ def cached_text(cached: dict[str, int]) -> str:
 def read_cached(text: str) -> dict[str, int]:
     """What is not of that form is left out."""
     pairs = (part.rpartition("=") for part in text.split())
-    return {name: int(tokens) for name, _, tokens in pairs if name and tokens.isdecimal()}
+    return {name: count for name, _, tokens in pairs if name and (count := whole(tokens))}
 
 
 def _text(value: bytes) -> str:

@@ -26,6 +26,7 @@ from orchestrator.store.fields import (
     milliseconds,
     orders_of,
     text,
+    whole,
     worker_from_fields,
     worker_to_fields,
 )
@@ -253,8 +254,7 @@ class Registry:
         for launcher_id, fields in await self._members("launcher"):
             pairs = (part.partition("=") for part in fields.get("ids", "").split())
             workers = {name: Role(role) for name, _, role in pairs if role in _ROLES}
-            generation = fields.get("generation", "")
-            found[launcher_id] = Launcher(workers, int(generation) if generation.isdigit() else 0)
+            found[launcher_id] = Launcher(workers, whole(fields.get("generation", "")))
         return found
 
     async def claim_id(self, launcher_id: str, role: Role, ttl_s: float, worker_id: str = "") -> str | None:

@@ -15,6 +15,7 @@ from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.events import Changed, DesiredChanged, Joined, Left, Ordered, Resync
 from orchestrator.store.fields import WorkerOrders, worker_from_fields, worker_to_fields
+from orchestrator.store.queue import read_cached
 from orchestrator.store.registry import STAYS, Frontend, IncompatibleWorker, Launcher, Registry, UnknownWorker
 from orchestrator.types import ALWAYS_EQUAL, Departed, EngineIdentity, EngineSpeed, Role, WorkerState
 
@@ -326,6 +327,18 @@ async def test_a_damaged_engine_id_is_no_other_engine(registry, redis):
 
     await registry.refresh(worker("a"), TTL_S, refuse=lives)
     assert await registry.workers() == {"a": worker("a")}
+
+
+@pytest.mark.parametrize("number", ["\u00b2", "9" * 5000, "-1", ""], ids=["superscript", "long", "negative", "empty"])
+async def test_what_is_no_count_ends_neither_a_heartbeat_nor_a_launcher(registry, redis, number):
+    await registry.join(worker("a"), TTL_S)
+    await redis.hset(registry.keys.worker("a"), mapping={"order_role": "prefill", "order_sequence": number})
+    assert (await registry.refresh(worker("a"), TTL_S)).orders == WorkerOrders(Role.PREFILL)
+    assert (await registry.workers_and_orders())[1]["a"].sequence == 0
+    await registry.refresh_launcher("l", Launcher({"a": Role.DECODE}), TTL_S)
+    await redis.hset(f"{registry.keys.prefix}launcher:l", "generation", number)
+    assert await registry.launchers() == {"l": Launcher({"a": Role.DECODE})}
+    assert read_cached(f"a={number} b=7") == {"b": 7}
 
 
 async def test_a_key_of_the_wrong_type_is_left_out_and_replaced(registry, redis):
