@@ -53,7 +53,7 @@ class Serving:
         source: Callable[[str], None],
     ) -> None:
         """`refusal`: why no submission is taken now, or None. `source(engine_id)`: that engine is to push KV here."""
-        self._worker_id = info.id
+        self._worker_id, self._engine_id = info.id, info.kv.engine_id
         self._engine, self._frontends, self._attempts, self._prefills = engine, frontends, attempts, prefills
         self._load, self._prefix, self._refusal, self._source = load, prefix, refusal, source
         self._idle_checked_at = 0.0  # when those frontends were looked at that may have nothing here
@@ -95,6 +95,10 @@ class Serving:
             if older.number >= message.attempt:
                 return None  # a duplicate, or overtaken by its successor
             await self._drop([older])
+        source = message.kv_source
+        if source is not None and source.endpoint.engine_id == self._engine_id:
+            # It has changed its role since. Its engine may hold the prompt, under this key, and could end of a second.
+            return Refusal("this worker prefilled it", leaving=True)
         if self._attempts.get(key) is not None:
             return Refusal("this worker prefills it")
         now = time.monotonic()
@@ -109,16 +113,16 @@ class Serving:
             number=message.attempt,
             frontend_id=frontend_id,
             phase=Phase.DECODE,
-            tokens=0 if message.kv_source is not None else max(1, context_tokens - message.cached_tokens),
+            tokens=0 if source is not None else max(1, context_tokens - message.cached_tokens),
             since=now,
             trial_until=now + message.trial_s if message.trial_s else 0.0,
             suspect=message.suspect,
         )
         self._attempts.add(attempt)
         self._load.added()
-        if message.kv_source is not None:
-            self._source(message.kv_source.endpoint.engine_id)
-        request = EngineRequest(key, Phase.DECODE, payload, message.kv_source, message.resume_tokens)
+        if source is not None:
+            self._source(source.endpoint.engine_id)
+        request = EngineRequest(key, Phase.DECODE, payload, source, message.resume_tokens)
         refusal = await submit(self._engine, request)
         if refusal is not None:
             self._attempts.remove(attempt)

@@ -15,7 +15,7 @@ from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Frontend, IncompatibleWorker, Registry
 from orchestrator.types import Departed, Role, WorkerInfo
 from orchestrator.wire.curve import KeyPair, use_as_client
-from orchestrator.wire.messages import Abort, Call, Hello, Rejected, Submit
+from orchestrator.wire.messages import Abort, Call, Claimed, Hello, Prefilled, Rejected, Submit
 from workers.peers import IdInUse
 
 PROMPT = list(range(100, 400))
@@ -236,6 +236,27 @@ async def test_another_protocol_is_not_welcomed(workers: Workers, caplog: pytest
 
 
 # ---- roles -----------------------------------------------------------------------------------------------------
+
+
+async def test_what_a_worker_prefilled_before_it_became_a_decode_worker_is_decoded_from_the_prompt(
+    workers: Workers,
+) -> None:
+    """Its engine holds the KV still, under the same key: it would refuse a second request, or end of it."""
+    worker = await workers.start(Role.PREFILL)
+    frontend = await workers.frontend(worker)
+    request = frontend.new(PROMPT)
+    await frontend.enqueue(request)
+    await until(lambda: request.got(Prefilled))
+    await workers.registry.order_role(worker.id, Role.DECODE)
+    await workers.registered(worker.id, Role.DECODE)
+    frontend.submit_to(worker.id, request, request.got(Claimed).kv_source)
+    rejected = await until(lambda: request.got(Rejected))
+    assert rejected.leaving and not rejected.final
+    frontend.abort(worker.id, request)
+    request.attempt += 1
+    frontend.submit_to(worker.id, request)
+    await frontend.finished(request)
+    await workers.assert_no_leaks()
 
 
 async def test_role_changes_in_place_once_its_requests_have_ended(workers: Workers) -> None:
