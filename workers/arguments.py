@@ -7,7 +7,6 @@ Starts nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import secrets
@@ -25,10 +24,12 @@ from orchestrator.config.settings import (
     ConfigError,
     check_mesh,
     check_name,
-    load_config,
     parse_config,
     port_range,
+    read_tree,
 )
+from orchestrator.config.shared import merged
+from orchestrator.store.configuration import Version
 from orchestrator.store.servers import redis_elsewhere
 from orchestrator.types import Role
 from orchestrator.wire.addresses import Listening, address_towards, is_local, is_unspecified, resolve
@@ -49,7 +50,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     health_port: int | None = None  # answers /live and /ready; 0 takes a free one
     die_with_parent: bool = False
     id_claimed: bool = False  # by the launcher that starts it
-    generation: int | None = None  # of `config`; None: the one that the fleet has now
+    generation: int | None = None  # of `config`; None: no launcher started this, so the fleet is to be asked
 
 
 class _Parser(argparse.ArgumentParser):
@@ -57,24 +58,25 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def parse(role: Role, arguments: list[str]) -> WorkerSettings:
-    """What is given here goes before what the --config file says. Raises ConfigError; exits 0 after --help."""
+def parse(role: Role, arguments: list[str], fleets: Version | None = None) -> WorkerSettings:
+    """What is given here goes before what the fleet runs, and that before what the --config file says. Raises
+    ConfigError; exits 0 after --help."""
     options, passed_through = _parser(role).parse_known_args(arguments)
     given = {name: getattr(options, name) for name in ("model", "namespace", "engine")}
     overrides = {name: value for name, value in given.items() if value is not None}
-    if options.config is not None:
-        config = load_config(options.config, [f"{name}={json.dumps(value)}" for name, value in overrides.items()])
-    elif options.model is None:
+    if options.config is None and options.model is None:
         raise ConfigError("--model: required when no --config names one")
-    else:
-        config = parse_config(overrides)
+    tree = read_tree(options.config) if options.config is not None else {}
+    config = parse_config(tree | overrides)
+    if fleets is not None:
+        config = parse_config(msgspec.to_builtins(merged(config, fleets.config)) | overrides)
     redis_url = options.redis or redis_elsewhere(config)
     if "://" not in redis_url:
         raise ConfigError(f"--redis: expected redis://, rediss:// or unix://, got {redis_url!r}")
-    merged = engine_args(config, role)
+    of_engine = engine_args(config, role)
     if config.engine == "vllm":
-        merged |= vllm_arguments(passed_through)
-        check_stages(merged, role)
+        of_engine |= vllm_arguments(passed_through)
+        check_stages(of_engine, role)
     elif passed_through:
         raise ConfigError(
             f"{passed_through[0]}: unknown argument; the simulated engine is set up by `sim:` in the --config file"
@@ -88,13 +90,13 @@ def parse(role: Role, arguments: list[str]) -> WorkerSettings:
         bind=bind,
         advertise=options.advertise or config.workers.advertise,
         config=config,
-        engine_args=merged,
+        engine_args=of_engine,
         kv_port=options.kv_port,
         cores=_cores(options.cores),
         health_port=options.health_port,
         die_with_parent=options.die_with_parent,
         id_claimed=options.id_claimed,
-        generation=options.generation,
+        generation=options.generation if fleets is None else fleets.generation,
     )
 
 

@@ -8,6 +8,7 @@ import errno
 import logging
 import os
 import signal
+import socket
 import sys
 import uuid
 from collections.abc import Awaitable, Callable
@@ -17,8 +18,10 @@ import uvloop
 
 from orchestrator.config.engine_args import environment
 from orchestrator.config.settings import ConfigError, check_environment
+from orchestrator.config.shared import differences
 from orchestrator.parent import EXIT_AGAIN, die_with_parent, has_ended, own_identity, report_exit
 from orchestrator.store.client import RedisAway, connect
+from orchestrator.store.configuration import Version
 from orchestrator.store.registry import IncompatibleWorker, Launcher, Registry
 from orchestrator.store.seen import BY_HAND
 from orchestrator.telemetry.logs import set_up as set_up_logging
@@ -54,12 +57,19 @@ def main(role: Role, arguments: list[str]) -> int:
     final = False
     try:
         parsed = parse(role, arguments)
-        os.environ.update(environment(parsed.config, role))
-        check_environment()
         if parsed.die_with_parent:
             die_with_parent(parsed.config.launcher.stop_timeout_s)
+        own = parsed.config
+        if parsed.generation is None:
+            parsed = _as_rolled_out(parsed, arguments)
+        os.environ.update(environment(parsed.config, role))
+        check_environment()
         logging = parsed.config.logging
         set_up_logging(parsed.worker_id, logging.format, logging.level)
+        if keys := ", ".join(differences(own, parsed.config)):
+            log.warning(
+                "configuration %d was rolled out: its values go before this worker's of %s", parsed.generation, keys
+            )
         return uvloop.run(_run(parsed))
     except (ConfigError, IncompatibleWorker) as error:
         why, code, final = str(error), EXIT_USAGE, True
@@ -76,30 +86,52 @@ def main(role: Role, arguments: list[str]) -> int:
     return code
 
 
-async def _run(parsed: WorkerSettings) -> int:
-    """Raises ConfigError, RedisAway, IncompatibleWorker, IdInUse, EngineStartFailed, OSError."""
-    config = parsed.config
+def _as_rolled_out(own: WorkerSettings, arguments: list[str]) -> WorkerSettings:
+    """No launcher started this worker: what the fleet was rolled to goes before what its file says.
+
+    What can never work is said first, whether Redis is there or not. Raises ConfigError, RedisAway.
+    """
+    check_environment(environment(own.config, own.role))
+    _listen(own)[1].close()
+    version = asyncio.run(_rolled_out(own))
+    return own if version is None else parse(own.role, arguments, version)
+
+
+async def _rolled_out(parsed: WorkerSettings) -> Version | None:
+    """What all workers are to run now; None where the fleet runs what it was started with. Raises RedisAway."""
+    redis = await connect(parsed.redis_url, parsed.config.redis.timeout_s)
+    try:
+        rollout = await Registry(redis, parsed.config.namespace).configuration.rollout()
+        return rollout.target if rollout is not None else None
+    finally:
+        await redis.aclose()
+
+
+def _listen(parsed: WorkerSettings) -> tuple[Listening, socket.socket, int]:
+    """Where this worker listens, and a port there that is held until the socket is closed. Raises ConfigError."""
     listening = listening_at(parsed)
     try:
-        held, free_port = hold_port(listening.bind, listening.ports)
+        return listening, *hold_port(listening.bind, listening.ports)
     except OSError as error:
         raise ConfigError(
             f"--bind (workers.bind), workers.ports: cannot listen at {parsed.bind!r} ({error.strerror}); name an "
             "address of this host, or more ports"
         ) from None
+
+
+async def _run(parsed: WorkerSettings) -> int:
+    """Raises ConfigError, RedisAway, IncompatibleWorker, IdInUse, EngineStartFailed, OSError."""
+    config = parsed.config
+    listening, held, free_port = _listen(parsed)
     redis = await connect(parsed.redis_url, config.redis.timeout_s)
     holding: asyncio.Task[None] | None = None
     try:
         registry = Registry(redis, config.namespace)
         if not parsed.id_claimed:
             await _claim_id(registry, parsed)
-        generation = parsed.generation
-        if generation is None:
-            rollout = await registry.configuration.rollout()
-            generation = rollout.target.generation if rollout is not None else 0
         await redis.aclose()  # it connects again when needed: an engine process may be forked now, and inherit it
         engine = _engine(parsed, listening, parsed.kv_port or free_port)
-        agent = Agent(engine, redis, config, parsed.worker_id, parsed.role, listening, generation)
+        agent = Agent(engine, redis, config, parsed.worker_id, parsed.role, listening, parsed.generation or 0)
         loop = asyncio.get_running_loop()
         # A launcher kills after stop_timeout_s; whoever else runs this worker waits until it is drained.
         supervised = parsed.die_with_parent

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -303,9 +304,10 @@ def port_range(config: Config) -> range | None:
     return range(first, last + 1)
 
 
-def check_environment() -> None:
-    """Raises ConfigError where vLLM would unpickle what comes in messages, which runs the code that is in it."""
-    if os.environ.get(_UNPICKLES, "0") not in ("", "0"):
+def check_environment(changes: Mapping[str, str] | None = None) -> None:
+    """Of this process, with `changes`. Raises ConfigError where vLLM would unpickle what comes in messages, which runs
+    the code that is in it."""
+    if {**os.environ, **(changes or {})}.get(_UNPICKLES, "0") not in ("", "0"):
         raise ConfigError(f"{_UNPICKLES}: messages between hosts are never unpickled; unset it, and in workers.env")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -28,3 +28,17 @@ def merged(config: Config, fleets: Mapping[str, Any]) -> Config:
     tree |= {**fleets, **own}
     tree["workers"] = {**tree["workers"], **bound}
     return parse_config(tree)
+
+
+def differences(one: Config, other: Config) -> list[str]:
+    """The keys, as `a.b`, whose values are not the same."""
+    return list(_differing(msgspec.to_builtins(one), msgspec.to_builtins(other), ""))
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any], before: str) -> Iterator[str]:
+    for name in {**one, **other}:
+        was, becomes = one.get(name), other.get(name)
+        if isinstance(was, Mapping) and isinstance(becomes, Mapping):
+            yield from _differing(was, becomes, f"{before}{name}.")
+        elif was != becomes:
+            yield before + name

@@ -39,7 +39,7 @@ from orchestrator.config.engine_args import engine_args, to_command_line
 from orchestrator.config.model import resolve_model
 from orchestrator.config.server_args import uses_tls, uvicorn_options
 from orchestrator.config.settings import Config, ConfigError, check_environment, load_config
-from orchestrator.config.shared import merged
+from orchestrator.config.shared import differences, merged
 from orchestrator.frontend import tracing
 from orchestrator.frontend.access import Access
 from orchestrator.frontend.dashboard.routes import operator_routes, page_routes, stream_routes
@@ -238,8 +238,10 @@ async def the_fleets(config: Config, redis: Redis) -> tuple[Config, int]:
     if rollout is None:
         return config, 0
     version = rollout.settled
-    log.warning("the fleet's configuration %d goes before this file's: there was a rollout", version.generation)
-    return merged(config, version.config), version.generation
+    fleets = merged(config, version.config)
+    if keys := ", ".join(differences(config, fleets)):
+        log.warning("configuration %d was rolled out: its values go before this file's of %s", version.generation, keys)
+    return fleets, version.generation
 
 
 async def serve(

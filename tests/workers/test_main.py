@@ -15,8 +15,11 @@ import psutil
 import pytest
 from support_workers import ROOT, Workers, until
 
+from orchestrator.config.settings import parse_config
+from orchestrator.config.shared import shared
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.parent import EXIT_AGAIN, own_identity
+from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.seen import BY_HAND
 from orchestrator.types import Role, WorkerState
 from orchestrator.wire.addresses import hold_port
@@ -101,6 +104,30 @@ async def test_a_sequence_longer_than_the_memory_is_refused_at_start(workers: Wo
     assert worker.log == [
         "decode-worker: sim.max_model_len: expected at most 160 (sim.blocks x sim.block_size), got 32768"
     ] or worker.log[-1].startswith("decode-worker: sim.max_model_len: expected at most 160")
+
+
+@pytest.mark.slow
+async def test_what_was_rolled_out_goes_before_the_file_and_options_before_both(workers: Workers) -> None:
+    """Whoever starts a worker by hand has the file of before: under the new generation it must run what that means."""
+    first = await workers.spawn(Role.DECODE)
+    was = await workers.registered(first.id)
+    first.kill(signal.SIGTERM)
+    await first.stopped()
+    changed = {"sim": {**workers.tree.get("sim", {}), "blocks": was.blocks_total + 96, "block_size": 32}}
+    fleets = shared(parse_config({**workers.tree, **changed, "workers": {"bind": "192.0.2.7"}}))
+    rollout = Rollout(Version(2, shared(workers.config)), Version(3, fleets))
+    assert await workers.registry.configuration.change_rollout(None, rollout)
+    worker = await workers.spawn(Role.DECODE, "--model", "mine")
+    now = await workers.registered(worker.id)
+    assert (now.generation, now.blocks_total, now.identity.block_size) == (3, was.blocks_total + 96, 32)
+    assert now.identity.model == "mine" and now.request_address.count("127.0.0.1"), "an option, and what is its host's"
+    told = [line for line in worker.log if "configuration 3 was rolled out" in line]
+    assert len(told) == 1 and "sim.blocks" in told[0] and "sim.block_size" in told[0] and "bind" not in told[0]
+    worker.kill(signal.SIGTERM)
+    await worker.stopped()
+    assert await workers.registry.configuration.change_rollout(rollout, rollout.to(Phase.BACK))
+    back = await workers.registered((await workers.spawn(Role.DECODE)).id)
+    assert (back.generation, back.blocks_total) == (2, was.blocks_total)
 
 
 @pytest.mark.slow
