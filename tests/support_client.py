@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,3 +173,18 @@ class FleetClient:
             finally:
                 stopping.set()
                 await asyncio.wait_for(asyncio.gather(*tasks), 180)
+
+
+@contextlib.asynccontextmanager
+async def nobody_fails(
+    fleets: Sequence[FleetClient], prompts: list[Any], concurrency: int, max_tokens: int
+) -> AsyncIterator[None]:
+    """Load on each endpoint while the body runs; every answer is whole, and as it always is: simulated tokens depend on
+    prompt and position only."""
+    truth = [answer.tokens for answer in await fleets[0].ask_all(prompts, concurrency, max_tokens)]
+    async with contextlib.AsyncExitStack() as stack:
+        loads = [await stack.enter_async_context(f.under_load(prompts, concurrency, max_tokens)) for f in fleets]
+        yield
+    answers = [answer for load in loads for answer in load]
+    assert all(loads) and [(a.status, a.error) for a in answers if not a.ok] == []
+    assert all(answer.tokens in truth for answer in answers), "an answer is another, or not whole"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support_client import Answer
+import support_client
 from support_fleet import ROOT, RunningFleet, running_fleet, token_prompt
 from support_redis import running_server
 
@@ -29,14 +29,8 @@ def fleet() -> Iterator[RunningFleet]:
         yield running
 
 
-@asynccontextmanager
-async def nobody_fails(fleet: RunningFleet) -> AsyncIterator[list[Answer]]:
-    """Under load; every answer is whole, and as it always is: simulated tokens depend on prompt and position only."""
-    truth = [answer.tokens for answer in await fleet.ask_all(PROMPTS, concurrency=8, max_tokens=MAX_TOKENS)]
-    async with fleet.under_load(PROMPTS, concurrency=8, max_tokens=MAX_TOKENS) as answers:
-        yield answers
-    assert answers and [(a.status, a.error) for a in answers if not a.ok] == []
-    assert all(answer.tokens in truth for answer in answers)
+def nobody_fails(fleet: RunningFleet) -> contextlib.AbstractAsyncContextManager[None]:
+    return support_client.nobody_fails([fleet], PROMPTS, concurrency=8, max_tokens=MAX_TOKENS)
 
 
 def rollout(fleet: RunningFleet, *arguments: str) -> subprocess.CompletedProcess[str]:
