@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -45,6 +46,8 @@ WorkerArgument = Annotated[str, typer.Argument(help="A worker's id, as `orchestr
 
 OUT = Console(width=None if sys.stdout.isatty() else 200)
 _REDIS_TIMEOUT_S = 2.0
+# A command that follows the fleet for minutes outlives a Redis that fails over or is slow for a while.
+_REDIS_PATIENCE_S, _ASK_AGAIN_S = 60.0, 0.5
 T = TypeVar("T")
 
 
@@ -120,6 +123,20 @@ def ask(handle: FleetHandle, what: Callable[[OpenFleet], Awaitable[T]]) -> T:
             return await what(fleet)
 
     return asyncio.run(connected())
+
+
+async def patiently(what: Callable[[], Awaitable[T]]) -> T:
+    """What `what` returns, asked again while Redis is away. Raises RedisAway when it stays away."""
+    from orchestrator.store.client import RedisAway
+
+    deadline = time.monotonic() + _REDIS_PATIENCE_S
+    while True:
+        try:
+            return await what()
+        except RedisAway:
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(_ASK_AGAIN_S)
 
 
 def print_json(value: Any) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.cli.handle import OUT, NamespaceOption, OpenFleet, RedisOption, ask, find_fleet
+from orchestrator.cli.handle import OUT, NamespaceOption, OpenFleet, RedisOption, ask, find_fleet, patiently
 from orchestrator.config.settings import Refused, WorkersConfig
 from orchestrator.types import Role, WorkerInfo, WorkerState
 
@@ -50,7 +50,7 @@ async def restart(
 ) -> int:
     """Restart the workers of `role`, or all. At most `max_unavailable` of them are not ready at a time, those that died
     meanwhile included. Returns how many were restarted. Raises Refused, also when none becomes ready for `patience_s`,
-    and RedisAway.
+    and RedisAway, when it stays away.
     """
     registry = fleet.registry
     there = await registry.workers()
@@ -62,7 +62,7 @@ async def restart(
     waiting, under_way = sorted(targets), set[str]()
     progress_at = time.monotonic()
     while waiting or under_way:
-        there = await registry.workers()
+        there = await patiently(registry.workers)
         ready = _ready(there)
         for name in sorted(under_way):
             if name in ready and there[name].process != targets[name]:
@@ -91,7 +91,7 @@ async def _order(registry: Registry, worker_id: str) -> bool:
     from orchestrator.store.registry import UnknownWorker
 
     try:
-        await registry.order_restart(worker_id)
+        await patiently(lambda: registry.order_restart(worker_id))
     except UnknownWorker:
         return False
     return True

@@ -6,7 +6,6 @@ Checks what may change, writes the order into Redis, and shows how the launchers
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +23,7 @@ from orchestrator.cli.handle import (
     SetOption,
     ask,
     find_fleet,
+    patiently,
     print_json,
 )
 from orchestrator.cli.look.views import restart_line
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from orchestrator.store.configuration import Rollout, Version
 
 _LOOK_EVERY_S = 0.2
+_LOOKS = 25  # at a Redis that has lost what launchers tell it again within a second or two
 _WENT_BACK = 1  # the exit code when the fleet went back by itself
 # Whose values are the running fleet's: one host's, or what clients and processes that stay rely on.
 _KEPT = ("engine", "redis", "frontend", "launcher", "limits", "security", "workers.bind", "workers.advertise")
@@ -124,21 +125,22 @@ async def _follow(fleet: OpenFleet, generation: int, show: Callable[[Event], Non
     from orchestrator.store.configuration import Phase
     from orchestrator.store.seen import rollout_status
 
+    registry = fleet.registry
     seen: dict[str, tuple[str, int]] = {}
-    said_back, began = False, time.monotonic()
+    said_back, missed = False, 0  # looks, one after the other
     while True:
-        rollout = await fleet.registry.configuration.rollout()
+        rollout = await patiently(registry.configuration.rollout)
         if rollout is None or rollout.new.generation != generation:
-            if time.monotonic() - began > 10 * _LOOK_EVERY_S:  # Redis lost it; a launcher tells it again
+            missed += 1
+            if missed > _LOOKS:  # Redis lost it; a launcher tells it again
                 raise Refused("the rollout is gone from Redis, and no launcher has told it again")
             await asyncio.sleep(_LOOK_EVERY_S)
             continue
-        began = time.monotonic()
         if rollout.phase is Phase.BACK and not said_back:
             said_back = True
             show(Event("going_back", generation=rollout.old.generation, why=rollout.why))
-        now = {name: (info.state.value, info.generation) for name, info in (await fleet.registry.workers()).items()}
-        frontends = await fleet.registry.frontends()
+        workers, frontends = await patiently(registry.workers), await patiently(registry.frontends)
+        now = {name: (info.state.value, info.generation) for name, info in workers.items()}
         now |= {name: ("ready" if f.url else "draining", f.generation) for name, f in frontends.items()}
         for event in _steps(seen, now) if seen else ():
             show(event)
@@ -149,7 +151,8 @@ async def _follow(fleet: OpenFleet, generation: int, show: Callable[[Event], Non
             for url in rollout_status(rollout, frontends).to_restart:
                 show(Event("to_restart", url))
             return rollout
-        if not await fleet.registry.launchers():
+        missed = 0 if await patiently(registry.launchers) else missed + 1
+        if missed > _LOOKS:
             raise Refused("no launcher runs this fleet any more; `orchestrator up` goes on with the rollout")
         await asyncio.sleep(_LOOK_EVERY_S)
 

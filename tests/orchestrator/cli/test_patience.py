@@ -1,0 +1,74 @@
+"""Commands that follow a fleet for minutes, on a Redis that is away for a moment: a real server and registry."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from unittest.mock import Mock
+
+import msgspec
+import pytest
+from support_redis import Server, fresh_namespace, running_server, worker
+
+from orchestrator.cli import handle
+from orchestrator.cli.handle import FleetHandle, OpenFleet, open_fleet, patiently
+from orchestrator.cli.rolling import restart
+from orchestrator.cli.rollout import Event, _follow
+from orchestrator.store.client import RedisAway
+from orchestrator.store.configuration import Phase, Rollout, Version
+from orchestrator.types import Role, WorkerState
+
+pytestmark = pytest.mark.slow  # a server of its own
+
+
+@pytest.fixture
+def server(tmp_path: Path):
+    with running_server(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+async def fleet(server: Server) -> AsyncIterator[OpenFleet]:
+    async with open_fleet(FleetHandle(fresh_namespace(), server.url, None, None)) as fleet:
+        yield fleet
+
+
+async def test_a_rollout_is_followed_through_it(server: Server, fleet: OpenFleet) -> None:
+    begun = Rollout(Version(0, {}), Version(1, {}))
+    configuration, show = fleet.registry.configuration, Mock()
+    assert await configuration.change_rollout(None, begun)
+    assert await fleet.registry.claim_id("launcher", Role.DECODE, 600)
+    following = asyncio.create_task(_follow(fleet, 1, show))
+    await asyncio.sleep(0.1)
+    server.stop()
+    await asyncio.sleep(1)
+    assert not following.done()
+    server.start()
+    assert await patiently(lambda: configuration.change_rollout(None, begun.to(Phase.DONE)))
+    assert (await following).phase is Phase.DONE
+    assert show.mock_calls[-1].args == (Event("done", generation=1),)
+
+
+async def test_a_restart_goes_on_after_it(server: Server, fleet: OpenFleet) -> None:
+    """It orders each worker itself: one that gave up would leave half of them as they were."""
+    registry = fleet.registry
+    infos = [msgspec.structs.replace(worker(name), state=WorkerState.READY, process="1") for name in ("a", "b")]
+    for info in infos:
+        await registry.join(info, 600)
+    restarting = asyncio.create_task(restart(fleet, None, 1, False, 60, Mock()))
+    await asyncio.sleep(0.1)
+    server.stop()
+    await asyncio.sleep(1)
+    assert not restarting.done()
+    server.start()
+    for info in infos:  # each comes back as another process, as a launcher has it
+        await patiently(lambda info=info: registry.join(msgspec.structs.replace(info, process="2"), 600))  # type: ignore[misc]
+    assert await restarting == 2
+
+
+async def test_one_that_stays_away_ends_them(server: Server, fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handle, "_REDIS_PATIENCE_S", 0.0)
+    server.stop()
+    with pytest.raises(RedisAway):
+        await patiently(fleet.registry.workers)
