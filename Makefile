@@ -53,7 +53,7 @@ test-vllm-api: model
 	cd tests && ../$(BIN)/python -m vllm_api --output ../benchmarks/results/vllm_api.txt
 
 test-topology: venv
-	$(BIN)/pytest -m topology tests/e2e/test_topology.py tests/e2e/test_ray.py
+	$(BIN)/pytest -m topology tests/e2e/test_topology.py tests/e2e/test_ray.py tests/e2e/test_ray_real.py
 
 lint: venv
 	$(BIN)/ruff check .

@@ -12,8 +12,6 @@ from typing import Any
 import psutil
 import pytest
 
-from orchestrator.launch.host.redis_server import EmbeddedRedis
-
 # As an operator may set them who wants a dead node noticed within two seconds; Ray reads them from the environment.
 FAST_HEALTH_CHECKS = {
     "RAY_health_check_initial_delay_ms": "0",
@@ -63,11 +61,11 @@ class FakeCluster:
 
 
 @contextlib.contextmanager
-def fake_cluster(store: EmbeddedRedis) -> Iterator[FakeCluster]:
-    """`store` keeps what the head knows, so that it can come back."""
+def fake_cluster(redis_url: str) -> Iterator[FakeCluster]:
+    """That Redis keeps what the head knows, so that it can come back."""
     settings = {
         **FAST_HEALTH_CHECKS,
-        "RAY_REDIS_ADDRESS": store.url.removeprefix("redis://"),
+        "RAY_REDIS_ADDRESS": redis_url.removeprefix("redis://"),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",

@@ -37,7 +37,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
 
 @pytest.fixture(scope="module")
 def cluster(store: EmbeddedRedis) -> Iterator[FakeCluster]:
-    with fake_cluster(store) as cluster:
+    with fake_cluster(store.url) as cluster:
         assert (cluster.add(GPUS), cluster.add(GPUS)) == ADDRESSES
         yield cluster
 

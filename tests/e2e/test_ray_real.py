@@ -1,0 +1,138 @@
+"""Real engines on a Ray cluster of three nodes that are faked on this machine: 1P1D, each engine on a node of its own.
+
+One fleet goes through all of it, in this order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support_client import Answer, FleetClient
+from support_fleet import RunningFleet, small_model, token_prompt
+from support_ray import FakeCluster, fake_cluster, processes_of
+from support_redis import Server, running_server
+
+from orchestrator.store.client import connect
+from orchestrator.store.registry import Registry
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.topology, pytest.mark.timeout(600)]
+
+GPUS = 2  # that a node offers; a worker takes one, so one node has room for both
+PROMPTS = [token_prompt(length, seed=length) for length in (300, 420, 513, 700)]
+MAX_TOKENS, LONG = 16, 400
+# Without prefix caches every remote prefill moves all of its prompt's KV, and a prompt that is asked for again, too.
+ENGINE = {
+    "dtype": "float32",
+    "block_size": 32,
+    "kv_cache_memory_bytes": 256 << 20,
+    "enable_prefix_caching": False,
+}
+LOCAL = {"prompt_logprobs": 0}  # a prompt whose logprobs are asked for is prefilled where it is decoded
+
+
+class RayFleet:
+    """1P1D, and the frontend on the prefill worker's node, which stays."""
+
+    def __init__(self, launcher: RunningFleet, server: Server) -> None:
+        self.launcher, self._url = launcher, server.url
+        launcher.until(lambda: launcher.shape() == (1, 1), "1P1D")
+        (prefill,), (decode,) = launcher.workers("prefill"), launcher.workers("decode")
+        self.stays, self.victim = prefill["host"], decode["host"]
+        self.frontend = FleetClient(asyncio.run(self._frontend_on(self.stays)), launcher.namespace)
+
+    async def _frontend_on(self, host: str) -> str:
+        redis = await connect(self._url, 5)
+        try:
+            frontends = await Registry(redis, self.launcher.namespace).frontends()
+            return next(frontend.url for frontend in frontends.values() if f"//{host}:" in frontend.url)
+        finally:
+            await redis.aclose()
+
+    async def ask(self, prompts: list[Any], max_tokens: int, **more: Any) -> list[list[int]]:
+        return tokens_of(await self.frontend.ask_all(prompts, concurrency=2, max_tokens=max_tokens, **more))
+
+    def placed(self, decision: str) -> float:
+        return self.frontend.metric("pd_placements_total", decision=decision)
+
+
+def tokens_of(answers: list[Answer]) -> list[list[int]]:
+    assert [(answer.status, answer.error) for answer in answers if not answer.ok] == []
+    return [answer.tokens for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def cluster(server: Server) -> Iterator[FakeCluster]:
+    with fake_cluster(server.url) as cluster:
+        for _ in range(2):
+            cluster.add(GPUS)
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def fleet(server: Server, cluster: FakeCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayFleet]:
+    sets = [
+        f"model={small_model(tmp_path_factory.mktemp('model') / 'small')}",
+        f"redis.url={server.url}",
+        "redis.timeout_s=5",
+        "launcher.kind=ray",
+        f"launcher.address={cluster.address}",
+        "launcher.gpus_per_rank=1",
+        "routing.remote_prefill_min_tokens=32",
+        "routing.prefix_index=false",
+        *(f"workers.engine_args.{name}={value}" for name, value in ENGINE.items()),
+    ]
+    launcher = RunningFleet("demo-1p1d-cpu.yaml", *sets)
+    try:
+        yield RayFleet(launcher, server)
+    finally:
+        launcher.http.close()
+        launcher.stop()
+        left = processes_of(launcher.namespace)
+    assert left == [], "`up` ends everything on every node"
+
+
+@pytest.fixture(scope="module")
+def truth(fleet: RayFleet) -> list[list[int]]:
+    """What the decode engine answers by itself, without KV of another."""
+    right = asyncio.run(fleet.ask(PROMPTS, LONG, **LOCAL))
+    assert fleet.placed("remote") == 0
+    return right
+
+
+async def test_kv_passes_between_engines_of_two_nodes(fleet: RayFleet, truth: list[list[int]]) -> None:
+    assert fleet.stays != fleet.victim
+    assert await fleet.ask(PROMPTS, MAX_TOKENS) == [tokens[:MAX_TOKENS] for tokens in truth]
+    assert fleet.placed("remote") == len(PROMPTS)
+    assert fleet.frontend.metric("pd_retries_total") == fleet.frontend.metric("pd_kv_transfer_failures_total") == 0
+
+
+async def test_a_stream_outlives_the_node_that_decodes_it(
+    fleet: RayFleet, cluster: FakeCluster, truth: list[list[int]]
+) -> None:
+    """The prefill engine goes on with it from the tokens that are out, until a decode worker runs again."""
+    frontend = fleet.frontend
+    streams = asyncio.create_task(frontend.ask_all(PROMPTS, concurrency=len(PROMPTS), max_tokens=LONG))
+    (decode,) = frontend.workers("decode")
+    await asyncio.to_thread(
+        frontend.until,
+        lambda: frontend.metric("pd_worker_requests", worker=decode["id"], state="running") == len(PROMPTS),
+        "all are decoded there",
+    )
+    await asyncio.to_thread(cluster.kill, fleet.victim)
+    assert tokens_of(await streams) == truth
+    assert frontend.metric("pd_retries_total") >= len(PROMPTS), "they were not done before"
+    await asyncio.to_thread(frontend.until, lambda: frontend.shape() == (1, 1), "replaced", 120)
+    assert {worker["host"] for worker in frontend.workers()} == {fleet.stays}
+    remote = fleet.placed("remote")
+    assert await fleet.ask(PROMPTS, MAX_TOKENS) == [tokens[:MAX_TOKENS] for tokens in truth]
+    assert fleet.placed("remote") == remote + len(PROMPTS)
+    frontend.assert_no_leaks()
