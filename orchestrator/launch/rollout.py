@@ -175,8 +175,10 @@ class Rolling:
         return next((process for process in ours if cannot_start(process)), None)
 
     def _loading(self, snapshot: Snapshot) -> int:
-        """Workers that are not registered yet, but for those that wait for a machine with room."""
+        """Workers that are not registered yet, but for those that wait for a machine with room. Ours are known before
+        the registry tells of them: in place of a launcher that has just died, say."""
         claimed = {name for launcher in snapshot.launchers.values() for name in launcher.workers}
+        claimed |= self._workers.slots.keys()
         return len(claimed - snapshot.workers.keys() - self._workers.waiting_for_room)
 
     async def _restart(self, worker_id: str, generation: int) -> None:

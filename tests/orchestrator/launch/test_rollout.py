@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -102,6 +103,14 @@ async def test_nobody_is_replaced_before_every_launcher_can_start_a_successor(le
     held = {"decode-0": Role.DECODE, "decode-1": Role.DECODE}
     assert await leader.sees({"b": Launcher(held, 0)}) == set(), "b would start what it has: the old one"
     assert await leader.sees({"b": Launcher(held, 1)}) == {"decode-0"}
+
+
+async def test_who_has_just_been_started_for_a_launcher_that_died_counts_as_loading(leader: Leader):
+    """The registry has been read before: it does not tell of it, and the last that serve would be drained."""
+    leader.workers.slots["decode-2"] = SimpleNamespace(generation=0)
+    assert await leader.sees({}) == set()
+    del leader.workers.slots["decode-2"]
+    assert await leader.sees({}) == {"decode-0"}
 
 
 async def test_a_launcher_that_cannot_prepare_turns_it_back(leader: Leader):
