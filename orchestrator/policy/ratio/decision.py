@@ -112,16 +112,22 @@ def _decision(window: Sequence[LoadSample], current: DesiredRatio, more: int, sl
 
 def _agreed(window: Sequence[LoadSample], current: DesiredRatio, config: RatioConfig, slo: SLOConfig) -> int:
     """How many more workers should prefill, fewer where negative; 0 where the window and its halves disagree."""
-    more = _best_prefill(window, current, config, slo) - current.prefill if window else 0
+    if not window:
+        return 0
+    overfull = _overfull(window, current)
+    more = _best_prefill(window, current, config, slo, overfull) - current.prefill
     middle = len(window) // 2
     for half in (window[:middle], window[middle:]):
-        if more and half and (_best_prefill(half, current, config, slo) - current.prefill) * more <= 0:
+        if more and half and (_best_prefill(half, current, config, slo, overfull) - current.prefill) * more <= 0:
             return 0
     return more
 
 
-def _best_prefill(window: Sequence[LoadSample], current: DesiredRatio, config: RatioConfig, slo: SLOConfig) -> int:
-    """The number of prefill workers that bears most; the current one unless that is a gain that is needed."""
+def _best_prefill(
+    window: Sequence[LoadSample], current: DesiredRatio, config: RatioConfig, slo: SLOConfig, overfull: bool
+) -> int:
+    """The number of prefill workers that bears most; the current one unless that is a gain that is needed, or it is
+    `overfull`: a split that does not hold what decodes is none to keep, whatever others bear of what arrives."""
     total = current.prefill + current.decode
     arriving = traffic(window)
     if arriving is None:
@@ -138,7 +144,7 @@ def _best_prefill(window: Sequence[LoadSample], current: DesiredRatio, config: R
         most = min(most, current.prefill)
     step = max(1, total // MOST_SPLITS)
     caches = caches_of(window, arriving, current)
-    gains = {current.prefill: 1.0}
+    gains = {current.prefill: 0.0 if overfull and current.prefill > most else 1.0}
     for prefills, surer in (
         (range(config.min_prefill, min(most + 1, current.prefill), step), 1.0),
         (range(current.prefill + 1, most + 1, step), TO_PREFILL_SURER),
@@ -149,7 +155,7 @@ def _best_prefill(window: Sequence[LoadSample], current: DesiredRatio, config: R
         if headroom(none, 0, total, msgspec.structs.replace(slo, tpot_s=NEVER_S)) < 1:
             gains[0] = 0.0  # more prompts than it computes, and no queue to hold some back: all would be late
     best = max(gains, key=lambda prefill: (gains[prefill], -abs(prefill - current.prefill)))
-    return best if gains[best] >= 1 + config.gain else current.prefill
+    return best if gains[best] >= gains[current.prefill] * (1 + config.gain) else current.prefill
 
 
 def _gains(
@@ -194,6 +200,11 @@ def _moved(arriving: Traffic, caches: Caches | None, current: DesiredRatio, more
         if kept.local_s >= along.local_s:
             return along
     return msgspec.structs.replace(along, local_s=kept.local_s, local_s2=kept.local_s2)
+
+
+def _overfull(window: Sequence[LoadSample], current: DesiredRatio) -> bool:
+    """Whether more decoded all the time than the decode workers hold."""
+    return all(sample.sequences > sample.max_sequences * current.decode for sample in window)
 
 
 def _growing(window: Sequence[LoadSample]) -> bool:

@@ -147,6 +147,13 @@ def test_where_nothing_could_hold_what_decodes_each_worker_more_helps():
     assert decide(full, full, full, max_step=8).after.prefill < 4
 
 
+def test_a_split_that_does_not_hold_what_decodes_is_left_whatever_others_bear():
+    code = [msgspec.structs.replace(CODE, sequences=count, itl_s=1.0) for count in (4 * 256, 4 * 256 + 1)]
+    assert decide(code[0], code[0]) is None, "more would prefill, by what arrives, and have no room"
+    assert decide(code[1], code[1]).after.prefill == 3, "five workers hold it"
+    assert decide(code[0], code[1]) is None, "it may pass"
+
+
 def test_workers_stay_at_decode_while_ever_more_decodes():
     few, more = (msgspec.structs.replace(CODE, sequences=count, itl_s=1.0) for count in (20, 60))
     assert decide(few, few, few) is not None and decide(more, more, more) is not None
