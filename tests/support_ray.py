@@ -20,6 +20,7 @@ FAST_HEALTH_CHECKS = {
     "RAY_health_check_failure_threshold": "4",
 }
 _STORE_BYTES = 80 << 20
+_TOKEN = secrets.token_hex(32)  # of all clusters: a process reads its token once, whatever its environment says later
 
 
 class FakeCluster:
@@ -67,7 +68,7 @@ def fake_cluster(redis_url: str) -> Iterator[FakeCluster]:
         **FAST_HEALTH_CHECKS,
         "RAY_REDIS_ADDRESS": redis_url.removeprefix("redis://"),
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_AUTH_TOKEN": _TOKEN,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # or Ray takes loopback addresses for one machine
         "PYTHONPATH": str(Path(__file__).parents[1]),
