@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from orchestrator.launch.host.redis_server import server_binary
 from orchestrator.store.client import Redis, RedisAway, connect
 
 TIMEOUT_S = 5.0
+PORTS_TRIED = 5
 BUS_OFFSET = 10_000  # from a cluster node's port to that of its bus
 SERVICE = "fleet"  # what the Sentinel calls the pair
 
@@ -23,9 +25,15 @@ class Node:
     """One server process, on a port of its own."""
 
     def __init__(self, folder: Path, *arguments: str, config: str | None = None) -> None:
-        self.port = free_port()
-        self.address = f"127.0.0.1:{self.port}"
-        own = folder / str(self.port)
+        for _ in range(PORTS_TRIED):
+            self.port = free_port()
+            self.address = f"127.0.0.1:{self.port}"
+            self._start(folder / str(self.port), arguments, config)
+            if self._listens():
+                return
+        raise RuntimeError(f"no server of {PORTS_TRIED} listened on its port; the last was {self.address}")
+
+    def _start(self, own: Path, arguments: tuple[str, ...], config: str | None) -> None:
         own.mkdir()
         command = [server_binary()]
         if config is not None:
@@ -33,6 +41,16 @@ class Node:
             command.append(str(own / "node.conf"))
         command += [*arguments, "--port", str(self.port), "--dir", str(own), "--save", ""]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, cwd=own)
+
+    def _listens(self) -> bool:
+        """False: it has ended, because another program took its port meanwhile."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), TIMEOUT_S):
+                return self.process.poll() is None
+            time.sleep(0.02)
+        self.kill()
+        return False
 
     async def client(self) -> Redis:
         async def connected() -> Redis | None:
