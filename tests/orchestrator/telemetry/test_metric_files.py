@@ -1,0 +1,22 @@
+"""A metric whose first value comes after its folder was removed."""
+
+import pytest
+from prometheus_client import values
+
+from orchestrator.telemetry import metric_files
+
+
+@pytest.mark.parametrize("outlives", [True, False])
+def test_the_first_value_of_a_kind_may_come_after_the_folder_was_removed(tmp_path, monkeypatch, outlives):
+    folder = tmp_path / "run" / "metrics-1"
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(folder))
+    monkeypatch.setattr(values, "MmapedDict", values.MmapedDict)  # as it was, afterwards
+    value_class = values.MultiProcessValue(lambda: "7")
+    if not outlives:
+        with pytest.raises(FileNotFoundError):
+            value_class("summary", "m", "m", (), (), "")
+        return
+    metric_files.outlive_their_folder()
+    value_class("summary", "m", "m", (), (), "").inc(2)
+    assert [path.name for path in folder.iterdir()] == ["summary_7.db"]
+    assert value_class("summary", "m", "m", (), (), "").get() == 2
