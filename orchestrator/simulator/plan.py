@@ -13,15 +13,19 @@ import msgspec
 from orchestrator.config.settings import Config, SLOConfig
 from orchestrator.simulator.profile import Profile
 from orchestrator.simulator.report import SHARES, Goodput, Report, goodputs, report
-from orchestrator.simulator.settings import FIELD, Settings, stack
+from orchestrator.simulator.settings import CONDITIONAL, Settings, stack
 from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.trace import Load, at_rate
 
 MOST_SPLITS = 17  # simulated; of larger fleets a subset, spread evenly
-FIELD_WAYS = tuple(
-    FIELD + name
-    for name in ("round_robin", "least_requests", "power_of_two", "prefix_hash", "llm_d")
-    + ("dynamo_cost", "dynamo_conditional")
+FIELD_WAYS = (
+    "field:round_robin",
+    "field:least_requests",
+    "field:power_of_two",
+    "field:prefix_hash",
+    "field:llm_d",
+    "field:dynamo_cost",
+    CONDITIONAL,
 )
 AUTO, FIXED = "ours", "ours:fixed"
 WARM_UP = 0.25  # of the load's time, which counts for nobody: an empty fleet says nothing, and roles change meanwhile

@@ -279,9 +279,11 @@ async def test_what_many_workers_told_does_not_wait_for_a_request(workers, befor
         fleet.workers[info.id].connected = True
     assert fleet.ready(Role.DECODE) == workers
     ranked.clear()
-    membership = Membership(None, fleet, Published(), PrefixView(lambda *_: True), 10.0, *(print,) * 3)
+    lost: list[str] = []
+    tell = lost.append
+    membership = Membership(None, fleet, Published(), PrefixView(lambda *_: True), 10.0, tell, tell, tell)
     hearing = asyncio.create_task(membership._hear())
     await asyncio.sleep(0.05)
     assert (len(ranked) == workers) is before_a_request_asks
-    assert fleet.ready(Role.DECODE) == workers and len(ranked) == workers
+    assert fleet.ready(Role.DECODE) == workers and len(ranked) == workers and lost == []
     hearing.cancel()
