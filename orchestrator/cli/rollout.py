@@ -29,7 +29,7 @@ from orchestrator.cli.handle import (
 from orchestrator.cli.look.views import restart_line
 from orchestrator.config.engine_args import check_engine_args, engine_args
 from orchestrator.config.settings import Config, Refused, overridden, parse_config, read_tree
-from orchestrator.config.shared import shared
+from orchestrator.config.shared import differing, shared
 from orchestrator.types import Role, WorkerState
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     id: str = ""
     generation: int = 0
     why: str = ""
+    changes: list[str] = []  # keys with the values before and after
 
 
 @app.command("rollout")
@@ -103,7 +104,7 @@ async def _begin(
     wanted = Rollout(running, Version(generation, new), max_unavailable)
     if not await configuration.change_rollout(last, wanted):
         raise Refused("somebody else has just begun a rollout")
-    show(Event("ordered", generation=generation))
+    show(Event("ordered", generation=generation, changes=list(changes(running.config, new))))
     return await _follow(fleet, generation, show)
 
 
@@ -180,6 +181,16 @@ def changed(running: Version, config: Config | None, tree: dict[str, Any]) -> di
     return result | {"namespace": running.config["namespace"], "served_model_name": name_now}
 
 
+def changes(running: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    """What is another than now, `a.b: before -> after`: values of `up --set` that the new file does not have, too. The
+    values of environment variables, which may be secrets, are left out."""
+    for key in differing(running, new):
+        if key == "model" and new[key] == running["served_model_name"]:
+            continue  # its name, of which the launcher made the folder
+        before, after = ("(unset)" if (value := _at(tree, key)) is _UNKNOWN else repr(value) for tree in (running, new))
+        yield key if ".env." in key else f"{key}: {before} -> {after}"
+
+
 def _check_length(old: Config, new: Config) -> None:
     """Frontends let requests in by the old limit while new workers serve them. Raises Refused."""
     was, wanted = engine_args(old, Role.DECODE).get("max_model_len"), engine_args(new, Role.DECODE).get("max_model_len")
@@ -219,7 +230,9 @@ def _steps(before: Mapping[str, tuple[str, int]], now: Mapping[str, tuple[str, i
 def _print(event: Event) -> None:
     match event.event:
         case "ordered":
-            line = f"rolling out generation {event.generation}; Ctrl-C leaves it to the launcher, --abort goes back"
+            what = "".join(f"\n  {change}" for change in event.changes) or " the same configuration"
+            how = "Ctrl-C leaves it to the launcher, --abort goes back"
+            line = f"rolling out generation {event.generation}; {how}:{what}"
         case "going_back":
             line = f"going back to generation {event.generation}: {event.why}"
         case "done":

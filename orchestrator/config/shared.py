@@ -32,13 +32,13 @@ def merged(config: Config, fleets: Mapping[str, Any]) -> Config:
 
 def differences(one: Config, other: Config) -> list[str]:
     """The keys, as `a.b`, whose values are not the same."""
-    return list(_differing(msgspec.to_builtins(one), msgspec.to_builtins(other), ""))
+    return list(differing(msgspec.to_builtins(one), msgspec.to_builtins(other)))
 
 
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any], before: str) -> Iterator[str]:
+def differing(one: Mapping[str, Any], other: Mapping[str, Any], before: str = "") -> Iterator[str]:
     for name in {**one, **other}:
         was, becomes = one.get(name), other.get(name)
         if isinstance(was, Mapping) and isinstance(becomes, Mapping):
-            yield from _differing(was, becomes, f"{before}{name}.")
+            yield from differing(was, becomes, f"{before}{name}.")
         elif was != becomes:
             yield before + name

@@ -25,6 +25,8 @@ from orchestrator.types import WorkerState
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 CONFIG = str(ROOT / "configs" / "sim-2p2d.yaml")
+# The fleet's, so also what is rolled out has them: roles stay, and long prompts are prefilled remotely.
+FLEETS = ("ratio.mode=off", "workers.timeout_s=10", "routing.remote_prefill_min_tokens=100")
 PROMPTS = [token_prompt(20 + 173 * i % 1800, seed=i) for i in range(40)]
 MAX_TOKENS = 40
 LOOK_EVERY_S = 0.02
@@ -47,18 +49,18 @@ class Hosts:
         self.first.until(lambda: self.first.shape() == (2, 2), "2P2D")
 
     def up(self, name: str) -> RunningFleet:
-        sets = ("workers.prefill.replicas=1", "workers.decode.replicas=1", "ratio.mode=off", "workers.timeout_s=10")
-        routing = "routing.remote_prefill_min_tokens=100"
+        sets = ("workers.prefill.replicas=1", "workers.decode.replicas=1", *FLEETS)
         (self._folder / name).mkdir(exist_ok=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("XDG_RUNTIME_DIR", str(self._folder / name))
-            return RunningFleet(
-                "sim-2p2d.yaml", f"redis.url={self._redis_url}", routing, *sets, namespace=self.namespace
-            )
+            return RunningFleet("sim-2p2d.yaml", f"redis.url={self._redis_url}", *sets, namespace=self.namespace)
 
     def cli(self, *arguments: str, check: bool = True) -> str:
         done = self.first.cli(*arguments, "--redis", self._redis_url, check=check)
         return done.stdout + done.stderr
+
+    def rollout(self, change: str, check: bool = True) -> str:
+        return self.cli("rollout", CONFIG, *(f"--set={item}" for item in (change, *FLEETS)), check=check)
 
     def workers_of(self, launcher: RunningFleet) -> dict[str, int]:
         """Of the ready workers those whose processes this launcher runs, with their pids."""
@@ -142,7 +144,7 @@ async def test_a_rollout_replaces_the_workers_of_both(hosts: Hosts) -> None:
     before = hosts.workers_of(hosts.first), hosts.workers_of(hosts.second)
     assert [len(workers) for workers in before] == [2, 2]
     async with hosts.nobody_fails(), hosts.one_away_at_a_time():
-        said = await asyncio.to_thread(hosts.cli, "rollout", CONFIG, "--set", "sim.block_size=32")
+        said = await asyncio.to_thread(hosts.rollout, "sim.block_size=32")
     after = hosts.workers_of(hosts.first), hosts.workers_of(hosts.second)
     assert [workers.keys() for workers in after] == [workers.keys() for workers in before], said
     assert not {*before[0].values(), *before[1].values()} & {*after[0].values(), *after[1].values()}
@@ -153,9 +155,7 @@ async def test_a_rollout_replaces_the_workers_of_both(hosts: Hosts) -> None:
 
 async def test_an_abort_takes_both_back(hosts: Hosts) -> None:
     async with hosts.nobody_fails(), hosts.one_away_at_a_time():
-        rolling = asyncio.create_task(
-            asyncio.to_thread(hosts.cli, "rollout", CONFIG, "--set", "sim.blocks=2000", check=False)
-        )
+        rolling = asyncio.create_task(asyncio.to_thread(hosts.rollout, "sim.blocks=2000", check=False))
         await asyncio.to_thread(
             hosts.first.until,
             lambda: all(hosts.new_of(launcher, 2) for launcher in (hosts.first, hosts.second)),
@@ -186,7 +186,7 @@ async def test_a_launcher_that_dies_leaves_the_rollout_to_the_other(hosts: Hosts
     other = hosts.second if leader is hosts.first else hosts.first
     before = {*generations(other)}
     async with hosts.nobody_fails(other):
-        rolling = asyncio.create_task(asyncio.to_thread(hosts.cli, "rollout", CONFIG, "--set", "sim.blocks=3000"))
+        rolling = asyncio.create_task(asyncio.to_thread(hosts.rollout, "sim.blocks=3000"))
         await asyncio.to_thread(other.until, lambda: before != {*generations(other)}, "a worker is replaced")
         leader.process.kill()
         leader.process.wait(30)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cli.rollout import changed
+from orchestrator.cli.rollout import changed, changes
 from orchestrator.config.settings import ConfigError, Refused, parse_config
 from orchestrator.config.shared import merged, shared
 from orchestrator.launch.commands import resolve
@@ -37,6 +37,20 @@ def test_arguments_revision_and_policies_change_and_the_rest_stays():
     assert config.served_model_name == "demo" and config.namespace == "fleet"
     assert (config.workers.prefill.replicas, config.workers.decode.replicas) == (1, 2), "`scale` says how many"
     assert config.frontend == RUNNING.frontend and config.redis == RUNNING.redis and config.security == RUNNING.security
+
+
+def test_what_will_be_another_is_told_and_no_secret():
+    """Also what the fleet was started with by `--set`, and the new file lacks."""
+    started = resolve(parse_config(FILE | {"ratio": {"mode": "off"}}), "/models/demo", "redis://h:1", 8123)
+    running = Version(3, shared(started))
+    workers = FILE["workers"] | {"engine_args": {"max_num_seqs": 8}, "env": {"HF_TOKEN": "hf_secret"}}
+    assert list(changes(running.config, changed(running, started, with_(workers=workers)))) == [
+        "workers.engine_args.max_model_len: 4096 -> (unset)",
+        "workers.engine_args.max_num_seqs: (unset) -> 8",
+        "workers.env.HF_TOKEN",
+        "ratio.mode: 'off' -> 'auto'",
+    ]
+    assert list(changes(running.config, changed(running, started, with_(ratio={"mode": "off"})))) == []
 
 
 @pytest.mark.parametrize(
