@@ -14,8 +14,8 @@ import msgspec
 
 from orchestrator.store.client import RedisAway
 from orchestrator.store.configuration import Rollout
-from orchestrator.store.fields import WorkerOrders
-from orchestrator.store.registry import Frontend, Launcher, Registry
+from orchestrator.store.fields import Launcher, WorkerOrders
+from orchestrator.store.registry import Frontend, Registry
 from orchestrator.types import DesiredRatio, WorkerInfo, WorkerState
 
 # Changes come in bursts. An order and the desired ratio that goes with it are two writes: read after both.
@@ -24,7 +24,8 @@ _READ_EVERY_S = 1.0
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """One reading. `read_at` is monotonic."""
+    """One reading. `read_at` is monotonic; `version` is of the workers: orders that follow from this reading are given
+    as long as it is theirs."""
 
     workers: dict[str, WorkerInfo] = {}
     orders: dict[str, WorkerOrders] = {}
@@ -33,6 +34,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     desired: DesiredRatio | None = None
     rollout: Rollout | None = None
     read_at: float = 0.0
+    version: bytes = b""
 
     def connected(self) -> bool:
         """Whether each serving frontend is connected to as many workers as are ready."""
@@ -72,6 +74,7 @@ class RegistryWatch:
         """Read now, and hand the snapshot on. Redis being away changes nothing but `redis_away_since`."""
         try:
             workers, orders = await self._registry.workers_and_orders()
+            version = self._registry.version
             self.snapshot = Snapshot(
                 workers=workers,
                 orders=orders,
@@ -80,6 +83,7 @@ class RegistryWatch:
                 desired=await self._registry.desired(),
                 rollout=await self._registry.configuration.rollout(),
                 read_at=time.monotonic(),
+                version=version,
             )
             self.redis_away_since = None
             await self._on_read(self.snapshot)

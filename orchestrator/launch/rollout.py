@@ -20,7 +20,8 @@ from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Supervised, describe
 from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.store.configuration import Phase, Rollout, Version
-from orchestrator.store.registry import Registry, UnknownWorker
+from orchestrator.store.fields import WorkerOrders
+from orchestrator.store.registry import Registry
 from orchestrator.store.seen import loading_by_hand, of_launchers
 
 log = logging.getLogger("pd.launcher")
@@ -132,8 +133,11 @@ class Rolling:
         by_hand = snapshot.workers.keys() - managed
         away = loading + self._by_hand.missing(by_hand, drained, loading_by_hand(snapshot.launchers))
         most = rollout.max_unavailable
-        for worker_id in to_replace(snapshot.workers, snapshot.orders.keys(), away, generation, most):
-            await self._restart(worker_id, generation)
+        chosen = to_replace(snapshot.workers, snapshot.orders.keys(), away, generation, most)
+        restart = dict.fromkeys(chosen, WorkerOrders(restart=True))
+        if chosen and await self._registry.order_all(restart, snapshot.version):
+            for worker_id in chosen:
+                log.info("%s: drains, and starts again with generation %d", worker_id, generation)
 
     async def _switch(self, rollout: Rollout) -> None:
         """What starts from now on is of the target generation. Raises RedisAway."""
@@ -180,13 +184,6 @@ class Rolling:
         claimed = {name for launcher in snapshot.launchers.values() for name in launcher.workers}
         claimed |= self._workers.slots.keys()
         return len(claimed - snapshot.workers.keys() - self._workers.waiting_for_room)
-
-    async def _restart(self, worker_id: str, generation: int) -> None:
-        log.info("%s: drains, and starts again with generation %d", worker_id, generation)
-        try:
-            await self._registry.order_restart(worker_id)
-        except UnknownWorker:
-            log.debug("%s is gone: it starts again anyway", worker_id)
 
     async def close(self) -> None:
         if self._preparing is not None:

@@ -13,15 +13,17 @@ from collections.abc import Callable
 from functools import partial
 
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.launch.decisions.reconcile import Action, Drain, Flip, Start, plan, stand_in
+from orchestrator.launch.decisions.members import Own, members, of_others
+from orchestrator.launch.decisions.reconcile import Action, Drain, Flip, Start, decide, has_decoded
 from orchestrator.launch.host.process import Process
 from orchestrator.launch.machines import Machines, Setup
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage, Supervised
 from orchestrator.parent import own_identity
 from orchestrator.store.client import RedisAway
-from orchestrator.store.registry import Launcher, Registry, UnknownWorker
-from orchestrator.store.seen import SeenWorker, loading_by_hand, of_launchers, see
+from orchestrator.store.fields import Launcher, WorkerOrders
+from orchestrator.store.registry import Registry
+from orchestrator.store.seen import SeenWorker
 from orchestrator.types import DesiredRatio, Role, WorkerInfo, WorkerState
 
 log = logging.getLogger("pd.launcher")
@@ -41,6 +43,12 @@ class Slot:
         self.generation = generation
         self.task: asyncio.Task[None] | None = None
         self.seen_at = 0.0  # monotonic; when the registry last had it
+
+    @property
+    def own(self) -> Own:
+        stage, process = self.process.stage, self.process
+        runs = process.last_identity if process.pid else ""
+        return Own(self.role, runs, stage in (Stage.LEAVING, Stage.ENDED), stage is not Stage.PLACING)
 
 
 class WorkerPool:
@@ -123,51 +131,26 @@ class WorkerPool:
             elif slot.process.stage is Stage.READY:
                 self._suspect(slot, now)
         if snapshot.desired is not None:
-            for action in self.actions(snapshot.desired, self.seen(snapshot)):
+            actions = self.actions(snapshot.desired, self.seen(snapshot))
+            if not await self._order(actions, snapshot):
+                return  # the fleet has changed since it was read: what to do is decided anew, from the next reading
+            for action in actions:
                 if self._closed:
                     return
                 await self._do(action, snapshot)
 
     def actions(self, desired: DesiredRatio, workers: list[SeenWorker]) -> list[Action]:
         """What is to be done now."""
-        self._decoded |= any(worker.role is Role.DECODE and worker.ready for worker in workers)
-        if self._decoded and desired.decode and (flip := stand_in(workers)) is not None:
-            log.error("no decode worker is left: %s becomes one", flip.worker_id)
-            return [flip]
-        return plan(desired, workers)
+        self._decoded |= has_decoded(workers)
+        return decide(desired, workers, self._decoded)
 
     def seen(self, snapshot: Snapshot) -> list[SeenWorker]:
-        """All workers as `plan` takes them: those in the registry, and launchers' that are not in it."""
-        workers = []
-        others = self.of_others(snapshot.launchers)
-        for worker_id, info in snapshot.workers.items():
-            slot = self.slots.get(worker_id)
-            owned = slot is not None and slot.process.runs_as(info.process)
-            if slot is not None and not owned:
-                continue  # left by its dead predecessor; the slot below stands for the worker
-            worker = see(info, snapshot.orders.get(worker_id), owned, managed=worker_id in others)
-            if slot is not None and slot.process.stage is Stage.LEAVING:
-                worker = SeenWorker(worker.id, worker.role, False, True, True)
-            workers.append(worker)
-        present = {worker.id for worker in workers}
-        for worker_id, slot in self.slots.items():
-            if worker_id not in present:
-                leaving = slot.process.stage in (Stage.LEAVING, Stage.ENDED)
-                placed = slot.process.stage is not Stage.PLACING
-                workers.append(SeenWorker(worker_id, slot.role, ready=False, leaving=leaving, placed=placed))
-        known = present | self.slots.keys()
-        loading = [(name, role, True) for name, role in others.items()]
-        loading += [(name, role, False) for name, role in loading_by_hand(snapshot.launchers).items()]
-        return workers + [
-            SeenWorker(name, role, ready=False, owned=False, managed=managed)
-            for name, role, managed in sorted(loading)
-            if name not in known
-        ]
+        """All workers of the fleet, as planning takes them."""
+        return members(snapshot, {name: slot.own for name, slot in self.slots.items()}, self.launcher_id)
 
     def of_others(self, launchers: dict[str, Launcher]) -> dict[str, Role]:
         """The workers of the fleet's other launchers, and their roles."""
-        others = [held for launcher, held in of_launchers(launchers).items() if launcher != self.launcher_id]
-        return {name: role for held in others for name, role in held.workers.items()}
+        return of_others(launchers, self.launcher_id)
 
     async def close(self) -> None:
         """End all workers, at once. Returns when their processes are gone."""
@@ -202,28 +185,35 @@ class WorkerPool:
             )
             slot.process.kill()
 
+    async def _order(self, actions: list[Action], snapshot: Snapshot) -> bool:
+        """Tell registered workers what they are to do, all or none: other launchers plan too, and what was planned
+        from an old reading could take a role's last worker. Raises RedisAway."""
+        orders: dict[str, WorkerOrders] = {}
+        for action in actions:
+            match action:
+                case Flip(worker_id, role):
+                    orders[worker_id] = WorkerOrders(role=role)
+                case Drain(worker_id) if worker_id in snapshot.workers:
+                    orders[worker_id] = WorkerOrders(drain=True)
+        return not orders or await self._registry.order_all(orders, snapshot.version)
+
     async def _do(self, action: Action, snapshot: Snapshot) -> None:
+        """What is to be done here, once the workers have their orders. Raises RedisAway."""
         try:
             match action:
                 case Start(role):
                     self._say(snapshot.desired, f"starting a {role.value} worker")
                     await self.start(role)
-                case Flip(worker_id, role):
-                    self._say(snapshot.desired, f"{worker_id} becomes a {role.value} worker")
-                    await self._registry.order_role(worker_id, role)
+                case Flip(worker_id, role, stands_in):
+                    why = "no decode worker is left: " if stands_in else ""
+                    self._say(snapshot.desired, f"{why}{worker_id} becomes a {role.value} worker")
                 case Drain(worker_id):
                     self._say(snapshot.desired, f"draining {worker_id}")
-                    await self._drain(worker_id, snapshot)
-        except (ConfigError, UnknownWorker) as error:
+                    told = worker_id in snapshot.workers  # else nobody knows it yet
+                    if worker_id in self.slots:
+                        self.slots[worker_id].process.expect_exit(self._leave_deadline_s() if told else 0)
+        except ConfigError as error:
             self._say(snapshot.desired, f"cannot be reached here: {error}")
-
-    async def _drain(self, worker_id: str, snapshot: Snapshot) -> None:
-        slot = self.slots[worker_id]
-        if worker_id in snapshot.workers:
-            await self._registry.order_drain(worker_id)
-            slot.process.expect_exit(self._leave_deadline_s())
-        else:  # nobody knows it yet
-            slot.process.expect_exit(0)
 
     def _leave_deadline_s(self) -> float:
         return self._config.workers.drain_timeout_s + self._config.launcher.stop_timeout_s

@@ -23,6 +23,13 @@ class WorkerOrders(msgspec.Struct, frozen=True):
     sequence: int = 0
 
 
+class Launcher(msgspec.Struct, frozen=True):
+    """Who holds ids of workers: a launcher, or a worker that was started by hand, while it loads."""
+
+    workers: dict[str, Role] = {}  # those that are not registered yet included
+    generation: int = 0  # of the configuration that it starts workers with
+
+
 class Heartbeat(msgspec.Struct, frozen=True):
     """What a worker is told when it says that it is there. So it need not hear of all others."""
 
@@ -83,6 +90,25 @@ def member(
 def milliseconds(seconds: float) -> int:
     """As a time to live has it."""
     return max(1, round(seconds * 1000))
+
+
+def launcher_to_fields(launcher: Launcher) -> dict[str, str]:
+    ids = " ".join(f"{worker_id}={role.value}" for worker_id, role in launcher.workers.items())
+    return {"ids": ids, "generation": str(launcher.generation)}
+
+
+def launcher_from_fields(fields: dict[str, str]) -> Launcher:
+    """What cannot be read is left out."""
+    pairs = (part.partition("=") for part in fields.get("ids", "").split())
+    workers = {name: Role(role) for name, _, role in pairs if role in _ROLES}
+    return Launcher(workers, whole(fields.get("generation", "")))
+
+
+def order_field(order: WorkerOrders) -> tuple[str, str]:
+    """A single order, as the field of the worker's hash and its value."""
+    if order.role is not None:
+        return "order_role", order.role.value
+    return "order_drain", "yes" if order.drain else "restart"
 
 
 def orders_of(role: str | None, drain: str | None, sequence: str | None) -> WorkerOrders:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -19,14 +19,17 @@ from orchestrator.store.configuration import Configuration
 from orchestrator.store.events import RegistryEvent, Resync, decode_change
 from orchestrator.store.fields import (
     Heartbeat,
+    Launcher,
     WorkerOrders,
     fields_of,
     heartbeat,
+    launcher_from_fields,
+    launcher_to_fields,
     member,
     milliseconds,
+    order_field,
     orders_of,
     text,
-    whole,
     worker_from_fields,
     worker_to_fields,
 )
@@ -38,7 +41,6 @@ log = logging.getLogger("pd.registry")
 PRUNE_S = 1.0  # a member whose key expires announces nothing: heartbeats of workers, and watchers, ask for it
 STAYS = 9  # heartbeats that only say that the entry stands, after one that writes it: whatever was damaged is mended
 _OFFERED = "offered_"  # before the names of a frontend's counts, which change without an event
-_ROLES = {role.value for role in Role}
 Refuse = Callable[[WorkerInfo], Awaitable[None]]  # raises where this other worker of the same id may live
 _IDENTITY = [*ALWAYS_EQUAL, *(name for name in EngineIdentity.__struct_fields__ if name not in ALWAYS_EQUAL)]
 
@@ -67,13 +69,6 @@ class Frontend(msgspec.Struct, frozen=True):
     reaches: int = 0  # workers that it is connected to
 
 
-class Launcher(msgspec.Struct, frozen=True):
-    """Who holds ids of workers: a launcher, or a worker that was started by hand, while it loads."""
-
-    workers: dict[str, Role] = {}  # those that are not registered yet included
-    generation: int = 0  # of the configuration that it starts workers with
-
-
 class Registry:
     """Every method but `watch` raises RedisAway."""
 
@@ -82,7 +77,7 @@ class Registry:
         self.configuration = Configuration(redis, self.keys)
         self._redis = redis
         self._complained: dict[str, str] = {}
-        self._version = b"0"  # of what was read of the workers last
+        self.version = b"0"  # of what was read of the workers last: another, once something of one has changed
         self._seen: dict[str, tuple[WorkerInfo | None, WorkerOrders]] = {}
         self._written: tuple[WorkerInfo | None, int] = (None, 0)  # in full by `refresh`, and how often not since then
 
@@ -131,8 +126,8 @@ class Registry:
     async def workers_and_orders(self) -> tuple[dict[str, WorkerInfo], dict[str, WorkerOrders]]:
         """All live workers, and what those were told that have not done it yet: one reading, since who reads one after
         the other may see a worker drain, and not that it is to restart."""
-        for since in (self._version, b"0"):  # those that changed since they were read last
-            self._version, ids, rows = await self._call("workers_since", since)
+        for since in (self.version, b"0"):  # those that changed since they were read last
+            self.version, ids, rows = await self._call("workers_since", since)
             names, seen = [text(name) for name in ids], self._seen
             seen |= {(name := text(row[0])): self._see(name, fields_of(row[1])) for row in rows}
             self._seen = {name: seen[name] for name in names if name in seen}
@@ -169,6 +164,12 @@ class Registry:
     async def order_restart(self, worker_id: str) -> None:
         """Tell a worker to finish what it has and make room for a new process. Raises UnknownWorker."""
         await self._order(worker_id, "order_drain", "restart")
+
+    async def order_all(self, orders: Mapping[str, WorkerOrders], seen: bytes) -> bool:
+        """One order for each of these workers. False, and nothing is ordered, where some worker has changed, come or
+        gone since the `version` that is named."""
+        told = (part for worker_id, order in orders.items() for part in (worker_id, *order_field(order)))
+        return bool(await self._call("order_all", seen, *told))
 
     async def clear_orders(self, worker_id: str, sequence: int) -> None:
         """Forget the orders up to `sequence`, which are done. Newer ones stay."""
@@ -241,8 +242,7 @@ class Registry:
 
     async def refresh_launcher(self, launcher_id: str, launcher: Launcher, ttl_s: float) -> None:
         """Stay for `ttl_s` more, as the launcher of these workers and no others."""
-        ids = " ".join(f"{worker_id}={role.value}" for worker_id, role in launcher.workers.items())
-        fields = {"ids": ids, "generation": str(launcher.generation)}
+        fields = launcher_to_fields(launcher)
         await self._call("put_member", *member("launcher", launcher_id, ttl_s, False, [], fields))
 
     async def leave_launcher(self, launcher_id: str) -> None:
@@ -250,12 +250,7 @@ class Registry:
         await self._call("remove_member", "launcher", launcher_id)
 
     async def launchers(self) -> dict[str, Launcher]:
-        found = {}
-        for launcher_id, fields in await self._members("launcher"):
-            pairs = (part.partition("=") for part in fields.get("ids", "").split())
-            workers = {name: Role(role) for name, _, role in pairs if role in _ROLES}
-            found[launcher_id] = Launcher(workers, whole(fields.get("generation", "")))
-        return found
+        return {launcher_id: launcher_from_fields(fields) for launcher_id, fields in await self._members("launcher")}
 
     async def claim_id(self, launcher_id: str, role: Role, ttl_s: float, worker_id: str = "") -> str | None:
         """A worker id that nobody has: the one given, or the role's name and the smallest number. It is this launcher's

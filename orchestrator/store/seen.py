@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from orchestrator.store.configuration import Rollout, RolloutStatus
-from orchestrator.store.fields import WorkerOrders
-from orchestrator.store.registry import Frontend, Launcher
+from orchestrator.store.fields import Launcher, WorkerOrders
+from orchestrator.store.registry import Frontend
 from orchestrator.types import Role, WorkerInfo, WorkerState
 
 # Before the identity of a worker that was started by hand and holds its id, as a launcher holds its workers' ids.

@@ -11,7 +11,7 @@ from typing import Union
 
 import msgspec
 
-from orchestrator.store.seen import SeenWorker, is_last_decode
+from orchestrator.store.seen import SeenWorker
 from orchestrator.types import DesiredRatio, Role
 
 
@@ -22,10 +22,11 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Flip(msgspec.Struct, frozen=True):
-    """Tell a running worker to take this role."""
+    """Tell a running worker to take this role. `stands_in`: since nobody else is there for it."""
 
     worker_id: str
     role: Role
+    stands_in: bool = False
 
 
 class Drain(msgspec.Struct, frozen=True):
@@ -37,13 +38,25 @@ class Drain(msgspec.Struct, frozen=True):
 Action = Union[Start, Flip, Drain]
 
 
+def decide(desired: DesiredRatio, workers: Sequence[SeenWorker], decoded: bool) -> list[Action]:
+    """What to do now, in this order. `decoded`: the fleet has had a decode worker that was ready."""
+    if decoded and desired.decode and (flip := stand_in(workers)) is not None:
+        return [flip]
+    return plan(desired, workers)
+
+
+def has_decoded(workers: Iterable[SeenWorker]) -> bool:
+    """Whether a decode worker is ready."""
+    return any(worker.role is Role.DECODE and worker.ready for worker in workers)
+
+
 def plan(desired: DesiredRatio, workers: Sequence[SeenWorker]) -> list[Action]:
     """What to do now. What cannot be done yet is left for a later call, when more workers are ready.
 
     A worker that no launcher runs counts where workers are short, and may change its role. It is never drained, and
     none of a launcher's is drained in its place: a worker that was started by hand comes on top. Of several launchers
     each comes to the same plan and does its own part: the workers to flip and to drain are chosen from all of them.
-    While any decode worker is desired, at least one stays ready.
+    While any worker of a role is desired, one that is ready stays ready until another is.
     """
     staying = {w.id: w for w in workers if not w.leaving}
     actions: list[Action] = []
@@ -92,7 +105,7 @@ def stand_in(workers: Sequence[SeenWorker]) -> Flip | None:
     # One that drains to become a prefill worker may be told to remain what it was.
     able = [w for w in staying if w.role is Role.PREFILL and (w.ready or w.flipping) and not w.fixed]
     chosen = max(able, key=lambda w: (w.flipping, w.managed, _age_order(w.id)), default=None)
-    return Flip(chosen.id, Role.DECODE) if chosen is not None else None
+    return Flip(chosen.id, Role.DECODE, stands_in=True) if chosen is not None else None
 
 
 def _waiting_in_vain(desired: DesiredRatio, workers: Iterable[SeenWorker]) -> list[SeenWorker]:
@@ -118,8 +131,11 @@ def _flexible(workers: Iterable[SeenWorker], role: Role) -> int:
     return sum(worker.role is role and not worker.fixed for worker in workers)
 
 
-def _expendable(worker: SeenWorker, desired: DesiredRatio, workers: Sequence[SeenWorker]) -> bool:
-    return desired.decode == 0 or not is_last_decode(worker.id, workers)
+def _expendable(worker: SeenWorker, desired: DesiredRatio, workers: Iterable[SeenWorker]) -> bool:
+    """Not the only one that serves an ordered role, nor the one that is about to where nobody does."""
+    if _wanted(desired, worker.role) == 0 or not (worker.ready or worker.flipping):
+        return True
+    return any(other.ready and other.role is worker.role and other.id != worker.id for other in workers)
 
 
 def _to_flip(desired: DesiredRatio, role: Role, workers: Sequence[SeenWorker]) -> SeenWorker | None:

@@ -38,13 +38,19 @@ end
 -- To frontends and launchers. Workers do not listen: each event would reach all of them.
 local function publish(prefix, event) redis.call('PUBLISH', prefix .. 'events', cjson.encode(event)) end
 
+local function version_now(prefix) return redis.call('GET', typed(prefix .. 'version', 'string')) or '0' end
+
+-- The workers are others than before, or something of one is. Returns the version that this is.
+local function bump(prefix)
+  -- From the clock, so that it grows even when Redis has lost the earlier ones.
+  local version = math.max((tonumber(version_now(prefix)) or 0) + 1, math.floor(clock() * 1000))
+  redis.call('SET', prefix .. 'version', ('%.0f'):format(version), 'EX', INDEX_S)
+  return version
+end
+
 -- The row of a worker is another than before: `workers_since` gives it to whoever has an older version.
 local function touch(prefix, id)
-  local key = typed(prefix .. 'version', 'string')
-  -- From the clock, so that it grows even when Redis has lost the earlier ones.
-  local version = math.max((tonumber(redis.call('GET', key) or '') or 0) + 1, math.floor(clock() * 1000))
-  redis.call('SET', key, ('%.0f'):format(version))
-  redis.call('ZADD', typed(prefix .. 'changed', 'zset'), ('%.0f'):format(version), id)
+  redis.call('ZADD', typed(prefix .. 'changed', 'zset'), ('%.0f'):format(bump(prefix)), id)
 end
 
 local function generation_key(prefix, generation) return prefix .. 'generation:' .. generation end
@@ -68,6 +74,7 @@ local function depart(prefix, id)
   local kept = endpoint_of(prefix, id)
   redis.call('ZREM', typed(prefix .. 'changed', 'zset'), id)
   redis.call('HDEL', prefix .. 'endpoints', id)
+  bump(prefix)
   if not kept then return end
   local generation = kept[#ENDPOINT]
   redis.call('SREM', typed(generation_key(prefix, generation), 'set'), id)
@@ -330,7 +337,7 @@ end
 local function workers_since(keys, args)
   local prefix, since = keys[1], tonumber(args[1])
   local ids, rows = live(prefix, 'worker'), {}
-  local version = redis.call('GET', typed(prefix .. 'version', 'string')) or '0'
+  local version = version_now(prefix)
   if since > (tonumber(version) or 0) then since = 0 end -- of a server that has lost its data
   local changed = typed(prefix .. 'changed', 'zset')
   for _, id in ipairs(ids) do
@@ -381,6 +388,15 @@ local function order(keys, args)
   if kind == 'worker' then touch(prefix, id) end
   publish(prefix, { type = 'ordered', id = id })
   redis.call('PUBLISH', prefix .. 'orders:' .. id, '')
+  return 1
+end
+
+-- args: the version of the workers that somebody has read, then id, field and value of each order. Returns 1, or 0 where
+-- one has changed, come or gone since then: nothing is ordered.
+local function order_all(keys, args)
+  live(keys[1], 'worker')
+  if version_now(keys[1]) ~= args[1] then return 0 end
+  for i = 2, #args, 3 do order(keys, { 'worker', args[i], args[i + 1], args[i + 2] }) end
   return 1
 end
 
@@ -479,6 +495,7 @@ register('workers_since', workers_since)
 register('prune', prune)
 register('claim_id', claim_id)
 register('order', order)
+register('order_all', order_all)
 register('clear_orders', clear_orders)
 register('set_desired', set_desired)
 register('begin_desired', begin_desired)

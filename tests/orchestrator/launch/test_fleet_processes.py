@@ -20,7 +20,8 @@ from orchestrator.launch.machines import Setup
 from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.parent import own_identity
 from orchestrator.store.client import connect
-from orchestrator.store.registry import Launcher, Registry
+from orchestrator.store.fields import Launcher
+from orchestrator.store.registry import Registry
 from orchestrator.store.seen import BY_HAND
 from orchestrator.types import Role, WorkerInfo
 

@@ -20,7 +20,8 @@ from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.rollout import Rolling
 from orchestrator.store.client import connect
 from orchestrator.store.configuration import Phase, Rollout, Version
-from orchestrator.store.registry import Launcher, Registry
+from orchestrator.store.fields import Launcher
+from orchestrator.store.registry import Registry
 from orchestrator.types import Role, WorkerInfo
 
 pytestmark = pytest.mark.slow  # a server of its own
@@ -64,6 +65,7 @@ class Leader:
             launchers={"a": Launcher(generation=self.workers.setup.generation), **others},
             rollout=await self.registry.configuration.rollout(),
             read_at=self.now,
+            version=self.registry.version,
         )
         await self.rolling.follow(snapshot, leads=True)
         return set((await self.registry.workers_and_orders())[1])

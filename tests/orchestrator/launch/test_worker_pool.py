@@ -189,7 +189,7 @@ def test_only_a_fleet_that_has_had_decode_workers_needs_a_stand_in(tmp_path):
     loading = [SeenWorker("prefill-0", Role.PREFILL, True), SeenWorker("decode-0", Role.DECODE, False)]
     assert pool.actions(DesiredRatio(1, 1), loading) == []
     assert pool.actions(DesiredRatio(1, 1), [msgspec.structs.replace(worker, ready=True) for worker in loading]) == []
-    assert pool.actions(DesiredRatio(1, 1), loading) == [Flip("prefill-0", Role.DECODE)]
+    assert pool.actions(DesiredRatio(1, 1), loading) == [Flip("prefill-0", Role.DECODE, stands_in=True)]
     assert pool.actions(DesiredRatio(1, 0), loading) == [Drain("decode-0")], "none is wanted"
 
 

@@ -14,9 +14,9 @@ from support_redis import eventually, fresh_namespace, running_server, worker
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.events import Changed, DesiredChanged, Joined, Left, Ordered, Resync
-from orchestrator.store.fields import WorkerOrders, worker_from_fields, worker_to_fields
+from orchestrator.store.fields import Launcher, WorkerOrders, worker_from_fields, worker_to_fields
 from orchestrator.store.queue import read_cached
-from orchestrator.store.registry import STAYS, Frontend, IncompatibleWorker, Launcher, Registry, UnknownWorker
+from orchestrator.store.registry import STAYS, Frontend, IncompatibleWorker, Registry, UnknownWorker
 from orchestrator.types import ALWAYS_EQUAL, Departed, EngineIdentity, EngineSpeed, Role, WorkerState
 
 TTL_S = 60.0
@@ -574,6 +574,46 @@ async def test_orders_for_nobody(registry):
             await order
     await registry.clear_orders("ghost", 3)
     assert await registry.workers() == {}
+
+
+async def test_orders_that_follow_from_a_reading_are_given_while_it_is_true(registry):
+    """All of them, or none: whoever comes, goes or changes meanwhile may be why they would be others."""
+    other = {"a": WorkerOrders(role=Role.DECODE), "b": WorkerOrders(drain=True)}
+
+    async def told() -> dict[str, WorkerOrders]:
+        return (await registry.workers_and_orders())[1]
+
+    for name in ("a", "b"):
+        await registry.join(worker(name), TTL_S)
+    leaves = msgspec.structs.replace(worker("a"), state=WorkerState.DRAINING)
+    changes = {
+        "one comes": lambda: registry.join(worker("c"), TTL_S),
+        "one changes": lambda: registry.refresh(leaves, TTL_S),
+        "one is told something": lambda: registry.order_role("b", Role.DECODE),
+        "one goes": lambda: registry.leave("c"),
+    }
+    for what, change in changes.items():
+        before = await told()
+        seen = registry.version
+        await change()
+        assert not await registry.order_all(other, seen), what
+        if what != "one is told something":
+            assert await told() == before, what
+    await told()
+    assert await registry.refresh(leaves, TTL_S), "a heartbeat is no change"
+    assert await registry.order_all(other, registry.version)
+    orders = await told()
+    assert orders["a"].role is Role.DECODE and orders["b"].drain
+    assert await registry.order_all({"b": WorkerOrders(restart=True)}, registry.version)
+    assert (await told())["b"].restart
+
+
+async def test_who_has_fallen_silent_is_a_change_too(registry, redis):
+    for name in ("a", "b"):
+        await registry.join(worker(name), TTL_S)
+    await registry.workers_and_orders()
+    await redis.delete(registry.keys.worker("b"))  # as its time to live does
+    assert not await registry.order_all({"a": WorkerOrders(role=Role.DECODE)}, registry.version)
 
 
 # ---- frontends and the desired ratio ---------------------------------------------------------------------------

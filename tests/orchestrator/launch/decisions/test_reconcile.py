@@ -65,6 +65,14 @@ def test_the_last_ready_decode_worker_stays_until_another_is_ready():
     assert do(0, 1, swapping) == [Drain("decode-1")]
 
 
+def test_so_does_the_last_ready_prefill_worker():
+    loading = seen("p1", ready=False)
+    assert do(1, 2, [*seen("p0", "d0"), *loading]) == [], "prefill-1 is not there yet"
+    assert do(1, 2, seen("p0", "p1", "d0")) == [Flip("prefill-1", D)]
+    assert do(1, 1, [*seen("p0", "d0"), *loading]) == [Drain("prefill-1")]
+    assert do(0, 2, [*seen("p0", "d0")]) == [Flip("prefill-0", D)], "none is wanted"
+
+
 def test_everything_may_go_when_no_decode_worker_is_desired():
     assert do(1, 0, seen("d0")) == [Flip("decode-0", P)]
     assert do(0, 0, seen("d0")) == [Drain("decode-0")]
@@ -138,10 +146,10 @@ def test_a_worker_that_cannot_change_its_role_is_left_out_of_role_changes():
 
 def test_without_a_ready_decode_worker_a_prefill_worker_takes_the_role():
     dead = seen("d0", "d1", ready=False)
-    assert stand_in([*seen("p0", "p1"), *dead]) == Flip("prefill-1", D)
-    assert stand_in([*seen("p0", owned=False)]) == Flip("prefill-0", D), "one started by hand too"
+    assert stand_in([*seen("p0", "p1"), *dead]) == Flip("prefill-1", D, stands_in=True)
+    assert stand_in([*seen("p0", owned=False)]) == Flip("prefill-0", D, stands_in=True), "one started by hand too"
     assert stand_in([*seen("p0", "d0"), *seen("d1", ready=False)]) is None
-    assert stand_in([*seen("p0"), *seen("d0", leaving=True)]) == Flip("prefill-0", D)
+    assert stand_in([*seen("p0"), *seen("d0", leaving=True)]) == Flip("prefill-0", D, stands_in=True)
     assert stand_in([*seen("p0", ready=False), *seen("p1", leaving=True), *dead]) is None, "nobody could"
     assert stand_in([SeenWorker("prefill-8", P, True, fixed=True), *dead]) is None
 
@@ -151,9 +159,19 @@ def test_one_stand_in_is_enough():
     assert stand_in([*seen("p0"), becoming, *seen("d0", ready=False)]) is None
 
 
+def test_a_stand_in_is_not_called_back_before_it_stands_there():
+    """decode-1 loads, and a launcher that died still claims the others: they count, and would make a prefill worker of
+    the one that is about to decode, again and again."""
+    becoming = SeenWorker("prefill-1", D, False, flipping=True)
+    claimed = [msgspec.structs.replace(w, owned=False) for w in seen("p0", "d0", ready=False)]
+    workers = [becoming, *seen("d1", ready=False), *claimed]
+    assert stand_in(workers) is None and do(2, 2, workers) == []
+    assert do(2, 2, [becoming, *seen("d1"), *claimed]) == [Flip("prefill-1", P)], "another decodes: it need not move"
+
+
 def test_a_decode_worker_that_was_about_to_prefill_stays_what_it_is():
     leaving_the_role = SeenWorker("decode-0", P, False, flipping=True)
-    assert stand_in([*seen("p0"), leaving_the_role, *seen("d1", ready=False)]) == Flip("decode-0", D)
+    assert stand_in([*seen("p0"), leaving_the_role, *seen("d1", ready=False)]) == Flip("decode-0", D, stands_in=True)
     info = worker("decode-0", D)
     draining = msgspec.structs.replace(info, state=WorkerState.DRAINING)
     assert see(draining, WorkerOrders(D), owned=True).flipping, "told so, until it is ready again"
