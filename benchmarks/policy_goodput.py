@@ -50,8 +50,8 @@ class Case(msgspec.Struct, frozen=True):
 
 CASES = [
     Case("code", "h100-llama-8b", 1.0, 0.05, 112.0, 9_000),
-    Case("agents", "h100-llama-8b", 1.0, 0.05, 57.0, 7_000),
-    Case("chat", "h100-llama-8b", 1.0, 0.05, 140.0, 12_000),
+    Case("agents", "h100-llama-8b", 1.0, 0.05, 57.0, 28_000),
+    Case("chat", "h100-llama-8b", 1.0, 0.05, 124.0, 48_000),
     Case("bursty", "h100-llama-8b", 1.0, 0.05, 96.0, 10_000),
     # Objectives of the Mooncake paper, on its kind of machine.
     Case("mooncake", "a100x8-llama-70b", 30.0, 0.1, 7.5, 4_000, "mooncake_conversation_trace.jsonl"),

@@ -53,6 +53,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     frames: list[bytes]
     kv_source: KVSource | None = None
     resume_tokens: list[int] = []
+    behind_s: float = 0.0  # its place among those that wait: as if it came so much later than it does, or earlier
 
 
 class Refusal(msgspec.Struct, frozen=True):

@@ -122,7 +122,7 @@ class Serving:
         self._load.added()
         if source is not None:
             self._source(source.endpoint.engine_id)
-        request = EngineRequest(key, Phase.DECODE, payload, source, message.resume_tokens)
+        request = EngineRequest(key, Phase.DECODE, payload, source, message.resume_tokens, message.behind_s)
         refusal = await submit(self._engine, request)
         if refusal is not None:
             self._attempts.remove(attempt)

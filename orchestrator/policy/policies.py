@@ -20,6 +20,7 @@ from orchestrator.types import QueueDepth, RequestInfo
 
 Job = TypeVar("Job")
 LATE_OBJECTIVES = 5.0  # how many TTFT objectives behind those still in time a hopeless job goes
+ENGINE_WEIGHT = 30.0  # seconds behind its arrival for each second of prompt: many, for why see `engine_delay_s`
 MAX_STEPS = 10  # of priority: clients name it, and nobody may pass everybody for ever
 # Between two looks at what waits in the queue: each takes passing advantages for lasting ones.
 RECALL_S = 1.0
@@ -115,6 +116,18 @@ class Policies:
         """Seconds behind its arrival that a job's place in the prefill queue is."""
         compute_s = self.predictor.prefill_s(uncached_tokens)
         return delay_s(compute_s, self._queue.weight, self.slo.ttft_s, request.priority, late)
+
+    def engine_delay_s(self, request: RequestInfo, compute_tokens: int = 0, late: bool = False) -> float:
+        """The same for the place among those that wait in the engine of its decode worker, where `compute_tokens` of
+        its prompt are computed (none where its KV comes from elsewhere).
+
+        What waits there waits because the engine is behind, and then a cached prompt must not wait behind others: it
+        would lose its blocks to them and have to be computed as well, and the engine would stay behind.
+        """
+        ttft_s = self.slo.ttft_s
+        compute_s = self.predictor.prefill_s(compute_tokens) if compute_tokens else 0.0
+        most = LATE_OBJECTIVES * ttft_s / ENGINE_WEIGHT
+        return delay_s(min(compute_s, most), ENGINE_WEIGHT, ttft_s, request.priority, late)
 
 
 def _after(gone: Gone, candidate: Candidate) -> Candidate:

@@ -74,6 +74,7 @@ class Decider:
                 cached_tokens,
                 at_prefill_tokens=uncached_tokens,
                 at_decode_tokens=at_decode,
+                delay_s=self._policies.engine_delay_s(info, info.prompt_tokens - cached_tokens, ruling.late),
             )
         backlog_s = self._predictor.backlog_s(pool.queue, pool.workers_ready) if pool.queue is not None else 0.0
         job = self._job(active, uncached_tokens, cached_at_prefill, ruling.late)
@@ -84,6 +85,7 @@ class Decider:
             backlog_s=backlog_s,
             at_prefill_tokens=uncached_tokens,
             at_decode_tokens=at_decode,
+            delay_s=self._policies.engine_delay_s(info),
         )
 
     def recalled(self, queued: Iterable[ActiveRequest]) -> list[ActiveRequest]:

@@ -45,6 +45,8 @@ class Dispatch:
         context_tokens = asked.info.prompt_tokens + len(active.answer.tokens)
         cached_tokens = active.cached_tokens if source is None else 0
         compute_tokens = max(1, context_tokens - cached_tokens) if source is None else 0
+        delay_s = active.placed.delay_s if active.placed is not None else 0.0
+        now = time.monotonic()
         submit = Submit(
             request_id=active.id,
             attempt=active.attempt,
@@ -55,6 +57,7 @@ class Dispatch:
             cached_tokens=cached_tokens,
             trial_s=TRIAL_S if active.crashes else 0.0,
             suspect=active.suspect,
+            behind_s=delay_s - (now - active.accepted_at),
         )
         if not self._transport.send(worker_id, submit, asked.frames):
             active.shun(worker_id)
@@ -64,7 +67,7 @@ class Dispatch:
         active.move(to)
         active.decode = Submitted(
             worker_id,
-            time.monotonic(),
+            now,
             there.waiting_tokens + there.placed_tokens,
             there.running + there.waiting,
         )

@@ -90,6 +90,7 @@ class Placed(msgspec.Struct, frozen=True):
     backlog_s: float = 0.0  # predicted work ahead of the job in the queue
     at_prefill_tokens: int = 1  # to compute on the prefill worker that has most of the prompt cached
     at_decode_tokens: int = 1  # and on such a decode worker
+    delay_s: float = 0.0  # behind its arrival, among those that wait in the decode worker's engine
 
     @property
     def decision(self) -> str:

@@ -92,6 +92,7 @@ class Stay:
         "hit_tokens",
         "job",
         "keys",
+        "order",
         "peer",
         "phase",
         "remaining",
@@ -101,10 +102,18 @@ class Stay:
     )
 
     def __init__(
-        self, job: Job, phase: Phase, context: int, remaining: int, keys: Sequence[int], expected_hit_tokens: int = 0
+        self,
+        job: Job,
+        phase: Phase,
+        context: int,
+        remaining: int,
+        keys: Sequence[int],
+        order: float,
+        expected_hit_tokens: int = 0,
     ) -> None:
         self.job = job
         self.phase = phase
+        self.order = order  # of those that wait, and reversed of those that are preempted
         self.context = context  # tokens whose KV it holds, or will hold once prefilled
         self.remaining = remaining  # output tokens to generate here
         self.keys = keys  # whole prefix units of the prompt

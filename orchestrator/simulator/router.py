@@ -85,7 +85,7 @@ class Router:
         if isinstance(decision, Reject):
             return self._refuse(job, again)
         if isinstance(decision, Local):
-            self._place_locally(job, decision, candidates)
+            self._place_locally(job, decision, candidates, ruling.late)
         else:
             self._enqueue(job, max(1, job.prompt_tokens - cached), ruling.late)
         return True
@@ -95,13 +95,14 @@ class Router:
             self._end(job, "rejected")
         return False
 
-    def _place_locally(self, job: Job, decision: Local, candidates: Sequence[Candidate]) -> None:
+    def _place_locally(self, job: Job, decision: Local, candidates: Sequence[Candidate], late: bool = False) -> None:
         candidate = next(c for c in candidates if c.worker_id == decision.worker_id)
         compute = max(1, job.prompt_tokens - candidate.cached_tokens)
         job.local_tokens = candidate.waiting_tokens + candidate.placed_tokens + compute
         job.placed_at = self._clock.now
         job.beside = candidate.running + candidate.waiting
-        self._submit(job, decision.worker_id, "local", compute)
+        order = job.arrival.at + self.policies.engine_delay_s(job.info(), compute, late)
+        self._submit(job, decision.worker_id, "local", compute, order)
 
     def _push(self, job: Job) -> bool:
         """As the field's routers do: choose both workers at arrival; the prompt waits in the prefill worker."""
@@ -114,7 +115,8 @@ class Router:
             return False
         if self.stack.bypass and BYPASSES[self.stack.bypass](job.prompt_tokens, decode.cached_tokens):
             self.reasons["local:push"] += 1
-            self._submit(job, decode.worker_id, "local", max(1, job.prompt_tokens - decode.cached_tokens))
+            compute = max(1, job.prompt_tokens - decode.cached_tokens)
+            self._submit(job, decode.worker_id, "local", compute, self._clock.now)
             return True
         self.reasons["remote:push"] += 1
         job.bound = decode.worker_id
@@ -137,13 +139,16 @@ class Router:
             name = chosen.worker_id
             job.beside = chosen.running + chosen.waiting
         self.decode.placed(name, job.prompt_tokens, 0)
-        receiver = Stay(job, "remote", job.prompt_tokens, job.output_tokens, job.arrival.keys)
+        order = self._clock.now
+        if self.stack.dispatch == "queue":
+            order = job.arrival.at + self.policies.engine_delay_s(job.info())
+        receiver = Stay(job, "remote", job.prompt_tokens, job.output_tokens, job.arrival.keys, order)
         receiver.peer, stay.peer = stay, receiver
         self.decode.worker(name).submit(receiver, self._clock.now)
 
-    def _submit(self, job: Job, name: str, phase: Phase, compute: int) -> None:
+    def _submit(self, job: Job, name: str, phase: Phase, compute: int, order: float) -> None:
         expected_hit = job.prompt_tokens - compute
-        stay = Stay(job, phase, job.prompt_tokens, job.output_tokens, job.arrival.keys, expected_hit)
+        stay = Stay(job, phase, job.prompt_tokens, job.output_tokens, job.arrival.keys, order, expected_hit)
         self.decode.placed(name, job.prompt_tokens, compute)
         self.decode.worker(name).submit(stay, self._clock.now)
 
@@ -266,7 +271,8 @@ class Router:
         self.claimed += 1
         job.placed_at = self._clock.now
         hit = job.hits.get(worker.name, 0)
-        worker.submit(Stay(job, "prefill", job.prompt_tokens, 0, job.arrival.keys, hit), self._clock.now)
+        now = self._clock.now
+        worker.submit(Stay(job, "prefill", job.prompt_tokens, 0, job.arrival.keys, now, hit), now)
 
     # ---- what the router is told -----------------------------------------------------------------------------
 

@@ -6,9 +6,10 @@ blocks, is one event (`batch`). Who talks to a worker hands it the time.
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Callable
 from math import floor, log2
+from operator import attrgetter
 from typing import Protocol
 
 from orchestrator.simulator.batch import DecodeBatch, StepRun
@@ -17,6 +18,7 @@ from orchestrator.simulator.kv import KVPool
 from orchestrator.simulator.profile import Profile
 
 ITL_BUCKETS_PER_OCTAVE = 16
+_ORDER = attrgetter("order")
 
 
 class Events(Protocol):
@@ -60,8 +62,8 @@ class Worker:
         self.plain_steps = 0
         self.itl_buckets: dict[int, int] = {}
         self.link_free_at = 0.0
-        self.waiting: deque[Stay] = deque()
-        self.running: dict[Stay, None] = {}  # in order of admission: the last is preempted first
+        self.waiting: list[Stay] = []  # by `order`
+        self.running: dict[Stay, None] = {}  # in order of admission
         self.prefilling: dict[Stay, None] = {}
         self.arrived: list[Stay] = []  # remote ones whose KV is here, not yet decoding
         self.receiving: dict[Stay, None] = {}  # remote ones with blocks, whose KV is on its way
@@ -80,7 +82,7 @@ class Worker:
         stay.worker = self.name
         stay.compute = max(1, stay.context - stay.expected_hit_tokens) if stay.phase != "remote" else 0
         self.pending_tokens += stay.compute
-        self.waiting.append(stay)
+        insort(self.waiting, stay, key=_ORDER)
         if not self._blocked:
             self._kick(now)
 
@@ -278,7 +280,7 @@ class Worker:
             hits = self.kv.acquire(stay.keys, self._blocks(stay.context))
             if hits < 0:
                 break
-            self.waiting.popleft()
+            del self.waiting[0]
             cached = min(hits * unit_tokens, stay.context - 1)
             stay.hit_tokens = cached
             stay.started = True
@@ -296,10 +298,11 @@ class Worker:
         self._blocked = bool(self.waiting)
 
     def _preempt(self) -> bool:
-        """Give up the newest stay, to be computed again: vLLM's recompute preemption. False if it is alone."""
+        """Give up the last in order, to be computed again: vLLM's recompute preemption. False if it is alone."""
         if len(self.running) <= 1:
             return False
-        stay, _ = self.running.popitem()
+        stay = max(self.running, key=_ORDER)
+        del self.running[stay]
         if stay in self.prefilling:
             del self.prefilling[stay]
             self.pending_tokens -= stay.compute
@@ -312,7 +315,7 @@ class Worker:
         stay.compute = stay.context
         stay.computed = 0
         self.pending_tokens += stay.context
-        self.waiting.appendleft(stay)
+        insort(self.waiting, stay, key=_ORDER)
         self._blocked = True
         self.preemptions += 1
         return True

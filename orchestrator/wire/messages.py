@@ -52,6 +52,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
     cached_tokens: int = 0  # prompt tokens that the frontend believes are cached there
     trial_s: float = 0.0  # its last engine crashed: until its first output, for so long at most, it is on trial
     suspect: bool = False  # it may have been the cause: on trial alone
+    behind_s: float = 0.0  # its place among those that wait there: so far behind one that comes now, or before it
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):

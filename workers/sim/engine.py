@@ -199,6 +199,7 @@ class SimEngine:
         if limit <= resumed:
             raise InvalidEngineRequest(f"{resumed} tokens of at most {limit} are there already")
         eos = None if sampling.ignore_eos else sampling.eos_token_id
+        now = time.monotonic()
         return SimRequest(
             key=request.key,
             phase=request.phase,
@@ -211,7 +212,8 @@ class SimEngine:
             stream=TokenStream(prompt, sampling.eos_token_id),
             kv_source=request.kv_source if request.phase is Phase.DECODE else None,
             prefix=self._prefix_keys(wire),
-            queued_at=time.monotonic(),
+            queued_at=now,
+            order=now + request.behind_s,
         )
 
     def _prefix_keys(self, wire: WireRequest) -> list[int]:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import enum
 import zlib
 from array import array
+from bisect import insort
 from collections import deque
+from operator import attrgetter
 
 import msgspec
 
@@ -83,6 +85,7 @@ class SimRequest(msgspec.Struct, eq=False):
     prefix: list[int] = []  # keys of the prompt's blocks; none where it shares nothing
     queued_at: float = 0.0
     scheduled_at: float = 0.0  # 0 until first scheduled
+    order: float = 0.0  # among those that wait
     pushed_blocks: int = 0  # of the prompt, handed over to be pushed; begins again with each preemption
 
     @property
@@ -151,7 +154,7 @@ class SimScheduler:
             request.max_tokens = 1
         request.max_tokens = min(request.max_tokens, limit - context)
         self.requests[request.key] = request
-        self.waiting.append(request)
+        insort(self.waiting, request, key=attrgetter("order"))
 
     def schedule(self) -> tuple[list[Scheduled], list[SimRequest]]:
         """The next batch, and the requests that now hold blocks to receive KV into."""

@@ -60,6 +60,7 @@ def build_config(
             "workers.engine_args.data_parallel_size: expected 1 (run one worker per rank; a model whose experts are "
             f"spread over data-parallel ranks cannot be served), got {args['data_parallel_size']}"
         )
+    args.setdefault("scheduling_policy", "priority")  # what waits is ordered by the frontends, see `requests`
     args.setdefault("enable_logging_iteration_details", True)  # each step's duration
     if prefix_events and args.get("enable_prefix_caching") is not False:
         # Collected by the plugin; whoever wants them elsewhere too names a publisher of vLLM's.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -28,6 +29,10 @@ class RequestCodec:
             raise InvalidEngineRequest(f"{request.key}: undecodable engine request: {error}") from error
         core.request_id = request.key
         core.external_req_id = None
+        # By these two vLLM orders what waits. The frontend has made one place of them, which this clock completes: its
+        # own may be wrong.
+        core.priority = 0
+        core.arrival_time = time.time() + request.behind_s
         if request.resume_tokens:
             _continue(core, request.resume_tokens)
         self._check_prompt(core)

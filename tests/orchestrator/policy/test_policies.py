@@ -7,7 +7,7 @@ from orchestrator.config.settings import parse_config
 from orchestrator.policy.candidate import Candidate
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.placement import Local, PrefillView, Reject, Remote
-from orchestrator.policy.policies import MAX_STEPS, Policies, Waiting, delay_s
+from orchestrator.policy.policies import LATE_OBJECTIVES, MAX_STEPS, Policies, Waiting, delay_s
 from orchestrator.policy.predict import Predictor
 from orchestrator.types import QueueDepth, RequestInfo
 
@@ -96,6 +96,19 @@ def test_the_prior_gives_way_to_the_first_measurements():
     before = chosen.delay_s(request(1000), 1000)
     chosen.predictor.observe_prefill("p0", 500, 0.05)
     assert before == pytest.approx(1.0) and chosen.delay_s(request(1000), 1000) == pytest.approx(0.1)
+
+
+def test_in_an_engine_what_is_cached_passes_what_must_be_computed():
+    chosen = policies(slo={"ttft_s": TTFT_S})
+    received, cached, whole = (chosen.engine_delay_s(request(8000), tokens) for tokens in (0, 100, 8000))
+    assert received == 0.0 and 1.0 < cached < whole
+    assert chosen.engine_delay_s(request(8000, priority=-1), 100) == pytest.approx(cached - TTFT_S)
+
+
+def test_nobody_waits_in_an_engine_for_more_than_a_bounded_time_of_newcomers():
+    chosen = policies(slo={"ttft_s": TTFT_S})
+    longest, late = (chosen.engine_delay_s(request(10**6), 10**6, late) for late in (False, True))
+    assert longest == pytest.approx(LATE_OBJECTIVES * TTFT_S) and late == pytest.approx(2 * LATE_OBJECTIVES * TTFT_S)
 
 
 def test_who_was_accepted_is_not_judged_again():

@@ -660,6 +660,17 @@ async def test_length_and_priority_decide_the_place_in_the_queue():
     assert c - a == pytest.approx(8.0)
 
 
+async def test_length_and_priority_decide_the_place_in_an_engine_and_received_kv_has_the_first():
+    bench = Bench(slo={"ttft_s": 3.0, "admission": "off"}, queue={"seconds_per_token": 0.001})
+    for request_id, prompt_tokens, priority in (("a", 20, 0), ("b", 20, -2), ("c", 90, 0)):
+        await bench.router.submit(FakeRequest(request_id, prompt_tokens, priority=priority))
+    await bench.router.submit(FakeRequest("remote", 1000))
+    bench.claim("remote")
+    a, b, c, remote = (submit.behind_s for _, submit in bench.submits())
+    assert a - b == pytest.approx(6.0, abs=0.5) and 1.0 < c - a < 4.0
+    assert -0.5 < remote < 0  # as long ago as it has arrived
+
+
 def test_every_state_can_be_left_or_is_an_end():
     ends = {State.FINISHED, State.ABORTED, State.FAILED, State.REJECTED}
     assert {state for state, successors in SUCCESSORS.items() if not successors} == ends

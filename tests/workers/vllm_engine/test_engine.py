@@ -287,6 +287,20 @@ async def test_a_continuation_goes_on_where_the_tokens_end(pair, reference) -> N
     await assert_no_leaks(prefill, decode)
 
 
+async def test_what_waits_is_computed_in_the_order_that_the_frontends_made(pair, reference) -> None:
+    _, decode = pair
+    for number in range(16):  # as many as it runs
+        await decode.decode(f"runs-{number}", frames(prompt(10, number), 60))
+    await until(lambda: all(f"runs-{number}" in decode.tokens for number in range(16)), what="a full engine")
+    places = {"in 5 s": 5.0, "now": 0.0, "5 s ago": -5.0}
+    for number, (key, behind_s) in enumerate(places.items()):
+        await decode.decode(key, frames(prompt(250, 90 + number), 1), behind_s=behind_s)  # each a step of its own
+    for key in places:
+        await decode.done(key)
+    assert list(decode.finished)[-3:] == ["5 s ago", "now", "in 5 s"]
+    await assert_no_leaks(decode)
+
+
 async def test_what_cannot_be_run_is_refused_by_name(pair) -> None:
     _, decode = pair
     with pytest.raises(InvalidEngineRequest, match="broken: undecodable"):
