@@ -37,6 +37,7 @@ from orchestrator.types import Role  # noqa: E402
 
 GROWTH = 0.02
 FEW = {"memory": 1 << 20, "descriptors": 2}  # bytes and descriptors that are no growth, whatever their share
+COURSE = 20  # samples of each process that are saved
 SETTLE_S = 2.0  # connections of the clients before are closed by then
 # Those that let everybody live who is measured.
 SPARING = [name for name in FAULTS if name.startswith(("prefill_", "decode_"))]
@@ -161,8 +162,10 @@ def main() -> int:
     found["longest_gap_s"] = round(max(seen.gaps_s, default=0.0), 3)
     for growth in measured:
         memory, descriptors = growth.change("memory"), growth.change("descriptors")
-        found["processes"][growth.name] = {"uss_bytes": memory, "descriptors": descriptors, "of": len(growth.memory)}
-        print(f"{growth.name}: {memory[0] / 2**20:.1f} to {memory[1] / 2**20:.1f} MiB, descriptors {descriptors}")
+        course = growth.memory[:: max(1, len(growth.memory) // COURSE)]  # tells a step from a slope
+        found["processes"][growth.name] = {"uss_bytes": memory, "descriptors": descriptors, "course_bytes": course}
+        name = f"{growth.name}, {growth.role}" if growth.role else growth.name
+        print(f"{name}: {memory[0] / 2**20:.1f} to {memory[1] / 2**20:.1f} MiB, descriptors {descriptors}")
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "soak.json").write_text(json.dumps(found, indent=1) + "\n")
     print(f"{seen.answers} answers, {sum(made.values())} faults, {seen.errors.total()} errors, {seen.wrong} wrong")
