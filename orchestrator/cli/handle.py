@@ -44,7 +44,15 @@ SetOption = Annotated[
 ]
 WorkerArgument = Annotated[str, typer.Argument(help="A worker's id, as `orchestrator status` shows it.")]
 
-OUT = Console(width=None if sys.stdout.isatty() else 200)
+
+def console(width: int = 200, stderr: bool = False) -> Console:
+    """What is printed on it is shown as it is: the ids of requests are their clients' words, and an address in brackets
+    is no markup. `width`: where there is no terminal."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(width=None if stream.isatty() else width, stderr=stderr, markup=False, emoji=False)
+
+
+OUT = console()
 _REDIS_TIMEOUT_S = 2.0
 # A command that follows the fleet for minutes outlives a Redis that fails over or is slow for a while.
 _REDIS_PATIENCE_S, _ASK_AGAIN_S = 60.0, 0.5

@@ -136,7 +136,8 @@ class Console:
         self._outlet = Outlet(stream or sys.stdout)
         terminal = self._outlet.isatty()
         self._colour = terminal and not os.environ.get("NO_COLOR")
-        self._rich = RichConsole(file=self._outlet) if terminal else None  # type: ignore[arg-type]
+        # Without markup: a folder's name may have brackets.
+        self._rich = RichConsole(file=self._outlet, markup=False, emoji=False) if terminal else None  # type: ignore[arg-type]
         self._live: Live | None = None
         self._rows: dict[str, tuple[str, float, float | None]] = {}  # stage, since, until (monotonic)
 

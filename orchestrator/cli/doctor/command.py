@@ -9,6 +9,7 @@ from typing import Annotated
 
 import msgspec
 import typer
+from rich.text import Text
 
 from orchestrator.cli.doctor.check import Check
 from orchestrator.cli.doctor.fleet import kv_checks, port_checks, redis_checks
@@ -28,7 +29,7 @@ from orchestrator.config.settings import Refused, load_config
 app = typer.Typer()
 doctor_app = typer.Typer(help="Look whether host, Redis and KV paths are fit.", invoke_without_command=True)
 app.add_typer(doctor_app, name="doctor")
-_MARKS = {"ok": "[green]ok  [/green]", "warn": "[yellow]warn[/yellow]", "fail": "[red]fail[/red]"}
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 @doctor_app.callback()
@@ -102,8 +103,10 @@ class _Shown:
     def _add(self, check: Check) -> None:
         self._checks.append(check)
         if not self._as_json:
-            mend = f"  [dim]→ {check.mend}[/dim]" if check.mend else ""
-            OUT.print(f"{_MARKS[check.level]}  {check.name:<14} {check.said}{mend}", highlight=False, soft_wrap=True)
+            line = Text.assemble((f"{check.level:<4}", _COLOURS[check.level]), f"  {check.name:<14} {check.said}")
+            if check.mend:
+                line.append(f"  → {check.mend}", "dim")
+            OUT.print(line, soft_wrap=True)
 
     def end(self) -> None:
         """Raises typer.Exit with 1 where a check failed."""

@@ -16,6 +16,7 @@ import msgspec
 import typer
 
 from orchestrator.cli.handle import (
+from rich.text import Text
     OUT,
     FleetHandle,
     JsonOption,
@@ -113,7 +114,7 @@ def told(event: Event) -> str:
 def _print_event(event: Event) -> None:
     at = datetime.datetime.fromtimestamp(event.at).strftime("%Y-%m-%d %H:%M:%S")
     colour = {"lost": "red", "retried": "yellow", "joined": "green"}.get(event.type, "default")
-    OUT.print(f"[dim]{at}[/dim]  [{colour}]{event.type:<8}[/{colour}] {told(event)}", highlight=False, soft_wrap=True)
+    OUT.print(Text.assemble((at, "dim"), "  ", (f"{event.type:<8}", colour), f" {told(event)}"), soft_wrap=True)
 
 
 def _print_event_json(event: Event) -> None:

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from orchestrator.cli.handle import console
 from orchestrator.cli.trial.live import LiveError, live_load, live_profile
 from orchestrator.cli.trial.simulate import objectives, parse_configuration, parse_load, parse_profile, progress_bar
 from orchestrator.config.settings import ConfigError
@@ -65,7 +65,7 @@ def plan_command(
         found = [{"way": str(o.way), "score": o.score, "at": o.at, "goodput": _rates(o)} for o in outcomes]
         sys.stdout.write(msgspec.json.encode({"ways": found, "answer": sentence}).decode() + "\n")
     else:
-        Console(width=None if sys.stdout.isatty() else 160).print(_table(outcomes, question, asked))
+        console(160).print(_table(outcomes, question, asked))
         typer.echo(sentence)
     _draw(plot, outcomes, question, asked, quiet=as_json)
 

@@ -13,10 +13,10 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from orchestrator.cli.handle import console
 from orchestrator.config.settings import Config, ConfigError, SLOConfig, load_config, overridden, parse_config
 from orchestrator.simulator.faults import Faults
 from orchestrator.simulator.loads import LOADS, synthetic
@@ -155,11 +155,11 @@ def _run(
         shown = {"goodput": found_rates, "runs": reports} if search else reports
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown), indent=2).decode() + "\n")
     else:
-        console = Console(width=None if sys.stdout.isatty() else 220)
-        console.print(table(reports, "all rates tried" if search else ""))
+        out = console(220)
+        out.print(table(reports, "all rates tried" if search else ""))
         if search:
             at_goodput = [at.at for found in good.values() for at in found.values() if at.at is not None]
-            console.print(table(at_goodput, "goodput at " + ", ".join(f"{share:.0%}" for share in SHARES)))
+            out.print(table(at_goodput, "goodput at " + ", ".join(f"{share:.0%}" for share in SHARES)))
     if plot is not None:
         _plot(plot, load, reports, usage)
 
@@ -196,13 +196,13 @@ def _plot(path: Path, load: Load, reports: list[Report], usage: dict[str, list[t
 
 def progress_bar() -> Progress:
     bar = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.completed}/{task.total}"),
         TimeRemainingColumn(),
     )
-    console = Console(stderr=True)
-    return Progress(*bar, console=console, transient=True, disable=not console.is_terminal)
+    shown = console(stderr=True)
+    return Progress(*bar, console=shown, transient=True, disable=not shown.is_terminal)
 
 
 def parse_load(trace: str, requests: int | None, seed: int) -> Load:
