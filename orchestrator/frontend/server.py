@@ -45,6 +45,7 @@ from orchestrator.frontend.access import Access
 from orchestrator.frontend.dashboard.routes import operator_routes, page_routes, stream_routes
 from orchestrator.frontend.edge import EdgeMiddleware
 from orchestrator.frontend.engine import FleetCore, FleetLLM
+from orchestrator.frontend.heads import BoundedHttp
 from orchestrator.frontend.pages import FleetCollector, fleet_routes
 from orchestrator.frontend.plain import route, streaming
 from orchestrator.frontend.vllm_codec import VllmCodec
@@ -268,7 +269,7 @@ async def serve(
             app,
             access_log=False,
             log_config=None,
-            http="httptools",
+            http=BoundedHttp,
             timeout_keep_alive=65,
             timeout_graceful_shutdown=drain_s,  # type: ignore[arg-type]  # a fraction will do
             **uvicorn_options(config),

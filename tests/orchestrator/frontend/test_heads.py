@@ -1,0 +1,89 @@
+"""A client that never ends what it sends before or after a body is refused; whoever does is served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("httptools")
+
+import uvicorn
+
+from orchestrator.frontend.heads import MAX_HEAD_BYTES, BoundedHttp
+
+ENDLESS = 16 * MAX_HEAD_BYTES
+HEAD = b"POST / HTTP/1.1\r\nhost: h\r\n"
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+
+
+async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    """Answers with the length of the body."""
+    length, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        length, more = length + len(message["body"]), message["more_body"]
+    said = str(length).encode()
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(said))]})
+    await send({"type": "http.response.body", "body": said})
+
+
+@contextlib.asynccontextmanager
+async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, http=BoundedHttp, lifespan="off", log_config=None, access_log=False))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    reader, writer = await asyncio.open_connection(*listener.getsockname())
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        server.should_exit = server.force_exit = True
+        await serving
+
+
+async def send(writer: asyncio.StreamWriter, *parts: bytes) -> None:
+    with contextlib.suppress(ConnectionError):
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+
+
+@pytest.mark.parametrize(
+    ("begin", "again", "answered"),
+    [
+        (b"GET /", b"a" * 65536, True),
+        (HEAD + b"x: ", b"a" * 65536, True),
+        (HEAD, b"x: a\r\n" * 10_000, True),
+        (CHUNKED + b"1\r\na\r\n0\r\n", b"x: a\r\n" * 10_000, False),
+    ],
+    ids=["path", "header", "headers", "trailers"],
+)
+async def test_what_never_ends_is_cut_off(begin: bytes, again: bytes, answered: bool) -> None:
+    async with asyncio.timeout(30), connected() as (reader, writer):
+        await send(writer, begin, *[again] * (ENDLESS // len(again)))
+        got = b""
+        with contextlib.suppress(ConnectionError):
+            got = await reader.read()  # it ends
+        assert not got.startswith(b"HTTP/1.1 200")
+        if answered and got:
+            assert got.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+
+
+async def test_what_ends_is_served() -> None:
+    async with asyncio.timeout(30), connected() as (reader, writer):
+        long = HEAD + b"x: " + b"a" * (MAX_HEAD_BYTES // 2) + b"\r\n"
+        await send(writer, long + b"content-length: 1\r\n\r\na", long + b"content-length: 0\r\n\r\n")
+        pieces = [b"1\r\na\r\n"] * 200_000  # more bytes beside the body than a head may have
+        await send(writer, CHUNKED, *(b"".join(pieces[at : at + 1000]) for at in range(0, len(pieces), 1000)))
+        await send(writer, b"0\r\nx: a\r\n\r\n")
+        for length in (b"1", b"0", b"200000"):
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            assert await reader.readexactly(len(length)) == length
