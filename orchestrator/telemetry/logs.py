@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import logging.config
 import os
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+
+from orchestrator.telemetry.stderr import stderr
 
 LogFormat = Literal["text", "json"]
 
@@ -71,7 +72,7 @@ def set_up(process: str, form: LogFormat, level: str) -> None:
         os.environ.setdefault(name, value)
     if os.environ["VLLM_LOGGING_CONFIG_PATH"] == str(_VLLM_LOGGING):  # else an operator has a file for it
         logging.config.dictConfig(msgspec.json.decode(_VLLM_LOGGING.read_bytes()))
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(stderr())
     handler.setFormatter(formatter(form, process))
     for name, its_level in ((OURS, level), ("uvicorn", "WARNING")):
         logger = logging.getLogger(name)
@@ -83,7 +84,7 @@ def set_up(process: str, form: LogFormat, level: str) -> None:
 def vllm_handler() -> logging.Handler:
     """What `vllm_logging.json` names: vLLM's lines in our format, from VLLM_LOGGING_LEVEL (WARNING by default) on."""
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "WARNING").upper())
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(stderr())
     form: LogFormat = "json" if os.environ.get(_FORMAT) == "json" else "text"
     handler.setFormatter(formatter(form, os.environ.get(_PROCESS, "vllm")))
     return handler
