@@ -51,8 +51,8 @@ def launch(config: Config, console: Console) -> None:
     check_engine_args(config)
     folder = RunFolder(config.namespace)
     with _logging_to(console, config.logging), _signals_interrupt():
-        _clean_up_after_killed(folder, folder.claim(), console)
         try:
+            _clean_up_after_killed(folder, folder.claim(), console)
             if config.launcher.kind == "local":
                 MachineShares(config).check_room()
                 # A port in use is refused now, not after minutes of loading; it is held once the fleet starts.
@@ -65,6 +65,8 @@ def launch(config: Config, console: Console) -> None:
             console.stop_progress()
             console.say("Stopped before anything was started")
         finally:
+            for number in _ending():  # what is left takes a moment, and another signal would leave it undone
+                signal.signal(number, signal.SIG_IGN)
             console.close()
             remove_shared_memory(folder.shared_memory)
             folder.remove()
@@ -153,7 +155,7 @@ class _Stop:
         self._event = asyncio.Event()
         self._first_at = 0.0  # monotonic
         self._console = console
-        for number in _SIGNALS:
+        for number in _ending():
             asyncio.get_running_loop().add_signal_handler(number, self._signalled)
 
     def _signalled(self) -> None:
@@ -254,10 +256,15 @@ def _logging_to(console: Console, settings: LoggingConfig) -> Iterator[None]:
         logger.setLevel(level)
 
 
+def _ending() -> list[signal.Signals]:
+    """Those that end a fleet. Under nohup a terminal that is closed ends none."""
+    return [number for number in _SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+
+
 @contextlib.contextmanager
 def _signals_interrupt() -> Iterator[None]:
     """Outside of the event loop each of our signals raises KeyboardInterrupt, as Ctrl-C does."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in _SIGNALS}
+    before = {number: signal.signal(number, signal.default_int_handler) for number in _ending()}
     try:
         yield
     finally:

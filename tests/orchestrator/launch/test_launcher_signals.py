@@ -1,0 +1,74 @@
+"""A launcher under nohup, one that is stopped, and one that is told to end once more while it ends."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support_fleet import RunningFleet, running_fleet
+
+from orchestrator.launch.host.run_folder import RunFolder
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[3]
+UNREAD_REQUESTS = 400  # their lines in the log are more than a pipe holds by default
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[RunningFleet]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup starts a program
+    try:
+        with running_fleet("sim-2p2d.yaml", "workers.prefill.replicas=1", "workers.decode.replicas=1") as running:
+            yield running
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def ask(fleet: RunningFleet) -> None:
+    body = {"model": "demo", "prompt": "Say it", "max_tokens": 2}
+    assert fleet.http.post("/v1/completions", json=body, timeout=20).status_code == 200
+
+
+def test_under_nohup_the_end_of_a_terminal_is_not_the_fleets(fleet: RunningFleet) -> None:
+    fleet.process.send_signal(signal.SIGHUP)
+    time.sleep(1.0)  # in which it would begin to stop
+    ask(fleet)
+    assert fleet.process.poll() is None and not any("Stopping" in line for line in fleet.log)
+
+
+def test_a_stopped_launcher_stops_nobody(fleet: RunningFleet) -> None:
+    """By Ctrl-Z, say. It reads nothing then of what the processes log."""
+    fleet.process.send_signal(signal.SIGSTOP)
+    try:
+        for _ in range(UNREAD_REQUESTS):
+            ask(fleet)
+    finally:
+        fleet.process.send_signal(signal.SIGCONT)
+    fleet.until(lambda: len(fleet.request_lines()) > UNREAD_REQUESTS, "the lines are in the log")
+
+
+def test_a_signal_while_it_cleans_up_leaves_nothing_behind() -> None:
+    namespace = f"twice-{uuid.uuid4().hex[:6]}"
+    program = (
+        "import os, signal\n"
+        "from orchestrator.cli.main import main\n"
+        "from orchestrator.launch.host.run_folder import RunFolder\n"
+        "remove = RunFolder.remove\n"
+        "def again(folder):\n"
+        "    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT): os.kill(os.getpid(), number)\n"
+        "    remove(folder)\n"
+        "RunFolder.remove = again\n"
+        "main()"
+    )
+    sets = (f"namespace={namespace}", "frontend.port=0", "redis.url=redis://127.0.0.1:1")
+    command = [sys.executable, "-c", program, "up", "configs/sim-2p2d.yaml", *(p for s in sets for p in ("--set", s))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "cannot be used" in done.stderr
+    assert not RunFolder(namespace).path.exists()
