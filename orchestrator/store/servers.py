@@ -40,6 +40,8 @@ class Servers:
         scheme, _, kind = url.partition("://")[0].partition("+")
         if scheme not in ("redis", "rediss", "unix") or kind not in ("", "sentinel", "cluster"):
             raise ValueError(f"{url.partition('://')[0]!r} is no scheme of a Redis URL")
+        if scheme != "unix" and "@" in urlsplit(url).path:  # a parser would take a piece of the password for a port
+            raise ValueError("a password's / is written %2F, its ? %3F and its # %23")
         self._sentinel: Sentinel | None = None
         self._nodes: list[tuple[str, int]] = []  # of a cluster; the first is where connections go
         if not kind:
@@ -115,8 +117,8 @@ def _host(text: str, default_port: int) -> tuple[str, int]:
 
 
 def masked(url: str) -> str:
-    """The URL without its password, for messages."""
-    return re.sub(r"(?<=password=)[^&]*", "***", re.sub(r"(?<=://)([^/@]*):[^/]*@", r"\1:***@", url))
+    """The URL without its password, for messages; also without one that is written wrongly."""
+    return re.sub(r"(?<=password=)[^&]*", "***", re.sub(r"(?<=://)([^/@:]*):.*@", r"\1:***@", url))
 
 
 def redis_elsewhere(config: Config) -> str:

@@ -308,10 +308,19 @@ async def test_passwords_are_masked_and_wrong_ones_refused(redis, server):
     await right.aclose()
 
 
+async def test_no_piece_of_a_password_with_a_slash_is_shown():
+    """The mend is said: it is easily forgotten, and what base64 makes has slashes."""
+    for url in ("redis://:seCr/eT@127.0.0.1:1", "redis+sentinel://u:12/eT@127.0.0.1:1/name"):
+        with pytest.raises(RedisAway, match="a password's / is written %2F") as caught:
+            await connect(url, 0.5)
+        assert not any(piece in str(caught.value) for piece in ("seCr", "eT@", ":12"))
+
+
 def test_masked():
     assert masked("redis://user:pw@host:1/0") == "redis://user:***@host:1/0"
     assert masked("redis://:pw@host") == "redis://:***@host"
     assert masked("redis://host:6379") == "redis://host:6379"
+    assert masked("redis://user:a/b:c@d@host:6379/0") == "redis://user:***@host:6379/0"
     assert masked("unix:///run/r.sock?password=pw&db=1") == "unix:///run/r.sock?password=***&db=1"
 
 
