@@ -36,6 +36,7 @@ from orchestrator.store.servers import EXPECTED, Servers, masked
 log = logging.getLogger("pd.redis")
 
 OLDEST_VERSION = (7, 0)  # the first with functions
+_OLDEST = ".".join(map(str, OLDEST_VERSION))
 # What a server says that is not, or not yet, the one to talk to. Another may be behind the same address by now: after
 # a fail-over old connections still lead to the old one. (LOADING, the last of them, is a ConnectionError of redis-py.)
 _ELSEWHERE = (ReadOnlyError, MovedError, ClusterDownError, MasterDownError)
@@ -145,8 +146,7 @@ class Redis(redis.asyncio.Redis):
         """Out of memory, read-only replica, no permission, loading: whoever asked goes on without Redis."""
         why = f"it refused {command}: {error}"
         if command in _FUNCTION_COMMANDS and ("unknown command" in str(error) or isinstance(error, NoPermissionError)):
-            oldest = ".".join(map(str, OLDEST_VERSION))
-            why += f" (the queue needs Redis {oldest} or newer, or Valkey, and a user with +fcall and +function|load)"
+            why += f" (the queue needs Redis {_OLDEST} or newer, or Valkey, and a user with +fcall and +function|load)"
         return self._away(why)
 
     def _flush(self) -> None:
@@ -194,7 +194,7 @@ class Redis(redis.asyncio.Redis):
                         if not caller.done():
                             caller.set_exception(error)
                         if isinstance(error, MovedError):
-                            self._move(pipe, error)
+                            await self._move(pipe, error)
                         elif isinstance(error, _ELSEWHERE):
                             await self._break(pipe, f"it sends us elsewhere: {error}")
                             await self._break_subscriptions()
@@ -221,12 +221,12 @@ class Redis(redis.asyncio.Redis):
         assert self.servers is not None, "`connect` sets them"
         return self.servers.new_connection()
 
-    def _move(self, pipe: _Pipe, error: MovedError) -> None:
-        """Later commands go to the node that has our keys. What is on its way here is answered, or moves too."""
-        if pipe is self._pipe:
-            assert self.servers is not None
+    async def _move(self, pipe: _Pipe, error: MovedError) -> None:
+        """What comes later goes to the node that has our keys, subscriptions too: each node counts its own alone."""
+        if pipe is self._pipe and self.servers is not None:
             self.servers.moved(error, pipe.connection)
             self._pipe = None
+            await self._break_subscriptions()
 
     async def _break(self, pipe: _Pipe | None, why: str) -> None:
         """Everyone who waits gets RedisAway, and for a moment everyone who asks."""
@@ -263,8 +263,7 @@ class Redis(redis.asyncio.Redis):
         pause_s = _RECONNECT_MIN_S
         while True:
             connection = self._new_connection()
-            # Under a time-out of its own redis-py sends by `asyncio.wait_for`, which in Python 3.11 may swallow the
-            # cancellation of whoever listens: then nobody would ever end this.
+            # redis-py's own time-out is a `wait_for`, which in Python 3.11 may swallow the cancellation of who listens.
             timeout_s, connection.socket_timeout = connection.socket_timeout, None
             try:
                 async with asyncio.timeout(timeout_s):
@@ -272,6 +271,8 @@ class Redis(redis.asyncio.Redis):
                     await connection.send_command("SUBSCRIBE", channel, check_health=False)
                     await connection.read_response()
                 self._subscriptions.add(connection)
+                if self.servers is not None and not self.servers.leads_to(connection):
+                    raise redis.exceptions.ConnectionError("our keys have moved meanwhile")
                 yield None
                 pause_s = _RECONNECT_MIN_S
                 pinged = False
@@ -344,7 +345,6 @@ async def _check_version(client: Redis) -> None:
     version = str(server.get("redis_version", ""))
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers and numbers < OLDEST_VERSION:
-        oldest = ".".join(map(str, OLDEST_VERSION))
         raise RedisAway(
-            f"Redis at {masked(client.url)} is version {version}: upgrade it to {oldest} or newer, or Valkey"
+            f"Redis at {masked(client.url)} is version {version}: upgrade it to {_OLDEST} or newer, or Valkey"
         )

@@ -73,6 +73,10 @@ class Servers:
         )
         return made
 
+    def leads_to(self, connection: AbstractConnection) -> bool:
+        """Whether a new connection would go to the same node of a cluster."""
+        return not self._nodes or self._nodes[0] == (getattr(connection, "host", ""), getattr(connection, "port", 0))
+
     def moved(self, error: MovedError, connection: AbstractConnection) -> None:
         """A node of a cluster told which one has our keys: new connections go there."""
         here = (getattr(connection, "host", ""), getattr(connection, "port", 0))

@@ -175,6 +175,28 @@ async def test_a_cluster_whose_primary_dies_is_followed(cluster):
         await redis.aclose()
 
 
+async def test_who_waits_for_work_is_woken_where_the_keys_are(cluster):
+    """One worker for each job: the queue counts who has heard it, and a node counts its own listeners only."""
+    primary, replica = cluster
+    redis = await connect(f"redis+cluster://{replica.address},{primary.address}", TIMEOUT_S)
+    queue = PrefillQueue(redis, fresh_namespace(), queue_config(), "w")
+    waiting = asyncio.create_task(queue.wait_for_work(30.0))
+    try:
+
+        async def heard() -> bool:
+            ((_, listeners),) = await ask(primary, "PUBSUB NUMSUB", queue.keys.wake("w"))
+            return listeners == 1
+
+        await eventually(heard, "the worker listens at the node that has the queue")
+        await queue.enqueue(job("a"))
+        async with asyncio.timeout(10):
+            await waiting
+    finally:
+        waiting.cancel()
+        await queue.aclose()
+        await redis.aclose()
+
+
 async def test_one_address_of_a_cluster_leads_to_the_others(cluster):
     primary, replica = cluster
     redis = await connect(f"redis://{replica.address}", TIMEOUT_S)
