@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import msgspec
 import typer
@@ -145,9 +146,9 @@ def request_lines(path: Path) -> Iterator[RequestLine]:
 
 async def _remembered(handle: FleetHandle, request_id: str | None, slowest: int) -> list[RequestLine]:
     """What the frontends at this URL remember. Each answers for itself alone, so they are asked until all have."""
-    path = (
-        f"/requests/{request_id}" if request_id else f"/requests?slowest={slowest}" if slowest else "/requests?latest=1"
-    )
+    path = f"/requests?slowest={slowest}" if slowest else "/requests?latest=1"
+    if request_id:
+        path = f"/requests/{quote(request_id, safe='')}"  # its client named it
     answered: dict[str, list[dict[str, Any]]] = {}
     frontends, asked = 1, 0
     while len(answered) < frontends and asked < _ASK_TIMES * frontends:

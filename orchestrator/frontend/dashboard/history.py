@@ -29,10 +29,6 @@ _SLOWEST = 12
 _UNSENT = 5  # samples that wait for a slow watcher before it misses some
 
 
-class TooManyWatchers(Exception):
-    """MAX_WATCHERS look already."""
-
-
 class Point(msgspec.Struct, frozen=True):
     """One second of the fleet. Times in milliseconds; None where nothing was counted, or Redis is away."""
 
@@ -105,11 +101,14 @@ class History:
                 if not watcher.full():
                     watcher.put_nowait(sample)
 
+    @property
+    def full(self) -> bool:
+        """MAX_WATCHERS look already."""
+        return len(self._watchers) >= MAX_WATCHERS
+
     @contextlib.contextmanager
     def watching(self) -> Iterator[asyncio.Queue[dict[str, Any]]]:
-        """A queue of the samples from now on. Raises TooManyWatchers."""
-        if len(self._watchers) >= MAX_WATCHERS:
-            raise TooManyWatchers
+        """A queue of the samples from now on; ask first whether it is `full`."""
         queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(_UNSENT)
         self._watchers.add(queue)
         try:

@@ -18,7 +18,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 
 from orchestrator.config.settings import Refused
-from orchestrator.frontend.dashboard.history import History, TooManyWatchers, described, samples
+from orchestrator.frontend.dashboard.history import History, described, samples
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import UnknownWorker
 from orchestrator.store.steering import Steering
@@ -82,20 +82,15 @@ def stream_routes(history: History, recent: Recent, ended: Callable[[], bool]) -
     @routes.get("/fleet/stream")
     async def stream() -> Response:
         """Events: `history` (the last hour, a list per field) once, then `sample` (the fleet) every second."""
-        watching = history.watching()
-        try:
-            watcher = watching.__enter__()
-        except TooManyWatchers:
+        if history.full:
             return JSONResponse({"error": "too many watch already; close another dashboard"}, status_code=503)
 
         async def events() -> AsyncIterator[bytes]:
-            try:
+            with history.watching() as watcher:  # entered here: a client that has gone by now never begins this
                 yield _event("history", history.columns())
                 yield _event("sample", history.sample([]))
                 async for sample in samples(watcher, ended):
                     yield _event("sample", sample)
-            finally:
-                watching.__exit__(None, None, None)
 
         return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-store"})
 
@@ -106,7 +101,7 @@ def stream_routes(history: History, recent: Recent, ended: Callable[[], bool]) -
         found = recent.slowest(count, time.monotonic()) if slowest else recent.latest(count)
         return {"frontend": history.frontend, "frontends": history.frontends, "requests": [*map(described, found)]}
 
-    @routes.get("/requests/{request_id}")
+    @routes.get("/requests/{request_id:path}")  # which may have slashes
     async def request(request_id: str) -> Response:
         line = recent.find(request_id)
         said = {"frontend": history.frontend, "frontends": history.frontends}

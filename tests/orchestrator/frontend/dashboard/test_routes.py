@@ -1,0 +1,52 @@
+"""The streams and pages of a frontend's fleet, as an ASGI server asks for them."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+
+from fastapi import FastAPI
+
+from orchestrator.fleet.view import Fleet
+from orchestrator.frontend.dashboard.history import MAX_WATCHERS, History
+from orchestrator.frontend.dashboard.routes import stream_routes
+from orchestrator.telemetry.recent import Recent
+from orchestrator.telemetry.request_line import RequestLine
+
+
+def made() -> tuple[FastAPI, History, Recent]:
+    recent, app = Recent(), FastAPI()
+    history = History("m", "f", 1, Fleet("f"), recent, lambda: None, lambda: None)
+    app.include_router(stream_routes(history, recent, lambda: False))
+    return app, history, recent
+
+
+async def test_a_watcher_that_has_gone_before_its_stream_begins_takes_no_place() -> None:
+    app, history, _ = made()
+    scope: dict[str, Any] = {"type": "http", "asgi": {"spec_version": "2.3"}, "method": "GET", "headers": []}
+    scope |= {"path": "/fleet/stream", "raw_path": b"/fleet/stream", "query_string": b"", "root_path": ""}
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    for _ in range(MAX_WATCHERS):
+        await app({**scope}, receive, send)
+    assert not history.full
+
+
+@pytest.mark.parametrize("name", ["a/b", "a?b#c", "100%25 \N{SNOWMAN}", "/"])
+async def test_a_request_is_found_by_whatever_its_client_called_it(name: str) -> None:
+    app, _, recent = made()
+    recent.ended(RequestLine(name, "finished", "local", "short_prompt", 9, 2, 1, "decode-0", None, 12.5), 1.0)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://f") as asked:
+        answer = await asked.get(f"/requests/{quote(name, safe='')}")
+        assert [line["id"] for line in answer.json()["requests"]] == [name]
+        assert (await asked.get("/requests/other")).status_code == 404
