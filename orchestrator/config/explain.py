@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, get_args
 
@@ -14,6 +15,27 @@ def kind_of(value: object) -> str:
     return "nothing" if value is None else f"{value!r}" if not isinstance(value, (dict, list)) else "a section or list"
 
 
+def unfit(value: Any, key: str = "the file", depth: int = 0) -> str | None:
+    """What of a tree cannot reach the fleet's processes, which read it as JSON, and how it should be; None: nothing."""
+    if depth > _MAX_DEPTH:
+        return f"{key}: expected at most {_MAX_DEPTH} sections in each other"
+    if isinstance(value, dict):
+        parts = ((part, str(name) if depth == 0 else f"{key}.{name}") for name, part in value.items())
+        names = ((name, f"{key}: a name in it") for name in value)
+        return next(filter(None, (unfit(part, name, depth + 1) for part, name in (*names, *parts))), None)
+    if isinstance(value, list):
+        return next(filter(None, (unfit(part, key, depth + 1) for part in value)), None)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{key}: expected a finite number, got {value}"
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        return f"{key}: expected an integer of 64 bits, got one of {value.bit_length()}"
+    if isinstance(value, str) and (odd := _NO_TEXT.search(value)):
+        return f"{key}: expected text, got {odd[0]!r} in it"
+    return None
+
+
+_MAX_DEPTH = 30
+_NO_TEXT = re.compile("[\\0\ud800-\udfff]")  # what ends a text elsewhere, and halves of characters
 _GONE = {
     "frontend.max_body_bytes": "use limits.max_body_bytes",
     "frontend.max_n": "use limits.max_n",
