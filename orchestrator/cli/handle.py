@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
@@ -151,3 +153,10 @@ def print_json(value: Any) -> None:
     """One line."""
     sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
     sys.stdout.flush()
+def check_writable(*files: Path | None) -> None:
+    """Before work whose result would be lost. Raises Refused."""
+    for file in files:
+        if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+            raise Refused(f"{file}: cannot be written; name a file in a folder that is there")
+
+

@@ -128,10 +128,21 @@ def _fail(line: str) -> NoReturn:
     sys.exit(2)
 
 
+def _drop_output() -> None:
+    """What standard output does not take is not tried again at the end, where the interpreter would complain."""
+    with contextlib.suppress(OSError):  # it is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main() -> None:
     """The console script `orchestrator`."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was started without one
+            setattr(sys, name, open(os.devnull, "w"))
     try:
-        sys.exit(app(standalone_mode=False) or 0)
+        code = app(standalone_mode=False) or 0
+        sys.stdout.flush()  # here, where one that is full or closed is told of
+        sys.exit(code)
     except ConfigError as error:
         _fail(str(error))
     except TyperException as error:
@@ -140,8 +151,11 @@ def main() -> None:
     except (KeyboardInterrupt, Abort):
         sys.exit(128 + signal.SIGINT)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
+        _drop_output()
         sys.exit(1)
+    except OSError as error:
+        _drop_output()
+        _fail(f"{error.filename}: {error.strerror}" if error.filename is not None else str(error))
 
 
 if __name__ == "__main__":

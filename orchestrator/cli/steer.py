@@ -42,7 +42,7 @@ def scale(
     counts: dict[str, int] = {}
     for target in targets:
         name, _, value = target.partition("=")
-        if name not in ("prefill", "decode") or not value.isdigit():
+        if name not in ("prefill", "decode") or not value.isdecimal() or len(value) > 9:
             raise Refused(f"{target}: expected prefill=X or decode=Y with an integer >= 0")
         counts[name] = int(value)
     wanted = ask(find_fleet(namespace, redis), lambda fleet: _steer(fleet).scale(**counts))

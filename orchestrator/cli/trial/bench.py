@@ -10,11 +10,10 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from orchestrator.cli.handle import OUT
+from orchestrator.cli.handle import OUT, check_writable, console
 from orchestrator.cli.trial.simulate import parse_load
 from orchestrator.config.settings import ConfigError
 from orchestrator.simulator.real.client import MeasureError, Target
@@ -54,6 +53,7 @@ def bench_command(
     """Send load to a server, or to two in turns, and report what its users feel."""
     if scale <= 0 or ttft_s <= 0 or tpot_s <= 0:
         raise ConfigError("--scale-tokens, --ttft, --tpot: expected more than 0")
+    check_writable(json_file, html_file)
     servers = [url] if against is None else [url, against]
     try:
         if load is None:
@@ -105,8 +105,8 @@ class _Plan:
 
 async def _watched(load: Load, server: str, run: Callable[[Callable[[Sent], None]], Awaitable[Run]]) -> Run:
     """With its progress on standard error."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[now]}"), console=Console(stderr=True)) as progress:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[now]}", markup=False), console=console(stderr=True)) as progress:
         task = progress.add_task(server, total=len(load.arrivals), now="")
         errors = 0
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from orchestrator.cli.handle import check_writable
 from orchestrator.cli.trial.simulate import objectives, parse_configuration, parse_fleet, parse_load, parse_profile
 from orchestrator.config.settings import ConfigError
 from orchestrator.simulator.profile import PROFILES, ProfileError, load_profile
@@ -45,6 +46,7 @@ def profile_command(
     link_gb_per_s: Annotated[float, typer.Option("--link-gb-per-s", help="KV transfer rate.")] = 1.0,
 ) -> None:
     """Measure a profile for the simulator. The server should have one worker, that prefills and decodes."""
+    check_writable(out)
     try:
         sizes = sorted({int(length) for length in lengths.split(",")})
     except ValueError:
@@ -98,6 +100,7 @@ def compare_command(
     """Run a slice of a load on a real fleet and in the simulator. Compares medians and P90s."""
     if seconds <= 0 or rate <= 0 or scale <= 0:
         raise ConfigError("--seconds, --rate, --scale-tokens: expected more than 0")
+    check_writable(out)
     try:
         load = at_rate(scaled(parse_load(trace, max(2, int(seconds * rate)), seed), scale), rate)
         prefill, decode = parse_fleet(fleet)
