@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 import typer
@@ -82,7 +83,7 @@ class OpenFleet(msgspec.Struct, frozen=True):
 def find_fleet(namespace: str | None, redis_url: str | None, url: str | None = None) -> FleetHandle:
     """Raises Refused when neither the options nor a running launcher say where it is."""
     if url is not None:
-        if not url.startswith(("http://", "https://")):
+        if not _is_address(url):
             raise Refused(f"--url: expected http://HOST:PORT or https://HOST:PORT, got {url!r}")
         return FleetHandle(namespace or "default", redis_url, url.rstrip("/"), None)
     if namespace is None:
@@ -101,6 +102,13 @@ def find_fleet(namespace: str | None, redis_url: str | None, url: str | None = N
         return FleetHandle(namespace, redis, None, None)  # a fleet elsewhere may have the same name
     ready = folder.ready()
     return FleetHandle(namespace, redis, ready.url if ready else None, folder.config())
+
+
+def _is_address(url: str) -> bool:
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    return False
 
 
 @contextlib.asynccontextmanager
@@ -149,10 +157,6 @@ async def patiently(what: Callable[[], Awaitable[T]]) -> T:
         await asyncio.sleep(_ASK_AGAIN_S)
 
 
-def print_json(value: Any) -> None:
-    """One line."""
-    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
-    sys.stdout.flush()
 def check_writable(*files: Path | None) -> None:
     """Before work whose result would be lost. Raises Refused."""
     for file in files:
@@ -160,3 +164,7 @@ def check_writable(*files: Path | None) -> None:
             raise Refused(f"{file}: cannot be written; name a file in a folder that is there")
 
 
+def print_json(value: Any) -> None:
+    """One line."""
+    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+    sys.stdout.flush()

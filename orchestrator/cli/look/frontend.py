@@ -117,10 +117,17 @@ async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
     }
 
 
+def not_told() -> tuple[type[Exception], ...]:
+    """What `fleet_stream` raises: no frontend is there, or something else answers."""
+    import httpx
+
+    return httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError
+
+
 async def fleet_stream(url: str, key: str | None) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
     """What a frontend's `/fleet/stream` tells, as (event, data), until it ends. `key`: the operator's.
 
-    Raises httpx.HTTPError.
+    Raises what is in `not_told()`.
     """
     async with (
         client(url, key) as asking,

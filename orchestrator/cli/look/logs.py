@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
+from rich.text import Text
 
 from orchestrator.cli.handle import (
-from rich.text import Text
     OUT,
     FleetHandle,
     JsonOption,
@@ -24,6 +26,7 @@ from rich.text import Text
     RedisOption,
     find_fleet,
     open_fleet,
+    patiently,
     print_json,
 )
 from orchestrator.config.settings import Refused
@@ -53,7 +56,8 @@ def logs(
     if not path.exists():
         raise Refused(f"{path}: there is no log; was a fleet started here, in this namespace?")
     mine = _of(process)
-    kept = [line for line in path.read_text(errors="replace").splitlines() if mine(line)]
+    # Not by `splitlines`: a JSON line may have what Unicode calls the end of one.
+    kept = [line for line in path.read_text(errors="replace").removesuffix("\n").split("\n") if line and mine(line)]
     if process is not None and not kept and not follow:
         raise Refused(f"{process}: no line of such a process in {path}; `orchestrator status` lists workers")
     shown = as_object if as_json else str
@@ -84,7 +88,8 @@ async def _events(handle: FleetHandle, limit: int, follow: bool, show: Callable[
     async with open_fleet(handle) as fleet:
         log, last = EventLog(fleet.redis, handle.namespace), BEGINNING
         while True:
-            for event in await log.read(last, limit):
+            read = partial(log.read, last, limit)
+            for event in await (patiently(read) if follow else read()):
                 show(event)
                 last = event.id
             if not follow:
@@ -130,11 +135,13 @@ def _of(process: str | None) -> Callable[[str], bool]:
 
 
 def as_object(line: str) -> str:
-    """As JSON, which it is already where `logging.format` says so."""
+    """As JSON, which it is already where `logging.format` says so. A full disk leaves pieces of lines."""
     if line.startswith("{"):
-        return line
-    process, _, message = line.removeprefix("[").partition("] ")
-    return msgspec.json.encode({"process": process, "message": message}).decode()
+        with contextlib.suppress(msgspec.DecodeError):
+            msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+            return line
+    process, named, message = line.removeprefix("[").partition("] ")
+    return msgspec.json.encode({"process": process, "message": message} if named else {"message": line}).decode()
 
 
 def _following(path: Path) -> Iterator[str]:
@@ -152,6 +159,7 @@ def _following(path: Path) -> Iterator[str]:
         except FileNotFoundError:
             replaced = False
         if replaced:
+            yield from filter(None, (rest + file.read()).split("\n"))  # what came before it was replaced
             file.close()
             file, rest = path.open(errors="replace"), ""
         sys.stdout.flush()

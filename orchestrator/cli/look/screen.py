@@ -14,7 +14,7 @@ from textual.containers import Grid, Vertical
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Label, Sparkline, Static
 
-from orchestrator.cli.look.frontend import client, fleet_stream
+from orchestrator.cli.look.frontend import client, fleet_stream, not_told
 from orchestrator.cli.look.views import STATE_STYLE, blocks_bar
 
 _AGAIN_S = 1.0  # between two attempts to reach a frontend
@@ -53,7 +53,7 @@ class Confirm(ModalScreen[bool]):
         self._question = question
 
     def compose(self) -> ComposeResult:
-        yield Label(f"{self._question}  (y/n)")
+        yield Label(f"{self._question}  (y/n)", markup=False)
 
     def action_answer(self, answer: bool) -> None:
         self.dismiss(answer)
@@ -122,7 +122,7 @@ class Top(App[None]):
             try:
                 async for event, told in fleet_stream(self._url, self._key):
                     self._hear(event, told)
-            except httpx.HTTPError as error:
+            except not_told() as error:
                 why = str(error) or type(error).__name__
             self._head.update(Text(f"{self._url}: {why}; trying again", style="red"))
             await asyncio.sleep(_AGAIN_S)
@@ -222,7 +222,8 @@ class Top(App[None]):
             refused = said.get("error") if answer.status_code != httpx.codes.OK else None
         except (httpx.HTTPError, ValueError) as error:
             refused = str(error) or type(error).__name__
-        self.notify(str(refused) if refused else "ordered", severity="error" if refused else "information")
+        said = str(refused) if refused else "ordered"
+        self.notify(said, severity="error" if refused else "information", markup=False)
 
     def _chosen(self) -> dict[str, Any] | None:
         """The worker under the cursor."""

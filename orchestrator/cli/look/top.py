@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from typing import Any
 
-import httpx
 import typer
 
 from orchestrator.cli.handle import JsonOption, NamespaceOption, RedisOption, UrlOption, find_fleet, print_json
-from orchestrator.cli.look.frontend import fleet_status, fleet_stream, operator_key
+from orchestrator.cli.look.frontend import fleet_status, fleet_stream, not_told, operator_key
 from orchestrator.config.settings import Refused
 
 app = typer.Typer()
@@ -28,6 +28,8 @@ def top(
     if as_json:
         print_json(asyncio.run(sample(handle.url, key)))
         return
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise Refused("top needs a terminal; `orchestrator top --json` and `orchestrator status` do not")
     asyncio.run(fleet_status(handle))  # a wrong address is one line, not a screen
     from orchestrator.cli.look.screen import Top  # takes longer to import than a sample takes to come
 
@@ -41,6 +43,6 @@ async def sample(url: str, key: str | None) -> dict[str, Any]:
             async for event, told in events:
                 if event == "sample" and told["point"]:
                     return told
-    except httpx.HTTPError as error:
+    except not_told() as error:
         raise Refused(f"{url}: no fleet's stream: {str(error) or type(error).__name__}") from None
     raise Refused(f"{url}: the frontend ended the stream")

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from orchestrator.cli.look.logs import app, told
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.run_folder import RunFolder
-from orchestrator.store.client import connect
-from orchestrator.store.events import Event
+from orchestrator.store.client import RedisAway, connect
+from orchestrator.store.events import Event, EventLog
 from orchestrator.store.registry import Registry
 
 ROOT = Path(__file__).parents[4]
@@ -65,6 +65,33 @@ def test_a_log_is_followed_into_the_file_that_replaces_it(log: Path):
             assert following.stdout.readline() == "[decode-0] in the new file\n"
         finally:
             following.terminate()
+
+
+def test_every_line_of_json_is_an_object(log: Path):
+    """Also where a full disk has left a piece of one, and whatever Unicode calls the end of a line."""
+    said = {"time": "t", "process": "decode-0", "message": "a\u2028b\x85c"}
+    log.write_text(json.dumps(said, ensure_ascii=False) + '\n{"time":"t","proc\n[decode-0] after\n')
+    lines = run("logs", "--json").split("\n")[:-1]
+    assert json.loads(lines[0]) == said and "proc" in json.loads(lines[1])["message"] and len(lines) == 3
+    assert json.loads(lines[2]) == {"process": "decode-0", "message": "after"}
+
+
+def test_following_events_outlives_a_redis_that_is_away_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    namespace, limits = fresh_namespace(), []
+    read = EventLog.read
+
+    async def fails_once(self: EventLog, after: str, limit: int) -> list[Event]:
+        limits.append(limit)
+        if len(limits) == 2:
+            raise RedisAway("it fails over")
+        if len(limits) == 4:
+            raise KeyboardInterrupt
+        return await read(self, after, limit)
+
+    monkeypatch.setattr(EventLog, "read", fails_once)
+    with running_server(tmp_path) as server:
+        runner.invoke(app, ["events", "-f", "--redis", server.url, "--namespace", namespace])
+    assert len(limits) == 4
 
 
 def test_events_are_told(tmp_path: Path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -11,9 +13,10 @@ from typing import Any
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from fastapi.responses import PlainTextResponse
 
 from orchestrator.cli.look.screen import Confirm, Top
-from orchestrator.cli.look.top import sample
+from orchestrator.cli.look.top import sample, top
 from orchestrator.config.settings import Refused
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard import history as history_module
@@ -140,3 +143,32 @@ async def test_a_sample_of_nothing_is_refused_in_one_line(monkeypatch: pytest.Mo
         where = f"{url}{path}" if path else "http://127.0.0.1:1"
         with pytest.raises(Refused, match=f"{where}: no fleet's stream"):
             await sample(where, None)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:999999", "http://[::1", "http://", "127.0.0.1:8000"])
+def test_an_address_that_is_none_is_refused_in_one_line(url: str):
+    with pytest.raises(Refused, match=r"--url: expected http://HOST:PORT"):
+        top(url=url, as_json=True)
+
+
+async def test_a_stream_of_something_else_is_refused_in_one_line():
+    app = FastAPI()
+
+    @app.get("/fleet/stream")
+    async def stream() -> PlainTextResponse:
+        return PlainTextResponse("event: sample\ndata: {not json\n\n")
+
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    with pytest.raises(Refused, match="no fleet's stream"):
+        await sample(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", None)
+    server.should_exit = True
+    await serving
+
+
+def test_without_a_terminal_it_says_what_to_use():
+    command = [sys.executable, "-m", "orchestrator.cli.main", "top", "--url", "http://127.0.0.1:1"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "") and "top needs a terminal" in done.stderr
