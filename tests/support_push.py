@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.utils import EngineTransferInfo, TransferTopology
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import compute_tp_mapping
@@ -28,6 +29,7 @@ class FakeNixl:
     def __init__(self) -> None:
         self.sent: list[tuple[str, wire.Message]] = []
         self.heard: dict[str, list[bytes]] = {}
+        self.registered: dict[str, list[wire.Register]] = defaultdict(list)  # by agent, what was heard
         self.writes: dict[int, str] = {}  # handle -> state
         self.posted: list[tuple[Any, Any]] = []  # descriptors here and there, of each
         self.broken: set[str] = set()  # agents, and descriptor lists of their memory
@@ -56,7 +58,13 @@ class FakeNixl:
     def send_notif(self, agent: str, notif_msg: bytes) -> None:
         if agent in self.broken:
             raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
-        self.sent.append((agent, wire.parse(notif_msg)))
+        message = wire.parse(notif_msg)
+        if isinstance(message, wire.Hello):  # decode registers again
+            again = [msgspec.structs.replace(order, epoch=message.epoch) for order in self.registered[agent]]
+            self.heard.setdefault(agent, []).extend(wire.pack(order) for order in again)
+            return
+        self.registered[agent] = [order for order in self.registered[agent] if order.request != message.request]
+        self.sent.append((agent, message))
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
         heard, self.heard = self.heard, {}
@@ -133,6 +141,8 @@ class FakeWorker(PushWorker):
         """One turn of the writer thread."""
         self._push_writer_stop.clear()
         self._push_writer_loop()
+        if self.nixl_wrapper.heard:
+            self.turn()
 
     def step(self, **news: list[Any]) -> None:
         """An engine step with this metadata, and what follows on the writer thread."""
@@ -145,6 +155,7 @@ class FakeWorker(PushWorker):
 
     def hear(self, agent: str, *messages: wire.Message) -> None:
         self.nixl_wrapper.heard[agent] = [wire.pack(message) for message in messages]
+        self.nixl_wrapper.registered[agent] += [order for order in messages if isinstance(order, wire.Register)]
         self.turn()
 
     def end_writes(self, state: str = "DONE") -> None:

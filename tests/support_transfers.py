@@ -15,10 +15,10 @@ from connectors.push import actions as do
 from connectors.push.actions import Connect, Finish, Send
 from connectors.push.inbound import Inbound
 from connectors.push.outbound import Outbound
-from connectors.push.wire import Computing, Endpoint, Gone, Landed, Message, Register, Unregister
+from connectors.push.wire import Computing, Endpoint, Gone, Hello, Landed, Message, Register, Unregister
 
 TIMEOUT_S = 10.0
-MAX_DELAY_S = 5.0  # the network loses what is older, and a WRITE takes no longer
+MAX_DELAY_S = 5.0  # a link that is whole loses what is older, and a WRITE over it takes no longer
 DECODE_BLOCKS = 24
 _EPOCH = 1000  # prefill's block of a position, in the request's n-th epoch: n * _EPOCH + position
 
@@ -34,11 +34,21 @@ class Write:
     pairs: list[tuple[int, int]]  # (prefill block, decode block)
     handle: int
     posted_at: float
+    socket: int
     over: bool = False  # though nobody has looked yet
 
+    @property
+    def torn(self) -> bool:
+        return self.socket in self.rank.world.torn
+
+    @property
+    def stalled(self) -> bool:
+        return self.rank.world.is_silent(self.rank, self.peer)
+
     def land(self) -> None:
+        """Also when its engine has died since: what was sent is on its way."""
         decode = self.peer.engine
-        if decode.dead or self.rank.engine.dead or self.over:
+        if decode.dead or self.over or self.torn or self.stalled:
             return
         for mine, block in self.pairs:
             owner = decode.owner.get(block)
@@ -57,6 +67,7 @@ class Rank:
         self.connecting: set[str] = set()
         self.lost: set[str] = set()
         self.kept: list[do.Tell] = []
+        self.sockets: dict[str, int] = {}  # by the other agent
 
     def peers(self, engine: str) -> list[str]:
         """Agents of `engine` that this rank has to do with."""
@@ -85,6 +96,7 @@ class Rank:
             self.run(self.end.unreachable(engine, "no answer", self.world.now))
             return
         self.connected.add(engine)
+        self.sockets |= {peer: next(self.world.handles) for peer in self.peers(engine)}
         self.world.broken -= {(self.agent, peer) for peer in self.peers(engine)}
         for tell in mine:
             self.tell(tell)
@@ -93,10 +105,11 @@ class Rank:
     def sent(self, engine: str, peer: str, message: Message) -> bool:
         if engine not in self.connected:
             return False
-        if (self.agent, peer) in self.world.broken:
+        reset = self.sockets[peer] in self.world.torn and not self.world.is_silent(self, self.world.rank(peer))
+        if reset or (self.agent, peer) in self.world.broken:
             self.lose(engine)
             return False
-        self.world.network.append((self, peer, message, self.world.now))
+        self.world.network.append((self, peer, message, self.world.now, self.sockets[peer]))
         return True
 
     def tell(self, tell: do.Tell) -> None:
@@ -161,7 +174,7 @@ class PrefillRank(Rank):
                     raise AssertionError(action)
 
     def on_connected(self, engine: str) -> None:
-        self.run(self.outbound.connected(engine, self.world.chunkwise, self.world.now))
+        self.run(self.outbound.connected(engine, self.world.chunkwise, tuple(self.peers(engine)), self.world.now))
 
     def _post(self, post: do.Post) -> None:
         remote = post.order.blocks[0]
@@ -178,8 +191,10 @@ class PrefillRank(Rank):
         for peer in peers:
             if peer not in cut:
                 handle = next(self.world.handles)
-                target = self.world.all_decodes[engine].ranks[int(peer.partition("/")[2])]
-                self.writes[handle] = Write(self, post.stream, post.order, target, pairs, handle, self.world.now)
+                target, socket = self.world.all_decodes[engine].ranks[int(peer.partition("/")[2])], self.sockets[peer]
+                self.writes[handle] = Write(
+                    self, post.stream, post.order, target, pairs, handle, self.world.now, socket
+                )
                 self.outbound.posted(post.stream, handle, self.world.now)
         if cut:
             self.lose(engine)
@@ -215,6 +230,9 @@ class DecodeRank(Rank):
                         self.run(self.inbound.unsent(peer, message, self.world.now))
                     elif not self.sent(engine, peer, message):
                         self.run(self.inbound.unsendable(engine, peer, message, self.world.now))
+                case do.Cut():
+                    self.world.tear(self, action.engine)
+                    self.world.cuts.append((self, action.requests))
                 case Finish():
                     self.engine.finished(action, self.index)
                 case _:
@@ -374,12 +392,35 @@ class World:
         self.now = 0.0
         self.ranks, self.chunkwise = ranks, chunkwise and ranks[0] == ranks[1]
         self.handles = itertools.count(1)
-        self.network: list[tuple[Rank, str, Message, float]] = []  # (sender, recipient agent, message, sent at)
+        self.network: list[tuple[Rank, str, Message, float, int]] = []  # sender, recipient agent, ..., sent at, socket
         self.handshakes: list[tuple[Rank, str]] = []
         self.broken: set[tuple[str, str]] = set()  # agents whose connection fails, from the first to the second
         self.prefills = {name: PrefillEngine(self, name, ranks[0]) for name in ("P0", "P1")}
         self.all_decodes = {name: DecodeEngine(self, name, ranks[1]) for name in ("D0", "D1")}
         self.unannounced: list[str] = []
+        self.silent: set[tuple[str, str]] = set()  # engines between which nothing passes, and nobody is told
+        self.torn: set[int] = set()  # sockets that a decode engine has torn down
+        self.cuts: list[tuple[DecodeRank, tuple[str, ...]]] = []  # that it does not know yet to be done
+        self.late: list[Write] = []  # of engines that have died since
+
+    def rank(self, agent: str) -> Rank:
+        name, _, number = agent.partition("/")
+        return (self.prefills.get(name) or self.all_decodes[name]).ranks[int(number)]
+
+    def is_silent(self, one: Rank, other: Rank) -> bool:
+        names = one.engine.name, other.engine.name
+        return names in self.silent or names[::-1] in self.silent
+
+    def tear(self, decode: DecodeRank, prefill: str) -> None:
+        for rank in self.prefills[prefill].ranks:
+            self.torn |= {
+                one.sockets[other.agent]
+                for one, other in ((rank, decode), (decode, rank))
+                if other.agent in one.sockets
+            }
+
+    def deliverable(self) -> list[int]:
+        return [at for at, one in enumerate(self.network) if not self.is_silent(one[0], self.rank(one[1]))]
 
     @property
     def decodes(self) -> dict[str, DecodeEngine]:
@@ -408,12 +449,13 @@ class World:
 
     def deliver(self, index: int, since: float | None = None) -> None:
         """`since`: when the recipient looked for messages before."""
-        sender, recipient, message, _ = self.network.pop(index)
-        name, _, number = recipient.partition("/")
-        engine = self.prefills.get(name) or self.all_decodes[name]
-        if engine.dead:
+        sender, recipient, message, _, socket = self.network[index]
+        rank = self.rank(recipient)
+        if self.is_silent(sender, rank):
             return
-        rank = engine.ranks[int(number)]
+        del self.network[index]
+        if rank.engine.dead or socket in self.torn:
+            return
         match message:
             case Register():
                 rank.run(rank.end.register(message, sender.agent, self.now, since))
@@ -421,6 +463,8 @@ class World:
                 rank.run(rank.end.unregister(message, sender.agent, self.now))
             case Landed():
                 rank.run(rank.end.landed(message.request, sender.agent, self.now))
+            case Hello():
+                rank.run(rank.end.hello(sender.agent, message.epoch, self.now))
             case Computing():
                 rank.run(rank.end.computing(message.request, sender.agent, self.now))
             case Gone():
@@ -431,7 +475,7 @@ class World:
         rank, engine = self.handshakes.pop(index)
         peer = self.prefills.get(engine) or self.all_decodes[engine]
         if not rank.engine.dead:
-            rank.handshaken(engine, ok and not peer.dead)
+            rank.handshaken(engine, ok and not peer.dead and not self.is_silent(rank, peer.ranks[0]))
             rank.mend()
 
     def cut(self, prefill: str, decode: str, which: int) -> None:
@@ -446,18 +490,26 @@ class World:
         """`stopped`: this engine's processes do not run. What is sent to it waits there."""
         self.now += seconds
         oldest = self.now - MAX_DELAY_S
-        self.network = [one for one in self.network if one[3] >= oldest or one[1].startswith(f"{stopped}/")]
+        self.network = [
+            one
+            for one in self.network
+            if one[3] >= oldest or one[1].startswith(f"{stopped}/") or self.is_silent(one[0], self.rank(one[1]))
+        ]
         self.end_writes(oldest, stopped)
+        cuts, self.cuts = self.cuts, []
+        for rank, requests in cuts:
+            if not rank.engine.dead:
+                rank.run(rank.inbound.cut_off(requests, self.now))
         for rank in self.living():
             if rank.engine.name != stopped:
                 rank.run(rank.end.tick(self.now))
                 rank.mend()
 
     def stop(self, name: str, seconds: float) -> None:
-        """A prefill engine's processes are stopped for so long, and go on. Its WRITEs are carried out meanwhile."""
+        """A prefill engine's processes are stopped for so long, and go on. Half of their WRITEs end meanwhile."""
         since = self.now
         for write in self.writes():
-            if write.rank.engine.name == name:
+            if write.rank.engine.name == name and write.handle % 2 and not write.stalled:
                 write.land()
                 write.over = True
         while self.now < since + seconds:
@@ -467,18 +519,19 @@ class World:
 
     def _deliver_all(self, to: Callable[[str], bool], since: float | None = None) -> None:
         """In the order in which they were sent. `to`: an engine."""
-        while found := [at for at, one in enumerate(self.network) if to(one[1].partition("/")[0])]:
+        while found := [at for at in self.deliverable() if to(self.network[at][1].partition("/")[0])]:
             self.deliver(found[0], since)
 
     def end_writes(self, posted_before: float = math.inf, stopped: str = "") -> None:
         def due(write: Write) -> bool:
-            return write.posted_at < posted_before and write.rank.engine.name != stopped
+            return write.posted_at < posted_before and write.rank.engine.name != stopped and not write.stalled
 
         while writes := [write for write in self.writes() if due(write)]:
             writes[0].land()
-            writes[0].rank.end_write(writes[0], ok=True)
+            writes[0].rank.end_write(writes[0], ok=not writes[0].torn or writes[0].over)
 
     def kill(self, name: str) -> None:
+        self.late += [write for write in self.writes() if write.rank.engine.name == name]
         (self.prefills.get(name) or self.all_decodes[name]).dead = True
         self.unannounced.append(name)
 
@@ -489,6 +542,7 @@ class World:
 
     def settle(self) -> None:
         """Let everything that was begun come to its end; then nothing may be left anywhere."""
+        self.silent.clear()
         while self.unannounced:
             self.announce(self.unannounced.pop())
         for engine in self.prefills.values():
@@ -504,6 +558,8 @@ class World:
             while self.network:
                 self.deliver(0)
             self.end_writes()
+            for write in self.late:
+                write.land()
             if not self.network and not self.handshakes:
                 self.tick(1.0)
         self.check_empty()

@@ -10,15 +10,15 @@ import os
 import subprocess
 from collections.abc import Sequence
 
-_SUBNET = "10.213"
 _SLOW = "tbf rate 2mbit burst 16kb latency 1000ms"  # a fifth of a second for the reports of one
 
 
 class Network:
     """`names` are its machines; this process reaches all of them. `close` it."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        """Raises OSError, subprocess.CalledProcessError where it is not allowed."""
+    def __init__(self, names: Sequence[str], subnet: str = "10.213") -> None:
+        """`subnet` begins all addresses. Raises OSError, subprocess.CalledProcessError where it is not allowed."""
+        self._subnet = subnet
         self._prefix = f"pd{os.getpid()}"
         self._switch = f"{self._prefix}-switch"
         self._numbers = {name: number for number, name in enumerate(names, start=1)}
@@ -33,12 +33,12 @@ class Network:
         _ip("netns", "add", self._switch)
         _run("ip", "netns", "exec", self._switch, "sysctl", "-qw", "net.ipv4.ip_forward=1")
         self._plug(0, None)
-        _ip("route", "add", f"{_SUBNET}.0.0/16", "via", f"{_SUBNET}.0.1")
+        _ip("route", "add", f"{self._subnet}.0.0/16", "via", f"{self._subnet}.0.1")
         for name, number in self._numbers.items():
             _ip("netns", "add", self._machine(name))
             self._plug(number, self._machine(name))
             _ip("-n", self._machine(name), "link", "set", "lo", "up")
-            _ip("-n", self._machine(name), "route", "add", "default", "via", f"{_SUBNET}.{number}.1")
+            _ip("-n", self._machine(name), "route", "add", "default", "via", f"{self._subnet}.{number}.1")
 
     def _plug(self, number: int, machine: str | None) -> None:
         """A cable from the switch to a machine, or to where this process is."""
@@ -47,14 +47,14 @@ class Network:
         inside = ["-n", machine] if machine is not None else []
         _ip("link", "add", here, "netns", self._switch, "type", "veth", "peer", "name", there, *place)
         for where, device, last in ((["-n", self._switch], here, 1), (inside, there, 2)):
-            _ip(*where, "addr", "add", f"{_SUBNET}.{number}.{last}/30", "dev", device)
+            _ip(*where, "addr", "add", f"{self._subnet}.{number}.{last}/30", "dev", device)
             _ip(*where, "link", "set", device, "up")
 
     def _machine(self, name: str) -> str:
         return f"{self._prefix}-{name}"
 
     def address(self, name: str) -> str:
-        return f"{_SUBNET}.{self._numbers[name]}.2"
+        return f"{self._subnet}.{self._numbers[name]}.2"
 
     def command(self, name: str) -> list[str]:
         """What to put before a command that shall run on that machine."""

@@ -28,6 +28,17 @@ class Send:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """See to it that `engine`, which does not answer, cannot write here; answered by `cut_off` for `requests`, or asked
+    again. `settled`: whether it posts nothing for them any more, and what it has posted had `timeout_s` to end.
+    """
+
+    engine: str
+    requests: tuple[str, ...]
+    settled: bool
+
+
+@dataclass(frozen=True)
 class Finish:
     """Tell the decode scheduler that the KV is here. With `ok` false it must compute it, and `why` says why not."""
 

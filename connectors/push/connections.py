@@ -8,11 +8,11 @@ from __future__ import annotations
 import functools
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -20,11 +20,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.logger import init_logger
 
-from connectors import handshake
+from connectors import handshake, sockets
 from connectors.push import actions as do
 from connectors.push import verify, wire, writer
 from connectors.push.inbound import Inbound
-from connectors.push.metadata import PushOptions, PushStats
+from connectors.push.metadata import PushOptions, PushStats, quiet
 from connectors.push.outbound import Outbound
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Connections(NixlPushConnectorWorker):
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
         cores = os.sched_getaffinity(0)
         original = base_worker.nixl_agent_config
-        base_worker.nixl_agent_config = _quiet(original)
+        base_worker.nixl_agent_config = quiet(original)
         try:
             super().__init__(vllm_config, engine_id, kv_cache_config)
         finally:
@@ -72,7 +72,7 @@ class Connections(NixlPushConnectorWorker):
         self._shipments = verify.Shipments() if self.options.verify else None
         self._signing: set[str] = set()  # decode requests whose KV is here, while its checksum is computed
         self._checks: list[tuple[verify.Checksum, Callable[[int], None]]] = []
-        self._agents_lock = threading.Lock()
+        self._agents_lock, self._ties = threading.Lock(), sockets.Ties()
         self._handshake_initiation_executor.shutdown(wait=False)
         self._handshake_initiation_executor: ThreadPoolExecutor = ThreadPoolExecutor(
             _HANDSHAKES_AT_ONCE, "pd-kv-handshake"
@@ -168,6 +168,8 @@ class Connections(NixlPushConnectorWorker):
                 return self._outbound.register(message, agent, now, since=self._looked_at)
             case wire.Unregister():
                 return self._outbound.unregister(message, agent, now)
+            case wire.Hello(epoch=epoch):
+                return self._inbound.hello(agent, epoch, now)
             case wire.Computing(request=request):
                 return self._inbound.computing(request, agent, now)
             case wire.Landed(request=request, digest=digest):
@@ -279,7 +281,7 @@ class Connections(NixlPushConnectorWorker):
             # vLLM's push cannot write to smaller blocks, nor sort out what comes in larger ones.
             why = f"prefill engine {engine} has KV blocks of {theirs} tokens, this one of {self.block_size}"
             receiving = self._inbound.incompatible(engine, agents, why, now)
-        return [*receiving, *self._outbound.connected(engine, chunkwise, now)]
+        return [*receiving, *self._outbound.connected(engine, chunkwise, agents, now)]
 
     def _on_unreachable(self, engine: str, why: str, now: float) -> Iterable[Any]:
         self._connecting.discard(engine)
@@ -334,17 +336,14 @@ class Connections(NixlPushConnectorWorker):
         self._inbound.forget(engine_id)
         self._outbound.forget(engine_id)
 
-    def add_remote_agent(self, *args: Any, **kwargs: Any) -> str:
-        with self._agents_lock:  # handshakes run in parallel, but load agents one at a time
-            return super().add_remote_agent(*args, **kwargs)
+    def add_remote_agent(self, meta: Any, *args: Any, **kwargs: Any) -> str:
+        with self._agents_lock, self._meeting(meta):  # handshakes run in parallel, but load agents one at a time
+            return super().add_remote_agent(meta, *args, **kwargs)
 
-    def _add_notif_only_remote_agent(self, *args: Any, **kwargs: Any) -> str:
-        with self._agents_lock:
-            return super()._add_notif_only_remote_agent(*args, **kwargs)
+    def _add_notif_only_remote_agent(self, meta: Any, *args: Any, **kwargs: Any) -> str:
+        with self._agents_lock, self._meeting(meta):
+            return super()._add_notif_only_remote_agent(meta, *args, **kwargs)
 
-
-def _quiet(config: Any) -> Any:
-    """NIXL's agent configuration without a progress thread, which spins a whole core per idle engine, and with
-    strict locking, since three threads call NIXL."""
-    strict = vars(sys.modules[config.__module__])["nixl_thread_sync_t"].NIXL_THREAD_SYNC_STRICT
-    return functools.partial(config, enable_prog_thread=False, sync_mode=strict)
+    def _meeting(self, meta: Any) -> AbstractContextManager[None]:
+        ports = {peer.port for peer in list(self._endpoints.values())}
+        return self._ties.meeting(meta.engine_id, meta.agent_metadata, ports)

@@ -7,19 +7,22 @@ when no WRITE can land in them any more.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Union
 
 import msgspec
 
-from connectors.push.actions import Connect, Finish, Send
+from connectors.push.actions import Connect, Cut, Finish, Send
 from connectors.push.states import INBOX, INBOX_ENDS, Inbox, InboxEvent
 from connectors.push.wire import Endpoint, Message, Register, Unregister
 
-Action = Union[Connect, Send, Finish]
+Action = Union[Connect, Send, Cut, Finish]
 
 _RESEND_MAX_S = 4.0
+_CUT_AGAIN_S = 1.0  # where it could not be shown that nothing can be written here any more
+_REMEMBERED = 4096  # peers
 _REPEATS = 8  # of a registration within its time, while no answer comes: a cut link may have swallowed either
 
 
@@ -36,7 +39,8 @@ class _Waiting:
     refused: bool = False
     resend_s: float = 0.5  # doubles with each repeat
     resend_at: float = 0.0
-    give_up_at: float = 0.0  # without an answer by then, its peers count as dead
+    settled_at: float = 0.0  # what was posted has ended by then, unless its peer was stopped or its link was cut
+    give_up_at: float = 0.0  # without an answer by then, its peers are kept from writing
 
 
 class Inbound:
@@ -59,6 +63,7 @@ class Inbound:
         self._waiting: dict[str, _Waiting] = {}
         self._peers: dict[str, tuple[str, ...]] = {}  # engine -> agent names, once connected
         self._dead: dict[str, float] = {}  # engine -> until when it is left alone
+        self._epochs: OrderedDict[str, int] = OrderedDict()  # peer -> its connection to us
 
     @property
     def busy(self) -> bool:
@@ -132,6 +137,17 @@ class Inbound:
         """The connection was dropped: it was unused, or the link is cut. The next message connects again."""
         self._peers.pop(engine, None)
 
+    def hello(self, peer: str, epoch: int, now: float) -> list[Action]:
+        """`peer` has connected, and writes to nobody who has not registered since."""
+        self._epochs[peer] = max(epoch, self._epochs.pop(peer, 0))
+        while len(self._epochs) > _REMEMBERED:  # one that is forgotten says hello to the next registration
+            self._epochs.popitem(last=False)
+        actions: list[Action] = []
+        for waiting in self._waiting.values():
+            if waiting.state is Inbox.REGISTERED and peer in waiting.unanswered:
+                actions += self._ask_for_kv(waiting, {peer}, now)
+        return actions
+
     def computing(self, request: str, peer: str, now: float) -> list[Action]:
         """The prefill goes on: wait for it again. The time-out is meant for prefills of which nothing is heard."""
         waiting = self._waiting.get(request)
@@ -157,13 +173,18 @@ class Inbound:
         return actions
 
     def unsendable(self, engine: str, peer: str, message: Message, now: float) -> list[Action]:
-        """`message` could not be sent to `peer`. If its engine was declared dead, this proves it."""
+        """`message` could not be sent to `peer`. If its engine was declared dead, no answer is waited for."""
         if engine not in self._dead:
             return self.unsent(peer, message, now)
+        given_up = [it for it in self._of(engine) if peer in it.unanswered and it.state is Inbox.WITHDRAWING]
+        return self._cut(given_up, now)
+
+    def cut_off(self, requests: Iterable[str], now: float) -> list[Action]:
+        """What `Cut` has asked for was done: nothing of these can land any more."""
         actions: list[Action] = []
-        for waiting in self._of(engine):
-            if peer in waiting.unanswered:
-                actions += self._apply(waiting, InboxEvent.PEER_DEAD, now, f"prefill engine {engine} is dead")
+        for request in requests:
+            if (waiting := self._waiting.get(request)) is not None:
+                actions += self._apply(waiting, InboxEvent.CUT_OFF, now, "")
         return actions
 
     def unsent(self, peer: str, message: Message, now: float) -> list[Action]:
@@ -183,11 +204,11 @@ class Inbound:
     def tick(self, now: float) -> list[Action]:
         """Enforces deadlines and repeats messages. Call it at least every `resend_s` while `busy`."""
         actions: list[Action] = []
+        overdue: list[_Waiting] = []
         for waiting in list(self._waiting.values()):
             if waiting.state is Inbox.WITHDRAWING:
                 if now >= (waiting.deadline if waiting.silent else waiting.give_up_at):
-                    why = "the prefill engine does not answer"
-                    actions += self._apply(waiting, InboxEvent.PEER_DEAD, now, why)
+                    overdue.append(waiting)
                 elif now >= waiting.resend_at:
                     actions += self._repeat(waiting, now)
             elif now >= waiting.deadline:
@@ -195,7 +216,7 @@ class Inbound:
                 actions += self._apply(waiting, InboxEvent.WITHDRAW, now, why)
             elif waiting.state is Inbox.REGISTERED and now >= waiting.resend_at:
                 actions += self._repeat(waiting, now)
-        return actions
+        return actions + self._cut(overdue, now)
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
@@ -235,8 +256,13 @@ class Inbound:
     def _ask_for_kv(self, waiting: _Waiting, peers: set[str], now: float) -> list[Action]:
         waiting.resend_at = now + self._timeout_s / _REPEATS
         waiting.registered.update(peers)
-        order = msgspec.structs.replace(waiting.order, valid_s=max(0.0, waiting.deadline - now))
-        return [Send(waiting.source.engine_id, peer, order) for peer in sorted(peers)]
+        valid_s, replace = max(0.0, waiting.deadline - now), msgspec.structs.replace
+        return [
+            Send(
+                waiting.source.engine_id, peer, replace(waiting.order, valid_s=valid_s, epoch=self._epochs.get(peer, 0))
+            )
+            for peer in sorted(peers)
+        ]
 
     def _ask_to_stop(self, waiting: _Waiting, now: float) -> list[Action]:
         waiting.resend_at = now + waiting.resend_s
@@ -244,6 +270,18 @@ class Inbound:
         order = waiting.order
         message = Unregister(order.stream, order.request, order.decode)
         return [Send(waiting.source.engine_id, peer, message) for peer in sorted(waiting.unanswered)]
+
+    def _cut(self, overdue: list[_Waiting], now: float) -> list[Action]:
+        actions: list[Action] = []
+        by_engine: dict[tuple[str, bool], list[str]] = {}
+        for waiting in overdue:
+            if waiting.silent:  # it holds nothing that could be overwritten
+                actions += self._apply(waiting, InboxEvent.CUT_OFF, now, "")
+                continue
+            waiting.give_up_at = now + _CUT_AGAIN_S
+            settled = now >= waiting.settled_at
+            by_engine.setdefault((waiting.source.engine_id, settled), []).append(waiting.order.request)
+        return actions + [Cut(engine, tuple(late), settled) for (engine, settled), late in by_engine.items()]
 
     def _answer(self, request: str, peer: str, now: float, *, refused: bool, why: str) -> list[Action]:
         waiting = self._waiting.get(request)
@@ -265,8 +303,9 @@ class Inbound:
         waiting.state = after
         waiting.why = waiting.why or why
         if after is Inbox.WITHDRAWING:
-            # Peers post nothing once the registration has run out, and this long after it no WRITE is in flight.
-            waiting.give_up_at = max(now, waiting.deadline) + max(self._timeout_s, self._grace_s)
+            # Peers post nothing once the registration has run out.
+            waiting.settled_at = max(now, waiting.deadline) + max(self._timeout_s, self._grace_s)
+            waiting.give_up_at = waiting.settled_at
             return self._ask_to_stop(waiting, now)
         if after in INBOX_ENDS:
             del self._waiting[waiting.order.request]

@@ -11,13 +11,12 @@ from typing import Any, Union
 
 from connectors.push.actions import Abandon, Chunk, Connect, Ended, Post, Release, Tell
 from connectors.push.states import STREAM, STREAM_ENDS, Stream, StreamEvent
-from connectors.push.stream import EndedStream, EndedStreams, PushStream
-from connectors.push.wire import Computing, Gone, Landed, Message, Register, Unregister
+from connectors.push.stream import EndedStream, EndedStreams, Links, PushStream
+from connectors.push.wire import Computing, Gone, Hello, Landed, Message, Register, Unregister
 
 _RENEW_AGAIN_S = 1.0  # while no answer comes
 _RUN_OUT = "decode has given up by now"
 _HURRY_S = 5.0  # a WRITE that lasts longer after its stream was given up may never end
-
 
 Action = Union[Connect, Post, Tell, Release, Abandon, Ended]
 
@@ -32,7 +31,7 @@ class Outbound:
         self._abandon_s = abandon_s
         self._stepped_at = 0.0
         self._streams: dict[str, PushStream] = {}
-        self._connected: dict[str, bool] = {}  # decode engine -> whether it takes WRITEs chunk by chunk
+        self._links = Links()
         self._ended = EndedStreams()
 
     @property
@@ -137,17 +136,17 @@ class Outbound:
             deadline = now + min(self._expect_s, order.valid_s)
             stream = self._streams[key] = PushStream(key, Stream.EXPECTED, deadline=deadline, order=order)
             stream.validate(order, since)
-            return self._connect(order)
+            return self._meet(stream, order, peer)
         if stream.order is not None:
             if stream.order.asker == order.asker:  # again, or from the other ranks of the same decode engine
                 stream.validate(order, since)
-                return []
+                return self._meet(stream, order, peer) + self._pump(stream, now)
             return self._refuse(order, peer, "another decode engine has registered")
         if stream.state is Stream.DRAINING:
             return self._refuse(order, peer, stream.why or "the prefill has ended")
         stream.order = order
         stream.validate(order, since)
-        actions = self._connect(order)
+        actions = self._meet(stream, order, peer)
         actions += self._apply(stream, StreamEvent.REGISTER, now, "")
         return actions + self._check(stream, now) + self._pump(stream, now)
 
@@ -168,12 +167,12 @@ class Outbound:
         actions = self._connect(answer)
         return actions + self._apply(stream, StreamEvent.GIVE_UP, now, "withdrawn by decode")
 
-    def connected(self, engine: str, chunkwise: bool, now: float) -> list[Action]:
-        self._connected[engine] = chunkwise
-        return [action for stream in self._to(engine) for action in self._pump(stream, now)]
+    def connected(self, engine: str, chunkwise: bool, peers: tuple[str, ...], now: float) -> list[Action]:
+        hello = Hello(self._links.made(engine, chunkwise, peers).epoch)
+        return [Tell(engine, hello), *(action for stream in self._to(engine) for action in self._pump(stream, now))]
 
     def unreachable(self, engine: str, why: str, now: float) -> list[Action]:
-        self._connected.pop(engine, None)
+        self._links.pop(engine, None)
         actions: list[Action] = []
         for stream in self._to(engine):
             actions += self._apply(stream, StreamEvent.GIVE_UP, now, f"decode engine {engine} is unreachable: {why}")
@@ -184,7 +183,7 @@ class Outbound:
 
     def forget(self, engine: str) -> None:
         """The connection was dropped: it was unused, or the link is cut. The next stream connects again."""
-        self._connected.pop(engine, None)
+        self._links.pop(engine, None)
 
     def posted(self, key: str, handle: Any, now: float) -> None:
         stream = self._streams[key]
@@ -211,7 +210,7 @@ class Outbound:
 
         `Gone` still waits until the WRITEs in flight have ended, in case the engine lives after all.
         """
-        self._connected.pop(engine, None)
+        self._links.pop(engine, None)
         actions: list[Action] = []
         for stream in self._to(engine):
             stream.abandon_at = now + self._abandon_s
@@ -253,7 +252,14 @@ class Outbound:
         return [Tell(stream.order.decode.engine_id, Computing(stream.order.request))]
 
     def _connect(self, order: Register) -> list[Action]:
-        return [] if order.decode.engine_id in self._connected else [Connect(order.decode)]
+        return [] if order.decode.engine_id in self._links else [Connect(order.decode)]
+
+    def _meet(self, stream: PushStream, order: Register, peer: str) -> list[Action]:
+        """A registration for another connection than ours is asked for again."""
+        link = self._links.get(order.decode.engine_id)
+        if stream.meet(order, peer, link) or link is None:
+            return self._connect(order)
+        return [Tell(order.decode.engine_id, Hello(link.epoch), peer)]
 
     def _refuse(self, order: Register, peer: str, why: str) -> list[Action]:
         return [*self._connect(order), Tell(order.decode.engine_id, Gone(order.request, why), peer)]
@@ -273,16 +279,18 @@ class Outbound:
         order = stream.order
         if stream.state not in (Stream.STREAMING, Stream.FLUSHING) or order is None:
             return []
-        chunkwise = self._connected.get(order.decode.engine_id)
-        if chunkwise is None:
+        link = self._links.get(order.decode.engine_id)
+        if link is None:
             return []
-        if stream.pending and (chunkwise or stream.state is Stream.FLUSHING):
+        if stream.pending and (link.chunkwise or stream.state is Stream.FLUSHING):
+            if not stream.may_write(link):
+                return []
             # The epoch fence: a WRITE posted before the preemption must not land on top of a newer one.
             if any(epoch < stream.epoch for epoch in stream.inflight.values()):
                 return []
             if stream.has_run_out(now):
                 return self._apply(stream, StreamEvent.GIVE_UP, now, _RUN_OUT)
-            if not (chunks := stream.take_ready(all_or_none=not chunkwise)):
+            if not (chunks := stream.take_ready(all_or_none=not link.chunkwise)):
                 return []
             return [Post(stream.key, order, chunks, stream.total_blocks)]
         if stream.state is Stream.FLUSHING and not stream.pending and not stream.inflight:

@@ -13,7 +13,7 @@ class Inbox(enum.Enum):
 
     CONNECTING = "connecting"  # the prefill engine does not know of us: no WRITE can come
     REGISTERED = "registered"  # WRITEs may land at any time
-    WITHDRAWING = "withdrawing"  # peers are asked to stop; WRITEs may land until all of them have answered
+    WITHDRAWING = "withdrawing"  # peers are asked to stop; WRITEs may land until all have answered, or cannot reach us
     RECEIVED = "received"  # end: all KV is here
     FAILED = "failed"  # end: no WRITE can land any more, the KV is incomplete
 
@@ -26,7 +26,7 @@ class InboxEvent(enum.Enum):
     ALL_ANSWERED = "all_answered"  # every peer has answered, some with "gone"
     REFUSED = "refused"  # one peer said "gone", others have not answered
     WITHDRAW = "withdraw"  # aborted here, or waited too long
-    PEER_DEAD = "peer_dead"  # proven, or assumed when the last deadline for an answer is over
+    CUT_OFF = "cut_off"  # no peer can write here any more: it is dead, or its connections were torn down here
 
 
 INBOX: dict[tuple[Inbox, InboxEvent], Inbox] = {
@@ -38,10 +38,9 @@ INBOX: dict[tuple[Inbox, InboxEvent], Inbox] = {
     (Inbox.REGISTERED, InboxEvent.ALL_ANSWERED): Inbox.FAILED,
     (Inbox.REGISTERED, InboxEvent.REFUSED): Inbox.WITHDRAWING,
     (Inbox.REGISTERED, InboxEvent.WITHDRAW): Inbox.WITHDRAWING,
-    (Inbox.REGISTERED, InboxEvent.PEER_DEAD): Inbox.FAILED,
     (Inbox.WITHDRAWING, InboxEvent.ALL_LANDED): Inbox.RECEIVED,  # it crossed our withdrawal
     (Inbox.WITHDRAWING, InboxEvent.ALL_ANSWERED): Inbox.FAILED,
-    (Inbox.WITHDRAWING, InboxEvent.PEER_DEAD): Inbox.FAILED,
+    (Inbox.WITHDRAWING, InboxEvent.CUT_OFF): Inbox.FAILED,
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,28 @@ from connectors.push.wire import Register
 
 _RENEW_AFTER = 1 / 3  # of a registration's time
 _REMEMBERED = 2048
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection to a decode engine."""
+
+    epoch: int  # it is this one of ours
+    chunkwise: bool  # WRITEs go out chunk by chunk
+    peers: frozenset[str]
+
+
+class Links(dict[str, Link]):
+    """By decode engine."""
+
+    _last = 0
+
+    def made(self, engine: str, chunkwise: bool, peers: Iterable[str]) -> Link:
+        """It is connected, anew or still."""
+        if (link := self.get(engine)) is None:
+            self._last += 1
+        self[engine] = made = Link(link.epoch if link else self._last, chunkwise, frozenset(peers))
+        return made
 
 
 @dataclass
@@ -30,6 +53,7 @@ class PushStream:
     renew_at: float = 0.0  # then decode is told that the prefill goes on, and registers again
     abandon_at: float | None = None  # until then WRITEs to an engine declared dead are waited for
     order: Register | None = None
+    registered: dict[str, int] = field(default_factory=dict)  # peer -> the connection that it has registered for
     epoch: int = 0
     pending: deque[Chunk] = field(default_factory=deque)
     inflight: dict[Any, int] = field(default_factory=dict)  # handle -> epoch
@@ -92,6 +116,15 @@ class PushStream:
         self.valid_until = max(self.valid_until or 0.0, since + order.valid_s)
         if self.order is None or order.valid_s >= self.order.valid_s:  # a repeat postpones nothing
             self.registered_at, self.renew_at = since, since + _RENEW_AFTER * order.valid_s
+
+    def meet(self, order: Register, peer: str, link: Link | None) -> bool:
+        """A registration counts for the connection that it names. False: it names another than the one that is."""
+        self.registered[peer] = max(order.epoch, self.registered.get(peer, 0))
+        return link is None or self.registered[peer] == link.epoch
+
+    def may_write(self, link: Link) -> bool:
+        """Every peer has registered since this connection was made."""
+        return bool(link.peers) and all(self.registered.get(peer) == link.epoch for peer in link.peers)
 
     def ended(self) -> EndedStream:
         """What is remembered of it."""

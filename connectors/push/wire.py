@@ -10,7 +10,7 @@ from typing import Union
 import msgspec
 
 # Raised with any change below: a peer of another version is refused at the handshake, and message by message.
-VERSION = 5
+VERSION = 6
 PREFIX = b"PDKV%d:" % VERSION
 
 
@@ -42,8 +42,9 @@ class Register(msgspec.Struct, tag="reg", frozen=True):
     """Decode to prefill: WRITE the KV of `stream` here. Sent once the blocks are reserved.
 
     `blocks` are the decode engine's logical block ids per KV cache group, without what its prefix cache holds.
-    No WRITE may be posted later than `valid_s` after this was received: decode has given up by then, and takes silence
-    as proof that no WRITE will come. Decode sends it again in answer to `Computing`, which makes it valid anew.
+    No WRITE may be posted later than `valid_s` after this was received. Decode sends it again in answer to `Computing`,
+    which makes it valid anew. Nor over another connection than that of `epoch`: decode may have torn one down and given
+    the blocks to others.
     """
 
     stream: str  # the request as the prefill engine knows it
@@ -51,7 +52,8 @@ class Register(msgspec.Struct, tag="reg", frozen=True):
     decode: Endpoint
     blocks: list[list[int]]
     prompt_tokens: int
-    valid_s: float = 0.0  # set when it is sent
+    valid_s: float = 0.0  # this and the next are set when it is sent
+    epoch: int = 0  # the last that the prefill worker has named in a `Hello`
 
     @property
     def asker(self) -> tuple[str, str]:
@@ -65,6 +67,16 @@ class Unregister(msgspec.Struct, tag="unreg", frozen=True):
     stream: str
     request: str
     decode: Endpoint
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """Prefill to decode: the number of my connection to you. Answered with all `Register` that are valid, again."""
+
+    epoch: int
+
+    @property
+    def request(self) -> str:
+        return ""  # it is about none
 
 
 class Computing(msgspec.Struct, tag="computing", frozen=True):
@@ -87,7 +99,7 @@ class Gone(msgspec.Struct, tag="gone", frozen=True):
     why: str
 
 
-Message = Union[Register, Unregister, Computing, Landed, Gone]
+Message = Union[Register, Unregister, Hello, Computing, Landed, Gone]
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

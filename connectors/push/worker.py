@@ -10,6 +10,8 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.pd.push")
 
 _TICK_S = 0.1
+_CUT_AT_ONCE = 4
 
 
 class PushWorker(Connections):
@@ -46,6 +49,8 @@ class PushWorker(Connections):
         self._layers: dict[str, int] = {}  # layer name -> region, in layer mode
         self._layers_seen: set[int] = set()
         self._stepped = False  # since the writer looked last
+        self._cutters = ThreadPoolExecutor(_CUT_AT_ONCE, "pd-kv-cut")
+        self._cutting: set[str] = set()  # engines
 
     # ---- the engine's thread -----------------------------------------------------------------------------------
 
@@ -221,6 +226,8 @@ class PushWorker(Connections):
                     self._abandoned.append((engine, self._writes.pop(number)[2]))
             case do.Ended():
                 self._account(action)
+            case do.Cut():
+                self._cut(action)
             case _:
                 super()._carry_out(action)
 
@@ -237,6 +244,20 @@ class PushWorker(Connections):
         else:
             logger.warning("KV of %s was not pushed: %s", ended.stream, ended.why)
             self._records.put(lambda s: s.record(PushStats.STREAMS_FAILED))
+
+    def _cut(self, cut: do.Cut) -> None:
+        if cut.engine not in self._cutting:
+            self._cutting.add(cut.engine)
+            done = self._cutters.submit(self._ties.cut_off, cut.engine, cut.settled)
+            done.add_done_callback(lambda done: self._submit(functools.partial(self._on_cut, cut, done)))
+
+    def _on_cut(self, cut: do.Cut, done: Future[bool], now: float) -> Iterable[Any]:
+        self._cutting.discard(cut.engine)
+        if not done.result():
+            logger.warning_once("KV blocks stay reserved until engine %s has answered or ended", cut.engine)
+            return ()
+        self._receive()  # what another thread was taking in is in by now
+        return self._inbound.cut_off(cut.requests, now)
 
     # ---- WRITEs ------------------------------------------------------------------------------------------------
 

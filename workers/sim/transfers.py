@@ -137,7 +137,7 @@ class SimTransfers:
     def connected(self, engine: str) -> None:
         now = time.monotonic()
         self._carry_out(self._inbound.connected(engine, (engine,), now))
-        self._carry_out(self._outbound.connected(engine, chunkwise=True, now=now))
+        self._carry_out(self._outbound.connected(engine, True, (engine,), now))
 
     def unreachable(self, engine: str, why: str) -> None:
         now = time.monotonic()
@@ -162,6 +162,8 @@ class SimTransfers:
                 self._carry_out(self._outbound.register(message, engine, now))
             case wire.Unregister():
                 self._carry_out(self._outbound.unregister(message, engine, now))
+            case wire.Hello(epoch=epoch):
+                self._carry_out(self._inbound.hello(engine, epoch, now))
             case wire.Computing(request=request):
                 self._carry_out(self._inbound.computing(request, engine, now))
             case wire.Landed(request=request):
@@ -188,6 +190,8 @@ class SimTransfers:
                         self._writes.pop(handle).cancel()
                 case do.Ended():
                     self._account(action)
+                case do.Cut(requests=requests):  # its WRITEs touch no memory
+                    self._carry_out(self._inbound.cut_off(requests, time.monotonic()))
                 case do.Finish():
                     self._received_or_not(action)
                 case do.Release(stream=stream):

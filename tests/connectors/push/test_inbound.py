@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from connectors.push.actions import Connect, Finish, Send
+from connectors.push.actions import Connect, Cut, Finish, Send
 from connectors.push.inbound import Inbound
 from connectors.push.states import INBOX, INBOX_ENDS, Inbox, InboxEvent
 from connectors.push.wire import Endpoint, Register, Unregister
@@ -92,23 +93,53 @@ def test_what_was_never_registered_is_given_back_at_once() -> None:
 def test_a_peer_declared_dead_has_a_moment_to_show_that_it_lives(end: Inbound) -> None:
     assert end.declared_dead("P", 1.0) == [Send("P", "P/0", BACK), Send("P", "P/1", BACK)]
     assert not any(isinstance(action, Finish) for action in end.tick(2.9))
-    assert end.tick(3.0) == [Finish("r", False, "prefill engine P is dead")]
+    assert end.tick(3.0) == [Cut("P", ("r",), settled=False)]
+    assert end.cut_off(("r",), 3.1) == [Finish("r", False, "prefill engine P is dead")]
     # Left alone for a while; named again after that, it must live.
     assert end.register(ORDER, SOURCE, 4.0) == [Finish("r", False, "prefill engine P is dead")]
     assert all(isinstance(action, Send) for action in end.register(ORDER, SOURCE, 16.1))
 
 
-def test_a_message_that_cannot_be_sent_is_the_proof_of_a_declared_death(end: Inbound) -> None:
+def test_where_no_message_can_be_sent_no_answer_of_the_dead_is_waited_for(end: Inbound) -> None:
     assert end.unsendable("P", "P/1", BACK, 1.0) == []  # the network alone proves nothing
     end.declared_dead("P", 2.0)
-    assert end.unsendable("P", "P/1", BACK, 2.0) == [Finish("r", False, "prefill engine P is dead")]
+    assert end.unsendable("P", "P/1", BACK, 2.0) == [Cut("P", ("r",), settled=False)]
+
+
+def test_blocks_stay_reserved_until_nothing_can_be_written_there(end: Inbound) -> None:
+    """Silence proves nothing: a link that heals brings what was written long ago."""
+    end.withdraw("r", "aborted", 1.0)
+    end.tick(20.0)
+    for second in range(21, 100):
+        assert Cut("P", ("r",), settled=True) in end.tick(float(second))
+    assert end.cut_off(("another",), 100.0) == []
+    assert end.landed("r", "P/0", 100.0) == []
+    assert end.cut_off(("r",), 100.0) == [Finish("r", False, "aborted")]
+    assert end.cut_off(("r",), 100.0) == []
+
+
+def test_what_is_registered_while_another_is_cut_off_goes_on(end: Inbound) -> None:
+    end.withdraw("r", "aborted", 1.0)
+    end.declared_dead("P", 2.0)
+    assert end.tick(4.0) == [Cut("P", ("r",), settled=False)]
+    end.connected("P", ("P/0",), 4.1)
+    end.register(Register("t", "q", HERE, [[3]], 9), SOURCE, 30.0)
+    assert end.cut_off(("r", "q"), 30.1) == [Finish("r", False, "aborted")]
+
+
+def test_a_registration_names_the_connection_on_which_the_peer_may_write(end: Inbound) -> None:
+    (again,) = end.hello("P/1", 7, 1.0)
+    assert again == Send("P", "P/1", Register("s", "r", HERE, [[1, 2]], 50, valid_s=9.0, epoch=7))
+    assert end.hello("P/1", 6, 1.1) == [Send("P", "P/1", msgspec.structs.replace(again.message, valid_s=8.9))]
+    end.withdraw("r", "aborted", 2.0)
+    assert end.hello("P/1", 8, 2.0) == []
 
 
 def test_a_connection_that_is_made_anew_is_no_proof_of_a_declared_death(end: Inbound) -> None:
     """The link was cut, the alarm is false, and a registration that was sent is valid there."""
     end.declared_dead("P", 2.0)
     assert end.unsent("P/1", BACK, 2.0) == []
-    assert end.tick(5.0) == [Finish("r", False, "prefill engine P is dead")]  # its time to answer is over
+    assert end.tick(5.0) == [Cut("P", ("r",), settled=False)]  # its time to answer is over
 
 
 def test_a_registration_that_reached_nobody_waits_for_the_connection_again(end: Inbound) -> None:
@@ -149,8 +180,9 @@ def test_engines_that_are_dead_for_long_are_forgotten(end: Inbound) -> None:
 def test_a_withdrawal_that_is_never_answered_ends_too(end: Inbound) -> None:
     end.withdraw("r", "aborted", 1.0)
     for second in range(2, 20):  # what was posted until 10.0 may take as long again
-        assert not any(isinstance(action, Finish) for action in end.tick(float(second)))
-    assert end.tick(20.0) == [Finish("r", False, "aborted")]
+        assert all(isinstance(action, Send) for action in end.tick(float(second)))
+    assert end.tick(20.0) == [Cut("P", ("r",), settled=True)]
+    assert end.cut_off(("r",), 20.0) == [Finish("r", False, "aborted")]
 
 
 def test_an_unreachable_answer_does_not_free_what_is_registered(end: Inbound) -> None:
@@ -182,11 +214,10 @@ def test_an_unused_connection_that_was_dropped_is_made_again(end: Inbound) -> No
 
 
 def test_the_table_is_sound() -> None:
-    """A state in which WRITEs may land is left only by every peer's answer, or by its death."""
-    proofs = {InboxEvent.ALL_LANDED, InboxEvent.ALL_ANSWERED, InboxEvent.PEER_DEAD}
+    """A state in which WRITEs may land is left only by every peer's answer, or when none can reach us."""
+    proofs = {InboxEvent.ALL_LANDED, InboxEvent.ALL_ANSWERED, InboxEvent.CUT_OFF}
     for (before, event), after in INBOX.items():
         assert before not in INBOX_ENDS
         if before in (Inbox.REGISTERED, Inbox.WITHDRAWING) and after in INBOX_ENDS:
             assert event in proofs
-    proven = {before for (before, event) in INBOX if event is InboxEvent.PEER_DEAD}
-    assert proven == {Inbox.REGISTERED, Inbox.WITHDRAWING}
+    assert {before for (before, event) in INBOX if event is InboxEvent.CUT_OFF} == {Inbox.WITHDRAWING}

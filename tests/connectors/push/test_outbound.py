@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import gc
 
+import msgspec
 import pytest
 
 from connectors.push.actions import Abandon, Chunk, Connect, Ended, Post, Release, Tell
 from connectors.push.outbound import Outbound
 from connectors.push.states import STREAM, STREAM_ENDS, Stream, StreamEvent
-from connectors.push.wire import Computing, Endpoint, Gone, Landed, Register, Unregister
+from connectors.push.wire import Computing, Endpoint, Gone, Hello, Landed, Register, Unregister
 
 DECODE = Endpoint("D", "host", 1)
 OTHER = Endpoint("D2", "host", 2)
-ORDER = Register("s", "r", DECODE, [[10, 11, 12, 13]], 100, valid_s=30.0)
-ORDER_OF_OTHER = Register("s", "r2", OTHER, [[5, 6, 7, 8]], 100, valid_s=30.0)
+ORDER = Register("s", "r", DECODE, [[10, 11, 12, 13]], 100, valid_s=30.0, epoch=1)
+ORDER_OF_OTHER = Register("s", "r2", OTHER, [[5, 6, 7, 8]], 100, valid_s=30.0, epoch=1)
 BACK = Unregister("s", "r", DECODE)
 
 
@@ -36,7 +37,7 @@ def end() -> Outbound:
     end = Outbound(lease_s=10, expect_s=10)
     assert end.start("s", 4, 100, 0.0) == []
     assert end.register(ORDER, "D", 0.0) == [Connect(DECODE)]
-    assert end.connected("D", True, 0.0) == []
+    assert end.connected("D", True, ("D",), 0.0) == [Tell("D", Hello(1))]
     return end
 
 
@@ -68,7 +69,7 @@ def test_a_registration_may_come_last() -> None:
     end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
     end.finish("s", 2.0)
     end.register(ORDER, "D", 3.0)
-    assert posts(end.connected("D", True, 4.0)) == [(chunk(0, 1, 2, 3, 4),)]
+    assert posts(end.connected("D", True, ("D",), 4.0)) == [(chunk(0, 1, 2, 3, 4),)]
 
 
 def test_an_unwanted_prefill_is_released_when_its_lease_ends() -> None:
@@ -114,7 +115,7 @@ def test_a_lease_ends_when_the_prefill_begins_again() -> None:
     assert end.preempted("s", 1, 2.0) == []
     assert end.tick(20.0) == []
     end.register(ORDER, "D", 21.0)
-    assert end.connected("D", True, 21.0) == []  # what was computed is void
+    assert posts(end.connected("D", True, ("D",), 21.0)) == []  # what was computed is void
     assert posts(end.computed("s", [chunk(0, 5, 6, 7, 8)], 1, True, 22.0)) == [(chunk(0, 5, 6, 7, 8),)]
 
 
@@ -131,7 +132,7 @@ def test_layers_count_as_shipped_only_when_all_of_them_are() -> None:
         end.layers = 3
         end.start("s", 4, 100, 0.0)
         end.register(ORDER, "D", 0.0)
-        end.connected("D", True, 0.0)
+        end.connected("D", True, ("D",), 0.0)
         posted = end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
         for layer in shipped:
             posted += end.computed("s", [chunk(2, 3, 4, layer=layer)], 0, False, 1.0)
@@ -254,7 +255,7 @@ def test_nothing_is_posted_once_the_registration_has_run_out_though_no_tick_has_
 def test_a_registration_that_may_have_come_long_ago_counts_from_then(expected: bool) -> None:
     """It was read a minute late, by a process that was stopped: decode may have given these blocks to others."""
     end = Outbound(lease_s=10, expect_s=10)
-    end.connected("D", True, 0.0)
+    end.connected("D", True, ("D",), 0.0)
     if not expected:
         end.start("s", 4, 100, 0.0)
         end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
@@ -305,7 +306,7 @@ def test_a_peer_that_takes_no_chunks_gets_everything_at_the_end() -> None:
     end = Outbound(lease_s=10, expect_s=10)
     end.start("s", 4, 100, 0.0)
     end.register(ORDER, "D", 0.0)
-    end.connected("D", False, 0.0)
+    end.connected("D", False, ("D",), 0.0)
     first, second = chunk(0, 1, 2), chunk(2, 3, 4)
     assert end.computed("s", [first], 0, False, 1.0) == []
     assert posts(end.computed("s", [second], 0, True, 2.0)) == [(first, second)]
@@ -361,7 +362,7 @@ def test_a_prompt_that_goes_out_whole_waits_for_all_its_chunks() -> None:
     step = DeviceEvent()
     end.start("s", 4, 100, 0.0)
     end.register(ORDER, "D", 0.0)
-    end.connected("D", False, 0.0)
+    end.connected("D", False, ("D",), 0.0)
     first, second = chunk(0, 1, 2), Chunk(2, ((3, 4),), ready=step)
     assert end.computed("s", [first], 0, False, 1.0) == []
     assert end.computed("s", [second], 0, True, 1.1) == []
@@ -372,8 +373,8 @@ def test_a_prompt_that_goes_out_whole_waits_for_all_its_chunks() -> None:
 def test_of_a_stream_that_ended_nothing_is_kept_that_grows_with_its_prompt() -> None:
     end = Outbound(lease_s=10, expect_s=10)
     end.start("long", 1000, 16_000, 0.0)
-    end.register(Register("long", "r", DECODE, [list(range(1000))], 16_000, valid_s=30.0), "D", 0.0)
-    end.connected("D", True, 0.0)
+    end.register(Register("long", "r", DECODE, [list(range(1000))], 16_000, valid_s=30.0, epoch=1), "D", 0.0)
+    end.connected("D", True, ("D",), 0.0)
     end.computed("long", [chunk(0, *range(1000))], 0, True, 1.0)
     end.posted("long", 1, 1.0)
     end.written("long", 1, True, 2.0)
@@ -382,3 +383,26 @@ def test_of_a_stream_that_ended_nothing_is_kept_that_grows_with_its_prompt() -> 
     assert [kept for kept in gc.get_objects() if isinstance(kept, Register) and kept.stream == "long"] == []
     back = Unregister("long", "r", DECODE)
     assert told(end.unregister(back, "D", 3.0)) == [Landed("r")], "what comes late is still answered"
+
+
+def test_what_was_registered_before_a_connection_is_not_written_over_it(end: Outbound) -> None:
+    """Decode may have given it up, with what came over the old one."""
+    end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
+    end.posted("s", 1, 1.0)
+    end.written("s", 1, True, 2.0)
+    end.forget("D")
+    assert told(end.connected("D", True, ("D",), 3.0)) == [Hello(2)]
+    assert posts(end.computed("s", [chunk(2, 3, 4)], 0, True, 4.0)) == []
+    assert end.register(ORDER, "D", 5.0) == [Tell("D", Hello(2), "D")]  # sent before, it was long on its way
+    (post,) = posts(end.register(msgspec.structs.replace(ORDER, epoch=2), "D", 6.0))
+    assert post == (chunk(2, 3, 4),)
+    assert posts(end.register(ORDER, "D", 7.0)) == []
+
+
+def test_no_rank_is_written_to_that_has_not_registered_itself() -> None:
+    end = Outbound(lease_s=10, expect_s=10)
+    end.start("s", 4, 100, 0.0)
+    end.connected("D", False, ("D/0", "D/1"), 0.0)
+    assert posts(end.register(ORDER, "D/0", 0.0)) == []
+    assert posts(end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)) == []
+    assert len(posts(end.register(ORDER, "D/1", 2.0))) == 1

@@ -33,6 +33,7 @@ class History:
             self.prefill_aborts,
             self.a_message_is_lost,
             self.a_link_is_cut,
+            self.a_link_falls_silent,
             self.a_false_alarm,
             self.prefill_takes_decode_for_dead,
             self.a_death_is_noticed,
@@ -54,6 +55,8 @@ class History:
             self.a_moment_passes: 6,
             self.an_engine_dies: 0.1,
             self.prefill_is_stopped_for_long: 0.3,
+            self.a_silent_link_heals: 0.7,
+            self.what_the_dead_have_sent_lands: 0.3,
             self.prefill_is_preempted: 2,
             **dict.fromkeys(troubles, 0.7),
         }
@@ -159,11 +162,11 @@ class History:
             self.world.deliver(index)
 
     def everything_is_delivered(self) -> None:
-        while self.world.handshakes or self.world.network:
+        while self.world.handshakes or self.world.deliverable():
             while self.world.handshakes:
                 self.world.shake(0, ok=True)
-            while self.world.network:
-                self.world.deliver(0)
+            while found := self.world.deliverable():
+                self.world.deliver(found[0])
 
     def a_message_is_lost(self) -> None:
         if (index := self._of(self.world.network)) is not None:
@@ -172,6 +175,18 @@ class History:
     def a_link_is_cut(self) -> None:
         prefill, decode = self.random.choice(["P0", "P1"]), self.random.choice(["D0", "D1"])
         self.world.cut(prefill, decode, self.random.randrange(5))
+
+    def a_link_falls_silent(self) -> None:
+        """Packets are lost meanwhile: kernels keep what is on its way, and send it when the link heals."""
+        self.world.silent.add((self.random.choice(["P0", "P1"]), self.random.choice(["D0", "D1"])))
+
+    def a_silent_link_heals(self) -> None:
+        if self.world.silent:
+            self.world.silent.remove(self.random.choice(sorted(self.world.silent)))
+
+    def what_the_dead_have_sent_lands(self) -> None:
+        if self.world.late:
+            self.world.late.pop(self.random.randrange(len(self.world.late))).land()
 
     def handshake(self) -> None:
         if (index := self._of(self.world.handshakes)) is not None:
@@ -185,10 +200,10 @@ class History:
         if writes := self.world.writes():
             write = self.random.choice(writes)
             reachable = not write.peer.engine.dead and (write.rank.agent, write.peer.agent) not in self.world.broken
-            ok = reachable and self.random.random() < 0.95
-            if ok:
+            ok = reachable and (write.over or not write.torn) and self.random.random() < 0.95
+            if not write.stalled:
                 write.land()
-            write.rank.end_write(write, ok)
+                write.rank.end_write(write, ok)
 
     # ---- time and death
 
@@ -205,13 +220,8 @@ class History:
             self.world.stop(engine.name, seconds=self.random.choice([3.0, 25.0]))
 
     def a_false_alarm(self) -> None:
-        """The fleet takes a living engine for dead; it answers within the grace it is given."""
-        name = self.random.choice(["P0", "P1", "D0", "D1"])
-        self.world.broken = {link for link in self.world.broken if not any(agent.startswith(name) for agent in link)}
-        self.world.announce(name)
-        self.everything_is_delivered()
-        self.world.end_writes()
-        self.everything_is_delivered()
+        """The fleet takes a living engine for dead, which may answer or not, as long as it is given."""
+        self.world.announce(self.random.choice(["P0", "P1", "D0", "D1"]))
 
     def prefill_takes_decode_for_dead(self) -> None:
         """It lives, and WRITEs into its blocks are in flight for long."""

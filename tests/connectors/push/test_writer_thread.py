@@ -73,7 +73,7 @@ def worker() -> Iterator[Any]:
             return self.steps[-1]
 
     rank = Rank()
-    rank._submit(functools.partial(rank._outbound.connected, "D", True))
+    rank._submit(functools.partial(rank._outbound.connected, "D", True, (AGENT,)))
     thread = threading.Thread(target=rank._push_writer_loop, daemon=True)
     thread.start()
     yield rank
@@ -92,7 +92,7 @@ def soon(condition: Callable[[], bool], what: str) -> None:
 
 
 def register(nixl: Any, stream: str) -> None:
-    nixl.arrived.put(wire.Register(stream, f"{stream}-decode", DECODE, [[7, 8]], 32, 30.0))
+    nixl.arrived.put(wire.Register(stream, f"{stream}-decode", DECODE, [[7, 8]], 32, 30.0, epoch=1))
 
 
 def begin(worker: Any, stream: str) -> None:

@@ -1,0 +1,173 @@
+"""The TCP connections of this process with other engines, and how to end them so that nothing more comes in (Linux).
+
+The library that owns them, UCX, takes whatever arrives on a connection into memory, however late: bytes that wait in a
+kernel's buffers outlive a cut link, and the process that sent them. NIXL tears down none of those that it accepted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+_LISTEN = 0x0A  # tcp_states.h
+_REMEMBERED = 256  # engines
+_REFUSAL_S = 1.0
+_FABRICS = Path("/sys/class/infiniband")  # what these carry needs no TCP connection
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Connection(NamedTuple):
+    """A TCP socket of this process. Addresses are packed IPs, IPv4 also where a socket of IPv6 has one."""
+
+    fd: int
+    here: tuple[bytes, int]
+    there: tuple[bytes, int]
+    listens: bool
+    unread: int  # bytes that have come, and that nobody has taken
+
+
+def connections() -> list[Connection]:
+    """All TCP sockets of this process. One that is closed meanwhile is left out."""
+    fds: dict[str, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            fds[os.readlink(f"/proc/self/fd/{name}")] = int(name)
+        except OSError:
+            continue
+    found = []
+    for table in ("tcp", "tcp6"):
+        try:
+            rows = Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
+        except OSError:
+            continue  # without IPv6
+        for row in rows:
+            _, here, there, state, queues, _, _, _, _, inode, *_ = row.split()
+            if (fd := fds.get(f"socket:[{inode}]")) is not None:
+                unread = int(queues.partition(":")[2], 16)
+                found.append(Connection(fd, _address(here), _address(there), int(state, 16) == _LISTEN, unread))
+    return found
+
+
+def tear_down(connection: Connection) -> None:
+    """The kernel forgets it at once, with what has come and what was to go; the other end is told, if it can be.
+
+    A connect() to no address does that. What a shutdown() leaves to be read would still be taken.
+    """
+    _libc.connect(connection.fd, bytes(struct.calcsize("=Q") * 2), struct.calcsize("=Q") * 2)  # AF_UNSPEC is 0
+
+
+def refuses(host: str | bytes, port: int) -> bool:
+    """Whether that port is closed on a machine that answers: the process that listened there has ended."""
+    try:
+        name = host if isinstance(host, str) else socket.inet_ntop(_family(host), host)
+        with socket.create_connection((name, port), timeout=_REFUSAL_S):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):
+        return False
+
+
+class Ties:
+    """What ties this process to other engines: whose addresses are whose, and at which ports their ranks listen."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._metadata: OrderedDict[str, set[bytes]] = OrderedDict()  # by engine: of its ranks; addresses are in it
+        self._doors: dict[str, set[tuple[bytes, int]]] = {}  # by engine: where its processes listen
+
+    @contextmanager
+    def meeting(self, engine: str, metadata: bytes, handshakes: Collection[int]) -> Iterator[None]:
+        """Meanwhile connections to a rank of `engine` are opened, which `metadata` describes, and to no other.
+        `handshakes`: ports to which other threads may connect now."""
+        before = {one[:3] for one in connections()}
+        yield
+        now = connections()
+        accepting = {one.here[1] for one in now if one.listens}
+        new = {one.there for one in now if one[:3] not in before and one.here[1] not in accepting}
+        with self._lock:
+            self._metadata.setdefault(engine, set()).add(metadata)
+            self._doors.setdefault(engine, set()).update(door for door in new if door[1] not in handshakes)
+            while len(self._metadata) > _REMEMBERED:
+                self._doors.pop(self._metadata.popitem(last=False)[0], None)
+
+    def forget(self, engine: str) -> None:
+        with self._lock:
+            self._metadata.pop(engine, None)
+            self._doors.pop(engine, None)
+
+    def has_ended(self, engine: str) -> bool:
+        """Whether every process of `engine` to which this one was connected has ended. May take a second."""
+        doors = self._doors.get(engine)
+        return bool(doors) and all(refuses(*door) for door in sorted(doors or ()))
+
+    def is_here(self, engine: str) -> bool:
+        """Whether it runs on this machine, and may write without a connection."""
+        mine = _own_addresses(connections())
+        return not mine or any(address in metadata for metadata in self._metadata[engine] for address in mine)
+
+    def cut_off(self, engine: str, settled: bool) -> bool:
+        """Whether `engine` can write here no more, after what can be done about it. May take a second.
+
+        `settled`: it posts nothing any more, and a network card that still repeated the last has given up.
+        """
+        if engine not in self._metadata:
+            return settled
+        if not self.is_here(engine):
+            self.tear_down(engine)
+            return settled or not (_FABRICS.is_dir() and any(_FABRICS.iterdir())) or self.has_ended(engine)
+        if not self.has_ended(engine):
+            return False  # it needs no connection: a process that was stopped in mid-copy goes on with it
+        self.tear_down(engine)
+        return True
+
+    def tear_down(self, engine: str) -> None:
+        """Ends every connection with the machine of `engine`, and those of which it is not known whose they are. With
+        one that has ended on this machine: those that hold something unread."""
+        all_mine = connections()
+        mine, here = _own_addresses(all_mine), self.is_here(engine)
+        accepting = {one.here[1] for one in all_mine if one.listens}
+        with self._lock:
+            theirs = self._metadata.get(engine, set())
+            others = [one for name, known in self._metadata.items() if name != engine for one in known]
+        for one in all_mine:
+            address = one.there[0]
+            if one.listens:
+                continue
+            if address in mine or _is_loopback(address):
+                if here and one.unread:
+                    tear_down(one)
+            elif any(address in metadata for metadata in theirs) or (
+                one.here[1] in accepting and not any(address in metadata for metadata in others)
+            ):
+                tear_down(one)
+
+
+def _own_addresses(all_mine: Collection[Connection]) -> set[bytes]:
+    mine = {one.here[0] for one in all_mine}
+    return {address for address in mine if any(address) and not _is_loopback(address)}
+
+
+def _is_loopback(address: bytes) -> bool:
+    return address[0] == 127 if len(address) == 4 else address == socket.inet_pton(socket.AF_INET6, "::1")
+
+
+def _family(address: bytes) -> socket.AddressFamily:
+    return socket.AF_INET if len(address) == 4 else socket.AF_INET6
+
+
+def _address(text: str) -> tuple[bytes, int]:
+    """Of a row of /proc/net/tcp: words of four bytes in this machine's order."""
+    words, _, port = text.partition(":")
+    packed = b"".join(struct.pack("=I", int(words[at : at + 8], 16)) for at in range(0, len(words), 8))
+    if packed.startswith(bytes(10) + b"\xff\xff"):
+        packed = packed[12:]
+    return packed, int(port, 16)

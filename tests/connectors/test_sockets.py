@@ -1,0 +1,149 @@
+"""What this process knows of its TCP connections, and that one which was torn down brings nothing more."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from connectors import sockets
+from connectors.sockets import Ties, connections, refuses, tear_down
+
+LOOPBACK = bytes((127, 0, 0, 1))
+ELSEWHERE = socket.inet_aton("10.9.8.7")
+SOMEWHERE = socket.inet_aton("10.9.8.6")
+
+
+@pytest.fixture(params=["127.0.0.1", "::1"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """The end that connected, and the end that accepted."""
+    family = socket.AF_INET6 if ":" in request.param else socket.AF_INET
+    with socket.socket(family) as listening:
+        try:
+            listening.bind((request.param, 0))
+        except OSError:
+            pytest.skip("no IPv6 here")
+        listening.listen()
+        with closing(socket.create_connection(listening.getsockname()[:2])) as one:
+            other, _ = listening.accept()
+            with other:
+                other.settimeout(5)
+                one.settimeout(5)
+                yield one, other
+
+
+def test_what_was_not_read_is_gone_with_a_connection_that_was_torn_down(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    one, other = pair
+    one.sendall(b"late")
+    (mine,) = [found for found in connections() if found.fd == other.fileno()]
+    assert (mine.unread, mine.listens, mine.there[1]) == (4, False, one.getsockname()[1])
+    tear_down(mine)
+    with pytest.raises(OSError):
+        other.recv(4)
+    with pytest.raises(ConnectionError):
+        for _ in range(100):
+            one.sendall(b"later")
+
+
+def test_only_a_closed_port_of_a_machine_that_answers_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert not refuses("127.0.0.1", port) and not refuses(LOOPBACK, port)
+    assert refuses("127.0.0.1", port) and refuses(LOOPBACK, port)
+    assert not refuses("no such host", port)
+
+
+def connection(fd: int, there: bytes, *, here: int = 1000, unread: int = 0) -> sockets.Connection:
+    return sockets.Connection(fd, (SOMEWHERE, here), (there, 7), False, unread)
+
+
+LISTENING = sockets.Connection(3, (SOMEWHERE, 1000), (bytes(4), 0), True, 0)
+
+
+@pytest.fixture
+def torn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """File descriptors of connections that were torn down."""
+    torn: list[int] = []
+    monkeypatch.setattr(sockets, "tear_down", lambda one: torn.append(one.fd))
+    monkeypatch.setattr(sockets, "_FABRICS", sockets.Path("/none"))
+    return torn
+
+
+def know(ties: Ties, engine: str, *addresses: bytes) -> None:
+    with ties.meeting(engine, b"port".join((b"", *addresses, b"")), ()):
+        pass
+
+
+def test_connections_with_its_machine_and_those_of_nobody_known_are_torn_down(
+    monkeypatch: pytest.MonkeyPatch, torn: list[int]
+) -> None:
+    ties, third = Ties(), socket.inet_aton("10.9.8.5")
+    know(ties, "P", ELSEWHERE)
+    know(ties, "another", third)
+    unknown = socket.inet_aton("10.9.8.4")
+    mine = [
+        LISTENING,
+        connection(4, ELSEWHERE),
+        connection(5, third),
+        connection(6, unknown),
+        connection(7, unknown, here=2000),  # not accepted: it was made from here, and not to an engine
+        connection(8, LOOPBACK, unread=9),
+        connection(9, SOMEWHERE, unread=9),
+    ]
+    monkeypatch.setattr(sockets, "connections", lambda: mine)
+    monkeypatch.setattr(sockets, "refuses", lambda host, port: False)
+    assert ties.cut_off("P", settled=False)
+    assert torn == [4, 6]
+
+
+def test_a_fabric_may_still_carry_what_was_posted(monkeypatch: pytest.MonkeyPatch, torn: list[int], tmp_path) -> None:
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(sockets, "_FABRICS", tmp_path)
+    ties = Ties()
+    know(ties, "P", ELSEWHERE)
+    monkeypatch.setattr(sockets, "connections", lambda: [LISTENING, connection(4, ELSEWHERE)])
+    assert not ties.cut_off("P", settled=False)
+    assert ties.cut_off("P", settled=True)
+    assert torn == [4, 4]
+
+
+def test_an_engine_of_this_machine_is_waited_for_until_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch, torn: list[int]
+) -> None:
+    ties = Ties()
+    mine = [LISTENING]
+    monkeypatch.setattr(sockets, "connections", lambda: mine)
+    with ties.meeting("P", b"..." + SOMEWHERE, ()):
+        mine = [LISTENING, connection(5, SOMEWHERE, here=2000, unread=3), connection(6, SOMEWHERE, here=2001)]
+    open_ports = {7}
+    monkeypatch.setattr(sockets, "refuses", lambda host, port: port not in open_ports)
+    assert not ties.cut_off("P", settled=True)
+    assert torn == []
+    open_ports.clear()
+    assert ties.cut_off("P", settled=False)
+    assert torn == [5]  # it brings what the dead one has sent
+
+
+def test_of_an_engine_that_was_never_met_only_time_tells() -> None:
+    assert not Ties().cut_off("nobody", settled=False)
+    assert Ties().cut_off("nobody", settled=True)
+
+
+def test_a_process_has_ended_when_all_its_ports_refuse() -> None:
+    ties = Ties()
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as one, socket.socket() as handshake:
+        with socket.create_server(("127.0.0.1", 0)) as another:
+            with ties.meeting("P", b"", handshakes={another.getsockname()[1]}):
+                one.connect(server.getsockname())
+                handshake.connect(another.getsockname())
+            with ties.meeting("other", b"", ()):
+                pass
+        mine = {found.fd for found in connections()}
+        assert {server.fileno(), one.fileno()} <= mine
+        assert not ties.has_ended("P")
+    assert ties.has_ended("P")  # the port of the handshake, which another thread made, is none of its
+    assert not ties.has_ended("other")  # no port of it is known
