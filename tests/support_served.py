@@ -164,6 +164,24 @@ PLAIN: list[dict[str, Any]] = [
     {"ignore_eos": True, "min_tokens": 3, "skip_special_tokens": False},
     {"logit_bias": {"5": 1.0}, "bad_words": ["worse"], "user": "u", "priority": 1},
     {"n": 1, "logprobs": None, "seed": None, "prompt_logprobs": None},
+    {"max_tokens": None, "stream_options": None, "stop": [], "logit_bias": {}},
+    {"stream_options": {}, "stop": "no such", "skip_special_tokens": True, "spaces_between_special_tokens": False},
+    {"stop": ["é", "\n\t", "👍🏽 and 🧑"], "stop_token_ids": [], "allowed_token_ids": None},
+    {"truncate_prompt_tokens": 2, "temperature": 0, "top_p": 1, "cache_salt": "s"},
+]
+PROMPTS: list[dict[str, Any]] = [  # of a completion
+    {"prompt": [5, 6, 7]},
+    {"prompt": [[5, 6, 7]]},
+    {"prompt": ["Say it"]},
+    {"prompt": "naïve 漢字 👍🏽\u2028", "add_special_tokens": True},
+]
+MESSAGES: list[dict[str, Any]] = [  # of a chat
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "Say"}, {"type": "text", "text": "it"}]}]},
+    {"messages": [{"role": "system", "content": ""}, {"role": "user", "content": "a"}, {"role": "assistant"}]},
+    {"max_completion_tokens": 50, "max_tokens": None},
+    {"add_generation_prompt": True, "chat_template_kwargs": {"enable_thinking": False}},
+    {"tools": None, "tool_choice": "none", "parallel_tool_calls": None, "response_format": None},
+    {"metadata": None, "store": None, "logprobs": None, "top_logprobs": None},
 ]
 UNUSUAL: list[dict[str, Any]] = [
     {"n": 2},
@@ -172,5 +190,16 @@ UNUSUAL: list[dict[str, Any]] = [
     {"no_such_field": 1},
     {"stream_interval": 4},
     {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "text"}},
+    {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}], "tool_choice": "none"},
+    {"best_of": 2},
     {"stream": False},
+]
+UNANSWERED: list[dict[str, Any]] = [  # unusual too; the scripted engine has no logprobs to tell
+    {"logprobs": 1},
+    {"logprobs": 0},
+    {"logprobs": True, "top_logprobs": 2},
+    {"logprobs": False, "echo": False},
+    {"prompt_logprobs": 1},
+    {"suffix": "end"},
 ]

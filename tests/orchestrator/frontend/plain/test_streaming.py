@@ -20,10 +20,13 @@ from support_served import (
     EMPTY_FIRST,
     ENDS,
     IN_THREES,
+    MESSAGES,
     ONE_BY_ONE,
     PLAIN,
+    PROMPTS,
     TEXT,
     TURNS,
+    UNANSWERED,
     UNUSUAL,
     WITH_GAPS,
     Served,
@@ -84,8 +87,19 @@ async def test_plain_requests(served, monkeypatch, sent_straight, endpoint, more
     assert b"data: [DONE]\n\n" in got
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "more"), [*((COMPLETION, more) for more in PROMPTS), *((CHAT, more) for more in MESSAGES)], ids=repr
+)
+@pytest.mark.parametrize("end", ["length", "engine error"])
+async def test_prompts_of_every_shape(served, monkeypatch, endpoint, more, end) -> None:
+    path, body = endpoint
+    served.core.script = script(served.tokens(TEXT), ONE_BY_ONE, ENDS[end])
+    got = await both_ways(served, monkeypatch, path, {**body, "max_tokens": 400, **more})
+    assert got[0].startswith(b"HTTP/1.1 200") or more.get("messages")
+
+
 @pytest.mark.parametrize("endpoint", [CHAT, COMPLETION], ids=["chat", "completion"])
-@pytest.mark.parametrize("more", UNUSUAL, ids=json.dumps)
+@pytest.mark.parametrize("more", [*UNUSUAL, *UNANSWERED], ids=json.dumps)
 async def test_unusual_requests_are_vllms_servers(served, monkeypatch, sent_straight, endpoint, more) -> None:
     path, body = endpoint
     served.core.script = script(served.tokens(TEXT), ONE_BY_ONE, ENDS["length"])
