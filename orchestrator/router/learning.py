@@ -22,11 +22,12 @@ class Learning:
     def arrived(self, request: ActiveRequest, block_size: int) -> None:
         """A request was placed, or refused. Call once for each."""
         info, placed = request.asked.info, request.placed
-        self.reuse.arrived(info.prompt_tokens, request.asked.prefix_keys, block_size, request.accepted_at)
+        shared = self.reuse.arrived(info.prompt_tokens, request.asked.prefix_keys, block_size, request.accepted_at)
         expected = self.predictor.output_tokens
         output_tokens = min(info.max_new_tokens, expected) if info.max_new_tokens else expected
-        at_prefill = placed.at_prefill_tokens if placed is not None else info.prompt_tokens
-        at_decode = placed.at_decode_tokens if placed is not None else info.prompt_tokens
+        most = max(1, info.prompt_tokens - shared)
+        at_prefill = min(most, placed.at_prefill_tokens) if placed is not None else most
+        at_decode = min(most, placed.at_decode_tokens) if placed is not None else most
         self.offered += Offered.one(at_prefill, at_decode, output_tokens)
 
     def turned_away(self) -> None:

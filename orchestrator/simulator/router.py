@@ -77,10 +77,12 @@ class Router:
         ruling = self.policies.decide(request, candidates, view, admission=not again)
         decision = ruling.decision
         self.reasons[f"{type(decision).__name__.lower()}:{decision.reason}"] += 1
-        self.reuse.arrived(job.prompt_tokens, job.arrival.keys, self._unit_tokens, self._clock.now)
+        shared = self.reuse.arrived(job.prompt_tokens, job.arrival.keys, self._unit_tokens, self._clock.now)
         nearest = max([candidate.cached_tokens for candidate in candidates], default=0)
         self.offered += Offered.one(
-            max(1, job.prompt_tokens - cached), max(1, job.prompt_tokens - nearest), self.predictor.output_tokens
+            max(1, job.prompt_tokens - max(cached, shared)),
+            max(1, job.prompt_tokens - max(nearest, shared)),
+            self.predictor.output_tokens,
         )
         if isinstance(decision, Reject):
             return self._refuse(job, again)

@@ -55,13 +55,18 @@ class ReuseCounter:
         self._prompts, self._tokens, self._tokens2, self._keyed = 0, 0.0, 0.0, 0.0
         self._saved, self._saved2 = list(NONE), list(NONE)
 
-    def arrived(self, prompt_tokens: int, keys: Sequence[int], key_tokens: int, now: float) -> None:
-        """A prompt, with a key for each `key_tokens` of it. `now`: seconds of any clock."""
+    def arrived(self, prompt_tokens: int, keys: Sequence[int], key_tokens: int, now: float) -> int:
+        """A prompt, with a key for each `key_tokens` of it. `now`: seconds of any clock.
+
+        Returns how many tokens of it came with another prompt at most `AGES_S[0]` ago: whatever is cached now, they are
+        being computed.
+        """
         self._prompts += 1
         self._tokens += prompt_tokens
         self._tokens2 += prompt_tokens * prompt_tokens
+        shared = 0
         if not keys:
-            return
+            return shared
         self._keyed += len(keys) * key_tokens
         last_used, saved, saved2 = self._last_used, self._saved, self._saved2
         step = max(1, SAMPLED_TOKENS // key_tokens)
@@ -75,6 +80,7 @@ class ReuseCounter:
             last_used[key] = now
             if used_at is not None:
                 age = int(4 * (now - used_at) ** 2).bit_length()
+                shared += part if age == 0 else 0
                 if age < len(saved):
                     saved[age] += part
                     saved2[age] += part * (2 * left - part)
@@ -82,6 +88,7 @@ class ReuseCounter:
             # Many at once: each search for the oldest walks over all entries that were deleted before.
             for key in list(islice(last_used, MAX_KEYS // 16)):
                 del last_used[key]
+        return shared
 
     def take(self) -> Reuse:
         """What came since it was last asked."""

@@ -5,7 +5,7 @@ import time
 import pytest
 from support_bench import Bench, FakeRequest
 
-from orchestrator.types import QueueDepth, WorkerLoad
+from orchestrator.types import PrefixEvents, QueueDepth, WorkerLoad
 from orchestrator.wire.messages import Prefilled
 
 
@@ -29,6 +29,14 @@ async def test_prompts_that_are_computed_together_do_not_understate_the_pool():
     predictor = bench.router.learning.predictor
     assert predictor.prefill_s(1000) == pytest.approx(0.25)
     assert predictor.backlog_s(QueueDepth(8, 8000, 0), 2) == pytest.approx(1.0)
+
+
+async def test_a_prefix_that_many_prompts_bring_at_once_is_offered_once():
+    bench = Bench()
+    bench.prefixes.take_events(PrefixEvents("d0", 1, stored=[999]), 0.0)  # without any, nobody looks at keys
+    for name in "abcd":
+        await bench.router.submit(FakeRequest(name, 5000, keys=list(range(1, 256 + 1))))  # 4096 tokens in blocks of 16
+    assert bench.router.learning.offered.prefill_tokens == 5000 + 3 * (5000 - 4096)
 
 
 async def test_nothing_is_learned_of_a_worker_that_has_measured_nothing():

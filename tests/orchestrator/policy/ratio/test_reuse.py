@@ -78,6 +78,13 @@ def test_what_comes_back_is_counted_by_its_age_once():
     assert counter.take() == Reuse(), "once"
 
 
+def test_what_another_prompt_has_just_brought_is_being_computed():
+    counter = ReuseCounter()
+    assert counter.arrived(2100, [1, 2, 3, 4], KEY_TOKENS, 100.0) == 0
+    assert counter.arrived(2100, [1, 2, 3, 5], KEY_TOKENS, 100.1) == 3 * KEY_TOKENS
+    assert counter.arrived(2100, [1, 2, 3, 5], KEY_TOKENS, 103.0) == 0, "computed long since, and cached or not"
+
+
 def test_of_small_blocks_one_key_in_so_many_is_looked_at():
     counter = ReuseCounter()
     keys = list(range(1, 101))  # of 16 tokens each
