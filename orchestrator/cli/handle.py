@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import sys
 import time
@@ -162,6 +163,13 @@ def check_writable(*files: Path | None) -> None:
     for file in files:
         if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
             raise Refused(f"{file}: cannot be written; name a file in a folder that is there")
+
+
+def number(text: str) -> float:
+    """One of a list. Raises ValueError, for those that are not finite too: what waits for them waits for ever."""
+    if not math.isfinite(read := float(text)):
+        raise ValueError(f"expected a finite number, got {text!r}")
+    return read
 
 
 def print_json(value: Any) -> None:

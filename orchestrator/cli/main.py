@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import signal
 import sys
@@ -75,6 +76,8 @@ class PlainValue:
         if kind in (str, Path, int, float) and not many and not demands:
             with contextlib.suppress(ValueError):
                 read = kind(value)
+                if isinstance(read, float) and not math.isfinite(read):
+                    raise typer.BadParameter(f"expected a finite number, got {value!r}", ctx, param)
                 if (limits.min is None or read >= limits.min) and (limits.max is None or read <= limits.max):
                     return read
         return _read_by_typer(self._descriptor).coerce(value, param, ctx)  # which also words the refusal

@@ -13,7 +13,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from orchestrator.cli.handle import OUT, check_writable, console
+from orchestrator.cli.handle import OUT, check_writable, console, number
 from orchestrator.cli.trial.simulate import parse_load
 from orchestrator.config.settings import ConfigError
 from orchestrator.simulator.real.client import MeasureError, Target
@@ -123,7 +123,7 @@ async def _watched(load: Load, server: str, run: Callable[[Callable[[Sent], None
 def parse_rates(text: str | None) -> list[float]:
     """Raises ConfigError."""
     try:
-        found = [float(part) for part in text.split(",")] if text is not None else []
+        found = [number(part) for part in text.split(",")] if text is not None else []
     except ValueError:
         found = [0.0]
     if any(rate <= 0 for rate in found):

@@ -10,7 +10,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from orchestrator.cli.handle import console
+from orchestrator.cli.handle import console, number
 from orchestrator.cli.trial.live import LiveError, live_load, live_profile
 from orchestrator.cli.trial.simulate import objectives, parse_configuration, parse_load, parse_profile, progress_bar
 from orchestrator.config.settings import ConfigError
@@ -75,7 +75,7 @@ def _rate(text: str | None, own: float) -> float | None:
     if text == "goodput":
         return None
     try:
-        value = own if text is None else float(text)
+        value = own if text is None else number(text)
     except ValueError:
         value = 0.0
     if value <= 0:

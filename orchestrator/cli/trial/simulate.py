@@ -16,7 +16,7 @@ import typer
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from orchestrator.cli.handle import console
+from orchestrator.cli.handle import console, number
 from orchestrator.config.settings import Config, ConfigError, SLOConfig, load_config, overridden, parse_config
 from orchestrator.simulator.faults import Faults
 from orchestrator.simulator.loads import LOADS, synthetic
@@ -269,7 +269,7 @@ def _rates(sweep: str | None, rate: float | None, load: Load) -> tuple[list[floa
     if key == "rate" and values == "goodput":
         return [start, 2 * start], True
     try:
-        rates = [float(value) for value in values.split(",")]
+        rates = [number(value) for value in values.split(",")]
     except ValueError:
         rates = []
     if key != "rate" or not rates or min(rates) <= 0:
