@@ -59,6 +59,8 @@ def show(
         origins = {key: str(file) for key in keys_given(read_tree(file))}
         origins |= {override.partition("=")[0]: "--set" for override in set_ or []}
     else:
+        if set_:
+            raise Refused(f"--set {set_[0]}: changes what a file says; name the file")
         handle = find_fleet(namespace, None)
         if handle.config is None:
             raise Refused("no fleet of this machine to show; name a file")

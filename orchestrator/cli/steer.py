@@ -78,7 +78,7 @@ def log_level(
         raise Refused(f"{level}: no such level; choose {', '.join(_LEVELS)} or default")
     handle = find_fleet(namespace, redis)
     value = None if wanted == "DEFAULT" else wanted
-    ask(handle, lambda fleet: LogLevels(fleet.redis, handle.namespace).set(value, process))
+    ask(handle, lambda fleet: _set_level(fleet, handle.namespace, value, process))
     who = "every process" if process == ALL else process
     said = f"{who}: logs as configured" if value is None else f"{who}: logs {value} and above"
     _say({"process": None if process == ALL else process, "level": value}, as_json, said)
@@ -129,6 +129,16 @@ def queue_show(
     if job is None:
         raise Refused(f"request {request_id!r} is not in the queue: it was never queued, or is done")
     print_json(job) if as_json else OUT.print(fields_view(job))
+
+
+async def _set_level(fleet: OpenFleet, namespace: str, level: str | None, process: str) -> None:
+    """Raises Refused for a process that is not there."""
+    if process not in (ALL, "launcher"):
+        frontends = {name.rpartition("-")[0] for name in await fleet.registry.frontends()}
+        there = sorted({*await fleet.registry.workers(), *frontends})
+        if process not in there:
+            raise Refused(f"{process!r} is no process of the fleet; there: {', '.join(there) or 'nobody'}, launcher")
+    await LogLevels(fleet.redis, namespace).set(level, process)
 
 
 def _steer(fleet: OpenFleet) -> Steering:

@@ -63,6 +63,8 @@ def explain(error: str, tree: dict[str, Any], root: Any) -> str:
     expected = re.match(r"Expected `([^`]+)`(.*?)(, got .*)?$", message)
     if expected:
         kind = " or ".join(_KINDS.get(k.strip(), k.strip()) for k in expected[1].split("|"))
+        if path.endswith("[...]"):
+            return f"{path.removesuffix('[...]')}: expected {kind}{expected[2]} for each name in it"
         return f"{path or 'the file'}: expected {kind}{expected[2]}, got {kind_of(value)}"
     return f"{path or 'the file'}: {message[0].lower()}{message[1:]}, got {kind_of(value)}"
 

@@ -40,6 +40,8 @@ def status(
         print_json(seen) if as_json else OUT.print(fleet_view(seen))
     elif as_json:
         asyncio.run(_repeat(handle, print_json))
+    elif not OUT.is_terminal:
+        asyncio.run(_repeat(handle, lambda seen: OUT.print(fleet_view(seen))))
     else:
         from rich.live import Live  # brings what draws progress
 

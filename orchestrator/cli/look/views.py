@@ -20,7 +20,11 @@ _BAR_CELLS = 6
 def fleet_view(seen: dict[str, Any]) -> RenderableType:
     """`/fleet` as a table and two lines. A load that is not known is a dash."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    for name in ("worker", "role", "state", "engine", "KV blocks used"):
+    # Commands take a worker's whole name: where the terminal is narrow, other columns are cut.
+    table.add_column(
+        "worker", no_wrap=True, min_width=max((len(worker["id"]) for worker in seen["workers"]), default=0)
+    )
+    for name in ("role", "state", "engine", "KV blocks used"):
         table.add_column(name, no_wrap=True)
     for name in ("run", "wait", "step", "pid"):
         table.add_column(name, justify="right", no_wrap=True)

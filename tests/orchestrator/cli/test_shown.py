@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import pty
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console as RichConsole
 from support_redis import fresh_namespace, job, queue_config, running_server
 
+from orchestrator.cli.config import show
 from orchestrator.cli.doctor.check import Check
 from orchestrator.cli.doctor.command import _Shown
+from orchestrator.cli.look import status as status_module
 from orchestrator.cli.look.logs import _print_event
+from orchestrator.cli.look.views import fleet_view
 from orchestrator.cli.rollout import Event as Step
 from orchestrator.cli.rollout import _print
-from orchestrator.cli.steer import queue, queue_show
+from orchestrator.cli.steer import log_level, queue, queue_show
+from orchestrator.config.settings import Refused
 from orchestrator.launch.console import Console
 from orchestrator.store.client import connect
 from orchestrator.store.events import Event
@@ -68,3 +75,41 @@ def test_a_start_shows_a_folder_with_brackets(monkeypatch: pytest.MonkeyPatch) -
         shown = os.read(ours, 1 << 16)
     os.close(ours)
     assert b"/models/[/old][b]" in shown
+
+
+def test_a_narrow_terminal_shows_whole_names_of_workers() -> None:
+    names = ["prefill-host-17-aaaa", "prefill-host-17-bbbb"]
+    workers = [
+        {"id": name, "role": "prefill", "state": "ready", "engine": "vllm", "host": "10.0.0.1", "pid": 123456}
+        | {"step_ms": 1.5, "blocks_total": 4096, "blocks_free": 96, "running": 12, "waiting": 3, "generation": 0}
+        for name in names
+    ]
+    narrow = RichConsole(width=50, file=io.StringIO())
+    narrow.print(fleet_view({"workers": workers, "queue": None, "desired": None, "model": "m"}))
+    assert all(name in narrow.file.getvalue() for name in names)  # type: ignore[attr-defined]
+
+
+async def test_status_is_shown_again_and_again_in_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    seen: dict[str, Any] = {"workers": [], "queue": None, "desired": None, "model": "m"}
+    asked = 0
+
+    async def fleet_status(handle: Any) -> dict[str, Any]:
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            assert capsys.readouterr().out.count("model m") == 2
+            raise KeyboardInterrupt
+        return seen
+
+    monkeypatch.setattr(status_module, "fleet_status", fleet_status)
+    monkeypatch.setattr(status_module, "_WATCH_EVERY_S", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        await asyncio.to_thread(status_module.status, None, None, "http://127.0.0.1:1", False, True)
+    assert asked == 3
+
+
+def test_a_level_for_nobody_and_a_change_of_no_file_are_refused(tmp_path: Path) -> None:
+    with running_server(tmp_path) as server, pytest.raises(Refused, match="'nobody' is no process of the fleet"):
+        log_level("INFO", "nobody", fresh_namespace(), server.url)
+    with pytest.raises(Refused, match="--set a=b: changes what a file says"):
+        show(None, ["a=b"])

@@ -83,6 +83,7 @@ def test_there_are_examples_for_each_topology():
         ("model: demo\nworkers: {engine_args: {a: &a [*a]}}", "workers.engine_args.a: expected at most 30 sections"),
         ("model: demo\nworkers: {decode: {env: {A=B: c}}}", "workers.env: expected names of variables, got 'A=B'"),
         ("model: demo\nworkers: {env: {'': c}}", "workers.env: expected names of variables, got ''"),
+        ("model: demo\nworkers: {env: {A: 1}}", "workers.env: expected text for each name in it"),
         ("[1, 2]", "expected a mapping of keys to values, got a section or list"),
         ("model: demo\nworkers: ]", "line 2: not valid YAML"),
     ],
