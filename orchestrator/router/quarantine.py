@@ -2,10 +2,10 @@
 
 An engine that crashes takes every request on it down, and one of them may be the cause: it would crash the next engine
 too. So each is on trial until its next engine has given a token. Suspects are those whose prompts the engine was
-computing, and those that had been in a crash before; they go on one after the other, on a worker that has nobody else
-on trial, of whichever frontend. If an engine crashes that has a suspect on trial, the suspect is guilty, and nobody
-else is suspected. Without one, a request that alone was part of two crashes is guilty, unless one of another frontend
-may be. Decides and remembers; sends nothing.
+computing, and those that had been in a crash before; each goes on on a worker that has nobody else on trial, of
+whichever frontend, and so as many at once as there are workers. If an engine crashes that has a suspect on trial, the
+suspect is guilty, and nobody else is suspected. Without one, a request that alone was part of two crashes is guilty,
+unless one of another frontend may be. Decides and remembers; sends nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRIAL_S = 10.0  # a request that has neither crashed its engine nor a token by t
 class Quarantine:
     def __init__(self) -> None:
         self._waiting: deque[ActiveRequest] = deque()
-        self._alone: ActiveRequest | None = None
+        self._tried: list[ActiveRequest] = []
 
     def crashed(self, victims: Collection[ActiveRequest], crash: EngineCrashed) -> list[ActiveRequest]:
         """An engine with these requests on it has crashed. Returns those that are guilty."""
@@ -43,32 +43,33 @@ class Quarantine:
         return computing or active.crashes > 1
 
     def add(self, active: ActiveRequest) -> None:
-        """It may go on only alone."""
-        if active is self._alone:
-            self._alone = None
+        """It may go on only alone on its worker."""
+        self._forget(active)
         active.suspect = True
         self._waiting.append(active)
 
-    def release(self) -> ActiveRequest | None:
-        """The next that may go on now, if none is alone at present."""
-        if self._alone is not None or not self._waiting:
-            return None
-        self._alone = self._waiting.popleft()
-        return self._alone
+    def release(self, workers: int) -> list[ActiveRequest]:
+        """Those that may go on now, where as many workers can try one each."""
+        room = max(1, workers) - len(self._tried)
+        released = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+        self._tried += released
+        return released
 
     def overdue(self, now: float) -> bool:
-        """Whether the one that is alone has had its time; it is alone no more then."""
-        if self._alone is None or now - self._alone.moved_at <= TRIAL_S:
-            return False
-        self._alone = None
-        return True
+        """Whether some that are tried have had their time; they hold up nobody any more then."""
+        before = len(self._tried)
+        self._tried = [active for active in self._tried if now - active.moved_at <= TRIAL_S]
+        return len(self._tried) < before
 
     def cleared(self, active: ActiveRequest) -> bool:
         """It has produced a token, or ended. True when that makes room for the next."""
         active.suspect = False
-        if active is self._alone:
-            self._alone = None
-            return True
         if active in self._waiting:
             self._waiting.remove(active)
-        return False
+        return self._forget(active)
+
+    def _forget(self, active: ActiveRequest) -> bool:
+        tried = active in self._tried
+        if tried:
+            self._tried.remove(active)
+        return tried

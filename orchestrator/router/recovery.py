@@ -17,6 +17,7 @@ from orchestrator.router.placer import Placer
 from orchestrator.router.quarantine import Quarantine
 from orchestrator.router.request import ActiveRequest, Failure, State
 from orchestrator.telemetry import metrics
+from orchestrator.types import Role
 from orchestrator.wire.messages import EngineCrashed
 
 log = logging.getLogger("pd.router")
@@ -103,12 +104,12 @@ class Recovery:
             self._release_next()
 
     def check(self, now: float) -> None:
-        """Let the next go on when one that is alone takes long."""
+        """Let the next go on when one that is tried takes long."""
         if self._quarantine.overdue(now):
             self._release_next()
 
     def _release_next(self) -> None:
-        if (active := self._quarantine.release()) is not None:
+        for active in self._quarantine.release(self._fleet.ready(Role.DECODE)):
             self._dispatch.background(self._place_again(active))
 
     # ---- shared ------------------------------------------------------------------------------------------------

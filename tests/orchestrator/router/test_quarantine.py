@@ -51,9 +51,37 @@ async def all_on_one_worker(bench, *names):
         bench.fleet.workers[name].connected = True
 
 
+def only(bench, worker_id):
+    """No other worker is to be had."""
+    for name in ("d1", "d2", "d3"):
+        bench.fleet.workers[name].connected = name == worker_id
+
+
+async def test_after_a_crash_suspects_are_tried_by_as_many_workers_as_there_are():
+    """So nobody waits for more than a share of the others; that no two meet on a worker, the worker sees to."""
+    bench = CrashBench()
+    names = "abcdefgh"
+    await all_on_one_worker(bench, *names)
+    await bench.crash("d0")
+    rounds = 0
+    while waiting := [name for name in names if bench.router.requests[name].state is not State.DECODING]:
+        tried = [name for name in waiting if bench.where(name) is not None]
+        assert 0 < len(tried) <= 3
+        for name in tried:
+            bench.tokens(bench.where(name), name, [2], attempt=2)
+        await bench.settle()
+        rounds += 1
+    assert rounds == 3
+    for name in names:
+        bench.tokens(bench.where(name), name, [3], attempt=2, finish=FinishReason.STOP)
+    assert bench.failed() == []
+    bench.assert_no_leaks()
+
+
 async def test_after_a_crash_each_goes_on_alone_until_it_has_a_token():
     bench = CrashBench()
     await all_on_one_worker(bench, "a", "b", "c")
+    only(bench, "d1")
     await bench.crash("d0")
     assert [bench.where(name) is not None for name in "abc"] == [True, False, False]
     bench.tokens(bench.where("a"), "a", [2], attempt=2)
@@ -139,6 +167,7 @@ async def test_crashes_are_not_counted_against_the_attempts_of_bystanders():
 async def test_one_that_is_alone_and_slow_does_not_hold_the_others_up_for_ever():
     bench = CrashBench()
     await all_on_one_worker(bench, "slow", "a")
+    only(bench, "d1")
     await bench.crash("d0")
     bench.router.check(time.monotonic())
     await bench.settle()
