@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _LISTEN = 0x0A  # tcp_states.h
-_REMEMBERED = 256  # engines
+_REMEMBERED = 4096  # engines
 _REFUSAL_S = 1.0
 _FABRICS = Path("/sys/class/infiniband")  # what these carry needs no TCP connection
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -95,14 +95,17 @@ class Ties:
         new = {one.there for one in now if one[:3] not in before and one.here[1] not in accepting}
         with self._lock:
             self._metadata.setdefault(engine, set()).add(metadata)
+            self._metadata.move_to_end(engine)
             self._doors.setdefault(engine, set()).update(door for door in new if door[1] not in handshakes)
             while len(self._metadata) > _REMEMBERED:
                 self._doors.pop(self._metadata.popitem(last=False)[0], None)
 
-    def forget(self, engine: str) -> None:
-        with self._lock:
-            self._metadata.pop(engine, None)
-            self._doors.pop(engine, None)
+    def forget(self, engine: str, awaited: Collection[str]) -> None:
+        """Unless it is one of those that may still write here."""
+        if engine not in awaited:
+            with self._lock:
+                self._metadata.pop(engine, None)
+                self._doors.pop(engine, None)
 
     def has_ended(self, engine: str) -> bool:
         """Whether every process of `engine` to which this one was connected has ended. May take a second."""

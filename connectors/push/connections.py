@@ -335,6 +335,7 @@ class Connections(NixlPushConnectorWorker):
         self._endpoints.pop(engine_id, None)
         self._inbound.forget(engine_id)
         self._outbound.forget(engine_id)
+        self._ties.forget(engine_id, awaited=self._inbound.engines())
 
     def add_remote_agent(self, meta: Any, *args: Any, **kwargs: Any) -> str:
         with self._agents_lock, self._meeting(meta):  # handshakes run in parallel, but load agents one at a time

@@ -128,6 +128,17 @@ def test_an_engine_of_this_machine_is_waited_for_until_it_has_ended(
     assert torn == [5]  # it brings what the dead one has sent
 
 
+def test_an_engine_that_may_still_write_here_is_not_forgotten(monkeypatch: pytest.MonkeyPatch, torn: list[int]) -> None:
+    """Its connection is made anew, or it is dead: what it has sent is still on its way."""
+    ties = Ties()
+    know(ties, "P", ELSEWHERE)
+    monkeypatch.setattr(sockets, "connections", lambda: [LISTENING, connection(4, ELSEWHERE)])
+    ties.forget("P", awaited={"P"})
+    assert ties.cut_off("P", settled=False)
+    ties.forget("P", awaited=())
+    assert not ties.cut_off("P", settled=False)
+
+
 def test_of_an_engine_that_was_never_met_only_time_tells() -> None:
     assert not Ties().cut_off("nobody", settled=False)
     assert Ties().cut_off("nobody", settled=True)
