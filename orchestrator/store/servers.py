@@ -40,7 +40,9 @@ class Servers:
         scheme, _, kind = url.partition("://")[0].partition("+")
         if scheme not in ("redis", "rediss", "unix") or kind not in ("", "sentinel", "cluster"):
             raise ValueError(f"{url.partition('://')[0]!r} is no scheme of a Redis URL")
-        if scheme != "unix" and "@" in urlsplit(url).path:  # a parser would take a piece of the password for a port
+        parts = urlsplit(url)
+        ended_early = "@" in parts.path + parts.fragment or ("@" in parts.query and "@" not in parts.netloc)
+        if scheme != "unix" and ended_early:  # a parser would take a piece of the password for a port or a host
             raise ValueError("a password's / is written %2F, its ? %3F and its # %23")
         self._sentinel: Sentinel | None = None
         self._nodes: list[tuple[str, int]] = []  # of a cluster; the first is where connections go

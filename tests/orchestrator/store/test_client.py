@@ -308,9 +308,12 @@ async def test_passwords_are_masked_and_wrong_ones_refused(redis, server):
     await right.aclose()
 
 
+ODD = ("redis://:seCr#eT@127.0.0.1:1", "redis://:seCr?eT@127.0.0.1:1", "redis://:s@seCr/eT@127.0.0.1:1")
+
+
 async def test_no_piece_of_a_password_with_a_slash_is_shown():
     """The mend is said: it is easily forgotten, and what base64 makes has slashes."""
-    for url in ("redis://:seCr/eT@127.0.0.1:1", "redis+sentinel://u:12/eT@127.0.0.1:1/name"):
+    for url in ("redis://:seCr/eT@127.0.0.1:1", "redis+sentinel://u:12/eT@127.0.0.1:1/name", *ODD):
         with pytest.raises(RedisAway, match="a password's / is written %2F") as caught:
             await connect(url, 0.5)
         assert not any(piece in str(caught.value) for piece in ("seCr", "eT@", ":12"))
