@@ -20,7 +20,7 @@ from orchestrator.store.registry import Registry
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.topology, pytest.mark.timeout(600)]
 
-GPUS = 2  # that a node offers; a worker takes one, so one node has room for both
+GPUS = 1  # that a node offers, and a worker takes
 PROMPTS = [token_prompt(length, seed=length) for length in (300, 420, 513, 700)]
 MAX_TOKENS, LONG = 16, 400
 # Without prefix caches every remote prefill moves all of its prompt's KV, and a prompt that is asked for again, too.
@@ -34,14 +34,22 @@ LOCAL = {"prompt_logprobs": 0}  # a prompt whose logprobs are asked for is prefi
 
 
 class RayFleet:
-    """1P1D, and the frontend on the prefill worker's node, which stays."""
+    """1P1D, and the frontend on the node where prompts are prefilled at first, which stays."""
 
-    def __init__(self, launcher: RunningFleet, server: Server) -> None:
-        self.launcher, self._url = launcher, server.url
-        launcher.until(lambda: launcher.shape() == (1, 1), "1P1D")
-        (prefill,), (decode,) = launcher.workers("prefill"), launcher.workers("decode")
+    def __init__(self, sets: list[str], server: Server) -> None:
+        self._sets, self._url = sets, server.url
+        self.launcher = RunningFleet("demo-1p1d-cpu.yaml", *sets)
+        self.launcher.until(lambda: self.launcher.shape() == (1, 1), "1P1D")
+        (prefill,), (decode,) = self.launcher.workers("prefill"), self.launcher.workers("decode")
         self.stays, self.victim = prefill["host"], decode["host"]
-        self.frontend = FleetClient(asyncio.run(self._frontend_on(self.stays)), launcher.namespace)
+        self.frontend = FleetClient(asyncio.run(self._frontend_on(self.stays)), self.launcher.namespace)
+
+    def up_again(self) -> None:
+        self.launcher = RunningFleet("demo-1p1d-cpu.yaml", *self._sets, namespace=self.launcher.namespace)
+
+    def where(self) -> dict[str, tuple[str, str, int]]:
+        """Role, host and process of each worker."""
+        return {w["id"]: (w["role"], w["host"], w["pid"]) for w in self.frontend.workers()}
 
     async def _frontend_on(self, host: str) -> str:
         redis = await connect(self._url, 5)
@@ -90,13 +98,13 @@ def fleet(server: Server, cluster: FakeCluster, tmp_path_factory: pytest.TempPat
         "routing.prefix_index=false",
         *(f"workers.engine_args.{name}={value}" for name, value in ENGINE.items()),
     ]
-    launcher = RunningFleet("demo-1p1d-cpu.yaml", *sets)
+    fleet = RayFleet(sets, server)
     try:
-        yield RayFleet(launcher, server)
+        yield fleet
     finally:
-        launcher.http.close()
-        launcher.stop()
-        left = processes_of(launcher.namespace)
+        fleet.launcher.http.close()
+        fleet.launcher.stop()
+        left = processes_of(fleet.launcher.namespace)
     assert left == [], "`up` ends everything on every node"
 
 
@@ -115,10 +123,44 @@ async def test_kv_passes_between_engines_of_two_nodes(fleet: RayFleet, truth: li
     assert fleet.frontend.metric("pd_retries_total") == fleet.frontend.metric("pd_kv_transfer_failures_total") == 0
 
 
+async def test_engines_swap_their_roles(fleet: RayFleet, truth: list[list[int]]) -> None:
+    """The one that sent KV receives it, and the other way round. Meanwhile both prefill what they decode."""
+    frontend, before = fleet.frontend, fleet.where()
+    roles = {role: name for name, (role, _, _) in before.items()}
+    for worker, role, shape in ((roles["prefill"], "decode", (0, 2)), (roles["decode"], "prefill", (1, 1))):
+        remote = fleet.placed("remote")
+        await asyncio.to_thread(fleet.launcher.cli, "role", worker, role)
+        await asyncio.to_thread(frontend.until, lambda shape=shape: frontend.shape() == shape, f"{shape}")
+        assert await fleet.ask(PROMPTS, MAX_TOKENS) == [tokens[:MAX_TOKENS] for tokens in truth]
+        assert fleet.placed("remote") == remote + (len(PROMPTS) if shape[0] else 0)
+    other = {"prefill": "decode", "decode": "prefill"}
+    assert fleet.where() == {name: (other[role], host, pid) for name, (role, host, pid) in before.items()}
+    for worker, role, shape in ((roles["decode"], "decode", (0, 2)), (roles["prefill"], "prefill", (1, 1))):
+        await asyncio.to_thread(fleet.launcher.cli, "role", worker, role)
+        await asyncio.to_thread(frontend.until, lambda shape=shape: frontend.shape() == shape, f"{shape}")
+    assert fleet.where() == before
+
+
+async def test_the_head_and_the_launcher_are_lost_and_up_takes_over_what_runs(
+    fleet: RayFleet, cluster: FakeCluster, truth: list[list[int]]
+) -> None:
+    before, remote = fleet.where(), fleet.placed("remote")
+    cluster.kill_head()
+    fleet.launcher.process.kill()
+    await asyncio.to_thread(fleet.launcher.process.wait, 30)
+    assert await fleet.ask(PROMPTS, MAX_TOKENS) == [tokens[:MAX_TOKENS] for tokens in truth]
+    assert fleet.placed("remote") == remote + len(PROMPTS), "the fleet serves on"
+    cluster.start_head_again()
+    fleet.launcher.http.close()
+    await asyncio.to_thread(fleet.up_again)
+    assert fleet.where() == before, "the same processes"
+
+
 async def test_a_stream_outlives_the_node_that_decodes_it(
     fleet: RayFleet, cluster: FakeCluster, truth: list[list[int]]
 ) -> None:
-    """The prefill engine goes on with it from the tokens that are out, until a decode worker runs again."""
+    """The prefill engine goes on with it from the tokens that are out. What has no room waits for a node that has some,
+    and KV passes again when one comes."""
     frontend = fleet.frontend
     streams = asyncio.create_task(frontend.ask_all(PROMPTS, concurrency=len(PROMPTS), max_tokens=LONG))
     (decode,) = frontend.workers("decode")
@@ -130,9 +172,26 @@ async def test_a_stream_outlives_the_node_that_decodes_it(
     await asyncio.to_thread(cluster.kill, fleet.victim)
     assert tokens_of(await streams) == truth
     assert frontend.metric("pd_retries_total") >= len(PROMPTS), "they were not done before"
+    await asyncio.to_thread(fleet.launcher.wait_for_line, r"waits for a node that has 1 CPU and 1 GPU free", 60)
+    added = cluster.add(GPUS)  # Ray sets signal handlers, which only the main thread may
     await asyncio.to_thread(frontend.until, lambda: frontend.shape() == (1, 1), "replaced", 120)
-    assert {worker["host"] for worker in frontend.workers()} == {fleet.stays}
+    assert {worker["host"] for worker in frontend.workers()} == {fleet.stays, added}
     remote = fleet.placed("remote")
+    assert await fleet.ask(PROMPTS, MAX_TOKENS) == [tokens[:MAX_TOKENS] for tokens in truth]
+    assert fleet.placed("remote") == remote + len(PROMPTS)
+    frontend.assert_no_leaks()
+
+
+async def test_scale_ends_an_engine_and_starts_one_in_its_place(fleet: RayFleet, truth: list[list[int]]) -> None:
+    frontend, before = fleet.frontend, fleet.where()
+    (stays,) = frontend.workers("decode")
+    await asyncio.to_thread(fleet.launcher.cli, "scale", "prefill=0")
+    await asyncio.to_thread(frontend.until, lambda: fleet.where().keys() == {stays["id"]}, "one is drained")
+    await asyncio.to_thread(fleet.launcher.cli, "scale", "prefill=1")
+    await asyncio.to_thread(frontend.until, lambda: frontend.shape() == (1, 1), "another is there", 120)
+    after, remote = fleet.where(), fleet.placed("remote")
+    assert after[stays["id"]] == before[stays["id"]]
+    assert {host for _, host, _ in after.values()} == {host for _, host, _ in before.values()}
     assert await fleet.ask(PROMPTS, MAX_TOKENS) == [tokens[:MAX_TOKENS] for tokens in truth]
     assert fleet.placed("remote") == remote + len(PROMPTS)
     frontend.assert_no_leaks()
