@@ -77,6 +77,7 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     attention_backend: str = ""  # decides the layout of KV blocks
     speculation: str = ""  # what of it has KV: the drafter
     kv_copies: int = 1  # ranks that hold the same KV head; more than 1 where there are more ranks than heads
+    messages: str = ""  # which requests it takes and which outputs it gives: versions of an engine may have the same
 
     def first_difference(self, other: EngineIdentity) -> tuple[str, object, object] | None:
         """The first field that differs as (name, mine, theirs), or None."""
@@ -88,7 +89,7 @@ class EngineIdentity(msgspec.Struct, frozen=True):
 
 
 # What frontends depend on, which serve the workers of both generations while a rollout is under way.
-ALWAYS_EQUAL = ("engine", "engine_version", "protocol")
+ALWAYS_EQUAL = ("engine", "messages", "protocol")
 
 
 class EngineSpeed(msgspec.Struct, frozen=True):

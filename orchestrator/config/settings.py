@@ -207,6 +207,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     served_model_name: str | None = None
     namespace: Annotated[str, Meta(pattern=NAME_PATTERN)] = "default"
     engine: Literal["vllm", "sim"] = "vllm"
+    # The Python that runs workers and frontends on every host; default: the launcher's own. Of another virtual
+    # environment, to roll its software out.
+    python: str | None = None
     redis: RedisConfig = RedisConfig()
     frontend: FrontendConfig = FrontendConfig()
     workers: WorkersConfig = WorkersConfig()

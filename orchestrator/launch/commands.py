@@ -36,9 +36,19 @@ def resolve(config: Config, model: str, redis_url: str, port: int) -> Config:
     )
 
 
+def _python(config: Config) -> list[str]:
+    """Another environment's imports nothing from the folder that we were started in, which may hold our code."""
+    return [sys.executable] if config.python is None else [config.python, "-P"]
+
+
+def _environment(config: Config, name: str) -> dict[str, str]:
+    ours = {} if config.python is None else {"PYTHONPATH": "", "PYTHONHOME": ""}
+    return {**_QUIET, **logs.environment(name, config.logging.format), **ours}
+
+
 def worker_spec(setup: Setup, role: Role, worker_id: str, share: Share) -> ProcessSpec:
     config, folder = setup.config, setup.config_file.parent
-    command = [sys.executable, "-m", "workers.main", role.value, "--id", worker_id]
+    command = [*_python(config), "-m", "workers.main", role.value, "--id", worker_id]
     # Redis is named by the file: its URL may hold a password, and whoever is on this machine can read command lines.
     command += ["--namespace", config.namespace, "--config", str(setup.config_file)]
     command += ["--generation", str(setup.generation), "--die-with-parent", "--id-claimed", *share.arguments]
@@ -46,8 +56,7 @@ def worker_spec(setup: Setup, role: Role, worker_id: str, share: Share) -> Proce
     fits = len(str(folder).encode()) + _SOCKET_NAME_BYTES <= _SOCKET_PATH_BYTES
     sockets = {"VLLM_RPC_BASE_PATH": str(folder)} if fits else {}
     env = {
-        **_QUIET,
-        **logs.environment(worker_id, config.logging.format),
+        **_environment(config, worker_id),
         **sockets,
         **share.env,
         **environment(config, role),
@@ -58,10 +67,10 @@ def worker_spec(setup: Setup, role: Role, worker_id: str, share: Share) -> Proce
 def frontend_spec(setup: Setup, name: str, index: int) -> ProcessSpec:
     """With several frontends it makes the folder for the counters that they share."""
     config, folder = setup.config, setup.config_file.parent
-    command = [sys.executable, "-m", "orchestrator.frontend.server", "--index", str(index)]
+    command = [*_python(config), "-m", "orchestrator.frontend.server", "--index", str(index)]
     command += ["--config", str(setup.config_file), "--port", str(config.frontend.port)]
     command += ["--generation", str(setup.generation), "--die-with-parent"]
-    env = {**_QUIET, **logs.environment(name, config.logging.format)}
+    env = _environment(config, name)
     if config.frontend.most_replicas > 1:
         # The counters of all frontends lie in one place, so that whichever is scraped answers for all. The folder must
         # exist before they import prometheus_client. It has our pid: counters of an earlier launcher do not count.

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import json
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,16 +18,22 @@ import support_client
 from support_fleet import ROOT, RunningFleet, running_fleet, token_prompt
 from support_redis import running_server
 
+from orchestrator.store.client import connect
+from orchestrator.store.registry import Registry
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 CONFIG = str(ROOT / "configs" / "sim-2p2d.yaml")
+# The fleet's, so also what is rolled out has them: roles stay, and long prompts are prefilled remotely.
+FLEETS = ("ratio.mode=off", "routing.remote_prefill_min_tokens=100")
+PACKAGES = ("orchestrator", "workers", "connectors")
 PROMPTS = [token_prompt(20 + 173 * i % 1800, seed=i) for i in range(40)]
 MAX_TOKENS = 40
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[RunningFleet]:
-    with running_fleet("sim-2p2d.yaml", "routing.remote_prefill_min_tokens=100") as running:
+    with running_fleet("sim-2p2d.yaml", *FLEETS) as running:
         yield running
 
 
@@ -34,7 +42,7 @@ def nobody_fails(fleet: RunningFleet) -> contextlib.AbstractAsyncContextManager[
 
 
 def rollout(fleet: RunningFleet, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return fleet.cli("rollout", *arguments, check=False)
+    return fleet.cli("rollout", *arguments, *(f"--set={item}" for item in FLEETS if CONFIG in arguments), check=False)
 
 
 def generations(fleet: RunningFleet) -> list[int]:
@@ -85,6 +93,52 @@ async def test_workers_that_cannot_start_turn_it_back(fleet: RunningFleet) -> No
     fleet.until(lambda: len(fleet.workers()) == 4, "all serve again")
     assert len(was & {worker["pid"] for worker in fleet.workers()}) == 3, "the others went on"
     assert fleet.shape() == (2, 2)
+
+
+def another_environment(folder: Path, version: str) -> str:
+    """The Python of a virtual environment with a copy of our packages, in which the engine is of another version."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, packages / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    engine = packages / "workers" / "sim" / "engine.py"
+    text = engine.read_text()
+    assert "sim-1" in text
+    engine.write_text(text.replace("sim-1", version))
+    return str(folder / "bin" / "python")
+
+
+async def versions(fleet: RunningFleet) -> set[str]:
+    """Of the engines."""
+    redis = await connect(fleet.redis_url(), 5)
+    try:
+        return {info.identity.engine_version for info in (await Registry(redis, fleet.namespace).workers()).values()}
+    finally:
+        await redis.aclose()
+
+
+async def test_other_software_is_rolled_out_and_taken_back_under_load(fleet: RunningFleet, tmp_path: Path) -> None:
+    """KV stays among engines of one version: with another block size it could not pass."""
+    python = another_environment(tmp_path / "new", "sim-2")
+    async with nobody_fails(fleet):
+        done = await asyncio.to_thread(
+            rollout, fleet, CONFIG, "--set", f"python={python}", "--set", "sim.block_size=32"
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert await versions(fleet) == {"sim-2"}
+    commands = [Path(f"/proc/{worker['pid']}/cmdline").read_text() for worker in fleet.workers()]
+    assert all(command.startswith(python) for command in commands), commands
+    fresh = [token_prompt(600, seed=1000 + n) for n in range(8)]  # what is cached is not prefilled remotely
+    answers = await fleet.ask_all(fresh, concurrency=8, max_tokens=MAX_TOKENS)
+    assert all(answer.ok for answer in answers), [answer for answer in answers if not answer.ok]
+    assert fleet.metric("pd_placements_total", decision="remote"), "new frontends, new workers of both roles"
+    async with nobody_fails(fleet):
+        gone = await asyncio.to_thread(rollout, fleet, CONFIG, "--set", "python=/nowhere/bin/python")
+        back = await asyncio.to_thread(rollout, fleet, CONFIG)
+    assert gone.returncode == 1 and "/nowhere/bin/python" in gone.stdout, gone.stdout + gone.stderr
+    assert back.returncode == 0 and await versions(fleet) == {"sim-1"}, back.stdout + back.stderr
+    fleet.assert_no_leaks()
 
 
 def test_what_cannot_change_is_refused(fleet: RunningFleet) -> None:

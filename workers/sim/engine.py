@@ -94,6 +94,7 @@ class SimEngine:
             engine="sim",
             engine_version=SIM_VERSION,
             protocol=PROTOCOL_VERSION,
+            messages="sim",
         )
         return EngineInfo(
             identity=identity,

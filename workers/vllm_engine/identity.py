@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import _get_spec
 
 from orchestrator.types import EngineIdentity
 from orchestrator.wire.messages import PROTOCOL_VERSION
+from workers.vllm_engine.schema import of_this_vllm
 
 
 def identity_of(model: str, config: VllmConfig, attention_backend: str) -> EngineIdentity:
@@ -29,6 +30,7 @@ def identity_of(model: str, config: VllmConfig, attention_backend: str) -> Engin
         engine="vllm",
         engine_version=vllm.__version__,
         protocol=PROTOCOL_VERSION,
+        messages=of_this_vllm(),
         revision=getattr(its.hf_config, "_commit_hash", None) or its.revision or "",
         quantization=str(its.quantization or ""),
         attention_backend=attention_backend,

@@ -92,6 +92,7 @@ HAVE_DEFAULTS = {
     "kv_tp_size",
     "kv_pp_size",
     "kv_copies",
+    "messages",
     "revision",
     "quantization",
     "attention_backend",
@@ -182,6 +183,7 @@ IDENTITY_CHANGES = {
     "attention_backend": "FLASHINFER",
     "speculation": '{"method":"eagle"}',
     "kv_copies": 2,
+    "messages": "others",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,18 @@ def test_command_lines_carry_what_was_resolved(tmp_path):
     deep = worker_spec(Setup(0, config, Path("/" + "x" * 100) / "c.yaml"), Role.DECODE, "d", Share())
     assert "VLLM_RPC_BASE_PATH" not in deep.env, "a socket's path must fit"
     assert frontend_spec(Setup(0, config, tmp_path / "c.yaml"), "frontend-2", 2).name == "frontend-2"
+
+
+def test_another_environments_python_runs_its_own_code(tmp_path):
+    config = config_of(python="/opt/new/bin/python", workers={"env": {"PYTHONPATH": "/opt/more"}})
+    setup = Setup(1, resolve(config, "/models/demo", "redis://h:1", 1234), tmp_path / "c.yaml")
+    worker, frontend = worker_spec(setup, Role.DECODE, "decode-0", Share()), frontend_spec(setup, "frontend-0", 0)
+    for spec in (worker, frontend):
+        assert spec.command[:3] == ["/opt/new/bin/python", "-P", "-m"], "not what lies in our working directory"
+    assert frontend.env["PYTHONPATH"] == "" and worker.env["PYTHONPATH"] == "/opt/more"
+    ours = Setup(0, resolve(config_of(), "/models/demo", "redis://h:1", 1234), tmp_path / "c.yaml")
+    same = worker_spec(ours, Role.DECODE, "decode-0", Share())
+    assert same.command[:2] == [sys.executable, "-m"] and "PYTHONPATH" not in same.env
 
 
 def test_a_port_is_held_and_one_in_use_is_refused():

@@ -1,0 +1,68 @@
+"""What tells versions of vLLM apart whose frontends and engines do not understand each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from workers.vllm_engine.schema import of_this_vllm, schema
+
+pytestmark = pytest.mark.vllm
+
+
+class Reason(enum.Enum):
+    STOP = 0
+
+
+@dataclasses.dataclass
+class Statistics:
+    cached: int = 0
+
+
+class Output(msgspec.Struct, array_like=True):
+    tokens: list[int]
+    statistics: Statistics | None = None
+    reasons: list[Reason] = []
+
+
+def request(*fields: object, **options: bool) -> type:
+    return msgspec.defstruct("Request", [("id", str), *fields], **options)  # type: ignore[list-item, call-overload]
+
+
+def test_it_is_the_same_in_every_process_of_one_version():
+    command = "from workers.vllm_engine.schema import of_this_vllm; print(of_this_vllm())"
+    done = subprocess.run([sys.executable, "-c", command], text=True, capture_output=True, timeout=120)
+    assert done.stdout.strip() == of_this_vllm(), done.stderr
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        request(("priority", int, 0), ("outputs", list[Output], [])),
+        request(("outputs", list[Output], []), ("priority", int, 1)),
+        request(("outputs", list[Output], []), ("priority", float, 0)),
+        request(("outputs", list[Output], []), ("priority", int, 0), ("more", int, 0)),
+        request(("outputs", list[Output], []), ("priority", int, 0), array_like=True),
+    ],
+)
+def test_a_field_that_moves_changes_or_comes_is_another(changed: type):
+    assert schema(changed) != schema(request(("outputs", list[Output], []), ("priority", int, 0)))
+
+
+@pytest.mark.parametrize("part", [Output, Statistics, Reason])
+def test_classes_that_fields_name_count(part: type, monkeypatch: pytest.MonkeyPatch):
+    message = request(("outputs", list[Output] | None, None))
+    before = schema(message)
+    assert schema(request(("outputs", list[Output] | None, None))) == before
+    import workers.vllm_engine.schema as module
+
+    fields = module._fields
+    monkeypatch.setattr(
+        module, "_fields", lambda cls: iter([*fields(cls), *([("new", int, "")] if cls is part else [])])
+    )
+    assert schema(message) != before
