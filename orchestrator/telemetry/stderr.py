@@ -15,7 +15,9 @@ import sys
 import time
 from typing import TextIO
 
-_PIPE_BYTES = 1 << 20  # as much as Linux lets every user have: a reader that is late by a second misses nothing
+# A reader that is late by some hundred requests misses nothing. Linux lets a user have 64 MiB in all pipes together,
+# and whoever has more gets tiny ones.
+_PIPE_BYTES = 1 << 18
 _PATIENCE_S = 0.25  # for a reader that is slow; once it was in vain, only until the next line
 
 

@@ -24,7 +24,7 @@ LOGS = (
 
 
 def test_a_process_whose_log_nobody_reads_goes_on():
-    """4 MB, four times as much as a pipe holds."""
+    """4 MB, many times as much as a pipe holds."""
     command = [sys.executable, "-c", LOGS, "10000"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
