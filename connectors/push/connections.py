@@ -131,8 +131,7 @@ class Connections(NixlPushConnectorWorker):
                 self._keep(engine, name, message)
 
     def _keep(self, engine: str, agent: str | None, message: wire.Message) -> None:
-        waiting = self._undelivered.setdefault(engine, [])
-        if len(waiting) < _UNDELIVERED_MAX:
+        if len(waiting := self._undelivered.setdefault(engine, [])) < _UNDELIVERED_MAX:
             waiting.append((agent, message))
 
     def _sent(self, engine: str, agent: str, message: wire.Message) -> bool:
@@ -156,8 +155,9 @@ class Connections(NixlPushConnectorWorker):
                 except wire.WireError as error:
                     logger.warning("KV message from %s dropped: %s", agent, error)
                     self._records.put(lambda s: s.record(PushStats.BAD_MESSAGES))
-                    continue
-                self._run(functools.partial(self._on_message, message, agent))
+                    self._run(functools.partial(self._inbound.unreadable, agent))
+                else:
+                    self._run(functools.partial(self._on_message, message, agent))
         self._looked_at = looks_at
 
     def _on_message(self, message: wire.Message, agent: str, now: float) -> Iterable[Any]:

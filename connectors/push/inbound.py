@@ -162,6 +162,15 @@ class Inbound:
     def gone(self, request: str, peer: str, why: str, now: float) -> list[Action]:
         return self._answer(request, peer, now, refused=True, why=why)
 
+    def unreadable(self, peer: str, now: float) -> list[Action]:
+        """Something came from `peer` whose meaning is lost: it runs. That is an answer to what it has been asked for so
+        long that it posts nothing any more."""
+        actions: list[Action] = []
+        for waiting in list(self._waiting.values()):
+            if waiting.state is Inbox.WITHDRAWING and now > waiting.settled_at + 2 * _CUT_AGAIN_S:
+                actions += self._answer(waiting.order.request, peer, now, refused=True, why="unreadable answers")
+        return actions
+
     def declared_dead(self, engine: str, now: float) -> list[Action]:
         """The fleet says that `engine` is dead. Peers are asked to stop, and have `grace_s` to show that they live."""
         self._dead = {name: until for name, until in self._dead.items() if now < until} | {engine: now + self._dead_s}

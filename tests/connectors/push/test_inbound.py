@@ -118,6 +118,14 @@ def test_blocks_stay_reserved_until_nothing_can_be_written_there(end: Inbound) -
     assert end.cut_off(("r",), 100.0) == []
 
 
+def test_a_peer_whose_answers_cannot_be_read_lives_and_keeps_nothing_for_ever(end: Inbound) -> None:
+    end.withdraw("r", "aborted", 1.0)
+    assert end.unreadable("P/0", 2.0) == [] == end.unreadable("P/0", 20.0)  # it may still post, or have posted just now
+    end.tick(20.0)
+    assert end.unreadable("P/0", 23.0) == []
+    assert end.unreadable("P/1", 23.0) == [Finish("r", False, "aborted")] and not end.busy
+
+
 def test_what_is_registered_while_another_is_cut_off_goes_on(end: Inbound) -> None:
     end.withdraw("r", "aborted", 1.0)
     end.declared_dead("P", 2.0)
