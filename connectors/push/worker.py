@@ -334,6 +334,8 @@ class PushWorker(Connections):
         self._push_writer_wake.set()
         if self._push_writer_thread is not None:
             self._push_writer_thread.join(timeout=2)
+        if (cutters := getattr(self, "_cutters", None)) is not None:
+            cutters.shutdown(wait=False, cancel_futures=True)
         for _, _, handle in getattr(self, "_writes", {}).values():
             self._let_go(handle)
         super().shutdown()

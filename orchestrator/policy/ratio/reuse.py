@@ -80,7 +80,8 @@ class ReuseCounter:
             last_used[key] = now
             if used_at is not None:
                 age = int(4 * (now - used_at) ** 2).bit_length()
-                shared += part if age == 0 else 0
+                if age == 0:
+                    shared += part
                 if age < len(saved):
                     saved[age] += part
                     saved2[age] += part * (2 * left - part)
