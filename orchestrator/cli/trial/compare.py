@@ -97,7 +97,7 @@ def compare_command(
     scale: Annotated[float, typer.Option("--scale-tokens", help="Factor on the lengths of prompts and outputs.")] = 1.0,
     seed: Annotated[int, typer.Option("--seed")] = 0,
 ) -> None:
-    """Run a slice of a load on a real fleet and in the simulator. Compares medians and P90s."""
+    """Run a slice of a load on a real fleet and in the simulator. Compares P50, P90 and P99."""
     if seconds <= 0 or rate <= 0 or scale <= 0:
         raise ConfigError("--seconds, --rate, --scale-tokens: expected more than 0")
     check_writable(out)
@@ -133,26 +133,21 @@ async def _replay(url: str, load: Load) -> list[Timing | None]:
 
 
 def comparison(predicted: Report, timings: list[Timing | None]) -> dict[str, Any]:
-    """Real and simulated medians and P90s of TTFT, of the gaps between tokens (ITL), and of each request's mean gap
-    (TPOT), with the simulation's relative error."""
+    """Real and simulated P50, P90 and P99 of TTFT, of the gaps between tokens (ITL), and of each request's mean gap
+    (TPOT), all in seconds, with the simulation's relative error."""
     answered = [timing for timing in timings if timing is not None]
     if not answered:
         raise MeasureError("no real request was answered; is the fleet up, and its model's context long enough?")
     ttft = sorted(timing.ttft_s for timing in answered)
     itl = sorted(gap for timing in answered for gap in timing.gaps_s)
     tpot = sorted(timing.tpot_s for timing in answered if timing.output_tokens > 1)
-    pairs = {
-        "ttft_p50": (percentile(ttft, 0.5), predicted.ttft_p50_s),
-        "ttft_p90": (percentile(ttft, 0.9), predicted.ttft_p90_s),
-        "itl_p50": (percentile(itl, 0.5), predicted.itl_p50_s),
-        "itl_p90": (percentile(itl, 0.9), predicted.itl_p90_s),
-        "tpot_p50": (percentile(tpot, 0.5), predicted.tpot_p50_s),
-        "tpot_p90": (percentile(tpot, 0.9), predicted.tpot_p90_s),
-    }
-    figures = {
-        name: {"real": real, "simulated": simulated, "error": simulated / real - 1 if real else 0.0}
-        for name, (real, simulated) in pairs.items()
-    }
+    figures = {}
+    for metric, real in {"ttft": ttft, "itl": itl, "tpot": tpot}.items():
+        for percent in (50, 90, 99):
+            name, measured = f"{metric}_p{percent}", percentile(real, percent / 100)
+            simulated = getattr(predicted, f"{name}_s")
+            error = simulated / measured - 1 if measured else 0.0
+            figures[name] = {"real": measured, "simulated": simulated, "error": error}
     return {
         "load": predicted.load,
         "rate": predicted.rate,

@@ -46,7 +46,11 @@ async def test_a_load_is_replayed_and_laid_beside_its_simulation():
     predicted = report(Simulation(Settings(prefill=1, decode=1, profile=BASE, stack=stack("ours")), load).run())
     result = comparison(predicted, [*timings, None])
     assert result["failed"] == 1 and result["requests"] == 11
-    assert set(result["figures"]) == {f"{name}_{share}" for name in ("ttft", "itl", "tpot") for share in ("p50", "p90")}
+    shares = ("p50", "p90", "p99")
+    assert set(result["figures"]) == {f"{name}_{share}" for name in ("ttft", "itl", "tpot") for share in shares}
+    for name, figure in result["figures"].items():
+        assert figure["simulated"] == getattr(predicted, f"{name}_s")
+        assert (1 + figure["error"]) * figure["real"] == pytest.approx(figure["simulated"] if figure["real"] else 0.0)
     with pytest.raises(MeasureError, match="no real request"):
         comparison(predicted, [None])
 
