@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -12,7 +13,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from test_layering import ROOMS
 
 from orchestrator.cli.look.views import config_keys
-from orchestrator.cli.main import app
+from orchestrator.cli.main import app, load
 from orchestrator.config.settings import Config
 from orchestrator.frontend.pages import FleetCollector
 from orchestrator.telemetry import metrics
@@ -21,6 +22,10 @@ from orchestrator.types import DesiredRatio, QueueDepth
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PATHS = re.compile(r"`((?:orchestrator|workers|connectors|tests|docs|benchmarks|configs|requirements)/[\w./-]*)`")
+EXAMPLES = [
+    *sorted((ROOT / "configs").glob("*.yaml")),
+    *sorted(file for file in (ROOT / "deploy").rglob("*") if file.is_file() and file.suffix != ".json"),
+]
 KEYS = {key for key, _, _ in config_keys(Config)}
 MAX_LINE = 130
 
@@ -58,11 +63,45 @@ def _known(name: str, known: set[str]) -> bool:
     return any(".".join(parts[:count]) in known for count in range(2, len(parts) + 1))
 
 
-@documents
-def test_commands_that_are_named_exist(document: Path):
-    commands = set(typer.main.get_group(app).commands)  # type: ignore[attr-defined]
-    named = {m[1] for span in code_spans(document) if (m := re.match(r"orchestrator ([a-z][a-z-]*)", span))}
-    assert named <= commands
+def command_lines(text: str) -> Iterator[str]:
+    """What follows `orchestrator` wherever a line of the text, or a span in backticks, calls it."""
+    joined = re.sub(r"\\\n\s*", " ", text)
+    for span in re.findall(r"`([^`\n]+)`", joined) + joined.splitlines():
+        for part in re.findall(r"^[\s#$]*(?:\S+=\S+ )*(?:\S*bin/)?orchestrator ((?:[a-z]|--).*)$", span):
+            yield part.partition(" #")[0]
+
+
+def unknown_words(line: str) -> list[str]:
+    """The command and the options of a command line that do not exist."""
+    words = re.findall(r"[^\s\[\],|]+", line)
+    if words[0].startswith("--"):
+        return [word for word in words if word not in ("--version", "--install-completion", "--help")]
+    if words[0] not in typer.main.get_group(app).commands:  # type: ignore[attr-defined]
+        return [words[0]]
+    command: Any = load(words.pop(0))
+    while words and words[0] in getattr(command, "commands", {}):
+        command = command.commands[words.pop(0)]
+    known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+    own = command.context_settings.get("ignore_unknown_options", False)  # passes the others on to a worker
+    return [word for word in words if word.startswith("--") and word.partition("=")[0] not in known and not own]
+
+
+@pytest.mark.parametrize("file", [*DOCUMENTS, *EXAMPLES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_and_options_that_are_named_exist(file: Path):
+    assert [(line, wrong) for line in command_lines(file.read_text()) if (wrong := unknown_words(line))] == []
+
+
+def test_command_lines_are_found_and_what_does_not_exist_in_them():
+    text = "`orchestrator scal prefill=1` or\n    orchestrator queue show ID \\\n  --bogus 1  # --not-this\n`orchestrator top`"
+    lines = list(command_lines(text))
+    assert [unknown_words(line) for line in lines] == [["scal"], [], ["--bogus"]]
+
+
+def test_make_targets_that_are_named_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for document in DOCUMENTS:
+        named = {m[1] for span in code_spans(document) if (m := re.match(r"(?:time )?make ([a-z-]+)", span))}
+        assert named <= targets, document
 
 
 @documents
