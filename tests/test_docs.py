@@ -92,7 +92,7 @@ def test_commands_and_options_that_are_named_exist(file: Path):
 
 
 def test_command_lines_are_found_and_what_does_not_exist_in_them():
-    text = "`orchestrator scal prefill=1` or\n    orchestrator queue show ID \\\n  --bogus 1  # --not-this\n`orchestrator top`"
+    text = "`orchestrator scal x` or\n  orchestrator queue show ID \\\n  --bogus 1  # --not-this\n`orchestrator top`"
     lines = list(command_lines(text))
     assert [unknown_words(line) for line in lines] == [["scal"], [], ["--bogus"]]
 
@@ -102,6 +102,13 @@ def test_make_targets_that_are_named_exist():
     for document in DOCUMENTS:
         named = {m[1] for span in code_spans(document) if (m := re.match(r"(?:time )?make ([a-z-]+)", span))}
         assert named <= targets, document
+
+
+def test_configuration_has_every_key_with_its_type_and_default():
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| `([^`]+)` \| [^|]+ \|$", text, re.MULTILINE)
+    expected = [(key, kind.replace("|", "or"), default) for key, kind, default in config_keys(Config)]
+    assert rows == expected
 
 
 @documents
