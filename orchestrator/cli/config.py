@@ -1,4 +1,4 @@
-"""`orchestrator config`: check a file, list every key, show what is in effect, begin a file for this machine."""
+"""`orchestrator config`: check a file, list every key, show the values in effect, write a file for this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from orchestrator.config.settings import Config, Refused, load_config, read_tree
 from orchestrator.launch.host.machine import find_cores, find_gpus
 
 app = typer.Typer()
-config_app = typer.Typer(help="The configuration.")
+config_app = typer.Typer(help="Check, show and start configuration files.")
 app.add_typer(config_app, name="config")
 
 
@@ -46,13 +46,15 @@ def keys(as_json: JsonOption = False) -> None:
 
 @config_app.command("show")
 def show(
-    file: Annotated[Path | None, typer.Argument(help="Default: what the fleet that runs here was given.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="A YAML file; default: the configuration of the fleet on this machine.")
+    ] = None,
     set_: SetOption = None,
-    changed: Annotated[bool, typer.Option("--changed", help="Only what is not as by default.")] = False,
+    changed: Annotated[bool, typer.Option("--changed", help="Only values that differ from the default.")] = False,
     namespace: NamespaceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show every value in effect, and where it is from."""
+    """Show every value in effect and where it comes from."""
     origins: dict[str, str] = {}
     if file is not None:
         config = load_config(file, set_)
@@ -63,7 +65,7 @@ def show(
             raise Refused(f"--set {set_[0]}: changes what a file says; name the file")
         handle = find_fleet(namespace, None)
         if handle.config is None:
-            raise Refused("no fleet of this machine to show; name a file")
+            raise Refused("no fleet runs on this machine; name a file")
         config = handle.config
     rows = list(_effective(config, origins, "default" if file is not None else "the fleet's file or --set"))
     if changed:
@@ -80,8 +82,8 @@ def show(
 
 
 def _effective(config: Config, origins: dict[str, str], otherwise: str) -> Iterator[dict[str, Any]]:
-    """Of each key its value, and where that is from. `otherwise`: whence a value is that differs from the default,
-    where `origins` does not name its key."""
+    """Each key with its value and the value's origin. `otherwise` is the origin of a value that differs from the
+    default and whose key is not in `origins`."""
     tree, defaults = msgspec.to_builtins(config), msgspec.to_builtins(Config(model=""))
     for key, _, _ in config_keys(Config):
         value, usual = (_at(part, key) for part in (tree, defaults))
@@ -105,16 +107,18 @@ def _at(tree: Any, key: str) -> Any:
 
 
 @config_app.command("init")
-def init(file: Annotated[Path | None, typer.Argument(help="To write; default: standard output.")] = None) -> None:
-    """Begin a commented file for this machine."""
+def init(
+    file: Annotated[Path | None, typer.Argument(help="The file to write; default: standard output.")] = None,
+) -> None:
+    """Write a commented configuration file for this machine."""
     text = file_for(len(find_gpus()), len(find_cores()))
     if file is None:
         print(text, end="")
     elif file.exists():
-        raise Refused(f"{file}: is there already; name another file, or remove it")
+        raise Refused(f"{file}: exists already; name another file, or remove it")
     else:
         file.write_text(text)
-        OUT.print(f"wrote {file}; look at it, then `orchestrator up {file}`", highlight=False, soft_wrap=True)
+        OUT.print(f"wrote {file}; review it, then `orchestrator up {file}`", highlight=False, soft_wrap=True)
 
 
 def file_for(gpus: int, cores: int) -> str:

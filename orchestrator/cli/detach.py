@@ -1,4 +1,4 @@
-"""`up --detach`: a launcher in the background, whose start is shown until it is ready or has failed."""
+"""`up --detach`: runs a launcher in the background, and shows its output until it is ready or has failed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SIGNAL_WAIT_S = 60.0
 
 
 def start_detached(config: Config, arguments: list[str], as_json: bool = False) -> None:
-    """`arguments` are those of `up`, without --detach. Raises ConfigError with the launcher's own last line. `as_json`:
-    only where the fleet is, as an object.
+    """Start a launcher with these arguments of `up`, without --detach. `as_json` prints only where the fleet is.
 
-    Nothing that the launcher shows once it is ready is read: it then writes to its log file only.
+    Raises ConfigError with the launcher's last line if it ends. Once it is ready nobody reads its output: it then
+    writes to its log file only.
     """
     folder = RunFolder(config.namespace)
     if folder.is_held:

@@ -1,4 +1,4 @@
-"""`orchestrator down`: end the fleet that runs here, or clean up after a launcher that was killed."""
+"""`orchestrator down`: ends the fleet that runs here, or cleans up after a launcher that was killed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What most commands share: their common options, where the fleet is, and how an answer is printed.
+"""What most commands share: common options, how to find the fleet, and how to print an answer.
 
-Redis is imported only by who opens it: it takes longer to import than most commands take to answer.
+The Redis client is imported only where it is opened: its import takes longer than most commands.
 """
 
 from __future__ import annotations
@@ -31,40 +31,45 @@ if TYPE_CHECKING:
     from orchestrator.store.registry import Registry
 
 NamespaceOption = Annotated[
-    str | None, typer.Option("--namespace", help="Fleet; by default the one running here.", show_default=False)
+    str | None,
+    typer.Option("--namespace", help="The fleet's namespace; default: the fleet on this machine.", show_default=False),
 ]
 RedisOption = Annotated[
     str | None,
     typer.Option(
-        "--redis", envvar=REDIS_URL, help="The fleet's Redis; by default the running one's.", show_default=False
+        "--redis",
+        envvar=REDIS_URL,
+        help="URL of the fleet's Redis; default: that of the fleet on this machine.",
+        show_default=False,
     ),
 ]
 UrlOption = Annotated[
-    str | None, typer.Option("--url", help="A frontend of the fleet, instead of its Redis.", show_default=False)
+    str | None, typer.Option("--url", help="URL of a frontend to ask, instead of Redis.", show_default=False)
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="Override a key: a.b=value. May be repeated.", show_default=False)
+    list[str] | None,
+    typer.Option("--set", help="Override a configuration key: a.b=value. Repeatable.", show_default=False),
 ]
 WorkerArgument = Annotated[str, typer.Argument(help="A worker's id, as `orchestrator status` shows it.")]
 
 
 def console(width: int = 200, stderr: bool = False) -> Console:
-    """What is printed on it is shown as it is: the ids of requests are their clients' words, and an address in brackets
-    is no markup. `width`: where there is no terminal."""
+    """A console without markup: clients choose request ids, and an IPv6 address in brackets is no markup. `width` is
+    used where there is no terminal."""
     stream = sys.stderr if stderr else sys.stdout
     return Console(width=None if stream.isatty() else width, stderr=stderr, markup=False, emoji=False)
 
 
 OUT = console()
 _REDIS_TIMEOUT_S = 2.0
-# A command that follows the fleet for minutes outlives a Redis that fails over or is slow for a while.
+# Commands that follow the fleet for minutes keep asking while Redis fails over or is slow.
 _REDIS_PATIENCE_S, _ASK_AGAIN_S = 60.0, 0.5
 T = TypeVar("T")
 
 
 class FleetHandle(msgspec.Struct, frozen=True):
-    """Where a fleet is, according to the options or to the launcher that runs here."""
+    """Where a fleet is, by the command's options or by the launcher that runs on this machine."""
 
     namespace: str
     redis_url: str | None  # None where only a frontend was named
@@ -73,7 +78,7 @@ class FleetHandle(msgspec.Struct, frozen=True):
 
 
 class OpenFleet(msgspec.Struct, frozen=True):
-    """An open connection to a fleet's Redis. What its parts do raises RedisAway."""
+    """An open connection to a fleet's Redis. Methods of its parts raise RedisAway."""
 
     redis: Redis
     registry: Registry
@@ -82,7 +87,7 @@ class OpenFleet(msgspec.Struct, frozen=True):
 
 
 def find_fleet(namespace: str | None, redis_url: str | None, url: str | None = None) -> FleetHandle:
-    """Raises Refused when neither the options nor a running launcher say where it is."""
+    """The fleet that the options name, or the one that runs here. Raises Refused where there is none."""
     if url is not None:
         if not _is_address(url):
             raise Refused(f"--url: expected http://HOST:PORT or https://HOST:PORT, got {url!r}")
@@ -135,7 +140,7 @@ async def open_fleet(handle: FleetHandle) -> AsyncIterator[OpenFleet]:
 
 
 def ask(handle: FleetHandle, what: Callable[[OpenFleet], Awaitable[T]]) -> T:
-    """What `what` returns. Raises Refused."""
+    """Run `what` on the open fleet, and return its result. Raises Refused."""
 
     async def connected() -> T:
         async with open_fleet(handle) as fleet:
@@ -145,7 +150,7 @@ def ask(handle: FleetHandle, what: Callable[[OpenFleet], Awaitable[T]]) -> T:
 
 
 async def patiently(what: Callable[[], Awaitable[T]]) -> T:
-    """What `what` returns, asked again while Redis is away. Raises RedisAway when it stays away."""
+    """The result of `what`, tried again while Redis is away. Raises RedisAway when it stays away for a minute."""
     from orchestrator.store.client import RedisAway
 
     deadline = time.monotonic() + _REDIS_PATIENCE_S
@@ -159,20 +164,20 @@ async def patiently(what: Callable[[], Awaitable[T]]) -> T:
 
 
 def check_writable(*files: Path | None) -> None:
-    """Before work whose result would be lost. Raises Refused."""
+    """Check output files before work whose result would be lost. Raises Refused."""
     for file in files:
         if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
-            raise Refused(f"{file}: cannot be written; name a file in a folder that is there")
+            raise Refused(f"{file}: cannot be written; name a file in an existing folder")
 
 
 def number(text: str) -> float:
-    """One of a list. Raises ValueError, for those that are not finite too: what waits for them waits for ever."""
+    """Parse one number. Raises ValueError, also for one that is not finite: a run at that rate would never end."""
     if not math.isfinite(read := float(text)):
         raise ValueError(f"expected a finite number, got {text!r}")
     return read
 
 
 def print_json(value: Any) -> None:
-    """One line."""
+    """Print the value as one line of JSON."""
     sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
     sys.stdout.flush()

@@ -1,7 +1,7 @@
-"""`orchestrator join` and `orchestrator worker`: a worker on another host, configured as the fleet is.
+"""`orchestrator join` and `orchestrator worker`: a worker on another host, with the fleet's configuration.
 
-The launcher keeps the fleet's configuration in Redis. A token says where that Redis is; it may hold a password, so it
-is a secret.
+The launcher keeps the fleet's configuration in Redis. A token holds the URL of that Redis. The URL may contain a
+password, so the token is a secret.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
 
 @app.command()
 def join(namespace: NamespaceOption = None, redis: RedisOption = None) -> None:
-    """Print what another host needs to run a worker of this fleet. It is a secret: it leads into the fleet's Redis."""
+    """Print what another host needs to run a worker of this fleet. It is a secret: it holds the URL of Redis."""
     handle = find_fleet(namespace, redis)
     url = handle.redis_url or ""
     host = urlsplit(url).hostname or ""
@@ -60,17 +60,17 @@ def join(namespace: NamespaceOption = None, redis: RedisOption = None) -> None:
 def worker(
     context: typer.Context,
     token: Annotated[str, typer.Option("--join", envvar="PD_JOIN", help="What `orchestrator join` prints.")],
-    role: Annotated[Role, typer.Option("--role", metavar="prefill|decode", help="The role to begin with.")],
-    bind: Annotated[str, typer.Option("--bind", help="Where to listen; auto: at the address to Redis.")] = "",
+    role: Annotated[Role, typer.Option("--role", metavar="prefill|decode", help="The worker's first role.")],
+    bind: Annotated[str, typer.Option("--bind", help="Address to listen at; auto: the one that leads to Redis.")] = "",
 ) -> None:
-    """Run one worker of a fleet that runs elsewhere, configured as the fleet is. Other options are decode-worker's."""
+    """Run one worker for a fleet that runs on another host. It also takes the options of `decode-worker`."""
     where = Token.decode(token)
     try:
         handle = FleetHandle(where.namespace, where.redis_url, None, None)
         version = ask(handle, lambda fleet: fleet.registry.configuration.read())
         if version is None:
             raise Refused(f"namespace {where.namespace!r} has no configuration in Redis: run `orchestrator up` first")
-    except ConfigError as error:  # it may be there in a while
+    except ConfigError as error:  # Redis or the configuration may be there later
         report_exit("orchestrator worker", str(error), final=False)
         raise typer.Exit(EXIT_AGAIN) from None
     tree: dict[str, Any] = version.config

@@ -1,8 +1,7 @@
-"""The command line: which commands there are, and what every one of them does with a mistake.
+"""The command line: the table of commands, and how every command reports a mistake.
 
-Each command lives in the module named here, which is imported when the command is asked for: what one of them needs
-(Redis, the simulator, a launcher) would cost all others the time of its import. Every mistake is one line on standard
-error and exit code 2. Imports no engine.
+A command's module is imported only when the command is called, since Redis, the simulator and the launcher take long to
+import. Every mistake is one line on standard error and exit code 2. Imports no engine.
 """
 
 from __future__ import annotations
@@ -29,38 +28,38 @@ COMMANDS = {
     "down": ("down", "End the fleet that runs here, and wait until it is gone."),
     "status": ("look.status", "Show workers, their KV blocks and the queue."),
     "top": ("look.top", "Show the fleet live in the terminal; keys sort, filter, change roles and drain."),
-    "doctor": ("doctor.command", "Look whether host, Redis and KV paths are fit."),
+    "doctor": ("doctor.command", "Check this host, Redis and the KV paths between workers."),
     "logs": ("look.logs", "Show the output of the fleet's processes on this machine."),
-    "events": ("look.logs", "Show who joined, left or was lost, changes of roles and of the ratio, and retries."),
-    "trace": ("look.trace", "Show the stages of an ended request on a time line."),
+    "events": ("look.logs", "Show workers that joined, left or were lost, role and ratio changes, and retries."),
+    "trace": ("look.trace", "Show how long each stage of an ended request took."),
     "scale": ("steer", "Set how many workers of each role there should be."),
     "role": ("steer", "Change a running worker's role in place; the desired ratio follows."),
-    "drain": ("steer", "Let a worker finish what it has, then end it; the desired ratio follows."),
-    "restart": ("rolling", "Restart workers, few at a time, each once it is drained: no request fails."),
+    "drain": ("steer", "Let a worker finish its requests, then end it; the desired ratio follows."),
+    "restart": ("rolling", "Restart workers, a few at a time, each after it has drained: no request fails."),
     "rollout": (
         "rollout",
-        "Replace all workers, then all frontends, by such of a new configuration: no request fails.",
+        "Roll a new configuration out to all workers, then all frontends: no request fails.",
     ),
     "join": ("join", "Print what another host needs to run a worker of this fleet."),
-    "worker": ("join", "Run one worker of a fleet that runs elsewhere, configured as the fleet is."),
-    "log-level": ("steer", "Set how much running processes log, within seconds."),
-    "queue": ("steer", "The prefill queue."),
-    "ratio": ("look.ratio", "The split of the workers."),
-    "config": ("config", "The configuration."),
-    "simulate": ("trial.simulate", "Simulate a fleet under a load with the router's own policies, without engines."),
-    "plan": ("trial.plan", "Simulate every split of so many workers, the automatic one and the field's ways."),
-    "bench": ("trial.bench", "Send load to a server, or to two in turns, and report what its users feel."),
-    "profile": ("trial.compare", "Measure a profile for the simulator."),
-    "compare": ("trial.compare", "Run a slice of a load on a real fleet and in the simulator."),
+    "worker": ("join", "Run one worker for a fleet that runs on another host."),
+    "log-level": ("steer", "Set the log level of running processes."),
+    "queue": ("steer", "Show the prefill queue, or one job of it."),
+    "ratio": ("look.ratio", "Show how ratio.mode: auto chose the split of the workers."),
+    "config": ("config", "Check, show and start configuration files."),
+    "simulate": ("trial.simulate", "Simulate a fleet under a load, with the router's own policies and no engines."),
+    "plan": ("trial.plan", "Simulate every prefill/decode split of N workers and say which serves a load."),
+    "bench": ("trial.bench", "Send load to one server, or to two in turns, and report latencies and goodput."),
+    "profile": ("trial.compare", "Measure a worker's timing on a running server, for the simulator."),
+    "compare": ("trial.compare", "Run part of a load on a real fleet and in the simulator, and compare."),
 }
 
 
-_DEMANDS = ("parser", "exists", "writable", "resolve_path", "path_type")  # which typer alone meets
+_DEMANDS = ("parser", "exists", "writable", "resolve_path", "path_type")  # options that only typer implements
 
 
 class PlainValue:
-    """What a word of the command line means to an option. Text, paths and numbers in range are read here: typer asks
-    pydantic, even where no value is given, and to import that takes longer than most commands take to answer."""
+    """Converts the text of an option to its type. Text, paths and numbers in range are converted here: typer uses
+    pydantic, even where no value is given, whose import takes longer than most commands."""
 
     def __init__(self, descriptor: Any) -> None:
         self._descriptor = descriptor
@@ -110,7 +109,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for _name, (_, _line) in COMMANDS.items():
-    app.command(_name, help=_line)(lambda: None)  # stands in the list; `resolve_command` has the command itself
+    app.command(_name, help=_line)(lambda: None)  # only for the list; `resolve_command` loads the command
 
 
 @app.callback()
@@ -132,7 +131,7 @@ def _fail(line: str) -> NoReturn:
 
 
 def _drop_output() -> None:
-    """What standard output does not take is not tried again at the end, where the interpreter would complain."""
+    """Discard what standard output did not take: at exit the interpreter would try again, and complain."""
     with contextlib.suppress(OSError):  # it is no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,7 +1,7 @@
-"""`orchestrator restart`: workers are restarted, few at a time, each once it is drained, so that no request fails.
+"""`orchestrator restart`: a rolling restart. Each worker drains first, so that no request fails.
 
-A worker that is told to restart ends with its own exit code, and whoever runs its process starts it again under the
-same id: the launcher, or a service manager.
+A worker that is told to restart ends with exit code 75. The launcher, or a service manager, starts it again under the
+same id.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ app = typer.Typer()
 @app.command("restart")
 def restart_command(
     only: Annotated[Role | None, typer.Option("--role", metavar="prefill|decode", help="Only these workers.")] = None,
-    max_unavailable: Annotated[int, typer.Option("--max-unavailable", min=1, help="Workers not ready at a time.")] = 1,
+    max_unavailable: Annotated[
+        int, typer.Option("--max-unavailable", min=1, help="How many workers may be down at a time.")
+    ] = 1,
     namespace: NamespaceOption = None,
     redis: RedisOption = None,
-    force: Annotated[bool, typer.Option("--force", help="Also when it is the only worker.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Allow it when the fleet has only one worker.")] = False,
 ) -> None:
-    """Restart workers, few at a time, each once it is drained: no request fails."""
+    """Restart workers, a few at a time, each after it has drained: no request fails."""
     handle = find_fleet(namespace, redis)
     workers = handle.config.workers if handle.config else WorkersConfig()
     patience_s = workers.drain_timeout_s + workers.start_timeout_s
@@ -48,15 +50,15 @@ async def restart(
     patience_s: float,
     say: Callable[[str], None],
 ) -> int:
-    """Restart the workers of `role`, or all. At most `max_unavailable` of them are not ready at a time, those that died
-    meanwhile included. Returns how many were restarted. Raises Refused, also when none becomes ready for `patience_s`,
-    and RedisAway, when it stays away.
+    """Restart the workers of `role`, or all. At most `max_unavailable` workers are down at a time; workers that died
+    meanwhile count. Returns how many were restarted. Raises Refused (also when no worker becomes ready for `patience_s`
+    seconds), and RedisAway when Redis stays away.
     """
     registry = fleet.registry
     there = await registry.workers()
     targets = {name: info.process for name, info in there.items() if role in (None, info.role)}
     if not targets:
-        raise Refused(f"no {role.value + ' ' if role else ''}worker is there to be restarted")
+        raise Refused(f"the fleet has no {role.value + ' ' if role else ''}worker to restart")
     if len(_ready(there)) < 2 and not force:
         raise Refused("one worker alone serves this fleet: start another first (`orchestrator scale`), or use --force")
     waiting, under_way = sorted(targets), set[str]()
@@ -87,7 +89,7 @@ def _ready(workers: dict[str, WorkerInfo]) -> set[str]:
 
 
 async def _order(registry: Registry, worker_id: str) -> bool:
-    """False when it has died since it was seen: it is started again anyway."""
+    """False when the worker has died meanwhile: it is started again anyway."""
     from orchestrator.store.registry import UnknownWorker
 
     try:

@@ -58,14 +58,16 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
 def rollout_command(
     config: Annotated[Path | None, typer.Argument(help="The new configuration, as for `orchestrator up`.")] = None,
     set_: SetOption = None,
-    max_unavailable: Annotated[int, typer.Option("--max-unavailable", min=1, help="Workers not ready at a time.")] = 1,
-    abort: Annotated[bool, typer.Option("--abort", help="Go back to the configuration of before.")] = False,
+    max_unavailable: Annotated[
+        int, typer.Option("--max-unavailable", min=1, help="How many workers may be down at a time.")
+    ] = 1,
+    abort: Annotated[bool, typer.Option("--abort", help="Go back to the previous configuration.")] = False,
     namespace: NamespaceOption = None,
     redis: RedisOption = None,
-    force: Annotated[bool, typer.Option("--force", help="Also when one worker alone serves the fleet.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Allow it when the fleet has only one worker.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Replace all workers, then all frontends, by such of a new configuration: no request fails."""
+    """Roll a new configuration out to all workers, then all frontends: no request fails."""
     if abort == (config is not None):
         raise Refused("expected CONFIG, or --abort and no CONFIG")
     tree = overridden(read_tree(config), set_ or []) if config is not None else {}
@@ -115,7 +117,7 @@ async def _abort(fleet: OpenFleet, show: Callable[[Event], None]) -> Rollout:
     configuration = fleet.registry.configuration
     last = await configuration.rollout()
     if last is None or not last.under_way:
-        raise Refused("no rollout is under way; to leave the last one, roll out the configuration of before")
+        raise Refused("no rollout is under way; to undo the last one, roll the previous configuration out")
     if last.phase is Phase.FORWARD and not await configuration.change_rollout(last, last.to(Phase.BACK, "aborted")):
         raise Refused("it has just ended, or gone back by itself; look again with `orchestrator status`")
     return await _follow(fleet, last.new.generation, show)

@@ -1,4 +1,4 @@
-"""`orchestrator scale`, `role`, `drain`, `log-level`, `queue`: what an operator orders, and what waits."""
+"""`orchestrator scale`, `role`, `drain`, `log-level` and `queue`: an operator's orders, and the prefill queue."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from orchestrator.store.log_levels import ALL, LogLevels
 from orchestrator.store.steering import Steering
 from orchestrator.types import Role
 
-ForceOption = Annotated[bool, typer.Option("--force", help="Also when it is the last worker of its role.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Allow it for the last worker of a role.")]
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 app = typer.Typer()
-queue_app = typer.Typer(help="The prefill queue.", invoke_without_command=True)
+queue_app = typer.Typer(help="Show the prefill queue, or one job of it.", invoke_without_command=True)
 app.add_typer(queue_app, name="queue")
 
 
@@ -67,12 +67,14 @@ def role(
 @app.command("log-level")
 def log_level(
     level: Annotated[str, typer.Argument(metavar="LEVEL", help="DEBUG, INFO, WARNING, ERROR; or default.")],
-    process: Annotated[str, typer.Argument(metavar="[PROCESS]", help="One worker, frontend-0 or launcher.")] = ALL,
+    process: Annotated[
+        str, typer.Argument(metavar="[PROCESS]", help="A worker's id, frontend-0 or launcher; default: all.")
+    ] = ALL,
     namespace: NamespaceOption = None,
     redis: RedisOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Set how much running processes log, within seconds. `default` is what the configuration says."""
+    """Set the log level of running processes. `default` goes back to the configured level."""
     wanted = level.upper()
     if wanted not in (*_LEVELS, "DEFAULT"):
         raise Refused(f"{level}: no such level; choose {', '.join(_LEVELS)} or default")
@@ -92,7 +94,7 @@ def drain(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Let a worker finish what it has, then end it; the desired ratio follows."""
+    """Let a worker finish its requests, then end it; the desired ratio follows."""
     changed = ask(find_fleet(namespace, redis), lambda fleet: _steer(fleet).drain(worker, force))
     said = f"{worker}: {'draining' if changed else 'is draining already'}"
     _say({"worker": worker, "changed": changed}, as_json, said)
@@ -104,7 +106,7 @@ def queue(
     namespace: NamespaceOption = None,
     redis: RedisOption = None,
     as_json: JsonOption = False,
-    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="Jobs to show.")] = 20,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="How many jobs to show.")] = 20,
 ) -> None:
     """Show the head of the prefill queue, next first."""
     if context.invoked_subcommand is not None:
@@ -137,7 +139,7 @@ async def _set_level(fleet: OpenFleet, namespace: str, level: str | None, proces
         frontends = {name.rpartition("-")[0] for name in await fleet.registry.frontends()}
         there = sorted({*await fleet.registry.workers(), *frontends})
         if process not in there:
-            raise Refused(f"{process!r} is no process of the fleet; there: {', '.join(there) or 'nobody'}, launcher")
+            raise Refused(f"{process!r} is no process of the fleet; it has {', '.join([*there, 'launcher'])}")
     await LogLevels(fleet.redis, namespace).set(level, process)
 
 

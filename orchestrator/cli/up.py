@@ -20,11 +20,13 @@ app = typer.Typer()
 def up(
     config: Annotated[Path, typer.Argument(help="A YAML file; see `orchestrator config keys`.")],
     set_: SetOption = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Return once the fleet is ready; it runs on.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show the whole output of the fleet's processes.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return once the fleet is ready, and leave it running.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also show the output of all processes.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Start a fleet on this machine and run it until Ctrl-C. With --detach, --json says where it is in one line."""
+    """Start a fleet on this machine and run it until Ctrl-C. With --detach and --json, print where it runs."""
     if as_json and not detach:
         raise Refused(
             "--json: with --detach only; an attached fleet's lines are a person's, see `orchestrator status --json`"

@@ -1,1 +1,1 @@
-"""`orchestrator doctor`: whether this host, a fleet's Redis and the way between two workers are fit."""
+"""`orchestrator doctor`: checks of this host, of a fleet's Redis, and of the path between two workers."""

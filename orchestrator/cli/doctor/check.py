@@ -1,4 +1,4 @@
-"""One line of the doctor: what was looked at, how it is, and the mend where it is not well."""
+"""One check of the doctor: its name, its result, and the fix if it did not pass."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class Check(msgspec.Struct, frozen=True):
     name: str
     level: Level
     said: str
-    mend: str = ""
+    fix: str = ""
 
 
-def at_least(name: str, value: float, warn: float, fail: float, said: str, mend: str) -> Check:
+def at_least(name: str, value: float, warn: float, fail: float, said: str, fix: str) -> Check:
     """`fail` below one bound, `warn` below another."""
     level: Level = "fail" if value < fail else "warn" if value < warn else "ok"
-    return Check(name, level, said, "" if level == "ok" else mend)
+    return Check(name, level, said, "" if level == "ok" else fix)
 
 
-def at_most(name: str, value: float, warn: float, fail: float, said: str, mend: str) -> Check:
+def at_most(name: str, value: float, warn: float, fail: float, said: str, fix: str) -> Check:
     """`fail` above one bound, `warn` above another."""
-    return at_least(name, -value, -warn, -fail, said, mend)
+    return at_least(name, -value, -warn, -fail, said, fix)

@@ -27,7 +27,7 @@ from orchestrator.cli.handle import (
 from orchestrator.config.settings import Refused, load_config
 
 app = typer.Typer()
-doctor_app = typer.Typer(help="Look whether host, Redis and KV paths are fit.", invoke_without_command=True)
+doctor_app = typer.Typer(help="Check this host, Redis and the KV paths between workers.", invoke_without_command=True)
 app.add_typer(doctor_app, name="doctor")
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -35,14 +35,16 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 @doctor_app.callback()
 def doctor(
     context: typer.Context,
-    host: Annotated[bool, typer.Option("--host", help="This host alone, not the fleet's Redis.")] = False,
-    config: Annotated[Path | None, typer.Option("--config", help="Also its port, model and Redis.")] = None,
+    host: Annotated[bool, typer.Option("--host", help="Check only this host, not the fleet's Redis.")] = False,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Also check the port, model and Redis of this file.")
+    ] = None,
     set_: SetOption = None,
     namespace: NamespaceOption = None,
     redis: RedisOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Look whether host, Redis and KV paths are fit. Exit code 1 where something fails."""
+    """Check this host, Redis and the KV paths between workers. Exit code 1 if a check fails."""
     if context.invoked_subcommand is not None:
         return
     parsed = load_config(config, set_) if config is not None else None
@@ -53,19 +55,19 @@ def doctor(
         try:
             asyncio.run(checks.each(redis_checks(find_fleet(namespace, named))))
         except Refused:
-            checks.all([Check("Redis", "ok", "no fleet runs here and none was named: not looked at")])
+            checks.all([Check("Redis", "ok", "not checked: no fleet runs here and none was named")])
     checks.end()
 
 
 @doctor_app.command("kv")
 def kv(
-    source: Annotated[str, typer.Argument(metavar="A", help="The worker that KV comes from.")],
-    target: Annotated[str, typer.Argument(metavar="B", help="The worker that it goes to.")],
+    source: Annotated[str, typer.Argument(metavar="A", help="The worker that sends KV.")],
+    target: Annotated[str, typer.Argument(metavar="B", help="The worker that receives KV.")],
     namespace: NamespaceOption = None,
     redis: RedisOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Look whether KV can pass from one worker to another."""
+    """Check whether worker A can send KV to worker B."""
     handle: FleetHandle = find_fleet(namespace, redis)
     checks = _Shown(as_json)
     asyncio.run(checks.each(kv_checks(handle, source, target)))
@@ -74,12 +76,12 @@ def kv(
 
 @doctor_app.command("ports")
 def ports(
-    host: Annotated[str, typer.Argument(metavar="HOST", help="Address or name of a host of the fleet.")],
+    host: Annotated[str, typer.Argument(metavar="HOST", help="Address or name of a host on which the fleet runs.")],
     namespace: NamespaceOption = None,
     redis: RedisOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Look whether each port of the fleet's processes on another host is reached from here."""
+    """Check whether this host reaches each port of the fleet's processes on another host."""
     checks = _Shown(as_json)
     asyncio.run(checks.each(port_checks(find_fleet(namespace, redis), host)))
     checks.end()
@@ -104,8 +106,8 @@ class _Shown:
         self._checks.append(check)
         if not self._as_json:
             line = Text.assemble((f"{check.level:<4}", _COLOURS[check.level]), f"  {check.name:<14} {check.said}")
-            if check.mend:
-                line.append(f"  → {check.mend}", "dim")
+            if check.fix:
+                line.append(f"  → {check.fix}", "dim")
             OUT.print(line, soft_wrap=True)
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""What the doctor looks at in a fleet: its Redis, the ports of a host, and the way of KV between two workers."""
+"""What the doctor checks in a fleet: its Redis, the ports of a host, and whether KV passes between two workers."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ async def redis_checks(handle: FleetHandle) -> AsyncIterator[Check]:
     version = said.get("valkey_version") or said.get("redis_version", "?")
     yield Check("Redis", "ok", f"{said.get('server_name', 'redis')} {version} at {masked(handle.redis_url or '')}")
     median_ms, worst_ms = statistics.median(took_s) * 1e3, max(took_s) * 1e3
-    mend = "put Redis nearer: each remote prefill waits for two of its answers"
-    yield at_most("Redis latency", median_ms, 5.0, 100.0, f"{median_ms:.2f} ms, worst {worst_ms:.2f} ms", mend)
+    fix = "run Redis nearer to the fleet: each remote prefill waits for two of its answers"
+    yield at_most("Redis latency", median_ms, 5.0, 100.0, f"{median_ms:.2f} ms, worst {worst_ms:.2f} ms", fix)
     skew_ms = statistics.median(skews_s) * 1e3
-    mend = "run an NTP client here: logs and traces of hosts lie beside each other"
-    yield at_most("Clock", abs(skew_ms), 50.0, 5000.0, f"{skew_ms:+.1f} ms against Redis", mend)
+    fix = "run an NTP client here: timestamps in logs and traces of several hosts are compared"
+    yield at_most("Clock", abs(skew_ms), 50.0, 5000.0, f"{skew_ms:+.1f} ms against Redis", fix)
     roles = [worker.role for worker in workers.values()]
     there = f"{roles.count(Role.PREFILL)} prefill, {roles.count(Role.DECODE)} decode workers"
     yield at_least("Workers", roles.count(Role.DECODE), 1, 1, there, "`orchestrator scale decode=1`")
@@ -104,7 +104,7 @@ async def port_checks(handle: FleetHandle, host: str) -> AsyncIterator[Check]:
 
 def _named(worker_id: str, workers: dict[str, WorkerInfo]) -> WorkerInfo:
     if worker_id not in workers:
-        raise Refused(f"worker {worker_id!r} is not in the fleet; there: {', '.join(sorted(workers)) or 'nobody'}")
+        raise Refused(f"worker {worker_id!r} is not in the fleet; its workers: {', '.join(sorted(workers)) or 'none'}")
     return workers[worker_id]
 
 
@@ -148,6 +148,6 @@ async def _transferred(fleet: OpenFleet, handle: FleetHandle, source: WorkerInfo
         sent = figures.get("pd_kv_transfer_bytes_total", 0.0)
         said = f"{source.id}: {count:.0f} pushed, {sent / 1e9:.2f} GB, {mean_ms:.1f} ms each, {failed:.0f} failed"
         if failed:
-            return Check("Transfers", "warn", said, "`orchestrator logs` has why")
+            return Check("Transfers", "warn", said, "see the reason in `orchestrator logs`")
         return Check("Transfers", "ok", said)
     return Check("Transfers", "warn", "no frontend answers", "`orchestrator status`")

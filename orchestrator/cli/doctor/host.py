@@ -1,4 +1,4 @@
-"""What the doctor looks at on this host. Imports no engine: NIXL is tried in a process of its own."""
+"""What the doctor checks on this host. Imports no engine: NIXL is tried in a process of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GIB = 1 << 30
 _PROBE_TIMEOUT_S = 120.0
 _TOOL_TIMEOUT_S = 10.0
 _VLLM = "0.32.0"
-# NVLink's names in `nvidia-smi topo -m` begin so; the others say through what of the host the way goes.
+# Beginnings of the link names in `nvidia-smi topo -m`, and what a path of that kind goes through.
 _LINKS = {"NV": "NVLink", "PIX": "one PCIe switch", "PXB": "PCIe switches", "PHB": "the host", "SYS": "between sockets"}
 
 
@@ -46,7 +46,7 @@ def _python() -> Check:
     return at_least("Python", sys.version_info[1], 11, 11, said, "use Python 3.11 or newer")
 
 
-def _package(name: str, packages: tuple[str, ...], wanted: str, mend: str) -> Check:
+def _package(name: str, packages: tuple[str, ...], wanted: str, fix: str) -> Check:
     for package in packages:
         try:
             version = importlib.metadata.version(package)
@@ -54,27 +54,27 @@ def _package(name: str, packages: tuple[str, ...], wanted: str, mend: str) -> Ch
             continue
         if version.partition("+")[0] == wanted:
             return Check(name, "ok", f"{package} {version}")
-        return Check(name, "warn", f"{package} {version}, tested with {wanted}", mend)
-    return Check(name, "fail", "not installed", mend)
+        return Check(name, "warn", f"{package} {version}, tested with {wanted}", fix)
+    return Check(name, "fail", "not installed", fix)
 
 
 def _nixl() -> Iterator[Check]:
     """Its version, its backends, which transport UCX picks, and how fast a WRITE on this host is."""
     command = [sys.executable, "-m", "workers.vllm_engine.kv_probe"]
-    mend = "pip install nixl==1.5.1; `python -m workers.vllm_engine.kv_probe` shows its words"
+    fix = "pip install nixl==1.5.1; `python -m workers.vllm_engine.kv_probe` shows its words"
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S)
         told = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
-        yield Check("NIXL", "fail", f"a WRITE on this host did not end within {_PROBE_TIMEOUT_S:g} s", mend)
+        yield Check("NIXL", "fail", f"a WRITE on this host did not end within {_PROBE_TIMEOUT_S:g} s", fix)
         return
     except (IndexError, ValueError):
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        yield Check("NIXL", "fail", f"a WRITE on this host failed: {last}", mend)
+        yield Check("NIXL", "fail", f"a WRITE on this host failed: {last}", fix)
         return
     backends = ", ".join(told["backends"])
     if "UCX" not in told["backends"]:
-        yield Check("NIXL", "fail", f"{told['version']} without UCX; it has {backends}", mend)
+        yield Check("NIXL", "fail", f"{told['version']} without UCX; it has {backends}", fix)
         return
     yield Check("NIXL", "ok", f"{told['version']}, backends {backends}")
     transports = ", ".join(told["transports"]) or "unknown"
@@ -127,21 +127,21 @@ def _limits() -> Iterator[Check]:
     if locked == resource.RLIM_INFINITY:
         yield Check("Locked memory", "ok", "unlimited")
     else:
-        mend = "`ulimit -l unlimited`, where RDMA registers the KV cache"
-        yield Check("Locked memory", "warn", f"{locked >> 10} KiB", mend)
+        fix = "`ulimit -l unlimited`, where RDMA registers the KV cache"
+        yield Check("Locked memory", "warn", f"{locked >> 10} KiB", fix)
 
 
 def _shared_memory() -> Check:
     free = shutil.disk_usage("/dev/shm").free
-    mend = "`docker run --shm-size=8g`, or mount a larger /dev/shm: ranks of an engine talk through it"
-    return at_least("Shared memory", free, 2 * _GIB, 64 << 20, f"{free / _GIB:.1f} GiB free in /dev/shm", mend)
+    fix = "`docker run --shm-size=8g`, or mount a larger /dev/shm: ranks of an engine talk through it"
+    return at_least("Shared memory", free, 2 * _GIB, 64 << 20, f"{free / _GIB:.1f} GiB free in /dev/shm", fix)
 
 
 def _memory() -> Check:
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     free = next(int(line[1]) << 10 for line in lines if line[0] == "MemAvailable:")
-    mend = "end other programs, or run fewer workers here"
-    return at_least("Memory", free, 4 * _GIB, _GIB, f"{free / _GIB:.1f} GiB available, {os.cpu_count()} cores", mend)
+    fix = "end other programs, or run fewer workers here"
+    return at_least("Memory", free, 4 * _GIB, _GIB, f"{free / _GIB:.1f} GiB available, {os.cpu_count()} cores", fix)
 
 
 def _port(config: Config) -> Check:
@@ -149,7 +149,9 @@ def _port(config: Config) -> Check:
     try:
         hold_port(host, port)[0].close()
     except ConfigError as error:
-        return Check("Port", "warn", str(error), "the fleet that runs here has it, or set frontend.port")
+        return Check(
+            "Port", "warn", str(error), "a fleet that runs here may have it; else set frontend.port to another one"
+        )
     return Check("Port", "ok", f"{host}:{port} is free")
 
 

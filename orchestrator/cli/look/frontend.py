@@ -1,4 +1,4 @@
-"""What a frontend says of its fleet over HTTP: asked first, since it knows loads and needs no Redis."""
+"""Reads the fleet's state from a frontend over HTTP. Frontends are asked before Redis, since they know loads."""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ _UNANSWERED = (OSError, http.client.HTTPException, ValueError)  # ValueError: no
 
 
 def client(url: str, key: str | None) -> httpx.AsyncClient:
-    """`key`: the operator's. For those who stay: httpx takes longer to import than a command takes to ask once."""
+    """An HTTP client for repeated calls. `key` is the operator's. A single call uses `get`, which needs no httpx: its
+    import takes longer than the call."""
     import httpx
 
     return httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, **credentials(url, key))
 
 
 def credentials(url: str, key: str | None) -> dict[str, Any]:
-    """httpx's arguments for a request with the operator's key, if any. The certificate counts where a key leaves this
-    machine; else clients alone may know it."""
+    """httpx's arguments for a request with the operator's key, if any. The server's certificate is verified only where
+    a key leaves this machine: it may be one that this machine does not know."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     return {"headers": headers, "verify": key is not None and not is_loopback(url)}
 
 
 async def get(handle: FleetHandle, url: str, path: str, statuses: tuple[int, ...] = (HTTPStatus.OK,)) -> Any:
-    """The JSON that a frontend answers with one of these statuses; None where it does not."""
+    """The JSON of a frontend's answer with one of these statuses; None for any other answer, or none."""
     with contextlib.suppress(*_UNANSWERED):
         status, body = await asyncio.to_thread(_fetch, url, path, operator_key(handle, url))
         if status in statuses:
@@ -74,14 +75,14 @@ def _fetch(url: str, path: str, key: str | None) -> tuple[int, bytes]:
 
 
 def operator_key(handle: FleetHandle, url: str) -> str | None:
-    """That of the environment; that of the fleet which runs here stays on this machine."""
+    """The environment's key, else that of the fleet on this machine. The latter is sent to loopback only."""
     if given := os.environ.get(OPERATOR_KEY):
         return given
     return handle.config.security.operator_key if handle.config is not None and is_loopback(url) else None
 
 
 async def get_text(handle: FleetHandle, url: str, path: str) -> str | None:
-    """What a frontend answers with 200; None where it does not."""
+    """The text of a frontend's answer with status 200; None for any other answer, or none."""
     with contextlib.suppress(*_UNANSWERED):
         status, body = await asyncio.to_thread(_fetch, url, path, operator_key(handle, url))
         return body.decode() if status == HTTPStatus.OK else None
@@ -89,10 +90,7 @@ async def get_text(handle: FleetHandle, url: str, path: str) -> str | None:
 
 
 async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
-    """What a frontend's `/fleet` says; where none answers, the registry, which knows no loads (null).
-
-    Raises Refused.
-    """
+    """The content of a frontend's `/fleet`. Where none answers, the registry's, with null for loads. Raises Refused."""
     if handle.url and (seen := await get(handle, handle.url, "/fleet")) is not None:
         return dict(seen)
     if handle.redis_url is None:
@@ -118,16 +116,16 @@ async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
 
 
 def not_told() -> tuple[type[Exception], ...]:
-    """What `fleet_stream` raises: no frontend is there, or something else answers."""
+    """The exceptions of `fleet_stream`: no frontend is there, or something else answers."""
     import httpx
 
     return httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError
 
 
 async def fleet_stream(url: str, key: str | None) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
-    """What a frontend's `/fleet/stream` tells, as (event, data), until it ends. `key`: the operator's.
+    """The server-sent events of a frontend's `/fleet/stream` as (event, data), until it ends. `key` is the operator's.
 
-    Raises what is in `not_told()`.
+    Raises the exceptions of `not_told()`.
     """
     async with (
         client(url, key) as asking,
@@ -143,13 +141,13 @@ async def fleet_stream(url: str, key: str | None) -> AsyncGenerator[tuple[str, d
 
 
 def reachable(urls: list[str], redis_url: str) -> list[str]:
-    """Those that lead to the frontends meant, each once. The loopback address of another host is ours here, and whoever
-    listens there is another fleet's."""
+    """The URLs that reach this fleet's frontends, each once. A frontend of another host that is registered with a
+    loopback address is left out: here that address is this host."""
     return [url for url in dict.fromkeys(urls) if not is_loopback(url) or is_loopback(redis_url)]
 
 
 def is_loopback(url: str) -> bool:
-    """A unix socket counts: who reaches it is on its host."""
+    """Whether the URL leads to this host. A unix socket does."""
     host = urlsplit(url).hostname
     if host is None or host == "localhost":
         return True

@@ -1,4 +1,4 @@
-"""`orchestrator logs`: the log of a fleet on this machine. `orchestrator events`: what happened to a fleet anywhere."""
+"""`orchestrator logs`: the log of a fleet on this machine. `orchestrator events`: the event log of any fleet."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from orchestrator.store.events import Event
 
 _POLL_S = 0.3
-FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Go on as more comes, until Ctrl-C.")]
+FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines until Ctrl-C.")]
 app = typer.Typer()
 
 
 @app.command()
 def logs(
-    process: Annotated[str | None, typer.Argument(metavar="[WORKER]", help="Of one worker or frontend only.")] = None,
+    process: Annotated[str | None, typer.Argument(metavar="[WORKER]", help="Only this worker or frontend.")] = None,
     follow: FollowOption = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last ones.")] = 50,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the latest to print.")] = 50,
     namespace: NamespaceOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -54,12 +54,12 @@ def logs(
         raise Refused(f"several fleets run here ({', '.join(held)}); name one with --namespace")
     path = RunFolder(namespace or (held[0] if held else "default")).log_path
     if not path.exists():
-        raise Refused(f"{path}: there is no log; was a fleet started here, in this namespace?")
+        raise Refused(f"{path}: no log file; start a fleet on this machine, or name its --namespace")
     mine = _of(process)
     # Not by `splitlines`: a JSON line may have what Unicode calls the end of one.
     kept = [line for line in path.read_text(errors="replace").removesuffix("\n").split("\n") if line and mine(line)]
     if process is not None and not kept and not follow:
-        raise Refused(f"{process}: no line of such a process in {path}; `orchestrator status` lists workers")
+        raise Refused(f"{process}: no line of this process in {path}; `orchestrator status` lists workers")
     shown = as_object if as_json else str
     for line in kept[len(kept) - min(lines, len(kept)) :]:
         print(shown(line))
@@ -72,12 +72,12 @@ def logs(
 @app.command()
 def events(
     follow: FollowOption = False,
-    limit: Annotated[int, typer.Option("--limit", min=1, max=5000, help="How many of the last ones.")] = 50,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=5000, help="How many of the latest to print.")] = 50,
     namespace: NamespaceOption = None,
     redis: RedisOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show who joined, left or was lost, changes of roles and of the ratio, and retries."""
+    """Show workers that joined, left or were lost, role and ratio changes, and retries."""
     show = _print_event_json if as_json else _print_event
     asyncio.run(_events(find_fleet(namespace, redis), limit, follow, show))
 

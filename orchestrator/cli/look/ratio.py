@@ -10,18 +10,18 @@ import typer
 from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, RedisOption, ask, find_fleet, print_json
 
 app = typer.Typer()
-ratio_app = typer.Typer(help="The split of the workers.", no_args_is_help=True)
+ratio_app = typer.Typer(help="Show how ratio.mode: auto chose the split of the workers.", no_args_is_help=True)
 app.add_typer(ratio_app, name="ratio")
 
 
 @ratio_app.callback()
 def ratio() -> None:
-    """The split of the workers."""
+    """Show how `ratio.mode: auto` chose the split of the workers."""
 
 
 @ratio_app.command()
 def history(namespace: NamespaceOption = None, redis: RedisOption = None, as_json: JsonOption = False) -> None:
-    """Show what `ratio.mode: auto` has decided, and the numbers it decided on, the newest first."""
+    """Show the decisions of `ratio.mode: auto` and the numbers behind them, newest first."""
     decisions = ask(find_fleet(namespace, redis), lambda fleet: fleet.history.read())
     if as_json:
         print_json(msgspec.to_builtins(decisions))
@@ -30,4 +30,4 @@ def history(namespace: NamespaceOption = None, redis: RedisOption = None, as_jso
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(noted.at))
         OUT.print(f"{when}  {noted.decision}", highlight=False, soft_wrap=True)
     if not decisions:
-        OUT.print("nothing was decided yet", highlight=False)
+        OUT.print("no decision yet", highlight=False)

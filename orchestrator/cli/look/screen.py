@@ -1,4 +1,4 @@
-"""The screen of `orchestrator top`: what a frontend's stream says, live, and keys that steer."""
+"""The screen of `orchestrator top`: a frontend's event stream, live, and keys that change roles and drain."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SPARKS = (
     ("itl_p99", "ITL P99", " ms"),
 )
 _COLUMNS = ("worker", "role", "state", "KV blocks", "run", "wait", "step", "host")
-# By what workers are sorted; load first is most first.
+# Sort orders of the worker table. Load is sorted with the highest first.
 _SORTS: dict[str, Any] = {
     "role": lambda worker: (worker["role"], worker["id"]),
     "KV": lambda worker: (-_used(worker), worker["id"]),

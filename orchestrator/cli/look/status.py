@@ -31,7 +31,7 @@ def status(
     redis: RedisOption = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Again every second, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")] = False,
 ) -> None:
     """Show workers, their KV blocks and the queue."""
     handle = find_fleet(namespace, redis, url)

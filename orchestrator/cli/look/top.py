@@ -1,4 +1,4 @@
-"""`orchestrator top`: the fleet in the terminal, live, or one sample of it as JSON; from the dashboard's stream."""
+"""`orchestrator top`: the fleet live in the terminal, or one sample as JSON, from the dashboard's event stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ app = typer.Typer()
 def top(
     namespace: NamespaceOption = None, redis: RedisOption = None, url: UrlOption = None, as_json: JsonOption = False
 ) -> None:
-    """Show the fleet live in the terminal; keys sort, filter, change roles and drain. With --json one sample of it."""
+    """Show the fleet live in the terminal; keys sort, filter, change roles and drain. With --json, print one sample."""
     handle = find_fleet(namespace, redis, url)
     if handle.url is None:
         raise Refused("no frontend is known to ask; name one with --url")

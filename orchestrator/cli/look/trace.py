@@ -1,6 +1,6 @@
-"""`orchestrator trace`: one ended request, or the slowest, as a waterfall. Needs no collector of traces.
+"""`orchestrator trace`: one ended request, or the slowest ones, as a waterfall. Needs no trace collector.
 
-From the log of the fleet that ran here last, else from the fleet's frontends, each of which remembers its own requests.
+Reads the log of the fleet that ran here last, else asks the fleet's frontends: each remembers its own requests.
 """
 
 from __future__ import annotations
@@ -47,14 +47,16 @@ app = typer.Typer()
 
 @app.command()
 def trace(
-    request_id: Annotated[str | None, typer.Argument(metavar="ID", help="Of the request, or its beginning.")] = None,
+    request_id: Annotated[
+        str | None, typer.Argument(metavar="ID", help="The request's id, or the beginning of it.")
+    ] = None,
     last: Annotated[bool, typer.Option("--last", help="The request that ended last.")] = False,
-    slowest: Annotated[int, typer.Option("--slowest", min=0, help="The slowest ones, so many.")] = 0,
+    slowest: Annotated[int, typer.Option("--slowest", min=0, help="Show the N slowest requests.")] = 0,
     namespace: NamespaceOption = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the stages of an ended request on a time line."""
+    """Show how long each stage of an ended request took."""
     if sum((request_id is not None, last, slowest > 0)) != 1:
         raise Refused("name one request: its ID, --last, or --slowest N")
     found = _chosen(_logged(namespace), request_id, slowest) if url is None else []
@@ -62,7 +64,7 @@ def trace(
         found = _chosen(asyncio.run(_remembered(_handle(namespace, url), request_id, slowest)), request_id, slowest)
     if not found:
         what = f"request {request_id!r}" if request_id else "a request"
-        raise Refused(f"{what} is neither in the log nor among what frontends remember: it runs still, or is long gone")
+        raise Refused(f"{what} is neither in the log nor remembered by a frontend: it still runs, or ended long ago")
     if as_json:
         told = [{**msgspec.to_builtins(line), "stages": msgspec.to_builtins(stages(line))} for line in found]
         print_json(told if slowest else told[0])
@@ -107,7 +109,7 @@ def _ms(milliseconds: float) -> str:
 def _handle(namespace: str | None, url: str | None) -> FleetHandle:
     handle = find_fleet(namespace, None, url)
     if handle.url is None:
-        raise Refused("no frontend is known to ask; name one with --url")
+        raise Refused("no frontend found; name one with --url")
     return handle
 
 

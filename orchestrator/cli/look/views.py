@@ -1,4 +1,4 @@
-"""How the command line shows a fleet, a queue and the configuration keys: rich tables from plain data. No I/O."""
+"""Rich tables of a fleet, a queue and the configuration keys, from plain data. No I/O."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BAR_CELLS = 6
 
 
 def fleet_view(seen: dict[str, Any]) -> RenderableType:
-    """`/fleet` as a table and two lines. A load that is not known is a dash."""
+    """`/fleet` as a table and two lines. A dash stands for an unknown load."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     # Commands take a worker's whole name: where the terminal is narrow, other columns are cut.
     table.add_column(
@@ -67,8 +67,8 @@ def _rollout_line(rollout: dict[str, Any], workers: list[dict[str, Any]]) -> str
 
 
 def restart_line(url: str) -> str:
-    """Of a frontend that a rollout has left as it was."""
-    return f"{url}: a frontend that no launcher runs still has the configuration of before the rollout: restart it"
+    """The line for a frontend that a rollout did not replace."""
+    return f"{url}: this frontend was started by hand and has the configuration from before the rollout: restart it"
 
 
 def queue_view(rows: list[dict[str, Any]], depth: dict[str, int]) -> RenderableType:

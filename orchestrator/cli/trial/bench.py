@@ -1,4 +1,4 @@
-"""`orchestrator bench`: load on a server, and what its users would have felt; or two servers in turns."""
+"""`orchestrator bench`: sends load to one server, or to two in turns, and reports latencies and goodput."""
 
 from __future__ import annotations
 
@@ -34,23 +34,31 @@ def bench_command(
     load: Annotated[
         str | None, typer.Option("--load", help="A trace, or bursty, heavy_tailed, code, chat or agents.")
     ] = None,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Of each prompt, without --load.")] = 512,
-    output_tokens: Annotated[int, typer.Option("--output-tokens", min=1, help="Of each answer, without --load.")] = 128,
+    prompt_tokens: Annotated[
+        int, typer.Option("--prompt-tokens", min=1, help="Tokens per prompt, without --load.")
+    ] = 512,
+    output_tokens: Annotated[
+        int, typer.Option("--output-tokens", min=1, help="Tokens per answer, without --load.")
+    ] = 128,
     rates: Annotated[
-        str | None, typer.Option("--rate", help="Requests per second, a run for each of 2,4,8. Default: by --users.")
+        str | None, typer.Option("--rate", help="Requests per second; 2,4,8 makes three runs. Default: --users.")
     ] = None,
-    users: Annotated[int, typer.Option("--users", min=1, help="Each sends again when it was answered.")] = 8,
-    requests: Annotated[int, typer.Option("--requests", min=2, help="Of each run.")] = 200,
-    scale: Annotated[float, typer.Option("--scale-tokens", help="Factor on the lengths of a load.")] = 1.0,
-    ttft_s: Annotated[float, typer.Option("--ttft", help="Objective, seconds to the first token.")] = 2.0,
-    tpot_s: Annotated[float, typer.Option("--tpot", help="Objective, seconds per further token.")] = 0.1,
-    against: Annotated[str | None, typer.Option("--against", help="A second server, to take turns with.")] = None,
-    turns: Annotated[int, typer.Option("--turns", min=1, help="Of each server, with --against.")] = 3,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Save all figures.")] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", help="Save a page with curves.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Of prompts; a server may cache them.")] = None,
+    users: Annotated[
+        int, typer.Option("--users", min=1, help="Clients; each sends its next request after an answer.")
+    ] = 8,
+    requests: Annotated[int, typer.Option("--requests", min=2, help="Requests per run.")] = 200,
+    scale: Annotated[float, typer.Option("--scale-tokens", help="Factor on the token counts of --load.")] = 1.0,
+    ttft_s: Annotated[float, typer.Option("--ttft", help="TTFT objective, seconds.")] = 2.0,
+    tpot_s: Annotated[float, typer.Option("--tpot", help="TPOT objective, seconds.")] = 0.1,
+    against: Annotated[str | None, typer.Option("--against", help="URL of a second server to compare with.")] = None,
+    turns: Annotated[int, typer.Option("--turns", min=1, help="Runs per server, with --against.")] = 3,
+    json_file: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="File for a page with curves.")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, help="Seed of the prompts; a server may cache them.")
+    ] = None,
 ) -> None:
-    """Send load to a server, or to two in turns, and report what its users feel."""
+    """Send load to one server, or to two in turns, and report latencies and goodput."""
     if scale <= 0 or ttft_s <= 0 or tpot_s <= 0:
         raise ConfigError("--scale-tokens, --ttft, --tpot: expected more than 0")
     check_writable(json_file, html_file)

@@ -36,16 +36,16 @@ ERRORS = (MeasureError, ProfileError, FleetError, TraceError)
 def profile_command(
     url: UrlOption,
     out: Annotated[Path, typer.Option("--out", help="The JSON file to write.")],
-    name: Annotated[str, typer.Option("--name", help="Of the profile.")] = "measured",
+    name: Annotated[str, typer.Option("--name", help="Name of the profile.")] = "measured",
     lengths: Annotated[str, typer.Option("--lengths", help="Prompt lengths to measure.")] = "32,128,256,512,1024",
-    block_size: Annotated[int, typer.Option("--block-size", help="Of the engine, tokens.")] = 16,
+    block_size: Annotated[int, typer.Option("--block-size", help="The engine's block size, tokens.")] = 16,
     batched_tokens: Annotated[
         int, typer.Option("--batched-tokens", help="The engine's max_num_batched_tokens.")
     ] = 2048,
-    kv_bytes: Annotated[int, typer.Option("--kv-bytes-per-token", help="KV of one token, all layers.")] = 46_080,
-    link_gb_per_s: Annotated[float, typer.Option("--link-gb-per-s", help="KV transfer rate.")] = 1.0,
+    kv_bytes: Annotated[int, typer.Option("--kv-bytes-per-token", help="Bytes of KV per token, all layers.")] = 46_080,
+    link_gb_per_s: Annotated[float, typer.Option("--link-gb-per-s", help="KV transfer rate, GB/s.")] = 1.0,
 ) -> None:
-    """Measure a profile for the simulator. The server should have one worker, that prefills and decodes."""
+    """Measure a worker's timing on a running server, for the simulator. The server needs one worker, aggregated."""
     check_writable(out)
     try:
         sizes = sorted({int(length) for length in lengths.split(",")})
@@ -84,20 +84,20 @@ def profile_command(
 @app.command("compare")
 def compare_command(
     url: UrlOption,
-    trace: Annotated[str, typer.Option("--trace", help="A trace file, or a made load's name.")],
+    trace: Annotated[str, typer.Option("--trace", help="A trace file, or the name of a synthetic load.")],
     profile: Annotated[str, typer.Option("--profile", help="A shipped name or a JSON file.")],
     rate: Annotated[float, typer.Option("--rate", help="Requests per second.")],
     out: Annotated[Path, typer.Option("--out", help="The JSON file to write.")],
-    fleet: Annotated[str, typer.Option("--fleet", help="What the server runs.")] = "1P1D",
+    fleet: Annotated[str, typer.Option("--fleet", help="The server's workers, as 1P1D.")] = "1P1D",
     config: Annotated[
-        Path | None, typer.Option("--config", help="What the server is configured by; default what ships.")
+        Path | None, typer.Option("--config", help="The server's configuration file; default: the defaults.")
     ] = None,
-    sets: Annotated[list[str] | None, typer.Option("--set", help="Change a key of it, as on the server.")] = None,
-    seconds: Annotated[float, typer.Option("--seconds", help="Length of the slice.")] = 600.0,
+    sets: Annotated[list[str] | None, typer.Option("--set", help="Override a key, as on the server.")] = None,
+    seconds: Annotated[float, typer.Option("--seconds", help="Seconds of the load to run.")] = 600.0,
     scale: Annotated[float, typer.Option("--scale-tokens", help="Factor on the lengths of prompts and outputs.")] = 1.0,
     seed: Annotated[int, typer.Option("--seed")] = 0,
 ) -> None:
-    """Run a slice of a load on a real fleet and in the simulator. Compares P50, P90 and P99."""
+    """Run part of a load on a real fleet and in the simulator, and compare. Shows P50, P90 and P99."""
     if seconds <= 0 or rate <= 0 or scale <= 0:
         raise ConfigError("--seconds, --rate, --scale-tokens: expected more than 0")
     check_writable(out)

@@ -1,4 +1,4 @@
-"""A running fleet as a simulation's input: its workers' timing, and the requests that it answered last."""
+"""Reads a simulation's input from a running fleet: its workers' timing and its latest requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAST = 20  # fewer say too little
 
 
 class LiveError(ValueError):
-    """One line: the URL, what it answered, and the mend."""
+    """One line: the URL, what it answered, and the fix."""
 
 
 def live_load(url: str) -> Load:
@@ -42,7 +42,7 @@ def live_load(url: str) -> Load:
     ]
     arrivals.sort(key=lambda arrival: arrival.at)
     if arrivals[-1].at <= 0:
-        raise LiveError(f"{url}: all requests came at once; their rate cannot be told, give --trace")
+        raise LiveError(f"{url}: all requests came at the same moment, so they have no rate; give --trace")
     return Load("live", arrivals, 0)
 
 
@@ -51,7 +51,9 @@ def live_profile(url: str) -> Profile:
     speed = _get(url, "/predictions").get("speed", {})
     workers = _get(url, "/fleet").get("workers", [])
     if not speed.get("prefill_s_per_token") or not workers:
-        raise LiveError(f"{url}: no worker there has measured its engine; give --profile")
+        raise LiveError(
+            f"{url}: no worker of the fleet has measured its engine; give --profile, or set workers.profile"
+        )
     base = load_profile(PROFILES / "h100-llama-8b.json")
     return msgspec.structs.replace(
         base,
@@ -71,7 +73,7 @@ def _get(url: str, path: str) -> dict[str, Any]:
     try:
         answer = httpx.get(f"{url.rstrip('/')}{path}", timeout=_TIMEOUT_S, trust_env=False, **credentials(url, key))
         if answer.status_code == httpx.codes.UNAUTHORIZED:
-            raise LiveError(f"{url}{path}: wants the operator's key; set {OPERATOR_KEY}")
+            raise LiveError(f"{url}{path}: needs the operator's key; set {OPERATOR_KEY}")
         answer.raise_for_status()
         found: dict[str, Any] = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:

@@ -1,4 +1,4 @@
-"""`orchestrator plan`: is disaggregation worth it for this load, with which split, and with how many workers?"""
+"""`orchestrator plan`: whether a load should be disaggregated, with which split, and on how many workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ app = typer.Typer()
 
 @app.command("plan")
 def plan_command(
-    workers: Annotated[int, typer.Option("--workers", help="How many, of both roles together.", min=1, max=512)],
+    workers: Annotated[int, typer.Option("--workers", help="Workers of both roles together.", min=1, max=512)],
     trace: Annotated[
         str | None, typer.Option("--trace", help=f"A Mooncake .jsonl or Azure .csv file, or one of {', '.join(LOADS)}.")
     ] = None,
@@ -35,20 +35,24 @@ def plan_command(
         str | None, typer.Option("--profile", help="A worker's timing: a shipped name or a JSON file.")
     ] = None,
     live: Annotated[
-        str | None, typer.Option("--live", help="URL of a running fleet: its worker's timing, and what it was asked.")
+        str | None, typer.Option("--live", help="URL of a running fleet: its timing and latest requests.")
     ] = None,
-    config: Annotated[Path | None, typer.Option("--config", help="The router's YAML file; default what ships.")] = None,
-    ttft_s: Annotated[float | None, typer.Option("--ttft", help="TTFT objective, s.", min=0.001)] = None,
-    tpot_s: Annotated[float | None, typer.Option("--tpot", help="TPOT objective, s.", min=0.001)] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="A configuration file; default: the defaults.")
+    ] = None,
+    ttft_s: Annotated[float | None, typer.Option("--ttft", help="TTFT objective, seconds.", min=0.001)] = None,
+    tpot_s: Annotated[float | None, typer.Option("--tpot", help="TPOT objective, seconds.", min=0.001)] = None,
     rate: Annotated[
-        str | None, typer.Option("--rate", help="Requests per second; `goodput` finds the highest. Default the load's.")
+        str | None, typer.Option("--rate", help="Requests per second, or goodput for the highest. Default: the load's.")
     ] = None,
-    requests: Annotated[int | None, typer.Option("--requests", help="Cut or repeat the load to this many.")] = None,
-    plot: Annotated[Path, typer.Option("--plot", help="The picture, a PNG.")] = Path("plan.png"),
+    requests: Annotated[
+        int | None, typer.Option("--requests", help="Cut or repeat the load to this many requests.")
+    ] = None,
+    plot: Annotated[Path, typer.Option("--plot", help="PNG file for the picture.")] = Path("plan.png"),
     seed: Annotated[int, typer.Option("--seed")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
-    """Simulate every split of so many workers, the automatic one and the field's ways. Says what serves a load."""
+    """Simulate every prefill/decode split of N workers and say which serves a load. Adds other projects' policies."""
     try:
         if live is None and (trace is None or profile is None):
             raise ConfigError("plan: expected --trace and --profile, or --live for those of a running fleet")
@@ -71,7 +75,7 @@ def plan_command(
 
 
 def _rate(text: str | None, own: float) -> float | None:
-    """None: the goodput is asked for."""
+    """Requests per second; None for `goodput`. Raises ConfigError."""
     if text == "goodput":
         return None
     try:

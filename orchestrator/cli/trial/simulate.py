@@ -38,38 +38,38 @@ def _option(name: str, help: str) -> Any:
 @app.command("simulate")
 def simulate_command(
     trace: Annotated[
-        str, _option("--trace", f"A Mooncake .jsonl or Azure .csv file, or a made load: {', '.join(LOADS)}.")
+        str, _option("--trace", f"A Mooncake .jsonl or Azure .csv file, or a synthetic load: {', '.join(LOADS)}.")
     ],
     fleet: Annotated[
-        str | None, _option("--fleet", "Workers to begin with; default the configuration's, else 8P8D.")
+        str | None, _option("--fleet", "Workers at the start, as 8P8D; default: the configuration's, else 8P8D.")
     ] = None,
-    config: Annotated[Path | None, _option("--config", "The YAML file that the router would be configured by.")] = None,
-    sets: Annotated[list[str] | None, _option("--set", "Change a key of it: routing.itl_weight=0. Repeatable.")] = None,
+    config: Annotated[Path | None, _option("--config", "A configuration file for the router.")] = None,
+    sets: Annotated[list[str] | None, _option("--set", "Override a key: routing.itl_weight=0. Repeatable.")] = None,
     policy: Annotated[
         list[str] | None,
-        _option("--policy", "ours (the configuration), ours:fixed, a decode choice, or field:NAME. Repeatable."),
+        _option("--policy", "ours, ours:fixed, a decode choice, or field:NAME (another project's). Repeatable."),
     ] = None,
     profile: Annotated[
         str, _option("--profile", "A worker's timing: a shipped name or a JSON file.")
     ] = DEFAULT_PROFILE,
-    rate: Annotated[float | None, _option("--rate", "Requests per second; by default the trace's own.")] = None,
+    rate: Annotated[float | None, _option("--rate", "Requests per second; default: the trace's own.")] = None,
     sweep: Annotated[
-        str | None, _option("--sweep", "rate=10,20,40 simulates each; rate=goodput finds the highest good one.")
+        str | None, _option("--sweep", "rate=10,20,40 simulates each; rate=goodput searches the goodput.")
     ] = None,
-    requests: Annotated[int | None, _option("--requests", "Cut or repeat the load to this many.")] = None,
+    requests: Annotated[int | None, _option("--requests", "Cut or repeat the load to this many requests.")] = None,
     ttft_s: Annotated[
-        float | None, _option("--ttft", "TTFT objective, s; default the file's, else the profile's.")
+        float | None, _option("--ttft", "TTFT objective, seconds; default: the file's, else the profile's.")
     ] = None,
-    tpot_s: Annotated[float | None, _option("--tpot", "TPOT objective, s; default likewise.")] = None,
+    tpot_s: Annotated[float | None, _option("--tpot", "TPOT objective, seconds; same default.")] = None,
     report_age_s: Annotated[float, _option("--report-age", "Age of load reports, seconds.")] = 0.1,
     kill: Annotated[
-        list[str] | None, _option("--kill", "A worker, when and for how long (seconds): d0@30:10. Repeatable.")
+        list[str] | None, _option("--kill", "d0@30:10 kills worker d0 after 30 s, for 10 s. Repeatable.")
     ] = None,
-    seed: Annotated[int, _option("--seed", "Of all random draws.")] = 0,
+    seed: Annotated[int, _option("--seed", "Seed of all random draws.")] = 0,
     as_json: Annotated[bool, _option("--json", "JSON instead of a table.")] = False,
     plot: Annotated[Path | None, _option("--plot", "A PNG: attainment by rate, or block usage by time.")] = None,
 ) -> None:
-    """Simulate a fleet under a load with the router's own policies, without engines."""
+    """Simulate a fleet under a load, with the router's own policies and no engines."""
     try:
         load = parse_load(trace, requests, seed)
         worker = parse_profile(profile)

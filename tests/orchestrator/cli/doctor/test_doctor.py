@@ -1,4 +1,4 @@
-"""The doctor: each line with its mend, exit code 1 where something fails, and what it reads of devices and fleets."""
+"""The doctor: each line with its fix, exit code 1 where something fails, and what it reads of devices and fleets."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[4]
 
 
 def test_bounds_decide_and_only_what_is_wrong_has_a_mend():
-    levels = [at_least("x", value, 10, 5, "said", "mend") for value in (10, 9, 4)]
-    assert [(check.level, check.mend) for check in levels] == [("ok", ""), ("warn", "mend"), ("fail", "mend")]
+    levels = [at_least("x", value, 10, 5, "said", "fix") for value in (10, 9, 4)]
+    assert [(check.level, check.fix) for check in levels] == [("ok", ""), ("warn", "fix"), ("fail", "fix")]
     assert [at_most("x", value, 5, 10, "", "").level for value in (5, 6, 11)] == ["ok", "warn", "fail"]
 
 
@@ -47,13 +47,13 @@ def test_rdma_ports_are_read_from_the_kernel(tmp_path: Path):
 
 def test_a_missing_package_fails_with_its_mend():
     check = host._package("X", ("no-such-package",), "1", "pip install X")
-    assert (check.level, check.mend) == ("fail", "pip install X")
+    assert (check.level, check.fix) == ("fail", "pip install X")
     assert host._package("msgspec", ("msgspec",), "0.0", "m").level == "warn"
 
 
 async def test_a_redis_that_is_away_fails():
     (check,) = [check async for check in redis_checks(FleetHandle("x", "redis://127.0.0.1:1", None, None))]
-    assert check.level == "fail" and "cannot be used" in check.said and check.mend
+    assert check.level == "fail" and "cannot be used" in check.said and check.fix
 
 
 async def test_a_fleet_is_looked_at(tmp_path: Path):
@@ -71,7 +71,7 @@ async def test_a_fleet_is_looked_at(tmp_path: Path):
         checks = [check async for check in kv_checks(handle, "p0", "d0")]
         assert [check.level for check in checks if check.name == "Requests"] == ["ok", "fail"]
         assert [check.level for check in checks if check.name in ("Layout", "Ranks")] == ["ok", "ok"]
-        with pytest.raises(Refused, match="'x9' is not in the fleet; there: d0, p0"):
+        with pytest.raises(Refused, match="'x9' is not in the fleet; its workers: d0, p0"):
             _ = [check async for check in kv_checks(handle, "x9", "d0")]
         await redis.aclose()
 
@@ -84,4 +84,4 @@ def test_this_host_by_the_command():
     assert done.returncode == any(check["level"] == "fail" for check in checks.values())
     assert {"Python", "vLLM", "NIXL", "UCX", "GPUs", "RDMA", "Files", "Shared memory", "Memory"} <= set(checks)
     assert checks["UCX"]["level"] == "ok" and "GB/s" in checks["UCX"]["said"]
-    assert all(check["mend"] for check in checks.values() if check["level"] != "ok")
+    assert all(check["fix"] for check in checks.values() if check["level"] != "ok")

@@ -44,7 +44,7 @@ def test_the_log_of_one_process(log: Path):
     assert len(run("logs").splitlines()) == 3
     assert run("logs", "-n", "1") == "[frontend-0] 12:00 INFO three decode-0\n"
     assert run("logs", "decode-0") == "[decode-0] 12:00 INFO one\n"
-    with pytest.raises(Refused, match="decode-9: no line of such a process"):
+    with pytest.raises(Refused, match="decode-9: no line of this process"):
         run("logs", "decode-9")
     with pytest.raises(Refused, match="there is no log"):
         run("logs", "--namespace", "nobody")

@@ -95,7 +95,7 @@ def test_a_running_fleet_gives_its_timing_and_what_it_was_asked(frontend, tmp_pa
     assert found["ways"][0]["at"]["profile"] == "live" and abs(found["ways"][0]["at"]["rate"] - 5) < 0.1
     pages["/predictions"] = {}
     result = run(*args)
-    assert "no worker there has measured its engine" in str(result.exception)
+    assert "no worker of the fleet has measured its engine" in str(result.exception)
 
 
 def test_a_running_fleet_is_asked_with_the_operators_key(frontend, tmp_path, monkeypatch):
