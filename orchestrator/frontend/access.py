@@ -39,6 +39,9 @@ CLIENT = frozenset(
 OPERATOR = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 
 _FILE_CHECK_S = 1.0
+# With these a browser asks what it may send, without keys, and CORS middleware answers. Any other OPTIONS reaches what
+# is mounted, which may take it for a GET, as vLLM's /metrics does.
+_PREFLIGHT = frozenset({b"origin", b"access-control-request-method"})
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -94,10 +97,12 @@ class Access:
     def admit(self, scope: Mapping[str, Any], now: float) -> Refusal | Usage:
         """`scope` is ASGI's, of http or websocket; `now` is monotonic."""
         path = scope["path"].removeprefix(self._root_path).rstrip("/")
-        if path in OPEN or scope.get("method") == "OPTIONS":  # a browser asks what it may send, without keys
+        if path in OPEN:
+            return Usage()
+        headers = dict(reversed(scope["headers"]))  # the first of a name counts
+        if scope.get("method") == "OPTIONS" and headers.keys() >= _PREFLIGHT:
             return Usage()
         self._read_anew(now)
-        headers = dict(reversed(scope["headers"]))  # the first of a name counts
         given = self._mac(_key_of(headers))
         password = self._mac(_password_of(headers, scope.get("method", "")))
         is_operator = self._operator is not None and any(

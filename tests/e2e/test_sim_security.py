@@ -65,7 +65,7 @@ def test_every_route_of_the_server_but_health_needs_a_key(fleet: RunningFleet) -
     assert len(routes) > 20 and "/v1/chat/completions" in routes
     with httpx.Client(base_url=fleet.url) as stranger:
         for path in [*routes, "/metrics", "/fleet", "/predictions", "/docs"]:
-            for method in ("GET", "POST"):
+            for method in ("GET", "POST", "OPTIONS"):
                 answered = stranger.request(method, path.replace("{", "").replace("}", ""))
                 assert (answered.status_code != 401) == (path in OPEN), (method, path, answered.status_code)
         assert stranger.get("/ready").status_code == 200

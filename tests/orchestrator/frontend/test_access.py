@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI, WebSocket
+from fastapi.middleware.cors import CORSMiddleware
+from prometheus_client import make_asgi_app
 
 from orchestrator.config.access import LimitsConfig, SecurityConfig, secured
 from orchestrator.config.settings import ConfigError
@@ -70,7 +72,20 @@ async def test_a_refusal_is_an_error_as_clients_know_it_and_names_the_setting_bu
         assert error["code"] == 401 and "security.api_keys" in error["message"] and "client-" not in refused.text
         operator = await asked.get("/fleet", headers=bearer("client-1"))
         assert operator.status_code == 401 and "security.operator_key" in operator.json()["error"]["message"]
-        assert (await asked.options("/v1/completions")).status_code == 200  # a browser asks first, without keys
+
+
+async def test_only_the_question_that_a_browser_asks_first_needs_no_key():
+    app = FastAPI()
+    app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"])
+    app.mount("/metrics", make_asgi_app())  # as vLLM does: it answers whatever the method is
+    first = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+    async with client(KEYED, app=app) as asked:
+        assert (await asked.options("/v1/completions", headers=first)).status_code == 200
+        for path in ("/metrics", "/metrics/", "/v1/completions", "/fleet"):
+            answer = await asked.options(path)
+            assert (answer.status_code, "python_info" in answer.text) == (401, False), path
+        assert "python_info" not in (await asked.options("/metrics/", headers=first)).text
+        assert "python_info" in (await asked.options("/metrics/", headers=bearer("operator"))).text
 
 
 async def test_keys_may_come_as_other_clients_send_them():
