@@ -310,6 +310,7 @@ class Offered(msgspec.Struct, frozen=True):
     local_tokens2: float = 0.0
     least_tokens: int = 0  # prompt tokens that the worker with most of the prompt cached, of either role, would compute
     least_tokens2: float = 0.0
+    late: int = 0  # of those that ended, those that missed one of the two objectives, or both
 
     @classmethod
     def one(cls, prefill_tokens: int, local_tokens: int, output_tokens: float) -> Offered:

@@ -34,7 +34,7 @@ class Learning:
         """A request was refused before it was read. It counts like the mean of those before it."""
         so_far = self.offered
         count = max(1, so_far.requests)
-        refused = Offered(ended=1, late_first=1)
+        refused = Offered(ended=1, late_first=1, late=1)
         self.offered += refused + Offered.one(
             so_far.prefill_tokens // count, so_far.local_tokens // count, self.predictor.output_tokens
         )
@@ -48,7 +48,8 @@ class Learning:
         if state is State.FINISHED and first is not None:
             late_first = first - request.accepted_at > self._slo.ttft_s
             late_tokens = count > 1 and (now - first) / (count - 1) > self._slo.tpot_s
-        self.offered += Offered(ended=1, late_first=int(late_first), late_tokens=int(late_tokens))
+        late = late_first or late_tokens
+        self.offered += Offered(ended=1, late_first=int(late_first), late_tokens=int(late_tokens), late=int(late))
 
     def claimed(self, request: ActiveRequest) -> None:
         if request.placed is not None and request.prefill is not None:

@@ -22,12 +22,13 @@ _STEP_SHARE = 8  # at most an eighth of the fleet comes at once, and at least on
 
 
 class SizeSample(msgspec.Struct, frozen=True):
-    """What ended in one period, at one size with every worker ready."""
+    """What ended in one period, at one size and with as many workers ready throughout."""
 
     at: float  # monotonic seconds, end of the period
     ended: int  # requests that were answered, failed or refused
     late_first: int  # of them, those whose first token missed slo.ttft_s
     late_tokens: int  # and those whose other tokens missed slo.tpot_s
+    late: int  # those that missed one of the two, or both
 
 
 class Resize(NamedTuple):
@@ -78,9 +79,8 @@ def _ended(samples: Sequence[SizeSample]) -> int:
 
 
 def _attained(samples: Sequence[SizeSample]) -> float:
-    """The share that was on time; 1 while nothing ended. One that was late twice counts once at most as late."""
-    late = sum(min(sample.ended, sample.late_first + sample.late_tokens) for sample in samples)
-    return 1 - late / _ended(samples) if _ended(samples) else 1.0
+    """The share that was on time; 1 while nothing ended."""
+    return 1 - sum(sample.late for sample in samples) / _ended(samples) if _ended(samples) else 1.0
 
 
 class FleetSize:
@@ -90,7 +90,7 @@ class FleetSize:
         self._scale = scale
         self._samples: deque[SizeSample] = deque()
         self._counted: dict[str, Offered] = {}
-        self._size: tuple[int, int, float] | None = None
+        self._size: tuple[int, int, float, int] | None = None
         self._late_at: dict[int, float] = {}
 
     @property
@@ -98,7 +98,7 @@ class FleetSize:
         return self._scale.min_workers is not None or self._scale.max_workers is not None
 
     def observe(self, snapshot: Snapshot) -> Resize | None:
-        """`snapshot.read_at` is now."""
+        """`snapshot.read_at` is now. While workers are missing, which may be for ever, it does not grow."""
         now, desired = snapshot.read_at, snapshot.desired
         counts = {name: frontend.offered for name, frontend in snapshot.frontends.items()}
         period = Offered()
@@ -106,17 +106,19 @@ class FleetSize:
             period += count - self._counted.get(name, count)  # what a frontend counted before it was seen is not of now
         self._counted = counts
         ready = sum(info.state is WorkerState.READY for info in snapshot.workers.values())
-        if desired is None or ready < desired.prefill + desired.decode:
-            self._samples.clear()  # a fleet that changes, or has lost a worker, is not of its size
+        if desired is None:
+            self._samples.clear()
             return None
-        size = (desired.prefill, desired.decode, desired.set_at)
+        size = (desired.prefill, desired.decode, desired.set_at, ready)
         if size != self._size:
             self._samples.clear()
             self._size = size
-        self._samples.append(SizeSample(now, period.ended, period.late_first, period.late_tokens))
+        self._samples.append(SizeSample(now, period.ended, period.late_first, period.late_tokens, period.late))
         while self._samples[0].at < now - 2 * self._scale.shrink_after_s:
             self._samples.popleft()
-        resize = resized(self._samples, desired, self._scale, self._late_at, now)
+        missing = ready < desired.prefill + desired.decode
+        scale = msgspec.structs.replace(self._scale, max_workers=None) if missing else self._scale
+        resize = resized(self._samples, desired, scale, self._late_at, now)
         if resize is not None and resize.prefill + resize.decode > desired.prefill + desired.decode:
             self._late_at[desired.prefill + desired.decode] = now
         return resize

@@ -17,9 +17,10 @@ SCALE = ScaleConfig(min_workers=2, max_workers=6, attainment=0.9, grow_after_s=1
 NOW = 1000.0
 
 
-def samples(seconds: int, ended: int, late_first: int = 0, late_tokens: int = 0) -> list[SizeSample]:
-    """One a second until now."""
-    return [SizeSample(NOW - n, ended, late_first, late_tokens) for n in range(seconds, -1, -1)]
+def samples(seconds: int, ended: int, late_first: int = 0, late_tokens: int = 0, both: int = 0) -> list[SizeSample]:
+    """One a second until now. `both`: of those that were late, by how many each objective was missed."""
+    late = late_first + late_tokens - both
+    return [SizeSample(NOW - n, ended, late_first, late_tokens, late) for n in range(seconds, -1, -1)]
 
 
 def size(prefill: int, decode: int, seen: list[SizeSample], scale: ScaleConfig = SCALE, late_at=None):
@@ -46,6 +47,11 @@ def test_it_keeps_its_limits_and_is_off_without_them():
     assert size(2, 2, late, off) is None and size(2, 2, idle, off) is None
 
 
+def test_a_request_that_misses_both_objectives_is_late_once():
+    assert size(2, 2, samples(20, 100, late_first=8, late_tokens=8)) == (3, 2), "84% on time"
+    assert size(2, 2, samples(20, 100, late_first=8, late_tokens=8, both=8)) is None, "92% on time"
+
+
 def test_few_requests_or_a_short_time_say_nothing():
     assert size(2, 2, samples(20, 1, late_first=1)) is None
     assert size(2, 2, samples(5, 10, late_first=9)) is None, "since it has this size"
@@ -57,7 +63,7 @@ def test_it_shrinks_by_one_after_a_long_time_far_above_the_objective():
     assert size(1, 3, samples(100, 0)) == (1, 2), "idle"
     assert size(3, 1, samples(100, 0)) == (2, 1), "the last decode worker stays"
     assert size(1, 2, samples(100, 10, late_first=1)) is None, "at the objective, not far above it"
-    lately = [s if n < 97 else SizeSample(s.at, 10, 2, 0) for n, s in enumerate(samples(100, 10))]
+    lately = [s if n < 97 else SizeSample(s.at, 10, 2, 0, 2) for n, s in enumerate(samples(100, 10))]
     assert size(2, 2, lately) is None
     assert size(1, 1, samples(100, 10), ScaleConfig(min_workers=1, shrink_after_s=100)) is None
 
@@ -70,7 +76,7 @@ def test_a_size_that_was_too_small_is_not_gone_back_to_for_long():
 def snapshot(at: float, desired: DesiredRatio, ended: int, late: int, ready: int = 4) -> Snapshot:
     return Snapshot(
         workers={f"w{n}": worker(f"w{n}", Role.DECODE) for n in range(ready)},
-        frontends={"f": Frontend("f", "", "", 0.0, Offered(ended=ended, late_first=late))},
+        frontends={"f": Frontend("f", "", "", 0.0, Offered(ended=ended, late_first=late, late=late))},
         desired=desired,
         read_at=at,
     )
@@ -88,6 +94,23 @@ def test_what_was_counted_at_another_size_or_while_a_worker_was_missing_does_not
     assert fleet_size.observe(snapshot(12.0, three, 1120, 560, ready=4)) is None, "one loads"
     later = [fleet_size.observe(snapshot(float(n), three, 1000 + 10 * n, 565, ready=5)) for n in range(13, 60)]
     assert not any(later)
+
+
+def test_a_fleet_that_waits_in_vain_for_a_worker_does_not_grow_and_still_shrinks(fleet_size):
+    """The last one that was asked for has no room anywhere."""
+    desired, sizes, ended = DesiredRatio(2, 3, set_at=1.0), [], 0
+    for now in range(450):
+        ended += 10 if now < 100 else 0
+        resize = fleet_size.observe(snapshot(float(now), desired, ended, ended, ready=min(4, sum(size_of(desired)))))
+        if resize is not None:
+            desired = DesiredRatio(resize.prefill, resize.decode, set_at=float(now))
+            sizes.append((now, sum(size_of(desired))))
+    assert [total for _, total in sizes] == [4, 3, 2], sizes
+    assert sizes[0][0] >= 199, "while all were late it was right to wait"
+
+
+def size_of(desired: DesiredRatio) -> tuple[int, int]:
+    return desired.prefill, desired.decode
 
 
 def test_a_fleet_at_its_limit_does_not_go_up_and_down(fleet_size):
