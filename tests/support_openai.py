@@ -11,6 +11,9 @@ from typing import Any
 class Server:
     """`first_s` and `gap_s` are its times. `cut` bytes at a time leave it. `broken`: status, stream or event."""
 
+    telling = False  # the usage so far, with every event
+    gone_after: int | None = None  # so many questions for its models
+
     def __init__(self, first_s: float = 0.0, gap_s: float = 0.0, cut: int = 0, broken: str = "") -> None:
         self.first_s, self.gap_s, self.cut, self.broken = first_s, gap_s, cut, broken
         self.prompts: list[list[int]] = []
@@ -33,7 +36,11 @@ class Server:
                 lines = [line.split(":") for line in head.splitlines()]
                 length = next(int(line[1]) for line in lines if line[0].lower() == "content-length")
                 await self._answer(json.loads(await reader.readexactly(length)), writer)
+            elif self.gone_after == 0:
+                writer.close()
+                return
             else:
+                self.gone_after = None if self.gone_after is None else self.gone_after - 1
                 self._begin(writer, 200, "application/json")
                 writer.write(b'{"data": [{"id": "m"}]}' if head.startswith("GET /v1/models") else b"{}")
             await writer.drain()
@@ -52,7 +59,10 @@ class Server:
         for number in range(asked["max_tokens"]):
             if number and self.gap_s:
                 await asyncio.sleep(self.gap_s)
-            await self._send(writer, {"choices": [{"text": "x", "finish_reason": None}]})
+            event: dict[str, Any] = {"choices": [{"text": "x", "finish_reason": None}]}
+            if self.telling:
+                event["usage"] = {"prompt_tokens": len(asked["prompt"]), "completion_tokens": number + 1}
+            await self._send(writer, event)
         self._now -= 1
         if self.broken == "stream":
             return

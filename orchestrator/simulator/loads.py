@@ -9,7 +9,7 @@ from functools import partial
 from itertools import count
 from typing import NamedTuple
 
-from orchestrator.simulator.trace import Arrival, Load, TraceError
+from orchestrator.simulator.trace import Arrival, Load, TraceError, filled
 
 MADE_UNIT_TOKENS = 512  # of a prefix that is shared, or not, as a whole
 
@@ -170,7 +170,7 @@ def synthetic(name: str, requests: int, seed: int = 0) -> Load:
     """Raises TraceError."""
     if name not in LOADS:
         raise TraceError(f"load: expected a trace file or one of {', '.join(LOADS)}, got {name!r}")
-    return LOADS[name](requests, seed)
+    return filled(LOADS[name](requests, seed))
 
 
 def _lognormal(rng: random.Random, median: float, sigma: float, low: int, high: int) -> int:

@@ -8,7 +8,7 @@ ContextTokens, GeneratedTokens. A malformed line is an error that names file and
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -67,9 +67,9 @@ def read_trace(path: Path, seed: int = 0) -> Load:
     lines = text.splitlines()
     first = next((line for line in lines if line.strip()), "")
     if first.lstrip().startswith("{"):
-        arrivals, unit_tokens = _spread_bursts(list(_mooncake(path, lines)), seed), MOONCAKE_UNIT_TOKENS
+        arrivals, unit_tokens = _spread_bursts(_from_zero(_mooncake(path, lines)), seed), MOONCAKE_UNIT_TOKENS
     elif "ContextTokens" in first:
-        arrivals, unit_tokens = list(_azure(path, lines)), 0
+        arrivals, unit_tokens = _from_zero(_azure(path, lines)), 0
     else:
         expected = "JSON (Mooncake) or a header with ContextTokens (Azure)"
         raise TraceError(f"{path}, line 1: expected {expected}, got {first[:60]!r}")
@@ -77,6 +77,13 @@ def read_trace(path: Path, seed: int = 0) -> Load:
         raise TraceError(f"{path}: no requests in it")
     arrivals.sort(key=lambda arrival: arrival.at)
     return Load(path.stem, arrivals, unit_tokens)
+
+
+def _from_zero(arrivals: Iterable[Arrival]) -> list[Arrival]:
+    """A piece of a longer trace would begin with hours of nothing."""
+    found = list(arrivals)
+    begin = min((arrival.at for arrival in found), default=0.0)
+    return [msgspec.structs.replace(arrival, at=arrival.at - begin) for arrival in found]
 
 
 def _mooncake(path: Path, lines: Sequence[str]) -> Iterator[Arrival]:
@@ -138,14 +145,14 @@ def at_rate(load: Load, rate: float) -> Load:
     if rate <= 0:
         raise TraceError(f"rate: expected more than 0 requests per second, got {rate}")
     if load.at is not None:
-        return load.at(rate)
+        return filled(load.at(rate))
     factor = load.rate / rate
     arrivals = [msgspec.structs.replace(a, at=a.at * factor) for a in load.arrivals]
     return Load(load.name, arrivals, load.unit_tokens)
 
 
 def first(load: Load, requests: int) -> Load:
-    return Load(load.name, load.arrivals[:requests], load.unit_tokens)
+    return Load(load.name, load.arrivals[:requests], load.unit_tokens, _anew(load, lambda made: first(made, requests)))
 
 
 def scaled(load: Load, factor: float) -> Load:
@@ -161,7 +168,26 @@ def scaled(load: Load, factor: float) -> Load:
         )
         for a in load.arrivals
     ]
-    return Load(load.name, arrivals, 0)
+    return Load(load.name, arrivals, 0, _anew(load, lambda made: scaled(made, factor)))
+
+
+def filled(load: Load) -> Load:
+    """A load that is not empty. Raises TraceError."""
+    if not load.arrivals:
+        raise TraceError(f"load {load.name}: none of so few requests comes in time; ask for more")
+    return load
+
+
+def _anew(load: Load, change: Callable[[Load], Load]) -> Callable[[float], Load] | None:
+    """`at` of what `change` makes of a load."""
+    at = load.at
+    if at is None:
+        return None
+
+    def changed(rate: float) -> Load:
+        return change(at(rate))
+
+    return changed
 
 
 def repeated(load: Load, times: int) -> Load:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -68,11 +69,14 @@ def bench_command(
             sent = steady(requests, prompt_tokens, output_tokens)
         else:
             sent = first(scaled(parse_load(load, requests, seed or 0), scale), requests)
-        plan = _Plan(sent, parse_rates(rates), users, int.from_bytes(os.urandom(2)) if seed is None else seed)
-        turn_runs = [asyncio.run(plan.turn(servers)) for _ in range(1 if against is None else turns)]
-    except (MeasureError, TraceError) as error:
+        asked = parse_rates(rates)
+    except TraceError as error:
         raise ConfigError(str(error)) from None
-    found = [(run, figures(run, ttft_s, tpot_s)) for runs in turn_runs for run in runs]
+    plan = _Plan(sent, users, int.from_bytes(os.urandom(2)) if seed is None else seed)
+    steps: list[float | None] = [*asked] or [None]
+    steps *= 1 if against is None else turns
+    runs, stopped = _all(plan, servers, steps)
+    found = [(run, figures(run, ttft_s, tpot_s)) for run in runs]
     seen = [figure for _, figure in found]
     compared = ratios(seen[::2], seen[1::2]) if against is not None else []
     rows = _rows(seen)
@@ -82,20 +86,35 @@ def bench_command(
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(saved), indent=1) + b"\n")
     if html_file is not None:
         html_file.write_text(page(f"{sent.name}: {' and '.join(servers)}", rows, found, compared))
+    if stopped:
+        raise ConfigError(f"stopped after {len(runs)} of {len(steps) * len(servers)} runs: {stopped}")
     if all(figure.errors == figure.requests for figure in seen):
         raise ConfigError(f"no request was answered: {next(iter(seen[0].reasons), 'no reason was given')}")
+
+
+def _all(plan: _Plan, servers: Sequence[str], rates: Sequence[float | None]) -> tuple[list[Run], str]:
+    """At each rate one run for each server, and why it ended before all were done. A server that dies after an hour
+    does not take with it what was measured. Raises ConfigError where nothing was."""
+    runs: list[Run] = []
+    for rate in rates:
+        try:
+            runs += asyncio.run(plan.step(servers, rate))
+        except (MeasureError, TraceError) as error:
+            if not runs:
+                raise ConfigError(str(error)) from None
+            return runs, str(error)
+    return runs, ""
 
 
 class _Plan:
     """Runs of one load. Each has prompts of its own: what one run has sent, no server answers from its cache."""
 
-    def __init__(self, load: Load, rates: Sequence[float], users: int, seed: int) -> None:
-        self._load, self._rates, self._users, self._seed = load, rates, users, seed
+    def __init__(self, load: Load, users: int, seed: int) -> None:
+        self._load, self._users, self._seed = load, users, seed
 
-    async def turn(self, servers: Sequence[str]) -> list[Run]:
-        """At each rate one run for each server, one after the other. Raises MeasureError."""
-        rates: Sequence[float | None] = self._rates or [None]
-        return [await self._run(server, rate) for rate in rates for server in servers]
+    async def step(self, servers: Sequence[str], rate: float | None) -> list[Run]:
+        """One run for each server, one after the other. Raises MeasureError, TraceError."""
+        return [await self._run(server, rate) for server in servers]
 
     async def _run(self, server: str, rate: float | None) -> Run:
         self._seed += 1
@@ -156,6 +175,8 @@ def _rows(seen: Sequence[Figures]) -> list[list[str]]:
 
 
 def _time(seconds: float) -> str:
+    if math.isnan(seconds):
+        return "-"  # nothing was answered
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
@@ -172,7 +193,8 @@ def _show(rows: list[list[str]], compared: list[Ratio], seen: Sequence[Figures])
         for r in compared:
             clear = (r.least - 1) * (r.most - 1) > 0
             better = ("first" if (r.median > 1) is r.more_is_better else "second") if clear else "-"
-            table.add_row(r.name, f"{r.median:.2f}", f"{r.least:.2f}", f"{r.most:.2f}", better)
+            name = r.name if r.rate is None else f"{r.name} at {r.rate:.3g}/s"
+            table.add_row(name, f"{r.median:.2f}", f"{r.least:.2f}", f"{r.most:.2f}", better)
         OUT.print(table)
     for f in seen:
         for reason, count in f.reasons.items():

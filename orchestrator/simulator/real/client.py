@@ -73,8 +73,9 @@ class Target:
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return {}
 
-    async def complete(self, prompt: list[int] | str, output_tokens: int) -> Timing:
-        """Raises MeasureError for anything but a complete answer."""
+    async def complete(self, prompt: list[int] | str, output_tokens: int, since: float | None = None) -> Timing:
+        """Raises MeasureError for anything but a complete answer. `since`: from when its user has waited, by
+        `time.perf_counter`; None: from now."""
         body = msgspec.json.encode(
             {
                 "model": self.model,
@@ -86,7 +87,7 @@ class Target:
                 "stream_options": {"include_usage": True},
             }
         )
-        began = time.perf_counter()
+        began = time.perf_counter() if since is None else since
         try:
             async with self._client.post(f"{self.url}/v1/completions", data=body) as answer:
                 if answer.status != 200:
@@ -98,12 +99,18 @@ class Target:
             raise MeasureError(f"{self.url}: {end[end.index(_ERROR) :][:200].decode(errors='replace')}")
         if not stamps or b"data: [DONE]" not in end:
             raise MeasureError(f"{self.url}: the answer broke off after {len(stamps)} tokens")
-        counted, read, cached = _USAGE.search(end), _PROMPT.search(end), _CACHED.search(end)
-        tokens = int(counted[1]) if counted else len(stamps)
-        prompt_tokens = int(read[1]) if read and isinstance(prompt, str) else len(prompt)
+        counted, read, cached = _last(_USAGE, end), _last(_PROMPT, end), _last(_CACHED, end)
+        tokens = len(stamps) if counted is None else counted
+        prompt_tokens = len(prompt) if read is None or not isinstance(prompt, str) else read
         tpot_s = (stamps[-1] - stamps[0]) / (tokens - 1) if tokens > 1 else 0.0
         gaps = [after - before for before, after in zip(stamps, stamps[1:], strict=False)]
-        return Timing(prompt_tokens, tokens, stamps[0] - began, tpot_s, gaps, int(cached[1]) if cached else 0)
+        return Timing(prompt_tokens, tokens, stamps[0] - began, tpot_s, gaps, cached or 0)
+
+
+def _last(pattern: re.Pattern[bytes], end: bytes) -> int | None:
+    """A server may tell the usage so far with every event."""
+    found = pattern.findall(end)
+    return int(found[-1]) if found else None
 
 
 async def _read(content: aiohttp.StreamReader) -> tuple[list[float], bytes]:

@@ -40,19 +40,21 @@ Done = Callable[[Sent], None]
 
 
 async def open_loop(target: Target, load: Load, prompts: PromptSource, done: Done = lambda sent: None) -> Run:
-    """Each request at its time in the load."""
+    """Each request at its time in the load. Its user waits from then on, also while this process is late: a load that
+    falls behind with the server, or by its own work, would else leave out the longest waits."""
     clock = _Clock()
+    late_s = 0.0
 
     async def one(number: int, arrival: Arrival) -> Sent:
+        nonlocal late_s
         prompt = prompts.make(arrival.prompt_tokens, arrival.keys, load.unit_tokens, number)
-        return await _send(target, prompt, arrival.output_tokens, clock, done)
+        late_s = max(late_s, clock.now - arrival.at)
+        return await _send(target, prompt, arrival.output_tokens, clock, done, arrival.at)
 
     tasks = []
-    late_s = 0.0
     for number, arrival in enumerate(load.arrivals):
         # Also where it is late: answers must be read.
         await asyncio.sleep(max(0.0, arrival.at - clock.now))
-        late_s = max(late_s, clock.now - arrival.at)
         tasks.append(asyncio.create_task(one(number, arrival)))
     sent = await asyncio.gather(*tasks)
     return Run(target.url, load.name, list(sent), clock.now, clock.cpu_s, late_s, rate=load.rate)
@@ -69,16 +71,18 @@ async def closed_loop(
     async def user() -> None:
         for number, arrival in waiting:
             prompt = prompts.make(arrival.prompt_tokens, arrival.keys, load.unit_tokens, number)
-            sent.append(await _send(target, prompt, arrival.output_tokens, clock, done))
+            sent.append(await _send(target, prompt, arrival.output_tokens, clock, done, clock.now))
 
     await asyncio.gather(*(user() for _ in range(users)))
     return Run(target.url, load.name, sent, clock.now, clock.cpu_s, users=users)
 
 
-async def _send(target: Target, prompt: list[int] | str, output_tokens: int, clock: _Clock, done: Done) -> Sent:
-    at_s, timing, error = clock.now, None, ""
+async def _send(
+    target: Target, prompt: list[int] | str, output_tokens: int, clock: _Clock, done: Done, at_s: float
+) -> Sent:
+    timing, error = None, ""
     try:
-        timing = await target.complete(prompt, output_tokens)
+        timing = await target.complete(prompt, output_tokens, clock.began + at_s)
     except MeasureError as failed:
         error = str(failed)
     sent = Sent(at_s, clock.now, timing, error)
@@ -88,11 +92,11 @@ async def _send(target: Target, prompt: list[int] | str, output_tokens: int, clo
 
 class _Clock:
     def __init__(self) -> None:
-        self._began, self._cpu = time.perf_counter(), _cpu_s()
+        self.began, self._cpu = time.perf_counter(), _cpu_s()
 
     @property
     def now(self) -> float:
-        return time.perf_counter() - self._began
+        return time.perf_counter() - self.began
 
     @property
     def cpu_s(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ CLIENT_LATE_S = 0.1
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Percentiles in seconds."""
+    """Percentiles in seconds; not a number (in JSON: null) where nothing was answered."""
 
     p50: float
     p90: float
@@ -27,7 +28,7 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        ordered = sorted(values)
+        ordered = sorted(values) or [math.nan]
         return cls(*(percentile(ordered, share) for share in SHARES))
 
 
@@ -91,9 +92,10 @@ def figures(run: Run, ttft_s: float, tpot_s: float) -> Figures:
 
 
 class Ratio(msgspec.Struct, frozen=True):
-    """First server over second: the median over pairs of turns, and the least and the most of them."""
+    """First server over second, at one rate: the median over pairs of turns, and the least and the most of them."""
 
     name: str
+    rate: float | None  # asked for; None in a closed loop
     median: float
     least: float
     most: float
@@ -114,13 +116,18 @@ _COMPARED = (
 
 
 def ratios(first: Sequence[Figures], second: Sequence[Figures]) -> list[Ratio]:
-    """Turn by turn. A figure that is 0 on the second server in some turn has no ratio and is left out."""
+    """Turn by turn, and rate by rate. A figure that is 0 on the second server in some turn, or that one of the two has
+    not got, has no ratio and is left out."""
+    turns: dict[float | None, list[tuple[Figures, Figures]]] = {}
+    for pair in zip(first, second, strict=True):
+        turns.setdefault(pair[0].rate, []).append(pair)
     found = []
-    for name, path, more_is_better in _COMPARED:
-        pairs = [(_at(a, path), _at(b, path)) for a, b in zip(first, second, strict=True)]
-        if all(b > 0 for _, b in pairs):
-            values = [a / b for a, b in pairs]
-            found.append(Ratio(name, statistics.median(values), min(values), max(values), more_is_better))
+    for rate, each in turns.items():
+        for name, path, more_is_better in _COMPARED:
+            pairs = [(_at(a, path), _at(b, path)) for a, b in each]
+            if all(b > 0 and not math.isnan(a) for a, b in pairs):
+                values = [a / b for a, b in pairs]
+                found.append(Ratio(name, rate, statistics.median(values), min(values), max(values), more_is_better))
     return found
 
 

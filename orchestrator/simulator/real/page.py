@@ -44,7 +44,9 @@ def page(title: str, rows: Sequence[Sequence[str]], runs: Sequence[tuple[Run, Fi
         _chart("Time to first token, s, over the run", "s since its start", over_time),
     ]
     ratio_rows = [["figure", "ratio", "least", "most"]]
-    ratio_rows += [[r.name, f"{r.median:.2f}", f"{r.least:.2f}", f"{r.most:.2f}"] for r in compared]
+    for r in compared:
+        name = r.name if r.rate is None else f"{r.name} at {r.rate:.3g}/s"
+        ratio_rows.append([name, f"{r.median:.2f}", f"{r.least:.2f}", f"{r.most:.2f}"])
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>",
         "<meta name=viewport content='width=device-width, initial-scale=1'>",

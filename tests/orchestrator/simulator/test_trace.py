@@ -1,11 +1,12 @@
 """Trace readers: two formats, and errors that name file and line."""
 
+import msgspec
 import pytest
 
 from orchestrator.simulator.loads import synthetic
 from orchestrator.simulator.profile import ProfileError, load_profile
 from orchestrator.simulator.settings import stack
-from orchestrator.simulator.trace import Arrival, Load, TraceError, at_rate, first, read_trace, repeated
+from orchestrator.simulator.trace import Arrival, Load, TraceError, at_rate, first, read_trace, repeated, scaled
 
 MOONCAKE = """\
 {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}
@@ -72,6 +73,39 @@ def test_loads_can_be_squeezed_cut_and_repeated():
     keyed = Load("keyed", [Arrival(float(n), 600, 1, (n,)) for n in range(3)], 512)
     assert [a.keys for a in repeated(keyed, 2).arrivals] == [(0,), (1,), (2,), (3,), (4,), (5,)]
     assert synthetic("heavy_tailed", 500, seed=1) == load and synthetic("heavy_tailed", 500, seed=2) != load
+
+
+def test_a_piece_of_a_longer_trace_begins_with_its_first_request(tmp_path):
+    line = '{"timestamp": %d, "input_length": 600, "output_length": 5, "hash_ids": [1]}\n'
+    load = read_trace(write(tmp_path, "".join(line % (3_600_000 + 3000 * n) for n in range(10))))
+    assert 0 <= load.arrivals[0].at < 3 and load.arrivals[-1].at < 33
+    twice = repeated(load, 2).arrivals
+    assert twice[10].at - twice[9].at < 10
+
+
+def test_made_loads_stay_what_they_are_when_they_are_cut_or_scaled():
+    """Users think as long at any rate, and bursts last as long."""
+    load = synthetic("chat", 400)
+    changed = first(scaled(load, 0.5), 300)
+    fast, squeezed = at_rate(changed, 10.0), at_rate(msgspec.structs.replace(changed, at=None), 10.0)
+    assert (
+        len(fast.arrivals) == 300
+        and fast.arrivals[-1].prompt_tokens < 0.6 * at_rate(load, 10.0).arrivals[299].prompt_tokens
+    )
+    assert [a.at for a in fast.arrivals] == [a.at for a in at_rate(load, 10.0).arrivals[:300]]
+    assert [a.at for a in fast.arrivals] != [a.at for a in squeezed.arrivals]
+
+
+def test_a_made_load_without_requests_is_refused():
+    """Of so few calls of agents none may come in time."""
+    made, refused = [], []
+    for seed in range(40):
+        try:
+            made.append(at_rate(synthetic("agents", 4, seed), 0.5))
+        except TraceError as error:
+            refused.append(str(error))
+    assert made and all(load.arrivals for load in made)
+    assert refused and all("load agents: " in why and "ask for more" in why for why in refused)
 
 
 def test_bursts_last_as_long_at_any_rate():

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
+import time
 from asyncio import new_event_loop
 
+import msgspec
 import pytest
 from support_openai import Server
 from typer.testing import CliRunner
@@ -39,6 +42,14 @@ async def test_tokens_are_counted_however_the_stream_is_cut(cut):
     assert (timing.output_tokens, len(timing.gaps_s), timing.cached_tokens) == (5, 4, 3)
 
 
+async def test_of_a_usage_with_every_event_the_last_counts():
+    """vLLM with `--enable-force-include-usage`, and others."""
+    async with Server() as server, Target(server.url) as target:
+        server.telling = True
+        timing = await target.complete([1, 2, 3], 40)
+    assert timing.output_tokens == 40
+
+
 async def test_times_are_the_servers():
     async with Server(first_s=0.2, gap_s=0.05) as server, Target(server.url) as target:
         timing = await target.complete([1, 2, 3], 5)
@@ -68,11 +79,25 @@ async def test_a_closed_loop_has_so_many_users_and_an_open_one_follows_its_clock
     assert run.sent[-1].at_s >= 0.5 and run.rate == load.rate
 
 
-def made(ttfts: list[float], span_s: float = 10.0, errors: int = 0) -> Run:
+class SlowPrompts:
+    def make(self, tokens: int, keys: tuple[int, ...] = (), unit_tokens: int = 0, own: int = 0) -> list[int]:
+        time.sleep(0.1)
+        return [1] * tokens
+
+
+async def test_in_an_open_loop_users_wait_from_when_they_came_however_late_they_are_sent():
+    async with Server() as server, Target(server.url) as target:
+        run = await open_loop(target, Load("at once", [Arrival(0.0, 8, 2)] * 5), SlowPrompts())
+    waited = sorted(sent.timing.ttft_s for sent in run.sent if sent.timing)
+    assert waited[0] >= 0.1 and waited[-1] >= 0.5 and run.late_s >= 0.5
+    assert figures(run, 1.0, 1.0).client_was_the_bottleneck
+
+
+def made(ttfts: list[float], span_s: float = 10.0, errors: int = 0, rate: float | None = None) -> Run:
     from orchestrator.simulator.real.client import Timing
 
     sent = [Sent(0.0, ttft, Timing(100, 11, ttft, 0.01, [0.01] * 10)) for ttft in ttfts]
-    return Run("u", "l", sent + [Sent(0.0, 1.0, None, "x")] * errors, span_s, client_cpu_s=1.0, users=1)
+    return Run("u", "l", sent + [Sent(0.0, 1.0, None, "x")] * errors, span_s, client_cpu_s=1.0, rate=rate, users=1)
 
 
 def test_goodput_counts_answers_within_both_objectives():
@@ -88,6 +113,21 @@ def test_servers_are_compared_turn_by_turn():
     by_name = {ratio.name: ratio for ratio in ratios(slow, fast)}
     assert by_name["TTFT P50"].median == by_name["TTFT P50"].least == pytest.approx(4.0)
     assert by_name["requests/s"].median == 1.0 and by_name["requests/s"].more_is_better
+
+
+def test_each_rate_is_compared_by_itself():
+    seen = [[figures(made([ttft], rate=rate), 9.0, 9.0) for rate in (1.0, 2.0)] for ttft in (0.4, 0.1)]
+    seen[0][1] = figures(made([0.05], rate=2.0), 9.0, 9.0)
+    found = [(r.rate, pytest.approx(r.median), r.least == r.most) for r in ratios(*seen) if r.name == "TTFT P50"]
+    assert found == [(1.0, 4.0, True), (2.0, 0.5, True)]
+
+
+def test_who_answers_nothing_has_no_latency_and_is_not_the_faster_one():
+    dead, alive = figures(made([], errors=10), 9.0, 9.0), figures(made([0.1]), 9.0, 9.0)
+    assert math.isnan(dead.ttft.p50) and msgspec.json.decode(msgspec.json.encode(dead))["ttft"]["p50"] is None
+    compared = {r.name: r.median for r in ratios([dead, alive], [alive, alive])}
+    assert compared["requests/s"] == 0.5 and compared["goodput"] == 0.5
+    assert not [name for name in compared if name.startswith(("TTFT", "TPOT"))]
 
 
 def test_a_load_of_one_size_keeps_the_rate_asked_for():
@@ -134,6 +174,16 @@ def test_the_command_tries_several_rates(servers):
     done = CliRunner().invoke(app, [servers[1].url, "--requests", "6", "--rate", "20,40", "--load", "code"])
     assert done.exit_code == 0, done.output
     assert "20/s" in done.output and "40/s" in done.output
+
+
+def test_what_was_measured_before_a_server_went_away_is_shown(servers, tmp_path):
+    slow, fast = servers
+    fast.gone_after = 2
+    size = ["--requests", "4", "--users", "4", "--prompt-tokens", "20", "--output-tokens", "3", "--turns", "4"]
+    saved = tmp_path / "b.json"
+    done = CliRunner().invoke(app, [slow.url, "--against", fast.url, *size, "--json", str(saved)])
+    assert isinstance(done.exception, ConfigError) and str(done.exception).startswith("stopped after 4 of 8 runs: ")
+    assert "TTFT P50" in done.output and len(json.loads(saved.read_text())["runs"]) == 4
 
 
 def test_a_server_that_answers_nothing_is_one_line(servers):
