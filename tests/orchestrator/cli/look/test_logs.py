@@ -46,7 +46,7 @@ def test_the_log_of_one_process(log: Path):
     assert run("logs", "decode-0") == "[decode-0] 12:00 INFO one\n"
     with pytest.raises(Refused, match="decode-9: no line of this process"):
         run("logs", "decode-9")
-    with pytest.raises(Refused, match="there is no log"):
+    with pytest.raises(Refused, match="no log file"):
         run("logs", "--namespace", "nobody")
 
 
