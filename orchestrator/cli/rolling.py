@@ -51,8 +51,8 @@ async def restart(
     say: Callable[[str], None],
 ) -> int:
     """Restart the workers of `role`, or all. At most `max_unavailable` workers are down at a time; workers that died
-    meanwhile count. Returns how many were restarted. Raises Refused (also when no worker becomes ready for `patience_s`
-    seconds), and RedisAway when Redis stays away.
+    meanwhile count. The last worker that is ready waits until another one is. Returns how many were restarted. Raises
+    Refused (also when no worker becomes ready for `patience_s` seconds), and RedisAway when Redis stays away.
     """
     registry = fleet.registry
     there = await registry.workers()
@@ -61,6 +61,7 @@ async def restart(
         raise Refused(f"the fleet has no {role.value + ' ' if role else ''}worker to restart")
     if len(_ready(there)) < 2 and not force:
         raise Refused("one worker alone serves this fleet: start another first (`orchestrator scale`), or use --force")
+    kept = min(1, len(_ready(there)) - 1)
     waiting, under_way = sorted(targets), set[str]()
     progress_at = time.monotonic()
     while waiting or under_way:
@@ -72,6 +73,7 @@ async def restart(
                 under_way.remove(name)
                 progress_at = time.monotonic()
         room = max_unavailable - len(targets.keys() - ready) - len(under_way & ready)
+        room = min(room, len(ready - under_way) - kept)
         for name in [name for name in waiting if name in ready][: max(0, room)]:
             waiting.remove(name)
             if await _order(registry, name):

@@ -28,7 +28,8 @@ class ByHand:
 def to_replace(
     workers: Mapping[str, WorkerInfo], busy: Collection[str], loading: int, target: int, max_unavailable: int
 ) -> list[str]:
-    """Ids of workers to restart now, so that no more than `max_unavailable` of all do not serve.
+    """Ids of workers to restart now, so that no more than `max_unavailable` of all do not serve, and one does, unless
+    there is one only.
 
     `busy` have orders to carry out, `loading` are not registered yet, or missing. The role goes first of which the
     smaller share is replaced, and decode where both are equal: KV passes within a generation, and a new decode worker
@@ -36,6 +37,7 @@ def to_replace(
     """
     serving = {name: info for name, info in workers.items() if info.state is WorkerState.READY and name not in busy}
     room = max_unavailable - loading - (len(workers) - len(serving))
+    room = min(room, len(serving) - min(1, len(workers) + loading - 1))
     old = {role: sorted(_of(serving, role, target, old=True)) for role in Role}
     new = {role: len(_of(workers, role, target, old=False)) for role in Role}
     chosen: list[str] = []

@@ -67,6 +67,21 @@ async def test_a_restart_goes_on_after_it(server: Server, fleet: OpenFleet) -> N
     assert await restarting == 2
 
 
+async def test_more_at_once_than_there_are_leaves_one_that_serves(fleet: OpenFleet) -> None:
+    registry = fleet.registry
+    infos = [msgspec.structs.replace(worker(name), state=WorkerState.READY, process="1") for name in ("a", "b")]
+    for info in infos:
+        await registry.join(info, 600)
+    say = Mock()
+    restarting = asyncio.create_task(restart(fleet, None, 9, False, 60, say))
+    await asyncio.sleep(1)
+    assert [call.args for call in say.mock_calls] == [("a: draining",)]
+    for info in infos:
+        await registry.join(msgspec.structs.replace(info, process="2"), 600)
+        await asyncio.sleep(0.5)
+    assert await restarting == 2
+
+
 async def test_one_that_stays_away_ends_them(server: Server, fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handle, "_REDIS_PATIENCE_S", 0.0)
     server.stop()

@@ -38,8 +38,11 @@ def test_whoever_is_away_already_counts():
     assert to_replace(workers, (), 0, 1, max_unavailable=2) == ["decode-0"]
 
 
-def test_more_at_once_than_there_are_is_all():
-    assert sorted(to_replace(fleet(1, 2), (), 0, 1, max_unavailable=9)) == ["decode-0", "decode-1", "prefill-0"]
+def test_more_at_once_than_there_are_leaves_one_that_serves():
+    assert sorted(to_replace(fleet(1, 2), (), 0, 1, max_unavailable=9)) == ["decode-0", "prefill-0"]
+    assert to_replace(fleet(0, 2), {"decode-0"}, 0, 1, max_unavailable=9) == []
+    assert to_replace(fleet(0, 1), (), 1, 1, max_unavailable=9) == [], "another one loads"
+    assert to_replace(fleet(0, 1), (), 0, 1, max_unavailable=9) == ["decode-0"], "there is no other"
 
 
 def test_it_is_over_when_all_that_are_there_or_coming_are_new():
