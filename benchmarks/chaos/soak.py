@@ -44,6 +44,7 @@ SPARING = [name for name in FAULTS if name.startswith(("prefill_", "decode_"))]
 SPARING += ["all_prefill_stopped", "queue_lost", "redis_emptied", "redis_read_only", "redis_without_replicas"]
 SPARING += ["redis_out_of_memory", "run_folder_removed", "log_pipe_unread", "frontend_stopped"]
 EVERYTHING = [*SPARING, "all_prefill_killed", "redis_killed", "redis_restarted_empty", "frontend_killed", "poison"]
+EVERYTHING += [name for name in FAULTS if name.startswith("operator_")]
 
 
 @dataclass

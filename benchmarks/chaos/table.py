@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from benchmarks.chaos import frontend_faults, host_faults, link_faults, redis_faults, worker_faults
+from benchmarks.chaos import (
+    frontend_faults,
+    host_faults,
+    link_faults,
+    operator_faults,
+    redis_faults,
+    worker_faults,
+)
 from benchmarks.chaos.world import Fault
 from orchestrator.types import Role
 
@@ -59,9 +66,20 @@ _HOST = [
     Fault("log_pipe_unread", host_faults.pipe_unread, QUEUE_GAP_S),
     Fault("cpu_starved", host_faults.starved, None),
 ]
+_OPERATOR = [
+    Fault(f"operator_{name}", make, DECODE_GAP_S, real=False)
+    for name, make in (
+        ("scales", operator_faults.scaled),
+        ("scales_one_killed", operator_faults.one_dies_during(operator_faults.scaled)),
+        ("swaps_roles", operator_faults.roles_swapped),
+        ("restarts", operator_faults.restarted),
+        ("restarts_one_killed", operator_faults.one_dies_during(operator_faults.restarted)),
+    )
+]
 
 FAULTS: dict[str, Fault] = {
-    fault.name: fault for fault in [*_PREFILL, *_QUEUE, *_DECODE, *_RANKS, *_LINKS, *_FRONTENDS, *_POISON, *_HOST]
+    fault.name: fault
+    for fault in [*_PREFILL, *_QUEUE, *_DECODE, *_RANKS, *_LINKS, *_FRONTENDS, *_POISON, *_HOST, *_OPERATOR]
 }
 # Rows that are asked for by name: minutes of a machine that does nothing else, and engines of several ranks.
 BY_NAME = ("cpu_starved", "tp_rank_killed")

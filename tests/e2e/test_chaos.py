@@ -12,7 +12,7 @@ from benchmarks.chaos.table import FAULTS
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
 MIX = ["prefill_stopped_prefilling", "decode_killed_decoding", "decode_stopped_awaiting_kv", "queue_lost"]
-MIX += ["redis_killed", "log_pipe_unread", "poison"]
+MIX += ["redis_killed", "log_pipe_unread", "poison", "operator_restarts_one_killed"]
 
 
 def test_no_client_notices_a_fault():
