@@ -14,7 +14,7 @@ import msgspec
 from orchestrator.config.settings import RatioConfig, SLOConfig
 from orchestrator.policy.ratio.attainment import Traffic, after_moves, headroom, with_prompts
 from orchestrator.policy.ratio.caches import Caches, caches_of
-from orchestrator.policy.ratio.load import LEAST_WINDOWS_S, LoadSample, recent, traffic
+from orchestrator.policy.ratio.load import LEAST_WINDOWS_S, LoadSample, recent, stay_s, traffic
 from orchestrator.types import DesiredRatio
 
 MOST_SPLITS = 32  # compared of a large fleet's: evenly spread
@@ -72,24 +72,31 @@ def desired_ratio(
     seen for longer need not be as clear. Each time all of them and both halves must ask for a change in the same
     direction: a burst is no reason to move. A worker goes to decode for what two samples say, and to prefill for what
     lasts ten seconds, because a decode worker can do both. For the same reason as many go to decode at once as should,
-    and to prefill at most `max_step`, by default a quarter of the fleet and at least one.
+    and to prefill at most `max_step`, by default as many as `_most_at_once` says.
     """
     total = current.prefill + current.decode
     if not window or total < config.min_prefill + config.min_decode:
         return None
     if window[-1].at - current.set_at < config.cool_down_s:
         return None
-    step = max_step or max(1, total // 4)
     asked = 0
     for least_s in (0.0, *LEAST_WINDOWS_S, config.window_s):
         part = recent(window, config, least_s)
         if len(part) == asked and least_s > LEAST_WINDOWS_S[0]:
             continue
         asked = len(part)
-        more = min(step, _agreed(part, current, config, slo))
+        more = min(max_step or _most_at_once(part, current, config), _agreed(part, current, config, slo))
         if more < 0 or (more > 0 and least_s > 0 and not _warming(part)):
             return _decision(part, current, more, slo)
     return None
+
+
+def _most_at_once(window: Sequence[LoadSample], current: DesiredRatio, config: RatioConfig) -> int:
+    """How many workers may go to prefill: a quarter of the fleet, at least one. They serve nobody new until what they
+    decode has ended: where that takes longer than a cool-down, a quarter of those that decode."""
+    arriving = traffic(window)
+    soon = arriving is None or stay_s(window, arriving) < config.cool_down_s
+    return max(1, (current.decode + (current.prefill if soon else 0)) // 4)
 
 
 def _decision(window: Sequence[LoadSample], current: DesiredRatio, more: int, slo: SLOConfig) -> RatioDecision:
@@ -150,6 +157,10 @@ def _best_prefill(
         (range(current.prefill + 1, most + 1, step), TO_PREFILL_SURER),
     ):
         gains |= _gains(arriving, caches, current, prefills, surer * _chance(window, arriving, config), slo)
+    # Those that go to prefill serve nobody new while they drain. The change has to make up for that within a window.
+    drained = stay_s(window, arriving) / (total * config.window_s)
+    for prefill in range(current.prefill + 1, most + 1, step):
+        gains[prefill] *= max(0.0, 1 - drained * (prefill - current.prefill))
     if current.prefill > 0 and headroom(with_prompts(arriving, 0.0), 0, total, slo) >= 1:
         none = msgspec.structs.replace(_moved(arriving, caches, current, -current.prefill), max_sequences=math.inf)
         if headroom(none, 0, total, msgspec.structs.replace(slo, tpot_s=NEVER_S)) < 1:
@@ -238,7 +249,6 @@ def _chance(window: Sequence[LoadSample], arriving: Traffic, config: RatioConfig
     if arriving.prefill_s <= 0:
         return 0.0
     seconds = sum(sample.period_s for sample in window)
-    stay_s = sum(sample.sequences * sample.period_s for sample in window) / (arriving.requests_per_s * seconds)
     spread = arriving.prefill_s2 / (arriving.prefill_s * arriving.prefill_s)
     error = math.sqrt(spread / (arriving.requests_per_s * seconds))
-    return error * min(1.0, stay_s / max(config.cool_down_s, 1e-9))
+    return error * min(1.0, stay_s(window, arriving) / max(config.cool_down_s, 1e-9))

@@ -159,3 +159,9 @@ def traffic(window: Sequence[LoadSample]) -> Traffic | None:
         step_s_per_sequence=last.step[1],
         max_sequences=last.max_sequences,
     )
+
+
+def stay_s(window: Sequence[LoadSample], arriving: Traffic) -> float:
+    """How long requests stay on a decode worker, by Little's law."""
+    seconds = sum(sample.period_s for sample in window)
+    return sum(sample.sequences * sample.period_s for sample in window) / (arriving.requests_per_s * seconds)

@@ -72,6 +72,21 @@ def test_the_split_follows_what_arrives_in_bounded_steps_and_down_to_no_prefill_
     assert decide(STORIES, STORIES, max_step=8, config=RatioConfig(min_prefill=2)).after.prefill == 2
 
 
+def test_of_those_that_drain_for_long_few_go_to_prefill_at_once():
+    staying = msgspec.structs.replace(offering(300, 4000, 100), sequences=150)  # for 5 s each
+    assert decide(staying, staying, staying).after.prefill == 6
+    after = decide(staying, staying, staying, config=msgspec.structs.replace(CONFIG, cool_down_s=4.0)).after
+    assert after.prefill == 5, "a quarter of the four that decode"
+
+
+def test_going_to_prefill_makes_up_for_what_draining_costs():
+    """4% more is not worth a worker of eight that serves nobody new for 8 s, unless the load lasts."""
+    staying = msgspec.structs.replace(offering(300, 4000, 100), sequences=250)
+    assert decide(staying, staying, staying) is None
+    decision = decide(staying, staying, staying, config=msgspec.structs.replace(CONFIG, window_s=600.0))
+    assert decision.after.prefill == 5 and decision.headroom_after < 1.05 * decision.headroom_before
+
+
 def test_prefill_workers_come_back():
     aggregated = DesiredRatio(0, 8, set_at=-1000.0)
     assert decide(CODE, CODE, CODE, current=aggregated, max_step=8).after.prefill == 7
@@ -185,11 +200,11 @@ def test_what_a_few_huge_prompts_make_of_the_mean_is_chance_where_requests_stay_
     for _ in range(149):
         tailed += Offered.one(300, 300, 120)
     wild, alike = (
-        msgspec.structs.replace(SAMPLE, period_s=1.0, offered=offered)
+        msgspec.structs.replace(SAMPLE, period_s=1.0, offered=offered, sequences=2)  # for 13 ms each
         for offered in (tailed, offering(150, 898, 120).offered)
     )
     second = RatioConfig(interval_s=1.0, window_s=2.0)
-    stays_for_a_cool_down = msgspec.structs.replace(second, cool_down_s=0.1)
+    stays_for_a_cool_down = msgspec.structs.replace(second, cool_down_s=0.01)
     for load, moved in ((alike, True), (wild, False)):
         assert decide(load, load, config=second).after.prefill > 4, "a wrong change would be undone in a moment"
         assert (decide(load, load, config=stays_for_a_cool_down) is not None) == moved
