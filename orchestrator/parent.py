@@ -1,6 +1,6 @@
-"""Which process is which, and what one owes the one that started it: not to outlive it, and to say why it ends.
+"""Identities of processes, and the duties of a child process: to end with its parent, and to report why it ends.
 
-In Python processes a thread watches the parent; a program that is executed next leaves that to the kernel (Linux).
+In Python processes a thread watches the parent. A program that is executed next leaves that to the kernel (Linux).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-PARENT = "PD_PARENT"  # in the environment: pid of the parent, so that one that died before we could look is missed
-# In the environment: the file in which the process says why it ends, like a container's termination message.
+PARENT = "PD_PARENT"  # environment variable: the parent's pid, to notice a parent that died before this one looked
+# Environment variable: the file for the reason of the exit, like a container's termination message.
 EXIT_REASON_FILE = "PD_EXIT_REASON_FILE"
 _FINAL, _PASSING = "final", "passing"  # the first word in that file
 # The exit code of a process that asks to be started again: nothing is wrong with it (EX_TEMPFAIL of sysexits.h).
@@ -37,9 +37,9 @@ def started_ticks(pid: int) -> int | None:
 
 
 def identity_of(pid: int) -> str:
-    """A process that runs, told apart from all others of all machines and containers: where, which, and since when.
+    """An identity of a running process that is unique over machines and containers: place, pid, start time.
 
-    Host names and pids repeat: containers have their own, and a pid is given again to another process.
+    Host names and pids alone repeat: containers have their own, and the kernel reuses pids.
     """
     return f"{_place()}/{pid}/{started_ticks(pid)}"
 
@@ -49,35 +49,35 @@ def own_identity() -> str:
 
 
 def pid_here(identity: str) -> int | None:
-    """Its pid; None where it is one of another machine or container."""
+    """The pid of this identity; None for a process of another machine or container."""
     place, _, process = identity.partition("/")
     pid = process.partition("/")[0]
     return int(pid) if place == _place() and pid.isdigit() else None
 
 
 def has_ended(identity: str) -> bool:
-    """Whether a process of this identity ran here and runs no more. False where that cannot be known."""
+    """Whether the process ran here and has ended. False also where that cannot be known."""
     pid = pid_here(identity)
     return pid is not None and str(started_ticks(pid)) != identity.rpartition("/")[2]
 
 
 def _place() -> str:
-    """This boot of this machine, and the namespace of pids: containers have their own."""
+    """This boot of this machine, and its namespace of pids: containers have their own."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 class ExitReason(NamedTuple):
-    """Why a process ended, in its own words. `final`: another start with the same configuration would end the same."""
+    """Why a process ended, as it reported. `final`: it would fail again with the same configuration."""
 
     text: str
     final: bool
 
 
 def die_with_parent(stop_timeout_s: float = 0.0) -> None:
-    """End this process once its parent is gone: SIGKILL, after `stop_timeout_s` in which SIGTERM may do it.
+    """End this process when its parent ends: by SIGTERM, and by SIGKILL after `stop_timeout_s`.
 
-    Not PR_SET_PDEATHSIG: that fires when the *thread* that started us ends (prctl(2)).
+    PR_SET_PDEATHSIG would not do: it fires when the *thread* that started this process ends (prctl(2)).
     """
     parent = int(os.environ.get(PARENT) or os.getppid())
 
@@ -85,7 +85,7 @@ def die_with_parent(stop_timeout_s: float = 0.0) -> None:
         _wait_for_end(parent)
         if stop_timeout_s > 0:
             times = max(2, round(stop_timeout_s / _INSIST_S))
-            for _ in range(times):  # a worker drains after the first, but nobody is left to drain for
+            for _ in range(times):  # repeated, since a worker drains after the first, and nobody is left to drain for
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(stop_timeout_s / times)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -99,7 +99,7 @@ def _wait_for_end(parent: int) -> None:
     except (AttributeError, OSError):
         pass  # gone already, an older kernel, or not Linux
     else:
-        if os.getppid() == parent:  # else the number may be another's by now
+        if os.getppid() == parent:  # otherwise the pid may belong to another process by now
             poll = select.poll()
             poll.register(process, select.POLLIN)
             poll.poll()
@@ -109,14 +109,14 @@ def _wait_for_end(parent: int) -> None:
 
 
 def kill_with(parent: int) -> None:
-    """For `preexec_fn`: the kernel kills the program executed next when the thread that started it ends."""
+    """For `preexec_fn`: the kernel kills the next executed program when the thread that started it ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
 
 
 def report_exit(program: str, reason: str, final: bool) -> None:
-    """Say in one line on standard error, and in the parent's file where it named one, why this process ends."""
+    """Print why this process ends as one line on standard error, and write it to the parent's file if there is one."""
     line = " ".join(reason.split())
     print(f"{program}: {line}", file=sys.stderr, flush=True)
     if path := os.environ.get(EXIT_REASON_FILE):
@@ -125,7 +125,7 @@ def report_exit(program: str, reason: str, final: bool) -> None:
 
 
 def read_exit_reason(path: Path) -> ExitReason | None:
-    """What the process said; None when it said nothing, like one that was killed."""
+    """The reason that a process reported; None when it reported none, for instance because it was killed."""
     try:
         kind, _, text = path.read_text().partition(" ")
     except OSError:

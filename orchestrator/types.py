@@ -1,4 +1,4 @@
-"""What the system talks about: requests, workers, loads, jobs and where KV comes from.
+"""The nouns that all folders share: requests, workers, loads, jobs and sources of KV.
 
 Plain frozen structs without behaviour beyond derived values; no I/O, no clock, no vLLM.
 """
@@ -12,7 +12,7 @@ from msgspec.structs import astuple
 
 
 class Role(str, enum.Enum):
-    """What a worker is used for. Its engine can always do both."""
+    """A worker's role. The engine behind it can always do both."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -23,20 +23,20 @@ class Role(str, enum.Enum):
 
 
 class WorkerState(str, enum.Enum):
-    """What a registered worker accepts. A worker that is gone is absent, not a state."""
+    """Whether a registered worker takes requests. A worker that is gone has no entry, and so no state."""
 
-    STARTING = "starting"  # loading the model: takes nothing
+    STARTING = "starting"  # loading the model: takes no requests
     READY = "ready"
-    DRAINING = "draining"  # finishes what it has, takes nothing new
+    DRAINING = "draining"  # finishes its requests, takes no new ones
 
 
 class FinishReason(enum.IntEnum):
     """Why an engine ended a request. The numbers are those of vLLM's `FinishReason` (vllm/v1/engine, 0.32.0)."""
 
     STOP = 0  # a stop token
-    LENGTH = 1  # the most tokens that it may have
+    LENGTH = 1  # the maximum number of tokens
     ABORT = 2
-    ERROR = 3  # the engine could not go on with it
+    ERROR = 3  # the engine could not continue it
     REPETITION = 4  # vLLM's detector of endless repetition ended it
 
 
@@ -59,9 +59,9 @@ class KVSource(msgspec.Struct, frozen=True):
 
 
 class EngineIdentity(msgspec.Struct, frozen=True):
-    """What must be equal on every worker of a generation, for KV to be exchangeable; `ALWAYS_EQUAL` on all of a fleet.
+    """The properties that all workers of a generation must share, so that they can exchange KV.
 
-    Tensor and pipeline parallelism may differ.
+    The fields of `ALWAYS_EQUAL` are equal in the whole fleet. Tensor and pipeline parallelism may differ.
     """
 
     model: str
@@ -75,9 +75,9 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     revision: str = ""  # of the model: a commit where it is known
     quantization: str = ""  # of the weights
     attention_backend: str = ""  # decides the layout of KV blocks
-    speculation: str = ""  # what of it has KV: the drafter
+    speculation: str = ""  # the drafter, where it has KV of its own
     kv_copies: int = 1  # ranks that hold the same KV head; more than 1 where there are more ranks than heads
-    messages: str = ""  # which requests it takes and which outputs it gives: versions of an engine may have the same
+    messages: str = ""  # stands for the fields of its requests and outputs; versions of an engine may share them
 
     def first_difference(self, other: EngineIdentity) -> tuple[str, object, object] | None:
         """The first field that differs as (name, mine, theirs), or None."""
@@ -88,32 +88,32 @@ class EngineIdentity(msgspec.Struct, frozen=True):
         return None
 
 
-# What frontends depend on, which serve the workers of both generations while a rollout is under way.
+# Frontends depend on these, and use workers of both generations during a rollout.
 ALWAYS_EQUAL = ("engine", "messages", "protocol")
 
 
 class EngineSpeed(msgspec.Struct, frozen=True):
-    """What an engine measured of itself when it started, alone and with nothing cached. Zeros: it did not."""
+    """An engine's speed, measured at its start without load or cache. Zeros: not measured."""
 
-    prefill_s: float = 0.0  # computing one prompt: fixed
+    prefill_s: float = 0.0  # fixed time of one prompt
     prefill_s_per_token: float = 0.0
-    step_s: float = 0.0  # one decode step: fixed
+    step_s: float = 0.0  # fixed time of one decode step
     step_s_per_sequence: float = 0.0
 
 
 class Departed(msgspec.Struct, frozen=True, array_like=True):
-    """A worker that has left the registry, or was lost by it: who it was, and the ports by which it proves to live."""
+    """A worker that left the registry, or whose entry expired: its ids, and the ports that show whether it lives."""
 
     worker_id: str
     engine_id: str
     request_address: str
     kv_host: str
     kv_port: int
-    claims: bool  # it held claims in the prefill queue
+    claims: bool  # whether it held claims in the prefill queue
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
-    """One registered worker: everything about it that changes seldom."""
+    """One registered worker: what changes seldom. What changes every step is `WorkerLoad`."""
 
     id: str
     role: Role
@@ -132,36 +132,36 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     supported_tasks: tuple[str, ...] = ("generate",)
     speed: EngineSpeed = EngineSpeed()
     mesh_key: str = ""  # public key of both addresses; empty where the mesh is not encrypted
-    process: str = ""  # which it is, as `orchestrator.parent` tells processes apart
-    generation: int = 0  # of the configuration that it was started with: KV passes within one generation
+    process: str = ""  # its identity, by `orchestrator.parent.identity_of`
+    generation: int = 0  # of its configuration; KV passes within one generation
 
     def can_be(self, role: Role) -> bool:
-        """An engine of several pipeline stages cannot receive KV, so it stays a prefill worker."""
+        """Whether it may take this role. An engine of several pipeline stages only prefills."""
         return role is Role.PREFILL or self.kv.pp_size == 1
 
 
 class KVCounters(msgspec.Struct, frozen=True):
-    """What a worker's KV transfers came to, since its engine started."""
+    """Totals of a worker's KV transfers since its engine started."""
 
     bytes_sent: int = 0
     descriptors: int = 0  # NIXL's, of the WRITEs posted; 0 where the engine is simulated
     transfers: int = 0  # requests whose KV was pushed
     transfer_s: float = 0.0  # from a request's first WRITE to its last, summed
-    failures: int = 0  # pushes and receipts
-    bad_messages: int = 0  # notifications that could not be understood
+    failures: int = 0  # transfers that failed, sent and received
+    bad_messages: int = 0  # notifications that could not be read
 
 
 class PauseState(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """How an operator has paused the fleet, and which word on that is the newer: the greater of two."""
+    """Whether and how an operator has paused the fleet. The greater of two states is the newer one."""
 
     number: int = 0  # one more with each change
-    mode: str = ""  # abort, wait or keep; empty: it is not paused
-    engines: bool = False  # they are paused too: what they hold has ended, or is frozen
-    clear_cache: bool = False  # and forget what is cached
+    mode: str = ""  # abort, wait or keep; empty: not paused
+    engines: bool = False  # engines are paused too: their requests have ended, or are frozen
+    clear_cache: bool = False  # engines also clear their prefix caches
 
 
 class WorkerLoad(msgspec.Struct, tag="load", frozen=True, omit_defaults=True):
-    """What a worker publishes after every engine step, and every heartbeat while idle.
+    """A worker's load report: published after engine steps, and at every heartbeat while idle.
 
     Counters are cumulative since the process started.
     """
@@ -179,12 +179,12 @@ class WorkerLoad(msgspec.Struct, tag="load", frozen=True, omit_defaults=True):
     prefill_tokens_per_s: float = 0.0  # measured, exponentially weighted; 0 = not measured yet
     kv: KVCounters = KVCounters()
     prefix_sequence: int = 0  # of the last `PrefixEvents` published before it; 0 = none ever
-    pause: PauseState = PauseState()  # the newest that it was told
-    corrupt_messages: int = 0  # that came over the mesh and could not be read
+    pause: PauseState = PauseState()  # the newest that it has received
+    corrupt_messages: int = 0  # messages from frontends that could not be read
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """One worker as `/fleet` and `orchestrator status` show it. None stands for a load that is not known."""
+    """One worker as `/fleet` and `orchestrator status` show it. None stands for an unknown load."""
 
     id: str
     role: Role
@@ -197,7 +197,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     running: int | None
     waiting: int | None
     step_ms: float | None
-    generation: int = 0  # of the configuration that it was started with
+    generation: int = 0  # of its configuration
 
     @classmethod
     def of(cls, info: WorkerInfo, load: WorkerLoad | None = None, connected: bool = True) -> WorkerStatus:
@@ -218,10 +218,10 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 
 
 class PrefixEvents(msgspec.Struct, tag="prefix", frozen=True):
-    """What changed in one worker's prefix cache: `cleared` first, then `removed`, then `stored`. Keys as `prefix_keys`.
+    """Changes of one worker's prefix cache, in this order: `cleared`, `removed`, `stored`. Keys as in `prefix_keys`.
 
-    `sequence` counts the worker's batches. It begins at the worker's start time, in microseconds, so that those of a
-    restarted worker continue nothing.
+    `sequence` numbers the worker's batches. It begins at the worker's start time in microseconds, so that the batches
+    of a restarted worker do not continue those of its predecessor.
     """
 
     worker_id: str
@@ -232,7 +232,7 @@ class PrefixEvents(msgspec.Struct, tag="prefix", frozen=True):
 
 
 class RequestInfo(msgspec.Struct, frozen=True):
-    """What policies see of a request."""
+    """The properties of a request that policies use."""
 
     id: str
     prompt_tokens: int
@@ -241,7 +241,7 @@ class RequestInfo(msgspec.Struct, frozen=True):
     priority: int = 0
     # Why this request must be prefilled where it decodes ("n", "prompt_logprobs", ...), or None.
     local_only: str | None = None
-    prefix_key: int | None = None  # for all prompts that begin alike
+    prefix_key: int | None = None  # equal for all prompts with the same beginning
 
 
 class PrefillJob(msgspec.Struct, frozen=True):
@@ -259,16 +259,16 @@ class PrefillJob(msgspec.Struct, frozen=True):
     reply_to: str  # frontend id
     body: bytes  # `messages.pack_frames` of the engine request
     deliveries: int = 0
-    delay_s: float = 0.0  # added to its arrival: its place in the queue (`policy.policies`)
+    delay_s: float = 0.0  # added to its arrival to give its score in the queue (`policy.policies`)
     cached: dict[str, int] = {}  # prefill worker id -> prompt tokens cached there when it was enqueued; at most 4
 
     def tokens_at(self, worker_id: str) -> int:
-        """Prompt tokens to compute there."""
+        """Prompt tokens to compute on this prefill worker; at least 1."""
         return max(1, self.tokens - self.cached.get(worker_id, 0)) if self.cached else self.uncached_tokens
 
 
 class JobState(str, enum.Enum):
-    """What has become of a job, by the queue. ABSENT: it was cancelled, has ended, or was lost."""
+    """A job's state in the queue. ABSENT: it was cancelled, has ended, or was lost."""
 
     WAITING = "waiting"
     CLAIMED = "claimed"
@@ -276,7 +276,7 @@ class JobState(str, enum.Enum):
 
 
 class WindowJob(msgspec.Struct, frozen=True):
-    """A waiting job as one prefill worker sees it. Cached tokens are prefix-cache hits, by the prefix index."""
+    """A waiting job as one prefill worker sees it. Cached tokens are hits of the prefix index."""
 
     request_id: str
     score: float
@@ -295,20 +295,18 @@ class QueueDepth(msgspec.Struct, frozen=True):
 
 
 class Offered(msgspec.Struct, frozen=True):
-    """Load that came since counting began, whether it was served or refused, and how much of it was late."""
+    """The load that has arrived since counting began, served or refused, and how much of it was late."""
 
     requests: int = 0
-    prefill_tokens: int = 0  # prompt tokens that a prefill worker would have had to compute
-    output_tokens: float = 0.0  # as expected when it came
+    prefill_tokens: int = 0  # prompt tokens to compute on the prefill worker with most of the prompt cached
+    output_tokens: float = 0.0  # expected at arrival
     ended: int = 0  # requests that were answered, failed or refused
-    late_first: int = 0  # of them, those whose first token missed slo.ttft_s, or never came
-    late_tokens: int = 0  # and those whose other tokens missed slo.tpot_s
+    late_first: int = 0  # ended requests whose first token missed slo.ttft_s, or never came
+    late_tokens: int = 0  # ended requests whose other tokens missed slo.tpot_s
     prefill_tokens2: float = 0.0  # the squares of each request's prefill tokens, summed
-    local_tokens: int = (
-        0  # prompt tokens that the decode worker with most of the prompt cached would have had to compute
-    )
+    local_tokens: int = 0  # the same, on the decode worker with most of the prompt cached
     local_tokens2: float = 0.0
-    least_tokens: int = 0  # prompt tokens that the worker with most of the prompt cached, of either role, would compute
+    least_tokens: int = 0  # the same, on the worker of either role with most of the prompt cached
     least_tokens2: float = 0.0
     late: int = 0  # of those that ended, those that missed one of the two objectives, or both
 
@@ -335,7 +333,7 @@ class Offered(msgspec.Struct, frozen=True):
 
 
 class DesiredRatio(msgspec.Struct, frozen=True):
-    """How many workers of each role there should be, who said so and when."""
+    """How many workers of each role there should be, who set it, and when (unix seconds)."""
 
     prefill: int
     decode: int
@@ -344,5 +342,5 @@ class DesiredRatio(msgspec.Struct, frozen=True):
 
 
 def engine_key(request_id: str, attempt: int) -> str:
-    """The id under which an engine knows one attempt: a retried attempt never meets an older one's KV."""
+    """An engine's id of one attempt. It differs per attempt, so that a retry never uses an older attempt's KV."""
     return f"{request_id}#{attempt}"

@@ -1,4 +1,4 @@
-"""Who may use a fleet and how much of it: the sections `security` and `limits`, and the keys that they name."""
+"""The sections `security` and `limits` of the configuration: who may use a fleet, how much, and with which keys."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import msgspec
 from msgspec import Meta
 
 Positive = Annotated[int, Meta(ge=1)]
-# Environment variables. The first goes before security.operator_key; the second, vLLM's own, is one more API key.
+# Environment variables. The first overrides security.operator_key; the second, vLLM's own, is one more API key.
 OPERATOR_KEY, API_KEY = "PD_OPERATOR_KEY", "VLLM_API_KEY"
-REDIS_URL = "PD_REDIS_URL"  # with its password; used where no option and no file says where Redis is
+REDIS_URL = "PD_REDIS_URL"  # may hold a password; used where neither an option nor the file names a Redis
 
 
 class SecurityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -26,12 +26,12 @@ class SecurityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     # With either, clients must send one of the keys: `Authorization: Bearer KEY` or `x-api-key: KEY`.
     api_keys: list[str] = []
     api_keys_file: str | None = None  # one key per line, # begins a comment; read anew when it changes
-    # For /metrics, /fleet and what controls the fleet. `up` makes one where there are API keys or others can connect.
+    # For /metrics, /fleet and control calls. `up` makes one where there are API keys or frontends listen on a network.
     operator_key: str | None = None
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a frontend takes. Per key: of one API key at one frontend; without API keys, of all clients together."""
+    """Bounds on requests. *Per key* counts one API key at one frontend; without API keys, all clients together."""
 
     max_body_bytes: Positive = 67_108_864  # a request with a larger body is answered with 413
     max_n: Positive = 128  # a request for more choices (n), or more beams, is answered with 400
@@ -47,7 +47,7 @@ def is_loopback(host: str) -> bool:
 
 
 def read_api_keys(security: SecurityConfig) -> frozenset[str]:
-    """Those of the configuration and of its file as it is now. Raises OSError, UnicodeDecodeError."""
+    """The keys of the configuration and of the present content of its file. Raises OSError, UnicodeDecodeError."""
     keys = set(security.api_keys)
     if security.api_keys_file is not None:
         lines = Path(security.api_keys_file).read_text().splitlines()
@@ -56,7 +56,7 @@ def read_api_keys(security: SecurityConfig) -> frozenset[str]:
 
 
 def secured(security: SecurityConfig, host: str) -> SecurityConfig:
-    """With the keys of the environment, and an operator's key where clients need one too or `host` is a network's."""
+    """Add the keys of the environment, and make an operator's key where API keys exist or `host` is not loopback."""
     api_keys, operator_key = list(security.api_keys), os.environ.get(OPERATOR_KEY) or security.operator_key
     if (key := os.environ.get(API_KEY)) and key not in api_keys:
         api_keys.append(key)

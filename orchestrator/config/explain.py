@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, as one line that names the key, the value and the mend."""
+"""Explains what is wrong with a configuration, in one line that names the key, the value and the fix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def kind_of(value: object) -> str:
 
 
 def unfit(value: Any, key: str = "the file", depth: int = 0) -> str | None:
-    """What of a tree cannot reach the fleet's processes, which read it as JSON, and how it should be; None: nothing."""
+    """The first value that cannot be sent to the fleet's processes as JSON, and what it should be; None: all can."""
     if depth > _MAX_DEPTH:
         return f"{key}: expected at most {_MAX_DEPTH} sections in each other"
     if isinstance(value, dict):
@@ -35,7 +35,7 @@ def unfit(value: Any, key: str = "the file", depth: int = 0) -> str | None:
 
 
 _MAX_DEPTH = 30
-_NO_TEXT = re.compile("[\\0\ud800-\udfff]")  # what ends a text elsewhere, and halves of characters
+_NO_TEXT = re.compile("[\\0\ud800-\udfff]")  # NUL, which ends a string in C, and lone surrogates
 _GONE = {
     "frontend.max_body_bytes": "use limits.max_body_bytes",
     "frontend.max_n": "use limits.max_n",
@@ -47,7 +47,7 @@ _GONE = {
 
 
 def explain(error: str, tree: dict[str, Any], root: Any) -> str:
-    """msgspec's message about a tree that is no `root`, as `a.b.c: expected ..., got ...`."""
+    """Turn msgspec's error about a tree that does not fit `root` into `a.b.c: expected ..., got ...`."""
     message, _, at = error.partition(" - at `$")
     path = at.rstrip("`").lstrip(".")
     if unknown := re.match(r"Object contains unknown field `(.+)`", message):

@@ -1,7 +1,7 @@
 """The configuration: frozen structs read from one YAML file, plus `--set a.b=c` overrides.
 
 An unknown key, a wrong type or an impossible value is a ConfigError whose one line names the key, the value and the
-mend. The defaults are here and nowhere else.
+fix. Defaults are defined here only; docs/configuration.md lists them, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Seconds = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 
 
-# What may become part of a key in Redis and the name of a file: never a path, never two names that look alike.
+# Names that may become part of a Redis key and of a file's name: never a path.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*\Z"
 
 
@@ -33,28 +33,28 @@ _UNPICKLES = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 
 
 class ConfigError(ValueError):
-    """One line: key, value, mend. The command line prints it and exits with 2."""
+    """One line: key, value, fix. The command line prints it and exits with 2."""
 
 
 class Refused(ConfigError):
-    """An operator's order that cannot be carried out. One line: what, why, the mend."""
+    """An operator's order that cannot be carried out. One line: what, why, the fix."""
 
 
 def check_name(key: str, name: str) -> str:
-    """Returns `name`. Raises ConfigError for one that may not become part of a key or of a file's name."""
+    """Returns `name`. Raises ConfigError for a name that may not become part of a Redis key or of a file's name."""
     if not re.search(NAME_PATTERN, name):
         raise ConfigError(f"{key}: expected letters, digits, '_', '.' and '-', a letter or digit first, got {name!r}")
     return name
 
 
 class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    # Embedded is a server for this host alone. Others: redis://, rediss://, unix://, redis+sentinel://, redis+cluster://
+    # embedded: a server for this host only. Else redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://
     url: str = "embedded"
     timeout_s: Seconds = 0.5  # of one command; after it Redis counts as away
 
 
 class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The workers of one role; `engine_args` and `env` go on top of those of `workers`."""
+    """The workers of one role; `engine_args` and `env` override those of `workers`."""
 
     replicas: Count = 1
     engine_args: dict[str, Any] = {}
@@ -77,8 +77,8 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     timeout_s: Seconds = 4.0  # a worker that is silent for this long is gone
     start_timeout_s: Seconds = 900.0
     drain_timeout_s: Seconds = 120.0  # after it the requests that are left continue elsewhere
-    # A vLLM worker measures its engine's speed when it starts, in at most 3 s: what `ratio.mode: auto` and placement
-    # expect before the first requests are measured.
+    # A vLLM worker measures its engine's speed when it starts, in at most 3 s. `ratio.mode: auto` and placement use it
+    # until the first requests have been measured.
     profile: bool = False
     # How many prompt tokens a prefill worker may have claimed at once, in engine batches (max_num_batched_tokens).
     claim_batches: Annotated[float, Meta(ge=1)] = 2.0
@@ -89,7 +89,7 @@ class SLOConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     ttft_s: Seconds = 2.0
     tpot_s: Seconds = 0.1
-    # A request whose predicted TTFT misses the objective is served as usual, answered with 429, or queued last.
+    # For a request whose predicted TTFT misses the objective: serve it as usual, answer 429, or queue it last.
     admission: Literal["off", "reject", "queue"] = "queue"
     admission_slack: Annotated[float, Meta(gt=0)] = 1.0  # in objectives: 2 tolerates a predicted TTFT twice as long
 
@@ -106,22 +106,22 @@ class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         "llm_d",
         "prefix_hash",
     ] = "kv_prefix"
-    # A prompt is prefilled remotely or where it decodes: by predicted times, or, where a number is given, remotely when
-    # that many of its tokens are cached nowhere.
+    # A prompt with at least this many uncached tokens is prefilled remotely. Default: predicted times decide.
     remote_prefill_min_tokens: Count | None = None
-    itl_weight: NonNegative = 0.02  # by predicted times: the price of delaying the requests that decode there
-    # With more in the queue, prompts are prefilled where they decode; default: what is claimed within claim_timeout_s.
+    itl_weight: NonNegative = 0.02  # with predicted times: weight of the delay for requests that decode there
+    # With more tokens in the queue, prompts are prefilled locally. Default: what is claimed within claim_timeout_s.
     max_queued_prefill_tokens: Count | None = None
-    claim_timeout_s: Seconds = 15.0  # a job that nobody claims for this long is prefilled where it decodes
+    claim_timeout_s: Seconds = 15.0  # a job that no worker claims for this long is prefilled locally
     max_waiting_per_worker: Positive = 128  # a decode engine with this many waiting requests is full
-    # Who sends the first token after a remote prefill: prefill, at once, where decode would sample the same; or decode.
+    # The engine whose first token the client gets after a remote prefill. `prefill` is sent earlier, and only where
+    # decode would sample the same token.
     first_token: Literal["prefill", "decode"] = "prefill"
-    # Workers publish what their prefix caches hold. Cached tokens count neither as length nor as work, and `kv_prefix`
-    # prefers the decode worker that has them.
+    # Workers publish the contents of their prefix caches. Cached tokens then count neither as prompt length nor as
+    # work, and `kv_prefix` prefers the decode worker that has them.
     prefix_index: bool = True
     max_attempts: Positive = 4
-    placement_timeout_s: Seconds = 60.0  # a request waits this long for a decode worker, or for another one
-    stall_timeout_s: Seconds = 600.0  # without any output for this long a request is started again elsewhere
+    placement_timeout_s: Seconds = 60.0  # a request waits at most this long for a decode worker
+    stall_timeout_s: Seconds = 600.0  # a request without output for this long is started again on another worker
 
 
 class QueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -137,33 +137,33 @@ class QueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class RatioConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Whether the fleet moves workers between the roles by itself. The operator sets how many there are in all."""
+    """Whether the fleet moves workers between the roles by itself. It never changes their total number."""
 
     mode: Literal["off", "auto"] = "auto"
     interval_s: Seconds = 2.0  # between two samples of the load
-    window_s: Seconds = 60.0  # samples of this time must agree, of less where many requests arrive
+    window_s: Seconds = 60.0  # samples of this time must agree; of a shorter time where many requests arrive
     cool_down_s: Seconds = 10.0  # no change for this long after any change, an operator's included
     gain: Annotated[float, Meta(gt=0, lt=1)] = 0.02  # another split must bear more load by this share
-    busy: NonNegative = 0.8  # a fleet that is loaded by less than this share of what it bears is left alone
-    min_prefill: Count = 0  # 0: decode workers prefill all that they decode, where that is better
+    busy: NonNegative = 0.8  # no change while the load is below this share of the fleet's capacity
+    min_prefill: Count = 0  # 0: decode workers may prefill everything
     min_decode: Positive = 1
 
 
 class ScaleConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Whether the launcher changes how many workers there are in all: up to, and down to, the limits that are given."""
+    """Whether the launcher changes the total number of workers, within the limits that are given."""
 
     min_workers: Annotated[int, Meta(ge=1)] | None = None
     max_workers: Annotated[int, Meta(ge=1)] | None = None
-    # The share of requests that are to meet slo.ttft_s and slo.tpot_s.
+    # The share of requests that should meet slo.ttft_s and slo.tpot_s.
     attainment: Annotated[float, Meta(gt=0, lt=1)] = 0.95
-    grow_after_s: Seconds = 60.0  # with fewer on time in this time workers are added
-    shrink_after_s: Seconds = 600.0  # with hardly any late in this time one is taken away
+    grow_after_s: Seconds = 60.0  # workers are added when fewer met them over this time
+    shrink_after_s: Seconds = 600.0  # one worker is removed when nearly all met them over this time
 
 
 class KVConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     transfer: Literal["chunk", "layer", "whole"] = "chunk"
-    transfer_timeout_s: Seconds = 30.0  # decode recomputes a prompt of which it has heard nothing for this long
-    verify: bool = False  # compare checksums of the blocks at both ends after every transfer: slow, finds faults
+    transfer_timeout_s: Seconds = 30.0  # decode computes a prompt itself after this long without news of its prefill
+    verify: bool = False  # compare checksums of the blocks at both ends after every transfer: slow, for finding faults
 
 
 class SimConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -181,7 +181,7 @@ class SimConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     kv_bytes_per_token: Positive = 131_072
     link_gb_per_s: Annotated[float, Meta(gt=0)] = 10.0
     speed: Annotated[float, Meta(gt=0)] = 1.0  # 2 runs twice as fast as the times above
-    crash_token: int | None = None  # a prompt with this token id ends the engine that computes it, to try faults
+    crash_token: int | None = None  # a prompt with this token id crashes the engine that computes it, for tests
 
 
 class LauncherConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -189,8 +189,8 @@ class LauncherConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     kind: Literal["local", "ray"] = "local"
     address: str | None = None  # of the Ray cluster; default: RAY_ADDRESS, or the one that runs on this machine
-    ray_auth: Literal["token", "none"] = "token"  # none: whoever reaches the cluster's ports commands its nodes
-    cpus_per_worker: NonNegative = 1.0  # of a node, for Ray to count
+    ray_auth: Literal["token", "none"] = "token"  # none: anybody who reaches the cluster can run programs on its nodes
+    cpus_per_worker: NonNegative = 1.0  # cores that Ray reserves for a worker
     gpus_per_rank: NonNegative | None = None  # default: 1 where vLLM's CUDA build is installed
     restart_backoff_s: Seconds = 0.5  # doubles with each crash in a row
     restart_backoff_max_s: Seconds = 30.0
@@ -207,8 +207,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     served_model_name: str | None = None
     namespace: Annotated[str, Meta(pattern=NAME_PATTERN)] = "default"
     engine: Literal["vllm", "sim"] = "vllm"
-    # The Python that runs workers and frontends on every host; default: the launcher's own. Of another virtual
-    # environment, to roll its software out.
+    # The Python of workers and frontends on every host; default: the launcher's own. A rollout to another virtual
+    # environment rolls its software out.
     python: str | None = None
     redis: RedisConfig = RedisConfig()
     frontend: FrontendConfig = FrontendConfig()
@@ -237,7 +237,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """What a YAML file says, unchecked. Raises ConfigError."""
+    """The content of a YAML file, not validated. Raises ConfigError."""
     try:
         text = path.read_text()
     except OSError as error:
@@ -255,14 +255,14 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 def overridden(tree: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """The tree, changed by `a.b=value`. Raises ConfigError."""
+    """The tree, changed in place by `a.b=value`. Raises ConfigError."""
     for override in overrides:
         _apply(tree, override)
     return tree
 
 
 def parse_config(tree: dict[str, Any]) -> Config:
-    """Raises ConfigError."""
+    """Validate a tree and return it as a Config. Raises ConfigError."""
     try:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
@@ -313,14 +313,15 @@ def port_range(config: Config) -> range | None:
 
 
 def check_environment(changes: Mapping[str, str] | None = None) -> None:
-    """Of this process, with `changes`. Raises ConfigError where vLLM would unpickle what comes in messages, which runs
-    the code that is in it."""
+    """Check this process's environment, with `changes`. Raises ConfigError where vLLM would unpickle messages: a
+    message could then run code."""
     if {**os.environ, **(changes or {})}.get(_UNPICKLES, "0") not in ("", "0"):
         raise ConfigError(f"{_UNPICKLES}: messages between hosts are never unpickled; unset it, and in workers.env")
 
 
 def check_mesh(config: Config, host: str) -> None:
-    """Raises ConfigError for a worker that would listen on a network, to whoever connects, without being told twice."""
+    """Raises ConfigError for a worker that would listen on a network without keys, unless security.trust_network is
+    set."""
     security = config.security
     if security.mesh == "none" and not security.trust_network and not is_loopback(host):
         raise ConfigError(

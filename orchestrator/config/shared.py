@@ -1,4 +1,4 @@
-"""What of a configuration is the fleet's, which its processes on all hosts have in common, and what is one host's."""
+"""Splits a configuration into the part that all hosts of a fleet share and the part of one host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orchestrator.config.settings import Config, parse_config
 
 
 def shared(config: Config) -> dict[str, Any]:
-    """The configuration as workers on other hosts get it: without what is this host's, and frontends' secrets."""
+    """The part for workers on other hosts: without this host's settings and without the secrets of frontends."""
     tree: dict[str, Any] = msgspec.to_builtins(config)
     del tree["redis"]["url"], tree["frontend"], tree["launcher"], tree["limits"]
     tree["security"] = {name: tree["security"][name] for name in ("mesh", "trust_network")}  # no keys
@@ -20,7 +20,7 @@ def shared(config: Config) -> dict[str, Any]:
 
 
 def merged(config: Config, fleets: Mapping[str, Any]) -> Config:
-    """A process's own configuration with what `shared` says of the fleet's; what is its host's stays. Raises
+    """A process's own configuration, overridden by the fleet's shared part. Settings of its host stay. Raises
     ConfigError."""
     tree: dict[str, Any] = msgspec.to_builtins(config)
     own = {"security": tree["security"], "redis": tree["redis"]}

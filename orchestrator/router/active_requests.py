@@ -1,4 +1,4 @@
-"""The requests of one frontend that have not ended, what goes to their clients, and how they end."""
+"""The requests of one frontend that have not ended, their output queue, and how they end."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class ActiveRequests:
         self.by_id[active.id] = active
 
     def all(self) -> list[ActiveRequest]:
-        """A copy: whoever goes through them may end some."""
+        """A copy, so that a loop over it may end requests."""
         return list(self.by_id.values())
 
     def current(self, request_id: str, attempt: int) -> ActiveRequest | None:
-        """None where this attempt is not the current one, or the request has ended."""
+        """The request, if it has not ended and this attempt is its current one; else None."""
         active = self.by_id.get(request_id)
         return active if active is not None and active.attempt == attempt else None
 
     def fail(self, active: ActiveRequest, failure: Failure) -> None:
-        """The client is told that its request failed, and why."""
+        """End a request as failed, and send the reason to its client."""
         log.log(
             logging.WARNING if failure.by_client else logging.ERROR,
             "request %s failed: %s",
@@ -46,7 +46,7 @@ class ActiveRequests:
         self.end(active, State.FAILED)
 
     def end(self, active: ActiveRequest, state: State) -> None:
-        """Raises IllegalTransition."""
+        """End a request: count it, log it, and pass its figures to learning. Raises IllegalTransition."""
         now = time.monotonic()
         if state is State.FINISHED:
             self._learning.finished(active, now)

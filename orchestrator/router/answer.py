@@ -1,8 +1,8 @@
-"""What the client gets, token by token: prefill's first token where it may come early, then decode's.
+"""Chooses the tokens that the client gets: the prefill engine's first token where it may be sent early, then decode's.
 
-Both engines sample the first token of a remote prefill. The client gets prefill's at once, so decode's own is removed
-when it is the same. When it differs, what the client has read cannot be taken back, and the attempt is given up.
-Sends nothing.
+Both engines sample the first token of a remote prefill. Where the client gets the prefill engine's token at once, the
+decode engine's own is removed if it is the same. If it differs, the attempt is given up, since a sent token cannot be
+taken back. Sends nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ log = logging.getLogger("pd.router")
 
 
 class Verdict(enum.Enum):
-    """What becomes of one output of a decode worker."""
+    """What to do with one output of a decode worker."""
 
     DELIVER = enum.auto()
-    KNOWN = enum.auto()  # the client has all of it from prefill
+    KNOWN = enum.auto()  # the client has all of it from the prefill engine
     DIVERGED = enum.auto()  # decode sampled another first token than the client has
 
 
@@ -36,7 +36,7 @@ class Answers:
         self._codec, self._early_first_token = codec, early_first_token
 
     def from_prefill(self, active: ActiveRequest, said: Prefilled, payload: list[bytes], now: float) -> Batch | None:
-        """The first output of the answer, to be delivered now; None where decode's has to be waited for."""
+        """The first output of the answer, to deliver now; None if the client must wait for decode's."""
         if not payload or not self._may_come_early(active):
             return None
         try:
@@ -47,7 +47,7 @@ class Answers:
             return None
         (output,) = batch.outputs
         if output.finish_reason != FinishReason.LENGTH or not output.new_token_ids:
-            return None  # the prefill token is the last one, or withheld; the decode engine says what follows
+            return None  # the token is the last one, or was withheld. The decode engine reports the finish reason.
         (token,) = output.new_token_ids
         answer = active.answer
         answer.early_token, answer.first_token_at = token, now
@@ -57,8 +57,8 @@ class Answers:
         return batch
 
     def _may_come_early(self, active: ActiveRequest) -> bool:
-        """Decode samples the same token, more tokens follow, nothing was sent yet, and if decode's token differs after
-        all, another attempt can continue from what was sent."""
+        """Whether decode will sample the same token, more tokens follow, nothing was sent yet, and another attempt
+        could continue if decode's token differs after all."""
         asked = active.asked
         return (
             self._early_first_token
@@ -70,13 +70,13 @@ class Answers:
         )
 
     def go_on(self, answer: Answer, output: Any, now: float) -> None:
-        """Take an output that follows the attempt's first token."""
+        """Record an output after the attempt's first token."""
         answer.heard_at = now
         answer.tokens.extend(output.new_token_ids)
 
     def from_decode(self, active: ActiveRequest, output: Any, now: float) -> Verdict:
-        """Take an output of the decode worker, up to the attempt's first token. One that the client has already is
-        removed from `output`."""
+        """Record an output of the decode worker up to the attempt's first token. Removes the first token from `output`
+        if the client has it already."""
         answer = active.answer
         answer.heard_at = now
         if output.new_token_ids and answer.early_token is not None:
@@ -90,7 +90,7 @@ class Answers:
                 return Verdict.KNOWN
         if output.new_token_ids and not answer.tokens and (prefill := active.prefill) is not None:
             if prefill.ended_at is not None or answer.held_since:
-                # Nothing is said of a prompt whose prefill stays silent: a hit there must not count as created.
+                # Without `Prefilled` the counts are unknown, and a cache hit must not be counted as created.
                 self._codec.count_prompt(output, prefill.cached_tokens, prefill.created_cache_tokens)
         if output.new_token_ids:
             answer.decoding_at = answer.decoding_at or now

@@ -1,4 +1,4 @@
-"""The seam between the router and the engine's request and output types, so that it needs to know neither.
+"""The interface through which the router reads and makes the engine's requests and outputs, whose types it ignores.
 
 `frontend.vllm_codec` implements it for vLLM; tests have their own.
 """
@@ -23,8 +23,8 @@ class Codec(Protocol):
     """What the router needs to know of the engine's request and output types."""
 
     def read(self, request: Any, block_size: int) -> Asked:
-        """What the client asked for. `block_size` (tokens): 0 makes no prefix keys. Raises what the server answers with
-        4xx for a request that a fleet cannot serve."""
+        """The client's request. `block_size` (tokens): with 0 no prefix keys are made. Raises errors that the server
+        answers with 4xx for a request that a fleet cannot serve."""
         ...
 
     def decode_outputs(self, frames: list[bytes], sent_at: float, now: float) -> Batch:
@@ -32,15 +32,16 @@ class Codec(Protocol):
         ...
 
     def as_first(self, output: Any) -> Any:
-        """Prefill's only output as the first of an answer that goes on: its token, and what belongs to that."""
+        """The prefill engine's only output as the first one of an unfinished answer: token and log-probabilities."""
         ...
 
     def drop_first(self, output: Any) -> None:
-        """Remove the first token from decode's first output, with everything that prefill's output told already."""
+        """Remove the first token, and everything that the prefill engine's output had already, from decode's first
+        output."""
         ...
 
     def count_prompt(self, output: Any, cached_tokens: int, created_cache_tokens: int) -> None:
-        """Say in decode's first output how much of the prompt prefill had cached, and how much it cached."""
+        """Put the prefill engine's cached and newly cached token counts into decode's first output."""
         ...
 
     def failure(self, request_id: str, failure: Failure) -> Any:

@@ -1,7 +1,7 @@
-"""Gathers what a placement is made on and asks the policies: where a request is prefilled, and who decodes it.
+"""Decides where a request is prefilled and which worker decodes it: gathers the views and asks the policies.
 
-Stands between `router`, which carries placements out, and `policy`, which does not know who is there. Sends nothing and
-changes no request.
+The connection between `router`, which carries placements out, and `policy`, which knows only its arguments. Sends
+nothing and changes no request.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class Decider:
         self._policies, self._predictor = Policies(config, choose, learning.predictor), learning.predictor
 
     def closed(self) -> Reject | None:
-        """Why no request at all can be taken now, or None."""
+        """Why no request at all can be taken now; None if one can."""
         return reject_all(self._fleet.candidates().decode, self._prefill_pool(), self._routing, self._predictor)
 
     def will_pass(self, rejected: Reject) -> bool:
-        """Whether there is no decode worker, but one that lives will be: the launcher gives it the role."""
+        """Whether the rejection will pass by itself: the launcher gives a live worker the decode role."""
         able = (view.info.can_be(Role.DECODE) for view in self._fleet.workers.values())
         return rejected.reason == "no_decode_worker" and any(able)
 
     def decide(self, active: ActiveRequest) -> Placed | Reject:
-        """Where this attempt goes. A retried request is never refused by the objectives: it was accepted once."""
-        if not self._fleet.ready(Role.DECODE):  # nothing else need be known, and many may be asking again and again
+        """Where this attempt goes. A retry is never refused for its predicted latency: it was accepted once."""
+        if not self._fleet.ready(Role.DECODE):  # a short cut, since all waiting requests ask again and again
             return Reject("no_decode_worker", RETRY_AFTER_S)
         info = active.asked.info
         if active.local_because is not None and info.local_only is None:
@@ -89,14 +89,14 @@ class Decider:
         )
 
     def recalled(self, queued: Iterable[ActiveRequest]) -> list[ActiveRequest]:
-        """Which of this frontend's queued requests a decode worker would now serve sooner."""
+        """The queued requests of this frontend that a decode worker would now serve sooner."""
         depth = self._queue.depth
         jobs = [(active.placed.job, active) for active in queued if active.placed and active.placed.job]
         if depth is None:
             return []
         jobs.sort(key=lambda pair: pair[0].arrived_at + pair[0].delay_s)
         own_tokens = sum(job.uncached_tokens for job, _ in jobs)
-        # The other frontends' jobs lie evenly among ours: before each, as many of theirs as it has tokens.
+        # Assumes that the other frontends' jobs are spread evenly among this frontend's, in proportion to its tokens.
         others = max(0.0, depth.tokens / own_tokens - 1) if own_tokens else 0.0
         waiting = ((active, self._waiting(active, job.uncached_tokens)) for job, active in jobs)
         found = self._policies.recalled(waiting, depth, self._fleet.ready(Role.PREFILL), others)
@@ -108,8 +108,8 @@ class Decider:
         return Waiting(active.asked.info, uncached_tokens, candidates.decode, cached_tokens)
 
     def bind(self, active: ActiveRequest, generation: int) -> Candidate | None:
-        """The decode worker of a request whose prefill begins now, on a prefill worker of this generation. On load, and
-        hits, as fresh as they are."""
+        """The decode worker for a request whose prefill begins now on a prefill worker of this generation, by the
+        latest loads and prefix hits. None if the generation has no decode worker."""
         asked = active.asked
         hits = self._prefixes.look_up(asked.prefix_keys)
         candidates = self._fleet.candidates(active.avoid, hits, generation).decode

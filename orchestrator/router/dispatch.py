@@ -1,6 +1,6 @@
-"""Carries placements out: into the prefill queue, to a decode worker, and back from wherever an attempt is held.
+"""Carries placements out: puts jobs into the prefill queue, sends requests to decode workers, withdraws attempts.
 
-Decides nothing and asks nobody: what becomes of a request is `router`'s business.
+Decides nothing: `router` handles the results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Dispatch:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def enqueue(self, job: PrefillJob) -> str | None:
-        """Put a job into the prefill queue. Returns why the queue did not take it, or None."""
+        """Put a job into the prefill queue. Returns None, or why the queue did not take it."""
         try:
             await self._queue.enqueue(job)
         except QueueFull:
@@ -38,7 +38,8 @@ class Dispatch:
         return None
 
     def send(self, active: ActiveRequest, worker_id: str, to: State) -> bool:
-        """Submit to a decode worker. False where it cannot be reached; the request then avoids it."""
+        """Submit the request to a decode worker, and move it to state `to`. False if the worker cannot be reached; the
+        request then avoids that worker."""
         view, asked = self._fleet.workers[worker_id], active.asked
         source = active.prefill.source if active.prefill is not None else None
         there = view.candidate
@@ -74,7 +75,7 @@ class Dispatch:
         return True
 
     def withdraw(self, active: ActiveRequest) -> None:
-        """Tell everybody who holds something of the current attempt to let go."""
+        """Tell the attempt's workers to abort it, and remove its job from the queue."""
         abort = Abort(active.id, active.attempt)
         for worker_id in (active.decode_worker, active.prefill_worker):
             if worker_id is not None:
@@ -92,7 +93,7 @@ class Dispatch:
         self._transport.send(worker_id, Abort(request_id, attempt))
 
     def background(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run it to its end, whoever started it."""
+        """Run the coroutine as a task of its own."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,6 +1,6 @@
-"""Feeds the predictor with what requests measured: each stage of a request's life, as it ends.
+"""Feeds the predictor with the measured times of each stage of a request, when the stage ends.
 
-Reads requests, decides nothing. Times are the router's monotonic clock, seconds.
+Reads requests and decides nothing. Times are seconds of the router's monotonic clock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Learning:
         self.offered, self.reuse = Offered(), ReuseCounter()
 
     def arrived(self, request: ActiveRequest, block_size: int) -> None:
-        """A request was placed, or refused. Call once for each."""
+        """Count a request that was placed or refused. Call it once per request."""
         info, placed = request.asked.info, request.placed
         shared = self.reuse.arrived(info.prompt_tokens, request.asked.prefix_keys, block_size, request.accepted_at)
         expected = self.predictor.output_tokens
@@ -31,7 +31,7 @@ class Learning:
         self.offered += Offered.one(at_prefill, at_decode, output_tokens)
 
     def turned_away(self) -> None:
-        """A request was refused before it was read. It counts like the mean of those before it."""
+        """Count a request that was refused before it was read, as one of mean size."""
         so_far = self.offered
         count = max(1, so_far.requests)
         refused = Offered(ended=1, late_first=1, late=1)
@@ -57,14 +57,14 @@ class Learning:
             self.predictor.observe_wait(placed.uncached_tokens, placed.backlog_s, queued_s)
 
     def prefilled(self, request: ActiveRequest, worker: WorkerView | None) -> None:
-        """By the worker's own rate: when one batch computes several prompts, each of them shows the time of all."""
+        """Record a prefill by the worker's own rate: a request's time includes the other prompts of its batch."""
         tokens_per_s = worker.load.prefill_tokens_per_s if worker is not None and worker.load is not None else 0.0
         computed = request.asked.info.prompt_tokens - request.cached_tokens
         if worker is not None and computed > 0 and tokens_per_s > 0:
             self.predictor.observe_prefill(worker.info.id, computed, computed / tokens_per_s)
 
     def first_token(self, request: ActiveRequest, now: float) -> None:
-        """Decode's first token has come. Call before the request moves on to decoding."""
+        """Record the decode engine's first token. Call it before the request moves to DECODING."""
         decode, prompt_tokens = request.decode, request.asked.info.prompt_tokens
         if decode is None or request.attempt > 1:
             return  # a retry's times are not those of a healthy request

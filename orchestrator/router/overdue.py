@@ -1,6 +1,7 @@
-"""Requests that wait for what may never come: each is begun anew when its state has lasted for too long.
+"""Deadlines of requests: one whose state has lasted too long gets another attempt.
 
-A wait costs a client time, and beginning anew costs a fleet work: so nobody is begun anew who may only be slow.
+Waiting costs the client time, and another attempt costs the fleet work, so a request that may only be slow keeps its
+attempt.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from orchestrator.router.request import ActiveRequest, State
 from orchestrator.types import JobState
 
 WITH_A_WORKER = (State.TRANSFERRING, State.LOCAL, State.DECODING)
-# Whoever claims a job says so within milliseconds. A job that is gone, or claimed and nobody says so, is lost.
+# A worker reports a claim within milliseconds. After this time a missing job is lost, and so is an unreported claim.
 UNHEARD_S = 1.0
-MAX_LOOKS = 64  # at jobs, at a time: those that wait longest
-# Most of a prompt's KV has arrived when its prefill ends. What does not follow within this time, or within that of
-# computing the prompt again where that is longer, waits for a link that is cut.
+MAX_LOOKS = 64  # jobs looked up at a time: the ones that wait longest
+# Most of a prompt's KV has arrived when its prefill ends. If the rest takes longer than this, and longer than computing
+# the prompt again would, the link is probably cut.
 LATE_KV_S = 3.5
 
 
@@ -35,10 +36,11 @@ class Overdue:
     ) -> None:
         self._routing, self._fleet, self._queue = routing, fleet, queue
         self._requests, self._recovery, self._predictor = requests, recovery, predictor
-        self._claimed: set[str] = set()  # request ids whose jobs were claimed at the last look, and nobody said so
+        self._claimed: set[str] = set()  # request ids whose jobs had an unreported claim at the last look
 
     def check(self, now: float, resumed_at: float = 0.0) -> None:
-        """Every wait but that for a job's claimer. Time before `resumed_at`, when a pause ended, is not counted."""
+        """Check all deadlines but that of unreported claims. Time before `resumed_at`, when a pause ended, does not
+        count."""
         for active in self._requests.all():
             heard_at = max(active.heard_at, resumed_at)
             if active.state is State.QUEUED and now - max(active.moved_at, resumed_at) > self._routing.claim_timeout_s:
@@ -53,7 +55,7 @@ class Overdue:
                 self._recovery.retry(active, "stalled", avoid=active.decode_worker)
 
     async def check_queue(self, now: float) -> None:
-        """Jobs that Redis has lost, and jobs whose claimer we do not hear."""
+        """Retry requests whose job Redis has lost, and those whose prefill worker does not report its claim."""
         waiting = [active for active in self._requests.all() if active.state is State.QUEUED]
         waiting = sorted(waiting, key=lambda active: active.moved_at)[:MAX_LOOKS]
         overdue = {active.id: active.attempt for active in waiting if now - active.moved_at > UNHEARD_S}
@@ -62,7 +64,7 @@ class Overdue:
         for request_id, state in states.items():
             active = self._requests.current(request_id, overdue[request_id])
             if active is None or active.state is not State.QUEUED:
-                continue  # it went on meanwhile
+                continue  # it moved on meanwhile
             if state is JobState.ABSENT:
                 self._recovery.retry(active, "job_lost")
             elif state is JobState.CLAIMED and request_id in self._claimed:
@@ -72,7 +74,7 @@ class Overdue:
         self._claimed = claimed
 
     def _kv_is_late(self, active: ActiveRequest, now: float, resumed_at: float) -> bool:
-        """Not of a request that may be waiting for memory there."""
+        """Whether KV should have arrived. False while the decode worker may lack memory for the request."""
         view = self._fleet.workers.get(active.decode_worker or "")
         if active.prefill is None or active.prefill.ended_at is None or view is None or view.load is None:
             return False

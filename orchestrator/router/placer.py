@@ -1,7 +1,6 @@
-"""Moves a request from PLACING to where the decider says: into the prefill queue, or to a decode worker.
+"""Moves a request from PLACING to where the decider sends it: into the prefill queue, or to a decode worker.
 
-Waits for room where it is told to, and for a decode worker where one will be there. What becomes of the request
-afterwards is `router`'s business.
+Waits for room if asked to, and for a decode worker if one is coming. `router` handles the request afterwards.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ PLACE_AGAIN_INTERVAL_S = 0.1
 
 class Placer:
     def __init__(self, decider: Decider, dispatch: Dispatch, timeout_s: float) -> None:
-        """`timeout_s`: how long a request waits at most."""
+        """`timeout_s`: the longest wait of a request."""
         self._decider, self._dispatch, self._timeout_s = decider, dispatch, timeout_s
 
     async def place(self, active: ActiveRequest, wait_for_room: bool = False) -> Reject | None:
-        """Returns why it could not be placed; None once it is not PLACING any more, whoever moved it."""
+        """Returns why it could not be placed; None once it is not PLACING any more, for whatever reason."""
         deadline = time.monotonic() + self._timeout_s
         while active.state is State.PLACING:
             placed = self._decider.decide(active)
@@ -40,7 +39,7 @@ class Placer:
         return None
 
     async def _carry_out(self, active: ActiveRequest, placed: Placed) -> bool:
-        """False when the queue or the worker did not take it, which the next decision knows."""
+        """False if the queue or the worker did not take it. The next decision takes that into account."""
         if placed.job is None:
             sent = self._dispatch.send(active, placed.worker_id, State.LOCAL)
             metrics.prefix_hit_tokens.labels("local").inc(placed.cached_tokens if sent else 0)

@@ -1,6 +1,6 @@
-"""What becomes of a request whose attempt failed: the next attempt, on another worker, or a failure that is told.
+"""Retries: a request whose attempt failed gets another attempt on another worker, or fails.
 
-Also what places a request again that was accepted already, and waits for room as long as it may.
+A retry waits for room on a worker, since the request was accepted already.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from orchestrator.wire.messages import EngineCrashed
 
 log = logging.getLogger("pd.router")
 
-LEAVING_S = 0.1  # until a worker that gave the same request back twice is asked again
+LEAVING_S = 0.1  # pause before a worker that gave the same request back twice is asked again
 
 
 class Recovery:
@@ -34,9 +34,9 @@ class Recovery:
         self._quarantine = Quarantine()
 
     def retry(self, active: ActiveRequest, why: str, avoid: str | None = None, charge: bool = True) -> None:
-        """Give the current attempt up and start the next. What went wrong remotely is done locally then.
+        """Give the current attempt up and start the next, which prefills locally.
 
-        `charge`: it counts against `routing.max_attempts`.
+        `avoid`: a decode worker not to use again. `charge`: the failure counts against `routing.max_attempts`.
         """
         if active.ended or not self._give_up(active, why):
             return
@@ -48,12 +48,12 @@ class Recovery:
         if avoid is not None:
             active.shun(avoid)
         active.next_attempt(why)
-        # A worker that leaves is chosen twice only where there is no other and its state is not known yet.
+        # A leaving worker is chosen twice only if there is no other one and its new state is not known here yet.
         self._dispatch.background(self._place_again(active, LEAVING_S if again and not charge else 0.0))
 
     def diverged(self, active: ActiveRequest) -> None:
-        """Continue after the token that the client has, if possible where the prompt's KV is cached now. It is nobody's
-        fault, so `max_attempts` does not apply."""
+        """The engines sampled different first tokens: continue after the one that the client has, if possible on the
+        same decode worker, where the prompt is cached. `max_attempts` does not apply, since nothing failed."""
         worker_id, placed = active.decode_worker, active.placed
         if not self._give_up(active, "first_token_mismatch"):
             return
@@ -64,24 +64,24 @@ class Recovery:
         self._dispatch.background(self._place_again(active))
 
     def leave_queue(self, why: str) -> None:
-        """Whoever waits in the queue would wait there for its claim deadline: prefilled locally instead."""
+        """Prefill all queued requests locally: in the queue they would wait until their claim deadline."""
         for active in self._requests.all():
             if active.state is State.QUEUED:
                 self.retry(active, why)
 
     def fail_withdrawn(self, active: ActiveRequest, failure: Failure) -> None:
-        """No worker could answer it: whoever holds something of it lets go, and its client is told."""
+        """Fail a request that no worker can answer: withdraw it from all workers and tell the client."""
         self._dispatch.withdraw(active)
         self._end_as(active, failure)
 
     # ---- engines that crash ------------------------------------------------------------------------------------
 
     def engine_crashed(self, crash: EngineCrashed) -> None:
-        """One of the requests there may be the cause, or one of another frontend. Those that are not go on, and no
-        attempt is counted against them."""
+        """Retry the requests of a crashed engine. Those that may have caused the crash go to quarantine; the attempt of
+        the others does not count against `max_attempts`."""
         there, everyone = crash.worker_id, self._requests.all()
         if (view := self._fleet.workers.get(there)) is not None:
-            view.disconnect(time.monotonic())  # it leaves, whatever it still reports
+            view.disconnect(time.monotonic())  # the worker leaves, whatever its last report says
         victims = [active for active in everyone if there in (active.decode_worker, active.computing_worker)]
         guilty = self._quarantine.crashed(victims, crash)
         for active in victims:
@@ -90,7 +90,7 @@ class Recovery:
                 said = f"it crashed {active.crashes} engines, the last on {there}: {crash.why}"
                 self.fail_withdrawn(active, Failure(said))
             elif self._give_up(active, "engine_crashed"):
-                active.shun(there)  # of no meaning where it prefilled
+                active.shun(there)  # has no effect if that worker prefilled
                 active.next_attempt("engine_crashed")
                 if suspected:
                     self._quarantine.add(active)
@@ -99,12 +99,12 @@ class Recovery:
         self._release_next()
 
     def harmless(self, active: ActiveRequest) -> None:
-        """It has produced a token, or has ended: its engine will not crash of it."""
+        """It has produced a token or has ended, so it does not crash its engine."""
         if active.crashes and self._quarantine.cleared(active):
             self._release_next()
 
     def check(self, now: float) -> None:
-        """Let the next go on when one that is tried takes long."""
+        """Release the next suspect when a trial takes too long."""
         if self._quarantine.overdue(now):
             self._release_next()
 
@@ -115,8 +115,8 @@ class Recovery:
     # ---- shared ------------------------------------------------------------------------------------------------
 
     def _give_up(self, active: ActiveRequest, why: str) -> bool:
-        """End the current attempt. False where the request failed with it: the client has a part of an answer that
-        nobody else can continue."""
+        """End the current attempt. False if the request fails with it, because the client has part of an answer that
+        no other worker can continue."""
         metrics.retries.labels(why).inc()
         active.retries.append(why)
         self._dispatch.withdraw(active)
@@ -136,7 +136,7 @@ class Recovery:
                 self._fail(active, f"no decode worker took it over within its deadline ({rejected.reason})")
         except Exception:
             log.exception("request %s could not be placed again", active.asked.label)
-            if not active.ended:  # nobody else would ever end it
+            if not active.ended:  # nothing else would ever end it
                 self._fail(active, "placing it again met a defect")
 
     def _fail(self, active: ActiveRequest, why: str) -> None:

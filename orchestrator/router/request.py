@@ -1,7 +1,7 @@
-"""One request's state while the router walks it: the states, their legal successors, and what each stage left behind.
+"""A request in the router: its states, their legal transitions, and the results of each stage.
 
-No I/O and no decisions: `router` moves requests, this file says which moves exist. Each stage's facts are one struct,
-made by one module. Times are the router's monotonic clock in seconds, unless a name says otherwise.
+No I/O and no decisions: `router` moves requests, this file has the table of transitions. The results of a stage are one
+struct, made by one module. Times are seconds of the router's monotonic clock, unless a comment says otherwise.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from orchestrator.types import KVSource, PrefillJob, RequestInfo
 
 
 class State(enum.Enum):
-    PLACING = "placing"  # being decided, or waiting for a worker to exist
+    PLACING = "placing"  # the decision is being made, or no worker exists yet
     QUEUED = "queued"  # in the prefill queue
     TRANSFERRING = "transferring"  # claimed by a prefill worker and bound to a decode worker; decode waits for the KV
     LOCAL = "local"  # sent to a decode worker that prefills it too; no token yet
     DECODING = "decoding"  # tokens flow
     FINISHED = "finished"
-    ABORTED = "aborted"  # the client went away
-    FAILED = "failed"  # the client was told so
+    ABORTED = "aborted"  # the client left
+    FAILED = "failed"  # the client got an error
     REJECTED = "rejected"  # never accepted: 429 or 503
 
 
 SUCCESSORS: dict[State, frozenset[State]] = {
-    # To FINISHED: its last worker was lost, and then a stop string was met in what that one had sent.
+    # PLACING to FINISHED: its worker was lost, and then a stop string was found in the tokens already received.
     State.PLACING: frozenset({State.QUEUED, State.LOCAL, State.FINISHED, State.ABORTED, State.FAILED, State.REJECTED}),
     State.QUEUED: frozenset({State.TRANSFERRING, State.PLACING, State.ABORTED, State.FAILED}),
     State.TRANSFERRING: frozenset({State.DECODING, State.FINISHED, State.PLACING, State.ABORTED, State.FAILED}),
@@ -46,11 +46,11 @@ SUCCESSORS: dict[State, frozenset[State]] = {
 
 
 class IllegalTransition(RuntimeError):
-    """A move that the table does not have: a bug in the router, never the client's doing."""
+    """A transition that the table does not have: a bug in the router."""
 
 
 class Overloaded(Exception):
-    """The fleet cannot take this request now. `status` is 429 (full) or 503 (nobody to answer)."""
+    """The fleet cannot take this request now. `status` is 429 (full) or 503 (no decode worker)."""
 
     def __init__(self, rejected: Reject) -> None:
         super().__init__(rejected.reason)
@@ -60,37 +60,37 @@ class Overloaded(Exception):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why a request failed, as its client is told: 400 where the client asked for what nobody can do, else 500."""
+    """Why a request failed, for its client. `by_client`: no worker can serve it, so the status is 400, not 500."""
 
     why: str
     by_client: bool = False
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What the client asked for. Made once, by the codec."""
+    """The client's request. Made once, by the codec."""
 
     info: RequestInfo
     frames: list[bytes]  # the engine request, encoded once
     label: str  # the id that the client knows
     resumable: bool  # another worker can continue it after tokens were sent
-    early_token: bool  # its first token is the same whichever engine samples it, and the client streams
-    prefix_keys: list[int]  # of the prompt's blocks; none where it shares them with nobody
-    received_at: float = 0.0  # at the frontend, unix seconds; 0 where nobody says
-    tell: Callable[[RequestLine], None] | None = None  # who wants to know how it ended
+    early_token: bool  # the client streams, and both engines sample the same first token
+    prefix_keys: list[int]  # of the prompt's blocks; empty where the prompt shares no prefix
+    received_at: float = 0.0  # at the frontend, unix seconds; 0 if unknown
+    tell: Callable[[RequestLine], None] | None = None  # called with the log line when the request has ended
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """Where one attempt goes, and why. Made by `decider`. Remote where it has a job, else local."""
+    """Where one attempt goes, and why. Made by `decider`. Remote if it has a job, else local."""
 
     reason: str
-    uncached_tokens: int  # of the prompt, where it is prefilled; at least 1
+    uncached_tokens: int  # prompt tokens to compute on the worker that prefills; at least 1
     worker_id: str = ""  # the decode worker of a local placement
-    cached_tokens: int = 0  # prompt tokens believed cached there
-    job: PrefillJob | None = None  # what waits in the prefill queue
-    backlog_s: float = 0.0  # predicted work ahead of the job in the queue
-    at_prefill_tokens: int = 1  # to compute on the prefill worker that has most of the prompt cached
-    at_decode_tokens: int = 1  # and on such a decode worker
-    delay_s: float = 0.0  # behind its arrival, among those that wait in the decode worker's engine
+    cached_tokens: int = 0  # prompt tokens cached on that decode worker, by the prefix index
+    job: PrefillJob | None = None  # the job for the prefill queue
+    backlog_s: float = 0.0  # predicted seconds of work ahead of the job in the queue
+    at_prefill_tokens: int = 1  # prompt tokens to compute on the prefill worker with most of the prompt cached
+    at_decode_tokens: int = 1  # the same, on the decode worker with most of the prompt cached
+    delay_s: float = 0.0  # added to its arrival for its place in the decode engine's queue
 
     @property
     def decision(self) -> str:
@@ -98,17 +98,17 @@ class Placed(msgspec.Struct, frozen=True):
 
 
 class Prefilling(msgspec.Struct, frozen=True):
-    """What a remote prefill has said of itself. Made by `router` from `Claimed`, completed from `Prefilled`."""
+    """What is known of a remote prefill. Made by `router` from `Claimed`, completed from `Prefilled`."""
 
     worker_id: str
     source: KVSource
     queued_s: float  # enqueue to claim, by the queue's clock
-    claim_s: float = 0.0  # from the claim until it was heard here, and the job's way to the queue
+    claim_s: float = 0.0  # from the claim until this frontend knew of it, plus the job's way to the queue
     compute_s: float = 0.0  # claim to the last chunk
     ended_at: float | None = None
     cached_tokens: int = 0  # the prefill worker's own prefix-cache hit
-    created_cache_tokens: int = 0  # prompt tokens that it wrote to its prefix cache
-    chunk_ends_s: list[float] = []  # from the claim; of all chunks but the last
+    created_cache_tokens: int = 0  # prompt tokens that it added to its prefix cache
+    chunk_ends_s: list[float] = []  # seconds from the claim to the end of each chunk but the last
 
     def completed(
         self, compute_s: float, cached_tokens: int, created_cache_tokens: int, chunk_ends_s: list[float], now: float
@@ -128,20 +128,20 @@ class Submitted(msgspec.Struct, frozen=True):
 
     worker_id: str
     at: float
-    ahead_tokens: int  # prompt tokens that waited there already
-    beside: int  # requests that were there already
+    ahead_tokens: int  # prompt tokens that waited there when it was sent
+    beside: int  # requests that were there when it was sent
 
 
 @dataclass(slots=True)
 class Answer:
-    """What the client has of its answer. Written by `answer`."""
+    """The part of the answer that the client has. Written by `answer`."""
 
     tokens: list[int] = field(default_factory=list)
-    early_token: int | None = None  # prefill's, until decode's own first token has confirmed it
-    first_token_at: float | None = None  # the client's
-    decoding_at: float | None = None  # decode's first token
-    heard_at: float = 0.0  # the last output of a decode worker
-    held: list[Any] = field(default_factory=list)  # decode's outputs, until prefill has said what it had cached
+    early_token: int | None = None  # the prefill engine's token, until the decode engine has sampled the same one
+    first_token_at: float | None = None  # when the client's first token came
+    decoding_at: float | None = None  # when the decode engine's first token came
+    heard_at: float = 0.0  # when the last output of a decode worker came
+    held: list[Any] = field(default_factory=list)  # decode's outputs that wait for `Prefilled`
     held_since: float = 0.0
 
 
@@ -153,17 +153,17 @@ class ActiveRequest:
     accepted_at: float
     state: State = State.PLACING
     attempt: int = 1
-    charged: int = 0  # attempts given up that count against `routing.max_attempts`
-    crashes: int = 0  # engines that crashed while it was on them, and may have been the cause
-    suspect: bool = False  # it may go on only alone; written by `quarantine`
+    charged: int = 0  # failed attempts that count against `routing.max_attempts`
+    crashes: int = 0  # engines that crashed with this request, which may have caused it
+    suspect: bool = False  # it may run only as the single suspect of a worker; written by `quarantine`
     placed: Placed | None = None
     prefill: Prefilling | None = None
     decode: Submitted | None = None
     answer: Answer = field(default_factory=Answer)
-    local_because: str | None = None  # why this attempt must be prefilled where it decodes
+    local_because: str | None = None  # why this attempt must be prefilled locally
     avoid: dict[str, None] = field(default_factory=dict)  # decode workers that refused or lost it, the latest last
-    retries: list[str] = field(default_factory=list)
-    moved_at: float = field(default_factory=time.monotonic)  # into its present state
+    retries: list[str] = field(default_factory=list)  # why each attempt but the first began
+    moved_at: float = field(default_factory=time.monotonic)  # when its present state began
 
     @property
     def id(self) -> str:
@@ -183,19 +183,19 @@ class ActiveRequest:
 
     @property
     def computing_worker(self) -> str | None:
-        """The prefill worker whose engine has not computed it yet."""
+        """The prefill worker that still computes the prompt."""
         return self.prefill.worker_id if self.prefill is not None and self.prefill.ended_at is None else None
 
     @property
     def cached_tokens(self) -> int:
-        """Of the prompt, where it is prefilled: counted by a remote prefill, else believed when placed."""
+        """Cached prompt tokens on the worker that prefills: counted by a remote prefill, else by the prefix index."""
         if self.prefill is not None:
             return self.prefill.cached_tokens
         return self.placed.cached_tokens if self.placed is not None else 0
 
     @property
     def heard_at(self) -> float:
-        """The last sign of the attempt's decode worker: an output, or that the attempt was sent there."""
+        """When the decode worker last sent an output, or, before that, when the attempt was sent there."""
         return max(self.decode.at if self.decode is not None else 0.0, self.answer.heard_at)
 
     def move(self, to: State) -> None:
@@ -205,12 +205,12 @@ class ActiveRequest:
         self.state, self.moved_at = to, time.monotonic()
 
     def shun(self, worker_id: str) -> None:
-        """Decode elsewhere from now on; where there is nobody else, with who was shunned longest ago."""
+        """Avoid this decode worker from now on. If all are avoided, the one avoided longest ago is used."""
         self.avoid.pop(worker_id, None)
         self.avoid[worker_id] = None
 
     def next_attempt(self, why: str) -> None:
-        """Back to PLACING, with nothing left of the attempt that failed. The next one is prefilled locally."""
+        """Go back to PLACING and drop the results of the failed attempt. The next attempt is prefilled locally."""
         self.move(State.PLACING)
         self.attempt += 1
         self.local_because = self.local_because or why

@@ -1,4 +1,4 @@
-"""One structured line per ended request, logger `pd.request`: enough to explain a slow one."""
+"""One structured log line per ended request, logger `pd.request`, with the times that explain a slow one."""
 
 from __future__ import annotations
 

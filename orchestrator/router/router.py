@@ -1,8 +1,8 @@
 """The life of a request: placed, queued or sent, bound to a decode worker, streamed, retried, ended.
 
-Stands where an engine core client would: takes engine requests, gives engine outputs. `decider` says where a request
-goes, `dispatch` sends it there, `answer` says what the client gets, `request` which moves exist. The router knows of
-an engine request or output what `Codec` says of it, and no more.
+Replaces an engine core client: takes engine requests and returns engine outputs. `decider` chooses where a request
+goes, `dispatch` sends it there, `answer` chooses what the client gets, and `request` has the states and their
+transitions. The router reads engine requests and outputs through `Codec` only.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from orchestrator.wire.transport import FrontendTransport
 log = logging.getLogger("pd.router")
 
 CHECK_S = 0.5
-HELD_S = 0.5  # for `Prefilled`, which was sent before the KV was complete
-# An engine that ends a request this way has not answered it: another one continues.
+HELD_S = 0.5  # how long decode's outputs wait for `Prefilled`, which was sent before the KV was complete
+# Finish reasons of a request that the engine did not complete: another engine continues it.
 GIVEN_UP = {FinishReason.ABORT: "engine_abort", FinishReason.ERROR: "engine_error"}
 
 
@@ -82,21 +82,21 @@ class Router:
     # ---- what the server calls ---------------------------------------------------------------------------------
 
     def check_admission(self) -> None:
-        """Refuse early, before a response has begun, when no request can be taken at all. Raises Overloaded."""
+        """Raises Overloaded when no request at all can be taken, so that the server can refuse before it responds."""
         if (rejected := self._decider.closed()) is not None and not self._decider.will_pass(rejected):
             metrics.placements.labels("reject", rejected.reason).inc()
             self.learning.turned_away()
             raise Overloaded(rejected)
 
     async def submit(self, request: Any) -> None:
-        """Take a request; its outputs appear in `batches`. Raises Overloaded, and what the codec raises."""
+        """Take an engine request; its outputs appear in `batches`. Raises Overloaded and what `Codec.read` raises."""
         asked = self._codec.read(request, 0 if self._prefixes.empty else self._fleet.block_size)
         active = ActiveRequest(asked, accepted_at=time.monotonic())
         self._requests.add(active)
         try:
             rejected = await self._placer.place(active)
         except BaseException:
-            self.abort([active.id])  # the client left while its request was being placed, or placing it met a defect
+            self.abort([active.id])  # the client left while its request was being placed, or placing it failed
             raise
         self.learning.arrived(active, self._fleet.block_size)
         if rejected is not None:
@@ -105,24 +105,23 @@ class Router:
             raise Overloaded(rejected)
 
     def abort(self, request_ids: Iterable[str], to: State = State.ABORTED) -> None:
-        """The client no longer wants these, or (`to` FINISHED) a stop string was met and it has all that it needs.
-        Unknown ids are ignored."""
+        """End requests that the client has left or, with `to` FINISHED, that met a stop string. Ignores unknown ids."""
         for request_id in request_ids:
             if active := self.requests.get(request_id):
                 self._dispatch.withdraw(active)
                 self._end(active, to)
 
     async def run(self) -> None:
-        """Keeps the deadlines of states. Runs until cancelled."""
+        """Enforce the deadlines of all states. Runs until cancelled."""
         while True:
             await asyncio.sleep(CHECK_S)
             self.check(time.monotonic())
             await self.check_queue(time.monotonic())
 
     def check(self, now: float) -> None:
-        """Start another attempt of each request that waits for longer than its state may last.
+        """Start another attempt of each request whose state has lasted too long. `now`: monotonic seconds.
 
-        While it is frozen by a pause it is not late, and its time begins anew when the fleet goes on."""
+        Time in which a pause froze the fleet does not count: the deadlines start again when it resumes."""
         if self._fleet.pause.frozen:
             return
         resumed_at = self._fleet.pause.ended_at
@@ -140,7 +139,7 @@ class Router:
         self._recovery.check(now)
 
     async def check_queue(self, now: float) -> None:
-        """The same for those whose jobs were lost, or whose claimer is not heard."""
+        """The same for requests whose job was lost, or whose prefill worker does not report."""
         if not self._fleet.pause.frozen:
             await self._overdue.check_queue(now)
 
@@ -151,7 +150,7 @@ class Router:
     # ---- what workers say --------------------------------------------------------------------------------------
 
     def handle(self, worker_id: str, message: ToFrontend, payload: list[bytes], now: float) -> None:
-        """One message from a worker. Late, duplicate and unknown ones are dropped and their sender told to forget."""
+        """Handle one message from a worker. The sender of a late, duplicate or unknown one is told to abort."""
         if isinstance(message, Outputs):
             self._on_outputs(worker_id, message, payload, now)
         elif isinstance(message, EngineCrashed):
@@ -179,7 +178,7 @@ class Router:
         metrics.queue_wait_s.observe(claimed.queued_s)
         self.recent.queue_wait.add(claimed.queued_s)
         self.learning.claimed(active)
-        # Bound only now, on load as fresh as the last engine step: no decode block is held while a job waits.
+        # The decode worker is chosen only now, on its latest load: no decode block is held while a job waits.
         while (chosen := self._decider.bind(active, claimed.generation)) is not None:
             if self._dispatch.send(active, chosen.worker_id, State.TRANSFERRING):
                 metrics.prefix_hit_tokens.labels("decode").inc(chosen.cached_tokens)
@@ -188,7 +187,7 @@ class Router:
 
     def _on_prefilled(self, active: ActiveRequest, said: Prefilled, payload: list[bytes], now: float) -> None:
         if active.prefill is None or active.prefill.worker_id != said.worker_id:
-            return  # of a claim that another worker took over
+            return  # another worker has taken the claim over
         active.prefill = active.prefill.completed(
             said.prefill_s, said.cached_tokens, said.created_cache_tokens, said.chunk_ends_s, now
         )
@@ -207,7 +206,7 @@ class Router:
 
     def _on_rejected(self, active: ActiveRequest, rejected: Rejected) -> None:
         log.warning("worker %s rejected request %s: %s", rejected.worker_id, active.asked.label, rejected.why)
-        if rejected.final:  # every worker would refuse it, so it is what was asked for
+        if rejected.final:  # every worker would refuse this request
             self._recovery.fail_withdrawn(active, Failure(rejected.why, by_client=True))
         else:
             self._recovery.retry(active, "rejected", avoid=rejected.worker_id, charge=not rejected.leaving)
@@ -236,7 +235,7 @@ class Router:
             self.batches.put_nowait(batch)
 
     def _precedes_prefill(self, active: ActiveRequest, output: Any) -> bool:
-        """Whether it came before `Prefilled`, which takes another connection and says what of the prompt was cached."""
+        """Whether the output arrived before `Prefilled`, which has the cached token count and another connection."""
         prefill, answer = active.prefill, active.answer
         if answer.held:
             return True
@@ -261,7 +260,7 @@ class Router:
         return True
 
     def _begin(self, active: ActiveRequest, output: Any, now: float) -> bool:
-        """The same for an attempt's first outputs."""
+        """The same, for the first outputs of an attempt."""
         began = bool(output.new_token_ids)
         first = began and active.answer.decoding_at is None
         had_first = active.answer.first_token_at is not None
@@ -287,7 +286,7 @@ class Router:
         return verdict is Verdict.DELIVER
 
     def _on_lost_outputs(self, worker_id: str, error: MessageError) -> None:
-        """Nobody can read whose tokens these were, and an answer with a gap is a wrong one: all of them move on."""
+        """Retry all requests of the worker: whose tokens are lost is unknown, and an answer must not have a gap."""
         metrics.dropped.labels("corrupt").inc()
         log.error("worker %s sent outputs that cannot be read: %s", worker_id, error)
         for active in self._requests.all():
@@ -297,12 +296,12 @@ class Router:
     # ---- when something is lost --------------------------------------------------------------------------------
 
     def worker_lost(self, worker_id: str) -> None:
-        """Continue elsewhere what the worker was decoding.
+        """Retry the requests of a worker that is gone.
 
-        What it was prefilling is prefilled locally: the decode worker that waits for it watches membership too, but has
-        to be sure that nothing is written into its blocks any more. Where prefill had ended its KV may be there
-        already, so `overdue` waits a moment. What it had claimed without our knowing returns to the queue when another
-        prefill worker sees it die, else when its lease ends.
+        The requests that it decoded continue on another worker. The prompts that it was computing are prefilled
+        locally. Where its prefill had ended, the KV may have arrived already, so `overdue` waits a moment. A job that
+        it had claimed unknown to this frontend returns to the queue when another prefill worker sees its death, or when
+        the lease expires.
         """
         self.learning.predictor.forget(worker_id)
         for active in self._requests.all():
@@ -314,8 +313,8 @@ class Router:
         self._check_claimers()
 
     def worker_quiet(self, worker_id: str) -> None:
-        """It is slow, stopped or cut off, and may be back: nobody is declared dead. Whoever need not wait for it goes
-        on elsewhere. An answer that cannot be continued there waits, and so do all where there is no other worker."""
+        """Move requests away from a worker that is slow, stopped or cut off. Those that no other worker can continue
+        wait for it to come back."""
         others = self._fleet.others_than(worker_id)
         for active in self._requests.all():
             if active.decode_worker == worker_id and others:
@@ -326,18 +325,18 @@ class Router:
         self._check_claimers()
 
     def connection_reset(self, worker_id: str) -> None:
-        """What was on its way, a request or tokens, may be lost with the old connection, and an answer with a gap is a
-        wrong one."""
+        """Retry the requests of a worker whose connection was made again: requests or tokens may be lost with the old
+        one, and an answer must not have a gap."""
         for active in self._requests.all():
             if active.decode_worker == worker_id:
                 self._recovery.retry(active, "connection_reset", charge=False)
 
     def queue_lost(self) -> None:
-        """Redis is away: nothing that waits in it can be claimed."""
+        """Take all requests out of the queue: while Redis is away no worker can claim their jobs."""
         self._recovery.leave_queue("queue_unavailable")
 
     def job_failed(self, request_id: str, attempt: int) -> None:
-        """The queue has given this job up: its claims died too often."""
+        """The queue gave this job up, because too many workers that had claimed it died."""
         if (active := self._requests.current(request_id, attempt)) is not None:
             self._on_prefill_failed(active)
 

@@ -1,1 +1,1 @@
-"""What frontends and workers say to each other, and the ZMQ sockets that carry it."""
+"""Messages between frontends and workers, and the ZMQ sockets that carry them."""

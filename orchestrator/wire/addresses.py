@@ -1,4 +1,4 @@
-"""Addresses and ports of this host: which lead where, which are free, and how they are written."""
+"""Addresses and ports of this host: the route to another host, free ports, and how an address is written."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _ANY_PORT = 9  # of a datagram socket that sends nothing
 
 
 class Listening(NamedTuple):
-    """Where a process listens, and by which address others reach it there."""
+    """Where a process listens, and the address at which others reach it."""
 
     bind: str
-    advertise: str = ""  # the same where it is empty
-    ports: range | None = None  # any that are free
+    advertise: str = ""  # empty: the same as `bind`
+    ports: range | None = None  # None: any free one
 
     @property
     def reached_at(self) -> str:
@@ -35,7 +35,7 @@ def in_url(host: str) -> str:
 
 
 def is_unspecified(host: str) -> bool:
-    """All addresses of this host: 0.0.0.0 or ::."""
+    """Whether it means all addresses of this host: 0.0.0.0 or ::."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -43,18 +43,18 @@ def is_unspecified(host: str) -> bool:
 
 
 def resolve(host: str) -> str:
-    """The address of a name; an address is its own. Raises OSError."""
+    """The address of a name. An address is returned as it is. Raises OSError."""
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def is_local(url: str) -> bool:
-    """Whether a server's URL can be of this host only: a socket file, or a loopback address. Raises OSError."""
+    """Whether a server's URL leads to this host only: a socket file, or a loopback address. Raises OSError."""
     host = urlsplit(url).hostname
     return host is None or ipaddress.ip_address(resolve(host)).is_loopback
 
 
 def address_towards(host: str) -> str:
-    """This host's address on the way to `host`. Nothing is sent: a datagram socket only looks up the route."""
+    """This host's address on the route to `host`. Sends nothing: a datagram socket only looks the route up."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -65,9 +65,9 @@ def address_towards(host: str) -> str:
 
 
 def hold_port(host: str, ports: range | None = None) -> tuple[socket.socket, int]:
-    """A free port, kept from all who ask here until the socket is closed; one server may bind and listen meanwhile.
+    """A free port, reserved until the returned socket is closed; one server may bind it and listen meanwhile.
 
-    Raises OSError: no address of this host, or no free port.
+    Raises OSError if `host` is no address of this host, or no port is free.
     """
     for port in free_ports(host, ports):
         held = socket.socket(_family(host))
@@ -82,7 +82,7 @@ def hold_port(host: str, ports: range | None = None) -> tuple[socket.socket, int
 
 
 def free_ports(host: str, ports: range | None = None) -> Iterator[int]:
-    """Ports that nobody uses now, in any order: of `ports`, or of those that no outgoing connection is given.
+    """Unused ports in random order: of `ports`, or else outside the range for outgoing connections.
 
     Raises OSError when `host` is not an address of this host.
     """

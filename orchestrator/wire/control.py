@@ -1,7 +1,7 @@
-"""What a control call may ask of workers: one row for every engine-core method that vLLM's server may call.
+"""The control calls that workers accept: one row per engine-core method that vLLM's server may call.
 
 The methods are those of vLLM's engine-core client (vllm/v1/engine/core_client.py, 0.32.0) without their `_async`.
-A worker carries out no other, whoever asks.
+Workers refuse all others.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import msgspec
 
 
 class Reach(enum.Enum):
-    ALL = "all"  # every connected worker; one that fails makes the call fail
-    ONE = "one"  # any worker: all would answer the same
+    ALL = "all"  # every connected worker; the call fails if one of them fails
+    ONE = "one"  # any worker: all give the same answer
 
 
 def _everywhere(results: Sequence[Any]) -> bool:
@@ -31,11 +31,11 @@ def _first(results: Sequence[Any]) -> Any:
 
 
 class ControlMethod(msgspec.Struct, frozen=True):
-    """`combine`: the fleet's one answer out of those of its workers. `undo`: takes the same first argument's id."""
+    """`combine` makes one answer of the workers' answers. `undo` takes the id of the method's first argument."""
 
     reach: Reach = Reach.ALL
     combine: Callable[[Sequence[Any]], Any] = _first
-    undo: str | None = None  # called where it succeeded when it failed elsewhere
+    undo: str | None = None  # called on the workers that succeeded when another one failed
 
 
 METHODS: dict[str, ControlMethod] = {
@@ -56,7 +56,7 @@ METHODS: dict[str, ControlMethod] = {
     "get_weight_version": ControlMethod(reach=Reach.ONE),
     "compute_weight_checksums": ControlMethod(reach=Reach.ONE),
 }
-# What a worker asks of its engine: the same, but for a pause, which it carries out by these two.
+# The methods that a worker calls on its engine: the same ones, with these two in place of `set_pause`.
 ENGINE_METHODS = (METHODS.keys() - {"set_pause"}) | {"pause_scheduler", "resume_scheduler"}
 
 _KV_MEMORY = "the engines' KV memory stays registered for transfers"

@@ -1,8 +1,8 @@
 """Keys of the mesh (CurveZMQ, RFC 26), and which peers a worker lets in (ZAP, RFC 27). Opens no connection.
 
-Each process makes its own pair when it starts, and its secret half never leaves it. The public halves are in the
-registry: frontends learn from it whom they talk to, workers which frontends may talk to them, and under which name.
-So who may write the fleet's Redis may join the fleet, and nobody else.
+Each process makes its own key pair when it starts; the secret half never leaves the process. The public halves are in
+the registry: from it frontends know the key of each worker, and workers know which frontends may connect, and their
+ids. So a process can join the fleet only if it may write the fleet's Redis.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from zmq.utils import z85
 
 log = logging.getLogger("pd.transport")
 
-# What each worker asks for: the id of the frontend that is registered with this public key, None where there is none.
-# One key at a time: a fleet of many frontends that starts would else be read by each worker for each of them.
+# Returns the id of the frontend that is registered with this public key, or None. It looks up one key at a time: when
+# many frontends start, each worker would otherwise read all of them for each of them.
 FindFrontend = Callable[[str], Awaitable[str | None]]
 
 
@@ -40,22 +40,22 @@ class KeyPair(msgspec.Struct, frozen=True):
 
 
 def use_as_client(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
-    """What it connects to after this is encrypted; `zmq.CURVE_SERVERKEY` says whose key is expected there."""
+    """Encrypt the socket's later connections. `zmq.CURVE_SERVERKEY` sets the key expected of the server."""
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
 
 
 def use_as_server(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
-    """Call it before the socket is bound."""
+    """Let the socket accept encrypted connections only. Call it before the socket is bound."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
 
 
 class Gate(Authenticator):
-    """Lets registered frontends in on every server socket of a context. Their id becomes their messages' `User-Id`."""
+    """Admits registered frontends to every server socket of a context. Their id becomes the `User-Id` of messages."""
 
     def __init__(self, context: zmq.asyncio.Context, find: FindFrontend, connected: Container[str]) -> None:
-        """`find` may raise ConnectionError. `connected`: who stays known without being in the registry."""
+        """`find` may raise ConnectionError. `connected`: frontends that stay admitted without a registry entry."""
         super().__init__(context)
         self._find, self._connected = find, connected
         self._names: dict[str, str] = {}  # by public key
@@ -73,7 +73,7 @@ class Gate(Authenticator):
         self.zap_socket.close(linger=0)
 
     async def callback(self, domain: str, key: bytes) -> bool:
-        """zmq.auth's hook: whether this key may connect. Must not raise, or nobody would be let in any more."""
+        """zmq.auth's hook: whether this key may connect. It must not raise, since that would end the gate."""
         public = key.decode()
         if public not in self._names:
             await self._look(public)
@@ -83,7 +83,7 @@ class Gate(Authenticator):
         return self._names.get(z85.encode(client_public_key).decode(), "")
 
     async def _look(self, public: str) -> None:
-        """Frontends register before they connect, so a key that is not found now is a stranger's."""
+        """Look the key up. Frontends register before they connect, so an unknown key does not belong to the fleet."""
         try:
             name = await self._find(public)
         except Exception as error:

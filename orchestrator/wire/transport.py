@@ -1,11 +1,11 @@
-"""Typed ZMQ sockets of the frontend-worker mesh, encrypted, and nothing about what the messages mean.
+"""Typed, encrypted ZMQ sockets between frontends and workers. Ignores what the messages mean.
 
 Each worker binds a ROUTER (requests in, outputs back) and a PUB (load, prefix events). Each frontend connects one
-ROUTER to every worker, and one SUB. So a worker costs a frontend two descriptors, and no socket of its own. Who sends
-is told by the key of its connection (`curve.py`), never by what it says; without keys its socket's identity counts.
+ROUTER and one SUB to all workers, so a worker costs a frontend two descriptors. A sender is identified by the key of
+its connection (`curve.py`), not by its message; without keys, by its socket's identity.
 
 A broken connection is noticed at once (the kernel closes the sockets of a killed process) or by heartbeats (a host that
-is cut off), is reported as `Disconnected`, and is made again by ZMQ.
+is cut off). It is reported as `Disconnected`, and ZMQ makes it again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from orchestrator.wire.sockets import (
 
 log = logging.getLogger("pd.transport")
 
-DENIED_RETRY_S = 0.5  # ZMQ does not connect again by itself where it was denied
+DENIED_RETRY_S = 0.5  # ZMQ does not connect again by itself after it was denied
 FAILURES_BEFORE_LOG = 3
 LOG_REFUSED_EVERY_S = 60.0
 
@@ -68,7 +68,7 @@ class WorkerTransport:
         keys: KeyPair | None,
         find_frontend: FindFrontend | None = None,
     ) -> None:
-        """With `keys` the frontends that `find_frontend` knows can connect, and nobody else; without, everybody."""
+        """With `keys` only the frontends that `find_frontend` knows can connect; without keys, everybody."""
         self._context = zmq.asyncio.Context()
         self._requests = make(self._context, zmq.ROUTER)
         self._published = make(self._context, zmq.PUB)
@@ -110,7 +110,7 @@ class WorkerTransport:
             return frontend_id, message, payload
 
     def send(self, frontend_id: str, message: ToFrontend, payload: Sequence[bytes] = ()) -> bool:
-        """False when that frontend is not connected, or has not said hello."""
+        """False if that frontend is not connected, or has not sent `Hello`."""
         route = self._routes.get(frontend_id)
         if route is None:
             return False
@@ -121,7 +121,7 @@ class WorkerTransport:
         return not failed
 
     def publish(self, message: Published) -> None:
-        """To every frontend; lost to those that do not read."""
+        """Send to every frontend. A frontend that does not read loses the message."""
         send(self._published, [messages.encode(message)])
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class WorkerTransport:
 
 
 class _Connection(msgspec.Struct):
-    """A frontend's connection to one worker. `route` names it on the frontend's socket, and nothing after it."""
+    """A frontend's connection to one worker. `route` is its unique routing id on the frontend's socket."""
 
     worker_id: str
     request_address: str
@@ -172,16 +172,16 @@ class FrontendTransport:
         self._numbers = itertools.count(1)
         self._by_worker: dict[str, _Connection] = {}
         self._by_route: dict[bytes, _Connection] = {}
-        self._by_address: dict[str, _Connection] = {}  # by both, as ZMQ's monitor names them
-        self._broken: deque[str] = deque()  # workers; not told of yet
+        self._by_address: dict[str, _Connection] = {}  # by both addresses, which ZMQ's monitor reports
+        self._broken: deque[str] = deque()  # workers whose `Disconnected` has not been received yet
         self._reader, self._reports = Reader(self._requests), Reader(self._published)
         self._tasks: list[asyncio.Task[None]] = []
 
     def connect(self, worker_id: str, request_address: str, load_address: str, key: str) -> None:
-        """Connect, or reconnect when the addresses changed. Greets the worker once, and after each reconnection.
+        """Connect, or reconnect when the addresses changed. Sends `Hello` after each connection.
 
-        Raises AddressError, also where only one of the two has a key. An address has one process: another worker that
-        had it is disconnected.
+        Another worker with the same address is disconnected, since an address has one process. Raises AddressError,
+        also if only one of the two ends has a key.
         """
         known = self._by_worker.get(worker_id)
         given = (request_address, load_address, key)
@@ -235,7 +235,7 @@ class FrontendTransport:
         """False when that worker is not connected right now."""
         connection = self._by_worker.get(worker_id)
         if connection is None or not connection.open:
-            return False  # what cannot be sent now is the caller's to place elsewhere
+            return False
         failed = send(self._requests, [messages.encode(message), *payload], connection.route)
         self._reader.look()
         return not failed
@@ -252,7 +252,7 @@ class FrontendTransport:
                 continue
             connection = self._by_route.get(route.bytes)
             if connection is None:
-                continue  # the last of a worker that is gone
+                continue  # a late message of a worker that is gone
             try:
                 header, *payload = messages.join(frames)
                 return connection.worker_id, messages.decode_to_frontend(header), payload
@@ -261,8 +261,8 @@ class FrontendTransport:
                 log.warning("dropped a corrupt message from worker %s: %s", connection.worker_id, error)
 
     async def receive_published(self, pause_s: float = 0.0) -> list[Published]:
-        """The next load reports and prefix events of all workers, each worker's in order: those that are there, and one
-        at least. `pause_s`: see `Reader.all`."""
+        """All load reports and prefix events that have arrived, each worker's in order. Waits for the first one.
+        `pause_s`: see `Reader.all`."""
         found: list[Published] = []
         while not found:
             for frames in await self._reports.all(pause_s):
@@ -306,7 +306,7 @@ class FrontendTransport:
 
     def _refused(self, connection: _Connection, event: int) -> None:
         connection.failures += 1
-        if connection.failures == FAILURES_BEFORE_LOG:  # one may be a process that just ends
+        if connection.failures == FAILURES_BEFORE_LOG:  # a single one may be a process that is ending
             log.warning(
                 "worker %s at %s and this frontend do not accept each other's keys (%s): both must use the same Redis, "
                 "namespace and security.mesh; if they do, something else listens there",
@@ -334,12 +334,12 @@ class FrontendTransport:
 
 
 async def _log_refused(events: zmq.asyncio.Socket) -> None:
-    """A line when somebody was not let in, and then not for a while. Runs until cancelled."""
+    """Log refused connections, at most one line a minute. Runs until cancelled."""
     silent_until = 0.0
     while True:
         event = await recv_monitor_message(events)
         if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL or time.monotonic() < silent_until:
-            continue  # connected and went away, as probes of other workers do
+            continue  # it connected and left, as probes of other workers do
         silent_until = time.monotonic() + LOG_REFUSED_EVERY_S
         log.warning(
             "refused a connection to %s: whoever connects has no key of this fleet. If it is a frontend, start it with "
