@@ -21,7 +21,10 @@ prefix_hit_tokens = Counter(
     "KV (decode), as its engine said where prefilled remotely (prefill)",
     ["side"],
 )
-prefix_index_blocks = Gauge("pd_prefix_index_blocks", "Distinct cached blocks that this frontend knows of")
+# Where frontends of one machine share their metrics: that of the one which said it last, and of none that has ended.
+prefix_index_blocks = Gauge(
+    "pd_prefix_index_blocks", "Distinct cached blocks that a frontend knows of", multiprocess_mode="mostrecent"
+)
 prefix_resyncs = Counter(
     "pd_prefix_resyncs", "Snapshots of a worker's prefix cache asked for: it is new, or events were lost"
 )
@@ -33,6 +36,13 @@ kv_exposed_s = Histogram(
 )
 
 ratio_changes = Counter("pd_ratio_changes", "Changes of the desired ratio decided by this frontend, while it led")
+
+
+# From the start, so that a first failure is an increase: Prometheus counts none to a figure that was not there before.
+for _outcome in ("finished", "aborted", "failed", "rejected"):
+    requests.labels(_outcome)
+for _why in ("stale", "corrupt", "error"):
+    dropped.labels(_why)
 
 
 def counts(counter: Counter, *labels: str) -> collections.Counter[str]:

@@ -138,7 +138,7 @@ class Top(App[None]):
     def _take(self, sample: dict[str, Any]) -> None:
         self._sample = sample
         point = sample["point"]
-        if point and (not self._points or point["at"] > self._points[-1]["at"]):
+        if point and (not self._points or point["at"] != self._points[-1]["at"]):
             self._points = [*self._points, point][-_SPARK_POINTS:]
         self._show()
 

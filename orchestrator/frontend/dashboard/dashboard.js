@@ -33,7 +33,7 @@ function live(on, text) {
 
 function take() {
   const point = sample.point;
-  if (point && history && point.at > (history.at.at(-1) ?? 0)) {
+  if (point && history && point.at !== history.at.at(-1)) { // its clock may have been set back
     for (const [name, column] of Object.entries(history)) {
       column.push(point[name]);
       if (column.length > HOUR_S) column.shift();

@@ -77,7 +77,7 @@ def desired_ratio(
     total = current.prefill + current.decode
     if not window or total < config.min_prefill + config.min_decode:
         return None
-    if window[-1].at - current.set_at < config.cool_down_s:
+    if abs(window[-1].at - current.set_at) < config.cool_down_s:  # the server's clock may have been set back since
         return None
     asked = 0
     for least_s in (0.0, *LEAST_WINDOWS_S, config.window_s):

@@ -96,6 +96,8 @@ def test_hysteresis_and_cool_down():
     after = decide(CODE, CODE, CODE, max_step=8).after
     assert decide(CODE, CODE, CODE, current=msgspec.structs.replace(after, set_at=-1000.0)) is None
     assert decide(CODE, CODE, CODE, current=DesiredRatio(4, 4, set_at=95.0)) is None
+    ahead = DesiredRatio(4, 4, set_at=3700.0)  # by a clock that was set back by an hour since
+    assert decide(CODE, CODE, CODE, current=ahead) is not None
     assert decide(CODE, CODE, CODE, config=RatioConfig(gain=0.9)) is None
     assert decide() is None
 

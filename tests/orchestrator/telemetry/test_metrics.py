@@ -1,0 +1,43 @@
+"""What several frontends of a machine tell together, one after the other too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+_TELL = """
+from orchestrator.telemetry import metrics
+metrics.prefix_index_blocks.set({blocks})
+metrics.requests.labels("finished").inc({ended})
+"""
+_SCRAPE = """
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+registry = CollectorRegistry()
+MultiProcessCollector(registry)
+print(generate_latest(registry).decode())
+"""
+
+
+def run(code: str, folder: Path) -> str:
+    env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder)}
+    return subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True).stdout
+
+
+def test_a_frontend_that_has_ended_leaves_its_counts_and_no_gauge(tmp_path):
+    for blocks, ended in ((7000, 3), (50, 2)):
+        run(_TELL.format(blocks=blocks, ended=ended), tmp_path)
+    lines = [line for line in run(_SCRAPE, tmp_path).splitlines() if not line.startswith("#")]
+    assert [line for line in lines if line.startswith("pd_prefix_index_blocks")] == ["pd_prefix_index_blocks 50.0"]
+    assert 'pd_requests_total{outcome="finished"} 5.0' in lines
+
+
+def test_a_first_failure_is_an_increase(tmp_path):
+    """`rate` and `increase` of Prometheus see none in a figure that was not there before."""
+    run("import orchestrator.telemetry.metrics", tmp_path)
+    told = run(_SCRAPE, tmp_path)
+    for outcome in ("finished", "aborted", "failed", "rejected"):
+        assert f'pd_requests_total{{outcome="{outcome}"}} 0.0' in told
+    assert 'pd_dropped_messages_total{why="corrupt"} 0.0' in told
