@@ -12,6 +12,7 @@ class Server:
     """`first_s` and `gap_s` are its times. `cut` bytes at a time leave it. `broken`: status, stream or event."""
 
     telling = False  # the usage so far, with every event
+    key = ""  # that clients must send
     gone_after: int | None = None  # so many questions for its models
 
     def __init__(self, first_s: float = 0.0, gap_s: float = 0.0, cut: int = 0, broken: str = "") -> None:
@@ -32,7 +33,9 @@ class Server:
         """One answer per connection."""
         with contextlib.suppress(ConnectionError):
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            if head.startswith("POST"):
+            if f"bearer {self.key}" not in head.lower() and self.key:
+                self._begin(writer, 401, "application/json")
+            elif head.startswith("POST"):
                 lines = [line.split(":") for line in head.splitlines()]
                 length = next(int(line[1]) for line in lines if line[0].lower() == "content-length")
                 await self._answer(json.loads(await reader.readexactly(length)), writer)

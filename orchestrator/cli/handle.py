@@ -110,6 +110,15 @@ def find_fleet(namespace: str | None, redis_url: str | None, url: str | None = N
     return FleetHandle(namespace, redis, ready.url if ready else None, folder.config())
 
 
+def fleet_at(port: int | None) -> Config | None:
+    """The configuration of the fleet on this machine whose frontends listen at this port."""
+    for folder in map(RunFolder, held_namespaces()):
+        ready = folder.ready()
+        if ready is not None and urlsplit(ready.url).port == port:
+            return folder.config()
+    return None
+
+
 def _is_address(url: str) -> bool:
     with contextlib.suppress(ValueError):
         parts = urlsplit(url)

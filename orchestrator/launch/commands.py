@@ -26,13 +26,15 @@ _QUIET = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}
 def resolve(config: Config, model: str, redis_url: str, port: int) -> Config:
     """The configuration as the processes get it: nothing is left to be found, and clients keep the model's name."""
     replace = msgspec.structs.replace
+    # On a cluster a frontend listens at its node's address, whatever `host` is.
+    reached_at = config.frontend.host if config.launcher.kind == "local" else "0.0.0.0"
     return replace(
         config,
         model=model,
         served_model_name=config.served_model_name or config.model,
         redis=replace(config.redis, url=redis_url),
         frontend=replace(config.frontend, port=port),
-        security=secured(config.security, config.frontend.host),
+        security=secured(config.security, reached_at),
     )
 
 

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
+import msgspec
+
 from orchestrator.config.access import is_protected
 from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.model import find_model
@@ -52,6 +54,7 @@ def launch(config: Config, console: Console) -> None:
     folder = RunFolder(config.namespace)
     with _logging_to(console, config.logging), _signals_interrupt():
         try:
+            config = _with_key_of_before(config, folder)
             _clean_up_after_killed(folder, folder.claim(), console)
             if config.launcher.kind == "local":
                 MachineShares(config).check_room()
@@ -111,6 +114,15 @@ async def _run(config: Config, model: str, folder: RunFolder, console: Console) 
         if await stop.or_done(fleet.until_ready(), watching):
             _announce(fleet, machines.device, folder, console)
             await stop.or_done(asyncio.Event().wait(), watching)
+
+
+def _with_key_of_before(config: Config, folder: RunFolder) -> Config:
+    """On a cluster the frontends of a launcher that was killed serve on, with the operator's key that it made."""
+    before = folder.config() if config.launcher.kind != "local" and not folder.is_held else None
+    if before is None or config.security.operator_key is not None:
+        return config
+    replace = msgspec.structs.replace
+    return replace(config, security=replace(config.security, operator_key=before.security.operator_key))
 
 
 @contextlib.contextmanager

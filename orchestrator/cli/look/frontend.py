@@ -16,10 +16,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from orchestrator.cli.handle import FleetHandle, open_fleet
+from orchestrator.cli.handle import FleetHandle, fleet_at, open_fleet
 from orchestrator.config.access import OPERATOR_KEY
 from orchestrator.config.settings import Refused
 from orchestrator.types import WorkerStatus
+from orchestrator.wire.addresses import address_towards
 
 if TYPE_CHECKING:
     import httpx
@@ -75,10 +76,13 @@ def _fetch(url: str, path: str, key: str | None) -> tuple[int, bytes]:
 
 
 def operator_key(handle: FleetHandle, url: str) -> str | None:
-    """The environment's key, else that of the fleet on this machine. The latter is sent to loopback only."""
+    """The environment's key, else that of the fleet on this machine. The latter is sent to this machine only."""
     if given := os.environ.get(OPERATOR_KEY):
         return given
-    return handle.config.security.operator_key if handle.config is not None and is_loopback(url) else None
+    if not is_here(url):
+        return None
+    config = handle.config or fleet_at(urlsplit(url).port)
+    return config.security.operator_key if config is not None else None
 
 
 async def get_text(handle: FleetHandle, url: str, path: str) -> str | None:
@@ -144,6 +148,16 @@ def reachable(urls: list[str], redis_url: str) -> list[str]:
     """The URLs that reach this fleet's frontends, each once. A frontend of another host that is registered with a
     loopback address is left out: here that address is this host."""
     return [url for url in dict.fromkeys(urls) if not is_loopback(url) or is_loopback(redis_url)]
+
+
+def is_here(url: str) -> bool:
+    """Whether it leads to an address of this machine; a name counts as another's."""
+    host = urlsplit(url).hostname
+    if is_loopback(url) or host is None:
+        return True
+    with contextlib.suppress(ValueError):
+        return address_towards(str(ipaddress.ip_address(host))) == host
+    return False
 
 
 def is_loopback(url: str) -> bool:

@@ -25,7 +25,7 @@ from orchestrator.simulator.real.prompts import Prompts
 from orchestrator.simulator.trace import Load, TraceError, at_rate, first, scaled, steady
 
 app = typer.Typer()
-_API_KEY = "OPENAI_API_KEY"
+API_KEY = "OPENAI_API_KEY"
 _WARM_UP_REQUESTS, _WARM_UP_TOKENS = 4, 64
 
 
@@ -119,7 +119,7 @@ class _Plan:
     async def _run(self, server: str, rate: float | None) -> Run:
         self._seed += 1
         prompts = Prompts(seed=self._seed)
-        async with Target(server, api_key=os.environ.get(_API_KEY, "")) as target:
+        async with Target(server, api_key=os.environ.get(API_KEY, "")) as target:
             # Connects, and has the server compile and allocate what its first requests take.
             warm = [prompts.make(_WARM_UP_TOKENS, own=1_000_000 + n) for n in range(_WARM_UP_REQUESTS)]
             await asyncio.gather(*(target.complete(prompt, 4) for prompt in warm))

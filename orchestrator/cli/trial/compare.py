@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import platform
 import statistics
 from pathlib import Path
@@ -14,8 +15,11 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from orchestrator.cli.handle import check_writable
+from orchestrator.cli.handle import check_writable, find_fleet
+from orchestrator.cli.look.frontend import operator_key
+from orchestrator.cli.trial.bench import API_KEY
 from orchestrator.cli.trial.simulate import objectives, parse_configuration, parse_fleet, parse_load, parse_profile
+from orchestrator.config.access import OPERATOR_KEY
 from orchestrator.config.settings import ConfigError
 from orchestrator.simulator.profile import PROFILES, ProfileError, load_profile
 from orchestrator.simulator.real.calibrate import fit_profile, measure_profile
@@ -55,8 +59,8 @@ def profile_command(
         raise ConfigError(f"--lengths: expected at least two different lengths of 1 or more, got {lengths!r}")
 
     async def measure() -> tuple[Any, dict, str]:
-        async with Target(url) as target:
-            fleet = await target.fleet()
+        async with Target(url, api_key=os.environ.get(API_KEY, "")) as target:
+            fleet = await target.fleet(operator_key(find_fleet(None, None, url), url))
             return await measure_profile(target, sizes, say=typer.echo), fleet, target.model
 
     try:
@@ -65,6 +69,9 @@ def profile_command(
     except ERRORS as error:
         raise ConfigError(str(error)) from None
     blocks = min((w.get("blocks_total") or base.blocks for w in fleet.get("workers", [])), default=base.blocks)
+    if not fleet:
+        said = f"{url} does not tell its KV blocks: the profile has {blocks}, those of {base.name}"
+        typer.echo(f"{said}; change them in the file, or set {OPERATOR_KEY} for a fleet that asks for it", err=True)
     base = msgspec.structs.replace(
         base,
         blocks=blocks,
@@ -127,7 +134,7 @@ def compare_command(
 
 
 async def _replay(url: str, load: Load) -> list[Timing | None]:
-    async with Target(url) as target:
+    async with Target(url, api_key=os.environ.get(API_KEY, "")) as target:
         run = await open_loop(target, load, Prompts())
         return [sent.timing for sent in run.sent]
 

@@ -16,6 +16,7 @@ from orchestrator.simulator.trace import Arrival, Load
 _TIMEOUT_S = 10.0
 LATEST = 1000  # requests asked for
 LEAST = 20  # fewer say too little
+_ASK_TIMES = 4  # per frontend: those that share a port answer by chance
 
 
 class LiveError(ValueError):
@@ -23,11 +24,11 @@ class LiveError(ValueError):
 
 
 def live_load(url: str) -> Load:
-    """The latest requests of the frontend at `url`, from its request log. Which prefixes they shared is not known.
+    """The latest requests of the frontends at `url`, from their request logs. Which prefixes they shared is not known.
 
     Raises LiveError.
     """
-    ended = [line for line in _get(url, f"/requests?latest={LATEST}")["requests"] if line.get("output_tokens")]
+    ended = [line for line in _ended(url) if line.get("output_tokens")]
     if len(ended) < LEAST:
         raise LiveError(f"{url}: {len(ended)} requests have ended there, at least {LEAST} are needed; or give --trace")
     first = min(line["arrived_at"] for line in ended)
@@ -44,6 +45,20 @@ def live_load(url: str) -> Load:
     if arrivals[-1].at <= 0:
         raise LiveError(f"{url}: all requests came at the same moment, so they have no rate; give --trace")
     return Load("live", arrivals, 0)
+
+
+def _ended(url: str) -> list[dict[str, Any]]:
+    """Of the time that all frontends remember. Each answers for itself alone, so they are asked until all have."""
+    told: dict[str, list[dict[str, Any]]] = {}
+    frontends, asked = 1, 0
+    while len(told) < frontends and asked < _ASK_TIMES * frontends:
+        said = _get(url, f"/requests?latest={LATEST}")
+        asked += 1
+        frontends = said.get("frontends", 1)
+        told[said.get("frontend", "")] = said["requests"]
+    full = [min(line["arrived_at"] for line in lines) for lines in told.values() if len(lines) >= LATEST]
+    since = max(full, default=0.0)
+    return [line for lines in told.values() for line in lines if line["arrived_at"] >= since]
 
 
 def live_profile(url: str) -> Profile:

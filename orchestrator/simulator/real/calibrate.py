@@ -108,7 +108,7 @@ def _solve(rows: list[list[float]], values: list[float]) -> list[float]:
     right = [0.0] * size
     scale = [max(abs(row[i]) for row in rows) or 1.0 for i in range(size)]
     for row, value in zip(rows, values, strict=True):
-        scaled = [x / s / value for x, s in zip(row, scale, strict=True)]
+        scaled = [x / s / max(value, 1e-9) for x, s in zip(row, scale, strict=True)]
         for i in range(size):
             right[i] += scaled[i]
             for j in range(size):

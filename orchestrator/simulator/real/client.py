@@ -65,10 +65,11 @@ class Target:
     async def __aexit__(self, *_: object) -> None:
         await self._client.close()
 
-    async def fleet(self) -> dict:
+    async def fleet(self, operator_key: str | None = None) -> dict:
         """The server's /fleet, or nothing where there is none."""
+        headers = {"authorization": f"Bearer {operator_key}"} if operator_key else {}
         try:
-            async with self._client.get(f"{self.url}/fleet") as answer:
+            async with self._client.get(f"{self.url}/fleet", headers=headers) as answer:
                 return await answer.json() if answer.status == 200 else {}
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return {}

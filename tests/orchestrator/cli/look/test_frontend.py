@@ -11,11 +11,12 @@ import pytest
 from support_redis import fresh_namespace, running_server
 
 from orchestrator.cli.handle import FleetHandle, find_fleet
-from orchestrator.cli.look.frontend import fleet_status, reachable
+from orchestrator.cli.look.frontend import fleet_status, operator_key, reachable
 from orchestrator.config.settings import Refused, parse_config
 from orchestrator.launch.host.run_folder import Ready, RunFolder
 from orchestrator.store.client import connect
 from orchestrator.store.registry import Frontend, Registry
+from orchestrator.wire.addresses import address_towards
 
 
 def test_a_fleet_elsewhere_is_not_taken_for_the_one_that_runs_here(tmp_path: Path, monkeypatch):
@@ -38,6 +39,28 @@ def test_a_fleet_elsewhere_is_not_taken_for_the_one_that_runs_here(tmp_path: Pat
 def test_the_loopback_address_of_another_host_is_not_asked(redis_url: str, asked: bool):
     here, there = "http://127.0.0.1:8000", "http://192.0.2.7:8000"
     assert reachable([there, here, there], redis_url) == ([there, here] if asked else [there])
+
+
+def test_the_key_of_the_fleet_here_is_used_at_every_address_of_this_machine_and_nowhere_else(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("PD_OPERATOR_KEY", raising=False)
+    own = address_towards("192.0.2.200")  # or loopback, where this machine has no network
+    folder = RunFolder("default")
+    folder.claim()
+    security = {"operator_key": "the-key"}
+    folder.write_config(parse_config({"model": "m", "redis": {"url": "redis://here:1"}, "security": security}))
+    folder.note_ready(Ready(f"http://{own}:8000", "m", "1P1D"))
+    handle = find_fleet(None, None)
+    assert handle.url and operator_key(handle, handle.url) == "the-key"
+    for url, key in {
+        f"http://{own}:8000": "the-key",
+        "http://127.0.0.1:8000": "the-key",
+        "http://127.0.0.1:8001": None,  # who listens there is not that fleet
+        "http://198.51.100.7:8000": None,
+        "http://some.name:8000": None,
+    }.items():
+        assert operator_key(find_fleet(None, None, url), url) == key, url
+    folder.remove()
 
 
 @contextlib.asynccontextmanager

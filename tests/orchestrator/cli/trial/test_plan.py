@@ -8,6 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from orchestrator.cli.trial.live import live_load
 from orchestrator.cli.trial.plan import plan_command
 from orchestrator.config.access import OPERATOR_KEY
 from orchestrator.config.settings import ConfigError
@@ -72,7 +73,11 @@ def frontend():
             if pages["key"] and self.headers["authorization"] != f"Bearer {pages['key']}":
                 self.send_error(401)
                 return
-            body = json.dumps(pages[self.path]).encode()
+            page = pages[self.path]
+            if isinstance(page, list):  # those that share a port answer in turn
+                page.append(page.pop(0))
+                page = page[-1]
+            body = json.dumps(page).encode()
             self.send_response(200)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
@@ -96,6 +101,15 @@ def test_a_running_fleet_gives_its_timing_and_what_it_was_asked(frontend, tmp_pa
     pages["/predictions"] = {}
     result = run(*args)
     assert "no worker of the fleet has measured its engine" in str(result.exception)
+
+
+def test_the_requests_of_all_frontends_that_share_a_port_are_the_load(frontend):
+    pages, url = frontend
+    every = [{"arrived_at": 100 + n / 20, "prompt_tokens": 600, "output_tokens": 20} for n in range(3000)]
+    mine = {"frontend": "f0", "frontends": 2, "requests": every[1000::2][:1000]}  # as many as one remembers
+    pages["/requests?latest=1000"] = [mine, {"frontend": "f1", "frontends": 2, "requests": every[1::20]}]
+    load = live_load(url)
+    assert 10 < load.rate < 11.5 and len(load.arrivals) == 1100, "from when both remember"
 
 
 def test_a_running_fleet_is_asked_with_the_operators_key(frontend, tmp_path, monkeypatch):

@@ -11,6 +11,8 @@ from orchestrator.config.engine_args import ranks
 from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.launch.commands import frontend_spec, resolve, worker_spec
 from orchestrator.launch.host.machine import CoreShares, GpuShares, MachineShares, Share, find_gpus, hold_port
+from orchestrator.launch.host.run_folder import RunFolder
+from orchestrator.launch.launcher import _with_key_of_before
 from orchestrator.launch.machines import Setup
 from orchestrator.types import Role
 
@@ -122,6 +124,27 @@ def test_command_lines_carry_what_was_resolved(tmp_path):
     deep = worker_spec(Setup(0, config, Path("/" + "x" * 100) / "c.yaml"), Role.DECODE, "d", Share())
     assert "VLLM_RPC_BASE_PATH" not in deep.env, "a socket's path must fit"
     assert frontend_spec(Setup(0, config, tmp_path / "c.yaml"), "frontend-2", 2).name == "frontend-2"
+
+
+def test_frontends_on_a_cluster_have_an_operators_key_that_the_launcher_knows(tmp_path):
+    """They listen at the addresses of their nodes, also where `frontend.host` says nothing."""
+    ray = {"launcher": {"kind": "ray"}, "redis": {"url": "redis://h:1"}}
+    made = resolve(config_of(**ray), "m", "redis://h:1", 8000).security.operator_key
+    assert made and resolve(config_of(), "m", "redis://h:1", 8000).security.operator_key is None
+
+
+def test_frontends_that_outlived_their_launcher_keep_their_operators_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    ray = config_of(launcher={"kind": "ray"}, redis={"url": "redis://h:1"})
+    killed, next_one = RunFolder("default"), RunFolder("default")
+    killed.claim()
+    before = resolve(ray, "m", "redis://h:1", 8000)
+    killed.write_config(before)
+    assert _with_key_of_before(ray, next_one) == ray, "it runs: the next one is refused"
+    assert killed._lock is not None
+    killed._lock.close()  # as the kernel does
+    assert _with_key_of_before(ray, next_one).security.operator_key == before.security.operator_key
+    assert _with_key_of_before(config_of(), next_one) == config_of(), "here they die with it"
 
 
 def test_another_environments_python_runs_its_own_code(tmp_path):

@@ -14,6 +14,7 @@ from support_openai import Server
 from typer.testing import CliRunner
 
 from orchestrator.cli.trial.bench import app, parse_rates
+from orchestrator.cli.trial.compare import app as compare_app
 from orchestrator.config.settings import ConfigError
 from orchestrator.simulator.real.client import MeasureError, Target
 from orchestrator.simulator.real.drive import Run, Sent, closed_loop, open_loop
@@ -184,6 +185,19 @@ def test_what_was_measured_before_a_server_went_away_is_shown(servers, tmp_path)
     done = CliRunner().invoke(app, [slow.url, "--against", fast.url, *size, "--json", str(saved)])
     assert isinstance(done.exception, ConfigError) and str(done.exception).startswith("stopped after 4 of 8 runs: ")
     assert "TTFT P50" in done.output and len(json.loads(saved.read_text())["runs"]) == 4
+
+
+def test_a_profile_is_measured_and_compared_with_the_clients_key(servers, tmp_path, monkeypatch):
+    _, fast = servers
+    fast.key, measured = "secret", tmp_path / "p.json"
+    profile = ["profile", "--url", fast.url, "--out", str(measured), "--lengths", "8,16"]
+    compare = ["compare", "--url", fast.url, "--trace", "code", "--rate", "20", "--seconds", "0.5"]
+    compare += ["--profile", "h100-llama-8b", "--out", str(tmp_path / "c.json")]
+    assert "no OpenAI server answers" in str(CliRunner().invoke(compare_app, profile).exception)
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    done = CliRunner().invoke(compare_app, profile)
+    assert done.exit_code == 0 and "does not tell its KV blocks" in done.output, done.output
+    assert measured.exists() and CliRunner().invoke(compare_app, compare).exit_code == 0
 
 
 def test_a_server_that_answers_nothing_is_one_line(servers):
