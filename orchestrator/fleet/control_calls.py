@@ -22,6 +22,10 @@ class CallFailed(RuntimeError):
     """A worker refused the call, or did not answer in time; names the call and the workers."""
 
 
+class WorkerLost(CallFailed):
+    """The worker left the fleet, or was not connected, before it had answered."""
+
+
 class ControlCalls:
     def __init__(self, fleet: Fleet, transport: FrontendTransport) -> None:
         self._fleet = fleet
@@ -41,8 +45,10 @@ class ControlCalls:
         if row.reach is Reach.ONE:
             workers = workers[:1]
         results, failures = await self._ask(workers, method, args, kwargs or {}, timeout_s)
+        if row.told_on_return and results:
+            failures = {name: error for name, error in failures.items() if not isinstance(error, WorkerLost)}
         if not failures:
-            return row.combine([results[worker_id] for worker_id in workers])
+            return row.combine(list(results.values()))
         why = "; ".join(f"worker {worker_id}: {error}" for worker_id, error in failures.items())
         if row.undo is not None and results:
             # What did not answer may have succeeded; to undo what was not done does no harm.
@@ -70,7 +76,7 @@ class ControlCalls:
         for worker_id in workers:
             waiting[worker_id] = self._waiting[call_id, worker_id] = loop.create_future()
             if not self._transport.send(worker_id, Call(call_id, method, args, kwargs)):
-                waiting[worker_id].set_exception(CallFailed("it is not connected"))
+                waiting[worker_id].set_exception(WorkerLost("it is not connected"))
         try:
             _, silent = await asyncio.wait(waiting.values(), timeout=timeout_s)
         finally:
@@ -93,4 +99,4 @@ class ControlCalls:
     def worker_lost(self, worker_id: str) -> None:
         for (_, waited_for), future in self._waiting.items():
             if waited_for == worker_id and not future.done():
-                future.set_exception(CallFailed("it is gone"))
+                future.set_exception(WorkerLost("it is gone"))

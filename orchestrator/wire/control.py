@@ -36,11 +36,12 @@ class ControlMethod(msgspec.Struct, frozen=True):
     reach: Reach = Reach.ALL
     combine: Callable[[Sequence[Any]], Any] = _first
     undo: str | None = None  # called on the workers that succeeded when another one failed
+    told_on_return: bool = False  # a worker that is lost during the call is told when it comes back: no failure
 
 
 METHODS: dict[str, ControlMethod] = {
     # Carried out by the worker, with the fields of a PauseState: see orchestrator/fleet/pause.py.
-    "set_pause": ControlMethod(),
+    "set_pause": ControlMethod(told_on_return=True),
     # Carried out by its engine.
     "is_scheduler_paused": ControlMethod(combine=_everywhere),
     "is_sleeping": ControlMethod(combine=_everywhere),

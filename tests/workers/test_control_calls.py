@@ -160,6 +160,38 @@ async def test_who_joins_a_paused_fleet_is_paused_and_resumes_with_it(redis_serv
         await other.close()
 
 
+@pytest.mark.parametrize("pausing", [True, False])
+async def test_a_worker_that_is_lost_meanwhile_keeps_no_fleet_from_pausing_or_resuming(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, pausing: bool
+) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        (client, other), _prefill, decode = await fleet(workers)
+        pause, calls, asked = client.connection.pause, client.connection.calls, asyncio.Event()
+        if not pausing:
+            await pause.begin("wait", clear_cache=False)
+
+        async def silent(*_: Any) -> None:
+            asked.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(decode.engine, "call", silent)
+        changing = asyncio.create_task(pause.begin("wait", clear_cache=False) if pausing else pause.end())
+        await asked.wait()
+        known = client.connection.fleet.workers[decode.id]
+        known.connected = False
+        calls.worker_lost(decode.id)
+        await changing
+        assert pause.on is pausing
+        with pytest.raises(CallFailed, match=f"{decode.id}: it is gone"):  # nobody tells it that later
+            known.connected = True
+            calling = asyncio.create_task(calls.call("reset_prefix_cache", []))
+            await asyncio.sleep(0.1)
+            calls.worker_lost(decode.id)
+            await calling
+        await client.close()
+        await other.close()
+
+
 async def test_a_word_that_comes_late_does_not_pause_a_worker_again(redis_server: EmbeddedRedis) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
         (client, other), prefill, decode = await fleet(workers)
