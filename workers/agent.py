@@ -1,7 +1,7 @@
 """One worker process: starts the engine, joins the fleet, serves until it leaves or its engine dies.
 
-Builds the parts of a worker, each of those before it, and owns their loops, the registry entry and the heartbeat.
-What an engine does, what a message means and how a role changes is elsewhere.
+Builds the parts of a worker and owns their loops, the registry entry and the heartbeat. Engines, messages and changes
+of role are in other modules.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Agent:
         )
 
     def _build(self, info: WorkerInfo) -> None:
-        """Each part is made of those above it."""
+        """Make the parts of the worker, in the order of their dependencies."""
         self._frontends = Frontends(info.id, self._transport.send)
         timeout_s = self._config.workers.timeout_s
         self._peers = Peers(
@@ -157,7 +157,7 @@ class Agent:
         )
 
     async def _start_engine(self) -> EngineInfo | None:
-        """None when it was told to stop meanwhile. Raises EngineStartFailed."""
+        """None if the worker was told to stop meanwhile. Raises EngineStartFailed, ConfigError."""
         limit_s = self._config.workers.start_timeout_s
         starting = asyncio.create_task(self._engine.start(), name="engine-start")
         stopped = asyncio.create_task(self._ended.wait())
@@ -167,7 +167,7 @@ class Agent:
                 return starting.result()
         except EngineDead as error:
             raise EngineStartFailed(f"the engine did not start: {error}") from error
-        except (ValueError, TypeError) as error:  # what vLLM raises for arguments that cannot work
+        except (ValueError, TypeError) as error:  # vLLM's errors for arguments that cannot work
             raise ConfigError(str(error)) from error
         finally:
             stopped.cancel()
@@ -199,7 +199,7 @@ class Agent:
             await self._close()
 
     def _loops(self) -> dict[str, Coroutine[Any, Any, None]]:
-        """They run until the worker leaves; one that ends by itself ends the worker."""
+        """The worker's loops by name. They run until the worker leaves; a loop that ends by itself ends the worker."""
         return {
             "receive": self._receive(),
             "pump": self._pump(),
@@ -212,12 +212,12 @@ class Agent:
         }
 
     def _explain(self, task: asyncio.Task[None]) -> None:
-        """A loop ended by itself: that is an error, and decides how the process ends."""
+        """Set the exit code for a loop that ended by itself, and log why. Raises IncompatibleWorker, IdInUse."""
         error = None if task.cancelled() else task.exception()
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         if isinstance(error, IncompatibleWorker | IdInUse):
-            raise error  # found when it entered again after Redis had lost it
+            raise error  # raised when the worker registered again after Redis had lost its entry
         self._exit_code = EXIT_ENGINE_DEAD
         if isinstance(error, EngineDead):
             log.error("leaving: %s", error)
@@ -234,7 +234,7 @@ class Agent:
         self._prefix.close()
         self._load.close()
         try:
-            if self.joined:  # else the entry of this id, if any, is another's
+            if self.joined:  # otherwise an entry with this id belongs to another process
                 await self._registry.leave(self.worker_id, self._current().kv.engine_id)
         except RedisAway as error:
             log.warning("left without notice: %s", error)
@@ -250,7 +250,7 @@ class Agent:
     # ---- joining and staying -----------------------------------------------------------------------------------
 
     async def _join(self) -> None:
-        """Raises IncompatibleWorker, IdInUse. While Redis is away it is tried again: the engine is loaded already."""
+        """Register, and try again while Redis is away. Raises IncompatibleWorker, IdInUse."""
         self.life.enter(Life.READY)
         while not self._ended.is_set():
             try:
@@ -315,7 +315,7 @@ class Agent:
     async def _peer_died(self, peer: Departed) -> None:
         try:
             await self._engine.fail_peer(peer.engine_id)
-        except RuntimeError as error:  # it may be dead too
+        except RuntimeError as error:  # this engine may be dead too
             log.info("the engine was not told that %s is dead: %s", peer.worker_id, error)
         self._load.dirty.set()
         await self._claims.peer_died(peer.worker_id)
@@ -333,13 +333,13 @@ class Agent:
     # ---- leaving -----------------------------------------------------------------------------------------------
 
     def request_stop(self, timeout_s: float) -> None:
-        """SIGTERM or SIGINT: drain for so long, and leave. A second time, or while the engine starts: at once."""
+        """Drain for at most `timeout_s` and leave; leave at once at the second call, or while the engine starts."""
         if self.life.can_enter(Life.LEAVING):
             self._moves.leave(timeout_s)
         else:
             self._ended.set()
 
     def _announce(self) -> None:
-        """Tell the registry now, not with the next heartbeat."""
+        """Send the next heartbeat now."""
         self._beat_now.set()
         self._claims.wake()

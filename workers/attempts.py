@@ -1,7 +1,7 @@
-"""The attempts that one worker holds, prefilling or decoding, and how much of their prompts is left. No I/O.
+"""The attempts of one worker, prefilling or decoding, and how many of their prompt tokens are uncomputed. No I/O.
 
-An attempt is held from its submission or claim until its end was told to its frontend; its KV may live longer in the
-engine. At most one attempt of a request is held in each phase.
+An attempt is held from its submission or claim until its frontend has been told of its end. Its KV may stay longer in
+the engine. At most one attempt of a request is held per phase.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from dataclasses import dataclass, field
 
 from workers.engine import Phase
 
-# An engine frees what nobody fetches by itself, in bounded time; this many are freed sooner when aborted.
+# How many ended prefills are remembered, so that an abort can free their KV. The engine frees KV that is not fetched by
+# itself, in bounded time.
 MAX_PUSHING = 1024
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One attempt at one request. `tokens` are to be computed here: none of a prompt whose KV is received."""
+    """One attempt at one request. `tokens`: prompt tokens to compute here, 0 for a prompt whose KV is received."""
 
-    key: str  # what the engine knows it by
+    key: str  # its id in the engine
     request_id: str
     number: int
     frontend_id: str
@@ -29,7 +30,7 @@ class Attempt:
     since: float  # monotonic seconds
     computed: bool = False  # its first output has been seen
     submitted: bool = False  # the engine knows it
-    leased: bool = False  # a claim in the queue stands behind it
+    leased: bool = False  # it has a lease in the queue
     trial_until: float = 0.0  # monotonic seconds; see `Submit.trial_s`
     suspect: bool = False
     tokens_left: int = field(init=False, default=0)  # of its prompt, not computed yet; kept by `Attempts`
@@ -37,27 +38,27 @@ class Attempt:
 
 
 class Attempts:
-    """`pushing` remembers prefills that ended here lately: their KV may still wait in the engine to be fetched."""
+    """All attempts of the worker. `_pushing` has prefills that ended lately, whose KV may still be in the engine."""
 
     def __init__(self) -> None:
         self._by_key: dict[str, Attempt] = {}
         self._by_request: dict[tuple[Phase, str], Attempt] = {}
         self._prefills: dict[str, Attempt] = {}
         self._pushing: OrderedDict[str, Attempt] = OrderedDict()
-        self._tokens_left: Counter[Phase] = Counter()  # sums of the attempts'
-        self.room = asyncio.Event()  # set whenever less is held or left to compute; cleared by who waits for it
+        self._tokens_left: Counter[Phase] = Counter()  # sums over the attempts
+        self.room = asyncio.Event()  # set when attempts or tokens get fewer; cleared by the waiting task
 
     def __len__(self) -> int:
         return len(self._by_key)
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens of all attempts that are not computed yet."""
+        """Uncomputed prompt tokens of all attempts."""
         return self._tokens_left.total()
 
     @property
     def claimed_tokens(self) -> int:
-        """The same, of prefills."""
+        """Uncomputed prompt tokens of prefills."""
         return self._tokens_left[Phase.PREFILL]
 
     def get(self, key: str) -> Attempt | None:
@@ -67,7 +68,7 @@ class Attempts:
         return self._by_request.get((phase, request_id))
 
     def holds(self, attempt: Attempt) -> bool:
-        """False once it was removed, even when the key came back."""
+        """Whether it has not been removed. False also if another attempt has the same key now."""
         return self._by_key.get(attempt.key) is attempt
 
     def all(self) -> list[Attempt]:
@@ -102,8 +103,7 @@ class Attempts:
         self._leave(attempt, attempt.tokens)
 
     def computing(self, tokens_left: dict[str, int], now: float) -> None:
-        """What the engine says of prompts that it has begun, by key: tokens that it still has to compute. `now`:
-        monotonic seconds."""
+        """Update the uncomputed tokens of prompts that the engine has begun, by key. `now`: monotonic seconds."""
         for key, tokens in tokens_left.items():
             attempt = self._by_key.get(key)
             if attempt is not None and not attempt.computed:
@@ -113,7 +113,7 @@ class Attempts:
                 self.room.set()
 
     def compute(self, attempt: Attempt) -> None:
-        """Its prompt has been computed. Idempotent."""
+        """Mark its prompt as computed. Idempotent."""
         attempt.computed = True
         self._leave(attempt, 0)
         self.room.set()
@@ -137,21 +137,21 @@ class Attempts:
 
     @property
     def pushes(self) -> bool:
-        """KV may go out of here, to an engine that only ours knows."""
+        """Whether the engine may be pushing KV, to engines that only it knows."""
         return bool(self._prefills or self._pushing)
 
     def pushed(self) -> None:
-        """The engine holds nothing any more."""
+        """Forget all ended prefills: the engine holds no KV any more."""
         self._pushing.clear()
 
     def note_pushing(self, attempt: Attempt) -> None:
-        """Its prefill has ended well."""
+        """Remember a prefill that has ended well."""
         self._pushing[attempt.request_id] = attempt
         if len(self._pushing) > MAX_PUSHING:
             self._pushing.popitem(last=False)
 
     def end_pushing(self, request_id: str, number: int) -> list[str]:
-        """Engine keys of this attempt, or an older one, whose KV is not wanted any more."""
+        """Forget this attempt's prefill, or an older one's, and return its engine key for an abort."""
         attempt = self._pushing.get(request_id)
         if attempt is None or attempt.number > number:
             return []
@@ -159,6 +159,6 @@ class Attempts:
         return [attempt.key]
 
     def end_pushing_to(self, frontend_id: str) -> list[str]:
-        """The same, of all requests of one frontend."""
+        """The same for all requests of one frontend."""
         ended = [attempt for attempt in self._pushing.values() if attempt.frontend_id == frontend_id]
         return [key for attempt in ended for key in self.end_pushing(attempt.request_id, attempt.number)]

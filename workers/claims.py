@@ -1,7 +1,7 @@
-"""The prefill claim loop: takes jobs from the shared queue while the engine has token budget, and keeps their leases.
+"""The claim loop: claims jobs from the shared queue while the engine has token budget, and renews their leases.
 
-A claim is a lease, renewed until its prefill has ended. What becomes of a claimed job is `prefills`; whether this
-worker should prefill at all is decided elsewhere.
+A claim is a lease, renewed until its prefill has ended. `prefills` runs a claimed job; `lifecycle` decides whether this
+worker prefills at all.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from workers.reports import LoadReporter
 
 log = logging.getLogger("pd.claims")
 
-WAIT_S = 0.5  # for work, before asking again
-LEFT_WAIT_S = 0.2  # the same, where jobs were left: to workers that have their prefixes cached, or until they fit
-MEMORY_WAIT_S = 0.05  # for KV blocks to come free
+WAIT_S = 0.5  # wait for work before asking again
+LEFT_WAIT_S = 0.2  # the same, after jobs were left in the queue: for workers with their prefix, or until they fit
+MEMORY_WAIT_S = 0.05  # wait for free KV blocks
 AWAY_PAUSE_S = 0.25
 
 
 class ClaimLoop:
-    """Owns this worker's place in the queue: what it asks for, its leases, and the sweep of everybody's."""
+    """Claims jobs for this worker, renews its leases, and takes part in the sweep of expired leases."""
 
     def __init__(
         self,
@@ -45,13 +45,13 @@ class ClaimLoop:
         self._info, self._queue_config, self._claim_batches = info, config.queue, config.workers.claim_batches
         self._queue, self._attempts, self._load, self._prefills = queue, attempts, load, prefills
         self._active = active
-        self._room = asyncio.Event()  # there may be more of it
+        self._room = asyncio.Event()  # set when there may be more room
         self._claiming = False
-        self._left = False  # jobs were seen, and left in the queue
+        self._left = False  # the last claim saw jobs and left them in the queue
 
     @property
     def busy(self) -> bool:
-        """A claim is being made."""
+        """Whether a claim is being made."""
         return self._claiming
 
     async def run(self) -> None:
@@ -91,7 +91,7 @@ class ClaimLoop:
                     self._prefills.begin(claim, wanted=self._active())
             except RedisAway as error:
                 log.debug("claims pause: %s", error)
-                claim_lost = True  # Redis may have granted what we never heard of
+                claim_lost = True  # Redis may have granted a claim whose answer was lost
                 await asyncio.sleep(AWAY_PAUSE_S)
                 continue
             finally:
@@ -102,30 +102,32 @@ class ClaimLoop:
                 await self._queue.wait_for_work(WAIT_S, "busy" if len(self._attempts) else "idle")
 
     async def _claim(self, budget: int, jobs: int) -> tuple[list[Claim], bool]:
-        """Claims, and whether all that was seen was left where it is. Raises RedisAway."""
+        """The new claims, and whether jobs were seen and all of them left in the queue. Raises RedisAway."""
         idle = len(self._attempts) == 0
         affinity_window = self._queue_config.affinity_window
         claims, window = await self._queue.claim(self._info.id, budget, jobs, affinity_window, idle, WAIT_S)
         if not window:
-            # What does not fit, or is an idle worker's, looks like an empty queue: asking at once would not end.
+            # Jobs that do not fit, or are left to idle workers, look like an empty queue. Asking again at once would
+            # make a busy loop.
             return claims, not claims and not idle and not self._queue.waits
         rate = self._load.rate.tokens_per_s
         s_per_token = 1 / rate if rate else self._queue_config.seconds_per_token
         chosen = choose_claims(window, budget, idle, s_per_token, share_tokens=self._queue.share_tokens)[:jobs]
-        # Another may have been quicker: then those that are left are asked for afresh.
+        # Another worker may have claimed some of them meanwhile.
         return await self._queue.claim_chosen(self._info.id, chosen, idle and bool(chosen)), not chosen
 
     async def _release_unknown(self) -> None:
-        """Raises RedisAway. Without it such a job would wait for its lease to run out."""
+        """Release claims whose answers were lost, which would otherwise wait for their leases to expire. Raises
+        RedisAway."""
         for request_id in await self._queue.release_unknown(self._info.id, self._prefills.known()):
             log.info("gave %s back: its claim was answered while Redis could not be heard", request_id)
 
     def wake(self) -> None:
-        """Something changed that may allow claiming: the role, or free memory."""
+        """Check again whether jobs can be claimed: the role or the free memory has changed."""
         self._room.set()
 
     async def _watch_room(self) -> None:
-        """Ask the queue again once there is more room: a job that was left may fit now."""
+        """Ask the queue again when there is more room: a job that was left may fit now."""
         while True:
             await self._attempts.room.wait()
             self._attempts.room.clear()
@@ -159,7 +161,7 @@ class ClaimLoop:
 
     async def _sweep_forever(self) -> None:
         while True:
-            # Everybody sweeps: jitter spreads it.
+            # All prefill workers sweep; the jitter spreads them.
             await asyncio.sleep(self._queue_config.lease_s / 2 * random.uniform(0.75, 1.25))
             try:
                 await self._sweep()
@@ -172,9 +174,9 @@ class ClaimLoop:
             self._prefills.died_too_often(request_id, number, reply_to)
 
     async def peer_died(self, worker_id: str) -> None:
-        """Claims that it told nobody of need not wait for their leases to run out."""
+        """Expire the leases of a dead worker, so that claims unknown to frontends need not wait for them."""
         try:
             if self._active() and await self._queue.expire_leases(worker_id):
-                await self._sweep()  # by whoever was first to end them
+                await self._sweep()  # only by the worker that expired them
         except RedisAway as error:
             log.debug("the leases of %s will run out: %s", worker_id, error)

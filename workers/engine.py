@@ -1,6 +1,6 @@
-"""The engine seam: what an agent needs of an engine, real or simulated.
+"""The interface between a worker and its engine, real or simulated.
 
-An engine knows requests by key (`types.engine_key`), one key per attempt, never reused.
+An engine identifies requests by key (`types.engine_key`): one key per attempt, never reused.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ log = logging.getLogger("pd.engine")
 
 class Phase(str, enum.Enum):
     PREFILL = "prefill"  # compute the prompt, keep and push its KV, sample one token
-    DECODE = "decode"  # generate; with a KV source the prompt's KV is received, else computed here
+    DECODE = "decode"  # generate; the prompt's KV is received if there is a KV source, else computed here
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What an engine says of itself once started."""
+    """An engine's properties, known once it has started."""
 
     identity: EngineIdentity
     kv: KVEndpoint
@@ -36,7 +36,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
-    """The engine's own view at the end of a step; counters are cumulative."""
+    """The engine's load at the end of a step. Counters are cumulative."""
 
     blocks_free: int
     running: int
@@ -53,11 +53,11 @@ class EngineRequest(msgspec.Struct, frozen=True):
     frames: list[bytes]
     kv_source: KVSource | None = None
     resume_tokens: list[int] = []
-    behind_s: float = 0.0  # its place among those that wait: as if it came so much later than it does, or earlier
+    behind_s: float = 0.0  # its place in the engine's queue: as if it had arrived so much later (negative: earlier)
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Why a request was not taken. `final`: no worker would take it. `leaving`: as `wire.messages.Rejected`."""
+    """Why a request was not taken. `final`: no worker would take it. `leaving`: as in `wire.messages.Rejected`."""
 
     why: str
     final: bool = False
@@ -73,7 +73,7 @@ class EngineOutput(Protocol):
 
 
 class PrefixDelta(msgspec.Struct, frozen=True):
-    """What changed in the engine's prefix cache: `cleared` first, then `removed`, then `stored`. No key is in both."""
+    """Changes of the engine's prefix cache, in this order: `cleared`, `removed`, `stored`. No key is in two lists."""
 
     stored: list[int]  # keys of `policy.prefix_keys`
     removed: list[int]
@@ -81,11 +81,11 @@ class PrefixDelta(msgspec.Struct, frozen=True):
 
 
 class PrefixChanges:
-    """Net changes of a prefix cache since they were last taken, bounded by the keys that came or went."""
+    """Net changes of a prefix cache since `take` was last called."""
 
     def __init__(self) -> None:
         self._cleared = False
-        self._cached: dict[int, bool] = {}  # by key that came or went: whether it is cached now
+        self._cached: dict[int, bool] = {}  # changed key -> whether it is cached now
 
     def __bool__(self) -> bool:
         return self._cleared or bool(self._cached)
@@ -115,9 +115,9 @@ class PrefixChanges:
 
 
 class EngineStep(msgspec.Struct):
-    """One step: outputs of any number of requests, the load after it, and what it changed in the prefix cache.
+    """One engine step: the outputs of its requests, the load after it, and its changes of the prefix cache.
 
-    `tokens_left`: of the prompts that are begun and have no output yet, by key, the tokens still to be computed.
+    `tokens_left`: uncomputed prompt tokens by key, of requests whose prefill has begun and which have no output yet.
     """
 
     outputs: list[Any]  # of EngineOutput
@@ -128,49 +128,49 @@ class EngineStep(msgspec.Struct):
 
 
 class EngineDead(RuntimeError):
-    """The engine process ended; nothing it held can be recovered."""
+    """The engine process ended. None of its state can be recovered."""
 
 
 class InvalidEngineRequest(ValueError):
-    """The frames cannot be decoded, or ask for something this engine cannot do."""
+    """The frames cannot be decoded, or this engine cannot run the request."""
 
 
 class Engine(Protocol):
-    """Every method may raise EngineDead. `submit` raises InvalidEngineRequest for what cannot be run."""
+    """Every method may raise EngineDead. `submit` raises InvalidEngineRequest for a request that cannot run."""
 
     async def start(self) -> EngineInfo: ...
 
     async def submit(self, request: EngineRequest) -> None: ...
 
     async def abort(self, keys: list[str]) -> None:
-        """Idempotent; unknown keys are ignored. Frees what they hold as soon as no transfer can touch it."""
+        """End requests. Idempotent; unknown keys are ignored. Blocks are freed once no transfer can touch them."""
         ...
 
     async def next_step(self) -> EngineStep:
-        """Waits for the next step that has something to say."""
+        """Wait for the next step that has outputs or changes."""
         ...
 
     def encode_outputs(self, outputs: list[Any], timestamp: float) -> list[bytes]:
-        """Frames that a frontend's codec decodes."""
+        """Encode outputs as frames for a frontend's codec."""
         ...
 
     async def load(self) -> EngineLoad:
-        """The load right now, also when no step has run since something was freed."""
+        """The present load, also when blocks were freed and no step has run since."""
         ...
 
     async def fail_peer(self, engine_id: str) -> None:
-        """The engine with this KV identity is dead: end every transfer with it, recompute what waited for it."""
+        """Another engine is dead: end every transfer with it, and recompute the prompts that waited for its KV."""
         ...
 
     async def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """A method of `wire.control`. Raises whatever the engine says of it."""
+        """Call a method of `wire.control`. Raises the engine's own error."""
         ...
 
     async def stop(self) -> None: ...
 
 
 async def submit(engine: Engine, request: EngineRequest) -> Refusal | None:
-    """Hand a request to the engine. Returns why it was not taken. Raises EngineDead."""
+    """Submit a request to the engine. Returns None, or why the engine did not take it. Raises EngineDead."""
     try:
         await engine.submit(request)
     except InvalidEngineRequest as error:

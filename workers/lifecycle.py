@@ -1,7 +1,7 @@
-"""The states of a worker process, the legal moves between them in one table, and how a move is made.
+"""The states of a worker process, the table of legal transitions, and how they are carried out.
 
-Finer than what is registered: a worker that changes role and one that leaves are both DRAINING to the fleet. The engine
-can do both roles, so a change of role is a drain and a registry update; weights stay loaded.
+A worker that changes its role and one that leaves have different states here, and are both registered as DRAINING. The
+engine can do both roles, so a change of role is a drain and a registry update; weights stay loaded.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ POLL_S = 0.02
 class Life(enum.Enum):
     STARTING = "starting"  # the engine loads its model
     READY = "ready"
-    FLIPPING = "flipping"  # ends what it holds, then takes the other role
-    LEAVING = "leaving"  # ends what it holds, then exits
-    GONE = "gone"  # takes and gives nothing any more
+    FLIPPING = "flipping"  # finishes its requests, then takes the other role
+    LEAVING = "leaving"  # finishes its requests, then exits
+    GONE = "gone"  # sends and receives nothing any more
 
 
 LEGAL: dict[Life, frozenset[Life]] = {
@@ -52,7 +52,7 @@ REGISTERED: dict[Life, WorkerState] = {
 
 
 class IllegalMove(RuntimeError):
-    """A defect in the agent: a move that is not in the table."""
+    """A transition that is not in the table: a bug in the agent."""
 
 
 class Lifecycle:
@@ -68,11 +68,11 @@ class Lifecycle:
 
     @property
     def claims(self) -> bool:
-        """It takes prefill jobs."""
+        """Whether it claims prefill jobs."""
         return self.state is Life.READY and self.role is Role.PREFILL
 
     def refusal(self) -> str | None:
-        """Why it takes no submission, or None."""
+        """Why it takes no submission; None if it takes them."""
         if self.state is Life.READY:
             return None if self.role is Role.DECODE else "this is a prefill worker"
         return "draining" if self.registered is WorkerState.DRAINING else self.state.value
@@ -88,7 +88,7 @@ class Lifecycle:
 
 
 class Drain:
-    """Ends what a worker holds: waits for it, and at a deadline (monotonic seconds) gives the rest back."""
+    """Waits for a worker's requests to end, and at a deadline (monotonic seconds) gives the rest back."""
 
     def __init__(
         self,
@@ -105,11 +105,11 @@ class Drain:
 
     @property
     def requests(self) -> int:
-        """That have not ended."""
+        """How many requests have not ended."""
         return len(self._attempts)
 
     async def end_attempts(self, deadline: float) -> None:
-        """What has not ended by the deadline is for others to continue. Raises EngineDead."""
+        """Wait for all attempts to end. At the deadline give the rest back, for other workers. Raises EngineDead."""
         while len(self._attempts) or self._claims.busy or self._prefills.busy:
             if time.monotonic() >= deadline:
                 log.warning("drain deadline: giving %d requests back", len(self._attempts))
@@ -119,13 +119,13 @@ class Drain:
             await asyncio.sleep(POLL_S)
 
     async def end_pushes(self, deadline: float) -> None:
-        """Leaving before receivers have their KV would cost them a prefill. Raises EngineDead."""
+        """Wait until receivers have their KV: otherwise they would have to prefill. Raises EngineDead."""
         while time.monotonic() < deadline and (await self._engine.load()).blocks_free < self._blocks_total:
             await asyncio.sleep(POLL_S)
 
 
 class Moves:
-    """Owns the one move that is going on. Every step of it has a deadline."""
+    """Carries out one change of state at a time. Each of its steps has a deadline."""
 
     def __init__(
         self,
@@ -138,18 +138,18 @@ class Moves:
         announce: Callable[[], None],
         end: Callable[[], None],
     ) -> None:
-        """`can_be`: roles that this engine can take. `clear_orders(sequence)`: those up to it are carried out.
-        `announce`: register now. `end`: the process may exit."""
+        """`can_be`: whether this engine can take a role. `clear_orders(sequence)`: removes the orders up to it from the
+        registry. `announce`: registers the new state now. `end`: lets the process exit."""
         self._can_be = can_be
         self._life, self._drain, self._drain_timeout_s = life, drain, config.workers.drain_timeout_s
         self._clear_orders, self._announce, self._end = clear_orders, announce, end
-        self.restarts = False  # it leaves to be started again
+        self.restarts = False  # it leaves in order to be started again
         self._move: asyncio.Task[None] | None = None
         self._begun = 0  # the last role order that was begun, and the last that was done, by sequence
         self._done = 0
 
     async def obey(self, orders: WorkerOrders) -> None:
-        """What the registry says this worker was told; the same orders come again until cleared. Raises RedisAway."""
+        """Carry out the orders in this worker's registry entry. They come again until cleared. Raises RedisAway."""
         if orders.drain or orders.restart:
             self.restarts = orders.restart and not orders.drain
             self.leave(self._drain_timeout_s)
@@ -159,8 +159,8 @@ class Moves:
             await self._clear_orders(self._done)
 
     def _flip(self, role: Role, sequence: int) -> None:
-        """Take the role once every attempt has ended. A worker that is told to keep its role keeps it, also while it
-        drains to change it. Orders to take a role that its engine cannot take are refused."""
+        """Take the role once every attempt has ended. An order to keep the present role also cancels a change that is
+        under way. A role that the engine cannot take is refused."""
         if not self._can_be(role):
             log.error("stays a %s worker: its engine cannot take the role %s", self._life.role.value, role.value)
             self._begun = self._done = sequence
@@ -187,7 +187,7 @@ class Moves:
         self._announce()
 
     def leave(self, timeout_s: float) -> None:
-        """Drain and end. Does nothing when it is leaving already."""
+        """Drain and end. Does nothing if it is leaving already."""
         if self._life.can_enter(Life.LEAVING):
             self._life.enter(Life.LEAVING)
             self._start(self._drain_and_end(time.monotonic() + timeout_s), "leave")

@@ -51,9 +51,9 @@ def decode_main() -> None:
 
 
 def main(role: Role, arguments: list[str]) -> int:
-    """Returns the exit code: 0 left in order, 1 the engine failed, 2 it could never have worked, 75 start it again.
+    """Returns the exit code: 0 left in order, 1 the engine failed, 2 the configuration cannot work, 75 start it again.
 
-    A supervisor starts it again after all but 0 and 2.
+    A supervisor starts the worker again after every code but 0 and 2.
     """
     final = False
     try:
@@ -88,9 +88,9 @@ def main(role: Role, arguments: list[str]) -> int:
 
 
 def _as_rolled_out(own: WorkerSettings, arguments: list[str]) -> WorkerSettings:
-    """No launcher started this worker: what the fleet was rolled to goes before what its file says.
+    """The settings of a worker that was started by hand: the configuration of the last rollout overrides its file.
 
-    What can never work is said first, whether Redis is there or not. Raises ConfigError, RedisAway.
+    Errors of its own configuration are raised first, whether Redis answers or not. Raises ConfigError, RedisAway.
     """
     check_environment(environment(own.config, own.role))
     _listen(own)[1].close()
@@ -99,7 +99,7 @@ def _as_rolled_out(own: WorkerSettings, arguments: list[str]) -> WorkerSettings:
 
 
 async def _rolled_out(parsed: WorkerSettings) -> Version | None:
-    """What all workers are to run now; None where the fleet runs what it was started with. Raises RedisAway."""
+    """The configuration of the last rollout; None if there was none. Raises RedisAway."""
     redis = await connect(parsed.redis_url, parsed.config.redis.timeout_s)
     try:
         rollout = await Registry(redis, parsed.config.namespace).configuration.rollout()
@@ -109,7 +109,7 @@ async def _rolled_out(parsed: WorkerSettings) -> Version | None:
 
 
 def _listen(parsed: WorkerSettings) -> tuple[Listening, socket.socket, int]:
-    """Where this worker listens, and a port there that is held until the socket is closed. Raises ConfigError."""
+    """Where this worker listens, and a free port there, reserved until the socket is closed. Raises ConfigError."""
     listening = listening_at(parsed)
     try:
         return listening, *hold_port(listening.bind, listening.ports)
@@ -130,11 +130,11 @@ async def _run(parsed: WorkerSettings) -> int:
         registry = Registry(redis, config.namespace)
         if not parsed.id_claimed:
             await _claim_id(registry, parsed)
-        await redis.aclose()  # it connects again when needed: an engine process may be forked now, and inherit it
+        await redis.aclose()  # connects again when needed; a forked engine process would inherit the connection
         engine = _engine(parsed, listening, parsed.kv_port or free_port)
         agent = Agent(engine, redis, config, parsed.worker_id, parsed.role, listening, parsed.generation or 0)
         loop = asyncio.get_running_loop()
-        # A launcher kills after stop_timeout_s; whoever else runs this worker waits until it is drained.
+        # A launcher kills after stop_timeout_s; a service manager waits until the worker has drained.
         supervised = parsed.die_with_parent
         leave_s = config.launcher.stop_timeout_s / 2 if supervised else config.workers.drain_timeout_s
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -152,13 +152,13 @@ async def _run(parsed: WorkerSettings) -> int:
 
 
 async def _claim_id(registry: Registry, parsed: WorkerSettings) -> None:
-    """Before the model is loaded, which may take minutes. Raises IdInUse, RedisAway."""
+    """Claim this worker's id before the model is loaded, which may take minutes. Raises IdInUse, RedisAway."""
     worker_id, ttl_s = parsed.worker_id, parsed.config.workers.timeout_s
     if await registry.claim_id(BY_HAND + own_identity(), parsed.role, ttl_s, worker_id):
         return
     other = await registry.worker(worker_id)
     await refuse_twin(other)
-    # Its predecessor's entry, or claim, outlives it by seconds.
+    # The entry, or the claim, of a dead predecessor expires after seconds.
     for holder, held in (await registry.launchers()).items():
         if worker_id in held.workers and has_ended(holder.removeprefix(BY_HAND)):
             await registry.leave_launcher(holder)
@@ -169,7 +169,7 @@ async def _claim_id(registry: Registry, parsed: WorkerSettings) -> None:
 
 
 async def _hold_id(agent: Agent, parsed: WorkerSettings) -> None:
-    """Until the worker is in the registry. Runs until cancelled, which gives the id back."""
+    """Renew the claim of the id until the worker is registered. Gives the id back at the end, also if cancelled."""
     workers, me, held = parsed.config.workers, BY_HAND + own_identity(), Launcher({parsed.worker_id: parsed.role})
     try:
         while not agent.joined:
@@ -180,7 +180,7 @@ async def _hold_id(agent: Agent, parsed: WorkerSettings) -> None:
 
 
 async def _tell(parsed: WorkerSettings, what: Callable[[Registry], Awaitable[None]]) -> None:
-    """By a connection of its own, for a moment. What is not told is told again, or runs out."""
+    """Make one call to the registry on a connection of its own. Ignores RedisAway: the next call repeats it."""
     with contextlib.suppress(RedisAway):
         redis = await connect(parsed.redis_url, parsed.config.redis.timeout_s)
         try:

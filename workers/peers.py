@@ -1,10 +1,10 @@
-"""The processes that a worker talks to, frontends and other engines, and which of them are gone.
+"""The frontends and engines that a worker talks to, and which of them are gone.
 
-A frontend is gone when it cannot be reached for a while. An engine has to be proven dead, so that KV transfers with
-it can be ended safely. Leaving the registry is a hint, not a proof: a worker that Redis lost may still be writing into
-our memory. Proof is that both its agent and its engine refuse connections, or that its host stays unreachable. One that
-is stopped does neither: when it has accepted nothing for long, its host drops what comes. Only those are probed that
-matter here, or a fleet that loses many would probe each from everywhere.
+A frontend is gone when it cannot be reached for a while. An engine must be proven dead before KV transfers with it are
+ended. A missing registry entry is no proof: a worker that Redis lost may still write into this engine's memory. The
+proof is that both its agent and its engine refuse connections, or that its host stays unreachable. A stopped process
+does neither: its host drops packets once its queue is full. A worker probes only engines that it exchanges KV with, so
+that a fleet that loses many workers does not probe each from everywhere.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from workers.engine import Refusal
 
 log = logging.getLogger("pd.peers")
 
-# A frontend whose connection stays broken for half a second begins its requests anew elsewhere, and one that connects
-# again begins them anew too (`fleet/membership.py`): what it had here is nobody's.
+# A frontend whose connection stays broken for half a second, or was made again, starts new attempts on other workers
+# (`fleet/membership.py`). So its requests here can be ended after a second.
 FRONTENDS_CHECK_S, FRONTEND_GONE_S = 0.25, 1.0
-# One that has nothing here is only to be forgotten some time. Sooner, all workers of a large fleet would ask for ever
-# after every frontend that ever sent them something.
+# A frontend without requests here only has to be forgotten some time. A shorter interval would cost a large fleet a
+# message from each worker to each frontend.
 IDLE_FRONTENDS_CHECK_S = 5.0
 PROBE_TIMEOUT_S = 1.0
 PROBE_INTERVAL_S = 0.5
-NOBODYS_PORT = 9  # a host that is there refuses it
-MAX_LOST = 10_000  # attempts of one frontend that it is told of when it is connected again
+NOBODYS_PORT = 9  # nothing listens there: a live host refuses the connection
+MAX_LOST = 10_000  # attempts of one frontend that are remembered until it connects again
 
 
 class IdInUse(RuntimeError):
@@ -42,18 +42,18 @@ class IdInUse(RuntimeError):
 
 
 async def refuse_twin(other: WorkerInfo | None) -> None:
-    """`other` is registered under our id. A predecessor's entry outlives it by seconds, but a living twin would fight
-    over the entry for ever. Raises IdInUse.
+    """Raises IdInUse if `other`, which is registered under this worker's id, is alive. The entry of a dead predecessor
+    expires within seconds; a living twin would overwrite the entry for ever.
     """
     if other is not None and not has_ended(other.process) and await listening(other.request_address):
         raise IdInUse(f"worker id {other.id!r} is in use by process {other.pid} on {other.host}; choose another --id")
 
 
 class Frontends:
-    """The frontends that know this worker, and which of their requests' outputs were lost on the way to them."""
+    """The frontends that are connected to this worker, and the attempts whose outputs could not be sent to them."""
 
     def __init__(self, worker_id: str, send: Callable[[str, ToFrontend, Sequence[bytes]], bool]) -> None:
-        """`send` never waits; False means that the frontend is not connected."""
+        """`send` never waits. It returns False if the frontend is not connected."""
         self._worker_id, self._send = worker_id, send
         self._greetings: dict[str, asyncio.Event] = {}
         self._reached: set[str] = set()  # the last that they were sent went out; since `gone` was asked
@@ -61,7 +61,7 @@ class Frontends:
         self._lost: dict[str, list[tuple[str, int]]] = {}
 
     def send(self, frontend_id: str, message: ToFrontend, payload: Sequence[bytes] = ()) -> bool:
-        """False: it is not connected."""
+        """Send a message. False if the frontend is not connected."""
         sent = self._send(frontend_id, message, payload)
         (self._reached.add if sent else self._reached.discard)(frontend_id)
         return sent
@@ -70,7 +70,7 @@ class Frontends:
         return self.send(frontend_id, Welcome(self._worker_id))
 
     def reject(self, frontend_id: str, request_id: str, number: int, refusal: Refusal) -> None:
-        """Give an attempt back, now or when the frontend is connected again."""
+        """Give an attempt back to its frontend, now or when it is connected again."""
         level = logging.DEBUG if refusal.why == "draining" else logging.WARNING
         log.log(level, "rejected %s#%d: %s", request_id, number, refusal.why)
         rejected = Rejected(request_id, number, self._worker_id, refusal.why, refusal.final, refusal.leaving)
@@ -78,14 +78,14 @@ class Frontends:
             self.lost(frontend_id, request_id, number)
 
     def lost(self, frontend_id: str, request_id: str, number: int) -> None:
-        """Something about this attempt could not be sent."""
+        """Remember that a message about this attempt could not be sent."""
         lost = self._lost.setdefault(frontend_id, [])
         if len(lost) < MAX_LOST:
             lost.append((request_id, number))
 
     def greet(self, frontend_id: str, hello: Hello) -> None:
         if hello.protocol != PROTOCOL_VERSION:
-            # Unanswered it never sends a request, which beats misunderstanding each other.
+            # Without an answer it never sends a request.
             log.error(
                 "frontend %s speaks protocol %d, this worker %d; run the same version everywhere",
                 frontend_id,
@@ -101,7 +101,7 @@ class Frontends:
             self.reject(frontend_id, request_id, number, Refusal("its outputs were lost with the connection"))
 
     async def greeted(self, frontend_id: str, timeout_s: float) -> bool:
-        """Wait until that frontend says hello, next time."""
+        """Wait for the next `Hello` of that frontend. False at the time-out."""
         event = self._greetings.setdefault(frontend_id, asyncio.Event())
         try:
             async with asyncio.timeout(timeout_s):
@@ -111,8 +111,8 @@ class Frontends:
         return True
 
     def gone(self, known: set[str], timeout_s: float, now: float, late_s: float = 0.0) -> list[str]:
-        """Which of those that `known` names, or that something could not be told to, could not be reached for
-        `timeout_s`. `late_s`: of the time since the last call, in which this process did not run; it is not counted."""
+        """The frontends that could not be reached for `timeout_s`, among `known` and those with unsent messages.
+        `late_s`: how much of the time since the last call this process did not run, which does not count."""
         gone = []
         for frontend_id in known | self._lost.keys():
             if frontend_id in self._reached or self.reachable(frontend_id):
@@ -160,12 +160,12 @@ class Peers:
         return bool(self.sources) or self._attempts.pushes or self._claims()
 
     def note(self, departed: Iterable[Departed], idle: bool) -> None:
-        """These left, or were lost. `idle`: our engine holds no KV, so it exchanges none."""
+        """Take note of workers that left or were lost. `idle`: this engine holds no KV, so it exchanges none."""
         if idle:
             self.sources.clear()
             self._attempts.pushed()
         for worker in departed:
-            # To which engines ours pushes, only ours knows.
+            # Only the engine knows to which engines it pushes.
             exchanges = worker.engine_id in self.sources or self._attempts.pushes
             if worker.worker_id != self._worker_id and (exchanges or (worker.claims and self._claims())):
                 self.suspect(worker)
@@ -197,7 +197,7 @@ class Peers:
             elif unreachable_s > self._timeout_s:
                 break
             await asyncio.sleep(PROBE_INTERVAL_S)
-            # If this took longer, it was this process that did not run, which proves nothing.
+            # A longer time means that this process did not run, which proves nothing.
             unreachable_s += min(time.monotonic() - began, 2 * PROBE_TIMEOUT_S + PROBE_INTERVAL_S)
         log.warning("worker %s is dead: ending KV transfers with its engine %s", departed.worker_id, departed.engine_id)
         self.sources.discard(departed.engine_id)
@@ -218,8 +218,8 @@ class Peers:
 
 
 async def probe(host: str, port: int) -> bool | None:
-    """True: something listens there. False: refused, so nothing does. None: no answer, which proves nothing yet, nor
-    does what is no address."""
+    """True: a process listens there. False: the connection was refused, so none does. None: no answer, or no valid
+    address, which proves nothing."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             _, writer = await asyncio.open_connection(host, port)

@@ -1,7 +1,7 @@
-"""A prefill of this worker from its claim to the acknowledgement of its job, in one place.
+"""The prefills of a worker, from the claim of a job to its acknowledgement.
 
-Frontends hear of a claim before it is computed, so that the decode side reserves memory meanwhile. Which jobs are
-claimed, and how their leases are kept, is `claims`.
+A frontend is told of a claim before the prompt is computed, so that the decode worker can reserve memory meanwhile.
+`claims` chooses the jobs and keeps their leases.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from workers.reports import LoadReporter
 
 log = logging.getLogger("pd.prefills")
 
-GREETING_TIMEOUT_S = 1.0  # for a frontend that has not said hello to this worker yet
+GREETING_TIMEOUT_S = 1.0  # how long to wait for the `Hello` of a frontend
 _ENDED_WELL = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class Prefills:
-    """Owns the prefill attempts. Whatever ends one, its frontend is told and its job acknowledged or released."""
+    """Owns the prefill attempts. However one ends, its frontend is told, and its job is acknowledged or released."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Prefills:
 
     @property
     def busy(self) -> bool:
-        """A claim is being told or handed to the engine, or an end to the queue."""
+        """Whether a claim is on its way to a frontend or the engine, or an end to the queue."""
         return bool(self._tasks)
 
     def known(self) -> list[str]:
@@ -57,14 +57,14 @@ class Prefills:
     # ---- begin -------------------------------------------------------------------------------------------------
 
     def begin(self, claim: Claim, wanted: bool) -> None:
-        """Prefill a job that was claimed, or, where it is not `wanted` any more, give it back."""
+        """Prefill a claimed job, or give it back if it is not `wanted` any more."""
         job = claim.job
         if self._unacked.get(job.request_id) == job.attempt:
             self._start(self._ack(job.request_id, job.attempt))
             return
         older = self._attempts.find(Phase.PREFILL, job.request_id)
         if older is not None and older.number == job.attempt:
-            older.leased = True  # the lease had run out while Redis was away; what computes goes on
+            older.leased = True  # its lease had expired while Redis was away; the computation goes on
             return
         attempt = Attempt(
             # A second delivery is another attempt to the engine, which must not meet the first one's KV.
@@ -85,7 +85,7 @@ class Prefills:
         self._start(self._prefill(attempt, job, claim.queued_s, older))
 
     async def _prefill(self, attempt: Attempt, job: PrefillJob, queued_s: float, older: Attempt | None) -> None:
-        if older is not None:  # an earlier attempt that nobody waits for any more
+        if older is not None:  # an earlier attempt, for which no frontend waits any more
             self._attempts.remove(older)
             await self._engine.abort([older.key])
         try:
@@ -119,7 +119,7 @@ class Prefills:
     # ---- end ---------------------------------------------------------------------------------------------------
 
     def output(self, attempt: Attempt, output: EngineOutput, timestamp: float) -> None:
-        """The engine computed it, or gave it up, in the step of this `timestamp`."""
+        """The engine computed the prompt, or gave it up, in the step of this `timestamp`."""
         if output.finish_reason is None:
             return
         self._attempts.remove(attempt)
@@ -153,13 +153,13 @@ class Prefills:
         self._frontends.send(attempt.frontend_id, failed)
 
     def died_too_often(self, request_id: str, number: int, frontend_id: str) -> None:
-        """Of a job that the sweep gave up, whoever had claimed it."""
+        """Tell the frontend of a job that the sweep gave up, whichever worker had claimed it."""
         log.error("prefill job %s failed: its claims died too often", request_id)
         failed = PrefillFailed(request_id, number, self._worker_id, "its claims died too often")
         self._frontends.send(frontend_id, failed)
 
     def aborted(self, attempt: Attempt) -> None:
-        """Its frontend does not want it any more; it is not in the attempts any more."""
+        """The frontend aborted this attempt, which has been removed from the attempts: acknowledge its job."""
         self._start(self._ack(attempt.request_id, attempt.number))
 
     async def _fail(self, attempt: Attempt, why: str) -> None:
@@ -170,7 +170,7 @@ class Prefills:
         await self._ack(attempt.request_id, attempt.number)
 
     async def give_back(self, why: str) -> None:
-        """End all that are not computed yet; their frontends prefill elsewhere."""
+        """End all prefills that have not been computed. Their frontends have them computed by other workers."""
         attempts = self._attempts.prefills()
         for attempt in attempts:
             await self._fail(attempt, why)
@@ -179,10 +179,10 @@ class Prefills:
     # ---- the job behind it -------------------------------------------------------------------------------------
 
     async def lease_lost(self, attempt: Attempt) -> None:
-        """The job was cancelled, taken over, or lost with Redis's data.
+        """The job was cancelled, claimed by another worker, or lost with Redis's data.
 
-        Its frontend knows which, and aborts a claim that it does not want. Computing goes on meanwhile: a running
-        request survives a Redis that came back empty.
+        The frontend is told of the claim again, and aborts it if it does not want it. The computation goes on
+        meanwhile, so a running request survives a Redis that comes back empty.
         """
         if not self._attempts.holds(attempt):
             return
@@ -192,7 +192,7 @@ class Prefills:
             await self._engine.abort([attempt.key])
 
     async def acknowledge_again(self) -> None:
-        """What ended while Redis was away."""
+        """Acknowledge the jobs that ended while Redis was away."""
         for request_id, number in list(self._unacked.items()):
             await self._ack(request_id, number)
 

@@ -1,7 +1,8 @@
-"""What a worker publishes of itself: its load, and what changes in its prefix cache.
+"""Publishes a worker's load and the changes of its prefix cache.
 
-Coalesced, so that a fast engine does not flood the mesh. Load is exact about which submissions it includes; changes of
-the prefix cache are numbered, and all of it is told to a frontend that asks. Keys are those of `policy.prefix_keys`.
+Both are coalesced, so that a fast engine does not flood frontends. A load report says exactly which submissions it
+includes. Changes of the prefix cache are numbered, and a frontend can ask for a snapshot. Keys are those of
+`policy.prefix_keys`.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ REPORTS_PER_S = 2000
 # ... until a worker would be silent for so long that two lost reports make it quiet (`fleet/membership.py`).
 MAX_LOAD_INTERVAL_S = 0.5
 IDLE_REPORT_S = 0.25
-UNREPORTED_S = 0.025  # after something that no step may report, ask the engine this soon
+UNREPORTED_S = 0.025  # how soon to ask the engine after a change that no step may report
 ENGINE_HUNG_S = 120.0  # no step is as long as this
-# A prefix is asked for again seconds later; a batch for each engine step would be most of a large fleet's traffic.
+# Prefixes are used again seconds later, and a batch per engine step would be most of a large fleet's traffic.
 PREFIX_INTERVAL_S = 0.02
-SNAPSHOT_KEYS = 8192  # of one message: a frontend takes it in within a few milliseconds
+SNAPSHOT_KEYS = 8192  # keys per message: a frontend reads it within a few milliseconds
 _RATE_WINDOW_S = 0.1
 _RATE_WEIGHT = 0.3
 
 
 def load_interval_s(workers: int) -> float:
-    """Seconds between two reports of a worker of a fleet of so many.
+    """The shortest time between two reports of a worker, seconds, in a fleet of this many workers.
 
-    A frontend knows what it has itself sent to a worker since its last report. What the other frontends have sent in
-    this time is little per worker where there are many workers.
+    Between two reports a frontend knows only its own submissions to a worker. In a large fleet the other frontends send
+    little to one worker in that time.
     """
     return min(max(LOAD_INTERVAL_S, workers / REPORTS_PER_S), MAX_LOAD_INTERVAL_S)
 
 
 class PrefillRate:
-    """Tokens prefilled per second while there are any to prefill, exponentially weighted over windows of 0.1 s."""
+    """Prefilled tokens per second of the time with prompts to compute, exponentially weighted over 0.1 s windows."""
 
     def __init__(self) -> None:
         self.tokens_per_s = 0.0
@@ -48,19 +49,19 @@ class PrefillRate:
         self._tokens = 0
 
     def busy(self, now: float) -> None:
-        """There are tokens to prefill. Idempotent."""
+        """Start the clock: there are tokens to prefill. Idempotent."""
         if self._since is None:
             self._since = now
 
     def prefilled(self, tokens: int, more: bool, now: float) -> None:
-        """`more`: others still wait, so time goes on counting."""
+        """Count computed tokens. `more`: other prompts still wait, so the clock goes on."""
         if self._since is None:
             return
         self._tokens += tokens
         elapsed_s = now - self._since
         if self._tokens and elapsed_s > 0 and (elapsed_s >= _RATE_WINDOW_S or not more):
             sample = self._tokens / elapsed_s
-            # A short window says less: weigh it by its length.
+            # A short window is weighted by its length.
             weight = _RATE_WEIGHT * min(1.0, elapsed_s / _RATE_WINDOW_S) if self.tokens_per_s else 1.0
             self.tokens_per_s += weight * (sample - self.tokens_per_s)
             self._since, self._tokens = now, 0
@@ -68,13 +69,13 @@ class PrefillRate:
             self.idle()
 
     def idle(self) -> None:
-        """Nothing waits any more: time stops counting."""
+        """Stop the clock: no prompt waits any more."""
         self._since, self._tokens = None, 0
 
 
 class _Seen:
-    """Submission numbers of one frontend: the highest that the engine was given (`fresh`), that it had when its step
-    began (`settling`), and that its load includes (`seen`)."""
+    """The highest submission number of one frontend that the engine was given (`fresh`), that it had when its present
+    step began (`settling`), and that its load includes (`seen`)."""
 
     __slots__ = ("fresh", "seen", "settling")
 
@@ -83,7 +84,7 @@ class _Seen:
 
 
 class LoadReporter:
-    """Feed it what happens; it publishes by itself. `publish` never waits."""
+    """Publishes the load after events that its methods report. `publish` never waits."""
 
     def __init__(
         self,
@@ -94,14 +95,14 @@ class LoadReporter:
         corrupt_messages: Callable[[], int] = int,
         workers: Callable[[], int] = int,
     ) -> None:
-        """`workers`: how many there are in the fleet."""
+        """`workers`: returns the number of workers in the fleet."""
         self._worker_id, self.blocks_total, self._workers = worker_id, blocks_total, workers
         self._attempts, self._publish, self._corrupt_messages = attempts, publish, corrupt_messages
         self.rate = PrefillRate()
         self.engine = EngineLoad(blocks_free=blocks_total, running=0, waiting=0, step_ms=0.0)
-        self.prefix_sequence = 0  # of what was published before the next report
-        self.pause = PauseState()  # the newest that this worker was told
-        self.dirty = asyncio.Event()  # something happened that no step may ever report
+        self.prefix_sequence = 0  # of the last prefix batch published before the next report
+        self.pause = PauseState()  # the newest that this worker has received
+        self.dirty = asyncio.Event()  # set by a change that no step may report
         self.steps = 0
         self._seen: dict[str, _Seen] = {}
         self._sequence = 0
@@ -115,19 +116,19 @@ class LoadReporter:
         self.dirty.set()
 
     def submitted(self, frontend_id: str, sequence: int) -> None:
-        """This submission was handed to the engine, or refused: both ways it is accounted for from now on."""
+        """A submission was given to the engine or refused: later reports include it."""
         numbers = self._seen.setdefault(frontend_id, _Seen())
         numbers.fresh = max(numbers.fresh, sequence)
         self.dirty.set()
 
     def paused(self, state: PauseState) -> None:
-        """An operator pauses the fleet, or resumes it: every frontend shall know."""
+        """An operator paused or resumed the fleet: the next report tells every frontend."""
         self.pause = state
         self.dirty.set()
 
     @property
     def frontends(self) -> set[str]:
-        """Those whose submissions the reports count."""
+        """The frontends whose submission numbers are in the reports."""
         return set(self._seen)
 
     def forget(self, frontend_id: str) -> None:
@@ -138,7 +139,7 @@ class LoadReporter:
         self.rate.prefilled(tokens, self._attempts.waiting_tokens > 0, time.monotonic())
 
     def stepped(self, load: EngineLoad | None) -> None:
-        """A step ended. It may have begun before the latest submissions, the next one cannot have."""
+        """A step ended. It may have begun before the latest submissions; the next one begins after them."""
         self.steps += 1
         for numbers in self._seen.values():
             numbers.seen, numbers.settling = numbers.settling, numbers.fresh
@@ -147,7 +148,7 @@ class LoadReporter:
         self.publish_soon()
 
     def measured(self, load: EngineLoad) -> None:
-        """The engine was asked, after everything submitted so far."""
+        """The engine was asked for its load, after all submissions so far."""
         for numbers in self._seen.values():
             numbers.seen = numbers.settling = numbers.fresh
         self.engine = load
@@ -155,12 +156,12 @@ class LoadReporter:
 
     @property
     def settled(self) -> bool:
-        """Nothing was submitted that the last report does not include."""
+        """Whether the load includes all submissions."""
         return all(numbers.seen == numbers.fresh for numbers in self._seen.values())
 
     @property
     def held(self) -> bool:
-        """Something is computed here, or was and still has memory."""
+        """Whether the engine has requests, or memory of ended ones."""
         load = self.engine
         return bool(len(self._attempts) or load.blocks_free < self.blocks_total or load.running or load.waiting)
 
@@ -174,9 +175,9 @@ class LoadReporter:
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._publish_now)
 
     async def run(self, engine: Engine, measured: Callable[[], None]) -> None:
-        """Report while no step does: what aborts and ended transfers freed, and a sign of life. Raises EngineDead.
+        """Report while no step does: memory freed by aborts and ended transfers, and a sign of life. Raises EngineDead.
 
-        `measured` is called after the engine was asked.
+        `measured` is called each time after the engine was asked for its load.
         """
         measured_at_step = -1
         while True:
@@ -185,7 +186,7 @@ class LoadReporter:
                 async with asyncio.timeout(IDLE_REPORT_S if self.settled else UNREPORTED_S):
                     await self.dirty.wait()
                 self.dirty.clear()
-                await asyncio.sleep(UNREPORTED_S)  # several at once are one question
+                await asyncio.sleep(UNREPORTED_S)  # one question for several changes
             except TimeoutError:
                 pass
             if self.steps != steps:
@@ -198,7 +199,7 @@ class LoadReporter:
                 self.publish_soon()
 
     async def _ask(self, engine: Engine) -> EngineLoad:
-        """Raises EngineDead, also for an engine that has not answered for ENGINE_HUNG_S."""
+        """Ask the engine for its load. Raises EngineDead, also if it has not answered for ENGINE_HUNG_S."""
         asking = asyncio.create_task(engine.load(), name="engine-load")
         deadline = time.monotonic() + ENGINE_HUNG_S
         try:
@@ -242,7 +243,7 @@ class LoadReporter:
 
 
 class PrefixReporter:
-    """Feed it what the engine says; it publishes by itself. `publish` and `send` never wait."""
+    """Publishes changes of the prefix cache that the engine reports. `publish` and `send` never wait."""
 
     def __init__(
         self,
@@ -254,7 +255,7 @@ class PrefixReporter:
         self._worker_id, self._publish, self._send, self._load = worker_id, publish, send, load
         self._keys: dict[int, None] = {}  # as large as the engine's cache, oldest first
         self._changes = PrefixChanges()
-        self._sequence = int(time.time() * 1e6)  # those of a restarted worker continue nothing
+        self._sequence = int(time.time() * 1e6)  # so that a restarted worker does not continue its predecessor's
         self._published_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -273,13 +274,13 @@ class PrefixReporter:
                 self._timer = asyncio.get_running_loop().call_later(wait_s, self._publish_now)
 
     def cleared(self) -> None:
-        """The cache was reset. The engine says so too, but with its next step only: until then prompts would be sent
-        after what is gone."""
+        """The cache was reset. The engine reports that only with its next step; until then frontends would route
+        prompts to prefixes that are gone."""
         if self._keys:
             self.changed(PrefixDelta([], [], cleared=True))
 
     def snapshot(self, frontend_id: str) -> None:
-        """Tell this frontend every key that is cached. What cannot be sent is asked for again."""
+        """Send every cached key to this frontend. If that fails, the frontend asks again."""
         if self._changes:
             self._publish_now()  # a snapshot is as of the last batch
         keys = list(self._keys)

@@ -1,7 +1,7 @@
-"""What a worker does with messages from frontends, and with what its engine puts out: the data path.
+"""The data path of a worker: messages from frontends to the engine, and the engine's outputs to frontends.
 
-Owns the attempts that are decoded here; what is prefilled here is handed to `prefills`. Knows nothing of roles
-changing, leases or membership; it is told whether submissions are taken.
+Owns the attempts that are decoded here; outputs of prefills go to `prefills`. Changes of role, leases and membership
+are in other modules.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CALL_TIMEOUT_S = 55.0
 
 
 class Serving:
-    """`handle` what a frontend sends, `deliver` what the engine computes."""
+    """`handle` takes messages of frontends, `deliver` takes steps of the engine."""
 
     def __init__(
         self,
@@ -52,11 +52,12 @@ class Serving:
         refusal: Callable[[], str | None],
         source: Callable[[str], None],
     ) -> None:
-        """`refusal`: why no submission is taken now, or None. `source(engine_id)`: that engine is to push KV here."""
+        """`refusal`: why no submission is taken now, or None. `source(engine_id)`: called when that engine will push KV
+        to this one."""
         self._worker_id, self._engine_id = info.id, info.kv.engine_id
         self._engine, self._frontends, self._attempts, self._prefills = engine, frontends, attempts, prefills
         self._load, self._prefix, self._refusal, self._source = load, prefix, refusal, source
-        self._idle_checked_at = 0.0  # when those frontends were looked at that may have nothing here
+        self._idle_checked_at = 0.0  # when frontends without requests here were last checked
         self._calls: set[asyncio.Task[None]] = set()
         self._pausing, self._engine_pause = asyncio.Lock(), PauseState()
 
@@ -86,7 +87,7 @@ class Serving:
             self._frontends.reject(frontend_id, message.request_id, message.attempt, refusal)
 
     async def _take(self, frontend_id: str, message: Submit, payload: list[bytes]) -> Refusal | None:
-        """Into the engine. Returns why not."""
+        """Submit the request to the engine. Returns None, or why it was not taken."""
         key = engine_key(message.request_id, message.attempt)
         older = self._attempts.find(Phase.DECODE, message.request_id)
         if older is not None:
@@ -97,7 +98,8 @@ class Serving:
             await self._drop([older])
         source = message.kv_source
         if source is not None and source.endpoint.engine_id == self._engine_id:
-            # It has changed its role since. Its engine may hold the prompt, under this key, and could end of a second.
+            # This worker prefilled the request and has changed its role. Its engine may still hold the key, and a
+            # second request with the same key could end the engine.
             return Refusal("this worker prefilled it", leaving=True)
         if self._attempts.get(key) is not None:
             return Refusal("this worker prefills it")
@@ -197,7 +199,7 @@ class Serving:
     # ---- from the engine ---------------------------------------------------------------------------------------
 
     async def deliver(self, step: EngineStep) -> None:
-        """Outputs of one step to whom they belong: one message per frontend. Raises EngineDead."""
+        """Send the outputs of one step: one message per frontend. Raises EngineDead."""
         decoded: dict[str, list[tuple[Attempt, EngineOutput]]] = defaultdict(list)
         if step.tokens_left:
             self._attempts.computing(step.tokens_left, time.monotonic())
@@ -233,12 +235,12 @@ class Serving:
             if not sent:
                 self._frontends.lost(frontend_id, attempt.request_id, attempt.number)
         if unfinished:
-            # A token that was lost cannot be sent again: told on reconnection, the frontend starts another attempt.
+            # A lost token cannot be sent again. The frontend is told when it reconnects, and starts another attempt.
             log.warning("frontend %s is not connected: gave up %d of its requests", frontend_id, len(unfinished))
             await self._drop(unfinished)
 
     def engine_crashed(self, why: str) -> None:
-        """Tell every frontend that has something here: one of their requests may be the cause."""
+        """Tell every frontend with requests here, since one of these requests may be the cause."""
         tried = self._attempts.on_trial()
         suspect = tried[0].request_id if len(tried) == 1 and tried[0].suspect else None
         for frontend_id in self._attempts.frontends():
@@ -248,7 +250,7 @@ class Serving:
     # ---- frontends that vanish ---------------------------------------------------------------------------------
 
     async def check_frontends(self, timeout_s: float, now: float, late_s: float = 0.0) -> None:
-        """Forget frontends that could not be reached for `timeout_s`, and abort what is theirs. Raises EngineDead.
+        """Forget frontends that could not be reached for `timeout_s`, and abort their requests. Raises EngineDead.
 
         `late_s`: see `Frontends.gone`.
         """
@@ -275,6 +277,6 @@ class Serving:
 
 
 def _computed_tokens(attempt: Attempt, output: EngineOutput) -> int:
-    """Prompt tokens that were prefilled here: what was cached cost no time, whatever was believed of it."""
+    """Prompt tokens that the engine computed, without those that it had cached."""
     stats = getattr(output, "prefill_stats", None)
     return attempt.tokens if stats is None else min(attempt.tokens, stats.num_computed_tokens)
