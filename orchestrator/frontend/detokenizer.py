@@ -7,10 +7,15 @@ bytes of a character that spreads over several, on a space between words, and on
 
 from __future__ import annotations
 
+import os
+from importlib.util import find_spec
+
 import tokenizers
 from transformers import TokenizersBackend
 from vllm.v1.engine import EngineCoreRequest, detokenizer
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
+
+from orchestrator.config.settings import ConfigError
 
 _LENGTHS = (8, 16, 32)  # tokens; at least 8, since a character has up to four bytes, each a token or a part of one
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -44,6 +49,17 @@ class FleetDetokenizer(FastIncrementalDetokenizer):
         end = end_of_prompt(self.tokenizer, prompt, self.skip_special_tokens)
         if len(end) < len(prompt):
             self.stream = tokenizers.decoders.DecodeStream(ids=end, skip_special_tokens=self.skip_special_tokens)
+
+
+def use_backend(name: str) -> None:
+    """What turns text into tokens, and back, in tokenizers that vLLM makes from now on (`frontend.tokenizer_backend`).
+
+    Raises ConfigError where it is not installed."""
+    if name != "fastokens":
+        return
+    if find_spec(name) is None:
+        raise ConfigError("frontend.tokenizer_backend: fastokens is not installed here; `pip install fastokens`")
+    os.environ["VLLM_USE_FASTOKENS"] = "1"
 
 
 def install() -> None:

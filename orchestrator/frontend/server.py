@@ -43,6 +43,7 @@ from orchestrator.config.shared import differences, merged
 from orchestrator.frontend import tracing
 from orchestrator.frontend.access import Access
 from orchestrator.frontend.dashboard.routes import operator_routes, page_routes, stream_routes
+from orchestrator.frontend.detokenizer import use_backend
 from orchestrator.frontend.edge import EdgeMiddleware
 from orchestrator.frontend.engine import FleetCore, FleetLLM
 from orchestrator.frontend.heads import BoundedHttp
@@ -99,6 +100,7 @@ def server_arguments(config: Config, parser: argparse.ArgumentParser) -> list[st
 def build_vllm_config(config: Config) -> tuple[argparse.Namespace, VllmConfig]:
     """Raises ConfigError for arguments that vLLM refuses."""
     os.environ["VLLM_MAX_N_SEQUENCES"] = str(config.limits.max_n)  # vLLM checks each request by it
+    use_backend(config.frontend.tokenizer_backend)
     if config.engine == "sim":
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # nothing is computed, so any length goes
     parser = make_arg_parser(ServerParser())
@@ -167,8 +169,8 @@ async def build_server_app(
     if args.lora_modules:
         await connection.worker_connected()  # vLLM's app loads them while it is made
     core = FleetCore(connection, tasks)
-    engine = FleetLLM(vllm_config, core, config.frontend.most_replicas)
     try:
+        engine = FleetLLM(vllm_config, core, config.frontend.most_replicas)
         app = build_app(args, tasks, vllm_config.model_config)
         await init_app_state(engine, app.state, args, tasks)
     except Exception as error:

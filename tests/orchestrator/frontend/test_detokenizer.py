@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +13,14 @@ pytest.importorskip("vllm")
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from vllm.sampling_params import SamplingParams
+from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine import detokenizer
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
-from orchestrator.frontend.detokenizer import FleetDetokenizer, end_of_prompt, install
+from orchestrator.config.model import resolve_model
+from orchestrator.config.settings import ConfigError
+from orchestrator.frontend import detokenizer as fleets
+from orchestrator.frontend.detokenizer import FleetDetokenizer, end_of_prompt, install, use_backend
 
 pytestmark = pytest.mark.vllm
 
@@ -111,3 +117,44 @@ def test_vllm_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detokenizer, "FastIncrementalDetokenizer", FastIncrementalDetokenizer)
     install()
     assert detokenizer.FastIncrementalDetokenizer is FleetDetokenizer
+
+
+def test_a_backend_that_is_not_installed_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets, "find_spec", lambda name: None)
+    monkeypatch.delenv("VLLM_USE_FASTOKENS", raising=False)
+    with pytest.raises(ConfigError, match=r"^frontend\.tokenizer_backend: .*pip install fastokens"):
+        use_backend("fastokens")
+    use_backend("huggingface")
+    assert "VLLM_USE_FASTOKENS" not in os.environ
+
+
+def tokens_and_text(texts: list[str]) -> list[object]:
+    """The tokens of each text, and what a frontend's detokenizer tells of its second half."""
+    tokenizer = get_tokenizer(resolve_model("demo"))
+    found: list[object] = []
+    for text in texts:
+        tokens = tokenizer(text)["input_ids"]
+        half = len(tokens) // 2  # the prompt, and the answer
+        request = SimpleNamespace(request_id="r", prompt_token_ids=tokens[:half], sampling_params=SamplingParams())
+        made = FleetDetokenizer(tokenizer, request)
+        made.update(tokens[half:], False)
+        found.append([tokens, made.get_next_output_text(True, False)])
+    return found
+
+
+def test_fastokens_gives_the_same_tokens_and_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    fastokens = pytest.importorskip("fastokens", reason="an optional package")
+    rng = random.Random(3)
+    letters = TEXT + "".join(map(chr, range(32, 127))) + "\t\n  ßøñ–…«»日本語한국어עبריתالعربيةहिन्दी🎉\u200d\u0301"
+    texts = ["".join(rng.choices(letters, k=rng.randint(1, 400))) for _ in range(200)]
+    texts += [Path(__file__).read_text(), Path(random.__file__).read_text()]
+    texts += [TEXT * 40, " " * 300, "<|im_start|>user\nhi"]
+    expected = tokens_and_text(texts)
+    monkeypatch.setenv("VLLM_USE_FASTOKENS", "0")  # so that it is as it was afterwards
+    use_backend("fastokens")
+    try:
+        found = tokens_and_text(texts)
+        assert "fastokens" in type(get_tokenizer(resolve_model("demo"))._tokenizer).__module__
+    finally:
+        fastokens.unpatch_transformers()
+    assert found == expected
