@@ -2,7 +2,8 @@
 
 CPU time rather than latency, so that what else runs on the machine matters little. Starts its own fleet (1P1D,
 simulated, fast), sends rounds of requests, alternating the cases, and prints the median over rounds. With `--against` a
-second fleet runs the code of another checkout and takes turns with the first.
+second fleet runs the code of another checkout and takes turns with the first; with `--set`, which is for the first
+alone, it may be the same checkout. Prompts are token ids, or with `--text` words that the frontend turns into tokens.
 
     python benchmarks/bench_frontend.py [--rounds 5] [--requests 200] [--tokens 64] [--against ../other-checkout]
 """
@@ -27,6 +28,11 @@ from typing import Any
 import aiohttp
 
 ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from benchmarks.peers.texts import Texts  # noqa: E402
+from orchestrator.config.model import resolve_model  # noqa: E402
+
 START_TIMEOUT_S = 120
 SHORT, LONG = 32, 1024  # prompt tokens: prefilled where they decode, and remotely
 NUMBERS = itertools.count()
@@ -43,7 +49,7 @@ class Fleet:
     events: dict[str, list[float]] = field(default_factory=dict)
 
 
-def start_fleet(checkout: Path, speed: float) -> Fleet:
+def start_fleet(checkout: Path, speed: float, chosen: list[str]) -> Fleet:
     command = [sys.executable, "-m", "orchestrator.cli.main", "up", str(checkout / "configs" / "sim-2p2d.yaml")]
     namespace = f"bench-frontend-{os.getpid()}-{next(NUMBERS)}"
     settings = {
@@ -55,11 +61,14 @@ def start_fleet(checkout: Path, speed: float) -> Fleet:
         "routing.remote_prefill_min_tokens": 256,
     }
     for key, value in settings.items():
-        command += ["--set", f"{key}={value}"]
+        chosen = [f"{key}={value}", *chosen]
+    for setting in chosen:
+        command += ["--set", setting]
+    elsewhere = os.environ.get("PYTHONPATH", "")
     process = subprocess.Popen(
         command,
         cwd=checkout,
-        env={**os.environ, "PYTHONPATH": str(checkout)},
+        env={**os.environ, "PYTHONPATH": f"{checkout}:{elsewhere}" if elsewhere else str(checkout)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -93,12 +102,16 @@ def cpu_s(pid: int) -> float:
     return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
-async def send(session: aiohttp.ClientSession, prompt_tokens: int, tokens: int, stream: bool) -> int:
-    """How many events the answer had, where it was streamed."""
+def token_ids(count: int) -> list[int]:
     number = next(NUMBERS)  # a prompt asked before would be prefilled where it is cached
+    return [1000 + (number * 7919 + i) % 30000 for i in range(count)]
+
+
+async def send(session: aiohttp.ClientSession, prompt: list[int] | str, tokens: int, stream: bool) -> int:
+    """How many events the answer had, where it was streamed."""
     body = {
         "model": "demo",
-        "prompt": [1000 + (number * 7919 + i) % 30000 for i in range(prompt_tokens)],
+        "prompt": prompt,
         "max_tokens": tokens,
         "ignore_eos": True,
         "stream": stream,
@@ -117,7 +130,7 @@ async def round_of(fleet: Fleet, case: dict[str, Any], requests: int, tokens: in
 
         async def one() -> int:
             async with gate:
-                return await send(session, case["prompt_tokens"], tokens, case["stream"])
+                return await send(session, case["prompt"](case["prompt_tokens"]), tokens, case["stream"])
 
         before = cpu_s(fleet.frontend_pid)
         events = sum(await asyncio.gather(*(one() for _ in range(requests))))
@@ -159,17 +172,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--speed", type=float, default=20, help="sim.speed; at 1 a step lasts 2.3 ms")
     parser.add_argument("--against", type=Path, help="another checkout, whose fleet takes turns with this one's")
+    parser.add_argument("--text", action="store_true", help="prompts are words, not token ids")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the fleet of this checkout")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    words = Texts(resolve_model("demo"), seed=int.from_bytes(os.urandom(4)))
     cases = [
         {"name": f"{way}, {'streamed' if stream else 'whole'}", "prompt_tokens": length, "stream": stream}
+        | {"prompt": words.make if options.text else token_ids}
         for way, length in (("local", SHORT), ("remote", LONG))
         for stream in (False, True)
     ]
     fleets = []
     try:
         for checkout in [ROOT, *([options.against.resolve()] if options.against else [])]:
-            fleets.append(start_fleet(checkout, options.speed))
+            fleets.append(start_fleet(checkout, options.speed, [] if fleets else options.set))
         measure(fleets, cases, options)
     finally:
         for fleet in fleets:

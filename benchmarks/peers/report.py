@@ -81,9 +81,10 @@ def _frontend(found: Mapping[str, Any]) -> list[str]:
     rows = []
     for name, by_tokens in found["systems"].items():
         for tokens, f in by_tokens.items():
-            ours = found["systems"].get(OURS, {}).get(tokens)
+            system, *tokenizer = name.split(", ")
+            ours = found["systems"].get(", ".join([OURS, *tokenizer]), {}).get(tokens)
             row = [name, tokens, f"{f['cpu_s'] * 1e3:.2f}", f"{f['requests_per_s']:.1f}"]
-            rows.append([*row, _ratio(ours, f, "cpu_s") if name != OURS else ""])
+            rows.append([*row, _ratio(ours, f, "cpu_s") if system != OURS else ""])
     head = ["frontend", "prompt tokens", "CPU, ms", "requests/s, 16 users", "ours / it: CPU"]
     return [*lines, *_table(head, rows), "", *_who(found, FRONTENDS), ""]
 

@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,12 +156,13 @@ SYSTEMS = [
 # ---- frontends alone, over simulated engines ---------------------------------------------------------------------
 
 
-def our_frontend(processes: Processes, model: Model) -> Serving:
+def our_frontend(processes: Processes, model: Model, tokenizer: str = "huggingface") -> Serving:
     port = next(free_ports(HOST))
     settings = {
         "model": model.path,
         "namespace": f"peers-{os.getpid()}",
         "frontend.port": port,
+        "frontend.tokenizer_backend": tokenizer,
         "workers.prefill.replicas": 1,
         "workers.decode.replicas": 1,
         "ratio.mode": "off",
@@ -170,13 +172,14 @@ def our_frontend(processes: Processes, model: Model) -> Serving:
     command = [sys.executable, "-m", "orchestrator.cli.main", "up", str(ROOT / "configs" / "sim-2p2d.yaml")]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
-    processes.start("orchestrator", command, {"PYTHONPATH": str(ROOT)})
+    found = os.environ.get("PYTHONPATH", "")  # fastokens may be there
+    processes.start("orchestrator", command, {"PYTHONPATH": f"{ROOT}:{found}" if found else str(ROOT)})
     url = f"http://{HOST}:{port}"
     processes.wait(f"{url}/ready")
     return Serving(url, ("orchestrator", "orchestrator.frontend"))
 
 
-def dynamo_frontend(processes: Processes, model: Model) -> Serving:
+def dynamo_frontend(processes: Processes, model: Model, tokenizer: str = "default") -> Serving:
     """Dynamo's frontend over its mocker, which simulates engines. Prefill and decode apart, as it is recommended."""
     python = str(programs("dynamo") / "python")
     found = processes.logs / "discovery"
@@ -189,6 +192,7 @@ def dynamo_frontend(processes: Processes, model: Model) -> Serving:
         processes.start(f"mocker-{mode}", command, environment)
     port = next(free_ports(HOST))
     command = [python, "-m", "dynamo.frontend", "--http-host", HOST, "--http-port", str(port), *planes]
+    command += ["--tokenizer", tokenizer]
     processes.start("dynamo", command, environment)
     url = f"http://{HOST}:{port}"
     processes.wait(f"{url}/v1/models", words="bench")
@@ -198,4 +202,6 @@ def dynamo_frontend(processes: Processes, model: Model) -> Serving:
 FRONTENDS = [
     System(OURS, "this project's frontend over its simulated engines, 1P1D", our_frontend),
     System("dynamo", "Dynamo's frontend over its mocker, 1P1D", dynamo_frontend),
+    System(f"{OURS}, fastokens", "the same with that tokenizer", partial(our_frontend, tokenizer="fastokens")),
+    System("dynamo, fastokens", "the same with that tokenizer", partial(dynamo_frontend, tokenizer="fastokens")),
 ]
