@@ -18,12 +18,12 @@ log = logging.getLogger("pd.transport")
 
 # A peer that does not read for this many messages is treated as unreachable rather than buffered without end.
 HIGH_WATER_MARK = 200_000
-# ZMQ's own threads ask and answer, so a busy event loop breaks no connection. A host that is cut off does within the
-# sum of both: a timeout begins with the next question. Each question and answer costs as much as a load report.
+# ZMQ's own threads ask and answer, so a busy event loop breaks no connection. Workers ask, and both ends notice a host
+# that is cut off within the sum of both: a timeout begins with the next question. Frontends do not: each answer would
+# end a timer, which ZMQ looks for among those of all connections, and with a thousand workers that is most of its work.
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1500, 3000
 # A worker whose reports are missing is given up long before this: it only ends connections to a host that is cut off.
 PUBLISHED_HEARTBEAT_MS, PUBLISHED_HEARTBEAT_TIMEOUT_MS = 5000, 5000
-HEARTBEAT_TTL_FACTOR = 2  # the asked end waits so much longer for the next question
 CONNECT_TIMEOUT_MS = 2000  # the kernel's own retries would be minutes apart when a link is mended
 HANDSHAKE_TIMEOUT_MS = 5000  # a peer that does not say who it is loses its connection
 READ_BATCH = 256  # messages that are read from a socket before others run, however many there are
@@ -162,13 +162,16 @@ def configure(socket: Socket, linger_ms: int) -> None:
         zmq.MAXMSGSIZE: messages.MAX_FRAME_BYTES + _ENCRYPTION_BYTES,
     }.items():
         socket.setsockopt(option, value)
-    if socket.type == zmq.PUB:
-        return  # it is told by its subscribers when to give them up
-    published = socket.type == zmq.SUB
-    socket.setsockopt(zmq.HEARTBEAT_IVL, PUBLISHED_HEARTBEAT_MS if published else HEARTBEAT_MS)
+
+
+def ask_peers(socket: Socket) -> None:
+    """Ask each peer of a worker's socket now and then whether it is there; both ends give up one that is not."""
+    published = socket.type == zmq.PUB
+    interval_ms = PUBLISHED_HEARTBEAT_MS if published else HEARTBEAT_MS
     timeout_ms = PUBLISHED_HEARTBEAT_TIMEOUT_MS if published else HEARTBEAT_TIMEOUT_MS
+    socket.setsockopt(zmq.HEARTBEAT_IVL, interval_ms)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TTL_FACTOR * timeout_ms)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, interval_ms + timeout_ms)  # for the peer, from one question to the next
 
 
 def monitor(socket: Socket, context: zmq.asyncio.Context, events: int) -> zmq.asyncio.Socket:

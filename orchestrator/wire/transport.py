@@ -33,6 +33,7 @@ from orchestrator.wire.sockets import (
     AddressError,
     Reader,
     Woken,
+    ask_peers,
     bind,
     check_address,
     configure,
@@ -76,6 +77,7 @@ class WorkerTransport:
         self.corrupt = 0
         for socket in (self._requests, self._published):
             configure(socket, linger_ms=200)
+            ask_peers(socket)
         self._requests.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unknown route is an error to the sender
         self._routes: dict[str, bytes] = {}  # frontend id -> the connection of its last Hello
         self._gate: Gate | None = None
