@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import gc
 import ipaddress
 import logging
 import os
 import resource
 import signal
-import socket
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -42,11 +39,11 @@ from orchestrator.config.settings import Config, ConfigError, check_environment,
 from orchestrator.config.shared import differences, merged
 from orchestrator.frontend import tracing
 from orchestrator.frontend.access import Access
+from orchestrator.frontend.connections import BoundedHttp, QuietServer, listen
 from orchestrator.frontend.dashboard.routes import operator_routes, page_routes, stream_routes
 from orchestrator.frontend.detokenizer import use_backend
 from orchestrator.frontend.edge import EdgeMiddleware
 from orchestrator.frontend.engine import FleetCore, FleetLLM
-from orchestrator.frontend.heads import BoundedHttp
 from orchestrator.frontend.pages import FleetCollector, fleet_routes
 from orchestrator.frontend.plain import route, streaming
 from orchestrator.frontend.vllm_codec import VllmCodec
@@ -64,7 +61,6 @@ log = logging.getLogger("pd.frontend")
 
 MAX_DESCRIPTORS = 65_535
 _END_S = 2.0  # from the end of the last request to the end of the process
-_IDLE_END_S = 2.0  # after which a frontend that drains closes connections that have no request
 _LOOK_S = 0.1
 _YOUNG_OBJECTS = 20_000  # 700 is Python's own
 # A frontend has no engine: what says where an engine's weights and memory go is not its business.
@@ -110,24 +106,6 @@ def build_vllm_config(config: Config) -> tuple[argparse.Namespace, VllmConfig]:
         return args, AsyncEngineArgs.from_cli_args(args).create_engine_config()
     except Exception as error:  # vLLM refuses in many ways, all of them the configuration's doing
         raise _refused(config, error) from error
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that other frontends can share. Raises ConfigError when the port is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    # Accepted connections inherit it. Without it a token waits for the client's delayed acknowledgement (~40 ms).
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"frontend.port: {host}:{port} cannot be listened on ({error.strerror}); free it or choose another"
-        ) from None
-    return listener
 
 
 def advertised_url(config: Config, bound: tuple[str, int], redis_url: str) -> str:
@@ -204,35 +182,6 @@ def _stops(app: FastAPI) -> bool:
     """Whether the server was told to end: a stream that goes on for ever would hold it up."""
     server = getattr(app.state, "server", None)
     return server is not None and bool(server.should_exit or server.draining)
-
-
-class QuietServer(uvicorn.Server):
-    """Without uvicorn's own signal handlers, which would end the process behind our back."""
-
-    draining = False
-
-    async def drain(self, listeners: Sequence[socket.socket]) -> None:
-        """Take no new connections; every response ends its connection; returns when none is left.
-
-        A connection that waits for its next request is closed after a moment, in which most say by a response that
-        they end: a request that meets a closing connection has to be sent again by its client.
-        """
-        self.draining = True
-        self.config.encoded_headers.append((b"connection", b"close"))
-        await asyncio.sleep(0)  # connections that are made already are accepted
-        for server in self.servers:
-            server.close()
-        for listener in listeners:
-            listener.close()
-        await asyncio.sleep(_IDLE_END_S)
-        while self.server_state.connections:
-            for connection in list(self.server_state.connections):
-                connection.shutdown()
-            await asyncio.sleep(_LOOK_S)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def the_fleets(config: Config, redis: Redis) -> tuple[Config, int]:

@@ -1,10 +1,13 @@
-"""A client that never ends what it sends before or after a body is refused; whoever does is served."""
+"""A client that never ends what it sends before or after a body is refused; whoever does is served.
+
+So is whoever connects while one of two frontends of a port ends."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import socket
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,8 +17,9 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httptools")
 
 import uvicorn
+import uvloop
 
-from orchestrator.frontend.heads import MAX_HEAD_BYTES, BoundedHttp
+from orchestrator.frontend.connections import MAX_HEAD_BYTES, BoundedHttp, QuietServer, listen, take_no_more
 
 ENDLESS = 16 * MAX_HEAD_BYTES
 HEAD = b"POST / HTTP/1.1\r\nhost: h\r\n"
@@ -87,3 +91,78 @@ async def test_what_ends_is_served() -> None:
         for length in (b"1", b"0", b"200000"):
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
             assert await reader.readexactly(len(length)) == length
+
+
+ASKED = HEAD + b"connection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+def connect(port: int) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", port), timeout=30)
+    client.sendall(ASKED)
+    return client
+
+
+def answer(client: socket.socket) -> str:
+    """The first line, or what went wrong."""
+    try:
+        with client, client.makefile("rb") as told:
+            return told.readline().decode().strip()
+    except OSError as error:
+        return repr(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("crowd", [0, 200])
+def test_whoever_connects_while_one_of_two_frontends_ends_is_served(crowd: int) -> None:
+    """With a crowd, many wait to be accepted when it begins to end; without, they come all the time."""
+    answers: list[str] = []
+
+    async def run() -> None:
+        listeners = [listen("127.0.0.1", 0)]
+        port = listeners[0].getsockname()[1]
+        listeners.append(listen("127.0.0.1", port))
+        config = dict[str, Any](http=BoundedHttp, lifespan="off", log_config=None, access_log=False)
+        servers = [QuietServer(uvicorn.Config(app, **config)) for _ in listeners]
+        serving = [
+            asyncio.create_task(server.serve(sockets=[listener]))
+            for server, listener in zip(servers, listeners, strict=True)
+        ]
+        while not all(server.started for server in servers):
+            await asyncio.sleep(0.01)
+        drained = threading.Event()
+
+        def storm() -> None:
+            while not drained.is_set():
+                try:
+                    answers.append(answer(connect(port)))
+                except OSError as error:
+                    answers.append(repr(error))
+
+        storms = [asyncio.create_task(asyncio.to_thread(storm)) for _ in range(4 if not crowd else 0)]
+        waiting = [connect(port) for _ in range(crowd)]
+        await servers[0].drain(listeners[:1])
+        drained.set()
+        answers.extend([await asyncio.to_thread(answer, client) for client in waiting])
+        await asyncio.gather(*storms)
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*serving)
+
+    uvloop.run(asyncio.wait_for(run(), 60))
+    assert len(answers) >= 50
+    assert set(answers) == {"HTTP/1.1 200 OK"}
+
+
+async def test_a_listener_that_takes_no_more_makes_what_has_begun_and_nothing_new() -> None:
+    listener = listen("127.0.0.1", 0)
+    listener.listen()
+    port = listener.getsockname()[1]
+    begun = socket.create_connection(("127.0.0.1", port))
+    take_no_more(listener)
+    with pytest.raises(TimeoutError):
+        socket.create_connection(("127.0.0.1", port), timeout=0.5)
+    accepted, _ = listener.accept()
+    begun.sendall(b"a")
+    assert accepted.recv(1) == b"a"
+    for each in (begun, accepted, listener):
+        each.close()

@@ -1,0 +1,139 @@
+"""Connections of clients: where they arrive, what head a request may have, and how a server that drains ends them.
+
+A head is bounded because it is kept until it is complete, before anybody has asked for a key or counted a body's bytes;
+so is what follows a body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from http import HTTPStatus
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from orchestrator.config.settings import ConfigError
+
+MAX_HEAD_BYTES = 1 << 18  # a request's line and headers, and headers after a body
+_REFUSAL = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+_HANDSHAKE_S = 0.2  # a connection that has begun is made within this time: a few round trips
+_ACCEPT_S = 2.0  # and accepted within this time more
+_IDLE_END_S = 2.0  # after which a server that drains closes connections that have no request
+_LOOK_S = 0.1
+_SO_ATTACH_FILTER = 26  # asm-generic/socket.h
+# struct sock_filter (linux/filter.h): the flags of a TCP header; those that only ask for a connection are dropped.
+_NO_SYN = b"".join(
+    struct.pack("=HBBI", *instruction)
+    for instruction in (
+        (0x30, 0, 0, 13),  # load byte 13
+        (0x54, 0, 0, 0x12),  # and SYN | ACK
+        (0x15, 0, 1, 0x02),  # SYN alone?
+        (0x06, 0, 0, 0),  # drop
+        (0x06, 0, 0, 0xFFFFFFFF),  # keep
+    )
+)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that other frontends can share. Raises ConfigError when the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    # Accepted connections inherit it. Without it a token waits for the client's delayed acknowledgement (~40 ms).
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"frontend.port: {host}:{port} cannot be listened on ({error.strerror}); free it or choose another"
+        ) from None
+    return listener
+
+
+def take_no_more(listener: socket.socket) -> None:
+    """Ask for no new connection; those that have begun are made. Who asks meanwhile asks again after a second, by when
+    another frontend listens here alone."""
+    program = ctypes.create_string_buffer(_NO_SYN, len(_NO_SYN))
+    listener.setsockopt(
+        socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", len(_NO_SYN) // 8, ctypes.addressof(program))
+    )
+
+
+def _waiting(listeners: Sequence[socket.socket]) -> bool:
+    """Whether there are connections to be accepted."""
+    poll = select.poll()
+    for listener in listeners:
+        poll.register(listener, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+class QuietServer(uvicorn.Server):
+    """Without uvicorn's own signal handlers, which would end the process behind our back."""
+
+    draining = False
+
+    async def drain(self, listeners: Sequence[socket.socket]) -> None:
+        """Take no new connections; every response ends its connection; returns when none is left.
+
+        The kernel resets what is in a listener's queue when that is closed, so first it is emptied. A connection that
+        waits for its next request is closed after a moment, in which most say by a response that they end: a request
+        that meets a closing connection has to be sent again by its client.
+        """
+        self.draining = True
+        self.config.encoded_headers.append((b"connection", b"close"))
+        for listener in listeners:
+            take_no_more(listener)
+        await asyncio.sleep(_HANDSHAKE_S)
+        until = time.monotonic() + _ACCEPT_S
+        while _waiting(listeners) and time.monotonic() < until:
+            await asyncio.sleep(0)  # in which the event loop accepts one
+        for server in self.servers:
+            server.close()
+        for listener in listeners:
+            listener.close()
+        await asyncio.sleep(_IDLE_END_S)
+        while self.server_state.connections:
+            for connection in list(self.server_state.connections):
+                connection.shutdown()
+            await asyncio.sleep(_LOOK_S)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class BoundedHttp(HttpToolsProtocol):
+    _unfinished = 0  # bytes since a head, a piece of a body or a request was complete
+
+    def data_received(self, data: bytes) -> None:
+        self._unfinished += len(data)
+        super().data_received(data)
+        if self._unfinished > MAX_HEAD_BYTES and not self.transport.is_closing():
+            if self.cycle is None or self.cycle.response_complete:
+                said = f"the head of a request may have {MAX_HEAD_BYTES} bytes".encode()
+                head = f"HTTP/1.1 {_REFUSAL.value} {_REFUSAL.phrase}\r\ncontent-type: text/plain\r\n"
+                self.transport.write(
+                    head.encode() + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(said) + said
+                )
+            self.transport.close()
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._unfinished = 0
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._unfinished = 0
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._unfinished = 0
