@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import shlex
+import shutil
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -28,7 +29,7 @@ from orchestrator.launch.fleet_processes import FleetProcesses
 from orchestrator.launch.host.leftovers import end_processes, remove_shared_memory
 from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.machine import MachineShares, hold_port
-from orchestrator.launch.host.process import adopt_orphans
+from orchestrator.launch.host.process import adopt_orphans, cannot_run
 from orchestrator.launch.host.redis_server import RedisServer
 from orchestrator.launch.host.run_folder import Ready, RunFolder, StartedProcess
 from orchestrator.launch.machines import Machines, Setup
@@ -97,6 +98,8 @@ async def _run(config: Config, model: str, folder: RunFolder, console: Console) 
 
         async def prepare(changed: Config, generation: int) -> Setup:
             """Raises ConfigError."""
+            if changed.python is not None and not machines.remote and shutil.which(changed.python) is None:
+                raise ConfigError(f"python: {cannot_run(changed.python)}")  # before any worker is drained for it
             found = await asyncio.to_thread(_model, changed, console)
             changed = resolve(changed, found, server.url, port)
             return Setup(generation, changed, folder.write_config(changed, generation))

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.config.settings import LauncherConfig
-from orchestrator.launch.host.process import Process
+from orchestrator.launch.host.process import CannotRun, Process
 from orchestrator.parent import EXIT_AGAIN
 
 log = logging.getLogger("pd.launcher")
@@ -96,7 +96,7 @@ class Supervised:
         self._on_stage = on_stage
         self._on_exit = on_exit
         self._process: Process | None = None
-        self._not_started = ""  # why not
+        self._not_started: OSError | None = None  # why not
         self._ready_at = 0.0
         self._ready = asyncio.Event()
         self._wanted = True
@@ -210,7 +210,7 @@ class Supervised:
             self._process = self._make()
             await self._process.start()
         except OSError as error:
-            self._not_started = str(error)
+            self._not_started = error
             return _NOT_STARTED
         exited = asyncio.create_task(self._process.wait())
         stop = asyncio.create_task(self._stopping.wait())
@@ -255,7 +255,8 @@ class Supervised:
     def _describe_exit(self, code: int) -> Exit:
         ready = self._ready.is_set()
         if code == _NOT_STARTED:
-            return Exit(code, self._not_started, ready)
+            never = isinstance(self._not_started, CannotRun)
+            return Exit(code, str(self._not_started), ready, said=never, final=never)
         if self._process is not None and (said := self._process.exit_reason) is not None:
             return Exit(code, said.text, ready, said=True, final=said.final)
         return Exit(code, (self.last_lines or ["no output"])[-1], ready)

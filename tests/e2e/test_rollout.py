@@ -134,9 +134,13 @@ async def test_other_software_is_rolled_out_and_taken_back_under_load(fleet: Run
     assert all(answer.ok for answer in answers), [answer for answer in answers if not answer.ok]
     assert fleet.metric("pd_placements_total", decision="remote"), "new frontends, new workers of both roles"
     async with nobody_fails(fleet):
+        before = {worker["pid"] for worker in fleet.workers()}
         gone = await asyncio.to_thread(rollout, fleet, CONFIG, "--set", "python=/nowhere/bin/python")
+        assert {worker["pid"] for worker in fleet.workers()} == before, "refused before a worker was drained"
         back = await asyncio.to_thread(rollout, fleet, CONFIG)
-    assert gone.returncode == 1 and "/nowhere/bin/python" in gone.stdout, gone.stdout + gone.stderr
+    assert gone.returncode == 1 and "python: /nowhere/bin/python cannot be run" in gone.stdout, (
+        gone.stdout + gone.stderr
+    )
     assert back.returncode == 0 and await versions(fleet) == {"sim-1"}, back.stdout + back.stderr
     fleet.assert_no_leaks()
 

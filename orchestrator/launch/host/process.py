@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import os
 import signal
+import socket
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +29,8 @@ _KEPT_LINES = 100  # a traceback is in them
 # The helpers of a dead process (its engine, Python's resource tracker) have this long to end by themselves.
 _GROUP_PATIENCE_S = 3.0
 _POLL_S = 0.02
+# Of execve(2): the program is not there, is no program, or may not be run by us.
+_NEVER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
 
 
 class ProcessSpec(msgspec.Struct, frozen=True):
@@ -36,6 +40,15 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     command: list[str]
     env: dict[str, str] = {}
     exit_file: Path | None = None
+
+
+class CannotRun(OSError):
+    """The program cannot be run on its machine, and another start would end the same. One line with the mend."""
+
+
+def cannot_run(program: str, why: str = "no executable file") -> str:
+    """What to say of a program that this machine cannot run."""
+    return f"{program} cannot be run on {socket.gethostname()} ({why}); install it there, or let `python` name another"
 
 
 class Process(Protocol):
@@ -60,7 +73,7 @@ class Process(Protocol):
         """What it said about its end, if it did."""
 
     async def start(self) -> None:
-        """Raises OSError."""
+        """Raises OSError: CannotRun where that is for good."""
 
     async def wait(self) -> int:
         """Until it and its process group have ended. Returns the exit code, negative for a signal."""
@@ -94,20 +107,25 @@ class LocalProcess:
         self.identity = ""  # as `orchestrator.parent` has it; empty until it is started
 
     async def start(self) -> None:
-        """Raises OSError."""
+        """Raises OSError, CannotRun."""
         env = {**os.environ, "PYTHONUNBUFFERED": "1", PARENT: str(os.getpid()), **self._spec.env}
         if self._spec.exit_file is not None:
             self._spec.exit_file.unlink(missing_ok=True)
             env[EXIT_REASON_FILE] = str(self._spec.exit_file)
-        self._process = await asyncio.create_subprocess_exec(
-            *self._spec.command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=env,
-            # Ctrl-C reaches the launcher alone, which ends the fleet in order.
-            start_new_session=True,
-        )
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._spec.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=env,
+                # Ctrl-C reaches the launcher alone, which ends the fleet in order.
+                start_new_session=True,
+            )
+        except OSError as error:
+            if error.errno in _NEVER:
+                raise CannotRun(cannot_run(self._spec.command[0], os.strerror(error.errno))) from None
+            raise
         self.identity = identity_of(self._process.pid)
         self._pump = asyncio.create_task(self._read(self._process), name=f"log-{self.name}")
 

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
+from orchestrator.launch.host.process import CannotRun
 from orchestrator.launch.machines import OnLine
 from orchestrator.launch.ray.runner import Runner
 from orchestrator.launch.ray.wire import Ended, NotStarted, Order, Started, decode_reply, encode
@@ -64,7 +65,7 @@ class RayProcess:
             raise OSError(0, f"Ray: {str(error).strip().splitlines()[0]}") from error
         if isinstance(reply, NotStarted):
             self._release()
-            raise OSError(0, reply.reason)
+            raise CannotRun(reply.reason) if reply.never else OSError(0, reply.reason)
         assert isinstance(reply, Started)
         self.pid, self.identity, self.running = reply.pid, reply.identity, True
         self._pump = asyncio.create_task(self._read(), name=f"log-{self.name}")

@@ -20,7 +20,7 @@ from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.commands import frontend_spec, resolve, worker_spec
 from orchestrator.launch.host.leftovers import SharedMemory
 from orchestrator.launch.host.machine import Share
-from orchestrator.launch.host.process import LocalProcess, ProcessSpec, adopt_orphans
+from orchestrator.launch.host.process import CannotRun, LocalProcess, ProcessSpec, adopt_orphans
 from orchestrator.launch.host.run_folder import base_folder
 from orchestrator.launch.machines import Setup
 from orchestrator.launch.ray.wire import Ended, NotStarted, Order, RunWorker, Started, decode_order, encode
@@ -47,7 +47,7 @@ class Runner:
                 try:
                     self._process = await self._started(decode_order(order))
                 except (ConfigError, OSError, msgspec.ValidationError) as error:
-                    return encode(NotStarted(" ".join(str(error).split())))
+                    return encode(NotStarted(" ".join(str(error).split()), never=isinstance(error, CannotRun)))
                 self._ended = asyncio.create_task(self._run(self._process))
         return encode(Started(self._process.pid, self._process.identity))
 

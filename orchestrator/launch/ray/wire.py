@@ -36,9 +36,10 @@ class Started(msgspec.Struct, tag="started", frozen=True):
 
 
 class NotStarted(msgspec.Struct, tag="not_started", frozen=True):
-    """From a runner: it could not be started."""
+    """From a runner: it could not be started. `never`: its node cannot run this program."""
 
     reason: str
+    never: bool = False
 
 
 class Ended(msgspec.Struct, tag="ended", frozen=True):

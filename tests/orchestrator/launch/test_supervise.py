@@ -98,6 +98,16 @@ async def test_crashes_are_forgotten_after_a_healthy_time(monkeypatch, longest_p
     await child.ended()
 
 
+async def test_a_program_that_is_not_there_is_not_tried_again_and_again():
+    slow = LauncherConfig(restart_backoff_s=0.001, restart_backoff_max_s=300.0)
+    child = Child("", slow, spec=ProcessSpec("child", ["/nowhere/bin/python", "-m", "workers.main"]))
+    await until(lambda: child.process.stage is Stage.PAUSING)
+    (end,) = child.exits
+    assert end.final and "/nowhere/bin/python cannot be run on" in end.reason and "`python`" in end.reason
+    child.process.request_stop()
+    await child.ended()
+
+
 async def test_what_crashes_is_started_again_until_it_is_stopped():
     child = Child("import sys; print('worker-like: no luck', file=sys.stderr); sys.exit(3)")
     await until(lambda: len(child.exits) >= 3)
