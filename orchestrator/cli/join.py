@@ -15,7 +15,16 @@ from urllib.parse import urlsplit
 import msgspec
 import typer
 
-from orchestrator.cli.handle import OUT, FleetHandle, NamespaceOption, RedisOption, ask, find_fleet
+from orchestrator.cli.handle import (
+    OUT,
+    FleetHandle,
+    JsonOption,
+    NamespaceOption,
+    RedisOption,
+    ask,
+    find_fleet,
+    print_json,
+)
 from orchestrator.config.settings import ConfigError, Refused, parse_config
 from orchestrator.parent import EXIT_AGAIN, report_exit
 from orchestrator.types import Role
@@ -42,7 +51,7 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
 
 
 @app.command()
-def join(namespace: NamespaceOption = None, redis: RedisOption = None) -> None:
+def join(namespace: NamespaceOption = None, redis: RedisOption = None, as_json: JsonOption = False) -> None:
     """Print what another host needs to run a worker of this fleet. It is a secret: it holds the URL of Redis."""
     handle = find_fleet(namespace, redis)
     url = handle.redis_url or ""
@@ -53,7 +62,11 @@ def join(namespace: NamespaceOption = None, redis: RedisOption = None) -> None:
             "server that they reach",
             file=sys.stderr,
         )
-    OUT.print(f"PD_JOIN={Token(url, handle.namespace).encode()} orchestrator worker --role decode", soft_wrap=True)
+    token, command = Token(url, handle.namespace).encode(), "orchestrator worker --role decode"
+    if as_json:
+        print_json({"PD_JOIN": token, "command": command})
+    else:
+        OUT.print(f"PD_JOIN={token} {command}", soft_wrap=True)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -11,9 +11,20 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
-from orchestrator.cli.handle import OUT, NamespaceOption, OpenFleet, RedisOption, ask, find_fleet, patiently
+from orchestrator.cli.handle import (
+    OUT,
+    JsonOption,
+    NamespaceOption,
+    OpenFleet,
+    RedisOption,
+    ask,
+    find_fleet,
+    patiently,
+    print_json,
+)
 from orchestrator.config.settings import Refused, WorkersConfig
 from orchestrator.types import Role, WorkerInfo, WorkerState
 
@@ -22,6 +33,14 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY_S = 0.2
 app = typer.Typer()
+
+
+class Step(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One that was seen. `--json` prints each as a line."""
+
+    event: str  # draining, restarted, done
+    id: str = ""
+    workers: int = 0  # that were restarted
 
 
 @app.command("restart")
@@ -33,13 +52,15 @@ def restart_command(
     namespace: NamespaceOption = None,
     redis: RedisOption = None,
     force: Annotated[bool, typer.Option("--force", help="Allow it when the fleet has only one worker.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Restart workers, a few at a time, each after it has drained: no request fails."""
     handle = find_fleet(namespace, redis)
     workers = handle.config.workers if handle.config else WorkersConfig()
     patience_s = workers.drain_timeout_s + workers.start_timeout_s
-    count = ask(handle, lambda fleet: restart(fleet, only, max_unavailable, force, patience_s, OUT.print))
-    OUT.print(f"{count} workers restarted", highlight=False)
+    show = print_json if as_json else _print
+    count = ask(handle, lambda fleet: restart(fleet, only, max_unavailable, force, patience_s, show))
+    show(Step("done", workers=count))
 
 
 async def restart(
@@ -48,7 +69,7 @@ async def restart(
     max_unavailable: int,
     force: bool,
     patience_s: float,
-    say: Callable[[str], None],
+    show: Callable[[Step], None],
 ) -> int:
     """Restart the workers of `role`, or all. At most `max_unavailable` workers are down at a time; workers that died
     meanwhile count. The last worker that is ready waits until another one is. Returns how many were restarted. Raises
@@ -69,7 +90,7 @@ async def restart(
         ready = _ready(there)
         for name in sorted(under_way):
             if name in ready and there[name].process != targets[name]:
-                say(f"{name}: restarted")
+                show(Step("restarted", name))
                 under_way.remove(name)
                 progress_at = time.monotonic()
         room = max_unavailable - len(targets.keys() - ready) - len(under_way & ready)
@@ -77,7 +98,7 @@ async def restart(
         for name in [name for name in waiting if name in ready][: max(0, room)]:
             waiting.remove(name)
             if await _order(registry, name):
-                say(f"{name}: draining")
+                show(Step("draining", name))
                 under_way.add(name)
         if time.monotonic() - progress_at > patience_s:
             late = ", ".join(sorted(targets.keys() - ready))
@@ -99,3 +120,8 @@ async def _order(registry: Registry, worker_id: str) -> bool:
     except UnknownWorker:
         return False
     return True
+
+
+def _print(step: Step) -> None:
+    line = f"{step.workers} workers restarted" if step.event == "done" else f"{step.id}: {step.event}"
+    OUT.print(line, highlight=False)

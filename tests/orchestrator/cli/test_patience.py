@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from unittest.mock import Mock
@@ -10,10 +11,13 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 from support_redis import Server, fresh_namespace, running_server, worker
+from typer.testing import CliRunner
 
 from orchestrator.cli import handle
 from orchestrator.cli.handle import FleetHandle, OpenFleet, open_fleet, patiently
-from orchestrator.cli.rolling import restart
+from orchestrator.cli.join import Token
+from orchestrator.cli.main import app
+from orchestrator.cli.rolling import Step, restart
 from orchestrator.cli.rollout import Event, _follow
 from orchestrator.store.client import RedisAway
 from orchestrator.store.configuration import Phase, Rollout, Version
@@ -29,8 +33,13 @@ def server(tmp_path: Path):
 
 
 @pytest.fixture
-async def fleet(server: Server) -> AsyncIterator[OpenFleet]:
-    async with open_fleet(FleetHandle(fresh_namespace(), server.url, None, None)) as fleet:
+def namespace() -> str:
+    return fresh_namespace()
+
+
+@pytest.fixture
+async def fleet(server: Server, namespace: str) -> AsyncIterator[OpenFleet]:
+    async with open_fleet(FleetHandle(namespace, server.url, None, None)) as fleet:
         yield fleet
 
 
@@ -75,11 +84,36 @@ async def test_more_at_once_than_there_are_leaves_one_that_serves(fleet: OpenFle
     say = Mock()
     restarting = asyncio.create_task(restart(fleet, None, 9, False, 60, say))
     await asyncio.sleep(1)
-    assert [call.args for call in say.mock_calls] == [("a: draining",)]
+    assert [call.args for call in say.mock_calls] == [(Step("draining", "a"),)]
     for info in infos:
         await registry.join(msgspec.structs.replace(info, process="2"), 600)
         await asyncio.sleep(0.5)
     assert await restarting == 2
+
+
+async def test_a_restart_tells_each_step_as_json(server: Server, fleet: OpenFleet, namespace: str) -> None:
+    registry, options = fleet.registry, ["--redis", server.url, "--namespace", namespace]
+    info = msgspec.structs.replace(worker("a"), state=WorkerState.READY, process="1")
+    await registry.join(info, 600)
+    running = asyncio.create_task(
+        asyncio.to_thread(CliRunner().invoke, app, ["restart", "--json", "--force", *options])
+    )
+    async with asyncio.timeout(60):
+        while "a" not in (await registry.workers_and_orders())[1]:
+            await asyncio.sleep(0.02)
+        await registry.join(msgspec.structs.replace(info, process="2"), 600)
+        done = await running
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        {"event": "draining", "id": "a"},
+        {"event": "restarted", "id": "a"},
+        {"event": "done", "workers": 1},
+    ]
+
+
+def test_join_tells_its_token_as_json(server: Server) -> None:
+    told = json.loads(CliRunner().invoke(app, ["join", "--json", "--redis", server.url, "--namespace", "n"]).stdout)
+    assert Token.decode(told["PD_JOIN"]) == Token(server.url, "n")
+    assert told["command"] == "orchestrator worker --role decode"
 
 
 async def test_one_that_stays_away_ends_them(server: Server, fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch) -> None:
