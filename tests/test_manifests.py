@@ -224,3 +224,10 @@ def test_compose_runs_the_same(service: str, tmp_path: Path, monkeypatch: pytest
     if service != "frontend":
         settings = parsed_worker(told["command"], file, monkeypatch)
         assert settings.role.value == service and f":{settings.health_port}/ready" in told["healthcheck"]["test"][-1]
+
+
+def test_the_log_of_a_launcher_that_failed_is_there_under_systemd():
+    unit = (ROOT / "deploy" / "systemd" / "pd-launcher.service").read_text().splitlines()
+    settings = dict(line.split("=", 1) for line in unit if "=" in line and not line.startswith("#"))
+    assert settings["Environment"] == f"XDG_RUNTIME_DIR=/run/{settings['RuntimeDirectory']}"
+    assert settings["RuntimeDirectoryPreserve"] == "yes", "systemd removes the folder else"
