@@ -148,6 +148,17 @@ def paste(line: str, shell: str = "bash") -> dict[str, Any]:
     return answer
 
 
+def operators_key(fleet: RunningFleet) -> str:
+    """That which its launcher made."""
+    return RunFolder(fleet.namespace).operator_key_path.read_text()
+
+
+def with_operators_key(fleet: RunningFleet) -> RunningFleet:
+    """On a Ray cluster pages are closed without it."""
+    fleet.http.headers["authorization"] = f"Bearer {operators_key(fleet)}"
+    return fleet
+
+
 @contextlib.contextmanager
 def running_fleet(config: str, *sets: str, api_key: str = "") -> Iterator[RunningFleet]:
     """Roles stay, unless `sets` say otherwise: a test counts on the workers that it started."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support_fleet import RunningFleet, token_prompt
+from support_fleet import RunningFleet, token_prompt, with_operators_key
 from support_ray import FakeCluster, fake_cluster, processes_of
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
@@ -53,10 +53,11 @@ class Fleets:
             f"launcher.address={cluster.address}",
             "launcher.gpus_per_rank=1",
         ]
-        self.now = RunningFleet("sim-2p2d.yaml", *self._sets)
+        self.now = with_operators_key(RunningFleet("sim-2p2d.yaml", *self._sets))
 
     def up_again(self) -> None:
-        self.now = RunningFleet("sim-2p2d.yaml", *self._sets, namespace=self.now.namespace)
+        """Frontends that it takes over have the key of before."""
+        self.now = with_operators_key(RunningFleet("sim-2p2d.yaml", *self._sets, namespace=self.now.namespace))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support_client import Answer, FleetClient
-from support_fleet import RunningFleet, small_model, token_prompt
+from support_fleet import RunningFleet, operators_key, small_model, token_prompt, with_operators_key
 from support_ray import FakeCluster, fake_cluster, processes_of
 from support_redis import Server, running_server
 
@@ -38,14 +38,16 @@ class RayFleet:
 
     def __init__(self, sets: list[str], server: Server) -> None:
         self._sets, self._url = sets, server.url
-        self.launcher = RunningFleet("demo-1p1d-cpu.yaml", *sets)
+        self.launcher = with_operators_key(RunningFleet("demo-1p1d-cpu.yaml", *sets))
         self.launcher.until(lambda: self.launcher.shape() == (1, 1), "1P1D")
         (prefill,), (decode,) = self.launcher.workers("prefill"), self.launcher.workers("decode")
         self.stays, self.victim = prefill["host"], decode["host"]
-        self.frontend = FleetClient(asyncio.run(self._frontend_on(self.stays)), self.launcher.namespace)
+        url, key = asyncio.run(self._frontend_on(self.stays)), operators_key(self.launcher)
+        self.frontend = FleetClient(url, self.launcher.namespace, key)
 
     def up_again(self) -> None:
-        self.launcher = RunningFleet("demo-1p1d-cpu.yaml", *self._sets, namespace=self.launcher.namespace)
+        again = RunningFleet("demo-1p1d-cpu.yaml", *self._sets, namespace=self.launcher.namespace)
+        self.launcher = with_operators_key(again)
 
     def where(self) -> dict[str, tuple[str, str, int]]:
         """Role, host and process of each worker."""
