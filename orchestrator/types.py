@@ -149,6 +149,7 @@ class KVCounters(msgspec.Struct, frozen=True):
     transfer_s: float = 0.0  # from a request's first WRITE to its last, summed
     failures: int = 0  # transfers that failed, sent and received
     bad_messages: int = 0  # notifications that could not be read
+    withdrawing_blocks: int = 0  # now: of transfers that were given up, kept until no WRITE can land in them
 
 
 class PauseState(msgspec.Struct, frozen=True, order=True, array_like=True):

@@ -144,11 +144,11 @@ class FakeWorker(PushWorker):
         if self.nixl_wrapper.heard:
             self.turn()
 
-    def step(self, **news: list[Any]) -> None:
+    def step(self, **news: Any) -> None:
         """An engine step with this metadata, and what follows on the writer thread."""
         metadata = PushMetadata()
         for name, values in news.items():
-            getattr(metadata, name).extend(values)
+            setattr(metadata, name, values)
         self.start_load_kv(metadata)
         self.on_computed(metadata)
         self.turn()

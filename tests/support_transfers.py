@@ -168,8 +168,9 @@ class PrefillRank(Rank):
                 case do.Abandon(handles=handles):
                     for handle in handles:
                         self.writes.pop(handle)
-                case do.Ended():
-                    pass
+                case do.Ended(stream=stream, ok=ok):
+                    if not ok:
+                        self.engine.given_up.append(stream)
                 case _:
                     raise AssertionError(action)
 
@@ -272,6 +273,14 @@ class PrefillEngine:
         self.ranks = [PrefillRank(world, self, index) for index in range(ranks)]
         self.requests: dict[str, Prefill] = {}
         self.launched: list[tuple[DeviceEvent, Prefill, int, int]] = []  # event, request, its epoch, its blocks then
+        self.given_up: list[str] = []  # by a rank, which its scheduler learns with the next step
+
+    def step(self) -> None:
+        """What one rank has given up is given up by all."""
+        given_up, self.given_up = self.given_up, []
+        for rank in self.ranks:
+            for stream in given_up:
+                rank.run(rank.outbound.failed(stream, "another rank gave it up", self.world.now))
 
     def content(self, stream: str, block: int) -> object:
         """What the block holds now; garbage before it is computed, and once the request was preempted or freed it."""
@@ -343,6 +352,14 @@ class DecodeEngine:
         self.memory: dict[tuple[int, int, int], object] = {}  # (block, prefill rank, decode rank)
         self.waiting: dict[str, Register] = {}
         self.ended_on: dict[str, dict[int, bool]] = {}
+        self.given_up: list[str] = []  # by a rank, which its scheduler learns with the next step
+
+    def step(self) -> None:
+        """What one rank has given up is given up by all."""
+        given_up, self.given_up = self.given_up, []
+        for rank in self.ranks:
+            for request in given_up:
+                rank.run(rank.inbound.withdraw(request, "another rank gave it up", self.world.now))
 
     def reserve(self, request: str, stream: str, total: int, cached: int, source: PrefillEngine) -> bool:
         needed = total - cached
@@ -372,6 +389,8 @@ class DecodeEngine:
         ended = self.ended_on[finish.request]
         assert rank not in ended, f"{finish.request} finished twice on rank {rank}"
         ended[rank] = finish.ok
+        if not finish.ok:
+            self.given_up.append(finish.request)
         if len(ended) < len(self.ranks):
             return
         order = self.waiting.pop(finish.request)
@@ -504,6 +523,9 @@ class World:
             if rank.engine.name != stopped:
                 rank.run(rank.end.tick(self.now))
                 rank.mend()
+        for engine in self.engines():
+            if engine.name != stopped:
+                engine.step()
 
     def stop(self, name: str, seconds: float) -> None:
         """A prefill engine's processes are stopped for so long, and go on. Half of their WRITEs end meanwhile."""

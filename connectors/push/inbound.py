@@ -73,6 +73,12 @@ class Inbound:
         """Prefill engines that a request here waits for."""
         return {waiting.source.engine_id for waiting in self._waiting.values()}
 
+    @property
+    def withdrawing_blocks(self) -> int:
+        """Those of transfers that were given up, kept until no WRITE can land in them."""
+        given_up = [it.order.blocks for it in self._waiting.values() if it.state is Inbox.WITHDRAWING]
+        return sum(len(group) for groups in given_up for group in groups)
+
     def blocks_of(self, request: str) -> list[list[int]]:
         """The blocks that wait for KV; none for a request that does not."""
         waiting = self._waiting.get(request)

@@ -1,4 +1,4 @@
-"""What the scheduler half tells the worker half each step, the options both read, and the statistics that come back.
+"""What the scheduler half tells the worker half each step, the options both read, and what comes back.
 
 Pickled when workers are separate processes, so plain data only.
 """
@@ -6,10 +6,12 @@ Pickled when workers are separate processes, so plain data only.
 from __future__ import annotations
 
 import functools
+import queue
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 
@@ -118,7 +120,7 @@ class PushMetadata(NixlConnectorMetadata):
         self.finished: list[Finished] = []
         self.unwanted: list[str] = []  # prefills that ended well
         self.reserved: list[Reserved] = []
-        self.withdrawn: list[str] = []
+        self.withdrawn: dict[str, str] = {}  # and why
         self.disowned: list[Disowned] = []
         self.dead_engines: list[str] = []
 
@@ -136,8 +138,43 @@ class PushMetadata(NixlConnectorMetadata):
         )
 
 
+@dataclass(frozen=True)
+class RankReport(KVConnectorWorkerMetadata):
+    """What one rank tells the scheduler half, which hears of all ranks together: whose KV it has given up, and how many
+    blocks wait here for peers that do not answer."""
+
+    unreceived: frozenset[str] = frozenset()
+    unpushed: frozenset[str] = frozenset()
+    withdrawing_blocks: int = 0
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
+        assert isinstance(other, RankReport)
+        # All ranks have the same blocks, each with its own share of the heads.
+        most = max(self.withdrawing_blocks, other.withdrawing_blocks)
+        return RankReport(self.unreceived | other.unreceived, self.unpushed | other.unpushed, most)
+
+
+class RankReports:
+    """What one rank has to report. Its writer thread adds to it, and the engine's thread takes it after each step."""
+
+    def __init__(self) -> None:
+        self.unreceived: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.unpushed: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.withdrawing_blocks = self._told = 0
+
+    def take(self) -> RankReport | None:
+        """None where nothing is to be told."""
+        report = RankReport(_all(self.unreceived), _all(self.unpushed), self.withdrawing_blocks)
+        before, self._told = self._told, report.withdrawing_blocks
+        return report if before or report != RankReport() else None
+
+
+def _all(told: queue.SimpleQueue[str]) -> frozenset[str]:
+    return frozenset(told.get() for _ in range(told.qsize()))
+
+
 class PushStats(NixlKVConnectorStats):
-    """Statistics of one worker: vLLM's per WRITE, and ours per request. Lists, which grow during a step and are emptied
+    """Statistics of one engine: vLLM's per WRITE, and ours per request. Lists, which grow during a step and are emptied
     with it; `VllmEngine` sums them."""
 
     # Seconds, per request pushed: from first WRITE to last, and from the last chunk computed to everything landed.
@@ -149,7 +186,18 @@ class PushStats(NixlKVConnectorStats):
     BAD_MESSAGES = "pd_bad_messages"
     VERIFIED = "pd_verified"
     CORRUPT = "pd_corrupt"
-    OURS = (STREAM_SECONDS, EXPOSED_SECONDS, STREAMS_FAILED, RECEIVES_FAILED, BAD_MESSAGES, VERIFIED, CORRUPT)
+    # Told by the scheduler half: how many more than it told last.
+    WITHDRAWING_BLOCKS = "pd_withdrawing_blocks"
+    OURS = (
+        STREAM_SECONDS,
+        EXPOSED_SECONDS,
+        STREAMS_FAILED,
+        RECEIVES_FAILED,
+        BAD_MESSAGES,
+        VERIFIED,
+        CORRUPT,
+        WITHDRAWING_BLOCKS,
+    )
 
     def reset(self) -> None:
         super().reset()

@@ -26,6 +26,8 @@ from connectors.push.metadata import (
     Preempted,
     PushMetadata,
     PushOptions,
+    PushStats,
+    RankReport,
     Reserved,
     Started,
 )
@@ -79,6 +81,7 @@ class PushScheduler(NixlPushConnectorScheduler):
         self._held: set[str] = set()  # prefills that have ended, and whose blocks are not given back yet
         self._reserved: dict[str, Endpoint] = {}
         self._dead: dict[str, float] = {}  # engine -> until when its KV is not asked for
+        self._withdrawing_blocks = self._withdrawing_told = 0
         self._next = PushMetadata()
 
     def set_xfer_handshake_metadata(self, metadata: Any) -> None:
@@ -208,7 +211,7 @@ class PushScheduler(NixlPushConnectorScheduler):
         key = request.request_id
         if key in self._reserved:
             # Aborted while KV may still arrive. vLLM keeps the blocks until finished_recving.
-            self._next.withdrawn.append(key)
+            self._next.withdrawn[key] = "aborted"
             return False, None
         if params.get("do_remote_prefill"):
             params["do_remote_prefill"] = False
@@ -256,6 +259,21 @@ class PushScheduler(NixlPushConnectorScheduler):
         for key in connector_output.finished_recving or ():
             self._reserved.pop(key, None)
         self._held.difference_update(connector_output.finished_sending or ())
+        if isinstance(report := connector_output.kv_connector_worker_meta, RankReport):
+            self._withdrawing_blocks = report.withdrawing_blocks
+            # What one rank has given up is of no use to the others, which may wait for that rank's peer.
+            given_up = self._reserved.keys() & report.unreceived
+            self._next.withdrawn |= dict.fromkeys(given_up - self._next.withdrawn.keys(), "another rank gave it up")
+            self._next.unwanted.extend(report.unpushed & (self._held | self._prefills.keys()))
+
+    def take_stats(self) -> PushStats | None:
+        """What has changed since it was asked last."""
+        more, self._withdrawing_told = self._withdrawing_blocks - self._withdrawing_told, self._withdrawing_blocks
+        if not more:
+            return None
+        stats = PushStats()
+        stats.record(PushStats.WITHDRAWING_BLOCKS, more)
+        return stats
 
     # ---- the fleet ---------------------------------------------------------------------------------------------
 

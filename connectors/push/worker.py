@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 from connectors.push import actions as do
 from connectors.push import writer
 from connectors.push.connections import Connections
-from connectors.push.metadata import PushMetadata, PushStats
+from connectors.push.metadata import PushMetadata, PushStats, RankReports
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,6 +44,7 @@ class PushWorker(Connections):
         self._drafts = vllm_config.speculative_config is not None
         self.news = threading.Event()  # set with every result, for an engine loop that waits instead of polling
         self._results: queue.SimpleQueue[do.Finish | do.Release] = queue.SimpleQueue()
+        self.reports = RankReports()
         self._writes: dict[int, tuple[str, str, Any]] = {}  # handle number -> (engine, stream, NIXL handle)
         self._handle_count = 0
         self._layers: dict[str, int] = {}  # layer name -> region, in layer mode
@@ -70,8 +71,8 @@ class PushWorker(Connections):
             self._submit(functools.partial(self._inbound.register, reserved.order, reserved.source))
         for disowned in metadata.disowned:
             self._submit(functools.partial(self._inbound.disown, disowned.order, disowned.source))
-        for request in metadata.withdrawn:
-            self._submit(functools.partial(self._inbound.withdraw, request, "aborted"))
+        for request, why in metadata.withdrawn.items():
+            self._submit(functools.partial(self._inbound.withdraw, request, why))
         for finished in metadata.finished:
             end = functools.partial(self._outbound.finish, finished.key)
             if not finished.ok:
@@ -160,6 +161,7 @@ class PushWorker(Connections):
             else:
                 logger.warning("KV of %s will be computed here: %s", result.request, result.why)
                 self._failed_recv_reqs.put(result.request)
+                self.reports.unreceived.put(result.request)
         return released
 
     # ---- the writer thread -------------------------------------------------------------------------------------
@@ -184,6 +186,7 @@ class PushWorker(Connections):
                         self._stepped = False
                         self._run(self._outbound.stepped)
                     self._run(self._inbound.tick)
+                    self.reports.withdrawing_blocks = self._inbound.withdrawing_blocks
                     self._run(self._outbound.tick)
                     self._mend_lost()
                     self._forget_dead()
@@ -216,6 +219,7 @@ class PushWorker(Connections):
             case do.Finish():
                 if not action.ok:
                     self._records.put(lambda s: s.record(PushStats.RECEIVES_FAILED))
+                    self.reports.withdrawing_blocks = self._inbound.withdrawing_blocks  # this may be the last step
                 self._report(action)
             case do.Release():
                 self._report(action)
@@ -244,6 +248,7 @@ class PushWorker(Connections):
         else:
             logger.warning("KV of %s was not pushed: %s", ended.stream, ended.why)
             self._records.put(lambda s: s.record(PushStats.STREAMS_FAILED))
+            self.reports.unpushed.put(ended.stream)
 
     def _cut(self, cut: do.Cut) -> None:
         if cut.engine not in self._cutting:

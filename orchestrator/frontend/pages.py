@@ -63,6 +63,11 @@ class FleetCollector(Collector):
         bad = CounterMetricFamily(
             "pd_kv_bad_messages", "Notifications between engines that could not be understood", labels=["worker"]
         )
+        withdrawing = GaugeMetricFamily(
+            "pd_kv_withdrawing_blocks",
+            "KV blocks of transfers that were given up, kept until no WRITE can land in them",
+            labels=["worker"],
+        )
         failed = CounterMetricFamily("pd_kv_transfer_failures", "KV transfers that failed", labels=["worker"])
         took = SummaryMetricFamily("pd_kv_transfer_seconds", "Time of KV transfers", labels=["worker"])
         for view in self._workers():
@@ -78,9 +83,10 @@ class FleetCollector(Collector):
             sent.add_metric([name], load.kv.bytes_sent)
             described.add_metric([name], load.kv.descriptors)
             bad.add_metric([name], load.kv.bad_messages)
+            withdrawing.add_metric([name], load.kv.withdrawing_blocks)
             failed.add_metric([name], load.kv.failures)
             took.add_metric([name], count_value=load.kv.transfers, sum_value=load.kv.transfer_s)
-        yield from (up, blocks, running, corrupt, sent, described, took, failed, bad)
+        yield from (up, blocks, running, corrupt, sent, described, took, failed, bad, withdrawing)
 
 
 def fleet_routes(

@@ -63,6 +63,7 @@ class SimTransfers:
             transfer_s=self._transfer_s,
             failures=self._failures,
             bad_messages=self._bad_messages,
+            withdrawing_blocks=self._inbound.withdrawing_blocks,
         )
 
     # ---- from the engine ---------------------------------------------------------------------------------------

@@ -299,6 +299,7 @@ class VllmEngine:
                 transfer_s=kv["pd_stream_seconds"],
                 failures=kv["pd_streams_failed_count"] + kv["pd_receives_failed_count"],
                 bad_messages=kv["pd_bad_messages_count"],
+                withdrawing_blocks=int(kv["pd_withdrawing_blocks"]),
             ),
         )
         return self._last

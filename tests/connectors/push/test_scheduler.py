@@ -145,5 +145,49 @@ def test_a_prefill_that_has_ended_is_dropped_once_while_its_blocks_are_held() ->
     prefill.drop(["x", "another"])
     prefill.drop(["x"])
     assert prefill.has_pending_push_work() and prefill._next.unwanted == ["x"]
-    prefill.update_connector_output(SimpleNamespace(finished_recving=None, finished_sending={"x"}))
+    prefill.update_connector_output(output(finished_sending={"x"}))
     assert prefill._held == set()
+
+
+def output(**said: Any) -> SimpleNamespace:
+    """Of all ranks of a step."""
+    nothing = {"finished_recving": None, "finished_sending": None, "kv_connector_worker_meta": None}
+    return SimpleNamespace(**nothing | said)
+
+
+def test_what_one_rank_has_given_up_is_given_up_by_all() -> None:
+    """Once: the other ranks may wait for what the peer of that rank would say."""
+    from vllm.v1.request import RequestStatus
+
+    from connectors.push.metadata import RankReport
+
+    decode = scheduler(mamba=False)
+    request = Request(32, do_remote_prefill=True, kv_source=SOURCE)
+    blocks = SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: [[1, 2]])
+    decode.update_state_after_alloc(request, blocks, 32)
+    reports = RankReport(unreceived=frozenset({"x", "gone"})).aggregate(RankReport(withdrawing_blocks=2))
+    decode.update_connector_output(output(kv_connector_worker_meta=reports))
+    assert decode.has_pending_push_work() and decode._next.withdrawn == {"x": "another rank gave it up"}
+    decode.update_connector_output(output(finished_recving={"x"}, kv_connector_worker_meta=reports))
+    assert decode._next.withdrawn.keys() == {"x"} and not decode._reserved
+
+    prefill = scheduler(mamba=False)
+    request = Request(32, do_remote_decode=True)
+    prefill.update_state_after_alloc(request, None, 0)
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    assert prefill.request_finished(request, ([1, 2],))[0]
+    prefill.update_connector_output(output(kv_connector_worker_meta=RankReport(unpushed=frozenset({"x", "gone"}))))
+    assert prefill._next.unwanted == ["x"]
+
+
+def test_the_blocks_that_wait_for_silent_peers_are_told_as_they_change() -> None:
+    from connectors.push.metadata import PushStats, RankReport
+
+    decode = scheduler(mamba=False)
+    told = []
+    for blocks in (None, 5, 5, 7, None, 0, 0):
+        report = None if blocks is None else RankReport(withdrawing_blocks=blocks)
+        decode.update_connector_output(output(kv_connector_worker_meta=report))
+        stats = decode.take_stats()
+        told.append(0 if stats is None else sum(stats.data[PushStats.WITHDRAWING_BLOCKS]))
+    assert told == [0, 5, 0, 2, 0, -7, 0]

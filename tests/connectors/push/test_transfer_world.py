@@ -246,3 +246,28 @@ def test_nothing_is_corrupted_or_kept_whatever_happens(ranks: tuple[int, int], d
             history.run()
         except AssertionError as error:
             raise AssertionError(f"history {seed}: {error}, after {', '.join(history.log[-12:])}") from error
+
+
+@pytest.mark.parametrize("ranks", [(2, 2), (1, 2), (2, 4)])
+def test_a_rank_without_a_connection_ends_the_transfer_on_all_ranks_at_once(ranks: tuple[int, int]) -> None:
+    """Prefill writes to nobody before all have registered: who has would wait for that until its time is over."""
+    world = World(ranks=ranks)
+    prefill, decode = world.prefills["P0"], world.decodes["D0"]
+    prefill.requests["s"] = Prefill(4)
+    decode.reserve("r", "s", 4, 0, prefill)
+    while world.handshakes:
+        world.shake(0, ok=world.handshakes[0][0] is not decode.ranks[1])
+    prefill.start("s")
+    prefill.compute("s", 4)
+    prefill.device_ends_step()
+    prefill.end("s", ok=True)
+    steps = 0
+    while decode.waiting or prefill.requests["s"].unreleased:
+        steps += 1
+        assert steps < 5, "decode waits, or prefill keeps its blocks"
+        while world.handshakes:
+            world.shake(0, ok=True)
+        while world.network:
+            world.deliver(0)
+        world.tick(0.02)
+    world.settle()

@@ -13,7 +13,15 @@ import pytest
 import zmq
 
 from connectors.push import wire
-from connectors.push.metadata import Computed, Finished, Preempted, PushMetadata, Reserved, Started
+from connectors.push.metadata import (
+    Computed,
+    Finished,
+    Preempted,
+    PushMetadata,
+    RankReport,
+    Reserved,
+    Started,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -232,6 +240,29 @@ def test_a_registration_that_never_left_fails_with_its_peer(push: Any) -> None:
     assert worker._failed_recv_reqs.get_nowait() == "r-t"
 
 
+def test_a_rank_reports_what_it_has_given_up_and_how_many_blocks_wait_for_a_silent_peer(push: Any) -> None:
+    worker = push.FakeWorker(0, 2)
+    worker.handshakes = [zmq.Again(), None]
+    peer = wire.Endpoint("P2", "host", 2, 2)
+    worker.step(reserved=[Reserved(order("s", 7, 8), peer)])
+    worker._get_new_notifs()
+    assert worker.reports.take() == RankReport(unreceived=frozenset({"r-s"}))
+    assert worker.reports.take() is None
+
+    worker.step(reserved=[Reserved(order("t", 7, 8, 9), peer)])
+    worker.step(withdrawn={"r-t": "aborted"})
+    assert [worker.reports.take() for _ in range(2)] == [RankReport(withdrawing_blocks=3)] * 2
+    worker.hear("P2/0", wire.Gone("r-t", "withdrawn by decode"))
+    worker._get_new_notifs()
+    assert worker.reports.take() == RankReport(unreceived=frozenset({"r-t"})), "none wait any more"
+    assert worker.reports.take() is None
+
+    worker.step(started=[Started("u", 2, 32)])
+    worker.hear("P2/0", order("u", 7, 8, decode=peer))
+    worker.hear("P2/0", wire.Unregister("u", "r-u", peer))
+    assert worker.reports.take() == RankReport(unpushed=frozenset({"u"}))
+
+
 def test_a_handshake_that_raises_is_tried_again(push: Any) -> None:
     worker = push.FakeWorker(0, 1)
     source = wire.Endpoint("P2", "host", 2, 1)
@@ -326,7 +357,7 @@ def test_a_checksum_of_blocks_that_were_given_back_says_nothing(push: Any, late:
     worker.know("P2", 1, [0])
     worker.step(reserved=[Reserved(order("s", 7, 8), wire.Endpoint("P2", "host", 2, 1))])
     worker.hear("P2/0", wire.Landed("r-s", 8))
-    worker.step(withdrawn=["r-s"])
+    worker.step(withdrawn={"r-s": "aborted"})
     worker.hear("P2/0", wire.Gone("r-s", "withdrawn by decode"))
     late.ready = True
     worker.turn()

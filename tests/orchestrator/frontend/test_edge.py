@@ -37,7 +37,7 @@ def fleet():
         "d0", Role.DECODE, WorkerState.READY, "h", 42, "a", "b", identity, KVEndpoint("e", "h", 1), 100, 8, 64, 1, 1.0
     )
     fleet.upsert(info, 0.0)
-    kv = KVCounters(bytes_sent=1000, descriptors=30, transfers=2, transfer_s=0.5, bad_messages=1)
+    kv = KVCounters(bytes_sent=1000, descriptors=30, transfers=2, transfer_s=0.5, bad_messages=1, withdrawing_blocks=7)
     load = WorkerLoad("d0", 1, 100, 60, 2, 1, 30, 5.0, kv=kv, corrupt_messages=4)
     fleet.take_load(load, 0.0)
     return fleet
@@ -155,6 +155,7 @@ async def test_metrics_have_the_promised_names(client):
         'pd_kv_transfer_bytes_total{worker="d0"} 1000.0',
         'pd_kv_transfer_descriptors_total{worker="d0"} 30.0',
         'pd_kv_bad_messages_total{worker="d0"} 1.0',
+        'pd_kv_withdrawing_blocks{worker="d0"} 7.0',
         'pd_worker_corrupt_messages_total{worker="d0"} 4.0',
         'pd_kv_transfer_seconds_sum{worker="d0"} 0.5',
         'pd_kv_transfer_seconds_count{worker="d0"} 2.0',

@@ -172,9 +172,11 @@ async def test_blocks_stay_reserved_while_a_write_may_land(sims: SimFixture) -> 
     await collect(prefill, "a#1")
     await decode.abort(["a#1"])
     # The bytes take 80 ms; right after the abort neither side may have let go.
-    assert (await decode.load()).blocks_free == slow.blocks - 5
+    load = await decode.load()
+    assert load.blocks_free == slow.blocks - 5 and load.kv.withdrawing_blocks == 5
     assert (await prefill.load()).blocks_free == slow.blocks - 5
     await sims.assert_no_leaks()
+    assert (await decode.load()).kv.withdrawing_blocks == 0
 
 
 async def test_abort_of_the_prefill_side_makes_decode_recompute(sims: SimFixture) -> None:

@@ -157,6 +157,22 @@ async def test_a_decode_aborted_while_it_waits_gives_its_blocks_back(pair) -> No
     await assert_no_leaks(prefill)
 
 
+async def test_blocks_that_wait_for_a_stopped_engine_are_counted_and_come_back_with_it(pair) -> None:
+    prefill, decode = pair
+    await transfer(prefill, decode, "before", frames(prompt(100)))  # they are connected
+    await decode.done("before")
+    os.kill(engine_pid(prefill), signal.SIGSTOP)
+    try:
+        await decode.decode("stuck", frames(prompt(500, 5)), prefill.source("stuck"))
+        await until(lambda: any(load.blocks_free < decode.info.blocks_total for load in decode.loads[-1:]))
+        await decode.engine.abort(["stuck"])
+        await until(lambda: decode.loads[-1].kv.withdrawing_blocks == -(-500 // 32), what="16 blocks are said to wait")
+    finally:
+        os.kill(engine_pid(prefill), signal.SIGCONT)
+    await assert_no_leaks(prefill, decode)
+    assert decode.loads[-1].kv.withdrawing_blocks == 0
+
+
 async def test_a_decode_aborted_at_any_moment_frees_both_sides(pair) -> None:
     prefill, decode = pair
     for index in range(20):
