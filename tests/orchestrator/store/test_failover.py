@@ -157,6 +157,49 @@ async def test_a_move_within_a_cluster_is_followed_without_an_error(cluster):
         await redis.aclose()
 
 
+async def test_while_its_slot_migrates_redis_is_away_and_afterwards_nothing_is_lost(start, cluster):
+    """The old node sends who asks for a key that it has not to the new one (ASK), which has a part of the keys only.
+    A function that followed would find half a queue, and leave keys there that the migration would stumble over."""
+    old, _ = cluster
+    new = start("--cluster-enabled", "yes", "--cluster-node-timeout", "1000")
+    await ask(new, "CLUSTER MEET", "127.0.0.1", old.port)
+    old_id, new_id = [(await ask(node, "CLUSTER MYID")).decode() for node in (old, new)]
+    redis = await connect(f"redis+cluster://{old.address}", TIMEOUT_S)
+    load = Load(redis)
+    slot = await ask(old, "CLUSTER KEYSLOT", f"{{{load.namespace}}}")
+
+    async def met() -> bool:
+        known = str(await ask(new, "CLUSTER NODES")), str(await ask(old, "CLUSTER NODES"))
+        return old_id in known[0] and new_id in known[1] and (await ask(new, "CLUSTER INFO"))["cluster_state"] == "ok"
+
+    async def keys(node: Node) -> int:
+        return int(await ask(node, "CLUSTER COUNTKEYSINSLOT", slot))
+
+    try:
+        await eventually(met, "the nodes have met")
+        await load.registry.set_desired(1, 2, "before")
+        async with load.running():
+            await load.more(50)
+            await ask(new, "CLUSTER SETSLOT", slot, "IMPORTING", old_id)
+            await ask(old, "CLUSTER SETSLOT", slot, "MIGRATING", new_id)
+            errors = load.errors
+
+            async def away() -> bool:
+                return load.errors > errors + 20
+
+            await eventually(away, "Redis is away for those who ask")
+            assert await keys(new) == 0, "nothing was done where the keys are not yet"
+            while there := await ask(old, "CLUSTER GETKEYSINSLOT", slot, 100):
+                await ask(old, "MIGRATE", "127.0.0.1", new.port, "", 0, 1000, "KEYS", *there)
+            for node in (new, old):
+                await ask(node, "CLUSTER SETSLOT", slot, "NODE", new_id)
+            await load.more(50)
+        assert await keys(new) > 0 and await keys(old) == 0
+        assert (await load.registry.desired()).decode == 2
+    finally:
+        await redis.aclose()
+
+
 async def test_a_cluster_whose_primary_dies_is_followed(cluster):
     primary, replica = cluster
     redis = await connect(f"redis+cluster://{primary.address},{replica.address}", TIMEOUT_S)
