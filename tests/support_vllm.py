@@ -125,7 +125,7 @@ class Driver:
         from workers.vllm_engine.engine import VllmEngine
 
         cores = args.pop("cores", None)
-        profile = args.pop("profile", False)
+        profile, warm = args.pop("profile", False), args.pop("warm", False)
         kv_port = args.pop("kv_port", None) or next(free_ports("127.0.0.1"))
         defaults = {
             "skip_tokenizer_init": True,
@@ -146,6 +146,7 @@ class Driver:
             cores=cores,
             prefix_events=True,
             profile=profile,
+            warm=warm,
         )
         return cls(engine, await engine.start())
 

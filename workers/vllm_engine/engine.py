@@ -26,7 +26,7 @@ from workers.vllm_engine.launch import build_config, start_client
 from workers.vllm_engine.plugin import PREFIX_STATS, TOKENS_LEFT_STATS
 from workers.vllm_engine.ranks import RankWatch
 from workers.vllm_engine.requests import RequestCodec
-from workers.vllm_engine.speed import measure_speed
+from workers.vllm_engine.speed import measure_speed, warm_up
 
 _STOP_TIMEOUT_S = 5.0
 
@@ -36,7 +36,8 @@ class VllmEngine:
 
     `engine_args` are AsyncEngineArgs fields. `kv_port` must be free (`kv_port + dp_index` is bound); it is served at
     `kv_host`, and peers reach it at `kv_advertise`. `cores` pins a CPU engine. `prefix_events`: steps say what changed
-    in the prefix cache. `encrypted`: KV handshakes are. `profile`: it measures its own speed when it starts.
+    in the prefix cache. `encrypted`: KV handshakes are. `profile`: it measures its own speed when it starts. `warm`: it
+    answers itself first, so that no client waits for what is set up once.
     """
 
     def __init__(
@@ -53,13 +54,14 @@ class VllmEngine:
         prefix_events: bool = False,
         encrypted: bool = True,
         profile: bool = False,
+        warm: bool = True,
     ) -> None:
         self._model = model
         self._engine_args = engine_args
         self._engine_id, self._kv_host, self._kv_port, self._kv = engine_id, kv_host, kv_port, kv
         self._kv_advertise = kv_advertise or kv_host
         self._cores = cores
-        self._prefix_events, self._profile = prefix_events, profile
+        self._prefix_events, self._profile, self._warm = prefix_events, profile, warm
         self._kv_keys = KeyPair.new() if encrypted else None
         self._client: Any = None
         self._codec: RequestCodec | None = None
@@ -115,7 +117,10 @@ class VllmEngine:
         model = config.model_config
         self._codec = RequestCodec(model.max_model_len, model.get_vocab_size())
         parallel = config.parallel_config
-        speed = await self._measure(config) if self._profile and "generate" in tasks else EngineSpeed()
+        generates = "generate" in tasks
+        if self._warm and generates:
+            await warm_up(self, model.get_vocab_size(), config.scheduler_config.max_num_seqs)
+        speed = await self._measure(config) if self._profile and generates else EngineSpeed()
         return EngineInfo(
             identity=identity_of(self._model, config, facts["attention_backend"]),
             kv=KVEndpoint(

@@ -1,14 +1,18 @@
-"""How fast an engine is, measured on itself when it starts: what the policies expect before the first request.
+"""What an engine is asked before it serves: to set up what it sets up once, and how fast it is.
 
-A short and a long prompt, each alone, give the time of a prefill. One sequence, and then several together, give that of
-a decode step. Nothing of it stays: the prefix cache is emptied.
+vLLM compiles some operations when a request first needs them, and all that run on the engine wait for it. How fast it
+is is what the policies expect before the first request: a short and a long prompt, each alone, give the time of a
+prefill. One sequence, and then several together, give that of a decode step. Nothing of it stays: the prefix cache is
+emptied.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
+import shutil
 import time
 from collections import Counter
 from itertools import count, pairwise
@@ -29,6 +33,11 @@ SHORT_TOKENS, GROWTH = 16, 4
 DECODE_TOKENS, STEPS, SEQUENCES = 16, 10, 16  # a prompt's, and what is generated; together at most
 
 
+WARM_TOKENS, WARM_STEPS = 4, 2
+# Compilers take one row for a case of its own, two for a fixed number, and more for any.
+WARM_SEQUENCES = (1, 2, 3)
+
+
 class Measured(Protocol):
     """What is asked of the engine."""
 
@@ -39,6 +48,20 @@ class Measured(Protocol):
     async def abort(self, keys: list[str]) -> None: ...
 
     async def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any: ...
+
+
+async def warm_up(engine: Measured, vocabulary: int, most_sequences: int) -> None:
+    """Raises EngineDead."""
+    test = _Test(engine, vocabulary)
+    # Log-probabilities are compiled for: an engine without a compiler ends of them, whoever asks for them.
+    logprobs = 1 if shutil.which(os.environ.get("CXX", "g++")) else None
+    began = time.monotonic()
+    for sequences in WARM_SEQUENCES:
+        for _ in range(min(sequences, most_sequences)):
+            await test.add(WARM_TOKENS, WARM_STEPS, logprobs)
+        await test.end()
+    await engine.call("reset_prefix_cache", [], {})
+    log.info("its first steps took %.1f s", time.monotonic() - began)
 
 
 async def measure_speed(
@@ -103,15 +126,14 @@ class _Test:
     async def prompt_s(self, tokens: int) -> float:
         """From giving a prompt to the engine to its first token."""
         began = time.monotonic()
-        await self._add(tokens, 1)
-        while self.running:
-            self._note(await self._engine.next_step())
+        await self.add(tokens, 1)
+        await self.end()
         return time.monotonic() - began
 
     async def step_s(self, sequences: int, prompt_tokens: int) -> float:
         """Of this many sequences that decode together: the median gap between their tokens."""
         for _ in range(sequences):
-            await self._add(prompt_tokens, STEPS)
+            await self.add(prompt_tokens, STEPS)
         ends, counts = [], Counter[int]()
         while self.running:
             step = await self._engine.next_step()
@@ -123,10 +145,19 @@ class _Test:
         gaps = [after - before for before, after in pairwise(ends)]
         return median(gaps) if gaps else 0.0
 
-    async def _add(self, tokens: int, output_tokens: int) -> None:
+    async def end(self) -> None:
+        """Until nothing runs any more."""
+        while self.running:
+            self._note(await self._engine.next_step())
+
+    async def add(self, tokens: int, output_tokens: int, logprobs: int | None = None) -> None:
         key = f"pd-speed-{next(self._numbers)}"
         sampling = SamplingParams(
-            temperature=0.0, max_tokens=output_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+            temperature=0.0,
+            max_tokens=output_tokens,
+            ignore_eos=True,
+            logprobs=logprobs,
+            output_kind=RequestOutputKind.DELTA,
         )
         request = EngineCoreRequest(
             request_id=key,

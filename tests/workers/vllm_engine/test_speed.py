@@ -13,7 +13,7 @@ from support_vllm import Driver, frames, tiny_model
 from orchestrator.types import EngineSpeed
 from workers.engine import EngineStep
 from workers.vllm_engine import speed
-from workers.vllm_engine.speed import measure_speed
+from workers.vllm_engine.speed import measure_speed, warm_up
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio]
 
@@ -25,6 +25,7 @@ class Engine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, slower: float = 1.0) -> None:
         self.now, self._slower = 100.0, slower
+        self.together: list[int] = []  # sequences of each step
         self.left: dict[str, int] = {}  # tokens out that are left
         self._uncomputed: dict[str, int] = {}
         self.calls: list[Any] = []
@@ -37,6 +38,7 @@ class Engine:
     async def next_step(self) -> EngineStep:
         if not self.left:
             await asyncio.Event().wait()
+        self.together.append(len(self.left))
         tokens, self._uncomputed = sum(self._uncomputed.values()), {}
         self.now += self._slower * (STEP_S + tokens * TOKEN_S + len(self.left) * SEQUENCE_S * (tokens == 0))
         self.left = {key: left - 1 for key, left in self.left.items()}
@@ -86,6 +88,26 @@ async def test_an_engine_that_does_not_answer_in_time_says_nothing(monkeypatch) 
     engine.next_step = never  # type: ignore[method-assign]
     assert await measure_speed(engine, 500, 8192, 256, budget_s=0.05) == EngineSpeed()
     assert engine.calls[0] == ("abort", ["pd-speed-0"]), "nothing goes on"
+
+
+@pytest.mark.parametrize(("most", "together"), [(256, [1, 1, 2, 2, 3, 3]), (2, [1, 1, 2, 2, 2, 2])])
+async def test_first_steps_are_taken_alone_and_together(monkeypatch, most: int, together: list[int]) -> None:
+    engine = Engine(monkeypatch)
+    await warm_up(engine, 500, most)
+    assert engine.together == together and not engine.left
+    assert engine.calls == [("reset_prefix_cache", [], {})]
+
+
+async def test_an_engine_has_taken_its_first_steps_when_it_says_that_it_is_ready(tmp_path: Path) -> None:
+    engine = await Driver.start(tiny_model(tmp_path / "tiny"), warm=True)
+    try:
+        assert (await engine.engine.load()).step_ms > 0
+        await engine.idle()
+        assert not engine.prefix_keys and not engine.tokens, "nothing of it stays, and nobody hears of it"
+        await engine.decode("first", frames(list(range(3, 103)), 8, logprobs=3))
+        assert len(await engine.done("first")) == 8
+    finally:
+        await engine.stop()
 
 
 async def test_a_real_engine_measures_itself_and_keeps_nothing(tmp_path: Path) -> None:
