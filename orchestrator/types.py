@@ -76,6 +76,7 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     quantization: str = ""  # of the weights
     attention_backend: str = ""  # decides the layout of KV blocks
     speculation: str = ""  # the drafter, where it has KV of its own
+    kv_settings: str = ""  # other arguments of the engine that decide how KV is computed and laid out
     kv_copies: int = 1  # ranks that hold the same KV head; more than 1 where there are more ranks than heads
     messages: str = ""  # stands for the fields of its requests and outputs; versions of an engine may share them
 

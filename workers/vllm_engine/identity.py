@@ -11,10 +11,24 @@ import msgspec
 import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import _get_speculative_compatibility_factors
+from vllm.engine.arg_utils import AsyncEngineArgs
 
 from orchestrator.types import EngineIdentity
 from orchestrator.wire.messages import PROTOCOL_VERSION
 from workers.vllm_engine.schema import of_this_vllm
+
+# What else decides how KV is computed and laid out. vLLM's own handshake does not compare the first, and what a prefill
+# worker without it computes is wrong on a decode worker with it.
+_KV_SETTINGS = {
+    "hf_overrides": "model_config",
+    "disable_sliding_window": "model_config",
+    "disable_hybrid_kv_cache_manager": "scheduler_config",
+    "kv_cache_dtype_skip_layers": "cache_config",
+    "mamba_cache_dtype": "cache_config",
+    "mamba_ssm_cache_dtype": "cache_config",
+    "mamba_cache_mode": "cache_config",
+    "swa_bounded_replay": "cache_config",
+}
 
 
 def identity_of(model: str, config: VllmConfig, attention_backend: str) -> EngineIdentity:
@@ -35,8 +49,18 @@ def identity_of(model: str, config: VllmConfig, attention_backend: str) -> Engin
         quantization=str(its.quantization or ""),
         attention_backend=attention_backend,
         speculation=msgspec.json.encode(drafts, enc_hook=str, order="sorted").decode() if drafts is not None else "",
+        kv_settings=_kv_settings(config),
         kv_copies=_kv_copies(its, config.parallel_config.tensor_parallel_size),
     )
+
+
+def _kv_settings(config: VllmConfig) -> str:
+    """Those that are not vLLM's defaults."""
+    found = {name: getattr(getattr(config, section), name) for name, section in _KV_SETTINGS.items()}
+    usual = {name: getattr(AsyncEngineArgs, name, None) for name in found}
+    # None and empty are the same, and false where vLLM decides.
+    kept = {name: value for name, value in found.items() if (value or usual[name]) and value != usual[name]}
+    return msgspec.json.encode(kept, enc_hook=str, order="sorted").decode() if kept else ""
 
 
 def _kv_copies(model: Any, ranks: int) -> int:

@@ -97,6 +97,7 @@ HAVE_DEFAULTS = {
     "quantization",
     "attention_backend",
     "speculation",
+    "kv_settings",
     *(f"speed_{name}" for name in EngineSpeed.__struct_fields__),
 }
 
@@ -182,6 +183,7 @@ IDENTITY_CHANGES = {
     "quantization": "awq",
     "attention_backend": "FLASHINFER",
     "speculation": '{"method":"eagle"}',
+    "kv_settings": '{"hf_overrides":{"rope_theta":5.0}}',
     "kv_copies": 2,
     "messages": "others",
 }

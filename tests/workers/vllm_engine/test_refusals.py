@@ -124,3 +124,7 @@ def test_the_identity_names_what_must_agree(model: Path) -> None:
     assert identity_of("m", build(model, revision="abc123", tensor_parallel_size=12), "CPU_ATTN").first_difference(
         one
     ) == ("kv_copies", 2, 1)
+    other = identity_of("m", build(model, revision="abc123", hf_overrides={"rope_theta": 5.0}), "CPU_ATTN")
+    named = other.first_difference(one)
+    assert named is not None and named[0] == "kv_settings"
+    assert '"hf_overrides":{"rope_theta":5.0}' in str(named[1]) and "hf_overrides" not in str(named[2])
