@@ -1,6 +1,6 @@
-"""The actions that the two state machines ask for: plain data.
+"""The actions that the two state machines return, as plain data.
 
-`PushWorker` carries them out, and so do the simulated engine and the tests' fake NIXL.
+`PushWorker`, the simulated engine and the tests' fake NIXL carry them out.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Send:
 
 @dataclass(frozen=True)
 class Cut:
-    """See to it that `engine`, which does not answer, cannot write here; answered by `cut_off` for `requests`, or asked
-    again. `settled`: whether it posts nothing for them any more, and what it has posted had `timeout_s` to end.
+    """Make sure that `engine`, which does not answer, cannot write here. Answered by `cut_off` for `requests`; asked
+    again otherwise. `settled`: it posts no more WRITEs for them, and its posted ones had `timeout_s` to end.
     """
 
     engine: str
@@ -40,7 +40,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Finish:
-    """Tell the decode scheduler that the KV is here. With `ok` false it must compute it, and `why` says why not."""
+    """Tell the decode scheduler that the KV has arrived; with `ok` false, to compute the prompt, for reason `why`."""
 
     request: str
     ok: bool
@@ -52,14 +52,14 @@ class Chunk:
     """Blocks whose KV is computed: logical ids per KV cache group, from block `start` of the request.
 
     `layer` is None for all layers, else one of `Outbound.layers`. `ready` is the CUDA event after which the blocks
-    hold their KV; None means that they do already.
+    hold their KV; None if they hold it already.
     """
 
     start: int
     blocks: tuple[tuple[int, ...], ...]
     layer: int | None = None
     ready: Any = None
-    whole: bool = False  # all that decode needs, in groups that block positions do not describe
+    whole: bool = False  # the blocks of a whole prompt, for groups whose blocks have no position
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Post:
 
 @dataclass(frozen=True)
 class Tell:
-    """Send to every peer of the decode engine, or to `peer` alone. Without a connection there is nothing to do."""
+    """Send to every peer of the decode engine, or to `peer` only. Without a connection nothing is sent."""
 
     engine: str
     message: Message
@@ -90,7 +90,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Abandon:
-    """Let go of WRITEs to a dead engine."""
+    """Release the handles of WRITEs to a dead engine."""
 
     engine: str
     handles: tuple[Any, ...]
@@ -98,7 +98,8 @@ class Abandon:
 
 @dataclass(frozen=True)
 class Ended:
-    """For the statistics: `seconds` from the first WRITE to the last, `exposed` from the last chunk to landing."""
+    """Statistics of an ended stream: `seconds` from its first WRITE to its last, `exposed` from its last chunk to
+    landing."""
 
     stream: str
     ok: bool

@@ -1,4 +1,4 @@
-"""The facade vLLM loads (`kv_connector_module_path`): a scheduler half in the engine, a worker half per rank.
+"""The connector that vLLM loads (`kv_connector_module_path`): a scheduler half in the engine, a worker half per rank.
 
 Scheduler: on_new_request, get_num_new_matched_tokens, update_state_after_alloc, build_connector_meta,
 request_finished, update_connector_output, has_pending_push_work. Worker: handle_preemptions, start_load_kv,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class PushConnector(NixlPushConnector):
-    """Both halves serve either role: which one is said by each request's parameters, not by configuration."""
+    """Serves both roles: each request's parameters say whether its KV is sent or received here."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         self.refuse_unsupported(vllm_config)
@@ -47,7 +47,7 @@ class PushConnector(NixlPushConnector):
 
     @staticmethod
     def refuse_unsupported(vllm_config: VllmConfig) -> None:
-        """Raises ValueError naming the setting with which KV would be lost or wrong, and the mend."""
+        """Raises ValueError for a setting with which KV would be lost or wrong. It names the setting and the fix."""
         model, parallel, kv = vllm_config.model_config, vllm_config.parallel_config, vllm_config.kv_transfer_config
         assert kv is not None
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

@@ -21,9 +21,9 @@ from connectors.push.wire import Endpoint, Message, Register, Unregister
 Action = Union[Connect, Send, Cut, Finish]
 
 _RESEND_MAX_S = 4.0
-_CUT_AGAIN_S = 1.0  # where it could not be shown that nothing can be written here any more
+_CUT_AGAIN_S = 1.0  # between two attempts to show that a peer cannot write here any more
 _REMEMBERED = 4096  # peers
-_REPEATS = 8  # of a registration within its time, while no answer comes: a cut link may have swallowed either
+_REPEATS = 8  # of an unanswered registration within its validity: a cut link may have lost it, or the answer
 
 
 @dataclass
@@ -32,15 +32,15 @@ class _Waiting:
     source: Endpoint
     deadline: float
     state: Inbox = Inbox.CONNECTING
-    silent: bool = False  # it holds no blocks here, so nobody is told how it ends
+    silent: bool = False  # it holds no blocks here, so the scheduler is not told how it ends
     why: str = ""
     unanswered: set[str] = field(default_factory=set)  # peers that may still WRITE
-    registered: Counter[str] = field(default_factory=Counter)  # registrations that have left, by peer
+    registered: Counter[str] = field(default_factory=Counter)  # registrations that were sent, by peer
     refused: bool = False
     resend_s: float = 0.5  # doubles with each repeat
     resend_at: float = 0.0
-    settled_at: float = 0.0  # what was posted has ended by then, unless its peer was stopped or its link was cut
-    give_up_at: float = 0.0  # without an answer by then, its peers are kept from writing
+    settled_at: float = 0.0  # posted WRITEs have ended by then, unless the peer was stopped or the link was cut
+    give_up_at: float = 0.0  # without an answer by then, its peers are cut off
 
 
 class Inbound:
@@ -57,8 +57,8 @@ class Inbound:
     ) -> None:
         self._timeout_s = timeout_s
         self._resend_s = resend_s
-        self._grace_s = grace_s  # for an answer of a peer declared dead: the fleet can be wrong
-        self._dead_s = dead_s  # nothing is asked of an engine for this long after its death was declared
+        self._grace_s = grace_s  # wait for an answer of a peer declared dead: the fleet can be wrong
+        self._dead_s = dead_s  # an engine gets no requests for this long after its death was declared
         self._silent_s = silent_s
         self._waiting: dict[str, _Waiting] = {}
         self._peers: dict[str, tuple[str, ...]] = {}  # engine -> agent names, once connected
@@ -70,7 +70,7 @@ class Inbound:
         return bool(self._waiting)
 
     def engines(self) -> set[str]:
-        """Prefill engines that a request here waits for."""
+        """The prefill engines that requests here wait for."""
         return {waiting.source.engine_id for waiting in self._waiting.values()}
 
     @property
@@ -80,7 +80,7 @@ class Inbound:
         return sum(len(group) for groups in given_up for group in groups)
 
     def blocks_of(self, request: str) -> list[list[int]]:
-        """The blocks that wait for KV; none for a request that does not."""
+        """The blocks of this request that wait for KV; empty for an unknown request."""
         waiting = self._waiting.get(request)
         return waiting.order.blocks if waiting is not None else []
 
@@ -94,7 +94,7 @@ class Inbound:
         return self._open(waiting, now)
 
     def disown(self, order: Unregister, source: Endpoint, now: float) -> list[Action]:
-        """No blocks are reserved and none will be: have the prefill engine free what it keeps for us."""
+        """No blocks are reserved for it and none will be: let the prefill engine free the KV that it keeps."""
         if order.request in self._waiting or self._is_dead(source.engine_id, now):
             return []
         reserve = Register(order.stream, order.request, order.decode, [], 0)
@@ -118,7 +118,7 @@ class Inbound:
         for waiting in self._of(engine):
             if waiting.state is Inbox.CONNECTING:
                 actions += self._announce(waiting, peers, now)
-            else:  # again: what was sent before, or its answer, may be lost
+            else:  # send it again: the earlier message, or its answer, may be lost
                 actions += self._repeat(waiting, now)
         return actions
 
@@ -131,7 +131,7 @@ class Inbound:
         return actions
 
     def incompatible(self, engine: str, peers: tuple[str, ...], why: str, now: float) -> list[Action]:
-        """The engine is connected, but we cannot take its KV: tell it to keep none for us."""
+        """The engine is connected, but its KV does not fit here: tell it to keep none for this engine."""
         sends: list[Action] = []
         for waiting in self._of(engine):
             order = waiting.order
@@ -144,9 +144,9 @@ class Inbound:
         self._peers.pop(engine, None)
 
     def hello(self, peer: str, epoch: int, now: float) -> list[Action]:
-        """`peer` has connected, and writes to nobody who has not registered since."""
+        """`peer` has made a new connection, and writes only for registrations that come after it."""
         self._epochs[peer] = max(epoch, self._epochs.pop(peer, 0))
-        while len(self._epochs) > _REMEMBERED:  # one that is forgotten says hello to the next registration
+        while len(self._epochs) > _REMEMBERED:  # a forgotten peer answers the next registration with `Hello`
             self._epochs.popitem(last=False)
         actions: list[Action] = []
         for waiting in self._waiting.values():
@@ -155,7 +155,7 @@ class Inbound:
         return actions
 
     def computing(self, request: str, peer: str, now: float) -> list[Action]:
-        """The prefill goes on: wait for it again. The time-out is meant for prefills of which nothing is heard."""
+        """The prefill is still running: start its time-out again, which is for prefills without any message."""
         waiting = self._waiting.get(request)
         if waiting is None or waiting.state is not Inbox.REGISTERED or peer not in waiting.unanswered:
             return []
@@ -169,8 +169,8 @@ class Inbound:
         return self._answer(request, peer, now, refused=True, why=why)
 
     def unreadable(self, peer: str, now: float) -> list[Action]:
-        """Something came from `peer` whose meaning is lost: it runs. That is an answer to what it has been asked for so
-        long that it posts nothing any more."""
+        """An unreadable message came from `peer`, so it runs. It counts as the answer to withdrawals whose
+        registrations have expired long enough that the peer posts no WRITE for them any more."""
         actions: list[Action] = []
         for waiting in list(self._waiting.values()):
             if waiting.state is Inbox.WITHDRAWING and now > waiting.settled_at + 2 * _CUT_AGAIN_S:
@@ -178,7 +178,7 @@ class Inbound:
         return actions
 
     def declared_dead(self, engine: str, now: float) -> list[Action]:
-        """The fleet says that `engine` is dead. Peers are asked to stop, and have `grace_s` to show that they live."""
+        """The fleet reports `engine` dead. Its peers are asked to stop, and have `grace_s` to show that they live."""
         self._dead = {name: until for name, until in self._dead.items() if now < until} | {engine: now + self._dead_s}
         why = f"prefill engine {engine} is dead"
         actions: list[Action] = []
@@ -195,7 +195,7 @@ class Inbound:
         return self._cut(given_up, now)
 
     def cut_off(self, requests: Iterable[str], now: float) -> list[Action]:
-        """What `Cut` has asked for was done: nothing of these can land any more."""
+        """`Cut` was carried out: no WRITE for these requests can land any more."""
         actions: list[Action] = []
         for request in requests:
             if (waiting := self._waiting.get(request)) is not None:
@@ -256,11 +256,11 @@ class Inbound:
         actions = self._apply(waiting, InboxEvent.SENT, now, "")
         if waiting.silent:
             return actions + self._apply(waiting, InboxEvent.WITHDRAW, now, "not needed")
-        # The registration leaves only now: no peer can know these blocks before.
+        # The registration is sent only now, so no peer can know these blocks earlier.
         return actions + self._ask_for_kv(waiting, waiting.unanswered, now)
 
     def _repeat(self, waiting: _Waiting, now: float) -> list[Action]:
-        """What was asked is asked again until it is answered. Both questions are idempotent."""
+        """Repeat the last message until it is answered. `Register` and `Unregister` are idempotent."""
         if waiting.source.engine_id not in self._peers:
             waiting.resend_at = now + waiting.resend_s
             return [Connect(waiting.source)]
@@ -290,7 +290,7 @@ class Inbound:
         actions: list[Action] = []
         by_engine: dict[tuple[str, bool], list[str]] = {}
         for waiting in overdue:
-            if waiting.silent:  # it holds nothing that could be overwritten
+            if waiting.silent:  # it holds no blocks that could be overwritten
                 actions += self._apply(waiting, InboxEvent.CUT_OFF, now, "")
                 continue
             waiting.give_up_at = now + _CUT_AGAIN_S
@@ -318,7 +318,7 @@ class Inbound:
         waiting.state = after
         waiting.why = waiting.why or why
         if after is Inbox.WITHDRAWING:
-            # Peers post nothing once the registration has run out.
+            # Peers post no WRITE once the registration has expired.
             waiting.settled_at = max(now, waiting.deadline) + max(self._timeout_s, self._grace_s)
             waiting.give_up_at = waiting.settled_at
             return self._ask_to_stop(waiting, now)

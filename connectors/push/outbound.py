@@ -40,7 +40,7 @@ class Outbound:
 
     @property
     def hurried(self) -> bool:
-        """Somebody waits for WRITEs in flight to end."""
+        """Whether a stream waits for WRITEs in flight to end."""
         return any(
             stream.state is Stream.FLUSHING or (stream.state is Stream.DRAINING and stream.deadline is not None)
             for stream in self._streams.values()
@@ -48,7 +48,7 @@ class Outbound:
 
     @property
     def awaits_device(self) -> bool:
-        """Chunks wait for the device to compute them."""
+        """Whether chunks wait until the device has computed them."""
         return any(stream.awaits_device for stream in self._streams.values())
 
     def engines(self) -> set[str]:
@@ -68,7 +68,7 @@ class Outbound:
         return actions + self._check(stream, now)
 
     def computed(self, key: str, chunks: list[Chunk], epoch: int, closed: bool, now: float) -> list[Action]:
-        """More blocks hold KV. A new epoch means that the prefill was preempted and began again."""
+        """More blocks hold KV. A new epoch means that the prefill was preempted and started again."""
         stream = self._streams.get(key)
         if stream is None or stream.state in STREAM_ENDS or stream.state is Stream.DRAINING or epoch < stream.epoch:
             return []
@@ -85,7 +85,7 @@ class Outbound:
         return self._apply(stream, StreamEvent.CLOSE, now, "") + self._pump(stream, now)
 
     def preempted(self, key: str, epoch: int, now: float) -> list[Action]:
-        """The prefill lost its blocks, and begins again. WRITEs in flight may read what is not its KV any more."""
+        """The prefill lost its blocks and starts again. WRITEs in flight may read blocks of other requests."""
         stream = self._streams.get(key)
         if stream is None or epoch <= stream.epoch:
             return []
@@ -93,7 +93,7 @@ class Outbound:
         return self._apply(stream, StreamEvent.PREEMPTED, now, "")
 
     def stepped(self, now: float) -> list[Action]:
-        """The engine has taken a step: whatever it computes goes on."""
+        """The engine has taken a step, so its prefills are still running."""
         self._stepped_at = now
         return []
 
@@ -151,7 +151,7 @@ class Outbound:
         return actions + self._check(stream, now) + self._pump(stream, now)
 
     def unregister(self, order: Unregister, peer: str, now: float) -> list[Action]:
-        """Decode wants no KV any more. The answer comes in any case, once no WRITE is in flight or to come."""
+        """Decode withdraws. It is answered in any case, once no WRITE is in flight or to come."""
         key = order.stream
         stream = self._streams.get(key)
         answer = Register(key, order.request, order.decode, [], 0)
@@ -201,7 +201,7 @@ class Outbound:
         return self._pump(stream, now)
 
     def failed(self, key: str, why: str, now: float) -> list[Action]:
-        """This stream cannot go on: a WRITE could not be posted, or nobody wants it."""
+        """Give this stream up: a WRITE could not be posted, or no decode engine wants it."""
         stream = self._streams.get(key)
         return self._apply(stream, StreamEvent.GIVE_UP, now, why) if stream is not None else []
 
@@ -246,7 +246,7 @@ class Outbound:
 
     def _renew(self, stream: PushStream, now: float) -> list[Action]:
         if self._stepped_at <= stream.registered_at:
-            return []  # no step since then: an engine that hangs asks for no more time
+            return []  # no step since then: the engine may hang, so the registration is not renewed
         assert stream.order is not None
         stream.renew_at = now + _RENEW_AGAIN_S
         return [Tell(stream.order.decode.engine_id, Computing(stream.order.request))]
@@ -255,7 +255,7 @@ class Outbound:
         return [] if order.decode.engine_id in self._links else [Connect(order.decode)]
 
     def _meet(self, stream: PushStream, order: Register, peer: str) -> list[Action]:
-        """A registration for another connection than ours is asked for again."""
+        """Ask again for a registration that names another connection than the present one."""
         link = self._links.get(order.decode.engine_id)
         if stream.meet(order, peer, link) or link is None:
             return self._connect(order)
@@ -265,7 +265,7 @@ class Outbound:
         return [*self._connect(order), Tell(order.decode.engine_id, Gone(order.request, why), peer)]
 
     def _check(self, stream: PushStream, now: float) -> list[Action]:
-        """Gives up where the two ends mean different prompts: their blocks would not line up."""
+        """Give up if the two ends have prompts of different lengths: their blocks would not match."""
         order = stream.order
         if order is None or not stream.prompt_tokens or order.prompt_tokens in (0, stream.prompt_tokens):
             return []
@@ -273,7 +273,7 @@ class Outbound:
         return self._apply(stream, StreamEvent.GIVE_UP, now, why)
 
     def _pump(self, stream: PushStream, now: float) -> list[Action]:
-        """Posts what may be posted, and notices when everything is done."""
+        """Post the chunks that may be posted, and end the stream when everything is done."""
         if stream.state is Stream.DRAINING:
             return [] if stream.inflight else self._apply(stream, StreamEvent.DRAINED, now, "")
         order = stream.order
@@ -298,7 +298,7 @@ class Outbound:
         return []
 
     def settle(self, key: str, now: float) -> list[Action]:
-        """A `Post` was carried out without a WRITE: everything may be done already."""
+        """A `Post` needed no WRITE, so the stream may be complete."""
         stream = self._streams.get(key)
         return self._pump(stream, now) if stream is not None else []
 
@@ -337,14 +337,14 @@ class Outbound:
         return [Release(stream.key)] if stream.held else []
 
     def _how_it_ended(self, key: str) -> EndedStream | None:
-        """Also where its prefill goes on."""
+        """End the stream, also if its prefill still runs."""
         stream = self._streams.get(key)
         if stream is None:
             return self._ended.get(key)
         return stream.ended() if stream.state in STREAM_ENDS else None
 
     def _answer_late(self, order: Register, peer: str, ended: EndedStream) -> list[Action]:
-        """Answers a message about an ended stream: `Landed` again where the KV landed, `Gone` to everybody else."""
+        """Answer a message about an ended stream: `Landed` again if the KV landed for this asker, else `Gone`."""
         if ended.state is Stream.LANDED and ended.asker == order.asker:
             return [*self._connect(order), Tell(order.decode.engine_id, Landed(order.request), peer)]
         return self._refuse(order, peer, ended.why or "the prefill has ended")

@@ -1,7 +1,7 @@
-"""The scheduler half decides which blocks are reserved for KV to come, and which computed blocks are shipped and held.
+"""The scheduler half decides which blocks are reserved for KV to come, and which computed blocks are sent and held.
 
-It does not touch the network. Its decisions travel to the worker half in `PushMetadata`. The answers come back as
-finished_sending (blocks may be freed) and finished_recving (KV is here, or the transfer failed and it is recomputed).
+It does no I/O. `PushMetadata` carries its decisions to the worker half. The answers come back as finished_sending
+(blocks may be freed) and finished_recving (KV has arrived, or the transfer failed and the prompt is recomputed).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class PushScheduler(NixlPushConnectorScheduler):
         self._next = PushMetadata()
 
     def set_xfer_handshake_metadata(self, metadata: Any) -> None:
-        """Raises RuntimeError for a taken port: vLLM's listener would die of it, and its starter wait for ever."""
+        """Raises RuntimeError if the port is in use: vLLM's listener thread would end, and the engine wait for ever."""
         host, port = self.side_channel_host, self.side_channel_port
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ZMQ binds
@@ -188,7 +188,7 @@ class PushScheduler(NixlPushConnectorScheduler):
         return meta
 
     def _ship(self, key: str, prefill: _Prefill, scheduled_tokens: int, state: Any) -> None:
-        """Runs before vLLM advances num_computed_tokens: `done` is what holds KV after this step."""
+        """Called before vLLM advances num_computed_tokens. `done`: tokens that have KV after this step."""
         request = prefill.request
         done = min(request.num_computed_tokens + scheduled_tokens, request.num_prompt_tokens)
         closed = done >= request.num_prompt_tokens
@@ -242,7 +242,7 @@ class PushScheduler(NixlPushConnectorScheduler):
         return held
 
     def _of_prompt(self, block_ids: Any, tokens: int) -> Any:
-        """Without those that speculation reserves for tokens to come: both ends must mean the same by their last."""
+        """Block ids without those that speculation reserves for later tokens: both ends have the same number."""
         specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
         return tuple(
             ids[: -(-tokens // spec.block_size)] if isinstance(spec, AttentionSpec) else ids
@@ -250,7 +250,7 @@ class PushScheduler(NixlPushConnectorScheduler):
         )
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Nobody wants the KV of these prefills any more. Those that have not ended are aborted by vLLM itself."""
+        """Release the KV of these ended prefills. vLLM itself aborts those that still run."""
         unwanted = self._held.intersection(keys)
         self._held -= unwanted
         self._next.unwanted.extend(unwanted)
@@ -278,7 +278,7 @@ class PushScheduler(NixlPushConnectorScheduler):
     # ---- the fleet ---------------------------------------------------------------------------------------------
 
     def fail_engine(self, engine_id: str) -> None:
-        """The fleet says that `engine_id` is dead. The next step, which this makes happen, tells the worker half."""
+        """The fleet reports `engine_id` dead. The next step, which this call causes, tells the worker half."""
         if engine_id != self.engine_id and not self._is_dead(engine_id):
             now = time.monotonic()
             self._dead = {name: until for name, until in self._dead.items() if now < until} | {engine_id: now + _DEAD_S}

@@ -1,6 +1,6 @@
 """The states of both ends of a KV transfer, with one table of legal transitions each. No data and no I/O.
 
-An event that a state does not list comes late or twice, and has no effect.
+An event that the table does not have for a state is late or a duplicate, and has no effect.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import enum
 class Inbox(enum.Enum):
     """A decode request whose blocks wait for KV."""
 
-    CONNECTING = "connecting"  # the prefill engine does not know of us: no WRITE can come
+    CONNECTING = "connecting"  # the prefill engine does not know the blocks: no WRITE can come
     REGISTERED = "registered"  # WRITEs may land at any time
-    WITHDRAWING = "withdrawing"  # peers are asked to stop; WRITEs may land until all have answered, or cannot reach us
-    RECEIVED = "received"  # end: all KV is here
+    WITHDRAWING = "withdrawing"  # peers are asked to stop; WRITEs may land until all have answered or are cut off
+    RECEIVED = "received"  # end: all KV has arrived
     FAILED = "failed"  # end: no WRITE can land any more, the KV is incomplete
 
 
 class InboxEvent(enum.Enum):
-    SENT = "sent"  # the registration left
-    UNSENT = "unsent"  # it did not leave after all, to any peer: the link is cut
-    UNREACHABLE = "unreachable"  # it cannot leave
-    ALL_LANDED = "all_landed"  # every peer has said so
-    ALL_ANSWERED = "all_answered"  # every peer has answered, some with "gone"
-    REFUSED = "refused"  # one peer said "gone", others have not answered
-    WITHDRAW = "withdraw"  # aborted here, or waited too long
-    CUT_OFF = "cut_off"  # no peer can write here any more: it is dead, or its connections were torn down here
+    SENT = "sent"  # the registration was sent
+    UNSENT = "unsent"  # sending it failed for every peer: the link is cut
+    UNREACHABLE = "unreachable"  # it cannot be sent
+    ALL_LANDED = "all_landed"  # every peer has answered `Landed`
+    ALL_ANSWERED = "all_answered"  # every peer has answered, some with `Gone`
+    REFUSED = "refused"  # one peer has answered `Gone`, others have not answered
+    WITHDRAW = "withdraw"  # aborted by the scheduler, or timed out
+    CUT_OFF = "cut_off"  # no peer can write here any more: it is dead, or its connections were closed here
 
 
 INBOX: dict[tuple[Inbox, InboxEvent], Inbox] = {
@@ -38,7 +38,7 @@ INBOX: dict[tuple[Inbox, InboxEvent], Inbox] = {
     (Inbox.REGISTERED, InboxEvent.ALL_ANSWERED): Inbox.FAILED,
     (Inbox.REGISTERED, InboxEvent.REFUSED): Inbox.WITHDRAWING,
     (Inbox.REGISTERED, InboxEvent.WITHDRAW): Inbox.WITHDRAWING,
-    (Inbox.WITHDRAWING, InboxEvent.ALL_LANDED): Inbox.RECEIVED,  # it crossed our withdrawal
+    (Inbox.WITHDRAWING, InboxEvent.ALL_LANDED): Inbox.RECEIVED,  # sent before the withdrawal arrived
     (Inbox.WITHDRAWING, InboxEvent.ALL_ANSWERED): Inbox.FAILED,
     (Inbox.WITHDRAWING, InboxEvent.CUT_OFF): Inbox.FAILED,
 }
@@ -49,23 +49,23 @@ class Stream(enum.Enum):
 
     EXPECTED = "expected"  # decode has registered, prefill has not been scheduled yet
     COMPUTING = "computing"  # prefill runs, decode has not registered
-    STREAMING = "streaming"  # both are known: computed blocks are posted as they come
+    STREAMING = "streaming"  # prefill runs and decode has registered: computed blocks are posted
     LEASED = "leased"  # prefill is done, decode has not registered: blocks are kept for a while
-    FLUSHING = "flushing"  # prefill is done and decode has registered: the last WRITEs are on their way
-    DRAINING = "draining"  # given up: nothing new is posted, WRITEs in flight end first
-    LANDED = "landed"  # end: decode has everything and was told
-    DROPPED = "dropped"  # end: decode was told that nothing will come
+    FLUSHING = "flushing"  # prefill is done and decode has registered: the last WRITEs are in flight
+    DRAINING = "draining"  # given up: no WRITE is posted any more, those in flight end first
+    LANDED = "landed"  # end: decode has all KV, and `Landed` was sent
+    DROPPED = "dropped"  # end: given up, and `Gone` was sent
 
 
 class StreamEvent(enum.Enum):
     REGISTER = "register"
     START = "start"  # the first chunk was scheduled
     CLOSE = "close"  # the last chunk is computed
-    PREEMPTED = "preempted"  # all that was computed is void
-    FLUSHED = "flushed"  # nothing pending, nothing in flight
-    GIVE_UP = "give_up"  # withdrawn, aborted, a WRITE failed, the lease ended
-    DRAINED = "drained"  # given up, and nothing in flight
-    PEER_DEAD = "peer_dead"  # declared dead, and its WRITEs do not end
+    PREEMPTED = "preempted"  # all computed blocks are void
+    FLUSHED = "flushed"  # no chunk is pending and no WRITE is in flight
+    GIVE_UP = "give_up"  # withdrawn, aborted, a WRITE failed, or the lease expired
+    DRAINED = "drained"  # given up, and no WRITE is in flight
+    PEER_DEAD = "peer_dead"  # the peer was declared dead, and its WRITEs do not end
 
 
 STREAM: dict[tuple[Stream, StreamEvent], Stream] = {

@@ -1,6 +1,6 @@
-"""Messages between a decode worker and a prefill worker. NIXL notifications carry them; TCP between simulated engines.
+"""Messages between a decode worker and a prefill worker, as NIXL notifications; over TCP between simulated engines.
 
-Not the KV itself, and not vLLM's own completion notice, which ends nothing here (`is_stock_notice`).
+Neither the KV itself nor vLLM's own completion notice, which this protocol ignores (`is_stock_notice`).
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from typing import Union
 
 import msgspec
 
-# Raised with any change below: a peer of another version is refused at the handshake, and message by message.
+# Raise it with any change below: peers of another version are refused at the handshake and at each message.
 VERSION = 6
 PREFIX = b"PDKV%d:" % VERSION
 
 
 class WireError(ValueError):
-    """A notification that is not one of ours, or not of this version."""
+    """A notification that is no message of this protocol and version."""
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where an engine answers NIXL handshakes, as `orchestrator.types.KVEndpoint` spells it. `engine_id` is unique per
-    process start."""
+    """Where an engine answers NIXL handshakes. Has the fields of `orchestrator.types.KVEndpoint`. `engine_id` is unique
+    per process start."""
 
     engine_id: str
     host: str
@@ -31,29 +31,29 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Where the KV of one request comes from, as `orchestrator.types.KVSource` spells it: `kv_source` among a decode
-    request's KV transfer parameters."""
+    """Where the KV of one request comes from: `kv_source` in a decode request's KV transfer parameters. Has the fields
+    of `orchestrator.types.KVSource`."""
 
     endpoint: Endpoint
-    key: str  # the request as the prefill engine knows it
+    key: str  # the request's id in the prefill engine
 
 
 class Register(msgspec.Struct, tag="reg", frozen=True):
     """Decode to prefill: WRITE the KV of `stream` here. Sent once the blocks are reserved.
 
-    `blocks` are the decode engine's logical block ids per KV cache group, without what its prefix cache holds.
-    No WRITE may be posted later than `valid_s` after this was received. Decode sends it again in answer to `Computing`,
-    which makes it valid anew. Nor over another connection than that of `epoch`: decode may have torn one down and given
-    the blocks to others.
+    `blocks` are the decode engine's logical block ids per KV cache group, without those that its prefix cache holds.
+    No WRITE may be posted later than `valid_s` seconds after this was received; decode sends it again in answer to
+    `Computing`, which renews it. No WRITE may use another connection than that of `epoch`: decode may have closed an
+    older one and given the blocks to other requests.
     """
 
-    stream: str  # the request as the prefill engine knows it
-    request: str  # the request as the decode engine knows it
+    stream: str  # the request's id in the prefill engine
+    request: str  # the request's id in the decode engine
     decode: Endpoint
     blocks: list[list[int]]
     prompt_tokens: int
     valid_s: float = 0.0  # this and the next are set when it is sent
-    epoch: int = 0  # the last that the prefill worker has named in a `Hello`
+    epoch: int = 0  # of the prefill worker's last `Hello`
 
     @property
     def asker(self) -> tuple[str, str]:
@@ -62,7 +62,7 @@ class Register(msgspec.Struct, tag="reg", frozen=True):
 
 
 class Unregister(msgspec.Struct, tag="unreg", frozen=True):
-    """Decode to prefill: WRITE no more. Answered with `Gone` once no WRITE is in flight or to come."""
+    """Decode to prefill: post no more WRITEs. Answered with `Gone` once no WRITE is in flight or to come."""
 
     stream: str
     request: str
@@ -70,23 +70,23 @@ class Unregister(msgspec.Struct, tag="unreg", frozen=True):
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """Prefill to decode: the number of my connection to you. Answered with all `Register` that are valid, again."""
+    """Prefill to decode: the number of this connection. Decode answers with all valid `Register` again."""
 
     epoch: int
 
     @property
     def request(self) -> str:
-        return ""  # it is about none
+        return ""  # it belongs to no request
 
 
 class Computing(msgspec.Struct, tag="computing", frozen=True):
-    """Prefill to decode: this prefill goes on, and is not done yet. Answered with the `Register` again."""
+    """Prefill to decode: this prefill is still running. Decode answers with the `Register` again."""
 
     request: str
 
 
 class Landed(msgspec.Struct, tag="landed", frozen=True):
-    """Prefill to decode: every WRITE of this request has landed, none will follow. `digest`: CRC-32 of the blocks."""
+    """Prefill to decode: every WRITE of this request has landed, and none follows. `digest`: CRC-32 of the blocks."""
 
     request: str
     digest: int | None = None
@@ -110,7 +110,7 @@ def pack(message: Message) -> bytes:
 
 
 def parse(notification: bytes) -> Message:
-    """Raises WireError for anything malformed, naming what came."""
+    """Decode a notification. Raises WireError for one that is malformed or of another version."""
     if notification.startswith(PREFIX):
         try:
             return _decoder.decode(memoryview(notification)[len(PREFIX) :])
@@ -120,9 +120,9 @@ def parse(notification: bytes) -> Message:
 
 
 def is_stock_notice(notification: bytes) -> bool:
-    """Whether it is vLLM's own completion notice, `"<request>:<ranks>"`, which rides on a WRITE of a whole prompt.
+    """Whether it is vLLM's own completion notice, `"<request>:<ranks>"`, which comes with a WRITE of a whole prompt.
 
-    It tells that one WRITE has landed, and nothing of the others or of the prefill. Our `Landed` always follows.
+    It says that one WRITE has landed, and nothing about the others or the prefill. `Landed` always follows.
     """
     request, colon, ranks = notification.rpartition(b":")
     return bool(request and colon and ranks.isdigit()) and not notification.startswith(b"PDKV")

@@ -1,6 +1,6 @@
-"""The worker half: one thread owns NIXL and carries out what `Inbound` and `Outbound` decide.
+"""The worker half: one thread owns NIXL and carries out the actions of `Inbound` and `Outbound`.
 
-The engine's thread hands over each step's metadata and collects results. A small pool of threads shakes hands.
+The engine's thread passes each step's metadata to it and collects results. A small pool of threads makes handshakes.
 """
 
 from __future__ import annotations
@@ -82,21 +82,22 @@ class PushWorker(Connections):
             self._submit(functools.partial(self._outbound.failed, key, "nobody wants it any more"))
 
     def handle_preemptions(self, metadata: PushMetadata) -> None:
-        """Before the step in which the blocks of preempted prefills may be written for others."""
+        """Called before the step that may give the blocks of preempted prefills to other requests."""
         for preempted in metadata.preempted:
             self._submit(functools.partial(self._outbound.preempted, preempted.key, preempted.epoch))
         metadata.preempted.clear()
 
     def _begin(self, metadata: PushMetadata) -> None:
-        """Announces started prefills, also at the first layer: vLLM may call `start_load_kv` after the forward pass."""
+        """Announce started prefills; also called at the first layer, since `start_load_kv` may come after the forward
+        pass."""
         for it in metadata.started:
             self._submit(functools.partial(self._outbound.start, it.key, it.total_blocks, it.prompt_tokens))
         metadata.started.clear()
 
     def _ship_whole(self, metadata: PushMetadata) -> None:
-        """Ships prompts that earlier steps computed, before this step's work is queued on the device.
+        """Send prompts that earlier steps computed, before this step's work is queued on the device.
 
-        Their last token is known, so the device has computed them; a drafter may still be at it.
+        Their last token is known, so the device has computed them; a drafter may still be running.
         """
         for computed in metadata.computed:
             if computed.whole:
@@ -105,7 +106,7 @@ class PushWorker(Connections):
                 self._submit(functools.partial(self._outbound.computed, computed.key, [chunk], computed.epoch, True))
 
     def on_layer(self, layer_name: str, metadata: PushMetadata) -> None:
-        """One layer's KV of this step is written, or queued on the device: ship that layer of each last chunk."""
+        """One layer's KV of this step is written, or queued on the device: send that layer of each last chunk."""
         layer = self._layers.get(layer_name)
         if layer is None:
             return
@@ -119,7 +120,7 @@ class PushWorker(Connections):
             self._submit(functools.partial(self._outbound.computed, computed.key, [chunk], computed.epoch, False))
 
     def on_computed(self, metadata: PushMetadata) -> None:
-        """After the forward pass was launched (CUDA) or has run (CPU)."""
+        """Called after the forward pass was launched (CUDA) or has run (CPU): send the computed chunks."""
         shipped_by_layer = len(self._layers_seen) == self.num_regions > 0
         self._layers_seen.clear()
         by_position = [computed for computed in metadata.computed if not computed.whole]
@@ -131,7 +132,7 @@ class PushWorker(Connections):
             self._submit(functools.partial(self._outbound.computed, computed.key, chunks, *end))
 
     def _device_event(self) -> Any:
-        """Happens when the device has done the work of this stream so far."""
+        """A CUDA event after the work queued so far; None on CPUs."""
         if self.device_type != "cuda":
             return None
         event = torch.cuda.Event()
@@ -205,7 +206,7 @@ class PushWorker(Connections):
                 logger.warning("KV is copied on the computing cores: cores %s cannot be used (%s)", cores, error)
 
     def _poll_s(self) -> float:
-        """Seconds to the next turn. Transfers move only when polled, but each turn takes time from a computing core."""
+        """Seconds to the next turn. Transfers progress only when polled, but each turn costs CPU time of the model."""
         if self._outbound.hurried or self._checks:
             return 0.0005
         if self._inbound.busy or self._outbound.awaits_device:

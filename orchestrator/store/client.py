@@ -1,6 +1,6 @@
 """The connection to Redis: one pipelined connection, and subscriptions that survive restarts.
 
-Whatever makes Redis unusable becomes `RedisAway`. Not responsible for what the keys mean.
+Every condition that makes Redis unusable raises `RedisAway`. Not responsible for what the keys mean.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _Command = tuple[bytes, "asyncio.Future[Any]"]  # packed, and who waits for the 
 
 
 class RedisAway(ConnectionError):
-    """Redis cannot be used now: it is out of reach, too slow, or refuses. One line with the URL and the mend."""
+    """Redis cannot be used now: it is unreachable, too slow, or refuses. One line with the URL and the fix."""
 
 
 class _Pipe:
-    """One connection that stands, and in order the callers that wait for an answer on it."""
+    """One open connection, and the callers that wait for answers on it, in order."""
 
     def __init__(self, connection: AbstractConnection) -> None:
         self.connection = connection
@@ -69,8 +69,8 @@ class _Pipe:
 
     @property
     def usable(self) -> bool:
-        """Whether a command may go out. A restarted server has closed it: so that no command is lost on it, what the
-        loop has not seen yet is looked for, where no reader waits that would see it."""
+        """Whether a command may be sent. When no caller waits, no reader would notice that a restarted server closed
+        the connection, so this asks the kernel: otherwise the command would be lost."""
         return not self._writer.is_closing() and bool(self.callers or not self._closed.poll(0))
 
     def send(self, commands: list[_Command]) -> None:
@@ -143,14 +143,14 @@ class Redis(redis.asyncio.Redis):
         raise AssertionError
 
     def _refused(self, command: str, error: ResponseError) -> RedisAway:
-        """Out of memory, read-only replica, no permission, loading: whoever asked goes on without Redis."""
+        """RedisAway for an error of the server: out of memory, read-only replica, no permission, loading."""
         why = f"it refused {command}: {error}"
         if command in _FUNCTION_COMMANDS and ("unknown command" in str(error) or isinstance(error, NoPermissionError)):
             why += f" (the queue needs Redis {_OLDEST} or newer, or Valkey, and a user with +fcall and +function|load)"
         return self._away(why)
 
     def _flush(self) -> None:
-        """What has come together leaves together."""
+        """Send all commands that have been collected."""
         self._flushes = False
         if self._pipe is not None and self._pipe.usable:
             self._give(self._pipe)
@@ -222,14 +222,14 @@ class Redis(redis.asyncio.Redis):
         return self.servers.new_connection()
 
     async def _move(self, pipe: _Pipe, error: MovedError) -> None:
-        """What comes later goes to the node that has our keys, subscriptions too: each node counts its own alone."""
+        """Later commands and subscriptions go to the node that has this fleet's keys."""
         if pipe is self._pipe and self.servers is not None:
             self.servers.moved(error, pipe.connection)
             self._pipe = None
             await self._break_subscriptions()
 
     async def _break(self, pipe: _Pipe | None, why: str) -> None:
-        """Everyone who waits gets RedisAway, and for a moment everyone who asks."""
+        """Raise RedisAway for all waiting callers, and for a moment for new ones."""
         callers = list(pipe.callers) if pipe else []
         if pipe is self._pipe:  # else its other task was first, or our keys have moved to another server
             self._pipe = None
@@ -246,7 +246,7 @@ class Redis(redis.asyncio.Redis):
             await pipe.connection.disconnect(nowait=True)
 
     async def _break_subscriptions(self) -> None:
-        """Each connects again."""
+        """Close all subscriptions. Each connects again."""
         for connection in list(self._subscriptions):
             await connection.disconnect(nowait=True)
 

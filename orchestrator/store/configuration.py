@@ -1,7 +1,7 @@
 """The fleet's configuration in Redis, and its change from one generation to the next: a rollout.
 
-What is here is told to workers and launchers of every host, so it has neither the URL of Redis nor anything of
-frontends' own. Not responsible for carrying a rollout out (`launch/rollout.py`).
+Workers and launchers of every host read it, so it has neither the URL of Redis nor the frontends' section. Not
+responsible for carrying a rollout out (`launch/rollout.py`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Phase(str, enum.Enum):
 
 
 class Version(msgspec.Struct, frozen=True):
-    """A configuration, as `launch.commands.shared` makes it, and its number: every rollout takes a new one."""
+    """A configuration, as `config.shared.shared` makes it, and its generation: every rollout has a new one."""
 
     generation: int
     config: dict[str, Any]
 
 
 class RolloutStatus(msgspec.Struct, frozen=True):
-    """A rollout as `/fleet` and `orchestrator status` show it: without the configurations."""
+    """A rollout as `/fleet` and `orchestrator status` show it, without the configurations."""
 
     phase: Phase
     old: int  # generation
@@ -41,7 +41,7 @@ class RolloutStatus(msgspec.Struct, frozen=True):
 
 
 class Rollout(msgspec.Struct, frozen=True):
-    """The last one that was ordered. Wherever it stands, `target` is what all members are to run."""
+    """The last rollout that was ordered. In every phase, `target` is the version that all members should run."""
 
     old: Version
     new: Version
@@ -59,7 +59,7 @@ class Rollout(msgspec.Struct, frozen=True):
 
     @property
     def settled(self) -> Version:
-        """What a process that comes begins with: the old one, until the rollout has ended."""
+        """The version that a new process starts with: the old one, until the rollout has ended."""
         return self.old if self.under_way else self.target
 
     def to(self, phase: Phase, why: str = "") -> Rollout:
@@ -76,11 +76,11 @@ class Configuration:
         self._redis, self._keys = redis, keys
 
     async def write(self, version: Version) -> None:
-        """What workers on other hosts are started with. It stays when the fleet ends."""
+        """Store the configuration for workers on other hosts. It stays when the fleet ends."""
         await self._redis.execute_command("SET", self._keys.config, msgspec.json.encode(version))
 
     async def read(self) -> Version | None:
-        """None when there is none, or it was written by another release."""
+        """The stored configuration; None if there is none, or another release wrote it."""
         found: bytes | None = await self._redis.execute_command("GET", self._keys.config)
         try:
             return msgspec.json.decode(found, type=Version) if found else None
@@ -88,7 +88,7 @@ class Configuration:
             return None
 
     async def rollout(self) -> Rollout | None:
-        """The last one; None when there was none, or it was written by another release."""
+        """The last rollout; None if there was none, or another release wrote it."""
         found: bytes | None = await self._redis.execute_command("GET", self._keys.rollout)
         try:
             return _rollout.decode(found) if found else None
@@ -96,11 +96,11 @@ class Configuration:
             return None
 
     async def change_rollout(self, seen: Rollout | None, wanted: Rollout) -> bool:
-        """False when it is not as `seen` any more: somebody else changed it."""
+        """Replace the rollout `seen` by `wanted`. False if another process has changed it meanwhile."""
         was = msgspec.json.encode(seen) if seen is not None else b""
         args = (self._keys.prefix, was, msgspec.json.encode(wanted))
         return bool(await self._redis.call(REGISTRY, "write_rollout", *args))
 
     async def forget_rollout(self) -> None:
-        """Of a fleet that has ended: the next one begins with its own configuration."""
+        """Delete the rollout of a fleet that has ended, so that the next fleet starts with its own configuration."""
         await self._redis.execute_command("DEL", self._keys.rollout)

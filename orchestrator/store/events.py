@@ -33,14 +33,14 @@ class Changed(msgspec.Struct, tag="changed", frozen=True):
 
 
 class Left(msgspec.Struct, tag="left", frozen=True):
-    """A member left, or was silent for longer than its time to live."""
+    """A member left, or its time to live expired."""
 
     id: str
     kind: str = "worker"
 
 
 class Ordered(msgspec.Struct, tag="ordered", frozen=True):
-    """A worker has orders. Its next refresh returns them; it may refresh at once."""
+    """A worker has orders, which its next refresh returns."""
 
     id: str
 

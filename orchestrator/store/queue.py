@@ -1,6 +1,6 @@
 """The prefill queue in Redis: waiting jobs in score order, claims as leases, atomic verbs (`lua/queue.lua`).
 
-Claims are at-least-once: a lease that runs out returns the job, so results are fenced by attempt, not by claim.
+Claims are at-least-once: an expired lease returns the job, so results are fenced by attempt, not by claim.
 Not responsible for what a job's body means, nor for when to claim.
 """
 
@@ -47,7 +47,7 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class SweepResult(msgspec.Struct, frozen=True):
-    """What one sweep did. The caller tells the frontend of each failed job."""
+    """The results of one sweep. The caller tells the frontend of each failed job."""
 
     returned: list[str]
     failed: list[tuple[str, int, str]]  # request id, attempt, reply_to
@@ -120,9 +120,9 @@ class PrefillQueue:
         return await self._read_claims(worker_id, reply, bodies), reply.window
 
     async def claim_chosen(self, worker_id: str, request_ids: list[str], idle: bool = False) -> list[Claim]:
-        """Take those of these jobs that still wait. An idle worker is told of what is left.
+        """Claim those of these jobs that still wait. If jobs are left, an idle worker is woken.
 
-        `idle`: where others were quicker each time, take the head of the queue: to choose again would meet that crowd.
+        `idle`: if other workers have claimed all of them, claim the head of the queue instead of choosing again.
         """
         packed = await self._call("claim_chosen", *self._claimer(worker_id), int(idle), *request_ids)
         return await self._read_claims(worker_id, *read_reply(packed))
@@ -172,30 +172,30 @@ class PrefillQueue:
         return bool(await self._call("release", worker_id, request_id, attempt, JOB_TTL_S))
 
     async def release_unknown(self, worker_id: str, known: list[str]) -> list[str]:
-        """Give back what this worker holds without knowing: claims whose answer was lost on the way. Returns their ids.
+        """Release claims of this worker whose answers were lost. Returns their ids.
 
-        `known`: every id that the worker is answering for, acknowledgements under way included.
+        `known`: every id that the worker has, also those whose acknowledgement is under way.
         """
         released = await self._call("release_unknown", worker_id, JOB_TTL_S, *known)
         return [request_id.decode() for request_id in released]
 
     async def expire_leases(self, worker_id: str) -> int:
-        """The leases of a dead worker end now, unless it is registered again. The next sweep returns its claims.
+        """End the leases of a dead worker now, unless it is registered again. The next sweep returns its claims.
 
-        Returns how many leases ended.
+        Returns how many leases were ended.
         """
         return int(await self._call("expire_leases", worker_id))
 
     async def cancel(self, request_id: str, attempt: int) -> Literal["waiting", "claimed", "absent"]:
-        """Remove this attempt, or an older one, whoever holds it. Returns what it was."""
+        """Remove this attempt, or an older one, claimed or not. Returns its state before."""
         outcome: Literal["waiting", "claimed", "absent"] = (await self._call("cancel", request_id, attempt)).decode()
         return outcome
 
     async def sweep(self) -> SweepResult:
-        """Return the jobs of holders that died, fail those that died too often, drop those nobody waits for.
+        """Return jobs with expired leases to the queue, fail those delivered too often, drop those without a frontend.
 
-        Looks at all that expired and at a slice of what waits, going on while it finds something, in bounded steps;
-        safe to run from many places at once.
+        Looks at all expired leases and at a slice of the waiting jobs, and goes on while it finds some, in bounded
+        steps. Several processes may sweep at once.
         """
         result = SweepResult([], [], [])
         for _ in range(SWEEP_ROUNDS):
@@ -215,18 +215,18 @@ class PrefillQueue:
         return QueueDepth(requests, tokens, claimed)
 
     async def poll(self) -> QueueDepth:
-        """The depth of a queue that can be claimed from. Raises RedisAway also where Redis answers but refuses writes:
-        what waits would wait for as long as that lasts. O(1)."""
+        """The depth of the queue. Raises RedisAway also if Redis answers but refuses writes, since waiting jobs cannot
+        be claimed then. O(1)."""
         requests, tokens, claimed = await self._call("poll")
         return QueueDepth(requests, tokens, claimed)
 
     async def states(self, request_ids: Sequence[str]) -> dict[str, JobState]:
-        """What has become of each of these jobs. O(1) for each."""
+        """The state of each of these jobs. O(1) for each."""
         found = await self._call("states", *request_ids)
         return {name: JobState(state.decode()) for name, state in zip(request_ids, found, strict=True)}
 
     async def server_run(self) -> str:
-        """Names what runs: with another name than before jobs may be gone. Empty when the server does not tell."""
+        """The run id of the server. If it changes, jobs may be lost. Empty if the server does not tell it."""
         try:
             return str((await self._redis.info("server")).get("run_id", ""))
         except RedisAway as error:
@@ -234,7 +234,7 @@ class PrefillQueue:
             return ""
 
     async def peek(self, limit: int) -> list[dict[str, Any]]:
-        """The head of the queue, for people: id, tokens, uncached, age_s, score, attempt, reply_to."""
+        """The head of the queue, to display: id, tokens, uncached, age_s, score, attempt, reply_to."""
         rows = await self._call("peek", min(limit, MAX_PEEK)) if limit > 0 else []
         return [
             {
@@ -250,7 +250,7 @@ class PrefillQueue:
         ]
 
     async def show(self, request_id: str) -> dict[str, Any] | None:
-        """One job, waiting or claimed, for people: its fields as text or numbers, `age_s`, `body_bytes`."""
+        """One job, waiting or claimed, to display: its fields as text or numbers, `age_s`, `body_bytes`."""
         reply = await self._call("show", request_id)
         if reply is None:
             return None
@@ -263,10 +263,10 @@ class PrefillQueue:
         return {**shown, "body_bytes": body_bytes}
 
     async def wait_for_work(self, timeout_s: float, doing: Literal["idle", "busy", "left"] = "idle") -> None:
-        """Return when a job was enqueued since the last call, at once if some wait already, else after `timeout_s`.
+        """Wait until a job is enqueued, at most `timeout_s`. Returns at once if jobs wait already.
 
-        Idle workers are woken before busy ones. `left`: busy, and what waits already is left to others.
-        Early returns without work happen. Waits out the time when Redis is away. Ask only with budget to claim.
+        Idle workers are woken before busy ones. `left`: a busy worker that leaves the waiting jobs to others. May
+        return without work. Waits for `timeout_s` while Redis is away. Call it only with budget to claim.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -290,7 +290,7 @@ class PrefillQueue:
             self.waits = False
 
     def wake(self) -> None:
-        """End `wait_for_work`, or the next one: whoever waits has other reasons to claim."""
+        """End the present `wait_for_work`, or the next one."""
         self._woken.set()
 
     async def aclose(self) -> None:
@@ -316,7 +316,7 @@ def cached_text(cached: dict[str, int]) -> str:
 
 
 def read_cached(text: str) -> dict[str, int]:
-    """What is not of that form is left out."""
+    """The inverse of the function above. Parts of another form are left out."""
     pairs = (part.rpartition("=") for part in text.split())
     return {name: count for name, _, tokens in pairs if name and (count := whole(tokens))}
 

@@ -1,4 +1,4 @@
-"""Membership in Redis: who is in the fleet, in which role, what each was ordered to do, how many there should be.
+"""Membership in Redis: the fleet's members, their roles and orders, and the desired ratio.
 
 A member is a hash with a time to live, which only its owner refreshes. Not responsible for load, which workers publish
 over ZMQ, nor for carrying out orders.
@@ -46,7 +46,7 @@ _IDENTITY = [*ALWAYS_EQUAL, *(name for name in EngineIdentity.__struct_fields__ 
 
 
 class IncompatibleWorker(Exception):
-    """A worker that cannot exchange KV with another. One line: what, its value, the other's value, the mend."""
+    """A worker that cannot exchange KV with another. One line: the field, both values, the fix."""
 
 
 class UnknownWorker(LookupError):
@@ -84,11 +84,11 @@ class Registry:
     # ---- workers -----------------------------------------------------------------------------------------------
 
     async def join(self, info: WorkerInfo, ttl_s: float) -> None:
-        """Enter the fleet, without orders. Raises IncompatibleWorker when KV cannot pass to or from a live worker."""
+        """Register a worker, without orders. Raises IncompatibleWorker if it cannot exchange KV with a live worker."""
         await self._put_worker(info, ttl_s, fresh=True)
 
     async def replace(self, info: WorkerInfo, ttl_s: float, refuse: Refuse) -> None:
-        """`join` in the place of who is registered under this id. Raises what `refuse` does, too."""
+        """`join`, and replace the worker that is registered under this id. Also raises what `refuse` raises."""
         other, mine = await self.worker(info.id), (info.kv.engine_id, info.request_address)
         # With its engine only the answer to `join` was lost; with its address the entry is damaged.
         if other is not None and other.kv.engine_id != mine[0] and other.request_address != mine[1]:
@@ -96,10 +96,10 @@ class Registry:
         await self.join(info, ttl_s)
 
     async def refresh(self, info: WorkerInfo, ttl_s: float, heard: str = "", refuse: Refuse | None = None) -> Heartbeat:
-        """The heartbeat: stay for `ttl_s` more, with this role and state. Returns the orders not yet cleared, and who
-        departed since the departure `heard`; with none named, nobody.
+        """The heartbeat: stay registered for `ttl_s` more, with this role and state. Returns the uncleared orders, and
+        the workers that left after the departure `heard` (none if `heard` is empty).
 
-        Enters again when Redis has lost this worker, as `join`; or, as `replace`, when another took its id meanwhile.
+        Registers again with `join` if Redis has lost this worker, or with `replace` if another one took its id.
         """
         (written, times), self._written = self._written, (None, 0)  # where this fails, nobody knows what is there
         reply = None
@@ -116,7 +116,8 @@ class Registry:
         return told
 
     async def leave(self, worker_id: str, engine_id: str = "") -> None:
-        """Take a worker out at once: itself when it stops, by its engine, or whoever saw it die. Idempotent."""
+        """Remove a worker at once, because it stops or was seen to die. With an engine id only that engine's entry is
+        removed. Idempotent."""
         await self._call("remove_member", "worker", worker_id, engine_id)
 
     async def workers(self) -> dict[str, WorkerInfo]:
@@ -124,8 +125,8 @@ class Registry:
         return (await self.workers_and_orders())[0]
 
     async def workers_and_orders(self) -> tuple[dict[str, WorkerInfo], dict[str, WorkerOrders]]:
-        """All live workers, and what those were told that have not done it yet: one reading, since who reads one after
-        the other may see a worker drain, and not that it is to restart."""
+        """All live workers and their uncleared orders, in one reading: two readings could show a worker that drains
+        without its order to restart."""
         for since in (self.version, b"0"):  # those that changed since they were read last
             self.version, ids, rows = await self._call("workers_since", since)
             names, seen = [text(name) for name in ids], self._seen
@@ -154,29 +155,29 @@ class Registry:
             return None
 
     async def order_role(self, worker_id: str, role: Role) -> None:
-        """Tell a worker to take a role. The order stays until the worker clears it. Raises UnknownWorker."""
+        """Order a worker to take a role. The order stays until the worker clears it. Raises UnknownWorker."""
         await self._order(worker_id, "order_role", role.value)
 
     async def order_drain(self, worker_id: str) -> None:
-        """Tell a worker to finish what it has and stop. Raises UnknownWorker."""
+        """Order a worker to finish its requests and stop. Raises UnknownWorker."""
         await self._order(worker_id, "order_drain", "yes")
 
     async def order_restart(self, worker_id: str) -> None:
-        """Tell a worker to finish what it has and make room for a new process. Raises UnknownWorker."""
+        """Order a worker to finish its requests and exit in order to be started again. Raises UnknownWorker."""
         await self._order(worker_id, "order_drain", "restart")
 
     async def order_all(self, orders: Mapping[str, WorkerOrders], seen: bytes) -> bool:
-        """One order for each of these workers. False, and nothing is ordered, where some worker has changed, come or
-        gone since the `version` that is named."""
+        """Give one order to each of these workers. Gives none and returns False if a worker has joined, changed or left
+        since the version `seen`."""
         told = (part for worker_id, order in orders.items() for part in (worker_id, *order_field(order)))
         return bool(await self._call("order_all", seen, *told))
 
     async def clear_orders(self, worker_id: str, sequence: int) -> None:
-        """Forget the orders up to `sequence`, which are done. Newer ones stay."""
+        """Remove the orders up to `sequence`, which are done. Newer ones stay."""
         await self._call("clear_orders", worker_id, sequence)
 
     async def ordered(self, worker_id: str) -> AsyncGenerator[None, None]:
-        """Whenever there may be orders for this worker, which its next refresh returns. Never ends, never raises."""
+        """Yields when there may be orders for this worker; its next refresh returns them. Never ends, never raises."""
         async with contextlib.aclosing(self._redis.listen(self.keys.orders(worker_id))) as orders:
             async for _ in orders:
                 yield
@@ -187,7 +188,7 @@ class Registry:
         return bool(found == engine_id.encode())
 
     async def _put_worker(self, info: WorkerInfo, ttl_s: float, fresh: bool, heard: str = "") -> Heartbeat | None:
-        """None: another engine is registered under this id."""
+        """Write a worker's entry. Returns None if another engine is registered under this id."""
         arguments = member("worker", info.id, ttl_s, fresh, _IDENTITY, fields := worker_to_fields(info))
         reply = await self._call("put_worker", heard, *arguments)
         if (outcome := reply[0]) == b"taken":
@@ -206,7 +207,7 @@ class Registry:
     # ---- frontends ---------------------------------------------------------------------------------------------
 
     async def refresh_frontend(self, frontend: Frontend, ttl_s: float) -> WorkerOrders:
-        """Stay for `ttl_s` more; enters again when Redis has lost this frontend. Returns whether it is to drain."""
+        """A frontend's heartbeat: register for `ttl_s` more. Returns whether it was ordered to drain."""
         told = msgspec.structs.asdict(frontend)
         frontend_id, offered = told.pop("id"), msgspec.structs.asdict(told.pop("offered"))
         del told["since"]
@@ -216,11 +217,11 @@ class Registry:
         return orders_of(*(text(part) for part in reply[1:4]))
 
     async def order_frontend_drain(self, frontend_id: str) -> None:
-        """Tell a frontend to take no new connections and to end with its last request. Idempotent."""
+        """Order a frontend to take no new connections and to end with its last request. Idempotent."""
         await self._call("order", "frontend", frontend_id, "order_drain", "yes")
 
     async def leave_frontend(self, frontend_id: str) -> None:
-        """Idempotent. Its waiting jobs are dropped by the queue's sweep."""
+        """Remove a frontend. The queue's sweep drops its waiting jobs. Idempotent."""
         await self._call("remove_member", "frontend", frontend_id)
 
     async def frontends(self) -> dict[str, Frontend]:
@@ -241,20 +242,20 @@ class Registry:
         return text(found) if found is not None else None
 
     async def refresh_launcher(self, launcher_id: str, launcher: Launcher, ttl_s: float) -> None:
-        """Stay for `ttl_s` more, as the launcher of these workers and no others."""
+        """A launcher's heartbeat: register for `ttl_s` more, with exactly these workers."""
         fields = launcher_to_fields(launcher)
         await self._call("put_member", *member("launcher", launcher_id, ttl_s, False, [], fields))
 
     async def leave_launcher(self, launcher_id: str) -> None:
-        """Idempotent. Its ids are free again."""
+        """Remove a launcher, and free its worker ids. Idempotent."""
         await self._call("remove_member", "launcher", launcher_id)
 
     async def launchers(self) -> dict[str, Launcher]:
         return {launcher_id: launcher_from_fields(fields) for launcher_id, fields in await self._members("launcher")}
 
     async def claim_id(self, launcher_id: str, role: Role, ttl_s: float, worker_id: str = "") -> str | None:
-        """A worker id that nobody has: the one given, or the role's name and the smallest number. It is this launcher's
-        from now on. None when somebody has the one given."""
+        """Claim an unused worker id for this launcher: the given one, or the role's name and the smallest free number.
+        Returns None if the given one is in use."""
         claimed = await self._call("claim_id", launcher_id, milliseconds(ttl_s), role.value, worker_id)
         return text(claimed) if claimed else None
 
@@ -265,11 +266,11 @@ class Registry:
         await self._call("begin_desired", prefill, decode, by, launcher_id)
 
     async def set_desired(self, prefill: int, decode: int, by: str) -> None:
-        """Say how many workers of each role there should be, and who says so."""
+        """Set how many workers of each role there should be, and who set it."""
         await self._call("set_desired", prefill, decode, by)
 
     async def lead(self, frontend_id: str, lease_s: float) -> float | None:
-        """Become, or stay, the frontend that decides the ratio, for `lease_s` more.
+        """Become or stay the frontend that decides the ratio, for `lease_s` more.
 
         Returns the server's clock (unix seconds), or None while another frontend leads.
         """
@@ -277,13 +278,13 @@ class Registry:
         return float(now) if now else None
 
     async def propose_desired(self, leader_id: str, seen: DesiredRatio, wanted: DesiredRatio) -> bool:
-        """`set_desired` by a leader that saw `seen`. False when it leads no more, or another ratio was set since."""
+        """`set_desired` by a leader that read `seen`. False if it no longer leads, or another ratio was set since."""
         proposal = (wanted.prefill, wanted.decode, wanted.set_by)
         guard = (leader_id, seen.prefill, seen.decode, repr(seen.set_at))
         return bool(await self._call("propose_desired", *proposal, *guard))
 
     async def desired(self) -> DesiredRatio | None:
-        """The ratio that was set last. None when none was, or its hash cannot be read."""
+        """The desired ratio. None if none was set, or its hash cannot be read."""
         raw: dict[bytes, bytes] = await self._redis.execute_command("HGETALL", self.keys.desired)
         if not raw:
             return None
@@ -302,7 +303,8 @@ class Registry:
     # ---- events ------------------------------------------------------------------------------------------------
 
     async def watch(self) -> AsyncGenerator[RegistryEvent, None]:
-        """Changes from now on, without end; a Resync first and after each reconnection. Never raises RedisAway."""
+        """Yields changes of the registry; a Resync first and after each reconnection. Never ends, never raises
+        RedisAway."""
         pruner = asyncio.create_task(self._prune(), name="registry-pruner")
         try:
             async with contextlib.aclosing(self._redis.listen(self.keys.events)) as payloads:
