@@ -1,4 +1,4 @@
-"""Control calls to workers (LoRA, pause, cache resets): all or none, each with a deadline."""
+"""Control calls to workers (LoRA, pause, cache resets). Each has a deadline, and succeeds on all workers or on none."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class ControlCalls:
     async def call(
         self, method: str, args: list[Any], kwargs: dict[str, Any] | None = None, timeout_s: float = CALL_TIMEOUT_S
     ) -> Any:
-        """The fleet's answer to a method of `wire.control`. Raises CallFailed when a worker fails; it is undone
-        then where it succeeded."""
+        """Call a method of `wire.control` on the fleet, and return the combined answer. Raises CallFailed when a worker
+        fails; the call is then undone on the workers where it succeeded."""
         row = METHODS[method]
         workers = [worker_id for worker_id, view in self._fleet.workers.items() if view.connected]
         if not workers:

@@ -1,9 +1,9 @@
-"""Keeps the fleet view and the mesh equal to who is there: registry events, load reports, broken connections.
+"""Keeps the fleet view and the connections up to date: by registry events, load reports and broken connections.
 
-Redis being away changes nothing: workers stay known for as long as they are heard. A worker is lost when it left the
-registry and is not heard, when its connection stays broken, or when it falls silent. Long before that it counts as
-quiet: it may be slow, so it is not given up, but others can go on in its place. Time in which this process itself did
-not run is not counted against anybody.
+While Redis is away, workers stay known as long as they report. A worker is lost when it has left the registry and is
+silent, when its connection stays broken, or when it is silent for long. Long before that it counts as quiet: it may be
+slow, so it is kept, but other workers are used instead. Time in which this process itself did not run does not count as
+silence.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Membership:
             tasks.create_task(self._tick())
 
     def welcomed(self, worker_id: str) -> None:
-        """The worker has answered the greeting: it can be sent requests once its load is heard too."""
+        """The worker has answered `Hello`. It gets requests once it has also reported its load."""
         if view := self._fleet.workers.get(worker_id):
             again = view.disconnected_at is not None
             view.greeted, view.disconnected_at, view.heard_at = True, None, time.monotonic()
@@ -90,7 +90,7 @@ class Membership:
             self._stirred.set()
 
     async def _follow(self) -> None:
-        """Whatever happened, the registry is the truth: read it again rather than trust the order of events."""
+        """Read the registry again after every event, instead of relying on the order of events."""
         await self._resync()
         self.synced.set()
         while True:

@@ -1,8 +1,9 @@
-"""Whether the fleet is paused, as its workers say in their load reports, so that every frontend knows it alike.
+"""Whether the fleet is paused. Workers report it with their load, so that every frontend has the same state.
 
-A pause is an operator's (`/pause` of vLLM's server): new requests wait until it ends. Workers only remember it; what
-they hold goes on until the engines themselves are paused. The newest state counts, whoever says it. A worker that says
-an older one has joined since, and is told: so a pause outlives each worker and each frontend, but not all of them.
+An operator pauses the fleet by `/pause` of vLLM's server: new requests then wait until it is resumed. Workers store the
+state; their requests go on until the engines themselves are paused. The newest state that any worker reports counts. A
+worker that reports an older one has joined since, and is told the newest. So a pause survives the loss of any worker or
+frontend, but not of all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 
 class Pause:
-    """`note` what workers say; new requests wait for `over`."""
+    """`note` takes the states that workers report; new requests wait for `over`."""
 
     def __init__(self) -> None:
         self.state = PauseState()  # the newest that was heard
@@ -50,9 +51,9 @@ class Pause:
 
     @property
     def frozen(self) -> bool:
-        """What runs has been stopped where it is, to go on later."""
+        """Whether running requests are stopped, to go on later."""
         return self.state.mode == "keep"
 
     async def over(self) -> None:
-        """Returns at once where the fleet is not paused."""
+        """Wait until the fleet is not paused."""
         await self._over.wait()

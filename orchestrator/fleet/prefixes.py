@@ -1,8 +1,8 @@
-"""What the workers' prefix caches hold, as this frontend believes it: events and snapshots in, hits of a prompt out.
+"""This frontend's view of the workers' prefix caches: takes events and snapshots, returns the hits of a prompt.
 
-Each load report says up to which batch of events its worker has published before it, on the same socket: a batch that
-is not here by then was lost, or sent before this frontend listened. Then, as at any gap, the worker is asked for a
-snapshot, and nothing is believed of it until that is here.
+A load report has the number of the last batch of events that its worker published before it, on the same socket. A
+batch that has not arrived by then was lost, or sent before this frontend listened. After such a gap the frontend asks
+the worker for a snapshot, and drops what it knew of that worker's cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_HELD = 256
 
 
 class _Awaited:
-    """A snapshot that was asked for, and what was published meanwhile."""
+    """A requested snapshot, and the events that were published meanwhile."""
 
     def __init__(self) -> None:
         self.asked_at = 0.0
@@ -33,7 +33,7 @@ class PrefixView:
     """Times are this frontend's monotonic clock, seconds."""
 
     def __init__(self, send: Callable[[str, PrefixResync], bool], enabled: bool = True) -> None:
-        """`send(worker_id, message)`: false when that worker is not connected."""
+        """`send(worker_id, message)` returns False if that worker is not connected."""
         self.index = PrefixIndex()
         self._send, self._enabled = send, enabled
         self._awaited: dict[str, _Awaited] = {}
@@ -43,7 +43,7 @@ class PrefixView:
 
     @property
     def empty(self) -> bool:
-        """No prompt can have a hit."""
+        """Whether no prompt can have a hit."""
         return not len(self.index)
 
     def take_load(self, load: WorkerLoad, now: float) -> None:
@@ -65,7 +65,8 @@ class PrefixView:
         metrics.prefix_index_blocks.set(len(self.index))
 
     def take_snapshot(self, snapshot: PrefixSnapshot, now: float) -> None:
-        """Its first part replaces what is believed, the others add to it; then comes what was published meanwhile."""
+        """Apply a part of a snapshot. The first part replaces the worker's keys, the others add to them. After the last
+        part the events that were published meanwhile are applied."""
         worker_id = snapshot.worker_id
         awaited = self._awaited.get(worker_id)
         if awaited is None:

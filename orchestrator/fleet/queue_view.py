@@ -1,8 +1,8 @@
-"""The prefill queue as one frontend sees it: whether it is there, how deep it is, and its upkeep.
+"""One frontend's view of the prefill queue: whether it is reachable, its depth, and its maintenance.
 
-The depth is polled, and corrected by what this frontend has enqueued since the last poll. When Redis fails once it
-counts as away until a poll succeeds, so that no further request waits for a timeout. What is queued already waits a
-little longer: a server that only paused has lost nothing.
+The depth is polled, and corrected by the jobs that this frontend has enqueued since the last poll. After one failure
+Redis counts as away until a poll succeeds, so that no further request waits for a time-out. Jobs in the queue wait a
+little longer, since a server that only paused has lost nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class QueueView:
 
     @property
     def depth(self) -> QueueDepth | None:
-        """None while the queue cannot be reached."""
+        """The depth of the queue; None while it cannot be reached."""
         return self._depth
 
     async def enqueue(self, job: PrefillJob) -> None:
@@ -53,14 +53,14 @@ class QueueView:
             )
 
     async def cancel(self, request_id: str, attempt: int) -> None:
-        """Remove a job, whatever has become of it. While Redis is away its lease or age ends it instead."""
+        """Remove a job, claimed or not. While Redis is away nothing is done: its lease or its age ends it."""
         try:
             await self._queue.cancel(request_id, attempt)
         except RedisAway as error:
             self._note_away(error)
 
     async def states(self, request_ids: Sequence[str]) -> dict[str, JobState]:
-        """What has become of these jobs. Nothing is known while Redis is away."""
+        """The states of these jobs; empty while Redis is away."""
         try:
             return await self._queue.states(request_ids)
         except RedisAway as error:
@@ -99,13 +99,13 @@ class QueueView:
             await asyncio.sleep(POLL_S)
 
     def _patience_s(self) -> float | None:
-        """How long an answer is still waited for before the queue is given up; None while it is not away."""
+        """How much longer to wait before the queue is given up, seconds; None while it is reachable."""
         if self._away_since is None:
             return None
         return max(0.0, self._away_since + AWAY_GRACE_S - time.monotonic())
 
     async def _replaced(self) -> bool:
-        """Whether this may be another queue than the one before. Raises RedisAway."""
+        """Whether another server may answer than before, or the same one restarted. Raises RedisAway."""
         before, self._server_run = self._server_run, await self._queue.server_run()
         return self._away_since is not None and (not before or before != self._server_run)
 

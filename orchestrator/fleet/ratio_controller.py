@@ -1,7 +1,7 @@
 """The ratio control loop: the elected frontend turns the fleet's load into a desired xPyD, when `ratio.mode` is auto.
 
-What the split should be is `policy.ratio`'s to say, and changing roles the launcher's. The frontend that leads holds a
-lease in Redis; when it dies the next one to ask leads, and observes a whole window before it decides.
+`policy.ratio` computes the split, and launchers change the roles. The elected frontend holds a lease in Redis. When it
+dies, the next frontend that asks is elected, and observes a whole window before it decides.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEASE_S = 5.0
 
 
 class RatioController:
-    """`run` it in every frontend."""
+    """The control loop. Every frontend runs one; only the elected one decides."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class RatioController:
 
 
 def observe(views: Iterable[WorkerView], at: float, offered: Offered) -> Observation | None:
-    """None while no decode worker has told its load."""
+    """A sample of the fleet's load; None while no decode worker has reported its load."""
     decoding = _decoding(views)
     loads = [view.load for view in decoding if view.load is not None]
     if not loads:

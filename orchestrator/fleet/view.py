@@ -1,6 +1,6 @@
-"""The live view of the fleet that decisions are made on: each worker's last load plus what was placed since.
+"""The live view of the fleet for decisions: each worker's last load, plus this frontend's placements since.
 
-A view only: `membership` feeds it from the registry and the mesh, `router` reads it and notes placements.
+`membership` updates it from the registry and load reports; `router` reads it and records placements.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class WorkerView:
 
     @property
     def connected(self) -> bool:
-        """Greeted and heard, and the connection stands."""
+        """Whether the connection is open, and the worker has answered `Hello` and reported its load."""
         return self._connected
 
     @connected.setter
@@ -95,13 +95,13 @@ class WorkerView:
         self.greeted, self.connected, self.disconnected_at = False, False, now
 
     def hush(self) -> None:
-        """It has become quiet. The next report ends that."""
+        """Mark it as quiet. Its next report ends that."""
         self.quiet = True
         self._touch()
 
     @property
     def usable_as(self) -> Role | None:
-        """Its role, where requests can be given to it."""
+        """Its role if it can get requests, else None."""
         return self._info.role if self._connected and self._info.state is WorkerState.READY else None
 
     def note_placed(self, context_tokens: int, compute_tokens: int) -> int:
@@ -118,7 +118,7 @@ class WorkerView:
         return sequence
 
     def note_unsent(self) -> None:
-        """The submission that was counted last did not leave."""
+        """Take back the last counted submission, which could not be sent."""
         self._uncount(self._placed.pop())
 
     def _uncount(self, placed: _Placed) -> None:
@@ -163,7 +163,7 @@ class WorkerView:
 
 
 class Candidates(NamedTuple):
-    """Workers that a placement chooses among."""
+    """The workers among which a placement chooses."""
 
     decode: list[Candidate]
     cached_at_prefill: dict[str, int]  # prompt tokens, by prefill worker, of the few that have most
@@ -193,7 +193,7 @@ class Fleet:
         self._shortlist = Shortlist(standing) if standing is not None else None
 
     def upsert(self, info: WorkerInfo, now: float) -> bool:
-        """Add or update. True when this is a new process: what an older one of the same id held is lost."""
+        """Add or update a worker. True if it is a new process: the requests of an older one with this id are lost."""
         view = self.workers.get(info.id)
         if view is not None and view.info.kv.engine_id == info.kv.engine_id:
             if view.info is not info and view.info != info:
@@ -248,7 +248,7 @@ class Fleet:
         return Candidates(found, at_prefill)
 
     def ready(self, role: Role) -> int:
-        """How many workers could take a request of that role now. Nobody waits for a quiet prefill worker."""
+        """How many workers of that role can take a request now, without quiet prefill workers."""
         self.apply_changes()
         if role is Role.PREFILL and len(self._generations) > 1:
             decoded = self._decoded_generations()
@@ -267,12 +267,12 @@ class Fleet:
             self._generations += Counter()  # without those that have nobody left
 
     def is_quiet(self, worker_id: str | None) -> bool:
-        """Of a worker that is not known: no."""
+        """Whether the worker is quiet; False for an unknown one."""
         view = self.workers.get(worker_id) if worker_id is not None else None
         return view is not None and view.quiet
 
     def others_than(self, worker_id: str) -> bool:
-        """Whether another decode worker could take over from this one: one that is not quiet too."""
+        """Whether there is another decode worker that is not quiet."""
         self.apply_changes()
         return bool(self._decode.keys() - {worker_id})
 
@@ -285,7 +285,7 @@ class Fleet:
         return any(info.role is Role.PREFILL and info.state is WorkerState.READY for info in able)
 
     def hush(self, now: float, after_s: float) -> list[str]:
-        """Notes who was not heard for `after_s`. Returns those that were not quiet before."""
+        """Mark workers without a report for `after_s` as quiet. Returns those that were not quiet before."""
         hushed = [
             worker_id
             for worker_id, view in self.workers.items()
@@ -296,7 +296,7 @@ class Fleet:
         return hushed
 
     def silent(self, now: float, timeout_s: float, reconnect_s: float) -> list[str]:
-        """Workers to give up: not heard for `timeout_s`, or disconnected for `reconnect_s`."""
+        """The workers that are lost: without a report for `timeout_s`, or disconnected for `reconnect_s`."""
         return [
             worker_id
             for worker_id, view in self.workers.items()
@@ -305,14 +305,14 @@ class Fleet:
         ]
 
     def excuse(self, late_s: float, now: float) -> None:
-        """This frontend did not listen for the last `late_s`: nobody's silence in that time counts."""
+        """This process did not run for the last `late_s` seconds, which do not count as silence of workers."""
         for view in self.workers.values():
             view.heard_at = min(now, view.heard_at + late_s)
             if view.disconnected_at is not None:
                 view.disconnected_at = min(now, view.disconnected_at + late_s)
 
     def apply_changes(self) -> None:
-        """Take in what workers told since the last time. Whoever asks for candidates does so first."""
+        """Apply the load reports since the last call. `candidates` calls it first."""
         if not self._changed:
             return
         for worker_id in self._changed:
@@ -331,7 +331,7 @@ class Fleet:
 
 
 def _counts(load: WorkerLoad) -> tuple[int, ...]:
-    """What a candidate is made of."""
+    """The load figures of a candidate."""
     return load.blocks_free, load.running, load.waiting, load.waiting_tokens, load.blocks_total
 
 

@@ -1,1 +1,1 @@
-"""Starts and supervises a fleet on one machine, and makes what runs equal to the desired ratio."""
+"""Starts and supervises a fleet, on one machine or a Ray cluster, and keeps the workers at the desired ratio."""

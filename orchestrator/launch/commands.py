@@ -24,7 +24,7 @@ _QUIET = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}
 
 
 def resolve(config: Config, model: str, redis_url: str, port: int) -> Config:
-    """The configuration as the processes get it: nothing is left to be found, and clients keep the model's name."""
+    """The configuration for the processes: the model is a folder; `served_model_name` keeps its name for clients."""
     replace = msgspec.structs.replace
     # On a cluster a frontend listens at its node's address, whatever `host` is.
     reached_at = config.frontend.host if config.launcher.kind == "local" else "0.0.0.0"

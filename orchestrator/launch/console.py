@@ -36,7 +36,7 @@ _ERROR = re.compile(r"(^|\s)[\w.]*(Error|Exception): ")  # the last line of a tr
 
 
 class LogFile:
-    """A log of bounded size. What was there before, and the older part of a long log, is kept as NAME.1."""
+    """A log file of bounded size. An earlier log, and the older part of a long one, is kept as NAME.1."""
 
     def __init__(self, path: Path, form: LogFormat = "text", max_bytes: int = _MAX_LOG_BYTES) -> None:
         """Raises OSError."""
@@ -64,9 +64,8 @@ class LogFile:
 
 
 class Outlet:
-    """Writes to a stream in a thread, so that nobody waits for a stopped terminal, an unread pipe or a full disk.
-
-    What the stream does not take is dropped, and its lines are counted. A text file as far as rich needs one.
+    """Writes to a stream in a thread, so that the launcher never waits for a stopped terminal, an unread pipe or a full
+    disk. Lines that the stream does not take are dropped and counted. Has the methods of a text file that rich needs.
     """
 
     encoding = "utf-8"
@@ -92,7 +91,7 @@ class Outlet:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing: `written` waits."""
+        """Does nothing; `written` waits for the output."""
 
     def written(self, timeout_s: float) -> bool:
         """Wait until everything is written or dropped. False when something still waits after `timeout_s`."""
@@ -160,7 +159,7 @@ class Console:
             self.log_file.close()
 
     def stage(self, name: str, stage: str, done: bool = False) -> None:
-        """A part of the fleet has come to this stage; `done` ends its clock."""
+        """Show that a part of the fleet has reached this stage; `done` stops its clock."""
         now = time.monotonic()
         _, since, until = self._rows.get(name, ("", now, None))
         if until is not None:
@@ -171,7 +170,7 @@ class Console:
             self._write(f"{name}: {stage}{took}")
 
     def say(self, text: str) -> None:
-        """A line of the launcher's own."""
+        """Print a line of the launcher."""
         self._write(text)
 
     def note(self, shown: str, logged: str) -> None:
@@ -180,7 +179,7 @@ class Console:
         self._write_named("launcher", shown)
 
     def log(self, name: str, line: str) -> None:
-        """A line of one of the fleet's processes."""
+        """Write a line of one of the fleet's processes to the log file."""
         self._write_log(name, line)
         if self._verbose:
             self._write_named(name, line)

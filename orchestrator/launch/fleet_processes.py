@@ -48,7 +48,7 @@ _SHOWN = {
 
 
 class StartFailed(ConfigError):
-    """The fleet did not come up. One line: which process, and what it said."""
+    """The fleet did not start. One line: the process, and its reason."""
 
 
 class FleetProcesses:
@@ -146,7 +146,7 @@ class FleetProcesses:
         await self._pool.close()
 
     def kill(self) -> None:
-        """SIGKILL to everything, which makes `end` quick."""
+        """Send SIGKILL to all processes, so that `end` returns soon."""
         for process in self._processes():
             process.request_stop()
             process.kill()
@@ -163,7 +163,7 @@ class FleetProcesses:
         return [*self._frontends.processes, *(slot.process for slot in self._pool.slots.values())]
 
     async def _take_over(self) -> None:
-        """Supervise what an earlier launcher left running. Raises RedisAway."""
+        """Supervise the processes that an earlier launcher left running. Raises RedisAway."""
         running = await self._machines.left_running()
         self._frontends.take_over([name for name in running if name.startswith(FRONTEND)])
         left = [name for name in running if not name.startswith(FRONTEND)]
@@ -195,7 +195,7 @@ class FleetProcesses:
                 await self._registry.leave(worker_id)
 
     async def _begin_version(self) -> None:
-        """Begin with what the fleet runs, where a rollout has changed that. Raises ConfigError, RedisAway."""
+        """Start with the version of the fleet's last rollout, if there was one. Raises ConfigError, RedisAway."""
         others = self._pool.of_others(await self._registry.launchers())
         alone = not others and not await self._registry.workers() and not await self._machines.left_running()
         await self._rolling.begin(alone)
@@ -252,7 +252,7 @@ class FleetProcesses:
         self.watch.read_soon()
 
     def _check_start(self, process: Supervised) -> None:
-        """A process that can never work, or dies again and again, ends the start. Raises StartFailed."""
+        """Raises StartFailed if a process reports that it cannot work, or crashes again and again."""
         end = process.last_exit
         if end is None or end.was_ready:
             return

@@ -100,7 +100,6 @@ class Predictor:
     """Fitted times of one fleet. Priors, in seconds: a prefill worker's time per token, a decode worker's ITL."""
 
     def __init__(self, prior_s_per_token: float = 0.0005, prior_itl_s: float = 0.02) -> None:
-        self._prior_s_per_token = prior_s_per_token
         self._prior_itl_s = prior_itl_s
         self.speed = EngineSpeed()
         self._pool = LineFit(prior_s_per_token)

@@ -56,8 +56,6 @@ class Worker:
         self.computed_tokens = 0
         self.preemptions = 0
         self.busy_s = 0.0
-        self.decode_s = 0.0  # time in steps in which something decoded
-        self.decode_steps = 0
         self.plain_s = 0.0  # of that, in steps without prompts
         self.plain_steps = 0
         self.itl_buckets: dict[int, int] = {}
@@ -178,8 +176,6 @@ class Worker:
                 self.plain_steps += steps
                 if blocks := batch.blocks_in(steps):
                     self.kv.grow(blocks)
-            self.decode_s += duration
-            self.decode_steps += steps
             if duration > 0:
                 bucket = floor(log2(duration / steps) * ITL_BUCKETS_PER_OCTAVE)
                 self.itl_buckets[bucket] = self.itl_buckets.get(bucket, 0) + decoding * steps

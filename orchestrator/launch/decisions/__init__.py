@@ -1,1 +1,1 @@
-"""What the launcher decides: pure functions, without I/O or clock."""
+"""The launcher's decisions, as pure functions without I/O or clock."""

@@ -1,6 +1,6 @@
-"""How many workers there should be in all: more when too many requests miss the objectives, fewer when hardly any does.
+"""The total number of workers: more when too many requests miss the objectives, fewer when hardly any does.
 
-`resized` decides; `FleetSize` keeps what it decides on. How a total is split over time is the ratio's business.
+`resized` decides, and `FleetSize` keeps its samples. `policy.ratio` splits the total between the roles.
 """
 
 from __future__ import annotations

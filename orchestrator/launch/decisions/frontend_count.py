@@ -1,7 +1,7 @@
-"""How many frontends one machine should have, by what they were seen to do (`frontend.replicas: auto`). Pure.
+"""How many frontends a machine should have, by their CPU time and requests (`frontend.replicas: auto`). Pure.
 
-A frontend is one event loop: near a whole core of work its requests wait for each other. Hysteresis: more come after
-seconds of that, and one goes after a minute in which one fewer would have been far from it.
+A frontend is one event loop: near a whole core of work its requests wait for each other. With hysteresis: frontends are
+added after seconds of overload, and one is removed after a minute in which the others would have had ample room.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class FrontendSample(msgspec.Struct, frozen=True):
 
 
 def frontends_wanted(samples: Sequence[FrontendSample], least: int, most: int, now: float) -> int | None:
-    """Another number of them, within the limits, or None. All `samples`, oldest first, are of the present number."""
+    """The new number of frontends, within the limits, or None for no change. All `samples`, oldest first, are of the
+    present number."""
     if not samples:
         return None
     last = samples[-1]

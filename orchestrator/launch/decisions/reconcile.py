@@ -1,4 +1,4 @@
-"""Compares the desired ratio with the workers that are there and says what to do. Pure: no clock, no I/O.
+"""Compares the desired ratio with the present workers and decides what to do. Pure: no clock, no I/O.
 
 Running workers change their roles before any process is started or drained: a change of role costs a drain, a new
 process costs loading the model.
@@ -22,7 +22,7 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Flip(msgspec.Struct, frozen=True):
-    """Tell a running worker to take this role. `stands_in`: since nobody else is there for it."""
+    """Tell a running worker to take this role. `stands_in`: because no other worker has it."""
 
     worker_id: str
     role: Role
@@ -109,7 +109,7 @@ def stand_in(workers: Sequence[SeenWorker]) -> Flip | None:
 
 
 def _waiting_in_vain(desired: DesiredRatio, workers: Iterable[SeenWorker]) -> list[SeenWorker]:
-    """Workers that wait for room in a role that has enough without them, so that none that serves goes instead."""
+    """Workers that wait for room in a role that has enough others. They are ended before any that serve."""
     vain = []
     for role in Role:
         of_role = [w for w in workers if w.role is role]
@@ -132,7 +132,7 @@ def _flexible(workers: Iterable[SeenWorker], role: Role) -> int:
 
 
 def _expendable(worker: SeenWorker, desired: DesiredRatio, workers: Iterable[SeenWorker]) -> bool:
-    """Not the only one that serves an ordered role, nor the one that is about to where nobody does."""
+    """Whether it is neither the only worker that serves its role, nor the one that is about to where none does."""
     if _wanted(desired, worker.role) == 0 or not (worker.ready or worker.flipping):
         return True
     return any(other.ready and other.role is worker.role and other.id != worker.id for other in workers)
@@ -153,6 +153,6 @@ def _to_drain(desired: DesiredRatio, role: Role, workers: Sequence[SeenWorker]) 
 
 
 def _age_order(worker_id: str) -> tuple[int, str]:
-    """prefill-10 is newer than prefill-9."""
+    """A sort key by which prefill-10 is newer than prefill-9."""
     number = worker_id.rpartition("-")[2]
     return (int(number) if number.isdigit() else -1, worker_id)

@@ -34,7 +34,8 @@ _NEVER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
 
 
 class ProcessSpec(msgspec.Struct, frozen=True):
-    """What to start. `env` goes on top of our own environment; `exit_file` is where it may say why it ends."""
+    """What to start. `env` is added to this process's environment. The child may write its exit reason to
+    `exit_file`."""
 
     name: str
     command: list[str]
@@ -52,7 +53,7 @@ def cannot_run(program: str, why: str = "no executable file") -> str:
 
 
 class Process(Protocol):
-    """One process, here or elsewhere, that is started once."""
+    """One process, on this machine or another one, that is started once."""
 
     last_lines: deque[str]
     identity: str  # see orchestrator.parent; empty before it was started

@@ -35,7 +35,7 @@ _SOCKET_PATH_BYTES = 107  # unix(7)
 
 
 class EmbeddedRedisError(RuntimeError):
-    """The server did not start. One line with the cause and the mend."""
+    """The server did not start. One line with the cause and the fix."""
 
 
 def server_binary() -> str:

@@ -1,7 +1,7 @@
-"""The folder of one running fleet: who runs it, where its Redis and its endpoint are, what it was configured with.
+"""The folder of one running fleet: its launcher, the URLs of its Redis and its endpoint, its configuration.
 
-There is one per namespace and user. The launcher holds it with a file lock, which the kernel releases however the
-launcher ends; so a folder whose lock is free was left by a launcher that was killed.
+There is one per namespace and user. The launcher holds a file lock on it, which the kernel releases when the launcher
+ends in any way. So a folder whose lock is free was left by a launcher that was killed.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class RunFolder:
     # ---- the launcher's side -----------------------------------------------------------------------------------
 
     def claim(self) -> list[StartedProcess]:
-        """Make it ours. Returns what a killed launcher noted as started; `shared_memory` is what those used.
+        """Take the folder for this launcher. Returns the processes that a killed launcher had started there;
+        `shared_memory` has the names of their segments.
 
         Raises FleetRunning, ConfigError.
         """
@@ -114,9 +115,8 @@ class RunFolder:
         return self.path / file
 
     def note_started(self, processes: list[StartedProcess], shared_memory: frozenset[str] = frozenset()) -> None:
-        """Call it often: it also puts back what a logout or a cleaner of temporary files took away.
-
-        A fleet runs on without its folder, so what cannot be written is logged, once.
+        """Record the started processes. Call it often: it also restores files that a logout or a cleaner of temporary
+        files removed. A fleet runs on without its folder, so a failure is only logged, once.
         """
         self.shared_memory = shared_memory
         try:

@@ -1,1 +1,1 @@
-"""A Ray cluster as the machines that a fleet runs on: Ray finds room and says when a node is gone, and nothing more."""
+"""Runs a fleet on a Ray cluster: Ray places processes and reports lost nodes; the launcher does everything else."""

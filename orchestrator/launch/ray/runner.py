@@ -1,6 +1,6 @@
-"""On a node of the cluster: one process of the fleet, started and watched there. A Ray actor.
+"""A Ray actor on a node of the cluster that starts and watches one process of the fleet.
 
-It outlives the launcher, so that a fleet serves on while nobody steers it; the next launcher finds it by its name.
+It outlives the launcher, so that the fleet goes on serving; the next launcher finds it by its name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a launcher and the runners of its processes say to each other, as MessagePack: nothing of ours is a pickle."""
+"""Messages between a launcher and the runners of its processes, as MessagePack: none is a pickle."""
 
 from __future__ import annotations
 
