@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import re
 import signal
 import time
+from collections.abc import AsyncIterator
+from datetime import datetime
 
 import psutil
 from support_fleet import RunningFleet, descendants
@@ -18,26 +22,65 @@ from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.registry import Frontend, Registry
 
 STOPPED_S = 5.5
+LONG_ANSWERS, LONG_TOKENS, LONG_RUNNING_S = 12, 1500, 1.0
+SETTLED_S = 4.0  # by then workers have ended what a dead frontend had there, or do not
 _POLL_S = 0.05
 
 
 async def killed(world: World) -> None:
-    """One of several. Over when another serves in its place."""
+    """One of several, in the middle of long answers. Over when another serves in its place."""
     victim = await _one_that_works(world)
-    workers = await world.reports.workers()
-    world.load.forgive(world.client_ports(_pid(victim)))
-    world.kill(_pid(victim))
-    world.seen.gone_s.append(await world.reports.forgotten_s(victim.id, workers, GONE_TIMEOUT_S))
+    async with _long_answers(world):
+        world.load.forgive(world.client_ports(_pid(victim)))
+        began = datetime.now()
+        world.kill(_pid(victim))
+        await asyncio.sleep(SETTLED_S)
     deadline = time.monotonic() + HEAL_TIMEOUT_S
     while len([seen for seen in await _serving(world) if _pid(seen) != _pid(victim)]) < world.frontends:
         if time.monotonic() > deadline:
             raise NotSeen(f"no frontend came in place of {victim.id} within {HEAL_TIMEOUT_S:g} s")
         await asyncio.sleep(_POLL_S)
+    world.seen.gone_s.append(_last_aborted_s(_running(world), victim.id, began))
+
+
+@contextlib.asynccontextmanager
+async def _long_answers(world: World) -> AsyncIterator[None]:
+    """More than the load's, which end by themselves before a frontend counts as gone. They are not looked at."""
+    questions = world.questions
+    async with world.fleet.client() as client:
+        asked = [
+            asyncio.create_task(stream(client, questions.model, prompt, LONG_TOKENS))
+            for prompt in questions.prompts[:LONG_ANSWERS]
+        ]
+        try:
+            await asyncio.sleep(LONG_RUNNING_S)
+            yield
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+
+
+def _last_aborted_s(fleet: RunningFleet, frontend_id: str, began: datetime) -> float:
+    """When the last worker ended what that frontend had there, by their logs. Raises NotSeen.
+
+    A worker's reports do not tell: they name a frontend that has nothing there for up to ten seconds more.
+    """
+    line = re.compile(rf"(\d{{4}}-\d\d-\d\d \S+) .* frontend {re.escape(frontend_id)}(, which is gone| .* gave up \d+)")
+    said = [datetime.fromisoformat(found[1]) for text in fleet.process_lines() if (found := line.search(text))]
+    if not said:
+        raise NotSeen(f"no worker had work of frontend {frontend_id}, which was killed")
+    return max((at - began).total_seconds() for at in said)
 
 
 async def stopped(world: World) -> None:
     """Its own clients wait, and get the rest of their answers."""
     await world.stop(STOPPED_S, _pid(await _one_that_works(world)))
+
+
+def _running(world: World) -> RunningFleet:
+    assert isinstance(world.fleet, RunningFleet)
+    return world.fleet
 
 
 def _pid(frontend: Frontend) -> int:
@@ -64,8 +107,7 @@ async def _one_that_works(world: World) -> Frontend:
 
 async def launcher_killed(world: World) -> None:
     """Everything that it started ends with it, and another `up` of the same name takes over."""
-    fleet = world.fleet
-    assert isinstance(fleet, RunningFleet)
+    fleet = _running(world)
     family = [psutil.Process(pid) for pid in descendants(fleet.process.pid)]
     ports = set().union(*(world.client_ports(process.pid) for process in family))
     world.load.forgive(ports)

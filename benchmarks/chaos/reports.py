@@ -92,17 +92,3 @@ class Reports:
                     stirred_at = time.monotonic()
                     stir()
         raise NotSeen(f"no {role.value} worker was seen {phase} within {timeout_s:g} s; reports: {dict(heard)}")
-
-    async def forgotten_s(self, frontend_id: str, workers: dict[str, WorkerInfo], timeout_s: float) -> float:
-        """How long from now until no worker counts that frontend among those that it works for. Raises NotSeen."""
-        began = time.monotonic()
-        holding = set(workers)
-        async with aclosing(self.listen(workers, timeout_s)) as reports:
-            async for load in reports:
-                if frontend_id in load.seen:
-                    holding.add(load.worker_id)
-                else:
-                    holding.discard(load.worker_id)
-                if not holding:
-                    return time.monotonic() - began
-        raise NotSeen(f"workers {sorted(holding)} still work for frontend {frontend_id} after {timeout_s:g} s")
