@@ -1,6 +1,6 @@
 # make up         install once, then serve the demo model on this machine's CPU until Ctrl-C
 # make check      before every commit: lint (ruff, mypy) and test-fast (what needs no vLLM and is not slow)
-# make test       the whole suite but for test-topology, which starts engines of several ranks; format: let ruff mend
+# make test       the whole suite but for test-topology, which starts engines of several ranks; format: let ruff fix it
 # make test-vllm-api  vLLM's own server tests, against a fleet and against a plain server
 # make bench-kv   KV transfer figures; bench-policy: policy and queue figures; bench-peers: beside the field;
 #                 chaos: faults under load, two hours; soak: half an hour

@@ -45,7 +45,7 @@ Result = dict[str, Any]
 
 
 def problems(device: str) -> list[str]:
-    """What this machine lacks, one line each with the mend."""
+    """What this machine lacks, one line each with the fix."""
     import psutil
     import torch
     from vllm.platforms import current_platform

@@ -11,7 +11,7 @@ MAX_MARKED_POINTS = 60  # of one line; more would hide it
 
 
 class PlotError(ValueError):
-    """One line: what cannot be drawn, and the mend."""
+    """One line: what cannot be drawn, and the fix."""
 
 
 def line_chart(

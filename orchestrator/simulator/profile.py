@@ -20,7 +20,7 @@ Seconds = Annotated[float, Meta(ge=0)]
 
 
 class ProfileError(ValueError):
-    """One line: file, key, value, mend."""
+    """One line: file, key, value, fix."""
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

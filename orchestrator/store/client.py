@@ -252,7 +252,7 @@ class Redis(redis.asyncio.Redis):
 
     def _away(self, why: str) -> RedisAway:
         return RedisAway(
-            f"Redis at {masked(self.url)} cannot be used: {why.rstrip('.')}. Start it or mend it, or set redis.url"
+            f"Redis at {masked(self.url)} cannot be used: {why.rstrip('.')}. Start or repair it, or set redis.url"
         )
 
     async def listen(self, channel: str) -> AsyncGenerator[bytes | None, None]:

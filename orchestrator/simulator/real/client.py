@@ -21,7 +21,7 @@ _CONNECT_TIMEOUT_S = 10.0
 
 
 class MeasureError(ValueError):
-    """One line: the server, what it answered, and the mend."""
+    """One line: the server, what it answered, and the fix."""
 
 
 class Timing(msgspec.Struct, frozen=True):
