@@ -58,7 +58,7 @@ class World:
         self.frontends = 1
         self.starve_s = 60.0  # how long `host_faults.starved` lasts
         self.spared: set[int] = set()  # pids of workers that are not hit
-        self._victims: set[int] = set()  # pids that were killed
+        self._victims: set[int] = set()  # pids that this fault has killed
         self._load: Load | None = None
         self._seen: Seen | None = None
 
@@ -75,6 +75,7 @@ class World:
     async def run(self, fault: Fault, seen: Seen) -> None:
         """The fault, under load; what clients saw is added to `seen`. Raises NotSeen, FleetFailed."""
         self._seen = seen
+        self._victims.clear()  # those of the fault before have healed, and others may have their pids by now
         async with Load(self.fleet.url, self.questions, fault.streams, seen, fault.once) as self._load:
             await asyncio.sleep(self.random.uniform(0.3, 0.8))
             began = time.monotonic()
