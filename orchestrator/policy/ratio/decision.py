@@ -157,10 +157,6 @@ def _best_prefill(
         (range(current.prefill + 1, most + 1, step), TO_PREFILL_SURER),
     ):
         gains |= _gains(arriving, caches, current, prefills, surer * _chance(window, arriving, config), slo)
-    # Those that go to prefill serve nobody new while they drain. The change has to make up for that within a window.
-    drained = stay_s(window, arriving) / (total * config.window_s)
-    for prefill in range(current.prefill + 1, most + 1, step):
-        gains[prefill] *= max(0.0, 1 - drained * (prefill - current.prefill))
     if current.prefill > 0 and headroom(with_prompts(arriving, 0.0), 0, total, slo) >= 1:
         none = msgspec.structs.replace(_moved(arriving, caches, current, -current.prefill), max_sequences=math.inf)
         if headroom(none, 0, total, msgspec.structs.replace(slo, tpot_s=NEVER_S)) < 1:

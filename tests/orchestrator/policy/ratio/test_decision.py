@@ -79,14 +79,6 @@ def test_of_those_that_drain_for_long_few_go_to_prefill_at_once():
     assert after.prefill == 5, "a quarter of the four that decode"
 
 
-def test_going_to_prefill_makes_up_for_what_draining_costs():
-    """4% more is not worth a worker of eight that serves nobody new for 8 s, unless the load lasts."""
-    staying = msgspec.structs.replace(offering(300, 4000, 100), sequences=250)
-    assert decide(staying, staying, staying) is None
-    decision = decide(staying, staying, staying, config=msgspec.structs.replace(CONFIG, window_s=600.0))
-    assert decision.after.prefill == 5 and decision.headroom_after < 1.05 * decision.headroom_before
-
-
 def test_prefill_workers_come_back():
     aggregated = DesiredRatio(0, 8, set_at=-1000.0)
     assert decide(CODE, CODE, CODE, current=aggregated, max_step=8).after.prefill == 7
