@@ -7,6 +7,7 @@ vLLM.
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -25,6 +26,10 @@ from orchestrator.store.steering import Steering
 from orchestrator.telemetry.recent import KEPT, Recent
 from orchestrator.types import Role
 
+_OTHER_SITE = (
+    "orders are taken from this server's own pages, not from another site's; pages under a host name need "
+    "security.operator_key"
+)
 HERE = Path(__file__).parent
 PLOTLY = "plotly.min.js"
 # Nothing but this server is asked for anything; plotly sets styles on its elements.
@@ -129,7 +134,7 @@ def operator_routes(steering: Steering) -> APIRouter:
     def answering(kind: type[Any], carry_out: Callable[[Any], Awaitable[dict[str, Any]]]) -> Callable[..., Any]:
         async def answer(request: Request) -> Response:
             if _from_another_site(request):
-                return _refuse(403, "orders are taken from this server's own pages, not from another site's")
+                return _refuse(403, _OTHER_SITE)
             try:
                 return JSONResponse(await carry_out(msgspec.json.decode(await _body(request), type=kind)))
             except msgspec.DecodeError as error:
@@ -156,9 +161,26 @@ async def _body(request: Request) -> bytes:
 
 
 def _from_another_site(request: Request) -> bool:
-    """A page elsewhere must not steer the fleet through a visitor's browser, which says whose page asks."""
+    """A page elsewhere must not steer the fleet through a visitor's browser, which says whose page asks.
+
+    Whoever owns a name can let it lead here after their page was loaded (DNS rebinding). A browser sends a key only to
+    the name that it was entered for; without a key only pages of an address or of localhost are ours.
+    """
     origin = request.headers.get("origin")
-    return origin is not None and urlsplit(origin).netloc != request.headers.get("host")
+    if origin is None:
+        return False
+    site = urlsplit(origin)
+    return site.netloc != request.headers.get("host") or not (
+        "authorization" in request.headers or _leads_here_only(site.hostname or "")
+    )
+
+
+def _leads_here_only(name: str) -> bool:
+    """An address, or localhost: no name that somebody else may point here."""
+    try:
+        return name == "localhost" or bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
 
 
 def _refuse(status: int, why: str) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import AsyncMock
 from urllib.parse import quote
 
 import httpx
@@ -14,7 +15,7 @@ from fastapi import FastAPI
 
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard.history import MAX_WATCHERS, History
-from orchestrator.frontend.dashboard.routes import stream_routes
+from orchestrator.frontend.dashboard.routes import operator_routes, stream_routes
 from orchestrator.telemetry.recent import Recent
 from orchestrator.telemetry.request_line import RequestLine
 
@@ -50,3 +51,24 @@ async def test_a_request_is_found_by_whatever_its_client_called_it(name: str) ->
         answer = await asked.get(f"/requests/{quote(name, safe='')}")
         assert [line["id"] for line in answer.json()["requests"]] == [name]
         assert (await asked.get("/requests/other")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("page", "headers", "status"),
+    [
+        ("http://127.0.0.1:8000", {}, 200),
+        ("http://[::1]:8000", {}, 200),
+        ("http://localhost:8000", {}, 200),
+        ("http://fleet.example:8000", {}, 403),  # a name that leads here, maybe only since the page was loaded
+        ("http://fleet.example:8000", {"authorization": "Basic eDp5"}, 200),
+        ("http://127.0.0.1:8000", {"origin": "http://elsewhere.example"}, 403),
+        ("http://127.0.0.1:8000", {"origin": "null"}, 403),
+    ],
+)
+async def test_orders_come_from_our_own_pages(page: str, headers: dict[str, str], status: int) -> None:
+    app, steering = FastAPI(), AsyncMock()
+    steering.drain.return_value = True
+    app.include_router(operator_routes(steering))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=page) as asked:
+        answer = await asked.post("/operator/drain", content='{"worker": "a"}', headers={"origin": page, **headers})
+    assert (answer.status_code, steering.drain.called) == (status, status == 200), answer.text
