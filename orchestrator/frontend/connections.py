@@ -61,11 +61,12 @@ def listen(host: str, port: int) -> socket.socket:
 
 def take_no_more(listener: socket.socket) -> None:
     """Ask for no new connection; those that have begun are made. Who asks meanwhile asks again after a second, by when
-    another frontend listens here alone."""
+    another frontend listens here alone. A kernel without socket filters, as some sandboxes have, goes on to take them.
+    """
     program = ctypes.create_string_buffer(_NO_SYN, len(_NO_SYN))
-    listener.setsockopt(
-        socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", len(_NO_SYN) // 8, ctypes.addressof(program))
-    )
+    attached = struct.pack("@HP", len(_NO_SYN) // 8, ctypes.addressof(program))
+    with contextlib.suppress(OSError):
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, attached)
 
 
 def _waiting(listeners: Sequence[socket.socket]) -> bool:

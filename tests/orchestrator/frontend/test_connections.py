@@ -19,6 +19,7 @@ pytest.importorskip("httptools")
 import uvicorn
 import uvloop
 
+from orchestrator.frontend import connections
 from orchestrator.frontend.connections import MAX_HEAD_BYTES, BoundedHttp, QuietServer, listen, take_no_more
 
 ENDLESS = 16 * MAX_HEAD_BYTES
@@ -166,3 +167,9 @@ async def test_a_listener_that_takes_no_more_makes_what_has_begun_and_nothing_ne
     assert accepted.recv(1) == b"a"
     for each in (begun, accepted, listener):
         each.close()
+
+
+def test_a_kernel_without_socket_filters_lets_a_frontend_end_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_SO_ATTACH_FILTER", 9999)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        take_no_more(listener)
