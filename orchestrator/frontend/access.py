@@ -1,6 +1,6 @@
-"""Which requests a frontend takes: whose key they carry, and how much that key may ask for at once and per minute.
+"""Which requests a frontend accepts: by their API key, and by how many requests that key may run and send per minute.
 
-Three kinds of paths: health is open, what clients ask needs an API key, and everything else needs the operator's key.
+Paths are of three kinds: health needs no key, clients' paths need an API key, all others need the operator's key.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ CLIENT = frozenset(
     "/inference/v1/generate /tokenize /detokenize /pooling /classify /score /rerank /generative_scoring /invocations "
     "/version".split()
 )
-# Below a client's prefix, yet they change the fleet.
+# Under CLIENT_PREFIXES, but they change the fleet.
 OPERATOR = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 
 _FILE_CHECK_S = 1.0
-# With these a browser asks what it may send, without keys, and CORS middleware answers. Any other OPTIONS reaches what
-# is mounted, which may take it for a GET, as vLLM's /metrics does.
+# A browser's CORS preflight has these headers and no key, and the CORS middleware answers it. Any other OPTIONS request
+# reaches mounted apps, which may handle it like a GET, as vLLM's /metrics does.
 _PREFLIGHT = frozenset({b"origin", b"access-control-request-method"})
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Why a request was not taken, as an HTTP answer."""
+    """The HTTP answer to a request that is not accepted."""
 
     status: int  # 400, 401, 413, 429 or 503
     message: str
@@ -62,13 +62,13 @@ _NEEDS_OPERATOR = Refusal(
     HTTPStatus.UNAUTHORIZED,
     "the operator's key is needed: send `Authorization: Bearer KEY` (security.operator_key, or operator.key in the "
     "launcher's run folder)",
-    # A browser asks for it, as a password, and sends it with all that the dashboard asks.
+    # A browser then asks its user for the key, as a password, and sends it with every request of the dashboard.
     headers=((b"www-authenticate", b'Basic realm="operator, with the operator\'s key as password", charset="UTF-8"'),),
 )
 
 
 class Usage(msgspec.Struct):
-    """What one key uses. `allowance`: requests that it may send at once, as of `at` (monotonic)."""
+    """The running requests of one key, and its allowance: requests that it may send at once, as of `at` (monotonic)."""
 
     running: int = 0
     allowance: float = 0.0
@@ -76,12 +76,12 @@ class Usage(msgspec.Struct):
 
 
 class Access:
-    """`admit` each request; whoever was admitted has a `Usage`, which is given to `ended`."""
+    """Call `admit` for each request. If it returns a `Usage`, pass that to `ended` when the request has ended."""
 
     def __init__(self, security: SecurityConfig, limits: LimitsConfig, root_path: str = "") -> None:
-        """`root_path` is before every path, where a proxy leaves it. Raises ConfigError for an unreadable file."""
+        """`root_path`: the prefix of paths, unless a proxy removes it. Raises ConfigError for an unreadable file."""
         self._security, self._limits, self._root_path = security, limits, root_path
-        # Keys are compared as MACs under a key of this process: how long a look-up takes tells nothing of them.
+        # Keys are compared as MACs with a random key, so that the time of a look-up reveals nothing about them.
         self._mac_key = secrets.token_bytes(32)
         self._operator = self._mac(security.operator_key.encode()) if security.operator_key else None
         self._protected = is_protected(security)
@@ -95,11 +95,11 @@ class Access:
             raise ConfigError(f"security.api_keys_file: expected a file of keys, one per line: {error}") from None
 
     def admit(self, scope: Mapping[str, Any], now: float) -> Refusal | Usage:
-        """`scope` is ASGI's, of http or websocket; `now` is monotonic."""
+        """The request's usage, or its refusal. `scope`: ASGI's, of http or websocket; `now`: monotonic seconds."""
         path = scope["path"].removeprefix(self._root_path).rstrip("/")
         if path in OPEN:
             return Usage()
-        headers = dict(reversed(scope["headers"]))  # the first of a name counts
+        headers = dict(reversed(scope["headers"]))  # of headers with the same name the first counts
         if scope.get("method") == "OPTIONS" and headers.keys() >= _PREFLIGHT:
             return Usage()
         self._read_anew(now)
@@ -168,13 +168,14 @@ def _too_many(message: str, retry_after_s: float) -> Refusal:
 
 
 def _key_of(headers: Mapping[bytes, bytes]) -> bytes:
-    """What the client sends as its key; empty where it sends none."""
+    """The API key that the client sent; empty if there is none."""
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
 
 
 def _password_of(headers: Mapping[bytes, bytes], method: str) -> bytes:
-    """What a browser sends, unless a page of another site asks it to change something here."""
+    """The password of basic authentication, as browsers send it. Empty if there is none, or if a page of another site
+    sent the request and it is not a GET."""
     scheme, _, encoded = headers.get(b"authorization", b"").partition(b" ")
     origin = headers.get(b"origin")
     if scheme.lower() != b"basic" or (

@@ -1,8 +1,8 @@
-"""vLLM's detokenizer, begun with the end of the prompt in place of all of it.
+"""vLLM's detokenizer, started with the last tokens of the prompt instead of all of them.
 
-To tell what text a first token adds, the tokenizer decodes the prompt twice, once without the token and once with it:
-a fifth of what 1,024 prompt tokens cost a frontend. How a token is decoded depends on a few tokens before it: on the
-bytes of a character that spreads over several, on a space between words, and on whether it is the first.
+To find the text that the first token adds, the tokenizer decodes the prompt twice, without the token and with it. That
+is a fifth of what a prompt of 1,024 tokens costs a frontend. How a token is decoded depends on a few tokens before it
+only: on the bytes of a character that spans several tokens, on a space between words, and on whether it is the first.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
 from orchestrator.config.settings import ConfigError
 
-_LENGTHS = (8, 16, 32)  # tokens; at least 8, since a character has up to four bytes, each a token or a part of one
+_LENGTHS = (8, 16, 32)  # tokens; at least 8, since a character has up to four bytes, and each may be a token
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 def end_of_prompt(tokenizer: tokenizers.Tokenizer, prompt: list[int], skip_special_tokens: bool) -> list[int]:
-    """The last tokens of a prompt, after which every token is decoded as it is after the whole prompt.
+    """The last tokens of a prompt such that tokens after them are decoded as after the whole prompt.
 
-    All of the prompt where no end of it is plain text: one that begins within a character or a row of bytes, or that
-    has no text, so that the next token would be decoded as the first.
+    The whole prompt if the last 8, 16 and 32 tokens each begin within a character, are byte tokens only, or have no
+    text. (After tokens without text the next token would be decoded as the first one.)
     """
     for length in _LENGTHS:
         if length >= len(prompt):
@@ -38,7 +38,7 @@ def end_of_prompt(tokenizer: tokenizers.Tokenizer, prompt: list[int], skip_speci
 
 
 def _is_byte(tokenizer: tokenizers.Tokenizer, token: int) -> bool:
-    """Of those that are decoded together, however many there are: one that is no character spoils all of them."""
+    """Whether it is a byte token. A run of them is decoded as a whole, and one invalid byte makes all unreadable."""
     return (tokenizer.id_to_token(token) or "").startswith("<0x")
 
 
@@ -52,9 +52,9 @@ class FleetDetokenizer(FastIncrementalDetokenizer):
 
 
 def use_backend(name: str) -> None:
-    """What turns text into tokens, and back, in tokenizers that vLLM makes from now on (`frontend.tokenizer_backend`).
+    """Set the library of the tokenizers that vLLM makes from now on (`frontend.tokenizer_backend`).
 
-    Raises ConfigError where it is not installed."""
+    Raises ConfigError if it is not installed."""
     if name != "fastokens":
         return
     if find_spec(name) is None:
@@ -63,5 +63,5 @@ def use_backend(name: str) -> None:
 
 
 def install() -> None:
-    """vLLM makes its detokenizer in a function that has no other seam."""
+    """Make vLLM use `FleetDetokenizer`. It has no setting for this, so its own class is replaced."""
     detokenizer.FastIncrementalDetokenizer = FleetDetokenizer

@@ -1,4 +1,4 @@
-"""What surrounds vLLM's HTTP app on every request: its id, its key, its size, the headers of a refusal. Plain ASGI."""
+"""ASGI middleware around vLLM's HTTP app: request ids, keys, the limit of a body, and the headers of a refusal."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ _ENDING = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "this frontend is ending: ask 
 
 
 class RequestContext:
-    """One HTTP request's id, when it came (unix seconds), its response, and its refusal if it was refused."""
+    """One HTTP request's id, its arrival (unix seconds), its response, and its refusal if it was refused."""
 
     __slots__ = ("plain", "received_at", "refusal", "reply", "request_id", "stream", "tell")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.received_at = time.time()
-        self.tell: Callable[[RequestLine], None] | None = None  # of each engine request that has ended
+        self.tell: Callable[[RequestLine], None] | None = None  # called for each engine request that has ended
         self.refusal: Refusal | None = None
         self.reply: Reply | None = None
-        self.plain = False  # an event stream of which most events differ in their text alone
-        self.stream: Stream | None = None  # what sends those
+        self.plain = False  # whether it is an event stream whose events mostly differ in their text only
+        self.stream: Stream | None = None  # sends those events
 
 
 class Stream(Protocol):
     """Sends events of a response that do not come from the app."""
 
     def begin(self) -> None:
-        """The app has sent all that it had."""
+        """Called when the app has sent all that it had, and waits for the next output."""
 
     def take(self) -> bytes:
-        """What is to be sent before what the app sends next."""
+        """Bytes to send before the app's next message."""
 
 
 current: ContextVar[RequestContext | None] = ContextVar("pd_request_context", default=None)
 
 
 class Trace(Protocol):
-    """One HTTP request that is traced: what the app is shown as its headers, and whom to tell."""
+    """The trace of one HTTP request: `headers` are those that the app gets; `tell` takes lines of engine requests."""
 
     headers: Headers
 
@@ -64,12 +64,12 @@ BeginTrace = Callable[[str, str, Headers], Trace | None]  # by method, path and 
 
 
 class EdgeMiddleware:
-    """Takes the client's `x-request-id` or makes one, shows it to the app, and returns it with every response.
+    """Takes the client's `x-request-id` or makes one, passes it to the app, and returns it with every response.
 
-    The start of an event stream is held back until its first event: a request that is refused when it is placed,
-    which is after vLLM has begun to answer with 200, then still gets its 429 and `Retry-After`.
+    The start of an event stream is held back until its first event. vLLM begins to answer with 200 before the request
+    is placed; a request that is then refused still gets its 429 and `Retry-After`.
 
-    A body over the limit is answered with 413 and never held: as soon as its header says so, or that much has come.
+    A body over the limit is answered with 413, as soon as its header says so or that much has arrived.
     """
 
     def __init__(self, app: Any, max_body_bytes: int, access: Access, begin_trace: BeginTrace | None = None) -> None:
@@ -116,18 +116,18 @@ class EdgeMiddleware:
                 await body.refuse()
             else:
                 await self.app(scope, body, reply)
-        except asyncio.CancelledError:  # a server that has to end cancels what runs after its grace (uvicorn)
+        except asyncio.CancelledError:  # uvicorn cancels requests that still run after its graceful shutdown
             if not await reply.refuse(_ENDING):
                 raise
         finally:
             current.reset(token)
-            context.reply = context.stream = None  # which know each other
+            context.reply = context.stream = None  # they refer to each other: break the cycle
             if begun is not None:
                 begun.end()
 
 
 class _Body:
-    """The receive side of one request. What is refused reads as a client that has gone."""
+    """The receive side of one request. For a body that is refused the app reads that the client has disconnected."""
 
     def __init__(self, headers: Iterable[tuple[bytes, bytes]], limit: int, receive: Any, reply: Reply) -> None:
         self._limit, self._receive, self._reply = limit, receive, reply
@@ -156,11 +156,11 @@ class Reply:
         self._context, self._send = context, send
         self._held: MutableMapping[str, Any] | None = None
         self._refused = self._started = False
-        self.latest = b""  # event of the app, where others are sent as well
+        self.latest = b""  # the app's last event, kept if `context.stream` sends events too
 
     async def __call__(self, message: MutableMapping[str, Any]) -> None:
         if self._refused:
-            return  # what the app goes on to say of an error that has been answered
+            return  # the app goes on to answer, but the refusal has been sent
         if message["type"] == "http.response.start":
             if any(k.lower() == b"content-type" and v.startswith(b"text/event-stream") for k, v in message["headers"]):
                 self._held = message
@@ -180,13 +180,14 @@ class Reply:
         await self._send(message)
 
     def send_now(self, event: bytes) -> bool:
-        """Send an event that does not come from the app. False, and it is not sent, while the client does not read."""
+        """Send an event that does not come from the app. Returns False, and sends nothing, while the client does not
+        read."""
         sending = self._send({"type": "http.response.body", "body": event, "more_body": True})
         try:
             sending.send(None)
         except StopIteration:
             return True
-        sending.close()  # it waits before it writes (uvicorn's RequestResponseCycle.send)
+        sending.close()  # nothing was sent: uvicorn's RequestResponseCycle.send waits before it writes
         return False
 
     async def _start(self, message: MutableMapping[str, Any]) -> None:
@@ -201,7 +202,7 @@ class Reply:
         await self._send({**message, "headers": headers})
 
     async def refuse(self, refusal: Refusal) -> bool:
-        """Answers in place of the app. False, and nothing is sent, where an answer has begun."""
+        """Answer in place of the app. Returns False, and sends nothing, if an answer has begun."""
         if self._started:
             return False
         self._refused, self._context.refusal = True, refusal

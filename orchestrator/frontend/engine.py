@@ -1,7 +1,7 @@
-"""A fleet that looks like one engine: vLLM's AsyncLLM whose engine core is our router.
+"""A fleet that looks like one engine: vLLM's AsyncLLM, with our router as its engine core.
 
-Rendering, tokenizing, detokenizing and parallel sampling stay vLLM's (`AsyncLLM`); this file gives it another engine
-core and translates refusals. See vllm/v1/engine/async_llm.py, 0.32.0.
+AsyncLLM renders, tokenizes, detokenizes and does parallel sampling. This file replaces its engine core, and translates
+refusals. See vllm/v1/engine/async_llm.py, 0.32.0.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class FleetRefused(GracefulHTTPError):
 
 
 def _failed(failure: Failure) -> Exception:
-    """The answer's status and text; an event stream that has not begun gets the status too."""
+    """The exception that the server answers with 500, or with 400 if no worker can serve the request. An event stream
+    that has not begun gets the 400 too."""
     if not failure.by_client:
         return GenerationError(failure.why)
     if (context := edge.current.get()) is not None:
@@ -61,7 +62,7 @@ def _failed(failure: Failure) -> Exception:
 
 
 class FleetCore:
-    """Stands where AsyncLLM has its EngineCoreClient."""
+    """Takes the place of AsyncLLM's EngineCoreClient."""
 
     def __init__(self, connection: FleetConnection, tasks: tuple[str, ...]) -> None:
         self._router = connection.router
@@ -70,7 +71,7 @@ class FleetCore:
         self._pause = connection.pause
         self._fleet.pause.on_abort = self._abort_all
         self._tasks = tasks
-        self._stats_at, self._stats = 0.0, SchedulerStats()  # told last
+        self._stats_at, self._stats = 0.0, SchedulerStats()  # reported last
         self.engine_ranks_managed = [0]
         self.resources = SimpleNamespace(engine_dead=False)
 
@@ -78,7 +79,8 @@ class FleetCore:
         return self._tasks
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """What engines computed; or no outputs but the fleet's load, which also changes after the last of them."""
+        """Wait for outputs of the engines. When none come, return the fleet's load without outputs if it has changed,
+        since it still changes after the last output."""
         while True:
             batch = await self._next_batch()
             now, stats = time.monotonic(), None
@@ -91,9 +93,9 @@ class FleetCore:
             return EngineCoreOutputs(outputs=outputs, timestamp=timestamp, scheduler_stats=stats)
 
     async def _next_batch(self) -> Batch | None:
-        """None: there was none for STATS_INTERVAL_S."""
+        """The next batch of outputs; None if there was none for STATS_INTERVAL_S."""
         batches = self._router.batches
-        if not batches.empty():  # a timer for each of them would cost too much: they come by the thousand
+        if not batches.empty():  # there are thousands, and a timer for each would cost too much
             return batches.get_nowait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STATS_INTERVAL_S):
@@ -115,14 +117,14 @@ class FleetCore:
             raise FleetRefused(error) from None
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        """Called by AsyncLLM for requests that met a stop string; those that clients left go by `cancel`."""
+        """Called by AsyncLLM for requests that met a stop string. Requests whose clients left go to `cancel`."""
         self._router.abort(request_ids, to=State.FINISHED)
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         self._router.abort(request_ids)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """The fleet outlives its frontends."""
+        """Does nothing: the fleet outlives its frontends."""
 
     def dp_engines_running(self) -> bool:
         return bool(self._router.requests)
@@ -140,14 +142,14 @@ class FleetCore:
         return self._pause.on
 
     def _abort_all(self) -> None:
-        """As an engine that is paused by `abort`: every request in flight ends, and its client is told why."""
+        """End every request in flight with finish reason `abort`, as an engine does that is paused with `abort`."""
         request_ids = list(self._router.requests)
         self._router.abort(request_ids)
         ended = [EngineCoreOutput(name, [], finish_reason=FinishReason.ABORT) for name in request_ids]
         self._router.batches.put_nowait(Batch(ended, time.monotonic()))
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        """The methods of `wire.control`: the same call on the workers, or refused with 501."""
+        """A method of `wire.control`: it makes the same call on the workers, or is refused with 501."""
         method = name.removesuffix("_async")
         if method not in METHODS and method not in REFUSED:
             raise AttributeError(name)
@@ -172,7 +174,7 @@ class FleetCore:
 
 @contextlib.contextmanager
 def _engine_core(core: FleetCore) -> Iterator[None]:
-    """AsyncLLM's constructor makes its engine core by this one call: here it gets ours."""
+    """Inside this context AsyncLLM's constructor gets `core` when it makes its engine core."""
     original = EngineCoreClient.make_async_mp_client
     EngineCoreClient.make_async_mp_client = staticmethod(lambda **_: core)
     try:
@@ -189,8 +191,8 @@ class FleetLLM(AsyncLLM):
         with _engine_core(core):
             super().__init__(
                 vllm_config,
-                executor_class=Executor,  # of the engine that is not started
-                # Prometheus alone: what a log line would say of one engine is said in `pd.request`, per request.
+                executor_class=Executor,  # not used: no engine is started
+                # Prometheus only: vLLM's log line is about one engine; the `pd.request` lines are per request.
                 log_stats=False,
                 stat_loggers=[PrometheusStatLogger],
                 log_requests=False,
@@ -199,11 +201,11 @@ class FleetLLM(AsyncLLM):
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         super().check_admission(n, request_id)
-        if request_id is None:  # before a response has begun; the placement itself refuses after that
+        if request_id is None:  # called before a response begins; after that the placement refuses
             self.engine_core.check_admission()
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
-        """Raises what the server answers with 400 or 500, and says why, for a request that failed."""
+        """AsyncLLM's `generate`. Raises an exception that the server answers with 400 or 500 if the request failed."""
         context = edge.current.get()
         async with contextlib.aclosing(super().generate(*args, **kwargs)) as outputs:
             async for output in outputs:

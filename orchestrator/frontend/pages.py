@@ -1,7 +1,7 @@
 """The pages that show the fleet: `/ready`, `/fleet`, `/predictions`, and `/metrics` with the fleet's own figures.
 
-Every frontend hears the same load reports, so whichever frontend answers shows the whole fleet, and the figures of
-`FleetCollector` are never added up over frontends. Knows nothing of vLLM.
+Every frontend receives the same load reports, so whichever frontend answers shows the whole fleet, and the figures of
+`FleetCollector` are never summed over frontends. Does not import vLLM.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerStatus
 
 
 class FleetCollector(Collector):
-    """Yields gauges and counters of the fleet as it is at the moment of the scrape."""
+    """Yields gauges and counters of the fleet at the time of the scrape."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ def fleet_routes(
 
     @routes.get("/predictions")
     async def show_predictions() -> dict[str, Any]:
-        """The coefficients that `routing.placement: cost` decides with, in seconds, as fitted so far."""
+        """The coefficients of `routing.placement: cost`, in seconds, as fitted so far."""
         shown: dict[str, Any] = msgspec.to_builtins(predictor.coefficients(), str_keys=True)
         return shown
 

@@ -1,6 +1,7 @@
-"""What `/pause` and `/resume` of vLLM's server do to a fleet: it is drained as a whole before its engines are paused.
+"""`/pause` and `/resume` of vLLM's server for a fleet, which is paused as a whole.
 
-Engines that were paused one by one would wait for each other: decode for the KV of a prefill that is not scheduled.
+Running requests end before any engine is paused, except in mode `keep`. Engines that were paused one by one would wait
+for each other: decode for the KV of a prefill that is not scheduled.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ log = logging.getLogger("pd.frontend")
 
 POLL_S = 0.05
 _BEFORE_DECODE = (State.PLACING, State.QUEUED, State.TRANSFERRING)
-HEARD_TIMEOUT_S = 10.0  # for load reports that say that their workers are paused
-SETTLE_TIMEOUT_S = 60.0  # after it engines are paused although something still runs, or is transferred
+HEARD_TIMEOUT_S = 10.0  # until the load reports of all workers have the new state
+SETTLE_TIMEOUT_S = 60.0  # then engines are paused although requests or transfers have not ended
 
 
 class _Overtaken(CallFailed):
-    """Somebody else's word on the pause is the newer one, and stays."""
+    """Another pause or resume came later, and stays in effect."""
 
 
 class PauseCalls:
-    """`begin` and `end` a pause of the whole fleet. Each raises CallFailed."""
+    """`begin` and `end` a pause of the whole fleet. Both raise CallFailed."""
 
     def __init__(
         self, fleet: Fleet, calls: ControlCalls, router: Router, depth: Callable[[], QueueDepth | None]
@@ -46,8 +47,8 @@ class PauseCalls:
         return self._fleet.pause.on
 
     async def begin(self, mode: PauseMode, clear_cache: bool) -> None:
-        """Frontends hold new requests. What runs is ended (`abort`), awaited (`wait`) or frozen (`keep`); then the
-        engines are paused. New requests go on once `end` was called. A `wait` lasts as long as what runs."""
+        """Pause the fleet. Frontends hold new requests until `end` is called. Running requests are ended (`abort`),
+        awaited however long they take (`wait`), or frozen (`keep`); then the engines are paused."""
         try:
             await self._set(mode, self._fleet.pause.state.engines)
             if mode == "wait":
@@ -67,7 +68,8 @@ class PauseCalls:
         await self._set("", False)
 
     async def _set(self, mode: PauseMode | Literal[""], engines: bool, clear_cache: bool = False) -> None:
-        """Every frontend hears what this one hears then, so no new request comes after the beginning of a pause."""
+        """Give the state to all workers, and wait until their load reports have it. Every frontend receives the same
+        reports, so that from then on none starts a new request during a pause."""
         self._number = max(self._number, self._fleet.pause.state.number) + 1
         state = PauseState(self._number, mode, engines, clear_cache)
         await self._calls.call("set_pause", list(msgspec.structs.astuple(state)))
@@ -84,7 +86,7 @@ class PauseCalls:
         return (view.load.pause for view in self._fleet.workers.values() if view.connected and view.load is not None)
 
     def _catch_up(self, worker_id: str) -> None:
-        """It has joined since the others were told. Its next report says whether it knows now."""
+        """Give the state to a worker that has joined since. Its next report shows whether it got it."""
         self._calls.tell(worker_id, "set_pause", list(msgspec.structs.astuple(self._fleet.pause.state)))
 
     async def _settled(self, true: Callable[[], bool]) -> None:
@@ -101,12 +103,13 @@ class PauseCalls:
             await asyncio.sleep(POLL_S)
 
     def _busy(self) -> bool:
-        """Something runs, by what this frontend and every worker's last report say, and the queue."""
+        """Whether this frontend has requests, the queue has jobs, or a worker's last report has requests or used
+        blocks."""
         held = any(load.running + load.waiting or load.blocks_free < load.blocks_total for _, load in self._loads())
         return bool(self._router.requests) or self._queued() or held
 
     def _in_transit(self) -> bool:
-        """A prompt is queued, prefilled remotely, or waits for its KV."""
+        """Whether a prompt is queued, prefilled remotely, or waits for its KV."""
         own = any(active.state in _BEFORE_DECODE for active in self._router.requests.values())
         held = any(
             load.waiting or (role is Role.PREFILL and load.blocks_free < load.blocks_total)

@@ -62,13 +62,13 @@ log = logging.getLogger("pd.frontend")
 MAX_DESCRIPTORS = 65_535
 _END_S = 2.0  # from the end of the last request to the end of the process
 _LOOK_S = 0.1
-_YOUNG_OBJECTS = 20_000  # 700 is Python's own
-# A frontend has no engine: what says where an engine's weights and memory go is not its business.
+_YOUNG_OBJECTS = 20_000  # Python's default is 700
+# A frontend has no engine, so options about the place of an engine's weights and memory are left out.
 _ENGINE_ONLY = ("tensor_parallel", "pipeline_parallel", "data_parallel", "distributed_", "kv_cache_memory", "gpu_")
 
 
 class ServerParser(FlexibleArgumentParser):
-    """vLLM's parser, which raises where it would print its usage and end the process."""
+    """vLLM's parser. It raises ValueError instead of printing its usage and ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -80,48 +80,48 @@ def server_arguments(config: Config, parser: argparse.ArgumentParser) -> list[st
         "model": resolve_model(config.model),
         "served_model_name": config.name_served,
         **{k: v for k, v in engine_args(config, Role.DECODE).items() if not k.startswith(_ENGINE_ONLY)},
-        # Its cache assumes a single engine that has seen what it has sent.
+        # vLLM's cache assumes one engine, which has received every item that was sent before.
         "mm_processor_cache_gb": 0,
         **tracing.configure(config),
         **config.frontend.server_args,
     }
     if config.engine == "sim":
         options.setdefault("max_model_len", config.sim.max_model_len)
-    # argparse tells how an option takes several values only in its list of actions.
+    # Only argparse's list of actions says how an option takes several values.
     spread = {action.dest for action in parser._actions if action.nargs in ("+", "*")}
     repeated = {action.dest for action in parser._actions if isinstance(action, argparse._AppendAction)}
     return to_command_line(options, spread, repeated)
 
 
 def build_vllm_config(config: Config) -> tuple[argparse.Namespace, VllmConfig]:
-    """Raises ConfigError for arguments that vLLM refuses."""
+    """The arguments of vLLM's server, and vLLM's configuration. Raises ConfigError for arguments that vLLM refuses."""
     os.environ["VLLM_MAX_N_SEQUENCES"] = str(config.limits.max_n)  # vLLM checks each request by it
     use_backend(config.frontend.tokenizer_backend)
     if config.engine == "sim":
-        os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # nothing is computed, so any length goes
+        os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # nothing is computed, so any length is allowed
     parser = make_arg_parser(ServerParser())
     try:
         args = parser.parse_args(server_arguments(config, parser))
         validate_parsed_serve_args(args)
         return args, AsyncEngineArgs.from_cli_args(args).create_engine_config()
-    except Exception as error:  # vLLM refuses in many ways, all of them the configuration's doing
+    except Exception as error:  # vLLM raises many types, each because of the configuration
         raise _refused(config, error) from error
 
 
 def advertised_url(config: Config, bound: tuple[str, int], redis_url: str) -> str:
-    """Where others reach this frontend. For one that listens on all addresses: at that which leads to Redis."""
+    """The URL of this frontend for others. If it listens on all addresses: the address from which it reaches Redis."""
     host, port = bound
     if ipaddress.ip_address(host).is_unspecified:
-        first = urlsplit(redis_url.partition(",")[0])  # of several hosts
+        first = urlsplit(redis_url.partition(",")[0])  # the first of several hosts
         host = address_towards(first.hostname or "127.0.0.1")
     return f"{'https' if uses_tls(config) else 'http'}://{in_url(host)}:{port}"
 
 
 def grace_s(config: Config, supervised: bool) -> float:
-    """How long running requests may take after SIGTERM.
+    """How long running requests may take after SIGTERM, seconds.
 
-    A launcher kills after `launcher.stop_timeout_s`, and what is left lets the process end before that; whoever else
-    runs this frontend waits until it is drained, like a worker.
+    A launcher kills its processes after `launcher.stop_timeout_s`, so a supervised frontend stops a little earlier, to
+    end by itself. Any other frontend has `workers.drain_timeout_s`, like a worker.
     """
     if not supervised:
         return config.workers.drain_timeout_s
@@ -139,13 +139,13 @@ def _refused(config: Config, error: Exception) -> ConfigError:
 async def build_server_app(
     args: argparse.Namespace, vllm_config: VllmConfig, config: Config, connection: FleetConnection
 ) -> EdgeMiddleware:
-    """vLLM's app with all of its routes, over the fleet, plus ours. Raises ConfigError."""
+    """vLLM's app over the fleet, with vLLM's routes and ours. Raises ConfigError."""
     security = secured(config.security, config.frontend.host)
-    os.environ.pop(API_KEY, None)  # vLLM's own middleware would ask for this key alone, and under a few paths only
+    os.environ.pop(API_KEY, None)  # vLLM's own middleware would accept this key only, and check few paths
     access = Access(security, config.limits, config.frontend.server_args.get("root_path") or "")
     tasks = ("generate",) if vllm_config.model_config.runner_type == "generate" else await connection.supported_tasks()
     if args.lora_modules:
-        await connection.worker_connected()  # vLLM's app loads them while it is made
+        await connection.worker_connected()  # vLLM loads them while its app is made
     core = FleetCore(connection, tasks)
     try:
         engine = FleetLLM(vllm_config, core, config.frontend.most_replicas)
@@ -171,22 +171,22 @@ async def build_server_app(
     routes = [*ours.routes, *stream_routes(connection.history, connection.router.recent, lambda: _stops(app)).routes]
     if config.frontend.dashboard:
         routes += [*page_routes().routes, *operator_routes(connection.steering).routes]
-    app.router.routes[:0] = routes  # ahead of vLLM's own /metrics, which does not know the fleet
-    # Each request tries them in turn, and so does what measures it: what is asked most comes first.
+    app.router.routes[:0] = routes  # before vLLM's own /metrics, which has nothing about the fleet
+    # Routes are tried in turn, once for the request and once for its metrics: the most used ones come first.
     app.router.routes.sort(key=lambda each: getattr(each, "path", None) not in route.PATHS)
     traced = tracing.begin if config.frontend.otlp_endpoint is not None else None
     return EdgeMiddleware(app, config.limits.max_body_bytes, access, traced)
 
 
 def _stops(app: FastAPI) -> bool:
-    """Whether the server was told to end: a stream that goes on for ever would hold it up."""
+    """Whether the server was told to end. Streams without an end must end then, or they would delay it."""
     server = getattr(app.state, "server", None)
     return server is not None and bool(server.should_exit or server.draining)
 
 
 async def the_fleets(config: Config, redis: Redis) -> tuple[Config, int]:
-    """The configuration of a frontend that no launcher starts: its own, with what a rollout has changed since; and its
-    generation. Raises ConfigError, RedisAway."""
+    """The configuration and generation of a frontend that no launcher starts: its own configuration, with the values
+    of the last settled rollout. Raises ConfigError, RedisAway."""
     rollout = await Registry(redis, config.namespace).configuration.rollout()
     if rollout is None:
         return config, 0
@@ -200,8 +200,8 @@ async def the_fleets(config: Config, redis: Redis) -> tuple[Config, int]:
 async def serve(
     config: Config, redis_url: str, index: int, port: int, drain_s: float, generation: int | None = None
 ) -> None:
-    """Serves until it is told to drain, or SIGTERM or SIGINT. `generation`: of `config`; None: no launcher started
-    this, so the fleet is asked. Raises ConfigError, RedisAway."""
+    """Serve until an order to drain, SIGTERM or SIGINT. `generation`: that of `config`; None if no launcher started
+    this frontend, which then reads the fleet's configuration from Redis. Raises ConfigError, RedisAway."""
     listener = listen(config.frontend.host, port)
     redis = await connect(redis_url, config.redis.timeout_s)
     by_hand = generation is None
@@ -213,7 +213,7 @@ async def serve(
     connected = asyncio.create_task(connection.run())
     await unless_ended(connected, connection.synced())
     app = await unless_ended(connected, build_server_app(args, vllm_config, config, connection))
-    enable_envs_cache()  # vLLM asks for some of its variables at each token
+    enable_envs_cache()  # vLLM reads some of its environment variables at each token
     collect_seldom()
     server = QuietServer(
         uvicorn.Config(
@@ -226,13 +226,13 @@ async def serve(
             **uvicorn_options(config),
         )
     )
-    app.app.state.server = server  # vLLM's error handlers look there
+    app.app.state.server = server  # vLLM's error handlers read it
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, setattr, server, "should_exit", True)
     served = asyncio.create_task(server.serve(sockets=[listener]))
     url = advertised_url(config, listener.getsockname()[:2], redis_url)
-    while not (server.started or served.done()):  # who is announced may take the place of one that leaves
+    while not (server.started or served.done()):  # once announced, it may replace a frontend that leaves
         await asyncio.sleep(_LOOK_S)
     await connection.announce(url)
     log.info("listening on %s", url)
@@ -248,7 +248,7 @@ async def serve(
     await served
     connected.cancel()
     try:
-        await connected  # raises what broke it, so that the process ends with an error and is started again
+        await connected  # raises the error that ended it: the process ends with an error and is restarted
     except asyncio.CancelledError:
         log.info("stopped")
     finally:
@@ -257,12 +257,14 @@ async def serve(
 
 
 def collect_seldom() -> None:
-    """Each look for cycles goes through all requests in flight, of which few are garbage: 4% of the CPU time at 700."""
+    """Collect garbage less often. Each collection goes through all requests in flight, few of which are garbage: with
+    Python's default it took 4% of the CPU time."""
     gc.set_threshold(_YOUNG_OBJECTS)
 
 
 def allow_many_connections() -> None:
-    """Each client and each worker costs descriptors: allow as many as `vllm serve` does, or as the system lets us."""
+    """Raise the limit of file descriptors to that of `vllm serve`, or as far as the system allows. Each client and each
+    worker takes some."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < MAX_DESCRIPTORS:
         allowed = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)

@@ -1,7 +1,7 @@
 """OpenTelemetry spans of requests: one for the HTTP request, and one for each of its stages when it has ended.
 
 vLLM makes the exporter (`otlp_traces_endpoint`, gRPC; HTTP with OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf) and
-its own span, `llm_request`, which becomes a child of ours by the `traceparent` that vLLM's server is shown.
+its own span, `llm_request`. The `traceparent` header that vLLM's server gets makes that span a child of ours.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from orchestrator.config.settings import Config
 from orchestrator.frontend.edge import Headers
 from orchestrator.telemetry.request_line import RequestLine, stages
 
-_TRACED = ("/v1/", "/inference/")  # what computes; not the pages that are asked every second
+_TRACED = ("/v1/", "/inference/")  # paths that compute; not the pages that are polled every second
 _NAMES = ("traceparent", "tracestate")
 _propagator = TraceContextTextMapPropagator()
 
 
 def configure(config: Config) -> dict[str, Any]:
-    """Arguments of vLLM's server that make it export spans; none where no endpoint is set. Sampling is by the
-    environment, as OpenTelemetry has it: what a client has sampled is, of the rest this share."""
+    """Arguments of vLLM's server that make it export spans; none if no endpoint is set. OpenTelemetry's environment
+    variables set the sampling. By default the client's decision holds, and `frontend.trace_share` of the requests
+    without one are sampled."""
     if config.frontend.otlp_endpoint is None:
         return {}
     os.environ.setdefault("OTEL_SERVICE_NAME", "pd-orchestrator")
@@ -35,7 +36,7 @@ def configure(config: Config) -> dict[str, Any]:
 
 
 class RequestTrace:
-    """An HTTP request's span, and those of its stages as its children."""
+    """The span of an HTTP request, with those of its stages as its children."""
 
     def __init__(self, method: str, path: str, headers: Headers) -> None:
         given = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
@@ -49,7 +50,7 @@ class RequestTrace:
         self.headers = [*kept, *((name.encode(), value.encode()) for name, value in own.items())]
 
     def tell(self, line: RequestLine) -> None:
-        """An engine request of it has ended: its stages become spans."""
+        """Add spans for the stages of an engine request that has ended."""
         if not self._span.get_span_context().trace_flags.sampled:
             return
         for stage in stages(line):
@@ -75,7 +76,7 @@ class RequestTrace:
     def _span_of(
         self, name: str, context: Context, attributes: dict[str, str], line: RequestLine, begin_ms: float, end_ms: float
     ) -> trace.Span:
-        """One that has ended. Times from the request's arrival."""
+        """A span that has ended. `begin_ms` and `end_ms` count from the request's arrival."""
         span = self._tracer.start_span(name, context, attributes=attributes, start_time=_ns(line, begin_ms))
         span.end(_ns(line, end_ms))
         return span
@@ -85,7 +86,7 @@ class RequestTrace:
 
 
 def begin(method: str, path: str, headers: Headers) -> RequestTrace | None:
-    """None for what computes nothing: pages are asked every second."""
+    """The trace of a request; None for a path that computes nothing, such as the pages that are polled every second."""
     return RequestTrace(method, path, headers) if path.startswith(_TRACED) else None
 
 

@@ -1,4 +1,4 @@
-"""The router's `Codec` for vLLM: what of a request matters to routing, and vLLM's engine-core types as bytes."""
+"""The router's `Codec` for vLLM: reads what routing needs from a request, and encodes vLLM's engine-core types."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class VllmCodec:
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
 
     def read(self, request: EngineCoreRequest, block_size: int) -> Asked:
-        """Raises VLLMValidationError for what a fleet cannot serve."""
+        """Raises VLLMValidationError for a request that a fleet cannot serve."""
         if request.resumable:
             raise VLLMValidationError("streaming input is not supported over a fleet of engines")
         sampling = request.sampling_params
@@ -51,20 +51,20 @@ class VllmCodec:
 
     def _encode(self, request: EngineCoreRequest) -> list[bytes]:
         if (sampling := request.sampling_params) is not None and sampling.extra_args:
-            # Where KV comes from is the router's to say, never the client's; and what is cached is told once.
+            # The router decides where KV comes from, not the client; and engines report a cached block only once.
             sampling.extra_args.pop("kv_transfer_params", None)
             sampling.extra_args.pop("kv_cache_report_mode", None)
         try:
             return [bytes(frame) for frame in self._encoder.encode(request)]
-        except OverflowError as error:  # which vLLM's own engine core client meets as well, as an error of the server
+        except OverflowError as error:  # vLLM's own engine core client raises it too, as a server error
             raise VLLMValidationError(f"a number in the request is out of range: {error}") from error
 
     def decode_outputs(self, frames: list[bytes], sent_at: float, now: float) -> Batch:
         try:
             decoded: EngineCoreOutputs = self._decoder.decode(frames)
-        except Exception as error:  # msgspec, and numpy or torch rebuilding what they find
+        except Exception as error:  # of msgspec, or of numpy or torch, which rebuild arrays
             raise MessageError(f"undecodable engine outputs: {error}") from error
-        # Engine clocks start anywhere on another host: what counts is how long before sending it was.
+        # Monotonic clocks of different hosts differ: only the time from an event to its sending is used.
         shift = now - sent_at
         for output in decoded.outputs:
             for event in output.events or ():
@@ -116,7 +116,7 @@ def _why_local(request: EngineCoreRequest) -> str | None:
 
 
 def _prefix_keys(request: EngineCoreRequest, block_size: int) -> list[int]:
-    """`policy.prefix_keys` of the prompt's blocks that a cache may hold; none for what shares them with nobody."""
+    """`policy.prefix_keys` of the prompt's blocks that a cache may hold; none for a request that shares no blocks."""
     if not block_size or request.mm_features or request.prompt_embeds is not None or request.pooling_params:
         return []
     lora = request.lora_request.lora_name if request.lora_request else None
@@ -124,19 +124,19 @@ def _prefix_keys(request: EngineCoreRequest, block_size: int) -> list[int]:
 
 
 def _same_first_token(sampling: SamplingParams) -> bool:
-    """Whether every engine samples the same first token, but for rounding, and the client sees it at once."""
+    """Whether prefill and decode sample the same first token, except for rounding, and the client gets it at once."""
     return (
         sampling.output_kind is not RequestOutputKind.FINAL_ONLY
         and sampling.sampling_type is not SamplingType.RANDOM  # greedy, or seeded
-        # State that is carried from token to token, which the prefill engine does not have.
+        # These carry state from token to token. Prefill samples without them (workers.vllm_engine.requests).
         and sampling.structured_outputs is None
         and sampling.thinking_token_budget is None
     )
 
 
 def _can_continue(sampling: SamplingParams) -> bool:
-    """Whether prompt + tokens sent, given as a prompt, continues as if uninterrupted. A grammar and the penalties that
-    count generated tokens only would start anew."""
+    """Whether the prompt plus the tokens sent, given as a prompt, continues as if uninterrupted. A grammar would start
+    again, and so would the penalties that count generated tokens only."""
     return (
         sampling.structured_outputs is None
         and sampling.prompt_logprobs is None

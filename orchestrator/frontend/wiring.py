@@ -1,6 +1,6 @@
-"""Everything between a frontend and the fleet, made and wired together: mesh, membership, queue, router, control calls.
+"""Makes and connects the parts between a frontend and the fleet: transport, membership, queue, router, control calls.
 
-Has no logic of its own beyond handing each message to whom it is for.
+It passes each message to its handler, and keeps this frontend registered; all other logic is in the parts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 async def unless_ended(running: asyncio.Task[None], work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns. Raises what ended `running` when that ends first: then `work` may wait for ever."""
+    """The result of `work`. If `running` ends first, raises its exception: `work` might then wait for ever."""
     working = asyncio.ensure_future(work)
     try:
         await asyncio.wait({running, working}, return_when=asyncio.FIRST_COMPLETED)
@@ -62,7 +62,8 @@ async def unless_ended(running: asyncio.Task[None], work: Coroutine[Any, Any, T]
 
 
 class FleetConnection:
-    """Construct, `run()` as a task, wait for `synced()` unless that ends; `announce()` once clients can be served."""
+    """Construct it, start `run()` as a task, and wait for `synced()` (see `unless_ended`). Call `announce()` once
+    clients can be served."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class FleetConnection:
         generation: int = 0,
         by_hand: bool = False,
     ) -> None:
-        """`generation`: of `config`. `by_hand`: no launcher runs this frontend."""
+        """`generation`: that of `config`. `by_hand`: whether the frontend runs without a launcher."""
         self.frontend_id = frontend_id
         self.told_to_drain = asyncio.Event()
         self._generation, self._by_hand = generation, by_hand
@@ -125,7 +126,7 @@ class FleetConnection:
 
     async def run(self) -> None:
         """Runs until cancelled."""
-        await self._beat()  # workers let in whom the registry knows
+        await self._beat()  # workers accept only frontends that are in the registry
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.membership.run())
             tasks.create_task(self.queue.run(self.router.queue_lost, self.router.job_failed))
@@ -139,17 +140,17 @@ class FleetConnection:
             tasks.create_task(follow_log_level(levels, self.frontend_id.rpartition("-")[0], logging.getLogger("pd")))
 
     async def synced(self) -> None:
-        """Waits until registry, queue and desired ratio have been asked once: what is decided now is well-founded."""
+        """Wait until registry, queue and desired ratio have been read once, so that decisions have their data."""
         for known in (self.membership.synced, self.queue.polled, self._beaten):
             await known.wait()
 
     async def supported_tasks(self) -> tuple[str, ...]:
-        """What the fleet's engines can do; waits for the first worker."""
+        """The tasks that the fleet's engines support. Waits for the first worker."""
         await self.worker_connected()
         return next(iter(self.fleet.workers.values())).info.supported_tasks
 
     async def worker_connected(self) -> None:
-        """Waits until there is a worker that control calls reach."""
+        """Wait until there is a worker that control calls reach."""
         while not any(view.connected for view in self.fleet.workers.values()):
             await asyncio.sleep(HEARTBEAT_S / 10)
 
@@ -190,7 +191,7 @@ class FleetConnection:
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _note_retries(self, log: EventLog) -> None:
-        """Once a second at most, so that a worker that dies with a thousand requests is one event."""
+        """Record retries as events, at most once a second: a worker that dies with a thousand requests is one event."""
         noted: Counter[str] = Counter()
         while True:
             await asyncio.sleep(HEARTBEAT_S)
@@ -201,7 +202,7 @@ class FleetConnection:
             noted = counted
 
     async def _beat(self) -> None:
-        # Registered from the start, url or not: a job whose frontend is unknown would be dropped as an orphan.
+        # Registered from the start, even without a url: jobs of an unknown frontend are dropped as orphans.
         try:
             me = Frontend(
                 id=self.frontend_id,
@@ -217,7 +218,7 @@ class FleetConnection:
             )
             orders = await self.registry.refresh_frontend(me, FRONTEND_TTL_S)
             if orders.drain:
-                self._url = ""  # nobody is to ask it
+                self._url = ""  # clients are not to be sent to it
                 self.told_to_drain.set()
             self.desired = await self.registry.desired()
         except RedisAway as error:
@@ -225,7 +226,7 @@ class FleetConnection:
         self._beaten.set()
 
     async def rollout(self) -> RolloutStatus | None:
-        """The last one; None where there was none, or Redis is away."""
+        """The last rollout; None if there was none, or Redis is away."""
         try:
             found = await self.registry.configuration.rollout()
             return rollout_status(found, await self.registry.frontends()) if found is not None else None
@@ -233,7 +234,7 @@ class FleetConnection:
             return None
 
     def _cpu_used(self) -> float:
-        """Cores, since it was asked last."""
+        """Cores used since the last call."""
         (used_s, at), now = self._cpu_at, (time.process_time(), time.monotonic())
         self._cpu_at = now
         return (now[0] - used_s) / max(now[1] - at, 1e-3)

@@ -1,1 +1,1 @@
-"""The fleet to look at: a page, its stream of samples, and the last hour behind both."""
+"""The dashboard: its page, its stream of samples, and the data of the last hour."""

@@ -1,7 +1,7 @@
-"""The fleet once a second, and the last hour of it: what the dashboard and `orchestrator top` show.
+"""A sample of the fleet each second, and the points of the last hour, for the dashboard and `orchestrator top`.
 
-Bounded: HOUR_S points of some twenty numbers, and a few samples for each of at most MAX_WATCHERS who look. Latencies
-are those of requests that this frontend served; everything else is the whole fleet's.
+Bounded: HOUR_S points of some twenty numbers, and a few samples for each of at most MAX_WATCHERS watchers. Latencies,
+requests, tokens, decisions and flows are this frontend's; workers, queue and desired ratio are the whole fleet's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _UNSENT = 5  # samples that wait for a slow watcher before it misses some
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One second of the fleet. Times in milliseconds; None where nothing was counted, or Redis is away."""
+    """One second of the fleet. Times in milliseconds; None if nothing was counted, or Redis is away."""
 
     at: float  # unix seconds
     queue_requests: int | None
@@ -54,7 +54,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Flow(msgspec.Struct, frozen=True):
-    """KV that went from a prefill to a decode worker in the last second."""
+    """KV sent from a prefill to a decode worker in the last second."""
 
     source: str
     target: str
@@ -62,7 +62,7 @@ class Flow(msgspec.Struct, frozen=True):
 
 
 class History:
-    """Construct, `run()` as a task. `frontends`: how many serve this port, so how many see a part of the requests."""
+    """Construct it, and start `run()` as a task. `frontends`: how many frontends share the requests of this port."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class History:
             self.take(time.time())
 
     def take(self, at: float) -> None:
-        """Take a point, and tell everybody who watches. `at`: unix seconds."""
+        """Add a point, and send a sample to every watcher. `at`: unix seconds."""
         flows = self._flows()
         self.points.append(self._point(at))
         if self._watchers:
@@ -103,12 +103,12 @@ class History:
 
     @property
     def full(self) -> bool:
-        """MAX_WATCHERS look already."""
+        """Whether there are MAX_WATCHERS already."""
         return len(self._watchers) >= MAX_WATCHERS
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[asyncio.Queue[dict[str, Any]]]:
-        """A queue of the samples from now on; ask first whether it is `full`."""
+        """A queue of the samples from now on. Check `full` first."""
         queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(_UNSENT)
         self._watchers.add(queue)
         try:
@@ -122,7 +122,7 @@ class History:
         return {name: [row[i] for row in rows] for i, name in enumerate(Point.__struct_fields__)}
 
     def sample(self, flows: list[Flow]) -> dict[str, Any]:
-        """The fleet now, as JSON takes it."""
+        """The fleet now, as types of JSON."""
         views = sorted(self._fleet.workers.values(), key=lambda view: (view.info.role.value, view.info.id))
         return {
             "model": self._model,
@@ -187,12 +187,12 @@ class History:
 
 
 def described(line: RequestLine) -> dict[str, Any]:
-    """An ended request and its stages, as JSON takes them."""
+    """An ended request and its stages, as types of JSON."""
     return {**msgspec.to_builtins(line), "stages": msgspec.to_builtins(stages(line))}
 
 
 async def samples(watcher: asyncio.Queue[dict[str, Any]], ended: Callable[[], bool]) -> AsyncIterator[dict[str, Any]]:
-    """What a watcher gets, until `ended`, which is asked once a second."""
+    """The samples of a watcher, until `ended()` is true; it is called at least once a second."""
     while not ended():
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(INTERVAL_S):

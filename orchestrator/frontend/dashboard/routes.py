@@ -1,7 +1,7 @@
-"""`/dashboard` and what it needs: `/fleet/stream` (server-sent events), `/requests`, and orders under `/operator/`.
+"""`/dashboard` and its data: `/fleet/stream` (server-sent events), `/requests`, and orders under `/operator/`.
 
-Pages come from this folder, the plots' library from its own package; no outside address is loaded. Knows nothing of
-vLLM.
+Pages come from this folder, the plots' library from its own package; nothing is loaded from another server. Does not
+import vLLM.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _OTHER_SITE = (
 )
 HERE = Path(__file__).parent
 PLOTLY = "plotly.min.js"
-# Nothing but this server is asked for anything; plotly sets styles on its elements.
+# Pages load from this server only; plotly sets styles on its elements.
 _POLICY = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
 _FILES = {"dashboard.css": "text/css", "dashboard.js": "text/javascript", "plots.js": "text/javascript"}
 _MAX_ORDER_BYTES = 4096
 
 
 class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of `POST /operator/scale`: how many workers there should be; a role that is left out stays as it is."""
+    """Body of `POST /operator/scale`: how many workers there should be. A role that is left out is not changed."""
 
     prefill: int | None = None
     decode: int | None = None
 
 
 class ChangeRole(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of `POST /operator/role`."""
+    """Body of `POST /operator/role`."""
 
     worker: str
     role: Role
@@ -54,7 +54,7 @@ class ChangeRole(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of `POST /operator/drain`."""
+    """Body of `POST /operator/drain`."""
 
     worker: str
     force: bool = False
@@ -81,7 +81,7 @@ def page_routes() -> APIRouter:
 
 
 def stream_routes(history: History, recent: Recent, ended: Callable[[], bool]) -> APIRouter:
-    """`/fleet/stream` and `/requests`. `ended`: whether the server is about to stop, and streams must end."""
+    """`/fleet/stream` and `/requests`. `ended()`: whether the server is about to stop, and streams must end."""
     routes = APIRouter()
 
     @routes.get("/fleet/stream")
@@ -91,7 +91,7 @@ def stream_routes(history: History, recent: Recent, ended: Callable[[], bool]) -
             return JSONResponse({"error": "too many watch already; close another dashboard"}, status_code=503)
 
         async def events() -> AsyncIterator[bytes]:
-            with history.watching() as watcher:  # entered here: a client that has gone by now never begins this
+            with history.watching() as watcher:  # entered here, since this never starts for a client that has gone
                 yield _event("history", history.columns())
                 yield _event("sample", history.sample([]))
                 async for sample in samples(watcher, ended):
@@ -106,7 +106,7 @@ def stream_routes(history: History, recent: Recent, ended: Callable[[], bool]) -
         found = recent.slowest(count, time.monotonic()) if slowest else recent.latest(count)
         return {"frontend": history.frontend, "frontends": history.frontends, "requests": [*map(described, found)]}
 
-    @routes.get("/requests/{request_id:path}")  # which may have slashes
+    @routes.get("/requests/{request_id:path}")  # an id may have slashes
     async def request(request_id: str) -> Response:
         line = recent.find(request_id)
         said = {"frontend": history.frontend, "frontends": history.frontends}
@@ -118,7 +118,7 @@ def stream_routes(history: History, recent: Recent, ended: Callable[[], bool]) -
 
 
 def operator_routes(steering: Steering) -> APIRouter:
-    """`POST /operator/scale`, `role` and `drain`: what `orchestrator scale`, `role` and `drain` do."""
+    """`POST /operator/scale`, `role` and `drain`, which do the same as `orchestrator scale`, `role` and `drain`."""
     routes = APIRouter()
 
     async def scale(order: Scale) -> dict[str, Any]:
@@ -161,10 +161,10 @@ async def _body(request: Request) -> bytes:
 
 
 def _from_another_site(request: Request) -> bool:
-    """A page elsewhere must not steer the fleet through a visitor's browser, which says whose page asks.
+    """Whether a page of another site sent the request. It must not steer the fleet through a visitor's browser.
 
-    Whoever owns a name can let it lead here after their page was loaded (DNS rebinding). A browser sends a key only to
-    the name that it was entered for; without a key only pages of an address or of localhost are ours.
+    The owner of a host name can make it lead here after their page was loaded (DNS rebinding). A browser sends a key
+    only to the name that it was entered for. Without a key only pages of an IP address or of localhost are ours.
     """
     origin = request.headers.get("origin")
     if origin is None:
@@ -176,7 +176,7 @@ def _from_another_site(request: Request) -> bool:
 
 
 def _leads_here_only(name: str) -> bool:
-    """An address, or localhost: no name that somebody else may point here."""
+    """Whether it is an IP address or localhost, and not a name that somebody else can make lead here."""
     try:
         return name == "localhost" or bool(ipaddress.ip_address(name))
     except ValueError:
@@ -192,7 +192,7 @@ def _event(name: str, data: Any) -> bytes:
 
 
 def _plotly() -> Path:
-    """The script that the package `plotly` ships; the package itself is not imported, which would take a second."""
+    """The script in the package `plotly`. The package is not imported, since that would take a second."""
     spec = importlib.util.find_spec("plotly")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("plotly is not installed; install it, or set frontend.dashboard: false")

@@ -1,1 +1,1 @@
-"""What most clients ask, answered as vLLM's server answers it with less on the way."""
+"""A shorter path for the requests that most clients send, with the same answers as vLLM's server."""

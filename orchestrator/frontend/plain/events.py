@@ -1,6 +1,6 @@
-"""Server-sent events that carry nothing but more text: those of vLLM are recognized, and the next ones made like them.
+"""Server-sent events that only add text: recognizes vLLM's, and makes the next events of the response like them.
 
-The constant parts of an event are vLLM's own bytes, so that what is made equals what vLLM's server would have sent.
+The constant parts of an event are vLLM's own bytes, so that the result equals what vLLM's server would have sent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Choice(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Event(msgspec.Struct, forbid_unknown_fields=True):
-    """What an event may have whose successors differ from it in text and usage alone."""
+    """The fields of an event if the events after it differ from it in text and usage only."""
 
     id: str
     object: str
@@ -50,7 +50,7 @@ _BEGIN, _END = b"data: ", b"\n\n"
 
 
 class EventTemplate:
-    """The events that follow one of vLLM's in the same response."""
+    """Makes the events that follow one of vLLM's in the same response."""
 
     __slots__ = ("_after", "_before", "_rest", "_usage")
 
@@ -59,7 +59,7 @@ class EventTemplate:
 
     @classmethod
     def of(cls, event: bytes) -> EventTemplate | None:
-        """None for an event that carries anything else, or more than one event."""
+        """A template from vLLM's event; None if that has other fields, or if it is more than one event."""
         try:
             read = _decoder.decode(event.removeprefix(_BEGIN))
             (choice,) = read.choices
@@ -80,9 +80,9 @@ class EventTemplate:
         return made if whole and made.event(text, 0) == event else None
 
     def event(self, text: str, tokens: int) -> bytes:
-        """`tokens`: how many there were since the event that this was made of, those of `text` included.
+        """An event with `text`. `tokens`: how many there were since the template's event, those of `text` included.
 
-        Raises UnicodeEncodeError for what is no Unicode.
+        Raises UnicodeEncodeError if `text` has lone surrogates.
         """
         if self._usage is None:
             return b"".join((self._before, _encode(text), self._after))

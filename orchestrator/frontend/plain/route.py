@@ -1,9 +1,9 @@
-"""The way of a plain POST to vLLM's handler, without what FastAPI and Starlette put around it.
+"""A shorter path of a plain POST to vLLM's handler, without the layers of FastAPI and Starlette.
 
-FastAPI resolves dependencies and opens three exit stacks for each request, vLLM runs the handler in a task beside one
-that listens for the client's end, and Starlette runs an event stream in a task group that does so again. Here the body
-is validated by vLLM's own model, the handler runs in the request's task, and one task listens. Whatever this does not
-take as it is, another method, another content type, a body that is refused, goes to vLLM's route as it came.
+FastAPI resolves dependencies and opens three exit stacks for each request. vLLM runs the handler in a task beside one
+that listens for a disconnect, and Starlette runs an event stream in a task group that does so again. Here vLLM's own
+model validates the body, the handler runs in the request's task, and one task listens. A request with another method or
+another content type, or with a body that is refused, goes to vLLM's route unchanged.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _WRAPPED = with_cancellation.__code__.co_consts  # has the code of the function 
 
 
 class PlainRoute(BaseRoute):
-    """Stands before one of vLLM's routes, and takes from it what is plain."""
+    """Comes before one of vLLM's routes, and handles its plain requests."""
 
     def __init__(self, vllms: APIRoute, handler: Callable[..., Awaitable[Response]]) -> None:
-        """`handler`: the route's endpoint without its decorators, which listen for the client's end and count load."""
-        self.path = vllms.path  # by which requests are counted
+        """`handler`: the route's endpoint without its decorators, which listen for a disconnect and count load."""
+        self.path = vllms.path  # metrics count requests by it
         self._vllms, self._handler = vllms, handler
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
@@ -58,18 +58,18 @@ class PlainRoute(BaseRoute):
                 await answer(scope, receive, send)
 
     def validated(self, body: bytes) -> Any:
-        """The request as vLLM's handler gets it. None where vLLM's route has to say what is wrong with it."""
+        """The request for vLLM's handler. None if it is invalid: vLLM's route then answers with the error."""
         assert self._vllms.body_field is not None
         try:
             asked, errors = self._vllms.body_field.validate(pydantic_core.from_json(body), {}, loc=("body",))
-        except Exception:  # what vLLM's validators raise, and what is no JSON to this parser, which is stricter
+        except Exception:  # vLLM's validators raise any type, and this JSON parser is stricter than FastAPI's
             return None
         return None if errors else asked
 
 
 def install(app: FastAPI, args: Namespace) -> None:
-    """Put a plain route before vLLM's, where those are as this file knows them."""
-    if args.enable_server_load_tracking:  # which counts at both ends of what is left out here
+    """Put a plain route before each of vLLM's, if those are as this file expects them."""
+    if args.enable_server_load_tracking:  # the decorators that are left out here do the counting
         return
     routes = app.router.routes
     for route in [route for route in routes if isinstance(route, APIRoute) and route.path in PATHS]:
@@ -84,7 +84,7 @@ def _is_plain(scope: Scope) -> bool:
 
 
 async def _read(receive: Receive) -> bytes | None:
-    """None: the client has gone."""
+    """The body; None if the client has disconnected."""
     parts = []
     while True:
         message = await receive()
@@ -96,7 +96,7 @@ async def _read(receive: Receive) -> bytes | None:
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """`receive` as it was before the body was read."""
+    """A `receive` that first returns the body again."""
     unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def read() -> Message:
@@ -107,14 +107,14 @@ def _again(body: bytes, receive: Receive) -> Receive:
 
 @contextlib.contextmanager
 def _until_it_leaves(receive: Receive) -> Iterator[None]:
-    """Cancels what runs within when the client leaves. The cancellation ends here."""
+    """Cancel the work in this context when the client disconnects. That cancellation does not leave the context."""
     serving = asyncio.current_task()
     assert serving is not None
     listening = asyncio.create_task(_listen(receive, serving))
     try:
         yield
     except asyncio.CancelledError:
-        if not listening.done() or listening.cancelled():  # by somebody else
+        if not listening.done() or listening.cancelled():  # cancelled by another task
             raise
         serving.uncancel()
     finally:

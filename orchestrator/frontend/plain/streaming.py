@@ -1,11 +1,11 @@
-"""The middle of a plain stream goes from vLLM's detokenizer straight to the connection.
+"""The middle of a plain stream goes from vLLM's detokenizer directly to the connection.
 
-vLLM's server makes what begins a response, what ends it, and every error. Once it has sent an event that carries a
-delta and waits for the next, those that follow are made like it (`events.py`) and sent with nothing between: no queue
-between tasks, no pydantic, no middleware. An output that is more than a delta is vLLM's server's to answer, and so is
-every output of a request that asks for more than text, or of a server whose events are more than that.
+vLLM's server makes the first and the last events of a response, and every error. Once it has sent an event with a delta
+and waits for the next output, the following events are made like that one (`events.py`), and sent without a queue,
+pydantic or middleware. An output that is more than a delta goes to vLLM's server. So does every output of a request
+that asks for more than text, or of a server whose events have more than text.
 
-As vLLM does, deltas are joined into one event when several come before the event loop turns.
+As in vLLM, deltas that arrive before the next turn of the event loop are joined into one event.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from orchestrator.frontend.plain.events import EventTemplate
 
 log = logging.getLogger("pd.frontend")
 
-# Fields of requests that change which tokens come, and nothing in the events but their text and usage.
+# Request fields that change which tokens are generated, and nothing in the events but their text and usage.
 _PLAIN_FIELDS = frozenset(
     "model prompt messages n stream stream_options max_tokens max_completion_tokens min_tokens temperature top_p top_k "
     "min_p seed presence_penalty frequency_penalty repetition_penalty logit_bias stop stop_token_ids ignore_eos "
@@ -34,12 +34,12 @@ _PLAIN_FIELDS = frozenset(
     "request_id priority cache_salt session_id truncate_prompt_tokens add_special_tokens add_generation_prompt "
     "chat_template_kwargs".split()
 )
-# Where middleware is from that does not look at the bodies of responses.
+# Modules whose middleware does not read the bodies of responses.
 _PLAIN_MIDDLEWARE = ("vllm.", "starlette.middleware.cors", "prometheus_fastapi_instrumentator.", "model_hosting_")
 
 
 class PlainStream:
-    """One response. Once its first tokens went to vLLM's server, outputs wait until that has sent its event of them."""
+    """One response. After its first tokens went to vLLM's server, outputs wait until that has sent its event."""
 
     __slots__ = ("_came", "_event", "_idle", "_later", "_listed", "_reply", "_state", "_tokens", "_unseen", "_unsent")
 
@@ -47,14 +47,14 @@ class PlainStream:
         self._reply, self._later = reply, later
         self._state: _PlainState | None = state
         self._event: EventTemplate | None = None
-        self._idle = False  # vLLM's server has sent all that it was given, and waits
-        self._came = self._listed = False  # outputs that are not sent yet; it is told when the event loop turns
+        self._idle = False  # whether vLLM's server has sent all that it was given, and waits
+        self._came = self._listed = False  # whether outputs are not sent yet; whether `flush` will be called
         self._unseen: list[int] = []  # tokens that vLLM's server was not given
-        self._tokens = 0  # of those that it was given since the event that `_event` was made of
-        self._unsent = b""  # an event that the client did not read
+        self._tokens = 0  # tokens that it was given since the event that `_event` was made of
+        self._unsent = b""  # an event that waits until the client reads
 
     def begin(self) -> None:
-        """vLLM's server waits for the next output."""
+        """Called when vLLM's server waits for the next output."""
         if self._state is None or not self._state.begun:
             return
         if self._event is None:
@@ -67,7 +67,7 @@ class PlainStream:
             self.flush()
 
     def add(self, token_ids: list[int]) -> None:
-        """An output that is a delta. Its text stays in vLLM's detokenizer until it is sent."""
+        """Take an output that is a delta. Its text stays in vLLM's detokenizer until it is sent."""
         self._unseen.extend(token_ids)
         self._came = True
         if self._idle and not self._listed:
@@ -75,16 +75,16 @@ class PlainStream:
             self._later(self)
 
     def leave(self, token_ids: list[int], finished: bool) -> list[int]:
-        """vLLM's server gets the next output: its tokens, and those that it was not given."""
+        """Return the tokens for vLLM's server, which gets this output: the new ones, and those it was not given."""
         if finished:
-            self._state = None  # which knows this
+            self._state = None  # it refers to this object: break the cycle
         tokens = [*self._unseen, *token_ids] if self._unseen else token_ids
         self._tokens += len(tokens)
         self._idle, self._came, self._unseen = False, False, []
         return tokens
 
     def flush(self) -> None:
-        """Send what came. What the client does not read yet is joined to what follows."""
+        """Send the new text as one event. While the client does not read, text is collected for the next one."""
         self._listed = False
         if not self._idle or self._state is None or self._event is None:
             return
@@ -99,12 +99,12 @@ class PlainStream:
                 self._unsent = event
 
     def take(self) -> bytes:
-        """What goes before vLLM's next event."""
+        """The event that waits: it goes before vLLM's next one."""
         event, self._unsent = self._unsent, b""
         return event
 
     def _give_up(self, state: _PlainState) -> None:
-        """vLLM's server sends more than deltas: it gets everything."""
+        """Give all outputs to vLLM's server, whose events have more than deltas."""
         self._state = None
         state.__class__ = RequestState
         if self._came:
@@ -112,10 +112,10 @@ class PlainStream:
 
 
 class _PlainState(RequestState):
-    """What vLLM's output processor knows of a request, of one whose deltas it does not have to wrap up."""
+    """A request's state in vLLM's output processor, for a request whose deltas are sent directly."""
 
     plain: PlainStream
-    begun = False  # the first tokens went to vLLM's server
+    begun = False  # whether vLLM's server has got the first tokens
 
     def make_request_output(
         self, new_token_ids: list[int], pooling_output: Any, finish_reason: Any, *args: Any, **kwargs: Any
@@ -129,7 +129,7 @@ class _PlainState(RequestState):
 
 
 class _Turn:
-    """Streams that have something to send when the event loop turns."""
+    """Flushes the streams that have something to send, at the next turn of the event loop."""
 
     def __init__(self) -> None:
         self._streams: list[PlainStream] = []
@@ -144,7 +144,7 @@ class _Turn:
         for stream in streams:
             try:
                 stream.flush()
-            except Exception:  # of one connection, for which the others must not wait
+            except Exception:  # an error of one connection must not stop the others
                 log.exception("could not send to a client")
 
 
@@ -152,17 +152,17 @@ _turn = _Turn()
 
 
 def attach(processor: OutputProcessor, request_id: str) -> None:
-    """Send the middle of this request's response straight, if its server found it plain (`watch`)."""
+    """Send the middle of this request's response directly, if `watch` found it plain."""
     context, state = edge.current.get(), processor.request_states.get(request_id)
     if context is None or not context.plain or context.reply is None or state is None:
         return
     if state.parent_req is None and state.output_kind is RequestOutputKind.DELTA and state.stream_interval == 1:
-        state.__class__ = _PlainState  # vLLM makes it in a function that has no other seam
+        state.__class__ = _PlainState  # vLLM has no setting for the class that it makes here
         state.plain = context.stream = PlainStream(context.reply, state, _turn.add)
 
 
 def watch(app: FastAPI, args: Namespace) -> None:
-    """Note of each request that is streamed whether it is plain: when vLLM's server begins to make its events."""
+    """Record for each streamed request whether it is plain, when vLLM's server begins to make its events."""
     if args.sse_keep_alive_interval or not all(
         middleware.cls.__module__.startswith(_PLAIN_MIDDLEWARE) for middleware in app.user_middleware
     ):
