@@ -1,1 +1,1 @@
-"""What this process tells of itself and its requests: metrics, the line of each request, latencies, traces."""
+"""What this process reports about itself and its requests: logs, metrics, latencies, and a line for each request."""

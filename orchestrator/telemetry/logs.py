@@ -1,6 +1,6 @@
-"""One format for whatever the processes of a fleet log: a line of text with a date, or a JSON object a line.
+"""One format for all logs of a fleet's processes: lines of text with a date, or one JSON object per line.
 
-Ours, uvicorn's and vLLM's lines look the same. The launcher collects the lines of all processes in one file.
+Our lines, uvicorn's and vLLM's look the same. The launcher collects the lines of all processes in one file.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from orchestrator.telemetry.stderr import stderr
 
 LogFormat = Literal["text", "json"]
 
-OURS = "pd"  # the logger above all of ours
+OURS = "pd"  # the parent of all our loggers
 REQUESTS = "pd.request"  # one line per ended request: a `RequestLine` as JSON
-# How vLLM's own processes, which it starts itself, learn the two.
+# Environment variables that give format and process name to the processes that vLLM starts.
 _FORMAT, _PROCESS = "PD_LOG_FORMAT", "PD_LOG_PROCESS"
 _VLLM_LOGGING = Path(__file__).with_name("vllm_logging.json")
 _REQUEST = f" {REQUESTS}: "
@@ -36,8 +36,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Keys `time` (UTC, ISO 8601), `level`, `process`, `logger` and `message`; `exception` where there is one. An ended
-    request has `request` in place of `message`."""
+    """Keys: `time` (UTC, ISO 8601), `level`, `process`, `logger` and `message`; `exception` if there is one. The line
+    of an ended request has `request` instead of `message`."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -61,16 +61,16 @@ def formatter(form: LogFormat, process: str) -> logging.Formatter:
 
 
 def environment(process: str, form: LogFormat) -> dict[str, str]:
-    """What gives vLLM's lines this format where vLLM is imported, in a process and in those that it starts."""
+    """Environment variables that give vLLM's lines this format, in a process and in those that it starts."""
     return {"VLLM_LOGGING_CONFIG_PATH": str(_VLLM_LOGGING), _FORMAT: form, _PROCESS: process}
 
 
 def set_up(process: str, form: LogFormat, level: str) -> None:
-    """All that this process logs goes to its stderr. PD_LOG_LEVEL, where it is set, replaces `level`."""
+    """Send all logs of this process to its stderr. PD_LOG_LEVEL, if set, replaces `level`."""
     level = os.environ.get("PD_LOG_LEVEL", level).upper()
     for name, value in environment(process, form).items():
         os.environ.setdefault(name, value)
-    if os.environ["VLLM_LOGGING_CONFIG_PATH"] == str(_VLLM_LOGGING):  # else an operator has a file for it
+    if os.environ["VLLM_LOGGING_CONFIG_PATH"] == str(_VLLM_LOGGING):  # else an operator has set another file
         logging.config.dictConfig(msgspec.json.decode(_VLLM_LOGGING.read_bytes()))
     handler = logging.StreamHandler(stderr())
     handler.setFormatter(formatter(form, process))
@@ -82,7 +82,7 @@ def set_up(process: str, form: LogFormat, level: str) -> None:
 
 
 def vllm_handler() -> logging.Handler:
-    """What `vllm_logging.json` names: vLLM's lines in our format, from VLLM_LOGGING_LEVEL (WARNING by default) on."""
+    """The handler in `vllm_logging.json`: vLLM's lines in our format, from VLLM_LOGGING_LEVEL (default WARNING) up."""
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "WARNING").upper())
     handler = logging.StreamHandler(stderr())
     form: LogFormat = "json" if os.environ.get(_FORMAT) == "json" else "text"
@@ -91,7 +91,7 @@ def vllm_handler() -> logging.Handler:
 
 
 def collected(form: LogFormat, process: str, line: str) -> str:
-    """A process's line as it stands in the common file. Where each line is JSON, one that is not becomes a message."""
+    """A process's line for the common file. With format JSON, a line that is not JSON becomes a message."""
     if form == "text":
         return f"[{process}] {line}"
     if line.startswith('{"time":'):
@@ -101,7 +101,7 @@ def collected(form: LogFormat, process: str, line: str) -> str:
 
 
 def request_in(line: str) -> str | bytes | None:
-    """The encoded `RequestLine` that a line of either format holds; None for any other line."""
+    """The encoded `RequestLine` in a line of either format; None for any other line."""
     if line.startswith("{"):
         try:
             return bytes(msgspec.json.decode(line, type=_Logged).request) or None

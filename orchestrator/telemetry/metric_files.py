@@ -1,7 +1,7 @@
-"""The files in which the frontends of a host keep their metrics, so that each of them can tell those of all.
+"""The files in which the frontends of a host keep their metrics, so that each frontend can report those of all.
 
-prometheus_client opens one for each kind of metric once the first of that kind has a value. Where the run folder was
-gone by then, which whoever cleans /tmp may remove, every request failed.
+prometheus_client opens a file for each kind of metric when the first metric of that kind gets a value. If the run
+folder was gone by then (a cleaner of /tmp may remove it), every request would fail.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from prometheus_client.mmap_dict import MmapedDict
 
 
 def outlive_their_folder() -> None:
-    """From now on the folder is made anew where it is missing. Idempotent."""
+    """From now on the folder is created again if it is missing. Idempotent."""
     values.MmapedDict = _open  # type: ignore[assignment,misc]
 
 

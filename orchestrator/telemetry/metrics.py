@@ -1,4 +1,4 @@
-"""The `pd_*` counters and histograms of this frontend. What is read at scrape time is in `frontend.collector`."""
+"""The `pd_*` counters and histograms of this frontend. Metrics that are read at scrape time are in `frontend.pages`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ prefix_hit_tokens = Counter(
     "KV (decode), as its engine said where prefilled remotely (prefill)",
     ["side"],
 )
-# Where frontends of one machine share their metrics: that of the one which said it last, and of none that has ended.
+# If frontends of one machine share their metrics, the value that was set last counts.
 prefix_index_blocks = Gauge(
     "pd_prefix_index_blocks", "Distinct cached blocks that a frontend knows of", multiprocess_mode="mostrecent"
 )
@@ -38,7 +38,7 @@ kv_exposed_s = Histogram(
 ratio_changes = Counter("pd_ratio_changes", "Changes of the desired ratio decided by this frontend, while it led")
 
 
-# From the start, so that a first failure is an increase: Prometheus counts none to a figure that was not there before.
+# These series exist from the start: Prometheus sees no increase in the first value of a new series.
 for _outcome in ("finished", "aborted", "failed", "rejected"):
     requests.labels(_outcome)
 for _why in ("stale", "corrupt", "error"):
@@ -46,7 +46,7 @@ for _why in ("stale", "corrupt", "error"):
 
 
 def counts(counter: Counter, *labels: str) -> collections.Counter[str]:
-    """What a counter has come to, by the values of these labels, joined by ": "."""
+    """A counter's values, by the values of these labels, joined by ": "."""
     found: collections.Counter[str] = collections.Counter()
     for sample in next(iter(counter.collect())).samples:
         if sample.name.endswith("_total"):

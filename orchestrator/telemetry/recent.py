@@ -1,6 +1,6 @@
-"""What the latest requests of this frontend came to, for whoever looks: latencies, transfers, requests that ended.
+"""The latest requests of this frontend, for its pages: latencies, transfers, and the requests that ended.
 
-Everything here is bounded. Written by the router, read by the pages about the fleet.
+Everything here is bounded. The router writes it, the pages about the fleet read it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ KEPT = 1000  # requests, the latest
 SLOWEST_PER_MINUTE = 20
 MINUTES = 60
 _FIRST_S = 1e-4  # the upper end of the first bucket
-_PER_OCTAVE = 8  # buckets: a percentile is told to within 9%
+_PER_OCTAVE = 8  # buckets, so a percentile is exact to 9%
 _BUCKETS = 20 * _PER_OCTAVE  # the last one begins at about 100 s, and has no end
 _ENDS_S = [_FIRST_S * 2 ** (bucket / _PER_OCTAVE) for bucket in range(_BUCKETS - 1)]
 
@@ -33,13 +33,13 @@ class Latencies:
         self.counts[bisect_left(_ENDS_S, seconds)] += 1
 
     def take(self) -> list[int]:
-        """What was counted since the last call."""
+        """The counts since the last call."""
         taken, self.counts = self.counts, [0] * _BUCKETS
         return taken
 
 
 def percentiles(windows: Iterable[Sequence[int]], shares: Sequence[float]) -> list[float | None]:
-    """Seconds at each share, over all of what `Latencies.take` gave; None where nothing was counted."""
+    """Seconds at each share (0 to 1), over all `windows` of `Latencies.take`; None if nothing was counted."""
     counts = [sum(column) for column in zip(*windows, strict=True)]
     total = sum(counts)
     found: list[float | None] = []
@@ -73,16 +73,16 @@ class Recent:
         heapq.heappush(slow, entry) if len(slow) < SLOWEST_PER_MINUTE else heapq.heappushpop(slow, entry)
 
     def latest(self, count: int) -> list[RequestLine]:
-        """The last ones first."""
+        """The latest ended requests, the last one first."""
         return list(self._ended)[::-1][:count]
 
     def slowest(self, count: int, now: float) -> list[RequestLine]:
-        """Of the last hour, the slowest first; at most SLOWEST_PER_MINUTE of any minute."""
+        """The slowest requests of the last hour, the slowest first; at most SLOWEST_PER_MINUTE of any minute."""
         recent = [entry for minute, slow in self._slow if minute > now // 60 - MINUTES for entry in slow]
         return [line for _, _, line in heapq.nlargest(count, recent)]
 
     def find(self, request_id: str) -> RequestLine | None:
-        """By the id that the client knows, or the beginning of one."""
+        """A request by the client's id, or by the beginning of one; None if it is not kept."""
         kept = [*self.latest(KEPT), *(line for _, slow in reversed(self._slow) for _, _, line in slow)]
         exact = (line for line in kept if line.id == request_id)
         return next(exact, None) or next((line for line in kept if line.id.startswith(request_id)), None)

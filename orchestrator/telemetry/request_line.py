@@ -1,6 +1,6 @@
-"""What is told of one ended request: the `pd.request` log line, and its stages on one time line.
+"""The record of one ended request: the `pd.request` log line, and the request's stages on one time line.
 
-Written by the router; read by the dashboard, the exporter of traces and the command line.
+The router writes it; the dashboard, the exporter of traces and the command line read it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class RequestLine(msgspec.Struct, frozen=True, omit_defaults=True):
     total_ms: float
     ttft_ms: float | None = None
     queued_ms: float | None = None
-    claim_ms: float | None = None  # from the claim until its frontend knew of it, and the job's way to the queue
+    claim_ms: float | None = None  # from the claim until its frontend knew of it, plus the job's way to the queue
     prefill_ms: float | None = None
     exposed_ms: float | None = None
     decode_ms: float | None = None
-    cached_tokens: int = 0  # of the prompt, where it was prefilled: believed if locally, counted if remotely
+    cached_tokens: int = 0  # of the prompt, at the worker that prefilled it: estimated if local, counted if remote
     retries: list[str] = []
     arrived_at: float = 0.0  # at the frontend, unix seconds
     frontend_ms: float | None = None  # from there to the router: parsing, the chat template, tokenizing
@@ -49,7 +49,7 @@ class Stage(msgspec.Struct, frozen=True):
 
 
 def stages(line: RequestLine) -> list[Stage]:
-    """The stages of the last attempt, in order. What an earlier attempt took is in `place`, the first stage after
+    """The stages of the last attempt, in order. The time of earlier attempts is in `place`, the first stage after
     `frontend`. Stages that did not happen are left out."""
     begin_ms = line.frontend_ms or 0.0
     end_ms = begin_ms + line.total_ms

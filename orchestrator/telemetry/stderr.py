@@ -1,7 +1,7 @@
-"""Standard error of a process of the fleet, for its log: lines that nobody takes are dropped, and counted.
+"""Standard error of a process of the fleet, for its log: lines that nobody reads are dropped, and counted.
 
-The launcher reads the other end. Stopped, by Ctrl-Z say, it reads nothing, and a process that waited for it would
-serve nobody. Where a terminal was stopped it is the same.
+The launcher reads the other end. While it is stopped, by Ctrl-Z say, it reads nothing, and a process that waited for it
+would serve nobody. A terminal that is stopped has the same effect.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import sys
 import time
 from typing import TextIO
 
-# A reader that is late by some hundred requests misses nothing. Linux lets a user have 64 MiB in all pipes together,
-# and whoever has more gets tiny ones.
+# It holds the lines of some hundred requests, so that a reader may be late by them. Linux limits the pipes of a user to
+# 64 MiB together; above that it makes tiny ones.
 _PIPE_BYTES = 1 << 18
-_PATIENCE_S = 0.25  # for a reader that is slow; once it was in vain, only until the next line
+_PATIENCE_S = 0.25  # the wait for a slow reader; after a dropped line, nothing waits until a line is written again
 
 
 class Lossy:
-    """A text file as far as logging needs one."""
+    """A text file with the methods that logging needs."""
 
     def __init__(self, descriptor: int) -> None:
         """`descriptor` must not block."""
         self._descriptor = descriptor
         self._lines_dropped = 0
-        self._cut = False  # the last line that was written has no end
+        self._cut = False  # whether the last line was written in part only
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLOUT)
 
@@ -43,10 +43,10 @@ class Lossy:
         return len(text)
 
     def flush(self) -> None:
-        """What was written is out."""
+        """Does nothing: `write` keeps no buffer."""
 
     def _write_all(self, data: bytes) -> int:
-        """Returns how many bytes are left."""
+        """Write to the descriptor. Returns how many bytes are left."""
         deadline = time.monotonic() + (0.0 if self._lines_dropped or self._cut else _PATIENCE_S)
         while data:
             try:
@@ -61,12 +61,12 @@ class Lossy:
 
 
 def stderr() -> TextIO | Lossy:
-    """sys.stderr; a `Lossy` one where it is a pipe or a terminal."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # none at all, or one of a test
+    """sys.stderr, or a `Lossy` file on it if it is a pipe or a terminal."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # there is no stderr, or a test replaced it
         descriptor = sys.stderr.fileno()
         is_pipe = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
         if is_pipe or os.isatty(descriptor):
-            # Opened anew: whether it blocks is a matter of those who share a descriptor, and others write to this one.
+            # Opened again: processes that share a descriptor share O_NONBLOCK, and others write to this one.
             own = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
             if is_pipe:
                 with contextlib.suppress(OSError):
