@@ -116,7 +116,7 @@ class WireOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class SimCodec:
-    """Frames of the simulated engine, readable by and written like vLLM's own codec."""
+    """Encodes and decodes frames in the format of vLLM's own codec."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
@@ -127,7 +127,7 @@ class SimCodec:
         return [self._encoder.encode(request)]
 
     def decode_request(self, frames: Sequence[bytes]) -> WireRequest:
-        """Raises MessageError. Frames after the first carry tensors, which no simulated engine looks at."""
+        """Raises MessageError. Frames after the first carry tensors, which the simulated engine ignores."""
         return self._decode(self._request, frames, "engine request")
 
     def encode_outputs(self, outputs: list[WireOutput], timestamp: float) -> list[bytes]:

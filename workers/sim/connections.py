@@ -1,7 +1,7 @@
-"""Connections between simulated engines: messages of the transfer protocol over TCP, in place of NIXL's notifications.
+"""Connections between simulated engines: messages of the transfer protocol over TCP, instead of NIXL's notifications.
 
-Each engine listens, and opens one connection to every engine that it sends to. Only messages travel: how long the KV
-takes is modelled by `transfers.py`, and what a message means is decided there.
+Each engine listens, and opens one connection to every engine that it sends to. They carry messages only: `transfers.py`
+models the time that KV takes, and handles the messages.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _MAX_FRAME_BYTES = 1 << 24
 
 
 class ConnectionEvents(Protocol):
-    """What is reported, from tasks of the event loop. `engine` is the engine id at the other end."""
+    """Called from tasks of the event loop. `engine` is the engine id at the other end."""
 
     def connected(self, engine: str) -> None: ...
 
     def unreachable(self, engine: str, why: str) -> None: ...
 
     def lost(self, engine: str) -> None:
-        """A connection that stood was closed: the other process has ended."""
+        """An open connection was closed: the other process has ended."""
         ...
 
     def received(self, engine: str, data: bytes) -> None: ...
@@ -41,15 +41,15 @@ class SimConnections:
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._unsent: dict[str, list[wire.Message]] = {}  # by engine, while a connection to it is made
-        self._writers: dict[str, asyncio.StreamWriter] = {}  # by engine, once it stands
+        self._writers: dict[str, asyncio.StreamWriter] = {}  # by engine, once connected
 
     async def listen(self, host: str, port: int) -> int:
-        """Returns the port. Raises OSError."""
+        """Accept connections. Returns the port. Raises OSError."""
         self._server = await asyncio.start_server(self._accept, host, port)
         return int(self._server.sockets[0].getsockname()[1])
 
     def connect(self, peer: wire.Endpoint) -> None:
-        """Answered by `connected` or `unreachable`, after `CONNECT_TIMEOUT_S` at the latest."""
+        """Connect to a peer. Reports `connected` or `unreachable`, after `CONNECT_TIMEOUT_S` at the latest."""
         if peer.engine_id in self._writers:
             self._events.connected(peer.engine_id)
         elif peer.engine_id not in self._unsent:
@@ -60,7 +60,8 @@ class SimConnections:
         return engine in self._writers
 
     def send(self, engine: str, message: wire.Message) -> bool:
-        """Never waits: messages are small and few. False where no connection to `engine` stands or is being made."""
+        """Send without waiting: messages are small and few. Returns False if no connection to `engine` is open or being
+        made."""
         if engine in self._unsent:
             self._unsent[engine].append(message)
         elif engine in self._writers:
@@ -70,7 +71,7 @@ class SimConnections:
         return True
 
     async def close(self) -> None:
-        """Nothing is reported afterwards."""
+        """Close all connections. Nothing is reported afterwards."""
         self._closed = True
         if self._server is not None:
             self._server.close()
@@ -93,16 +94,16 @@ class SimConnections:
             for message in self._unsent.pop(engine):
                 self.send(engine, message)
             self._events.connected(engine)
-            await reader.read(1)  # nothing is sent this way: it ends with the other process
+            await reader.read(1)  # the peer sends nothing here: this returns when its process ends
         except OSError:
-            pass  # closed, the hard way
+            pass  # reset by the peer
         finally:
             del self._writers[engine]
             writer.close()
         self._events.lost(engine)
 
     async def _open(self, peer: wire.Endpoint) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Each end begins with its engine id: another engine at an earlier one's address is not that one."""
+        """Connect, and exchange engine ids. Raises EOFError, OSError; ConnectionError if another engine answers."""
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(peer.host, peer.port)
             try:
@@ -116,15 +117,15 @@ class SimConnections:
         return reader, writer
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._closed:  # accepted just before
+        if self._closed:  # it was accepted just before
             writer.close()
             return
         task = asyncio.create_task(self._serve(reader, writer), name="sim-kv-accepted")
-        task.add_done_callback(lambda _: writer.close())  # also where it was cancelled before it began
+        task.add_done_callback(lambda _: writer.close())  # also if it is cancelled before it begins
         self._track(task)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A connection that another engine made."""
+        """Read from a connection that another engine opened."""
         try:
             _write(writer, self._engine_id.encode())
             engine = (await _read(reader)).decode(errors="replace")

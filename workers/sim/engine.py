@@ -1,7 +1,7 @@
-"""The simulated engine: vLLM's engine seen from outside, with modelled time and no model.
+"""The simulated engine: it behaves like vLLM's engine from outside, with modelled time and without a model.
 
-Steps take as long as `SimConfig` says, `scheduler` accounts for the blocks, `transfers` hands KV over between real
-processes, and tokens are a pure function of the prompt. It calls itself "sim" wherever it is named.
+Steps take as long as `SimConfig` says, `scheduler` accounts for the blocks, `transfers` models KV transfers between
+real processes, and tokens are a pure function of the prompt. Its identity says "sim" instead of "vllm".
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from workers.sim.transfers import SimTransfers
 log = logging.getLogger("pd.sim")
 
 SIM_VERSION = "sim-1"
-# Beyond this a late step is not caught up with: the machine, not the model, is too slow.
+# Only this much of a late step is made up for: beyond it the machine is too slow, not the model.
 MAX_CATCH_UP_S = 0.05
 
 
 class SimEngine:
-    """Implements `workers.engine.Engine`. One event loop; a step's time passes in the background."""
+    """Implements `workers.engine.Engine`. A task of the caller's event loop runs the steps."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class SimEngine:
         kv: KVConfig | None = None,
         prefix_events: bool = False,
     ) -> None:
-        """Raises ConfigError when the longest sequence does not fit in the blocks."""
+        """Raises ConfigError if the longest sequence does not fit in the blocks."""
         capacity = config.blocks * config.block_size
         if config.max_model_len > capacity:
             raise ConfigError(
@@ -81,7 +81,7 @@ class SimEngine:
         self._prefix_events = prefix_events
 
     async def start(self) -> EngineInfo:
-        """Raises OSError when the KV port is taken."""
+        """Raises OSError if the KV port is in use."""
         port = await self._transfers.listen(self._host, self._port, self._advertise)
         self._task = asyncio.create_task(self._run(), name="sim-engine")
         config = self._config
@@ -144,7 +144,7 @@ class SimEngine:
         self._transfers.fail_peer(engine_id)
 
     async def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Raises ValueError for what a simulated engine cannot do."""
+        """Raises ValueError for a method that the simulated engine does not have."""
         if method in ("pause_scheduler", "resume_scheduler"):
             self._paused = method == "pause_scheduler"
             if kwargs.get("clear_cache"):
@@ -242,7 +242,7 @@ class SimEngine:
                 due = time.monotonic()
                 continue
             duration = self._duration(batch)
-            # Sleep to when the step is due, not for as long as it takes: coarse timers then do not slow the model.
+            # Sleep until the step is due, not for its duration: coarse timers then do not slow the model.
             due = max(due, began - MAX_CATCH_UP_S) + duration
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             self._step_ms = duration * 1e3
@@ -250,7 +250,7 @@ class SimEngine:
             self._finish(batch, began)
 
     def _crash_on_token(self, batch: list[Scheduled]) -> None:
-        """Raises EngineDead where a prompt in the batch is one that the configuration calls deadly."""
+        """Raises EngineDead if a prompt in the batch has the token `sim.crash_token`."""
         token = self._config.crash_token
         for item in batch:
             if token is not None and not item.request.generated and token in item.request.prompt:
@@ -264,7 +264,7 @@ class SimEngine:
         return (config.step_base_ms / 1e3 + modelled_us / 1e6) / config.speed
 
     def _speed(self) -> EngineSpeed:
-        """What `_duration` would let anybody measure."""
+        """The speed that a measurement of `_duration` would find."""
         config = self._config
         step_s = config.step_base_ms / 1e3 / config.speed
         per_token, per_sequence = config.prefill_us_per_token / 1e6, config.decode_us_per_seq / 1e6
@@ -293,7 +293,7 @@ class SimEngine:
                 WireEvent(EventType.QUEUED, request.queued_at),
                 WireEvent(EventType.SCHEDULED, request.scheduled_at),
             ]
-            # Clients are told of prefix-cache hits only: transferred KV is not one.
+            # Clients see prefix-cache hits only: received KV is not one.
             cached = request.cached_tokens
             cacheable = len(request.prefix) * self._config.block_size
             output.prefill_stats = WirePrefillStats(

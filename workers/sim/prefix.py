@@ -22,17 +22,17 @@ class SimPrefixCache:
         return len(self._keys)
 
     def hit_blocks(self, keys: Sequence[int]) -> int:
-        """Leading blocks that are here; they count as used."""
+        """The number of leading blocks that are cached. They count as used now."""
         count = 0
         while count < len(keys) and keys[count] in self._keys:
             count += 1
-        # The first block last: a prefix is shortened from its end.
+        # The first block becomes the most recently used one, so that a prefix is evicted from its end.
         for key in reversed(keys[:count]):
             self._keys.move_to_end(key)
         return count
 
     def store(self, keys: Sequence[int]) -> None:
-        """These blocks have been written."""
+        """Add blocks that have been written."""
         new = [key for key in keys if key not in self._keys]
         self._keys.update(dict.fromkeys(new))
         removed = [self._keys.popitem(last=False)[0] for _ in range(len(self._keys) - self._blocks)]

@@ -1,8 +1,8 @@
 """The simulated engine's scheduler: continuous batching over real block accounting. Pure: no clock, no I/O.
 
-Follows vLLM's V1 scheduler in what load balancing can see: running requests first, chunked prefill within a token
-budget, preemption by recomputation, blocks held while KV is awaited or still being pushed. It does not know how KV
-travels.
+It follows vLLM's V1 scheduler where load balancing notices it: running requests first, chunked prefill within a token
+budget, preemption by recomputation, blocks held while KV is awaited or still being pushed. It does not know how KV is
+transferred.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from workers.sim.prefix import SimPrefixCache
 
 
 class SimState(enum.Enum):
-    """Where a request is in the simulated engine. Absent once its blocks are free."""
+    """The state of a request. The scheduler forgets the request once its blocks are free."""
 
     WAITING = "waiting"  # for admission; may hold received blocks
-    AWAITING_KV = "awaiting_kv"  # blocks reserved, the prompt's KV is on its way
+    AWAITING_KV = "awaiting_kv"  # blocks are reserved, the prompt's KV has not arrived
     RUNNING = "running"
     PUSHING = "pushing"  # prefill has ended, blocks held until the receiver has them
     LEAVING = "leaving"  # aborted or failed while a transfer could still touch its blocks
@@ -45,14 +45,14 @@ _EOS_AFTER_MIN, _EOS_AFTER_SPREAD = 64, 192
 
 class TokenStream:
     """The tokens that follow a prompt: a pure function of the prompt and the position, so that a request that was
-    retried, moved or prefilled elsewhere can be checked token by token. Draws from the prompt's own tokens, which
-    are valid in any vocabulary."""
+    retried, moved or prefilled elsewhere can be checked token by token. They are taken from the prompt's own tokens,
+    which are valid in any vocabulary."""
 
     def __init__(self, prompt: list[int], eos_token_id: int | None = None) -> None:
         self._prompt = prompt
         self._eos = eos_token_id
         self._hash = zlib.crc32(array("q", prompt).tobytes())
-        # Where the text ends by itself. Only an end-of-sequence token known to the request makes it end there.
+        # The position at which the text ends, if the request has an end-of-sequence token.
         self.eos_at = _EOS_AFTER_MIN + self._hash % _EOS_AFTER_SPREAD
 
     def token(self, position: int) -> int:
@@ -82,11 +82,11 @@ class SimRequest(msgspec.Struct, eq=False):
     preemptions: int = 0
     external_tokens: int = 0  # prompt tokens whose KV was received
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    prefix: list[int] = []  # keys of the prompt's blocks; none where it shares nothing
+    prefix: list[int] = []  # keys of the prompt's blocks; none if it shares nothing
     queued_at: float = 0.0
     scheduled_at: float = 0.0  # 0 until first scheduled
-    order: float = 0.0  # among those that wait
-    pushed_blocks: int = 0  # of the prompt, handed over to be pushed; begins again with each preemption
+    order: float = 0.0  # in the waiting queue: the smallest is next
+    pushed_blocks: int = 0  # blocks of the prompt given to `transfers`; 0 again after a preemption
 
     @property
     def context(self) -> int:
@@ -105,7 +105,7 @@ class Scheduled(msgspec.Struct, frozen=True):
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """What one request got out of a step: its next token, and why it ended if it did."""
+    """A request's result of a step: its next token, and why it finished if it did."""
 
     request: SimRequest
     token: int
@@ -128,7 +128,7 @@ class SimScheduler:
 
     @property
     def waiting_count(self) -> int:
-        """Requests waiting to run, those for remote KV included."""
+        """Requests that wait to run, including those that wait for remote KV."""
         return len(self.waiting) + len(self.awaiting)
 
     def tokens_left(self) -> dict[str, int]:
@@ -139,7 +139,7 @@ class SimScheduler:
         return -(-tokens // self.config.block_size)
 
     def add(self, request: SimRequest) -> None:
-        """Raises InvalidEngineRequest for what could never run here."""
+        """Raises InvalidEngineRequest for a request that could never run here."""
         context, limit = request.context, self.config.max_model_len
         if request.key in self.requests:
             raise InvalidEngineRequest(f"key {request.key} is in use")
@@ -167,7 +167,7 @@ class SimScheduler:
             request = self.running[index]
             tokens = min(request.context - request.computed, budget)
             while not self._reserve(request, request.computed + tokens):
-                # Alone, it would preempt itself again and again while waiting requests hold what it needs.
+                # The only running request would preempt itself again and again while waiting ones hold its blocks.
                 if len(self.running) == 1 and self._reclaim(request):
                     continue
                 victim = self.running.pop()
@@ -211,7 +211,7 @@ class SimScheduler:
             budget -= tokens
 
     def complete(self, batch: list[Scheduled]) -> list[Sampled]:
-        """Account for a batch that ran. Requests that left `running` meanwhile get nothing."""
+        """Account for a batch that ran. Requests that left `running` meanwhile get no token."""
         sampled = []
         for item in batch:
             request = item.request
@@ -244,7 +244,7 @@ class SimScheduler:
         return Sampled(request, token, first, finish, stop_token)
 
     def kv_arrived(self, request: SimRequest) -> None:
-        """The whole prompt's KV is here: only its last token is computed again, to sample the next."""
+        """The whole prompt's KV has arrived: only its last token is computed again, to sample the next."""
         request.computed = request.external_tokens = len(request.prompt)
         self._store(request, 0)
         if request.computed == request.context:
@@ -252,7 +252,8 @@ class SimScheduler:
         self._requeue(request)
 
     def _take_cached(self, request: SimRequest) -> None:
-        """At each try to admit it, until it holds blocks. Its last token is computed, to sample the next."""
+        """Count the prompt's cached tokens, at each attempt to admit it until it holds blocks. Its last token is always
+        computed, to sample the next."""
         if request.blocks == 0:
             usable = (request.context - 1) // self.config.block_size
             request.cached_tokens = self.cache.hit_blocks(request.prefix[:usable]) * self.config.block_size
@@ -264,7 +265,7 @@ class SimScheduler:
             self.cache.store(new)
 
     def kv_failed(self, request: SimRequest) -> None:
-        """No KV will come: the prompt is computed here."""
+        """No KV will arrive: the prompt is computed here."""
         self._release_blocks(request)
         self._requeue(request)
 
@@ -275,13 +276,13 @@ class SimScheduler:
         self.waiting.appendleft(request)
 
     def leave(self, request: SimRequest) -> None:
-        """Take it out of scheduling; its blocks stay reserved until `free`."""
+        """Take a request out of scheduling. Its blocks stay reserved until `free`."""
         self._unschedule(request)
         if request.state is not SimState.LEAVING:
             request.enter(SimState.LEAVING)
 
     def free(self, request: SimRequest) -> None:
-        """Forget it, and return its blocks. Idempotent."""
+        """Forget a request, and return its blocks. Idempotent."""
         if self.requests.pop(request.key, None) is not None:
             self._unschedule(request)
             self._release_blocks(request)
@@ -302,7 +303,7 @@ class SimScheduler:
         self.waiting.appendleft(request)
 
     def _reclaim(self, wanting: SimRequest) -> bool:
-        """Drop received KV of the last waiting request that holds any."""
+        """Drop the received KV of the last waiting request that holds any. Returns whether there was one."""
         for request in reversed(self.waiting):
             if request is not wanting and request.blocks:
                 self._release_blocks(request)

@@ -1,7 +1,7 @@
-"""KV hand-over of the simulated engine: `Inbound` and `Outbound`, the real engine's state machines, carried out here.
+"""KV transfer of the simulated engine: carries out the actions of the real engine's state machines.
 
-Does what `PushScheduler` and `PushWorker` do for vLLM. Only the WRITEs are modelled: they take as long as their bytes
-take over a link that carries one WRITE after the other. `scheduler.py` owns the blocks.
+These are `Inbound` and `Outbound`; for vLLM `PushScheduler` and `PushWorker` do the same. Only the WRITEs are modelled:
+they take as long as their bytes take over a link that carries one WRITE after another. `scheduler.py` owns the blocks.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from workers.sim.scheduler import SimRequest, SimScheduler, SimState
 log = logging.getLogger("pd.sim")
 
 _TICK_S = 0.1
-_TICKS_PER_TIMEOUT = 10  # at least: a long prefill is told of before its registration runs out
+_TICKS_PER_TIMEOUT = 10  # at least: decode must hear of a long prefill before its registration expires
 
 
 class SimTransfers:
     def __init__(self, scheduler: SimScheduler, kv: KVConfig, engine_id: str, wake: Callable[[], None]) -> None:
-        """`wake` is called whenever blocks or requests became available to the scheduler."""
+        """`wake` is called whenever blocks or requests have become available to the scheduler."""
         self._scheduler, self._kv, self._wake = scheduler, kv, wake
         self._connections = SimConnections(engine_id, self)
         self._inbound = inbound.Inbound(timeout_s=kv.transfer_timeout_s)
@@ -39,13 +39,13 @@ class SimTransfers:
         self._tick_s = min(_TICK_S, kv.transfer_timeout_s / _TICKS_PER_TIMEOUT)
         self._tick_timer: asyncio.TimerHandle | None = None
         self._handles = itertools.count(1)
-        self._writes: dict[int, asyncio.TimerHandle] = {}  # in flight
+        self._writes: dict[int, asyncio.TimerHandle] = {}  # timers of the WRITEs in flight, by handle
         self._link_free_at = 0.0
         self._bytes_sent = self._transfers = self._failures = self._bad_messages = 0
         self._transfer_s = 0.0
 
     async def listen(self, host: str, port: int, advertise: str) -> int:
-        """Peers reach it at `advertise`. Returns the port. Raises OSError."""
+        """Listen for peers, which connect to `advertise`. Returns the port. Raises OSError."""
         port = await self._connections.listen(host, port)
         self._here = wire.Endpoint(self._here.engine_id, advertise, port)
         return port
@@ -69,23 +69,23 @@ class SimTransfers:
     # ---- from the engine ---------------------------------------------------------------------------------------
 
     def receive(self, request: SimRequest) -> None:
-        """Its blocks are reserved: ask for the KV."""
+        """Ask for the KV of a request whose blocks are reserved."""
         source = request.kv_source
         if source is None:
             raise RuntimeError(f"simulated request {request.key} awaits KV from nowhere")
-        # The simulated engine counts blocks and has no block ids: their positions stand for them.
+        # The simulated engine counts blocks and has no block ids: positions serve as ids.
         blocks = list(range(self._scheduler.blocks_for(len(request.prompt))))
         order = wire.Register(source.key, request.key, self._here, [blocks], len(request.prompt))
         self._carry_out(self._inbound.register(order, _endpoint(source), time.monotonic()))
 
     def start(self, request: SimRequest) -> None:
-        """A prefill was scheduled for the first time."""
+        """Called when a prefill is scheduled for the first time."""
         tokens = len(request.prompt)
         now = time.monotonic()
         self._carry_out(self._outbound.start(request.key, self._scheduler.blocks_for(tokens), tokens, now))
 
     def computed(self, requests: Iterable[SimRequest], began: float, now: float) -> None:
-        """A step over these ended: push what is new. Layer by layer, the WRITEs have begun with the step itself."""
+        """Push the new blocks after a step over these requests. With `layer`, the WRITEs have begun with the step."""
         writes_from = began if self._kv.transfer == "layer" else now
         self._carry_out(self._outbound.stepped(now))
         for request in requests:
@@ -107,7 +107,7 @@ class SimTransfers:
             self._carry_out(self._outbound.finish(request.key, now))
 
     def end(self, request: SimRequest, why: str) -> None:
-        """Abort: free its blocks at once, or as soon as no transfer can touch them."""
+        """Abort a request: free its blocks at once, or as soon as no transfer can touch them."""
         now, source = time.monotonic(), request.kv_source
         if request.state is SimState.LEAVING:
             return
@@ -128,7 +128,7 @@ class SimTransfers:
                 self._carry_out(self._inbound.disown(order, _endpoint(source), now))
 
     def fail_peer(self, engine: str) -> None:
-        """The fleet says that `engine` is dead."""
+        """Called when the fleet has found `engine` dead."""
         now = time.monotonic()
         self._carry_out(self._inbound.declared_dead(engine, now))
         self._carry_out(self._outbound.declared_dead(engine, now))
@@ -191,7 +191,7 @@ class SimTransfers:
                         self._writes.pop(handle).cancel()
                 case do.Ended():
                     self._account(action)
-                case do.Cut(requests=requests):  # its WRITEs touch no memory
+                case do.Cut(requests=requests):  # simulated WRITEs touch no memory
                     self._carry_out(self._inbound.cut_off(requests, time.monotonic()))
                 case do.Finish():
                     self._received_or_not(action)
@@ -242,7 +242,7 @@ class SimTransfers:
         self._wake()
 
     def _tick_soon(self) -> None:
-        """After what has come in meanwhile: when the process was stalled, messages count before deadlines do."""
+        """Tick after the messages that have arrived: if the process was stalled, they count before deadlines do."""
         self._tick_timer = asyncio.get_running_loop().call_later(0.0, self._tick)
 
     def _tick(self) -> None:
