@@ -1,1 +1,1 @@
-"""vLLM's engine under a worker, and what of it is mended. vLLM is imported here, and nowhere else in this package."""
+"""vLLM's engine under a worker, with fixes of its defects. vLLM is imported here, and nowhere else in `workers`."""

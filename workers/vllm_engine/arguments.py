@@ -15,7 +15,7 @@ class _Parser(FlexibleArgumentParser):
 
 
 def parse(arguments: list[str]) -> dict[str, Any]:
-    """AsyncEngineArgs fields by name. Raises argparse.ArgumentError."""
+    """The AsyncEngineArgs fields that were given, by name. Raises argparse.ArgumentError."""
     parser = AsyncEngineArgs.add_cli_args(_Parser(add_help=False))
     for action in parser._actions:
         action.default = argparse.SUPPRESS

@@ -1,4 +1,4 @@
-"""The real engine: vLLM's async engine-core client behind the `Engine` seam. No tokenizer, no AsyncLLM."""
+"""The real engine: vLLM's async engine-core client behind the `Engine` interface. No tokenizer, no AsyncLLM."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _STOP_TIMEOUT_S = 5.0
 
 
 class VllmEngine:
-    """See `workers.engine.Engine`. One engine core (any TP/PP), in its own process, per object.
+    """See `workers.engine.Engine`. Each object has one engine core (any TP/PP) in a process of its own.
 
-    `engine_args` are AsyncEngineArgs fields. `kv_port` must be free (`kv_port + dp_index` is bound); it is served at
-    `kv_host`, and peers reach it at `kv_advertise`. `cores` pins a CPU engine. `prefix_events`: steps say what changed
-    in the prefix cache. `encrypted`: KV handshakes are. `profile`: it measures its own speed when it starts. `warm`: it
-    answers itself first, so that no client waits for what is set up once.
+    `engine_args` are AsyncEngineArgs fields. `kv_port` must be free (`kv_port + dp_index` is bound); it is bound at
+    `kv_host`, and peers reach it at `kv_advertise`. `cores` pins a CPU engine. `prefix_events`: whether steps report
+    changes of the prefix cache. `encrypted`: whether KV handshakes are. `profile`: whether the engine measures its own
+    speed when it starts. `warm`: whether it first runs a few requests, so that no client waits for one-time set-up.
     """
 
     def __init__(
@@ -72,15 +72,15 @@ class VllmEngine:
         self._ranks: RankWatch | None = None
         self._why_dead = "has ended"
         self._blocks_total = 0
-        self._cached_block_tokens = 0  # tokens of a block of the prefix cache; 0 where there is none
+        self._cached_block_tokens = 0  # tokens of a block of the prefix cache; 0 without one
         self._last = EngineLoad(0, 0, 0, 0.0)
-        # All that the connector counts, summed: bytes_transferred, num_descriptors, pd_exposed_seconds ...
+        # Sums of the connector's statistics: bytes_transferred, num_descriptors, pd_exposed_seconds ...
         self.kv_totals: Counter[str] = Counter()
 
     # ---- life --------------------------------------------------------------------------------------------------
 
     async def start(self) -> EngineInfo:
-        """Loads the model; takes seconds to minutes. Raises EngineDead, or ValueError for impossible arguments."""
+        """Load the model, which takes seconds to minutes. Raises EngineDead, or ValueError for impossible arguments."""
         loop = asyncio.get_running_loop()
         self._dead = loop.create_future()
         started: asyncio.Future[Any] = loop.create_future()
@@ -165,7 +165,7 @@ class VllmEngine:
         ), config
 
     async def stop(self) -> None:
-        """Ends the engine process; idempotent."""
+        """End the engine process. Idempotent."""
         if self._ranks is not None:
             self._ranks.close()
         client, self._client = self._client, None
@@ -185,7 +185,7 @@ class VllmEngine:
         await self.give(self._codec.decode(request))
 
     async def give(self, request: EngineCoreRequest) -> None:
-        """One that vLLM takes as it is."""
+        """Submit vLLM's own request unchanged. Raises EngineDead."""
         await self._sending(self._alive().add_request_async(request))
 
     async def abort(self, keys: list[str]) -> None:
@@ -194,7 +194,7 @@ class VllmEngine:
     async def next_step(self) -> EngineStep:
         step = await self._steps.get()
         if step is None:
-            self._steps.put_nowait(None)  # dead for every later caller too
+            self._steps.put_nowait(None)  # later callers get the error too
             raise self._error()
         return step
 
@@ -225,7 +225,8 @@ class VllmEngine:
         return await self._answered(self._alive().call_utility_async(method, *args))
 
     async def _answered(self, calling: Coroutine[Any, Any, Any]) -> Any:
-        """Raises EngineDead also when the engine dies before it answers."""
+        """The result of a call. Raises RuntimeError if it failed; EngineDead also if the engine dies before it
+        answers."""
         assert self._dead is not None
         call = asyncio.ensure_future(calling)
         await asyncio.wait({call, self._dead}, return_when=asyncio.FIRST_COMPLETED)
@@ -317,8 +318,8 @@ def _take_what_the_plugin_says(step: EngineStep, connector_stats: dict[str, Any]
 
 
 def _count_transfer_as_computed(stats: Any, block_tokens: int) -> None:
-    """vLLM counts KV that came from the prefill worker as cached. Clients are told of it as if it was computed and
-    cached here; the router, which hears from the prefill worker as well, corrects that by the prefix hits there."""
+    """vLLM counts KV that came from the prefill worker as cached. Report it to clients as computed and cached here. The
+    router, which also gets the prefill worker's counts, corrects this by the prefix hits there."""
     if stats is not None and stats.num_external_cached_tokens:
         stats.num_cached_tokens = stats.num_local_cached_tokens
         if block_tokens:
@@ -327,6 +328,6 @@ def _count_transfer_as_computed(stats: Any, block_tokens: int) -> None:
 
 
 def _withhold_guess(output: Any) -> None:
-    """The token after a prompt that was truncated for its prefill guesses one of the prompt. Nobody may have it."""
+    """Remove the token sampled after a prompt that was truncated for its prefill: it stands for one of the prompt."""
     if (output.kv_transfer_params or {}).get("prompt_truncated"):
         output.new_token_ids = []

@@ -1,6 +1,6 @@
 """What an engine must have in common with the others of its fleet, read from its configuration.
 
-`store.registry` compares it when a worker joins, so that a difference is named there and not at the first transfer.
+`store.registry` compares it when a worker joins, so that a difference is reported there and not at the first transfer.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from orchestrator.types import EngineIdentity
 from orchestrator.wire.messages import PROTOCOL_VERSION
 from workers.vllm_engine.schema import of_this_vllm
 
-# What else decides how KV is computed and laid out. vLLM's own handshake does not compare the first, and what a prefill
-# worker without it computes is wrong on a decode worker with it.
+# Other settings that decide how KV is computed and laid out. vLLM's handshake does not compare `hf_overrides`; KV that
+# a prefill worker computes without them is wrong on a decode worker with them.
 _KV_SETTINGS = {
     "hf_overrides": "model_config",
     "disable_sliding_window": "model_config",
@@ -32,9 +32,9 @@ _KV_SETTINGS = {
 
 
 def identity_of(model: str, config: VllmConfig, attention_backend: str) -> EngineIdentity:
-    """`model` is the name that the fleet gave. The ranks have chosen `attention_backend`."""
+    """`model`: the name in the fleet's configuration. `attention_backend`: the one that the ranks have chosen."""
     its = config.model_config
-    drafts = _get_speculative_compatibility_factors(config)  # None where speculation has no KV of its own
+    drafts = _get_speculative_compatibility_factors(config)  # None if speculation has no KV of its own
     return EngineIdentity(
         model=model,
         dtype=str(its.dtype).removeprefix("torch."),
@@ -55,15 +55,15 @@ def identity_of(model: str, config: VllmConfig, attention_backend: str) -> Engin
 
 
 def _kv_settings(config: VllmConfig) -> str:
-    """Those that are not vLLM's defaults."""
+    """The settings that differ from vLLM's defaults, as JSON; empty if none does."""
     found = {name: getattr(getattr(config, section), name) for name, section in _KV_SETTINGS.items()}
     usual = {name: getattr(AsyncEngineArgs, name, None) for name in found}
-    # None and empty are the same, and false where vLLM decides.
+    # None and empty values are equal, and so is false if vLLM's default is None.
     kept = {name: value for name, value in found.items() if (value or usual[name]) and value != usual[name]}
     return msgspec.json.encode(kept, enc_hook=str, order="sorted").decode() if kept else ""
 
 
 def _kv_copies(model: Any, ranks: int) -> int:
     if model.use_mla:
-        return 1  # every rank has all of it, which transfers between any numbers of ranks allow for
+        return 1  # every rank has all of the KV, and transfers allow for that
     return max(1, ranks // model.get_total_num_kv_heads())

@@ -1,6 +1,7 @@
-"""`python -m workers.vllm_engine.kv_probe`: one NIXL WRITE between two agents on this host. Prints a line of JSON.
+"""`python -m workers.vllm_engine.kv_probe`: a NIXL WRITE between two agents on this host. Prints one line of JSON.
 
-A program of its own: UCX says which transports it picked only in its log, and only if asked before it is loaded.
+It is a program of its own, since UCX reports the transports that it chose only in its log, whose level must be set
+before UCX is loaded.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _TRANSPORT = re.compile(r"\|\s+([a-z][a-z0-9_]*/[\w.:-]+)\s+\|\s*$", re.M)
 
 
 def transports(log: str) -> list[str]:
-    """Those that UCX's log names, as `rc_mlx5/mlx5_0:1` or `tcp/eth0`."""
+    """The transports in UCX's log, such as `rc_mlx5/mlx5_0:1` or `tcp/eth0`."""
     return sorted(set(_TRANSPORT.findall(log)))
 
 
 def probe() -> dict[str, Any]:
-    """Raises what NIXL raises, and TimeoutError."""
+    """NIXL's version and backends, and the rate of a WRITE of _BYTES. Raises NIXL's exceptions, and TimeoutError."""
     from nixl._api import nixl_agent, nixl_agent_config
 
     sender, receiver = (nixl_agent(name, nixl_agent_config(backends=["UCX"])) for name in ("sender", "receiver"))
@@ -61,7 +62,7 @@ def main() -> None:
     os.environ |= {"UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "y"}
     with tempfile.TemporaryFile() as log:
         kept = os.dup(1)
-        os.dup2(log.fileno(), 1)  # UCX and NIXL write there themselves
+        os.dup2(log.fileno(), 1)  # UCX and NIXL write to the descriptor itself
         try:
             told = probe()
         finally:
@@ -72,7 +73,7 @@ def main() -> None:
         told["transports"] = transports(log.read().decode(errors="replace"))
     print(json.dumps(told))
     sys.stdout.flush()
-    os._exit(0)  # agents that end at exit may wait for each other
+    os._exit(0)  # agents that are destroyed at exit may wait for each other
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Building vLLM's configuration for a worker, and starting its engine process.
+"""Builds vLLM's configuration for a worker, and starts its engine process.
 
-On CPU the engine process is forked and computes in itself (11 s to ready instead of 29 s on two cores); on
-accelerators vLLM's own choices stand.
+On CPU an engine of one rank is a forked process that computes itself (11 s to ready instead of 29 s on two cores). On
+accelerators vLLM's own choices hold.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from orchestrator.config.settings import KVConfig, check_environment
 from workers.vllm_engine.plugin import SOCKETS, engine_process
 
 _CPU_KV_CACHE_BYTES = 1 << 30
-# vLLM reads much of its start-up configuration from the environment, which is the whole process's.
+# vLLM reads much of its start-up configuration from the environment, which all threads share.
 _environment = threading.Lock()
 _KV_SECRET = "PD_KV_SECRET_KEY"  # read by connectors/handshake.py in the engine's processes
 
@@ -60,10 +60,10 @@ def build_config(
             "workers.engine_args.data_parallel_size: expected 1 (run one worker per rank; a model whose experts are "
             f"spread over data-parallel ranks cannot be served), got {args['data_parallel_size']}"
         )
-    args.setdefault("scheduling_policy", "priority")  # what waits is ordered by the frontends, see `requests`
+    args.setdefault("scheduling_policy", "priority")  # frontends order the waiting requests, see `requests`
     args.setdefault("enable_logging_iteration_details", True)  # each step's duration
     if prefix_events and args.get("enable_prefix_caching") is not False:
-        # Collected by the plugin; whoever wants them elsewhere too names a publisher of vLLM's.
+        # The plugin collects them. A publisher of vLLM's, if `engine_args` names one, gets them too.
         args.setdefault("kv_events_config", KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
     if current_platform.is_cpu():
         args.setdefault("enforce_eager", True)
@@ -82,7 +82,7 @@ def build_config(
             "kv_transfer_timeout_s": kv.transfer_timeout_s,
             "verify": kv.verify,
             "advertise": kv_advertise,
-            # On CPU a WRITE is a copy by whoever posts it: not on the cores that compute, where others are idle.
+            # On CPU the thread that posts a WRITE copies the data: off the cores that compute, if others are idle.
             "writer_cores": sorted(os.sched_getaffinity(0)) if current_platform.is_cpu() else [],
         },
     )
@@ -94,7 +94,7 @@ def build_config(
 
 
 def _section(name: str, value: Any) -> Any:
-    """A section as vLLM's own class: its command line makes one of each, its constructor of some only."""
+    """A dict as its field's class: vLLM's command line converts every section, its constructor only some."""
     kind = AsyncEngineArgs.__dataclass_fields__[name].type
     classes: list[Any] = [each for each in typing.get_args(kind) or (kind,) if dataclasses.is_dataclass(each)]
     return classes[0](**value) if isinstance(value, dict) and classes else value
@@ -103,9 +103,9 @@ def _section(name: str, value: Any) -> Any:
 def start_client(
     config: VllmConfig, *, kv_host: str, kv_port: int, kv_secret: str = "", cores: list[int] | None
 ) -> EngineCoreClient:
-    """Blocks until the engine is ready. Raises RuntimeError when its process ends before that.
+    """Start the engine, and block until it is ready. Raises RuntimeError if its process ends before that.
 
-    `kv_secret`: the key of its KV handshakes, empty where they are not encrypted.
+    `kv_secret`: the key of its KV handshakes; empty if they are not encrypted.
     """
     environment = {**_connector_env(kv_host, kv_port), _KV_SECRET: kv_secret}
     if not os.environ.get(SOCKETS):
@@ -125,12 +125,12 @@ def start_client(
 
 @functools.cache
 def _own_folder() -> str:
-    """For vLLM's local sockets, which it leaves behind. A launcher gives its workers one that it removes itself."""
+    """A folder for vLLM's local sockets, which vLLM leaves behind. Launchers give their workers one, and remove it."""
     folder = tempfile.mkdtemp(prefix="pd-vllm-")
     starter = os.getpid()
 
     def remove() -> None:
-        if os.getpid() == starter:  # not an engine process, forked with this
+        if os.getpid() == starter:  # not in an engine process that was forked from this one
             shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(remove)
@@ -146,7 +146,8 @@ def _connector_env(kv_host: str, kv_port: int) -> dict[str, str]:
 
 
 def _split_cores(cores: list[int], ranks: int) -> str:
-    """vLLM's spelling: "0,1|2,3" gives rank 0 cores 0 and 1. Raises ValueError when there are fewer than ranks."""
+    """Cores by rank as vLLM writes them: "0,1|2,3" gives rank 0 cores 0 and 1. Raises ValueError for fewer cores than
+    ranks."""
     share = len(cores) // ranks
     if not share:
         raise ValueError(f"{len(cores)} cores for {ranks} ranks; give each rank at least one")

@@ -1,17 +1,17 @@
-"""Defects of what an engine's processes run (vLLM 0.32.0, PyTorch), mended in those processes, its ranks included.
+"""Fixes of defects of vLLM 0.32.0 and PyTorch, for the processes of an engine, its ranks included.
 
-One gloo device serves all process groups of a single rank: each device polls a hundred times a second. vLLM makes a
-dozen such groups per engine, which together cost an idle engine 1.3% of a core and talk to nobody.
+One gloo device serves all process groups of a single rank. Each device polls a hundred times a second, and vLLM makes a
+dozen such groups per engine. They communicate with nobody, and cost an idle engine 1.3% of a core.
 
-Seeded requests do not draw before their prompt is complete. On a CPU a step with chunked prefills samples for them too,
-throws the token away and rewinds the request's generator; CPU generators cannot be rewound, and the engine ends ("CPU
+Seeded requests do not sample before their prompt is complete. On a CPU a step with chunked prefills samples for them
+too, discards the token and rewinds the request's generator. CPU generators cannot be rewound, and the engine ends ("CPU
 Generator does not use offset").
 
-Ranks that share cores sleep while they wait for a message. vLLM's spin for a second after each message, which starves
-the ranks that compute, the agents, and the other engines of a CPU.
+Ranks that share cores sleep while they wait for a message. vLLM's ranks spin for a second after each message, which
+takes cores from the ranks that compute, from the agents, and from the other engines of a CPU.
 
-Later pipeline stages have buffers for what the stage before sends. On a CPU vLLM makes them when it warms up, which it
-skips where nothing is compiled, and the first step fails.
+Later pipeline stages have buffers for the output of the stage before. On a CPU vLLM makes them when it warms up. It
+skips that if nothing is compiled, and the first step fails.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from vllm.platforms import current_platform
 
 _Gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", object)
 _device: Any = None
-_AWAKE_S = 1.0  # after a message, a rank looks for the next ...
+_AWAKE_S = 1.0  # so long after a message, a rank checks for the next one ...
 _LOOK_AGAIN_MS = 1  # ... this often, since ZMQ may drop a notice that closely follows another
 
 
 class SharedDeviceGloo(_Gloo):
-    """PyTorch's, made as vLLM and `new_group` make it; groups of several ranks keep a device of their own."""
+    """PyTorch's class, with the arguments that vLLM and `new_group` give. Groups of several ranks keep a device of
+    their own."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta = default_pg_timeout) -> None:
         global _device
@@ -46,13 +47,13 @@ class SharedDeviceGloo(_Gloo):
 
 
 def share_gloo_device() -> None:
-    """For groups made from now on. Nothing where PyTorch has no gloo."""
+    """Share the device among groups made from now on. Does nothing if PyTorch has no gloo."""
     if _Gloo is not object:
         distributed_c10d.ProcessGroupGloo = SharedDeviceGloo
 
 
 def mend_cpu_engines() -> None:
-    """For engines of this process. Nothing where it is not a CPU that computes."""
+    """Apply the fixes for CPU engines in this process. Does nothing on another platform."""
     if current_platform.is_cpu():
         _spare_generators()
         _make_stage_buffers()

@@ -1,7 +1,7 @@
-"""What runs inside vLLM's engine process: our engine utilities, and dying with the process that started it.
+"""Our code inside vLLM's engine process: engine utilities, its loop, and its end with the process that started it.
 
-`run_engine_core` stands in for vLLM's process target, by fork and by spawn; `register` is the entry point that
-vLLM loads as a general plugin, for engines started by other means.
+`run_engine_core` replaces vLLM's process target, for fork and for spawn. `register` is the entry point that vLLM loads
+as a general plugin, for engines started by other means.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from workers.engine import PrefixChanges
 from workers.vllm_engine.patches import mend_cpu_engines, share_gloo_device
 from workers.vllm_engine.prefix import PrefixCollector
 
-# Where batches are queued, KV that came is collected by one step, noted by the next and scheduled by the third.
+# If batches are queued, one step collects KV that has arrived, the next notes it and the third schedules it.
 _SETTLING_STEPS = 3
-_KV_POLL_S = 0.02  # an engine with nothing to compute looks after its waiting requests this often, unless woken
+_KV_POLL_S = 0.02  # an engine with nothing to compute checks its waiting requests this often, unless woken
 _CORES = "PD_ENGINE_CORES"  # "0,1": cores the engine computes on
 SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's own name: the folder for its local sockets
-# Among the connector's statistics, the one dictionary in what an engine says of itself: what an `EngineStep` says more.
+# Keys for further fields of `EngineStep` in the connector's statistics, the only dictionary in an engine's statistics.
 PREFIX_STATS = "pd_prefix"
 TOKENS_LEFT_STATS = "pd_tokens_left"
-_mended = False  # this process
+_mended = False  # whether this process has the fixes of `patches`
 _vllm_target = EngineCoreProc.run_engine_core
 _vllm_abort = EngineCore.abort_requests
 
 
 @contextmanager
 def engine_process(cores: list[int] | None) -> Iterator[None]:
-    """While open, engine processes that vLLM starts are ours."""
+    """In this context, engine processes that vLLM starts run `run_engine_core`."""
     before = {name: os.environ.get(name) for name in (PARENT, _CORES)}
     os.environ[PARENT] = str(os.getpid())
     os.environ[_CORES] = ",".join(map(str, cores or []))
@@ -67,9 +67,9 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
 
 
 def register() -> None:
-    """Add the engine utilities, callable as `call_utility_async(name, ...)`, and an abort that frees pushed KV too.
+    """Add the engine utilities, called by `call_utility_async(name, ...)`, and an abort that frees pushed KV too.
 
-    Harmless to repeat. vLLM calls it in every process of an engine. Processes that a worker started are mended too.
+    Idempotent. vLLM calls it in every process of an engine. Processes that a worker started also get `patches`.
     """
     global _mended
     if os.environ.get(PARENT) and not _mended:
@@ -86,15 +86,15 @@ def register() -> None:
 
 
 def _pd_load(engine: Any) -> list[int]:
-    """[free blocks, running, waiting] of this moment, also when no step has run since something was freed."""
+    """[free blocks, running, waiting] now, even if no step has run since blocks were freed."""
     scheduler = engine.scheduler
     running, waiting = scheduler.get_request_counts()
     return [scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), running, waiting]
 
 
 def _pd_describe(engine: Any) -> dict[str, Any]:
-    """Usable KV blocks, bytes of KV per token over all layers and ranks' worth of one engine, attention backend, and
-    the processes of ranks that are not in this one."""
+    """Usable KV blocks, bytes of KV per token over all layers and ranks of the engine, attention backend, and the
+    process ids of ranks in other processes."""
     config = engine.scheduler.kv_cache_config
     tokens = config.num_blocks * engine.vllm_config.cache_config.block_size
     ranks = engine.vllm_config.parallel_config.world_size
@@ -108,7 +108,7 @@ def _pd_describe(engine: Any) -> dict[str, Any]:
 
 
 def _attention_backend(worker: Any) -> str:
-    """In a rank: what its KV connector found."""
+    """Runs in a rank: the attention backend that its KV connector found."""
     return str(get_kv_transfer_group().connector_worker.backend_name) if has_kv_transfer_group() else ""
 
 
@@ -119,7 +119,8 @@ def _pd_fail_peer(engine: Any, engine_id: str) -> None:
 
 
 def _abort_requests(engine: Any, keys: list[str]) -> None:
-    """vLLM's, which does nothing for a prefill that has ended. Its blocks would be held until their lease ends."""
+    """vLLM's abort does nothing for a prefill that has ended, whose blocks would be held until their lease ends. This
+    one also drops those."""
     _vllm_abort(engine, keys)
     if (drop := getattr(engine.scheduler.get_kv_connector(), "drop", None)) is not None:
         drop(keys)
@@ -129,10 +130,10 @@ def _abort_requests(engine: Any, keys: list[str]) -> None:
 
 
 def _process_engine_step(engine: Any) -> bool:
-    """vLLM's, with two changes: a step that only polls for KV sends no message unless the load has changed, and an
-    engine with nothing to compute sleeps until it is woken.
+    """vLLM's method with our statistics and two changes: a step that only polls for KV sends no message unless the load
+    has changed, and an engine with nothing to compute sleeps until it is woken.
 
-    vLLM's loop turns about a thousand times a second while requests wait for remote KV. A message for each turn would
+    vLLM's loop runs about a thousand times a second while requests wait for remote KV. A message for each turn would
     cost the agent more than its work, and the turns slow the worker on the next core by a tenth.
     """
     news = _news(engine)
@@ -147,7 +148,7 @@ def _process_engine_step(engine: Any) -> bool:
     for client, output in outputs.items() if outputs else ():
         if (stats := output.scheduler_stats) is not None:
             if stats.iteration_details is not None:
-                # vLLM's own figure leaves out what an executor in this very process computes.
+                # vLLM's own figure excludes the time of an executor in this process.
                 stats.iteration_details.elapsed_ms = elapsed_ms
             if prefix:
                 stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), PREFIX_STATS: prefix.take()}
@@ -160,7 +161,7 @@ def _process_engine_step(engine: Any) -> bool:
         engine._pd_empty_steps = 0
     elif engine.scheduler.has_requests():
         engine._pd_empty_steps = getattr(engine, "_pd_empty_steps", 0) + 1
-        if news is None:  # ranks that are other processes do not wake this one, and each look costs them a message
+        if news is None:  # ranks in other processes do not wake this one, and each check costs them a message
             time.sleep(min(_KV_POLL_S, 0.001 + engine._pd_empty_steps / 8000))
         elif engine._pd_empty_steps > _SETTLING_STEPS and engine.input_queue.empty():
             news.wait(_KV_POLL_S)
@@ -168,7 +169,7 @@ def _process_engine_step(engine: Any) -> bool:
 
 
 def _tokens_left(engine: Any, stats: Any) -> dict[str, int]:
-    """Prompt tokens not scheduled yet, by key, of running requests without an output; nothing where none changed."""
+    """Prompt tokens not scheduled yet, by key, of running requests without an output; empty if none has changed."""
     details = stats.iteration_details
     if details is not None and not details.num_ctx_tokens:
         return {}  # a step of decodes only
@@ -180,7 +181,7 @@ def _tokens_left(engine: Any, stats: Any) -> dict[str, int]:
 
 
 def _prefix_changes(engine: Any) -> PrefixChanges | None:
-    """What changed in the prefix cache and was not told yet; None where nobody asked for it."""
+    """Changes of the prefix cache that were not reported yet; None if the engine has no KV cache events."""
     if not hasattr(engine, "_pd_prefix"):
         engine._pd_prefix = None
         scheduler = engine.scheduler
@@ -192,7 +193,8 @@ def _prefix_changes(engine: Any) -> PrefixChanges | None:
 
 
 def _news(engine: Any) -> threading.Event | None:
-    """Set when KV or a request has come; None where the connector's worker half lives in another process."""
+    """An event that is set when KV or a request has arrived; None if the connector's worker half is in another
+    process."""
     if not hasattr(engine, "_pd_news"):
         worker = getattr(get_kv_transfer_group(), "connector_worker", None) if has_kv_transfer_group() else None
         engine._pd_news = news = getattr(worker, "news", None)
@@ -225,7 +227,7 @@ def _has_news(engine: Any, output: EngineCoreOutputs) -> bool:
 
 
 def _meet_in(folder: str) -> None:
-    """The ranks of an engine find each other through a file, which vLLM leaves behind: put it beside the sockets."""
+    """Put the file through which an engine's ranks find each other beside the sockets, since vLLM leaves it behind."""
     for executor in (multiproc_executor, uniproc_executor):
         executor.get_file_store_init_method = lambda: f"file://{folder}/vllm_dist_{uuid.uuid4().hex}"
 
@@ -234,7 +236,7 @@ def _meet_in(folder: str) -> None:
 
 
 def _use_cores(cores: list[int]) -> None:
-    """Before any compute thread exists, so that all of them inherit it."""
+    """Pin this process, before any compute thread exists, so that all of them inherit it."""
     if not cores:
         return
     import torch

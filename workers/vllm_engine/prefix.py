@@ -1,6 +1,6 @@
 """Turns vLLM's KV cache events, in the engine process, into changes of our prefix keys.
 
-It replaces the scheduler's event publisher, and passes every batch on to that one.
+The collector replaces the scheduler's event publisher, and passes every batch on to it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from workers.engine import PrefixChanges
 
 
 class PrefixCollector(EventPublisher):
-    """Collects until `changes` are taken, once a step. Bounded by the engine's cache."""
+    """Collects changes until they are taken, once a step. Bounded by the engine's cache."""
 
     def __init__(self, block_size: int, inner: EventPublisher) -> None:
         super().__init__()
@@ -37,12 +37,12 @@ class PrefixCollector(EventPublisher):
 
     def _stored(self, event: BlockStored) -> None:
         block_size, hashes = self._translator.block_size, event.block_hashes
-        # Where layers have several kinds of caches, the one with full attention counts: a window forgets its prefix.
+        # If layers have several kinds of caches, full attention's counts: a sliding window drops its prefix.
         if not (event.kv_cache_spec_kind or "full_attention").endswith(("full_attention", "mla_attention")):
             return
         if self._group is None:
             self._group = event.group_idx
-        # Parts of blocks are cached too where kinds differ in size.
+        # If the kinds differ in block size, parts of blocks are cached too.
         whole = event.block_size == block_size and len(event.token_ids) == len(hashes) * block_size
         if event.group_idx != self._group or not whole:
             return
@@ -51,7 +51,7 @@ class PrefixCollector(EventPublisher):
         cache_salt = None
         if event.parent_block_hash is None and len(extras[0]) == 1 and isinstance(extras[0][0], str):
             cache_salt, extras[0] = extras[0][0], ()
-        # From the first image or embedding on there is more to a block than its tokens.
+        # From the first image or embedding on, a block depends on more than its tokens.
         plain = next((at for at, extra in enumerate(extras) if extra), len(extras))
         salt = salt_of(lora, cache_salt)
         self.changes.stored(self._translator.stored(hashes[:plain], event.parent_block_hash, event.token_ids, salt))
@@ -64,6 +64,6 @@ class PrefixCollector(EventPublisher):
 
 
 def _without(extra: tuple[Any, ...] | None, lora: str | None) -> tuple[Any, ...]:
-    """A block's extra keys less its LoRA's name, which comes first."""
+    """A block's extra keys without its LoRA's name, which comes first."""
     extra = extra or ()
     return extra[1:] if lora is not None and extra[:1] == (lora,) else extra

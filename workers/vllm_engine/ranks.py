@@ -1,7 +1,7 @@
-"""Notices at once that a process has ended in which a rank of the engine ran, and ends the other ranks.
+"""Notices at once when the process of one of the engine's ranks has ended, and kills the other ranks.
 
-vLLM does both too, and says so afterwards: ten seconds later where the others wait for the dead one in a collective
-operation, which keeps their cores or GPUs busy and their memory from the next engine.
+vLLM does both too, but ten seconds later if the others wait for the dead one in a collective operation. Meanwhile they
+keep their cores or GPUs busy, and hold memory that the next engine needs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ log = logging.getLogger("pd.worker")
 
 
 class RankWatch:
-    """Watches from its making until `close`."""
+    """Watches the ranks from its construction until `close`."""
 
     def __init__(self, pids: Collection[int], ended: Callable[[str], None]) -> None:
-        """`ended` is called on the running loop, with what to say of it."""
+        """`pids`: the ranks' processes. `ended` is called on the running loop, with a text that says what happened."""
         self._ended = ended
         self._loop = asyncio.get_running_loop()
         self._descriptors: set[int] = set()

@@ -1,4 +1,4 @@
-"""From the frontend's engine request to the one this worker's engine runs: phase, KV parameters, continuation."""
+"""Turns a frontend's engine request into the one that this worker's engine runs: phase, KV parameters, continuation."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from workers.engine import EngineRequest, InvalidEngineRequest, Phase
 
 
 class RequestCodec:
-    """Decodes and adapts. Raises InvalidEngineRequest, naming the request and what is wrong with it."""
+    """Decodes and adapts requests. Raises InvalidEngineRequest with the request's key and what is wrong."""
 
     def __init__(self, max_model_len: int, vocabulary: int) -> None:
-        """What the engine can take, in tokens. A longer sequence, or a larger token id, would end the engine itself."""
+        """The engine's limits: tokens of a sequence, and token ids. A request beyond them would end the engine."""
         self._max_model_len, self._vocabulary = max_model_len, vocabulary
         self._decoder = MsgpackDecoder(EngineCoreRequest)
 
@@ -29,8 +29,8 @@ class RequestCodec:
             raise InvalidEngineRequest(f"{request.key}: undecodable engine request: {error}") from error
         core.request_id = request.key
         core.external_req_id = None
-        # By these two vLLM orders what waits. The frontend has made one place of them, which this clock completes: its
-        # own may be wrong.
+        # vLLM orders waiting requests by these two. The frontend has combined them into `behind_s`, which is added to
+        # this host's clock, since the frontend's may differ.
         core.priority = 0
         core.arrival_time = time.time() + request.behind_s
         if request.resume_tokens:
@@ -72,15 +72,15 @@ def _set_kv(core: EngineCoreRequest, params: dict[str, Any]) -> None:
 
 
 def _receive(source: KVSource) -> dict[str, Any]:
-    """What connectors.push reads: the source as it is."""
+    """Parameters for connectors.push: the KV source, unchanged."""
     return {"do_remote_prefill": True, "do_remote_decode": False, "kv_source": msgspec.to_builtins(source)}
 
 
 def _prefill_only(core: EngineCoreRequest) -> None:
     """Sample one token with every parameter that determines it, so that the decode engine samples the same one.
 
-    What carries state from token to token (a grammar, a thinking budget) is left out: then the decode engine's token is
-    the only true one.
+    Parameters that carry state from token to token (a grammar, a thinking budget) are left out. The client then gets
+    the decode engine's token only.
     """
     sampling = _sampling(core, "prefilled only")
     if core.prompt_token_ids is None:
@@ -97,10 +97,9 @@ def _prefill_only(core: EngineCoreRequest) -> None:
 
 
 def _continue(core: EngineCoreRequest, tokens: list[int]) -> None:
-    """Go on after `tokens`: they join the prompt, and the limits shrink by them.
+    """Continue after `tokens`: they join the prompt, and the limits shrink by them.
 
-    Exact for greedy sampling; a seeded request draws on from a fresh generator, and penalties see `tokens` as
-    prompt.
+    Exact for greedy sampling. A seeded request continues with a new generator, and penalties see `tokens` as prompt.
     """
     sampling = _sampling(core, "continued")
     if core.prompt_token_ids is None:

@@ -1,7 +1,7 @@
-"""Which messages this vLLM's engine takes and gives, as a short text: equal where the frontends of one version of vLLM
-can drive the engines of another.
+"""A short hash of the messages that this vLLM's engine accepts and returns. If it is equal for two versions of vLLM,
+the frontends of one can drive the engines of the other.
 
-Names, order, types and defaults of all fields count: what is left out of a message is the receiver's default.
+Names, order, types and defaults of all fields count: a field that a message leaves out has the receiver's default.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 
 _DIGITS = 16
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function, say, which is another in each process
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function, say: it differs between processes
 
 
 def of_this_vllm() -> str:
@@ -26,9 +26,9 @@ def of_this_vllm() -> str:
 
 
 def schema(*messages: type) -> str:
-    """Of these, and of all classes that their fields name."""
+    """The hash of these classes and of all classes that their fields name."""
     classes, lines = list(messages), []
-    for cls in classes:  # grows meanwhile
+    for cls in classes:  # the loop appends to this list
         fields = []
         for name, wanted, default in _fields(cls):
             fields.append(f"{name}: {wanted!r} = {default}")
@@ -39,7 +39,7 @@ def schema(*messages: type) -> str:
 
 
 def _fields(cls: type) -> Iterator[tuple[str, Any, str]]:
-    """Name, type and default. None of a class that is not made of fields: its name is all that counts."""
+    """Name, type and default of each field. A class without fields yields nothing: only its name counts."""
     if issubclass(cls, enum.Enum):
         yield from ((member.name, member.value, "") for member in cls)
     elif issubclass(cls, msgspec.Struct):

@@ -1,8 +1,8 @@
-"""What an engine is asked before it serves: to set up what it sets up once, and how fast it is.
+"""Requests that an engine runs before it serves: for its one-time set-up, and to measure its speed.
 
-vLLM compiles some operations when a request first needs them, and all that run on the engine wait for it. How fast it
-is is what the policies expect before the first request: a short and a long prompt, each alone, give the time of a
-prefill. One sequence, and then several together, give that of a decode step. Nothing of it stays: the prefix cache is
+vLLM compiles some operations when a request first needs them, and all requests on the engine wait for that. The
+policies use the measured speed before the first request. A short and a long prompt, each alone, give the time of a
+prefill; one sequence, and then several together, give the time of a decode step. Afterwards the prefix cache is
 emptied.
 """
 
@@ -27,19 +27,19 @@ from workers.engine import EngineStep
 
 log = logging.getLogger("pd.worker")
 
-BUDGET_S = 3.0  # for all of it; an engine that is slower says nothing of itself
-PROMPT_S = 0.5  # prompts grow by `GROWTH`, once at least, as long as the next one is expected to take less
+BUDGET_S = 3.0  # for the whole measurement; a slower engine reports no speed
+PROMPT_S = 0.5  # prompts grow by `GROWTH`, at least once, while the next one is expected to take less than this
 SHORT_TOKENS, GROWTH = 16, 4
-DECODE_TOKENS, STEPS, SEQUENCES = 16, 10, 16  # a prompt's, and what is generated; together at most
+DECODE_TOKENS, STEPS, SEQUENCES = 16, 10, 16  # of a prompt; tokens generated; most sequences at once
 
 
 WARM_TOKENS, WARM_STEPS = 4, 2
-# Compilers take one row for a case of its own, two for a fixed number, and more for any.
+# Compilers make one variant for one row, another for exactly two, and a third for any number.
 WARM_SEQUENCES = (1, 2, 3)
 
 
 class Measured(Protocol):
-    """What is asked of the engine."""
+    """The methods of an engine that are used here."""
 
     async def give(self, request: EngineCoreRequest) -> None: ...
 
@@ -51,9 +51,9 @@ class Measured(Protocol):
 
 
 async def warm_up(engine: Measured, vocabulary: int, most_sequences: int) -> None:
-    """Raises EngineDead."""
+    """Run a few short requests, so that the engine does its one-time set-up. Raises EngineDead."""
     test = _Test(engine, vocabulary)
-    # Log-probabilities are compiled for: an engine without a compiler ends of them, whoever asks for them.
+    # vLLM compiles code for log-probabilities: without a compiler the engine ends when a request asks for them.
     logprobs = 1 if shutil.which(os.environ.get("CXX", "g++")) else None
     began = time.monotonic()
     for sequences in WARM_SEQUENCES:
@@ -67,9 +67,8 @@ async def warm_up(engine: Measured, vocabulary: int, most_sequences: int) -> Non
 async def measure_speed(
     engine: Measured, vocabulary: int, most_tokens: int, most_sequences: int, budget_s: float = BUDGET_S
 ) -> EngineSpeed:
-    """`most_tokens`: of a prompt that one step computes. Without an answer in time all times are 0.
-
-    Raises EngineDead.
+    """Measure the engine's speed. `most_tokens`: of a prompt that one step computes. All times are 0 if the measurement
+    takes longer than `budget_s`. Raises EngineDead.
     """
     test = _Test(engine, vocabulary)
     began = time.monotonic()
@@ -93,9 +92,9 @@ async def measure_speed(
 
 
 async def _prefill(test: _Test, most_tokens: int) -> tuple[float, float]:
-    """Fixed seconds of a prompt, and seconds per token."""
+    """The fixed time of a prompt in seconds, and seconds per token."""
     short = long = min(SHORT_TOKENS, max(1, most_tokens // 2))
-    await test.prompt_s(short)  # the first one pays for what is set up once
+    await test.prompt_s(short)  # the first one includes one-time set-up
     short_s = long_s = await test.prompt_s(short)
     while long < most_tokens and (long == short or long_s * GROWTH < PROMPT_S):
         long = min(most_tokens, long * GROWTH)
@@ -108,7 +107,7 @@ async def _prefill(test: _Test, most_tokens: int) -> tuple[float, float]:
 
 
 async def _decode(test: _Test, sequences: int, most_tokens: int) -> tuple[float, float]:
-    """Seconds of a step without sequences, and what each adds."""
+    """Seconds of a step without sequences, and seconds that each sequence adds."""
     tokens = max(1, min(DECODE_TOKENS, most_tokens // sequences))
     alone_s = await test.step_s(1, tokens)
     if sequences == 1:
@@ -124,14 +123,14 @@ class _Test:
         self.running: set[str] = set()
 
     async def prompt_s(self, tokens: int) -> float:
-        """From giving a prompt to the engine to its first token."""
+        """Seconds from giving a prompt to the engine to its first token."""
         began = time.monotonic()
         await self.add(tokens, 1)
         await self.end()
         return time.monotonic() - began
 
     async def step_s(self, sequences: int, prompt_tokens: int) -> float:
-        """Of this many sequences that decode together: the median gap between their tokens."""
+        """Seconds of a step of this many sequences that decode together: the median gap between their tokens."""
         for _ in range(sequences):
             await self.add(prompt_tokens, STEPS)
         ends, counts = [], Counter[int]()
@@ -146,7 +145,7 @@ class _Test:
         return median(gaps) if gaps else 0.0
 
     async def end(self) -> None:
-        """Until nothing runs any more."""
+        """Wait until nothing runs any more."""
         while self.running:
             self._note(await self._engine.next_step())
 
