@@ -1,1 +1,1 @@
-"""This machine: what it has room for, its processes, the folder of a fleet that runs here, and its own Redis."""
+"""This machine: its cores and GPUs, its processes, the folder of a fleet that runs here, and the fleet's own Redis."""

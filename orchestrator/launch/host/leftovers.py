@@ -1,6 +1,6 @@
-"""Ends and removes what killed processes left: a launcher's processes, and shared memory that nobody maps any more.
+"""Cleans up after killed processes: ends a launcher's processes, and removes shared memory that no process maps.
 
-The launcher's children end by themselves when it dies; this is for those that could not.
+A launcher's children end by themselves when it dies. This is for those that could not.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def _runs(process: StartedProcess) -> bool:
 
 
 def shared_memory_of(groups: set[int], folder: Path = _SHARED_MEMORY) -> dict[int, set[str]]:
-    """By process group: names of the engines' files that its processes map or hold open now."""
+    """The names of the engines' files that processes map or hold open now, by process group."""
     names = {_inode(path): path.name for pattern in _PATTERNS for path in folder.glob(pattern)}
     used = _in_use(folder, groups)
     return {group: {names[inode] for inode in inodes & names.keys()} for group, inodes in used.items()}
 
 
 class SharedMemory:
-    """Which of the engines' files each process group has used, as far as was seen. Groups are named by their leader."""
+    """Records which of the engines' files each process group was seen to use. A group's id is its leader's pid."""
 
     def __init__(self, folder: Path = _SHARED_MEMORY) -> None:
         self._folder = folder
@@ -66,15 +66,17 @@ class SharedMemory:
             self._used.setdefault(group, set()).update(names)
 
     def remove_of(self, group: int) -> list[str]:
-        """What a group that has ended left, and no other was seen with. Returns the names."""
+        """Remove the files of a group that has ended, except those that another group was seen to use. Returns their
+        names."""
         own = self._used.pop(group, set())
         return remove_shared_memory(own - self.names, self._folder)
 
 
 def remove_shared_memory(names: Iterable[str], folder: Path = _SHARED_MEMORY) -> list[str]:
-    """Remove these files, which were noted as our processes', where no process uses them. Returns their names.
+    """Remove those of these files that no process uses. Returns their names.
 
-    Only noted ones: containers may share the folder, and what theirs map cannot be seen from here.
+    `names` must be files that our processes were seen to use: containers may share the folder, and which files the
+    processes of other containers map cannot be seen from here.
     """
     left = [path for name in sorted(names) if _inode(path := folder / name)]
     used = set[int]().union(*_in_use(folder).values()) if left else set()
@@ -88,7 +90,7 @@ def remove_shared_memory(names: Iterable[str], folder: Path = _SHARED_MEMORY) ->
 
 
 def _inode(path: Path) -> int:
-    """0 when it is gone."""
+    """The inode of a file; 0 if the file is gone."""
     try:
         return path.stat().st_ino
     except OSError:
@@ -96,9 +98,9 @@ def _inode(path: Path) -> int:
 
 
 def _in_use(folder: Path, groups: set[int] | None = None) -> dict[int, set[int]]:
-    """By process group: inodes of the folder's files that its processes map or hold open. `groups`: only these.
+    """The inodes of the folder's files that processes map or hold open, by process group. `groups`: only these.
 
-    Not names: a semaphore is mapped by the one who made it under the name that it had before it was complete.
+    Not the names: the process that made a semaphore maps it under the name that it had before it was complete.
     """
     prefix = f"{folder}/"
     used: dict[int, set[int]] = {}

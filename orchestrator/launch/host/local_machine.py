@@ -1,4 +1,4 @@
-"""This machine as the one that a fleet runs on."""
+"""`Machines` of a fleet that runs on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from orchestrator.types import Role
 
 
 class LocalMachine:
-    """See Machines. Room is shared out by `config`."""
+    """See Machines. `config` says how the machine is shared among the workers."""
 
     remote = False
 
@@ -22,7 +22,7 @@ class LocalMachine:
         self.device = self._shares.device
 
     async def look(self) -> None:
-        """There is always this one."""
+        """Does nothing: there is always this machine."""
 
     async def left_running(self) -> list[str]:
         return []
@@ -34,7 +34,7 @@ class LocalMachine:
         self._shares.give_back(owner)
 
     async def placed(self, owner: str) -> None:
-        """What is taken is there."""
+        """Does nothing: a share has its place once it is taken."""
 
     def worker(self, worker_id: str, role: Role, setup: Setup, on_line: OnLine) -> LocalProcess:
         self._shares.give_back(worker_id)

@@ -20,20 +20,20 @@ from orchestrator.config.engine_args import engine_args, environment, pool, rank
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.types import Role
 
-# vLLM's default for gpu_memory_utilization is near 1: a worker without a number of its own has its GPUs to itself.
+# vLLM's default for gpu_memory_utilization is near 1: a worker that does not set it has its GPUs to itself.
 _WHOLE_GPU = 1.0
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # for each rank of an engine on CPU
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What one worker gets, as command-line arguments and environment variables."""
+    """A worker's share of the machine, as command-line arguments and environment variables."""
 
     arguments: list[str] = []
     env: dict[str, str] = {}
 
 
 class MachineShares:
-    """Shares out the cores, or the GPUs, of this machine among the workers of one fleet. Raises ConfigError."""
+    """Divides the cores or the GPUs of this machine among the workers of one fleet."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -52,8 +52,8 @@ class MachineShares:
             self._cores = CoreShares(find_cores(), all_ranks, config.frontend.most_replicas)
 
     def take(self, owner: str, role: Role, config: Config | None = None) -> Share:
-        """This worker's share; the same one again until it is given back. `config`, where it is another by now, says
-        what it needs. Raises ConfigError when there is no room."""
+        """A worker's share, which stays the same until it is given back. `config`: the worker's, if it is not the one
+        that this was constructed with. Raises ConfigError if there is no room."""
         config = config or self._config
         if self._gpus is not None and "CUDA_VISIBLE_DEVICES" not in environment(config, role):
             utilization = engine_args(config, role).get("gpu_memory_utilization")
@@ -85,23 +85,23 @@ class MachineShares:
 
 
 class CoreShares:
-    """Hands out runs of neighbouring cores to workers, equally many for each rank of theirs.
+    """Gives workers runs of neighbouring cores, the same number for each of their ranks.
 
-    The compute threads of a rank wait for each other at every layer, so two workers that share cores are each far
-    slower than half as fast. Where there are more ranks than cores, nobody is pinned: one that loads could wait for
-    minutes behind one that is busy on the same core. On larger machines some cores stay free for the frontends, which
-    are not pinned.
+    The compute threads of a rank wait for each other at every layer, so two workers that share cores each run at far
+    less than half the speed. If there are more ranks than cores, no worker is pinned: one that loads its model could
+    wait for minutes behind one that is busy on the same core. On larger machines some cores stay free for the
+    frontends, which are not pinned.
     """
 
     def __init__(self, cores: Sequence[int], ranks: int, frontends: int) -> None:
-        """`ranks`: of all workers together."""
+        """`ranks`: those of all workers together. `frontends`: how many cores to keep free, if there are enough."""
         spare = min(frontends, len(cores) // 8)
         self._cores, self._of_a_rank = list(cores), (len(cores) - spare) // max(1, ranks)
         self._held: dict[str, list[int]] = {}
 
     def take(self, owner: str, ranks: int = 1) -> list[int]:
-        """The run that the fewest workers share; empty (not pinned, one thread for each rank) when there are too few
-        cores for all ranks."""
+        """The run of cores that the fewest workers share. It is empty if there are too few cores for all ranks: the
+        worker is not pinned, and has one thread for each rank."""
         if owner not in self._held:
             size = ranks * min(self._of_a_rank, len(self._cores) // ranks)
             starts = range(0, len(self._cores) - size + 1, self._of_a_rank) if size else ()
@@ -115,14 +115,15 @@ class CoreShares:
 
 
 class GpuShares:
-    """Hands out whole GPUs, or parts of them where gpu_memory_utilization says that a worker needs only a part."""
+    """Gives workers whole GPUs, or parts of them if gpu_memory_utilization says that a worker needs only a part."""
 
     def __init__(self, gpus: Sequence[str]) -> None:
         self._free = dict.fromkeys(gpus, _WHOLE_GPU)
         self._held: dict[str, tuple[list[str], float]] = {}
 
     def take(self, owner: str, ranks: int, utilization: float | None = None) -> list[str]:
-        """As many distinct GPUs as `ranks`, the emptiest first. Raises ConfigError when they do not suffice."""
+        """As many distinct GPUs as `ranks`, those with most free memory first. Raises ConfigError if there are too
+        few."""
         if owner in self._held:
             return self._held[owner][0]
         share = utilization or _WHOLE_GPU
@@ -133,7 +134,7 @@ class GpuShares:
                 f"left of {len(self._free)}; lower replicas or tensor_parallel_size, or set gpu_memory_utilization "
                 "so that workers share GPUs"
             )
-        # Emptiest first, then in the machine's order: neighbours are connected best.
+        # Most free memory first, then in the machine's order: neighbours are connected best.
         chosen = sorted(fitting, key=lambda gpu: -self._free[gpu])[:ranks]
         for gpu in chosen:
             self._free[gpu] -= share
@@ -152,7 +153,7 @@ def find_cores() -> list[int]:
 
 
 def find_gpus(devices: Path = Path("/dev")) -> list[str]:
-    """The NVIDIA GPUs, by the names that CUDA_VISIBLE_DEVICES takes. Where that variable is set, it is the list."""
+    """The NVIDIA GPUs, by their names in CUDA_VISIBLE_DEVICES. If that variable is set, its GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [gpu for gpu in re.split(r"\s*,\s*", visible.strip()) if gpu and gpu != "-1"]
@@ -166,7 +167,7 @@ def hold_port(host: str, port: int) -> tuple[socket.socket, int]:
     address = (host, port)
     try:
         if port:
-            # First without SO_REUSEPORT: the frontends of another fleet would share their port with ours.
+            # First without SO_REUSEPORT, with which we would share the port of another fleet's frontends.
             with socket.socket(family) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
@@ -194,7 +195,7 @@ def has_cuda_vllm() -> bool:
 
 
 def _check_memory(config: Config) -> None:
-    """The explicit KV cache sizes alone must fit into the machine's memory. Raises ConfigError."""
+    """Raises ConfigError if the configured KV cache sizes alone exceed the machine's memory."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     needed = 0
     for role in Role:

@@ -1,7 +1,7 @@
 """One child process on this machine: its own session, its output line by line, and an end that leaves nothing behind.
 
-Whether it should run is supervise.py's, and what it runs is commands.py's. `Process` is what a process on another
-machine offers too.
+`supervise.py` decides whether it should run, and `commands.py` what it runs. `Process` is the interface that processes
+on other machines have too.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from orchestrator.parent import EXIT_REASON_FILE, PARENT, ExitReason, identity_o
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 16
-_KEPT_LINES = 100  # a traceback is in them
+_KEPT_LINES = 100  # enough for a traceback
 # The helpers of a dead process (its engine, Python's resource tracker) have this long to end by themselves.
 _GROUP_PATIENCE_S = 3.0
 _POLL_S = 0.02
-# Of execve(2): the program is not there, is no program, or may not be run by us.
+# Errors of execve(2): the program does not exist, is not a program, or we may not run it.
 _NEVER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
 
 
@@ -44,11 +44,11 @@ class ProcessSpec(msgspec.Struct, frozen=True):
 
 
 class CannotRun(OSError):
-    """The program cannot be run on its machine, and another start would end the same. One line with the mend."""
+    """The program cannot be run on its machine, and another start would fail too. The text is one line with the fix."""
 
 
 def cannot_run(program: str, why: str = "no executable file") -> str:
-    """What to say of a program that this machine cannot run."""
+    """The message about a program that this machine cannot run."""
     return f"{program} cannot be run on {socket.gethostname()} ({why}); install it there, or let `python` name another"
 
 
@@ -67,23 +67,23 @@ class Process(Protocol):
 
     @property
     def lost(self) -> bool:
-        """Whether its machine is gone: it does not run for us any more, whether or not it runs."""
+        """Whether its machine is gone. The process counts as ended then, though it may still run there."""
 
     @property
     def exit_reason(self) -> ExitReason | None:
-        """What it said about its end, if it did."""
+        """The reason that it gave for its end, if any."""
 
     async def start(self) -> None:
-        """Raises OSError: CannotRun where that is for good."""
+        """Start it. Raises OSError; CannotRun if another start would fail too."""
 
     async def wait(self) -> int:
-        """Until it and its process group have ended. Returns the exit code, negative for a signal."""
+        """Wait until it and its process group have ended. Returns the exit code, negative for a signal."""
 
     async def stop(self, timeout_s: float) -> None:
-        """SIGTERM, then after `timeout_s` SIGKILL. Returns when it is gone. Idempotent."""
+        """Send SIGTERM, and SIGKILL after `timeout_s`. Returns when it is gone. Idempotent."""
 
     def kill(self) -> None:
-        """It and its process group, at once."""
+        """Kill it and its process group, at once."""
 
 
 def adopt_orphans() -> None:
@@ -105,10 +105,10 @@ class LocalProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._pump: asyncio.Task[None] | None = None
         self.lost = False
-        self.identity = ""  # as `orchestrator.parent` has it; empty until it is started
+        self.identity = ""  # see orchestrator.parent; empty until it is started
 
     async def start(self) -> None:
-        """Raises OSError, CannotRun."""
+        """Start it. Raises OSError, CannotRun."""
         env = {**os.environ, "PYTHONUNBUFFERED": "1", PARENT: str(os.getpid()), **self._spec.env}
         if self._spec.exit_file is not None:
             self._spec.exit_file.unlink(missing_ok=True)
@@ -120,7 +120,7 @@ class LocalProcess:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 env=env,
-                # Ctrl-C reaches the launcher alone, which ends the fleet in order.
+                # Ctrl-C reaches only the launcher, which ends the fleet in order.
                 start_new_session=True,
             )
         except OSError as error:
@@ -140,21 +140,21 @@ class LocalProcess:
 
     @property
     def exit_reason(self) -> ExitReason | None:
-        """What it said about its end, if it did."""
+        """The reason that it gave for its end, if any."""
         return read_exit_reason(self._spec.exit_file) if self._spec.exit_file is not None else None
 
     async def wait(self) -> int:
-        """Until it has ended and everything of its process group too. Returns the exit code, negative for a signal."""
+        """Wait until it and its process group have ended. Returns the exit code, negative for a signal."""
         assert self._process is not None and self._pump is not None, "start it first"
         code = await self._process.wait()
         await self._end_group()
-        # A process outside the group may hold the pipe open; its lines are not worth waiting for.
+        # A process outside the group may hold the pipe open. Its lines are not worth waiting for.
         await asyncio.wait({self._pump}, timeout=1.0)
         self._pump.cancel()
         return code
 
     async def stop(self, timeout_s: float) -> None:
-        """SIGTERM, then after `timeout_s` SIGKILL. Returns when it is gone. Idempotent."""
+        """Send SIGTERM, and SIGKILL after `timeout_s`. Returns when it is gone. Idempotent."""
         if self._process is None:
             return
         self.signal(signal.SIGTERM)
@@ -172,7 +172,7 @@ class LocalProcess:
                 self._process.send_signal(number)
 
     def kill(self) -> None:
-        """It and its process group, at once."""
+        """Kill it and its process group, at once."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -199,7 +199,7 @@ class LocalProcess:
             self._say(rest)
 
     def _say(self, line: bytes) -> None:
-        # A progress bar redraws itself in one line: keep what it showed last.
+        # A progress bar redraws itself in one line: keep its last state.
         text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace").rstrip()
         if text:
             self.last_lines.append(text)
@@ -207,7 +207,7 @@ class LocalProcess:
 
 
 def group_alive(pgid: int) -> bool:
-    """Whether a process group has members left; those that only wait to be reaped are reaped."""
+    """Whether a process group has members left. Reaps those that have ended."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-pgid, os.WNOHANG)[0]:
             pass

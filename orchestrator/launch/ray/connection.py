@@ -21,7 +21,7 @@ from ray.util import list_named_actors
 from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
 
 _CONNECT_TIMEOUT_S = 5.0
-_AUTH_MODE = "RAY_AUTH_MODE"  # what Ray's processes read
+_AUTH_MODE = "RAY_AUTH_MODE"  # Ray's processes read it
 
 
 def connect(config: Config) -> str:
@@ -49,7 +49,7 @@ def connect(config: Config) -> str:
 
 
 def _check_address(address: str) -> None:
-    """Ray itself would try for minutes. Raises ConfigError."""
+    """Raises ConfigError if no server answers there. Ray itself would try for minutes."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -87,7 +87,7 @@ def end_fleet(config: Config, timeout_s: float) -> list[str]:
 
 
 def group_name(config: Config, owner: str) -> str:
-    """Of a worker's placement group: all namespaces of a cluster share these names."""
+    """The name of a worker's placement group. Such names are common to all namespaces of a cluster."""
     return f"{_namespace(config)}/{owner}"
 
 

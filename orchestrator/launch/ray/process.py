@@ -1,4 +1,4 @@
-"""A process on some node of a Ray cluster, by way of the runner there."""
+"""A process on a node of a Ray cluster, which the runner on that node starts and watches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LAST_LINES_S = 1.0
 
 
 class RayProcess:
-    """See Process. `place` gives the actor's options: where it is to run, and what it takes of a node."""
+    """See Process. `place` returns the actor's options: where it runs, and which resources of a node it takes."""
 
     def __init__(self, order: Order, place: Callable[[], dict[str, Any]], on_line: OnLine) -> None:
         self.name = order.name
@@ -45,7 +45,7 @@ class RayProcess:
         self._pump: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Raises OSError. A process of this name that an earlier launcher left running is taken over."""
+        """Start it, or take over a process of this name that an earlier launcher left running. Raises OSError."""
         options = {
             "name": self.name,
             "get_if_exists": True,
@@ -98,7 +98,7 @@ class RayProcess:
             self._runner.kill.remote()
 
     async def _asked(self, call: Callable[[], Any]) -> Any:
-        """Asks again while the runner only cannot be reached: Ray says in the end that it answers, or is dead."""
+        """Call again while the runner is only unavailable: in the end it answers, or Ray says that it is dead."""
         while True:
             try:
                 return await call()
@@ -106,7 +106,7 @@ class RayProcess:
                 await asyncio.sleep(_ASK_AGAIN_S)
 
     def _release(self) -> None:
-        """The runner ends, and gives back what it had of its node."""
+        """End the runner, which frees its resources of the node."""
         if self._runner is not None:
             with contextlib.suppress(RayActorError):
                 ray.kill(self._runner)

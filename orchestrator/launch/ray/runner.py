@@ -30,7 +30,7 @@ _LOOK_EVERY_S = 5.0  # for shared memory that the process uses
 
 
 class Runner:
-    """An asyncio actor: `start` once, then `wait` and `lines` from whoever is the launcher now."""
+    """An asyncio actor. `start` is called once; then the current launcher calls `wait` and `lines`."""
 
     def __init__(self) -> None:
         self._process: LocalProcess | None = None
@@ -41,7 +41,7 @@ class Runner:
         self._starting = asyncio.Lock()
 
     async def start(self, order: bytes) -> bytes:
-        """Start it, unless it runs. Returns Started or NotStarted."""
+        """Start the process, unless it was started before. Returns Started or NotStarted."""
         async with self._starting:
             if self._process is None:
                 try:
@@ -52,12 +52,12 @@ class Runner:
         return encode(Started(self._process.pid, self._process.identity))
 
     async def wait(self) -> bytes:
-        """Until it and its process group have ended. Returns Ended."""
+        """Wait until the process and its process group have ended. Returns Ended."""
         assert self._ended is not None, "start it first"
         return await asyncio.shield(self._ended)
 
     async def lines(self, timeout_s: float) -> list[str]:
-        """New lines of its output, or none after `timeout_s`. A line is told once."""
+        """New lines of its output, or none after `timeout_s`. Each line is returned once."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not self._lines:
@@ -97,7 +97,7 @@ class Runner:
         return process
 
     def _on_this_node(self, config: Config, host: str) -> Config:
-        """With this node's address, and its path of the model. Raises ConfigError."""
+        """The configuration with this node's address and its path of the model. Raises ConfigError."""
         model = find_model(config.model, lambda stage: self._hear("", f"model: {stage}"))
         replace = msgspec.structs.replace
         config = resolve(config, model, config.redis.url, config.frontend.port)
@@ -108,7 +108,7 @@ class Runner:
         )
 
     async def _run(self, process: LocalProcess) -> bytes:
-        """Until it has ended, and what it left is removed. Returns Ended."""
+        """Wait until the process has ended, and remove what it left. Returns Ended."""
         shared = SharedMemory()
         ended = asyncio.create_task(process.wait())
         while not ended.done():
@@ -129,5 +129,6 @@ class Runner:
 
 
 def _listen_at(asked: str, host: str) -> str:
-    """A frontend on a node is reached from elsewhere: the default, which is a loopback address, would be of no use."""
+    """The address for a frontend to listen at. The node's own replaces a loopback address, which is the default and
+    cannot be reached from elsewhere."""
     return host if asked in ("127.0.0.1", "localhost", "::1") else asked

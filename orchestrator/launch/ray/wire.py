@@ -1,4 +1,4 @@
-"""Messages between a launcher and the runners of its processes, as MessagePack: none is a pickle."""
+"""Messages between a launcher and the runners of its processes, as MessagePack, so that none is a pickle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from orchestrator.types import Role
 
 
 class RunWorker(msgspec.Struct, tag="worker", frozen=True):
-    """To a runner: run this worker on your node. The model of `config` is not resolved: its path is the node's."""
+    """To a runner: run this worker on your node. The model of `config` is not resolved: its path depends on the
+    node."""
 
     config: Config
     name: str
