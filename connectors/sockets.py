@@ -1,7 +1,7 @@
-"""The TCP connections of this process with other engines, and how to end them so that nothing more comes in (Linux).
+"""The TCP connections of this process with other engines, and how to end them so that no more data arrives (Linux).
 
-The library that owns them, UCX, takes whatever arrives on a connection into memory, however late: bytes that wait in a
-kernel's buffers outlive a cut link, and the process that sent them. NIXL tears down none of those that it accepted.
+UCX, the library that owns them, writes all data that arrives on a connection to memory, however late. Bytes in a
+kernel's buffers outlive a cut link, and the process that sent them. NIXL closes none of the connections it accepted.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import NamedTuple
 _LISTEN = 0x0A  # tcp_states.h
 _REMEMBERED = 4096  # engines
 _REFUSAL_S = 1.0
-_FABRICS = Path("/sys/class/infiniband")  # what these carry needs no TCP connection
+_FABRICS = Path("/sys/class/infiniband")  # WRITEs over these need no TCP connection
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Connection(NamedTuple):
-    """A TCP socket of this process. Addresses are packed IPs, IPv4 also where a socket of IPv6 has one."""
+    """A TCP socket of this process. Addresses are packed IPs. An IPv4 address of an IPv6 socket is packed as IPv4."""
 
     fd: int
     here: tuple[bytes, int]
     there: tuple[bytes, int]
     listens: bool
-    unread: int  # bytes that have come, and that nobody has taken
+    unread: int  # bytes that have arrived and were not read
 
 
 def connections() -> list[Connection]:
-    """All TCP sockets of this process. One that is closed meanwhile is left out."""
+    """All TCP sockets of this process, except those that are closed meanwhile."""
     fds: dict[str, int] = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -57,15 +57,15 @@ def connections() -> list[Connection]:
 
 
 def tear_down(connection: Connection) -> None:
-    """The kernel forgets it at once, with what has come and what was to go; the other end is told, if it can be.
+    """End a connection at once. The kernel drops received and unsent data, and tells the other end if it can.
 
-    A connect() to no address does that. What a shutdown() leaves to be read would still be taken.
+    A connect() to AF_UNSPEC does that (tcp_disconnect in Linux). After a shutdown() received data could still be read.
     """
     _libc.connect(connection.fd, bytes(struct.calcsize("=Q") * 2), struct.calcsize("=Q") * 2)  # AF_UNSPEC is 0
 
 
 def refuses(host: str | bytes, port: int) -> bool:
-    """Whether that port is closed on a machine that answers: the process that listened there has ended."""
+    """Whether the machine answers that this port is closed: the process that listened there has ended."""
     try:
         name = host if isinstance(host, str) else socket.inet_ntop(_family(host), host)
         with socket.create_connection((name, port), timeout=_REFUSAL_S):
@@ -77,17 +77,17 @@ def refuses(host: str | bytes, port: int) -> bool:
 
 
 class Ties:
-    """What ties this process to other engines: whose addresses are whose, and at which ports their ranks listen."""
+    """What this process knows about other engines: their addresses, and the ports at which their ranks listen."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._metadata: OrderedDict[str, set[bytes]] = OrderedDict()  # by engine: of its ranks; addresses are in it
+        self._metadata: OrderedDict[str, set[bytes]] = OrderedDict()  # of its ranks, by engine; has their addresses
         self._doors: dict[str, set[tuple[bytes, int]]] = {}  # by engine: where its processes listen
 
     @contextmanager
     def meeting(self, engine: str, metadata: bytes, handshakes: Collection[int]) -> Iterator[None]:
-        """Meanwhile connections to a rank of `engine` are opened, which `metadata` describes, and to no other.
-        `handshakes`: ports to which other threads may connect now."""
+        """A context in which this process opens connections to one rank of `engine`, whose NIXL metadata is `metadata`,
+        and to no other engine. `handshakes`: ports to which other threads may connect meanwhile; they are left out."""
         before = {one[:3] for one in connections()}
         yield
         now = connections()
@@ -101,7 +101,7 @@ class Ties:
                 self._doors.pop(self._metadata.popitem(last=False)[0], None)
 
     def forget(self, engine: str, awaited: Collection[str]) -> None:
-        """Unless it is one of those that may still write here."""
+        """Forget an engine, unless it is in `awaited`, those that may still write here."""
         if engine not in awaited:
             with self._lock:
                 self._metadata.pop(engine, None)
@@ -113,14 +113,14 @@ class Ties:
         return bool(doors) and all(refuses(*door) for door in sorted(doors or ()))
 
     def is_here(self, engine: str) -> bool:
-        """Whether it runs on this machine, and may write without a connection."""
+        """Whether the engine runs on this machine, and may write without a connection."""
         mine = _own_addresses(connections())
         return not mine or any(address in metadata for metadata in self._metadata[engine] for address in mine)
 
     def cut_off(self, engine: str, settled: bool) -> bool:
-        """Whether `engine` can write here no more, after what can be done about it. May take a second.
+        """Try to stop `engine` from writing here. Returns whether it can write no more. May take a second.
 
-        `settled`: it posts nothing any more, and a network card that still repeated the last has given up.
+        `settled`: it posts no more WRITEs, and a network card that repeated the last one has given up.
         """
         if engine not in self._metadata:
             return settled
@@ -128,13 +128,13 @@ class Ties:
             self.tear_down(engine)
             return settled or not (_FABRICS.is_dir() and any(_FABRICS.iterdir())) or self.has_ended(engine)
         if not self.has_ended(engine):
-            return False  # it needs no connection: a process that was stopped in mid-copy goes on with it
+            return False  # it needs no connection: a process that was stopped within a copy may go on with it
         self.tear_down(engine)
         return True
 
     def tear_down(self, engine: str) -> None:
-        """Ends every connection with the machine of `engine`, and those of which it is not known whose they are. With
-        one that has ended on this machine: those that hold something unread."""
+        """End every connection with the machine of `engine`, and accepted ones whose engine is not known. If the engine
+        ran on this machine, also local ones that have unread data."""
         all_mine = connections()
         mine, here = _own_addresses(all_mine), self.is_here(engine)
         accepting = {one.here[1] for one in all_mine if one.listens}
@@ -168,7 +168,7 @@ def _family(address: bytes) -> socket.AddressFamily:
 
 
 def _address(text: str) -> tuple[bytes, int]:
-    """Of a row of /proc/net/tcp: words of four bytes in this machine's order."""
+    """An address in a row of /proc/net/tcp: words of four bytes in this machine's order."""
     words, _, port = text.partition(":")
     packed = b"".join(struct.pack("=I", int(words[at : at + 8], 16)) for at in range(0, len(words), 8))
     if packed.startswith(bytes(10) + b"\xff\xff"):
