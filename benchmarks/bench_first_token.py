@@ -1,8 +1,8 @@
-"""The first token from prefill at once, or from decode: what each does to TTFT and to the gap before the second token.
+"""The first token from prefill or from decode: the effect on TTFT and on the gap before the second token.
 
-One real prefill and one real decode worker, and two routers beside each other over the very same ones, one with
-`routing.first_token: prefill`, the other with `decode`. They take turns, one request at a time, so that whatever else
-the machine does meets both alike. Then counts how often decode samples another token than prefill has sent.
+There are one real prefill and one real decode worker, and two routers that use both: one with `routing.first_token:
+prefill`, the other with `decode`. The routers take turns, one request at a time, so that other load on the machine
+affects both equally. Then it counts how often decode samples another token than prefill has sent.
 
     python benchmarks/bench_first_token.py [--runs 15] [--models demo kv-heavy] [--busy 0 4]
 """
@@ -64,7 +64,7 @@ class Row:
 
 
 class Client:
-    """One router, as a frontend has it, and the times at which tokens come out of it."""
+    """One router, as in a frontend, and the times of the tokens that it returns."""
 
     def __init__(self, workers: Workers, mode: str) -> None:
         routing = msgspec.structs.replace(workers.config.routing, first_token=mode, remote_prefill_min_tokens=32)
@@ -107,7 +107,7 @@ class Client:
 
     @contextlib.asynccontextmanager
     async def decoding(self, count: int) -> AsyncIterator[None]:
-        """Meanwhile so many others decode, prefilled where they do."""
+        """In this context `count` other requests decode, with local prefill."""
 
         async def forever() -> None:
             while True:
@@ -134,7 +134,7 @@ def _random_prompt(tokens: int) -> list[int]:
 
 
 def _text_prompts(tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
-    """Windows of this project's own text: what a model sees, unlike random tokens, which it has no opinion about."""
+    """Windows of this project's own text. Unlike random tokens they lead to clear predictions, as real prompts do."""
     text = "\n".join(path.read_text() for path in sorted(HERE.parent.glob("**/*.md")) if ".venv" not in path.parts)
     ids = tokenizer.encode(text)
     step = max(1, (len(ids) - tokens) // count)
@@ -174,7 +174,7 @@ async def measure(
     rows = []
     async with clients["decode"].decoding(busy):
         for client in clients.values():
-            await client.ask(_random_prompt(max(lengths)), 8)  # handshakes, and every page touched once
+            await client.ask(_random_prompt(max(lengths)), 8)  # does the handshakes, and touches every page once
         for length in lengths:
             seen: dict[str, list[tuple[float, ...]]] = {mode: [] for mode in MODES}
             for run in range(options.runs):
@@ -197,7 +197,7 @@ def _line(row: Row) -> str:
 
 
 async def mismatches(client: Client, prompts: list[list[int]]) -> tuple[int, int]:
-    """(differing, sent from prefill)."""
+    """Returns (first tokens that differ, first tokens sent from prefill)."""
     before = metrics.first_token_mismatches._value.get(), metrics.first_tokens_early._value.get()
     gate = asyncio.Semaphore(4)
 

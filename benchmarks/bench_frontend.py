@@ -1,9 +1,9 @@
-"""What a request costs the front end: CPU time of the frontend process, over simulated engines.
+"""The cost of a request for the frontend: CPU time of its process, over simulated engines.
 
-CPU time rather than latency, so that what else runs on the machine matters little. Starts its own fleet (1P1D,
-simulated, fast), sends rounds of requests, alternating the cases, and prints the median over rounds. With `--against` a
-second fleet runs the code of another checkout and takes turns with the first; with `--set`, which is for the first
-alone, it may be the same checkout. Prompts are token ids, or with `--text` words that the frontend turns into tokens.
+It measures CPU time rather than latency, since other load on the machine affects that less. It starts its own fleet
+(1P1D, simulated, fast), sends rounds of requests, alternating the cases, and prints the median over rounds. With
+`--against` a second fleet runs the code of another checkout and takes turns with the first. It may be the same checkout
+if `--set` changes the first fleet. Prompts are token ids, or with `--text` words that the frontend tokenizes.
 
     python benchmarks/bench_frontend.py [--rounds 5] [--requests 200] [--tokens 64] [--against ../other-checkout]
 """
@@ -34,13 +34,13 @@ from benchmarks.peers.texts import Texts  # noqa: E402
 from orchestrator.config.model import resolve_model  # noqa: E402
 
 START_TIMEOUT_S = 120
-SHORT, LONG = 32, 1024  # prompt tokens: prefilled where they decode, and remotely
+SHORT, LONG = 32, 1024  # prompt tokens of a local and of a remote prefill
 NUMBERS = itertools.count()
 
 
 @dataclass
 class Fleet:
-    """A fleet that runs, and what its frontend's requests cost: CPU milliseconds and events, by case and round."""
+    """A running fleet, and the cost of its frontend's requests: CPU milliseconds and events, by case and round."""
 
     process: subprocess.Popen[str]
     url: str
@@ -77,7 +77,7 @@ def start_fleet(checkout: Path, speed: float, chosen: list[str]) -> Fleet:
     deadline = time.monotonic() + START_TIMEOUT_S
     for line in process.stdout:
         if match := re.search(r"Ready.*?(http://\S+)", line):
-            # Somebody has to go on reading, or the launcher blocks on a full pipe.
+            # Keep reading, or the launcher blocks on a full pipe.
             threading.Thread(target=process.stdout.read, daemon=True).start()
             return Fleet(process, match.group(1), find_frontend(namespace))
         if time.monotonic() > deadline:
@@ -98,17 +98,17 @@ def find_frontend(namespace: str) -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """Of all threads that live, in nanoseconds as the scheduler counts them."""
+    """CPU seconds of all living threads of a process, as the scheduler counts them (schedstat, in nanoseconds)."""
     return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 def token_ids(count: int) -> list[int]:
-    number = next(NUMBERS)  # a prompt asked before would be prefilled where it is cached
+    number = next(NUMBERS)  # a prompt sent before would be prefilled where it is cached
     return [1000 + (number * 7919 + i) % 30000 for i in range(count)]
 
 
 async def send(session: aiohttp.ClientSession, prompt: list[int] | str, tokens: int, stream: bool) -> int:
-    """How many events the answer had, where it was streamed."""
+    """Send a request. Returns the number of events in a streamed answer."""
     body = {
         "model": "demo",
         "prompt": prompt,
@@ -124,7 +124,7 @@ async def send(session: aiohttp.ClientSession, prompt: list[int] | str, tokens: 
 
 
 async def round_of(fleet: Fleet, case: dict[str, Any], requests: int, tokens: int) -> tuple[float, float]:
-    """CPU milliseconds of the frontend per request, and events per request."""
+    """Send one round of requests. Returns the frontend's CPU milliseconds per request, and events per request."""
     async with aiohttp.ClientSession(fleet.url, connector=aiohttp.TCPConnector(limit=0)) as session:
         gate = asyncio.Semaphore(16)
 

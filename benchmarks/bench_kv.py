@@ -1,8 +1,8 @@
 """What a KV transfer adds to the time to first token: ours by chunk, layer and whole, and vLLM's own connectors.
 
-One prefill and one decode engine per variant and round, same settings, one request at a time, no other engine beside
-them: idle ones take a few milliseconds from what is measured. `exposed` is decode's first token minus the end of
-prefill compute, less one decode step. Prints a table, saves JSON and a PNG.
+Each variant and round has one prefill and one decode engine with the same settings, and one request at a time. No other
+engine runs beside them, since even an idle one costs them a few milliseconds. `exposed` is decode's first token minus
+the end of prefill compute, less one decode step. Prints a table, saves JSON and a PNG.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ def random_prompt(tokens: int) -> list[int]:
 
 
 def together(variants: list[Variant], at_once: int) -> list[list[Variant]]:
-    """Variants that take turns, at most `at_once`, which memory limits; what spins stands alone."""
+    """Groups of variants that take turns: at most `at_once`, since memory is limited. Variants that spin are alone."""
     quiet = [variant for variant in variants if not variant.spins]
     groups = [quiet[at : at + at_once] for at in range(0, len(quiet), at_once)]
     return [*groups, *([variant] for variant in variants if variant.spins)]
 
 
 async def measure(model: str, path: str, args: dict[str, Any], options: argparse.Namespace) -> list[Row]:
-    """Two engines of one kind differ by where their memory came to lie, and the machine drifts: every round starts
-    all engines anew, in another order. Those that spin have one round; they are slower by more than that."""
+    """Measure all variants. Two engines of one kind differ by where their memory lies, and the machine's speed drifts,
+    so every round starts all engines again, in another order. Variants that spin have one round: they are slower by
+    more than that."""
     runs: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
     raw: dict[int, list[float]] = {}
     per_token = 0
@@ -79,10 +80,10 @@ async def measure(model: str, path: str, args: dict[str, Any], options: argparse
 
 
 async def _round(pairs: list[Pair], options: argparse.Namespace) -> list[tuple[str, int, tuple[float, float, float]]]:
-    """Every length by every pair: (variant, tokens, what `Pair.run` returned)."""
+    """Run every length on every pair. Returns (variant, tokens, result of `Pair.run`) of each run."""
     found = []
     for pair in pairs:
-        # Handshakes, and every KV page touched once, as in an engine that has served for a minute.
+        # Do the handshakes, and touch every KV page once, as in an engine that has served for a minute.
         await pair.run(random_prompt(max(options.tokens)))
         await pair.run(random_prompt(min(2048, max(options.tokens))))
     for tokens in options.tokens:
@@ -93,7 +94,7 @@ async def _round(pairs: list[Pair], options: argparse.Namespace) -> list[tuple[s
 
 
 async def _in_turns(pairs: list[Pair], tokens: int, times: int) -> list[list[tuple[float, float, float]]]:
-    """Each pair's runs. Every round has another order, so that drift of the machine falls on all alike."""
+    """Each pair's runs. Every round has another order, so that drift of the machine affects all pairs equally."""
     runs: dict[str, list[tuple[float, float, float]]] = {pair.variant.name: [] for pair in pairs}
     for number in range(times):
         first = number % len(pairs)
@@ -103,7 +104,7 @@ async def _in_turns(pairs: list[Pair], tokens: int, times: int) -> list[list[tup
 
 
 def _raw(size: int, cuda: bool) -> float:
-    """In a process of its own: it pins itself and keeps NIXL's threads."""
+    """Seconds of a raw WRITE. It runs in a process of its own, since it pins itself and keeps NIXL's threads."""
     import subprocess
 
     cores = sorted(os.sched_getaffinity(0))
@@ -138,10 +139,10 @@ def models(options: argparse.Namespace, scratch: Path) -> dict[str, tuple[str, d
         common |= {"gpu_memory_utilization": 0.4}
     chosen = {}
     if "kv-heavy" in options.models:
-        # 128 KiB of KV per token, and as little else to compute as that allows.
+        # 128 KiB of KV per token, and otherwise as little compute as possible.
         path = tiny_model(scratch / "heavy", layers=8, heads=16, kv_heads=16, head_dim=128, positions=16384)
         room = {} if options.cuda else {"kv_cache_memory_bytes": (longest + 2048) << 17}
-        dtype = "bfloat16" if options.cuda else "float32"  # attention kernels of GPUs take no float32
+        dtype = "bfloat16" if options.cuda else "float32"  # attention kernels of GPUs do not support float32
         heavy = common | room | {"max_model_len": longest + 256, "dtype": dtype}
         chosen["kv-heavy"] = (str(path), heavy)
     if "smollm2" in options.models:
@@ -175,7 +176,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for name, (path, args) in models(options, Path(scratch)).items():
             rows += asyncio.run(measure(name, path, args, options))
-            save(rows, device, options.out)  # after each model: a long run that is broken off has something to show
+            save(rows, device, options.out)  # after each model, so that a long run that is broken off has results
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What encryption costs the mesh: CPU time and rate of messages from a worker to a frontend, both in this process.
+"""The cost of encrypted messages: CPU time and rate of messages from a worker to a frontend, both in this process.
 
-Alternates `security.mesh: curve` and `none` and prints medians over rounds. Compare CPU time, not rates, where
-other things run.
+Alternates `security.mesh: curve` and `none`, and prints medians over rounds. Compare CPU time, not rates, on a machine
+that does other work too.
 
     python benchmarks/bench_mesh.py [--rounds 7] [--messages 8000] [--sizes 300 8000]
 """
@@ -20,11 +20,11 @@ from orchestrator.wire.messages import Outputs
 from orchestrator.wire.transport import FrontendTransport, WorkerTransport
 
 DEADLINE_S = 60
-BURST = 16  # messages that are sent before others run
+BURST = 16  # messages that are sent before other tasks run
 
 
 async def measure(encrypted: bool, messages: int, size: int) -> tuple[float, float]:
-    """(CPU microseconds per message at both ends, messages per second)."""
+    """Returns (CPU microseconds per message at both ends, messages per second)."""
     keys, own = (KeyPair.new(), KeyPair.new()) if encrypted else (None, None)
 
     async def find(public: str) -> str | None:

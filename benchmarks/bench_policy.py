@@ -1,8 +1,8 @@
-"""`make bench-policy`: what ships against every split and the field, ADP balance, a decision, the queue.
+"""`make bench-policy`: our default policies against fixed splits and the field's, ADP balance, a decision, the queue.
 
-Writes benchmarks/results/policy.json, policy.md and plots. Every part, and of goodput every load, is saved as it ends,
-so that a run can be cut short or taken up again with --parts. Traces are read from --traces where they are there; made
-loads need nothing.
+Writes benchmarks/results/policy.json, policy.md and plots. Every part is saved when it ends, and every load of goodput,
+so that a run can be cut short, or continued with --parts. Traces are read from --traces if they are there; synthetic
+loads need no file.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ RESULTS = Path(__file__).parent / "results"
 REFERENCES = ["round_robin", "least_requests", "power_of_two", "least_tokens", "prefix_hash", "llm_d", "dynamo_cost"]
 BURSTY = next(case for case in CASES if case.name == "bursty")
 CHOICE_CASES = ["azure", "bursty", "heavy_tailed", "mooncake"]
-QUICK = 0.2  # of the requests
+QUICK = 0.2  # share of the requests
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------
 
 
 def bench_goodput(results: dict[str, Any], options: argparse.Namespace) -> None:
-    """What ships, every split, the aggregated fleet and the field's ways, on every load."""
+    """Our default policies, the fixed splits, the aggregated fleet and the field's policies, on every load."""
     for half in options.fleets:
         fleet = f"{half}P{half}D"
         names = [case.name for case in CASES if case.name in options.loads and f"{fleet}/{case.name}" not in results]
@@ -78,7 +78,7 @@ def bench_changing() -> None:
 
 
 def bench_choice(results: dict[str, Any], traces: Path, quick: bool) -> None:
-    """The decode choice alone: our queue and placement for all, at one rate that all sustain."""
+    """The decode choices, all with our queue and placement, at one rate that all sustain."""
     for case in CASES:
         if case.name not in CHOICE_CASES:
             continue
@@ -106,8 +106,8 @@ def bench_adp(results: dict[str, Any]) -> None:
 
 
 def bench_decision(results: dict[str, Any], workers: int = 1000) -> None:
-    """What the router does for one request among a thousand decode workers, half as many prefill workers or none, and
-    hits."""
+    """The time of the router's decision for one request with prefix hits, among a thousand decode workers and half as
+    many prefill workers, or none."""
     rng = random.Random(0)
     identity = EngineIdentity("m", "bfloat16", "auto", 16, 32_768, "sim", "1", PROTOCOL_VERSION)
     modes: dict[str, tuple[dict[str, int], int]] = {
@@ -169,7 +169,7 @@ def bench_decision(results: dict[str, Any], workers: int = 1000) -> None:
 
 
 def bench_speed(results: dict[str, Any], traces: Path) -> None:
-    """The simulator itself: requests per minute of one core, and a fleet of a thousand."""
+    """The simulator's own speed: requests per minute on one core, also for a fleet of a thousand workers."""
     cases = [(case, 8, case.requests) for case in CASES] + [(BURSTY, 500, 60_000)]
     for case, fleet, requests in cases:
         load = load_of(case, traces, requests)
@@ -184,7 +184,7 @@ def bench_speed(results: dict[str, Any], traces: Path) -> None:
 
 
 def bench_queue(quick: bool) -> None:
-    """The prefill queue, a million jobs waiting."""
+    """The prefill queue with a million waiting jobs."""
     result = uvloop.run(queue_benchmark(seconds=2.0 if quick else 10.0))
     say(queue_report(result))
     save("queue", result)

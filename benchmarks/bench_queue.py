@@ -1,6 +1,7 @@
-"""The prefill queue under a million waiting jobs: claim latency, and enqueue + claim + ack cycles a second.
+"""The prefill queue with a million waiting jobs: claim latency, and enqueue + claim + ack cycles per second.
 
-One client process against the embedded server, or any other with --url (a namespace of its own, removed again).
+One client process uses the embedded server, or another one with --url. It has a namespace of its own there, and removes
+its keys.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ WAITING, SECONDS, BODY_BYTES = 1_000_000, 10.0, 512
 CLAIMERS, WINDOW = 64, QueueConfig().affinity_window
 TARGET_CLAIM_P99_MS, TARGET_CYCLES_PER_S = 2.0, 5000.0
 CHOSEN_PER_S = 1000.0
-FEW = (8, 12, 16)  # tasks that never wait: what a claim takes is then not what it waits behind others of this process
+FEW = (8, 12, 16)  # tasks without pauses: so few that a claim's time is not the wait for other tasks of this process
 TARGET, SLOWER, FASTEST = "at the target rate", "at four fifths of the fastest", "as fast as it can"
 
 
 def job(number: int, body: bytes, random_: random.Random, affine: bool = False) -> PrefillJob:
-    """`affine`: half of its prompt is cached on one of the claiming workers."""
+    """A job of random length. `affine`: half of its prompt is cached on one of the claiming workers."""
     tokens = int(random_.lognormvariate(6.5, 1.0)) + 1
     cached = {f"worker-{random_.randrange(CLAIMERS)}": tokens // 2} if affine else {}
     return PrefillJob(f"chatcmpl-{number:032x}", 1, tokens, tokens, 0.0, FRONTEND, body, cached=cached)
 
 
 async def claim(queue: PrefillQueue, worker: str, affine: bool) -> list[Claim]:
-    """One job, as an idle worker's claim loop takes it."""
+    """Claim one job, as the claim loop of an idle worker does."""
     claims, window = await queue.claim(worker, 1, 1, WINDOW if affine else 0, idle=True)
     return await queue.claim_chosen(worker, choose_claims(window, 1, True, 0.0005), idle=True) if window else claims
 
@@ -54,7 +55,7 @@ def quantiles_ms(latencies_s: list[float]) -> dict[str, float]:
 
 
 class Load:
-    """A queue under a frontend and workers that this process plays."""
+    """A queue, with a frontend and workers that this process simulates."""
 
     def __init__(self, redis: Redis, namespace: str, body: bytes, affine: bool = False) -> None:
         self.redis, self.body, self.affine = redis, body, affine
@@ -63,7 +64,7 @@ class Load:
         self._numbers, self._random = count(), random.Random(0)
 
     async def fill(self, waiting: int) -> float:
-        """Enqueue `waiting` jobs, 200 at a time. Returns jobs a second."""
+        """Enqueue `waiting` jobs, 200 at a time. Returns jobs per second."""
         # Jobs that have waited longer than a lease are claimed only while their frontend lives.
         await self.redis.hset(self.queue.keys.frontend(FRONTEND), "pid", 1)
         for number in range(CLAIMERS):
@@ -82,11 +83,11 @@ class Load:
         await self.queue.enqueue(job(next(self._numbers), self.body, self._random, self.affine))
 
     async def cycle(self, seconds: float, clients: int, rate: float) -> dict[str, Any]:
-        """Enqueue, claim and ack one job after another in `clients` tasks, the depth staying the same.
+        """Enqueue, claim and ack one job after another in `clients` tasks, at constant depth.
 
-        `rate` 0 goes as fast as it can, which is the throughput; else cycles start evenly at `rate` a second, which
-        is the latency of a fleet that is not saturated. A claim's latency counts from when it was asked for. The queue
-        is swept as often as that many workers do it.
+        With `rate` 0 cycles have no pauses, which gives the throughput. Else cycles start evenly, `rate` per second,
+        which gives the latency of a fleet that is not saturated. A claim's latency counts from the call. The queue is
+        swept as often as CLAIMERS workers would do it.
         """
         latencies: list[float] = []
         server_s, client_s, started = await self._server_s(), time.process_time(), time.perf_counter()
@@ -124,13 +125,13 @@ class Load:
         }
 
     async def _server_s(self) -> float:
-        """CPU time that the server has used."""
+        """CPU seconds that the server has used."""
         cpu = await self.redis.info("cpu")
         return float(cpu["used_cpu_user"]) + float(cpu["used_cpu_sys"])
 
 
 async def do_nothing(redis: Redis, seconds: float, clients: int, rate: float) -> dict[str, float]:
-    """Latency of a command that does nothing, as often as `cycle` sends any: what client, server and machine add."""
+    """Latency of PING at the same rate as the commands of `cycle`: the part of client, server and machine."""
     latencies: list[float] = []
     started = time.perf_counter()
 
@@ -166,7 +167,7 @@ async def measure(redis: Redis, waiting: int, seconds: float, body_bytes: int) -
     nothing_ms = await do_nothing(redis, seconds, CLAIMERS, TARGET_CYCLES_PER_S)
     depth = await load.queue.depth()
     assert depth.requests == waiting and depth.claimed == 0, f"the queue's books do not balance: {depth}"
-    # Every job has a prefix cached somewhere, so that each claim looks at a window first.
+    # Every job has a prefix cached on a worker, so that each claim reads a window first.
     chosen = Load(redis, NAMESPACE + "-affine", body, affine=True)
     await chosen.fill(10_000)
     runs[f"chosen by prefix, {CHOSEN_PER_S:,.0f}/s"] = await chosen.cycle(seconds, CLAIMERS, CHOSEN_PER_S)
@@ -184,12 +185,13 @@ async def measure(redis: Redis, waiting: int, seconds: float, body_bytes: int) -
 
 
 def sustained(run: dict[str, Any]) -> bool:
-    """Otherwise its latencies say how long the run was, not how long a claim takes."""
+    """Whether the run reached its rate. Otherwise its latencies depend on the length of the run."""
     return bool(run["cycles_per_s"] >= 0.98 * run["asked_per_s"])
 
 
 def verdict(runs: dict[str, Any]) -> str:
-    """Claim latency is judged at the target rate, or, where that is above capacity, told at a rate that is not."""
+    """The result in one line. Claim latency counts at the target rate. If that exceeds the capacity, the latency at a
+    lower rate is given."""
     p99, per_s = runs[TARGET]["claim_ms"]["p99"], runs[FASTEST]["cycles_per_s"]
     met = "met" if p99 < TARGET_CLAIM_P99_MS else "MISSED"
     latency = f"claim P99 {p99:.2f} ms at {TARGET_CYCLES_PER_S:,.0f}/s (target < {TARGET_CLAIM_P99_MS:g}): {met}"
@@ -231,7 +233,7 @@ def report(result: dict[str, Any]) -> str:
 async def run(
     url: str | None = None, waiting: int = WAITING, seconds: float = SECONDS, body_bytes: int = BODY_BYTES
 ) -> dict[str, Any]:
-    """The whole benchmark, on an embedded server where no URL is given."""
+    """The whole benchmark, on an embedded server if no URL is given."""
     embedded = EmbeddedRedis()
     with tempfile.TemporaryDirectory() as folder:
         redis = await connect(url or await embedded.start(Path(folder)), timeout_s=5.0)

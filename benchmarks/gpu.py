@@ -1,9 +1,10 @@
-"""What a machine with one GPU has to show, in one command: `python -m benchmarks.gpu`.
+"""All measurements for a machine with one GPU, in one command: `python -m benchmarks.gpu`.
 
-Two engines share the GPU. `equality`: their answers are one engine's, and checksums of the KV agree. `kv`: what each
-transfer adds, ours in all modes and vLLM's own push and pull. `switches`: asynchronous scheduling and CUDA graphs, on
-and off. `gaps`: times between the tokens of running answers while long prompts arrive, against one engine with all of
-the GPU. Saves JSON, a table and a picture, after each part. `--device cpu` runs the same with small sizes.
+Two engines share the GPU. `equality`: whether their answers equal one engine's, and checksums of the KV agree. `kv`:
+the time that each transfer adds, ours in all modes and vLLM's own push and pull. `switches`: asynchronous scheduling
+and CUDA graphs, on and off. `gaps`: times between the tokens of running answers while long prompts arrive, against one
+engine with all of the GPU. Saves JSON, a table and a picture after each part. `--device cpu` runs the same with small
+sizes.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ PARTS = ("equality", "kv", "switches", "gaps")
 _SHARE = 0.4  # of the GPU's memory, for each of two engines
 _CPU_BYTES = 6 << 30
 _STREAMS, _STREAM_TOKENS, _STREAM_PROMPT = 4, 200, 64
-_WARM_TOKENS = 10  # the gaps between the first ones are of the start
+_WARM_TOKENS = 10  # gaps between the first tokens are left out
 
 Result = dict[str, Any]
 
 
 def problems(device: str) -> list[str]:
-    """What this machine lacks, one line each with the fix."""
+    """What this machine lacks: one line each, with the fix."""
     import psutil
     import torch
     from vllm.platforms import current_platform
@@ -82,7 +83,7 @@ def problems(device: str) -> list[str]:
 
 
 async def equality(path: str, args: dict[str, Any], options: argparse.Namespace) -> Result:
-    """Greedy answers of the pair against one engine's: all prompts at once, then two whose beginnings are cached."""
+    """Compare greedy answers of the pair with one engine's: all prompts at once, then two with cached prefixes."""
     longest = max(options.tokens)
     prompts = [random_prompt(random.randint(3, longest)) for _ in range(options.prompts - 2)]
     prompts += [prompts[0], prompts[1][: longest // 2]]  # prefix hits on both engines
@@ -128,7 +129,7 @@ async def kv(path: str, args: dict[str, Any], options: argparse.Namespace) -> Re
 
 
 async def switches(path: str, args: dict[str, Any], options: argparse.Namespace) -> Result:
-    """`chunk` with what may change when work is queued on the device."""
+    """Measure `chunk` with asynchronous scheduling and CUDA graphs on and off, which change how work is queued."""
     rows = []
     ours = argparse.Namespace(**vars(options) | {"variants": [OURS], "rounds": 1})
     for asynchronous in (True, False):
@@ -147,12 +148,13 @@ def _on(value: bool) -> str:
 
 
 async def gaps(path: str, args: dict[str, Any], options: argparse.Namespace) -> Result:
-    """Long prompts arrive at the same times in both, half as fast as one engine prefills them."""
+    """Measure gaps between tokens in one engine and in the pair. Long prompts arrive at the same interval in both, half
+    as fast as one engine prefills them."""
     args = args | {"max_num_seqs": 16}
     body = lambda: frames(random_prompt(max(options.tokens)), 4)  # noqa: E731
     async with running(start("alone", path, _whole(args, options))) as alone:
         interval_s = 0.0
-        for _ in range(2):  # the first is of a cold engine
+        for _ in range(2):  # in the first one the engine is cold
             began, key = time.monotonic(), uuid.uuid4().hex
             await alone.submit(key, Phase.DECODE, body())
             await alone.end(key)
@@ -196,7 +198,7 @@ async def _gaps_of(decode: Running, send: Callable[[str], Awaitable[None]], inte
 
 
 def _whole(args: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """One engine has as much memory as the two together."""
+    """The arguments of a single engine, with as much memory as the two together."""
     return args | {"gpu_memory_utilization": 2 * _SHARE} if options.cuda else args
 
 

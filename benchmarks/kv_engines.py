@@ -1,4 +1,4 @@
-"""Engines of the KV benchmarks: pairs of every way to transfer KV, single ones, and when each token came."""
+"""Engines of the KV benchmarks: pairs for every way to transfer KV, single engines, and the time of each token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Variant:
     connector: str | None = None  # vLLM's
     module: str | None = None
     pull: bool = False
-    spins: bool = False  # a core per engine, also while idle
+    spins: bool = False  # whether each engine spins a core, also while idle
 
 
 VARIANTS = [
@@ -46,7 +46,7 @@ OURS = VARIANTS[0]
 
 
 class Running:
-    """A started engine, and what its steps said: by request the times of its tokens, the tokens, the last output."""
+    """A started engine, and by request: the times of its tokens, the tokens, the last output."""
 
     def __init__(self, engine: Any, info: Any) -> None:
         self.engine, self.info = engine, info
@@ -68,7 +68,7 @@ class Running:
         await self.engine.submit(EngineRequest(key, phase, body, source))
 
     async def submit_stock(self, key: str, body: list[bytes], params: dict[str, Any]) -> None:
-        """As vLLM's own connectors want their parameters."""
+        """Submit a decode request with the parameters of vLLM's own connectors."""
         request = self.engine._codec.decode(EngineRequest(key, Phase.DECODE, body))
         request.sampling_params.extra_args = {"kv_transfer_params": params}
         await self.engine._client.add_request_async(request)
@@ -95,7 +95,7 @@ class Pair:
         self.prefill, self.decode, self.variant = prefill, decode, variant
 
     async def submit(self, key: str, body: list[bytes]) -> None:
-        """As in the fleet: both are submitted when the job is claimed. Pull waits for the end of prefill."""
+        """Submit to both engines at once, as in a fleet when the job is claimed. Pull waits for the end of prefill."""
         source = KVSource(self.prefill.info.kv, key)
         if self.variant.pull:
             await self.prefill.submit(key, Phase.PREFILL, body)
@@ -110,7 +110,8 @@ class Pair:
         await self.prefill.end(key)
 
     async def run(self, prompt: list[int]) -> tuple[float, float, float]:
-        """(prefill, exposed, decode step) in seconds, by the engines' own clock, which this host's processes share."""
+        """Run one request. Returns (prefill, exposed, decode step) in seconds, by the engines' monotonic clock, which
+        this host's processes share."""
         key = uuid.uuid4().hex
         began = time.monotonic()
         await self.submit(key, frames(prompt, 6))
@@ -125,7 +126,7 @@ class Pair:
 
 
 def _stock_params(source: KVSource) -> dict[str, Any]:
-    """Of vLLM's push, for decode."""
+    """The parameters of a decode request for vLLM's push."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -170,7 +171,7 @@ async def start(
     cores: list[int] | None = None,
     verify: bool = False,
 ) -> Running:
-    """`cores`: of a CPU engine; None on a GPU."""
+    """Start one engine. `cores`: those of a CPU engine; None on a GPU."""
     engine = _engine_class(variant)(
         model,
         args,
@@ -185,7 +186,8 @@ async def start(
 
 
 async def start_pair(variant: Variant, model: str, args: dict[str, Any], cuda: bool, verify: bool = False) -> Pair:
-    """On a CPU each engine has half of the cores; on GPUs prefill has the first, decode the next if there is one."""
+    """Start two engines. On a CPU each has half of the cores; on GPUs prefill has the first one, decode the next one if
+    there is one."""
     cores = sorted(os.sched_getaffinity(0))
     halves = [cores[: len(cores) // 2] or cores, cores[len(cores) // 2 :]]
     engines = []
@@ -201,7 +203,7 @@ async def start_pair(variant: Variant, model: str, args: dict[str, Any], cuda: b
 
 @asynccontextmanager
 async def running(started: Any) -> AsyncIterator[Any]:
-    """`start(...)` or `start_pair(...)`, stopped at the end."""
+    """The engines of `start(...)` or `start_pair(...)`, which are stopped at the end of the context."""
     engines = await started
     try:
         yield engines

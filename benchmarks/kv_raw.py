@@ -1,4 +1,4 @@
-"""How long a plain NIXL WRITE of a given size takes between two processes: the floor for any KV transfer."""
+"""The time of a plain NIXL WRITE of a given size between two processes: the least that any KV transfer takes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _target(pipe: Connection, device: str, size: int, core: int | None) -> None:
     agent, memory, _ = _agent("target", device, size)
     pipe.send((agent.get_agent_metadata(), memory.data_ptr(), max(0, memory.get_device())))
     while not pipe.poll(0.0005):
-        agent.get_new_notifs()  # no progress thread: the receiving side moves only when asked
+        agent.get_new_notifs()  # without a progress thread the receiving side progresses only in calls
 
 
 def raw_write_s(

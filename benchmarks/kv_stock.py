@@ -1,6 +1,6 @@
-"""vLLM's own NIXL connectors with its two CPU defaults repaired, so that what streaming gains is told apart from it.
+"""vLLM's own NIXL connectors with two of their CPU defaults repaired, to separate that gain from the gain of streaming.
 
-Loaded by the engines of `bench_kv.py`; nothing here is used outside the benchmark.
+The engines of the benchmarks load it; nothing else uses it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 
 @contextmanager
 def repaired() -> Iterator[None]:
-    """No progress thread that spins a core, and the compute thread keeps the cores it had."""
+    """In this context NIXL gets no progress thread, which would spin a core, and the compute thread keeps its cores."""
     cores = os.sched_getaffinity(0)
     original = base_worker.nixl_agent_config
     base_worker.nixl_agent_config = functools.partial(original, enable_prog_thread=False)

@@ -1,4 +1,4 @@
-"""The KV transfer figures as JSON, Markdown and a picture; as a script it joins several saved runs of `bench_kv.py`."""
+"""The KV transfer figures as JSON, Markdown and a picture. As a script it joins several saved runs of `bench_kv.py`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Row:
     exposed_best_s: float
     raw_write_s: float
     runs: int
-    rounds: int = 1  # pairs of engines that these runs are of
+    rounds: int = 1  # how many pairs of engines had these runs
 
 
 def save(rows: list[Row], device: str, out: Path) -> None:
@@ -53,7 +53,7 @@ def save(rows: list[Row], device: str, out: Path) -> None:
 
 
 def draw_exposed(axis: Any, rows: list[dict[str, Any]]) -> None:
-    """Exposed transfer by prompt length: a line per variant, and one of a raw WRITE."""
+    """Plot exposed transfer by prompt length: a line for each variant, and one for a raw WRITE."""
     for variant in dict.fromkeys(row["variant"] for row in rows):
         line = [row for row in rows if row["variant"] == variant]
         axis.plot([r["tokens"] for r in line], [max(r["exposed_s"], 1e-4) * 1e3 for r in line], "o-", label=variant)
@@ -100,7 +100,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _ratios(rows: list[dict[str, Any]]) -> Iterable[str]:
-    """`chunk` against vLLM's connectors, by prompt length."""
+    """A table of `chunk` against vLLM's connectors, by prompt length."""
     at = {(row["variant"], row["tokens"]): row for row in rows}
     lines = []
     for (variant, tokens), ours in at.items():
@@ -136,7 +136,7 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def main() -> None:
-    """`kv_tables.py RUN.json ...`: their rows as one result. A later run's replace equal ones."""
+    """`kv_tables.py RUN.json ...`: join their rows into one result. A later run replaces rows of an earlier one."""
     documents = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
     rows = {(r["model"], r["tokens"], r["variant"]): Row(**r) for document in documents for r in document["rows"]}
     joined = sorted(rows.values(), key=lambda row: (row.model, row.tokens))

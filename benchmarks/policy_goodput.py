@@ -1,8 +1,8 @@
-"""Goodput at 90, 95 and 99% of what ships, of every fixed split, of the aggregated fleet and of the field's ways.
+"""Goodput at 90, 95 and 99% of our default policies, of fixed splits, of an aggregated fleet and of others' policies.
 
-What ships begins at an even split and may change roles. Each split is tried at a rate a step above the best so far, so
-that the search for the best costs little more than one run a split. One load is one process. Not responsible for tables
-(`policy_tables`).
+Our defaults begin at an even split and may change roles. Each fixed split is tried at a rate a step above the best so
+far, so that the search costs little more than one run for each split. Each load has a process. Not responsible for
+tables (`policy_tables`).
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from orchestrator.simulator.settings import Settings, stack
 from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.trace import Load, at_rate, first, read_trace, repeated
 
-SPLITS = (2, 4, 8, 10, 14)  # prefill workers of 16, beside none
-STEP = 1.03  # between two rates that are told apart
-FIELD_TOLERANCE, FIELD_START = 0.1, 0.4  # where their search begins, as a share of ours
-LEAST_OF_AUTO = 0.92  # the search for the best split begins at this share of what the automatic one bears
+SPLITS = (2, 4, 8, 10, 14)  # prefill workers of 16, besides the aggregated fleet
+STEP = 1.03  # ratio of two rates that are distinguished
+FIELD_TOLERANCE, FIELD_START = 0.1, 0.4  # of others' policies, whose search begins at this share of `Case.rate`
+LEAST_OF_AUTO = 0.92  # the search for the best split begins at this share of the automatic split's goodput
 PHASE_S = 180.0  # of the load that changes
 NICE = 19
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A load with the profile and objectives it is judged by. `rate` is where the search begins, and `requests` how
-    many there are, for 16 workers."""
+    """A load with its profile and objectives. `rate`: where the search begins, requests per second. `requests`: how
+    many there are. Both are for 16 workers."""
 
     name: str
     profile: str
@@ -53,7 +53,7 @@ CASES = [
     Case("agents", "h100-llama-8b", 1.0, 0.05, 57.0, 28_000),
     Case("chat", "h100-llama-8b", 1.0, 0.05, 124.0, 48_000),
     Case("bursty", "h100-llama-8b", 1.0, 0.05, 96.0, 10_000),
-    # Objectives of the Mooncake paper, on its kind of machine.
+    # The objectives and the kind of machine of the Mooncake paper.
     Case("mooncake", "a100x8-llama-70b", 30.0, 0.1, 7.5, 4_000, "mooncake_conversation_trace.jsonl"),
     Case("azure", "h100-llama-8b", 1.0, 0.05, 176.0, 19_366, "azure2023_conv.csv"),
     Case("heavy_tailed", "h100-llama-8b", 2.0, 0.05, 150.0, 12_000),
@@ -61,7 +61,7 @@ CASES = [
 
 
 def load_of(case: Case, traces: Path, requests: int, seed: int = 0) -> Load | None:
-    """None where the trace is not there."""
+    """A case's load; None if its trace is missing."""
     if case.name in LOADS:
         return synthetic(case.name, requests, seed)
     path = traces / case.file
@@ -90,7 +90,8 @@ def _run(case: Case, load: Load, prefill: int, decode: int, policy: str, rate: f
 
 
 def measure(case: Case, traces: Path, half: int, share_of_requests: float) -> dict[str, Any] | None:
-    """All ways on one load with `half` prefill and `half` decode workers. None where the trace is not there."""
+    """Goodput of all policies on one load, for a fleet of `half` prefill and `half` decode workers; None if the load's
+    trace is missing."""
     os.nice(NICE - os.nice(0))
     began, workers = time.monotonic(), 2 * half
     load = load_of(case, traces, int(case.requests * share_of_requests * half / 8))
@@ -101,7 +102,7 @@ def measure(case: Case, traces: Path, half: int, share_of_requests: float) -> di
     def goodput_of(prefill: int, policy: str, tolerance: float, begin: float = start) -> dict[str, Any]:
         run = partial(simulate, case, load, prefill, workers - prefill, policy)
         found = goodputs(run, begin * 0.95, begin * 1.05, tolerance)
-        for less, more in reversed(list(pairwise(SHARES))):  # a rate that more requests bear, fewer bear too
+        for less, more in reversed(list(pairwise(SHARES))):  # goodput at a larger share holds for a smaller one too
             if found[more].rate > found[less].rate:
                 found[less] = found[more]
         runs = {at.rate: at.attained for good in found.values() for at in good.runs}
@@ -133,8 +134,8 @@ def measure(case: Case, traces: Path, half: int, share_of_requests: float) -> di
 def _best_split(
     run: Callable[[int, float], Report], prefills: list[int], automatic: dict[str, float], aggregated: dict[str, Any]
 ) -> dict[str, Any]:
-    """The fixed split that bears most at each share, none that prefills included. A split that bears less than
-    `LEAST_OF_AUTO` of the automatic one is not looked for: then the rate is 0."""
+    """The fixed split with the highest goodput at each share, the aggregated fleet included. If no split reaches
+    `LEAST_OF_AUTO` of the automatic split's goodput, the rate is 0."""
     tried: dict[tuple[int, float], Report] = {}
     found: dict[str, Any] = {"goodput": {}, "at": {}, "split": {}}
     for share in map(str, SHARES):
@@ -157,7 +158,7 @@ def _best_split(
 def measure_all(
     traces: Path, half: int, share_of_requests: float, processes: int, names: list[str]
 ) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Loads by name, each as it is done."""
+    """Measure loads in parallel. Yields each load's name and result when it is done."""
     cases = [case for case in CASES if case.name in names]
     with ProcessPoolExecutor(processes) as pool:
         running = {pool.submit(measure, case, traces, half, share_of_requests): case.name for case in cases}
@@ -169,7 +170,7 @@ def measure_all(
 
 
 def measure_changing(half: int = 4, rate: float = 50.0) -> dict[str, dict[str, list[float]]]:
-    """The share of requests within both objectives, of each phase and of its first minute, for each way."""
+    """For each policy: the share of requests within both objectives, in each phase and in its first minute."""
     case = Case("changing", "h100-llama-8b", 1.0, 0.05, rate, int(rate * PHASE_S * sum(PHASES.values())))
     load = synthetic(case.name, case.requests)
     ways = [(half, AUTO), *((prefill, FIXED) for prefill in range(2 * half - 2))]

@@ -1,4 +1,4 @@
-"""Turns benchmarks/results/policy.json into tables: what was measured, beside what was aimed at."""
+"""Turns benchmarks/results/policy.json into tables of the measured figures and their targets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs faults in turns and writes a table of what clients saw; exit code 1 where a row did not hold.
+"""Makes faults in turns, and writes a table of what clients saw. The exit code is 1 if a row did not hold.
 
 make chaos                                         # 20 runs of each fault, simulated engines: about two hours
 python -m benchmarks.chaos --runs 2 --faults decode_killed_decoding redis_stopped_30_s
@@ -41,10 +41,10 @@ def measure(
     note: Callable[[list[Row]], None] = lambda rows: None,
     minutes: float = math.inf,
 ) -> list[Row]:
-    """Faults that share a fleet in turns, until there are `runs` of each with those of `begun`.
+    """Make faults that share a fleet in turns, until there are `runs` of each, including those of `begun`.
 
-    `note` is told after each round. After `minutes` no run begins. A fleet that this machine does not
-    allow is left out.
+    `note` gets the rows after each round. After `minutes` no run begins. A fleet that this machine does not allow is
+    left out.
     """
     engines = "real" if real else "simulated"
     known = {row.seen.fault: row for row in begun if row.engines == engines}

@@ -1,7 +1,7 @@
-"""The fleets that faults happen to, and their undisturbed answers.
+"""The fleets under faults, and their undisturbed answers.
 
-Simulated engines give tokens that depend on prompt and position only, at times of a small GPU's order; real ones run a
-tiny model in float32, so that no difference can be put down to rounding.
+Tokens of simulated engines depend on prompt and position only, and their times are of the order of a small GPU's. Real
+engines run a tiny model in float32, so that rounding explains no difference.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from orchestrator.launch.host.redis_server import server_binary
 
 COMMON = (
     "routing.remote_prefill_min_tokens=100",
-    "routing.prefix_index=false",  # so that prompts asked again are prefilled remotely again
+    "routing.prefix_index=false",  # so that prompts sent again are prefilled remotely again
     "ratio.mode=off",  # so that there are workers of each role to be hit
-    "launcher.restart_backoff_max_s=1",  # many faults in a row: the next one need not wait for the last to be mended
+    "launcher.restart_backoff_max_s=1",  # there are many faults in a row, and each restart is to be quick
 )
 # Slow enough for every phase to last: a prefill 0.2 s, a push 0.2 s, an answer 0.7 s.
 SIMULATED = (
     *COMMON,
     f"sim.crash_token={POISON}",
     "sim.step_base_ms=5",
-    "sim.max_num_batched_tokens=512",  # a prompt takes several steps, so that reports show it,
-    "sim.prefix_caching=false",  # also when it is asked again
+    "sim.max_num_batched_tokens=512",  # a prompt takes several steps, so that reports show it
+    "sim.prefix_caching=false",  # also if it is sent again
     "sim.prefill_us_per_token=100",
     "sim.link_gb_per_s=1",
 )
@@ -65,7 +65,8 @@ OPERATOR_KEY = "operator"
 
 @dataclass(frozen=True)
 class Kind:
-    """`sets` go on top of the engine's own. `terminal`: see RunningFleet. `disk`: the run folder has one of its own."""
+    """`sets`: added to the engine's settings. `terminal`: see RunningFleet. `disk`: whether the run folder is on a file
+    system of its own. `network`: whether each process has a network namespace."""
 
     sets: tuple[str, ...] = ()
     terminal: bool = False
@@ -87,7 +88,7 @@ FLEETS: dict[str, Kind] = {
 
 @contextlib.contextmanager
 def world(name: str, real: bool, seed: int) -> Iterator[World]:
-    """Raises OSError, subprocess.CalledProcessError where this machine does not allow such a fleet."""
+    """A fleet of this kind. Raises OSError, subprocess.CalledProcessError if this machine does not allow it."""
     kind = FLEETS[name]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_runtime_folder(kind.disk))
@@ -121,7 +122,7 @@ def _start(config: str, sets: tuple[str, ...], terminal: bool, namespace: str) -
 
 
 def _questions(fleet: FleetClient, real: bool) -> Questions:
-    """Raises AssertionError where an undisturbed answer is an error."""
+    """Prompts and their undisturbed answers. Raises AssertionError if such an answer is an error."""
     if real:
         prompts, max_tokens = [token_prompt(20 + 173 * i % 1100, seed=i) for i in range(12)], 40
     else:
@@ -133,7 +134,7 @@ def _questions(fleet: FleetClient, real: bool) -> Questions:
 
 @contextlib.contextmanager
 def _runtime_folder(disk: bool) -> Iterator[None]:
-    """Away from other fleets of the same user; `disk`: on a small file system of its own."""
+    """Use another runtime folder than other fleets of this user. `disk`: on a small file system of its own."""
     folder = tempfile.mkdtemp(prefix="pdc-")
     before = os.environ.get("XDG_RUNTIME_DIR")
     try:
@@ -152,7 +153,7 @@ def _runtime_folder(disk: bool) -> Iterator[None]:
 
 
 class NetworkFleet(FleetClient):
-    """2P2D, every process on a machine of its own, without a launcher: nothing here is started again."""
+    """2P2D with each process in a network namespace, and without a launcher: no process is restarted."""
 
     def __init__(self, network: Network, url: str, namespace: str, redis_url: str, log: Path) -> None:
         super().__init__(url, namespace, OPERATOR_KEY)
@@ -178,7 +179,7 @@ def _network_fleet() -> Iterator[NetworkFleet]:
         namespace, redis_url = f"links-{uuid.uuid4().hex[:8]}", f"redis://{network.address('redis')}:{REDIS_PORT}"
         model = resolve_model("demo")
         sets = [f"model={model}", f"namespace={namespace}", f"frontend.host={network.address('frontend')}"]
-        sets += [f"security.operator_key={OPERATOR_KEY}"]  # a frontend that others reach shows its fleet to none else
+        sets += [f"security.operator_key={OPERATOR_KEY}"]  # its fleet pages need a key: it is not on loopback
         config = folder / "config.yaml"
         loaded = load_config(ROOT / "configs" / "sim-2p2d.yaml", [*sets, *SIMULATED])
         config.write_text(yaml.safe_dump(msgspec.to_builtins(loaded)))
@@ -205,7 +206,7 @@ def _spawn(stack: contextlib.ExitStack, network: Network, name: str, command: li
 
 
 def _wait_ready(url: str) -> None:
-    """Raises httpx.HTTPError."""
+    """Wait until the fleet is ready, for START_TIMEOUT_S. Raises httpx.TransportError if nothing answers then."""
     transport = httpx.HTTPTransport(retries=0)
     with httpx.Client(transport=transport, timeout=5.0) as client:
         for left in range(int(START_TIMEOUT_S * 5), -1, -1):

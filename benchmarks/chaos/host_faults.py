@@ -1,4 +1,4 @@
-"""What happens to the machine: no CPU, no disk, and nobody who reads what the launcher shows."""
+"""Faults of the machine: no CPU time, a full disk, a removed run folder, and unread output of the launcher."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _running(world: World) -> RunningFleet:
 
 
 async def starved(world: World) -> None:
-    """Ten busy processes for each core, as important as the fleet's own. Nobody may be taken for dead."""
+    """Run ten busy processes for each core, at the fleet's own priority. No worker may count as dead."""
     before = {role: sorted(world.pids(role)) for role in Role}
     command = [sys.executable, "-c", "while True: pass"]
     busy = [await asyncio.create_subprocess_exec(*command) for _ in range(BUSY_PER_CORE * (os.cpu_count() or 1))]
@@ -42,7 +42,8 @@ async def starved(world: World) -> None:
 
 
 async def disk_full(world: World) -> None:
-    """The disk of the run folder and the log. A worker dies meanwhile, so that the launcher has something to write."""
+    """Fill the disk of the run folder and the log. A worker dies meanwhile, so that the launcher has something to
+    write."""
     filler = base_folder() / "filler"
     try:
         with filler.open("wb", buffering=0) as file, suppress(OSError):
@@ -54,7 +55,7 @@ async def disk_full(world: World) -> None:
 
 
 async def terminal_stopped(world: World) -> None:
-    """Ctrl-S on the launcher's terminal."""
+    """Press Ctrl-S on the launcher's terminal."""
     fleet = _running(world)
     os.write(fleet.output, _STOP)
     fleet.reading.clear()
@@ -66,7 +67,7 @@ async def terminal_stopped(world: World) -> None:
 
 
 async def pipe_unread(world: World) -> None:
-    """Nobody reads the launcher's output."""
+    """Stop reading the launcher's output."""
     fleet = _running(world)
     fleet.reading.clear()
     try:
@@ -76,7 +77,7 @@ async def pipe_unread(world: World) -> None:
 
 
 async def folder_removed(world: World) -> None:
-    """As a logout or a cleaner of temporary files does it."""
+    """Remove the run folder and the log, as a logout or a cleaner of temporary files does."""
     folder = RunFolder(world.fleet.namespace)
     gone = Path(folder.path).rename(f"{folder.path}.removed")  # all at once: the launcher puts its files back
     await asyncio.to_thread(shutil.rmtree, gone)

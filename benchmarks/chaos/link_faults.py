@@ -1,4 +1,4 @@
-"""What happens to links between two workers, or a frontend and a worker: packets are lost, or late."""
+"""Faults of links between two workers, or between a frontend and a worker: packets are lost, or late."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def _on(world: World) -> NetworkFleet:
 
 
 def cut(one: str, other: str, forth: bool = True, back: bool = True) -> Make:
-    """`one` and `other` are "frontend", "prefill" or "decode"; of workers, which is left to chance."""
+    """Cut the link between two machines: `forth` from `one` to `other`, `back` the other way. `one` and `other` are
+    "frontend", "prefill" or "decode"; of several workers a random one is taken."""
 
     async def make(world: World) -> None:
         fleet = _on(world)
@@ -38,7 +39,7 @@ def cut(one: str, other: str, forth: bool = True, back: bool = True) -> Make:
 
 
 def slow(kind: str) -> Make:
-    """All links of one worker."""
+    """Slow all links of a random worker of this kind."""
 
     async def make(world: World) -> None:
         fleet = _on(world)

@@ -1,6 +1,6 @@
-"""The clients of a fleet under faults: streams without end, each answer compared token by token with a calm fleet's.
+"""The clients of a fleet under faults: they stream without end, and compare each answer with the undisturbed one.
 
-Knows nothing of faults, except that the connections of a process that was killed may break.
+They know nothing of faults, except that the connections of a killed process may break.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Seen:
     runs: int = 0
     answers: int = 0
     errors: Counter[str] = field(default_factory=Counter)
-    own_errors: int = 0  # connections that ended with the process that they led to
+    own_errors: int = 0  # connections that broke because their process was killed
     wrong: int = 0
     gaps_s: list[float] = field(default_factory=list)  # the longest silence within each answer
     heal_s: list[float] = field(default_factory=list)  # until the fleet had its shape again
     gone_s: list[float] = field(default_factory=list)  # until the work of a process that died was gone everywhere
     leaks: int = 0
-    false_losses: int = 0  # workers that were taken for dead and were slow
+    false_losses: int = 0  # workers that counted as dead, but were slow
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Questions:
 
 
 class Broken(Exception):
-    """An answer ended with an error; `port` is the client's, 0 where no response had begun. `connection`: it broke, or
-    who answered was ending."""
+    """An answer ended with an error. `port`: the client's, 0 if no response had begun. `connection`: whether the
+    connection broke, or the frontend was ending."""
 
     def __init__(self, why: str, port: int = 0, connection: bool = False) -> None:
         super().__init__(why)
@@ -59,7 +59,8 @@ class Broken(Exception):
 
 
 async def stream(client: httpx.AsyncClient, model: str, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
-    """A greedy answer's tokens and its longest silence, seconds; the wait for the first token is one. Raises Broken."""
+    """The tokens of a greedy answer, and its longest silence in seconds, which may be the wait for the first token.
+    Raises Broken."""
     body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     tokens: list[int] = []
     heard, longest, port = time.monotonic(), 0.0, 0
@@ -92,7 +93,8 @@ def _client_port(response: httpx.Response) -> int:
 
 
 class Load:
-    """`async with`: so many streams, each asking one question after the other; at the end those that run may finish."""
+    """`async with`: so many streams, each of which asks one question after another. At the end, running answers may
+    finish."""
 
     def __init__(self, url: str, questions: Questions, streams: int, seen: Seen, once: bool = False) -> None:
         """`once`: each stream asks one question only."""
@@ -114,22 +116,23 @@ class Load:
         await self._client.aclose()
 
     def stop(self) -> None:
-        """No further questions."""
+        """Ask no further questions."""
         self._stopping.set()
 
     async def end(self) -> None:
-        """No further questions; returns when the last answer has ended. Raises what a stream met besides errors."""
+        """Ask no further questions, and wait for the last answer. Raises a stream's exception other than Broken."""
         self.stop()
         await asyncio.gather(*self._tasks)
 
     def burst(self, questions: int) -> None:
-        """So many more, each asked once, beginning with the longest prompts."""
+        """Ask so many questions more, once each, beginning with the longest prompts."""
         longest = sorted(range(len(self._questions.prompts)), key=lambda at: -len(self._questions.prompts[at]))
         for turn in range(questions):
             self._tasks.append(asyncio.create_task(self._ask(longest[turn % len(longest)])))
 
     def forgive(self, ports: set[int]) -> None:
-        """Connections from these ports led to a process that is killed now. One without a response yet may have."""
+        """Do not count errors of connections from these ports: their process is killed now. Connections without a
+        response may lead to it too."""
         self._own_ports = (self._own_ports or set()) | ports
 
     async def _ask_on(self, offset: int) -> None:

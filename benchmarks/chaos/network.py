@@ -1,6 +1,6 @@
-"""Machines of their own for the processes of a fleet: network namespaces (Linux, root) around one that forwards.
+"""A simulated machine for each process of a fleet: network namespaces (Linux, root) around one that forwards packets.
 
-So a link can be cut as a switch or a cable does it: packets are lost, in one direction or both, and nobody is told.
+So a link can be cut as by a switch or a cable: packets are lost, in one direction or both, without an error.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ _SLOW = "tbf rate 2mbit burst 16kb latency 1000ms"  # a fifth of a second for th
 
 
 class Network:
-    """`names` are its machines; this process reaches all of them. `close` it."""
+    """A network of the machines `names`, all of which this process reaches. Call `close` at the end."""
 
     def __init__(self, names: Sequence[str], subnet: str = "10.213") -> None:
-        """`subnet` begins all addresses. Raises OSError, subprocess.CalledProcessError where it is not allowed."""
+        """`subnet`: the first two bytes of all addresses. Raises OSError, subprocess.CalledProcessError if this process
+        may not make namespaces."""
         self._subnet = subnet
         self._prefix = f"pd{os.getpid()}"
         self._switch = f"{self._prefix}-switch"
@@ -41,7 +42,7 @@ class Network:
             _ip("-n", self._machine(name), "route", "add", "default", "via", f"{self._subnet}.{number}.1")
 
     def _plug(self, number: int, machine: str | None) -> None:
-        """A cable from the switch to a machine, or to where this process is."""
+        """Make a link from the switch to a machine, or to this process's own namespace."""
         here, there = f"{self._prefix}s{number}", f"{self._prefix}m{number}"
         place = ["netns", machine] if machine is not None else []
         inside = ["-n", machine] if machine is not None else []
@@ -57,22 +58,22 @@ class Network:
         return f"{self._subnet}.{self._numbers[name]}.2"
 
     def command(self, name: str) -> list[str]:
-        """What to put before a command that shall run on that machine."""
+        """The prefix of a command that runs on that machine."""
         return ["ip", "netns", "exec", self._machine(name)]
 
     def cut(self, source: str, target: str) -> None:
-        """Packets from one to the other are lost."""
+        """Drop all packets from one machine to the other."""
         self._cut.add((source, target))
         self._rule("add", source, target)
 
     def slow(self, name: str) -> None:
-        """All links of a machine, both ways."""
+        """Slow all links of a machine, both ways."""
         number = self._numbers[name]
         for machine, device in self._ends(name, number):
             _run("tc", "-n", machine, "qdisc", "add", "dev", device, "root", *_SLOW.split())
 
     def mend(self) -> None:
-        """Every link that was cut or slow."""
+        """Restore every link that was cut or slow."""
         for source, target in self._cut:
             self._rule("del", source, target)
         self._cut.clear()
@@ -89,7 +90,7 @@ class Network:
         _ip("-n", self._switch, "rule", verb, *towards, "blackhole")
 
     def close(self) -> None:
-        """The cables go with the namespaces."""
+        """Delete the namespaces, and with them their links."""
         for name in [*(self._machine(name) for name in self._numbers), self._switch]:
             with contextlib.suppress(subprocess.CalledProcessError):
                 _ip("netns", "del", name)

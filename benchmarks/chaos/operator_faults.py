@@ -1,4 +1,4 @@
-"""What operators do to a fleet that serves, and a worker that dies meanwhile: no client may notice either."""
+"""Operators' commands to a fleet that serves, and a worker that dies meanwhile. Clients may notice neither."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _fleet(world: World) -> RunningFleet:
 
 
 async def _command(world: World, *arguments: str) -> None:
-    """Raises AssertionError with what the command said, where it fails."""
+    """Run a command. Raises AssertionError with its output if it fails."""
     await asyncio.to_thread(_fleet(world).cli, *arguments)
 
 
@@ -27,7 +27,7 @@ async def _shape(world: World, prefill: int, decode: int) -> None:
 
 
 async def scaled(world: World) -> None:
-    """Workers change their roles, are started and are drained, until the shape is as it was."""
+    """Scale the fleet and back: workers change their roles, are started and are drained."""
     prefill, decode = world.shape
     await _shape(world, prefill + 1, decode - 1)
     await _shape(world, prefill - 1, decode + 2)
@@ -35,7 +35,7 @@ async def scaled(world: World) -> None:
 
 
 async def roles_swapped(world: World) -> None:
-    """The two workers that change roles have work at that moment."""
+    """Swap the roles of two workers that have work at that moment."""
     (prefill, *_), (decode, *_) = (world.fleet.workers(role.value) for role in (Role.PREFILL, Role.DECODE))
     await _command(world, "role", prefill["id"], "decode")
     await _command(world, "role", decode["id"], "prefill")
@@ -46,7 +46,7 @@ async def restarted(world: World) -> None:
 
 
 def one_dies_during(operation: Callable[[World], Awaitable[None]]) -> Callable[[World], Awaitable[None]]:
-    """A worker is killed at some moment of the operation, which has to go on."""
+    """Kill a worker at some moment of the operation, which has to go on."""
 
     async def make(world: World) -> None:
         operating = asyncio.ensure_future(operation(world))

@@ -1,4 +1,4 @@
-"""What happens to Redis, and to the queue that is in it."""
+"""Faults of Redis, and of the queue in it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from benchmarks.chaos.world import World
 from orchestrator.store.keys import Keys
 from orchestrator.types import Role
 
-LASTS_S = 6.0  # longer than entries of workers live without being refreshed
+LASTS_S = 6.0  # longer than the time to live of workers' entries
 PAUSE_S = 30.0
 NOWHERE = ("127.0.0.1", "1")  # a primary that does not answer
-# What the queue keeps, by the first part of its keys' names; all else in the namespace is the registry's.
+# The first parts of the names of the queue's keys. All other keys of the namespace are the registry's.
 QUEUE_KEYS = ("queue", "job", "claims", "queued_tokens", "leases", "idle", "busy", "affine")
 
 
@@ -30,7 +30,7 @@ async def _server(world: World) -> AsyncIterator[redis.asyncio.Redis]:
 
 
 async def queue_lost(world: World) -> None:
-    """Every key of the queue, waiting and claimed jobs, is deleted while jobs wait."""
+    """Delete every key of the queue, with waiting and claimed jobs, while jobs wait."""
     await world.caught(Role.PREFILL, "prefilling")
     prefix = Keys(world.fleet.namespace).prefix
     async with _server(world) as server:
@@ -41,19 +41,19 @@ async def queue_lost(world: World) -> None:
 
 
 async def killed(world: World) -> None:
-    """The launcher starts it again, empty."""
+    """Kill the server. The launcher starts it again, empty."""
     world.kill(await _pid(world))
 
 
 async def restarted_empty(world: World) -> None:
-    """It ends in order and saves nothing."""
+    """Shut the server down in order, without saving. The launcher starts it again."""
     async with _server(world) as server:
         with contextlib.suppress(ConnectionError):
             await server.shutdown(nosave=True)
 
 
 async def emptied(world: World) -> None:
-    """Keys and functions are gone, connections stay: as after a fail-over to a replica that has nothing."""
+    """Delete all keys and functions; connections stay. It is as after a fail-over to an empty replica."""
     async with _server(world) as server:
         await server.flushall()
         await server.execute_command("FUNCTION FLUSH")
@@ -69,7 +69,7 @@ async def _pid(world: World) -> int:
 
 
 def set_for_a_while(name: str, value: str, usual: str) -> Callable[[World], Awaitable[None]]:
-    """A setting under which it refuses to write."""
+    """Change a setting for LASTS_S, so that the server refuses writes."""
 
     async def make(world: World) -> None:
         async with _server(world) as server:
@@ -81,7 +81,7 @@ def set_for_a_while(name: str, value: str, usual: str) -> Callable[[World], Awai
 
 
 async def read_only(world: World) -> None:
-    """It becomes the replica of nobody."""
+    """Make the server the replica of a primary that does not answer, for LASTS_S."""
     async with _server(world) as server:
         await server.execute_command("REPLICAOF", *NOWHERE)
         await asyncio.sleep(LASTS_S)

@@ -1,4 +1,4 @@
-"""What was seen, as a table and as figures, and whether each row held."""
+"""The results as a table and as figures, and whether each row held."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ which a KV block, a job or a request was still held.
 class Row:
     seen: Seen
     engines: str  # "simulated" or "real"
-    failures: list[str]  # runs that did not come to their end
+    failures: list[str]  # errors of runs that did not complete
 
     @property
     def tries(self) -> int:
         return self.seen.runs + len(self.failures)
 
     def missed(self) -> list[str]:
-        """What did not hold; empty when everything did."""
+        """What did not hold; empty if everything did."""
         seen, fault = self.seen, FAULTS[self.seen.fault]
         missed = [f"{count} times {error}" for error, count in seen.errors.items()] + self.failures
         missed += [f"{seen.wrong} wrong answers"] if seen.wrong else []
@@ -78,7 +78,7 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def save(rows: Iterable[Row], folder: Path) -> None:
-    """Writes chaos.md and chaos.json. Rows that were saved before and are not among these stay."""
+    """Write chaos.md and chaos.json. Rows that were saved before stay, unless these replace them."""
     folder.mkdir(parents=True, exist_ok=True)
     known = {(row.seen.fault, row.engines): row for row in saved(folder)}
     known |= {(row.seen.fault, row.engines): row for row in rows}
@@ -90,7 +90,7 @@ def save(rows: Iterable[Row], folder: Path) -> None:
 
 
 def saved(folder: Path) -> list[Row]:
-    """What `save` wrote there."""
+    """The rows that `save` wrote to this folder."""
     figures = folder / _FIGURES
     return [_from_json(row) for row in json.loads(figures.read_text())] if figures.exists() else []
 

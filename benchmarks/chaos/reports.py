@@ -1,4 +1,4 @@
-"""What workers say of themselves, heard without a frontend: in which phase each is, and whose work it still holds."""
+"""Load reports of workers, received without a frontend: the phase of each worker, and whose work it still holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from orchestrator.types import Role, WorkerInfo, WorkerLoad
 from orchestrator.wire.curve import KeyPair
 from orchestrator.wire.transport import FrontendTransport
 
-# Of what a worker is told to be in the middle. Blocks that only a prefix cache keeps count as free.
+# Phases of a worker's work, by its load report. Blocks that only a prefix cache keeps count as free.
 PHASES: dict[str, Callable[[WorkerLoad], bool]] = {
     "idle": lambda load: not load.running and not load.waiting and load.blocks_free == load.blocks_total,
     "claimed": lambda load: load.waiting_tokens > 0,  # it holds a prompt that is not computed
@@ -45,7 +45,7 @@ class Reports:
             await redis.aclose()
 
     async def listen(self, workers: dict[str, WorkerInfo], timeout_s: float) -> AsyncGenerator[WorkerLoad, None]:
-        """Reports as they come, until the time is over. Workers let in members only: this is a frontend to them."""
+        """Yields load reports for `timeout_s`. It registers as a frontend, since workers accept no others."""
         keys, name = KeyPair.new(), f"observer-{uuid.uuid4().hex[:8]}"
         redis = await connect(self._redis_url, 5.0)
         transport = FrontendTransport(name, keys=keys)
@@ -73,10 +73,10 @@ class Reports:
     async def caught(
         self, role: Role, phase: str, timeout_s: float, stir: Callable[[], None], spared: Collection[int] = ()
     ) -> WorkerInfo:
-        """The first worker of that role to be in that phase. `stir` is called now and then until there is one. Raises
-        NotSeen. `spared`: pids that are passed over."""
+        """The first worker of that role that is seen in that phase. `stir` is called about once a second until there is
+        one. `spared`: pids that are left out. Raises NotSeen."""
         deadline = time.monotonic() + timeout_s
-        while True:  # after a fault of Redis its workers have yet to enter again
+        while True:  # after a fault of Redis the workers must register again
             every = (await self.workers()).items()
             workers = {name: info for name, info in every if info.role is role and info.pid not in spared}
             if workers or time.monotonic() > deadline:

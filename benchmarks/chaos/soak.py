@@ -1,9 +1,9 @@
-"""A mix of faults for a long time: no client sees one, and processes that live throughout neither grow nor leak.
+"""A mix of faults for a long time: no client may notice one, and processes that live throughout may not grow.
 
-In the first third everything happens. After that one worker of each role, the frontends and Redis are spared, and are
-measured, with the launcher, between two faults while nothing is asked: memory that is theirs alone (USS) and open
-descriptors. The medians of the first and the last quarter of the samples may differ by 2%. A worker that changes its
-role needs what it did not need before, so its samples begin anew.
+In the first third all faults are made. After that no fault kills one worker of each role, the frontends or Redis. These
+and the launcher are measured between faults, while there are no requests: private memory (USS) and open descriptors.
+The median of the last quarter of the samples may exceed that of the first quarter by 2%. A worker that changes its role
+needs other memory, so its samples begin again.
 
     make soak                                    # half an hour
     python -m benchmarks.chaos.soak --minutes 10
@@ -36,10 +36,10 @@ from benchmarks.chaos.world import World  # noqa: E402
 from orchestrator.types import Role  # noqa: E402
 
 GROWTH = 0.02
-FEW = {"memory": 1 << 20, "descriptors": 2}  # bytes and descriptors that are no growth, whatever their share
+FEW = {"memory": 1 << 20, "descriptors": 2}  # bytes and descriptors: growth up to this is ignored
 COURSE = 20  # samples of each process that are saved
-SETTLE_S = 2.0  # connections of the clients before are closed by then
-# Those that let everybody live who is measured.
+SETTLE_S = 2.0  # then the connections of earlier clients are closed
+# Faults that kill no measured process.
 SPARING = [name for name in FAULTS if name.startswith(("prefill_", "decode_"))]
 SPARING += ["all_prefill_stopped", "queue_lost", "redis_emptied", "redis_read_only", "redis_without_replicas"]
 SPARING += ["redis_out_of_memory", "run_folder_removed", "log_pipe_unread", "frontend_stopped"]
@@ -49,21 +49,21 @@ EVERYTHING += [name for name in FAULTS if name.startswith("operator_")]
 
 @dataclass
 class Growth:
-    """One process: bytes and descriptors, sample by sample."""
+    """The samples of one process: bytes and descriptors."""
 
     name: str
-    role: str  # empty for what is no worker
+    role: str  # empty if it is not a worker
     memory: list[int] = field(default_factory=list)
     descriptors: list[int] = field(default_factory=list)
 
     def change(self, kind: str) -> tuple[float, float]:
-        """Medians of the first and of the last quarter."""
+        """The medians of the first and of the last quarter of the samples."""
         values = getattr(self, kind)
         quarter = max(1, len(values) // 4)
         return statistics.median(values[:quarter]), statistics.median(values[-quarter:])
 
     def grown(self) -> list[str]:
-        """What is not flat."""
+        """What has grown, one line each."""
         grown = []
         for kind, few in FEW.items():
             before, after = self.change(kind)
@@ -73,7 +73,7 @@ class Growth:
 
 
 class Sampler:
-    """What lives and is spared."""
+    """Samples the launcher and its children. `spared`: pids of workers that no fault may kill."""
 
     def __init__(self, place: World) -> None:
         assert isinstance(place.fleet, RunningFleet)
@@ -100,7 +100,7 @@ class Sampler:
                 continue  # killed, and not replaced yet
 
     def throughout(self) -> list[Growth]:
-        """What lived for at least the later half, in one role."""
+        """Processes with samples in one role for at least half of the time."""
         return [growth for growth in self._seen.values() if len(growth.memory) >= self._samples / 2]
 
 
@@ -114,14 +114,14 @@ def _name(process: psutil.Process) -> str:
 
 
 def _possible(names: list[str], place: World) -> list[str]:
-    """Those that have somebody to hit. Workers change roles where one has none left, so that all of a role may be
-    spared by now: then those of the other role."""
+    """The faults that have a victim. Workers change roles if a role has none left, so that all workers of a role may be
+    spared: then the faults of the other role."""
     hit = [role.value for role in Role if set(place.pids(role)) - place.spared]
     return names if len(hit) == len(Role) else [name for name in names if name.startswith(tuple(hit))]
 
 
 def soak(minutes: float, seed: int) -> tuple[Seen, dict[str, int], list[Growth], list[str]]:
-    """What clients saw of all faults, how often each was made, what was measured, and what went wrong beside."""
+    """Make faults for so long. Returns what clients saw, how often each fault was made, the samples, and failures."""
     seen, made, failures = Seen("soak"), defaultdict[str, int](int), list[str]()
     with world("frontends", real=False, seed=seed) as place:
         began, sampler = time.monotonic(), None

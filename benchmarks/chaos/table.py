@@ -1,4 +1,4 @@
-"""The rows: every fault with what its clients may see of it."""
+"""The rows: every fault, and what clients may see of it."""
 
 from __future__ import annotations
 
@@ -81,5 +81,5 @@ FAULTS: dict[str, Fault] = {
     fault.name: fault
     for fault in [*_PREFILL, *_QUEUE, *_DECODE, *_RANKS, *_LINKS, *_FRONTENDS, *_POISON, *_HOST, *_OPERATOR]
 }
-# Rows that are asked for by name: minutes of a machine that does nothing else, and engines of several ranks.
+# Rows that run only if they are named: one needs an otherwise idle machine for minutes, one engines of several ranks.
 BY_NAME = ("cpu_starved", "tp_rank_killed")

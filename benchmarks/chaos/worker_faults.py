@@ -1,4 +1,4 @@
-"""What happens to workers: killed or stopped, in the middle of something, or by a request."""
+"""Faults of workers: they are killed or stopped in some phase of their work, or a request crashes them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from orchestrator.types import Role
 
 Make = Callable[[World], Awaitable[None]]
 
-STOPPED_S = 5.5  # longer than `workers.timeout_s`: it is given up, and comes back
+STOPPED_S = 5.5  # longer than `workers.timeout_s`: frontends give the worker up, and it comes back
 POISON = 7  # a token id that is in no other prompt; `sim.crash_token`
 POISON_TIMEOUT_S = 60.0
-RANK = "Worker_TP"  # in the names of vLLM's processes of one engine
+RANK = "Worker_TP"  # in the command lines of vLLM's ranks
 
 
 def killed(role: Role, phase: str) -> Make:
@@ -43,7 +43,7 @@ async def all_prefill_stopped(world: World) -> None:
 
 
 async def rank_killed(world: World) -> None:
-    """One rank of a decode engine, while it decodes. Its agent has to notice, and leaves."""
+    """Kill one rank of a decode engine while it decodes. Its agent has to notice, and to leave."""
     agent = (await world.caught(Role.DECODE, "decoding")).pid
     ranks = [child for child in psutil.Process(agent).children(recursive=True) if RANK in " ".join(child.cmdline())]
     victim = world.random.choice(ranks)
@@ -52,7 +52,8 @@ async def rank_killed(world: World) -> None:
 
 
 async def poisoned(world: World) -> None:
-    """Its own answer has to be an error, and is not counted. Raises AssertionError where it is answered."""
+    """Send a prompt that crashes its engine. The answer has to be an error, which is not counted. Raises AssertionError
+    if it is answered."""
     limits = httpx.Timeout(POISON_TIMEOUT_S)
     async with httpx.AsyncClient(base_url=world.fleet.url, timeout=limits) as client:
         try:

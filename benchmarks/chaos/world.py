@@ -1,4 +1,4 @@
-"""A fleet that faults happen to: who may be hit, hitting it, and when it has healed."""
+"""A fleet under faults: finds victims, kills or stops them, and decides when the fleet has healed."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ BURST = 4  # more requests at once than one engine step takes, so that some wait
 
 @dataclass(frozen=True)
 class Fault:
-    """A row: what happens, and what clients may see of it. `make` returns when it is over, or mended."""
+    """A row: a fault, and what clients may see of it. `make` returns when the fault is over."""
 
     name: str
     make: Callable[[World], Awaitable[None]]
-    gap_s: float | None  # the longest silence that an answer may have; None: as long as it lasts
+    gap_s: float | None  # the longest silence that an answer may have; None: no limit
     fleet: str = "plain"  # which of `fleets.FLEETS`
     gone_s: float | None = None  # until the work of a process that died is gone everywhere
     streams: int = 8
-    once: bool = False  # each stream asks one question, instead of one after the other
-    real: bool = True  # real engines can be asked for it too
+    once: bool = False  # whether each stream asks only one question
+    real: bool = True  # whether it is made with real engines too
 
 
 class World:
@@ -50,7 +50,7 @@ class World:
         seed: int,
         start: Callable[[str], RunningFleet] | None,
     ) -> None:
-        """`start`: another fleet like this one, of the namespace given; None where that cannot be."""
+        """`start(namespace)` starts another fleet like this one; None if that is not possible."""
         self.fleet, self.redis_url, self.questions, self._start = fleet, redis_url, questions, start
         self.random = random.Random(seed)
         self.reports = Reports(redis_url, fleet.namespace)
@@ -73,9 +73,9 @@ class World:
         return self._seen
 
     async def run(self, fault: Fault, seen: Seen) -> None:
-        """The fault, under load; what clients saw is added to `seen`. Raises NotSeen, FleetFailed."""
+        """Make the fault under load, and add what clients saw to `seen`. Raises NotSeen, FleetFailed."""
         self._seen = seen
-        self._victims.clear()  # those of the fault before have healed, and others may have their pids by now
+        self._victims.clear()  # earlier victims are gone, and other processes may have their pids now
         async with Load(self.fleet.url, self.questions, fault.streams, seen, fault.once) as self._load:
             await asyncio.sleep(self.random.uniform(0.3, 0.8))
             began = time.monotonic()
@@ -90,13 +90,13 @@ class World:
             print(error)
 
     def healed(self) -> bool:
-        """As many workers of each role as at first, none of them a victim, and the queue can be seen."""
+        """Whether there are as many workers of each role as at first, none of them a victim, and the queue answers."""
         seen = self.fleet.fleet()
         alive = self._victims.isdisjoint(worker["pid"] for worker in seen["workers"])
         return alive and seen["queue"] is not None and self.fleet.shape() == self.shape
 
     def take_over(self) -> None:
-        """Start the same fleet again, whose launcher is dead."""
+        """Start the same fleet again after its launcher has died."""
         assert self._start is not None, "nobody can start this fleet again"
         fleet = self._start(self.fleet.namespace)
         self.fleet, self.redis_url = fleet, fleet.redis_url()
@@ -109,17 +109,17 @@ class World:
     # ---- victims -----------------------------------------------------------------------------------------------
 
     async def caught(self, role: Role, phase: str) -> WorkerInfo:
-        """A worker of that role, found in that phase. Raises NotSeen."""
+        """Wait for a worker of that role in that phase, and return it. Raises NotSeen."""
         stir = (lambda: None) if phase == "idle" else (lambda: self.load.burst(BURST))
         stir()
         return await self.reports.caught(role, phase, CATCH_TIMEOUT_S, stir, self.spared)
 
     def pids(self, role: Role) -> list[int]:
-        """Of workers that take requests."""
+        """The pids of this role's workers that take requests."""
         return [int(worker["pid"]) for worker in self.fleet.workers(role.value)]
 
     def kill(self, *pids: int) -> None:
-        """Each with the processes that it has started."""
+        """Kill each process and its children."""
         for pid in pids:
             self._victims.add(pid)
             for member in (pid, *descendants(pid)):
@@ -127,11 +127,11 @@ class World:
                     os.kill(member, signal.SIGKILL)
 
     def note_victim(self, pid: int) -> None:
-        """It will end because of what was done to another."""
+        """Record a process that will end because another one was killed."""
         self._victims.add(pid)
 
     async def stop(self, seconds: float, *pids: int) -> None:
-        """Frozen for that long, with what they have started. They may be replaced meanwhile, and be gone."""
+        """Freeze these processes and their children for that long. They may be replaced meanwhile, and be gone."""
         family = [member for pid in pids for member in (pid, *descendants(pid))]
         for member in family:
             with suppress(ProcessLookupError):
@@ -144,7 +144,7 @@ class World:
                     os.kill(member, signal.SIGCONT)
 
     def client_ports(self, pid: int) -> set[int]:
-        """Ports of the clients that a process has accepted."""
+        """The remote ports of a process's TCP connections, its clients' among them."""
         with suppress(psutil.NoSuchProcess):
             return {link.raddr.port for link in psutil.Process(pid).net_connections("tcp") if link.raddr}
         return set()

@@ -1,10 +1,10 @@
-"""`make bench-peers`: this project beside its peers on this machine, in turns, each started anew for each turn.
+"""`make bench-peers`: this project and its peers on this machine, in turns. Each system is started again for each turn.
 
-Three parts. `serving`: one prefill and one decode engine behind each router, and vLLM without any; every engine has
-the demo model's architecture cut to two narrow layers, so that what is compared is what lies around them. `mixed`: the
-whole demo model, short chats that decode while long documents are prefilled, against two aggregated engines.
-`frontend`: CPU time of the frontend process alone, over simulated engines. A peer that cannot run is named, and the
-others go on.
+Three parts. `serving`: one prefill and one decode engine behind each router, and vLLM without a router. Every engine
+has the demo model's architecture cut to two narrow layers, so that the comparison is of everything but the model.
+`mixed`: the whole demo model, with short chats that decode while long documents are prefilled, against two aggregated
+engines. `frontend`: CPU time of the frontend process alone, over simulated engines. A peer that cannot run is reported,
+and the others are measured.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from orchestrator.simulator.trace import Arrival, Load, steady
 
 RESULTS = Path(__file__).parents[1] / "results"
 COMMON = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 29, "max_model_len": 4096}
-# The demo model's tokenizer and architecture, but two narrow layers: what is compared is what lies around the engines.
+# The demo model's tokenizer and architecture with two narrow layers, so that the model itself costs little.
 TINY = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 PROMPT_TOKENS, OUTPUT_TOKENS, USERS = 512, 64, (1, 8, 32)
-# Of the mixed load: prompt and output tokens.
+# Prompt and output tokens of the mixed load.
 CHAT, DOCUMENT = (48, 160), (1800, 8)
 OBJECTIVES = {"ttft_s": 3.0, "tpot_s": 0.15}
 
@@ -55,17 +55,17 @@ def say(text: str) -> None:
 
 
 class Turns:
-    """Systems in turns; one that failed to start is left out of the later rounds."""
+    """Measures systems in turns. One that failed is left out of later rounds."""
 
     def __init__(self, systems: Sequence[System], model: Model, rounds: int, logs: Path) -> None:
         self.systems, self._model, self._rounds, self._logs = list(systems), model, rounds, logs
         self.failed: dict[str, str] = {}
 
     def run(self, measure: Any, note: Callable[[], None] = lambda: None) -> None:
-        """`measure(system, serving, processes)`, a coroutine function, once for each system and round. After each,
-        `note()`: a long run that is broken off has something to show."""
+        """Call `measure(system, serving, processes)`, a coroutine function, once for each system and round. Call
+        `note()` after each, so that a long run that is broken off has results."""
         for number in range(self._rounds):
-            # Each round begins with another one: who comes after whom changes.
+            # Each round begins with another system, in case the first one has an advantage.
             shift = number % len(self.systems)
             for system in self.systems[shift:] + self.systems[:shift]:
                 if system.name in self.failed:
@@ -83,14 +83,14 @@ class Turns:
 
 
 async def warm_up(target: Target, prompts: Texts, tokens: int) -> None:
-    """Connects, and has the engines compile and allocate. Raises MeasureError where nothing is answered."""
+    """Connect, and let the engines compile and allocate. Raises MeasureError if a request is not answered."""
     for _ in range(3):
         await target.complete(prompts.make(tokens), 8)
     await asyncio.gather(*(target.complete(prompts.make(64), 8) for _ in range(8)))
 
 
 def serving(options: argparse.Namespace, model: Model, logs: Path, note: Note) -> None:
-    """By system and number of users: requests/s, TTFT, TPOT, and CPU of everything and of what clients talk to."""
+    """By system and number of users: requests/s, TTFT, TPOT, and CPU time of all processes and of the front one."""
     found: dict[str, dict[int, list[dict[str, float]]]] = {}
 
     async def measure(system: System, there: Serving, processes: Processes) -> None:
@@ -146,7 +146,7 @@ def mixed(options: argparse.Namespace, model: Model, logs: Path, note: Note) -> 
 
 
 def chats_and_documents(rate: float, seconds: float, seed: int = 1) -> Load:
-    """Three chats for each document, at random times, `rate` requests per second together."""
+    """Three chats for each document, at random times, with `rate` requests per second in all."""
     rng = random.Random(seed)
     arrivals, at = [], 0.0
     while (at := at + rng.expovariate(rate)) < seconds:
@@ -172,7 +172,8 @@ def _of_mixed(run: Run) -> dict[str, float]:
 
 
 def frontend(options: argparse.Namespace, model: Model, logs: Path, note: Note) -> None:
-    """CPU milliseconds of the frontend process for a streamed answer of 64 tokens."""
+    """By system and prompt length: CPU seconds of the frontend process for a streamed answer of 64 tokens, and
+    requests/s."""
     found: dict[str, dict[int, list[dict[str, float]]]] = {}
 
     async def measure(system: System, there: Serving, processes: Processes) -> None:

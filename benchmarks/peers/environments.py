@@ -1,4 +1,4 @@
-"""An environment of its own for each peer, made once by pip into this project's cache folder."""
+"""A Python environment for each peer, which pip makes once in this project's cache folder."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ INSTALL_TIMEOUT_S = 900.0
 
 
 class PeerError(RuntimeError):
-    """One line: which peer cannot run, and why. The others are measured."""
+    """A peer cannot run. The text is one line with the peer and the reason. The other peers are still measured."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """`alone`: installed without what they ask for, which `packages` then has, as far as it is needed."""
+    """`alone`: packages that are installed without their dependencies; `packages` has those that are needed."""
 
     version: str
     packages: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class Peer:
 PEERS = {
     "vllm-router": Peer("0.1.17", ("vllm-router==0.1.17",)),
     "smg": Peer("1.13.0", ("smg==1.13.0",)),
-    # One of what it asks for is a placeholder on PyPI that refuses to be installed; frontend and mocker do not need it.
+    # One dependency is a placeholder on PyPI that cannot be installed; frontend and mocker do not need it.
     "dynamo": Peer(
         "1.6.1",
         ("aiohttp", "msgspec", "prometheus-client", "pyzmq", "redis", "tqdm", "transformers", "zstandard", "uvloop")
@@ -40,7 +40,7 @@ PEERS = {
 
 
 def programs(name: str) -> Path:
-    """The folder with a peer's programs, installed where it is not. Raises PeerError."""
+    """The folder of a peer's programs. Installs the peer if it is missing. Raises PeerError."""
     peer = PEERS[name]
     place = cache_root() / "peers" / f"{name}-{peer.version}"
     if not (place / "complete").exists():

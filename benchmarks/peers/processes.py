@@ -1,4 +1,4 @@
-"""The processes of one system under test: started together, asked whether they answer, counted, and ended."""
+"""The processes of one system under test: starts them, waits until they answer, measures their CPU time, ends them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STOP_TIMEOUT_S = 30.0
 
 
 class Processes:
-    """Each in a process group of its own, with its output in a file of `logs`."""
+    """Each process is in a group of its own, and its output goes to a file in the folder `logs`."""
 
     def __init__(self, logs: Path) -> None:
         self.logs = logs
@@ -37,7 +37,8 @@ class Processes:
             )
 
     def wait(self, url: str, words: str = "", timeout_s: float = 180.0) -> None:
-        """Until it answers 200 with these words. Raises PeerError with the last line of who ended instead."""
+        """Wait until `url` answers 200 with these words. Raises PeerError with the last line of a process that ended
+        before, or after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             for name, process in self._started.items():
@@ -52,8 +53,8 @@ class Processes:
         raise PeerError(f"{url} did not answer within {timeout_s:g} s; {last}")
 
     def cpu_s(self, name: str | None = None, having: str = "") -> float:
-        """CPU seconds so far of one of them, or of all, with what they started; only of those whose command line has
-        these words."""
+        """CPU seconds so far of the process `name`, or of all, and of their children; only of processes with `having`
+        in their command line."""
         roots = [self._started[name]] if name is not None else list(self._started.values())
         total = 0.0
         for root in roots:
@@ -75,7 +76,7 @@ class Processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.1, deadline - time.monotonic()))
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # who did not end, and whom it left behind
+                os.killpg(process.pid, signal.SIGKILL)  # if it did not end, and its children
             process.wait()
 
     def _last_words(self, name: str) -> str:

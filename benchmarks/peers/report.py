@@ -1,4 +1,4 @@
-"""What `benchmarks.peers` found, as JSON, tables and a picture. Pure but for the files."""
+"""The results of `benchmarks.peers` as JSON, tables and a picture. Pure except for writing the files."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
 def write(everything: Mapping[str, Any], folder: Path) -> None:
-    """peers.json, peers.md, and peers.png where the serving part was measured and matplotlib is installed."""
+    """Write peers.json, peers.md, and peers.png if the serving part was measured and matplotlib is installed."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(everything, indent=1)
     (folder / "peers.json").write_text(text + "\n")
-    everything = json.loads(text)  # keys as they are when read back
+    everything = json.loads(text)  # so that keys are strings, as in a saved file
     (folder / "peers.md").write_text(markdown(everything))
     if "serving" in everything:
         _picture(everything["serving"], folder / "peers.png")

@@ -1,7 +1,7 @@
-"""The systems under test: this project, the field's, and plain vLLM, each serving one model on this machine.
+"""The systems under test: this project, other projects, and plain vLLM, each serving one model on this machine.
 
-All engines have the same model, arguments and cores. Flags are those of each program's own documentation for the
-release that `environments` names.
+All engines have the same model, arguments and cores. Flags follow each program's documentation for the release in
+`environments`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ STOCK = {"kv_connector": "NixlConnector"}
 @dataclass(frozen=True)
 class Model:
     path: str
-    engine_args: Mapping[str, Any] = field(default_factory=dict)  # of vLLM, by the names of its Python arguments
+    engine_args: Mapping[str, Any] = field(default_factory=dict)  # vLLM's, by the names of its Python arguments
 
 
 @dataclass(frozen=True)
 class Serving:
-    """A system that answers. `front`: the name of the process that clients talk to, and words of its command line."""
+    """A system that answers. `front`: the name of the process that clients connect to, and words in its command
+    line."""
 
     url: str
     front: tuple[str, str]
@@ -43,7 +44,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class System:
-    """`what`: for the report."""
+    """`what`: its description in the report."""
 
     name: str
     what: str
@@ -51,7 +52,7 @@ class System:
 
 
 def _engine(processes: Processes, name: str, model: Model, core: int | None, transfer: Mapping[str, str] = {}) -> str:
-    """Starts vLLM's server and returns its URL. `transfer`: how it hands KV over, if it does."""
+    """Start vLLM's server, and return its URL. `transfer`: vLLM's configuration of KV transfer, if there is one."""
     ports = free_ports(HOST)
     port = next(ports)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model.path]
@@ -97,7 +98,7 @@ def _ours(processes: Processes, model: Model) -> Serving:
     settings = {
         "namespace": f"peers-{os.getpid()}",
         "frontend.port": port,
-        "ratio.mode": "off",  # one worker of each role, as the others have
+        "ratio.mode": "off",  # one worker of each role, as in the other systems
         **args,
     }
     command = [sys.executable, "-m", "orchestrator.cli.main", "up", str(ROOT / "configs" / "demo-1p1d-cpu.yaml")]
@@ -172,7 +173,7 @@ def our_frontend(processes: Processes, model: Model, tokenizer: str = "huggingfa
     command = [sys.executable, "-m", "orchestrator.cli.main", "up", str(ROOT / "configs" / "sim-2p2d.yaml")]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
-    found = os.environ.get("PYTHONPATH", "")  # fastokens may be there
+    found = os.environ.get("PYTHONPATH", "")  # fastokens may be installed there
     processes.start("orchestrator", command, {"PYTHONPATH": f"{ROOT}:{found}" if found else str(ROOT)})
     url = f"http://{HOST}:{port}"
     processes.wait(f"{url}/ready")
@@ -180,7 +181,8 @@ def our_frontend(processes: Processes, model: Model, tokenizer: str = "huggingfa
 
 
 def dynamo_frontend(processes: Processes, model: Model, tokenizer: str = "default") -> Serving:
-    """Dynamo's frontend over its mocker, which simulates engines. Prefill and decode apart, as it is recommended."""
+    """Dynamo's frontend over its mocker, which simulates engines, with separate prefill and decode as its documentation
+    recommends."""
     python = str(programs("dynamo") / "python")
     found = processes.logs / "discovery"
     shutil.rmtree(found, ignore_errors=True)

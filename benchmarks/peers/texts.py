@@ -1,4 +1,4 @@
-"""Prompts as text, which every peer takes: smg reads no token ids."""
+"""Prompts as text, which every peer accepts: smg does not accept token ids."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 
 class Texts:
-    """Words that the demo model's tokenizer has one token for each, so that lengths are those asked for."""
+    """Prompts of words that are one token each for the demo model's tokenizer, so that they have the length wanted."""
 
     def __init__(self, model: str, seed: int) -> None:
         tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
@@ -20,5 +20,5 @@ class Texts:
         self._random = random.Random(seed)
 
     def make(self, tokens: int, keys: tuple[int, ...] = (), unit_tokens: int = 0, own: int = 0) -> str:
-        """`tokens` words that no other prompt begins with."""
+        """A prompt of `tokens` random words, so that prompts share no prefix."""
         return "".join(self._random.choices(self._words, k=tokens))

@@ -1,8 +1,8 @@
-"""A thousand workers against one frontend and against four: joining, standing idle, serving, dying, starting again.
+"""A thousand workers with one frontend and with four: they join, stand idle, serve, die, and a frontend starts again.
 
-All on this machine, over loopback: what is measured is a frontend's share, and Redis's, while the workers, which would
-be on machines of their own, take most of the CPU. Writes benchmarks/results/scale.json and prints a table, also of what
-was measured before something took longer than DEADLINE_S.
+All processes are on this machine. Measured are a frontend's and Redis's CPU time. The workers, which would be on other
+machines, take most of the CPU. Writes benchmarks/results/scale.json and prints a table. If something takes longer than
+DEADLINE_S, these have the figures from before.
 
 python -m benchmarks.scale [--workers 1000] [--frontends 1 4] [--rate 200]
 """
@@ -34,7 +34,7 @@ from orchestrator.store.client import RedisAway, connect
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-GROUPS = 10  # processes that the workers are in; one of them is killed
+GROUPS = 10  # processes of workers; one of them is killed
 STEADY_S, LOAD_S = 15.0, 20.0
 DEADLINE_S = 120.0
 POLL_S = 0.02
@@ -50,7 +50,7 @@ CONFIG: dict[str, Any] = {
 
 
 class Frontend:
-    """A process, and the newest line that it wrote."""
+    """A frontend's process, and the last line that it wrote."""
 
     def __init__(self, file: Path, url: str) -> None:
         command = [sys.executable, "-m", "benchmarks.scale.frontend", str(file), url]
@@ -69,7 +69,7 @@ class Frontend:
             self.now = told
 
     def ask(self, rate: float) -> None:
-        """Requests per second, from now on."""
+        """Have it send `rate` requests per second from now on."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{rate}\n")
         self.process.stdin.flush()
@@ -78,7 +78,7 @@ class Frontend:
         return bool(self.now) and self.now["ready"] == self.now["known"] == count
 
     def since(self, before: dict[str, Any]) -> dict[str, float]:
-        """What was counted since `before`, per second."""
+        """The counts since `before`, per second."""
         now = self.now
         elapsed_s = now["age_s"] - before["age_s"]
         counted = ("reports", "prefix_events", "messages", "sent", "answered", "failed", "cpu_s")
@@ -86,11 +86,11 @@ class Frontend:
 
 
 class TooSlow(Exception):
-    """One line."""
+    """Something took longer than DEADLINE_S. The text is one line."""
 
 
 def wait(true: Callable[[], bool], what: str) -> float:
-    """Seconds until it was true. Raises TooSlow."""
+    """Wait until `true()`. Returns the seconds that it took. Raises TooSlow."""
     began = time.monotonic()
     while not true():
         if time.monotonic() - began > DEADLINE_S:
@@ -100,7 +100,7 @@ def wait(true: Callable[[], bool], what: str) -> float:
 
 
 def shares(count: int) -> list[range]:
-    """The numbers of the workers in each process; the last process is a tenth, or a little more."""
+    """The numbers of the workers in each process. The last process has a tenth of them, or a few more."""
     processes = min(GROUPS, count)
     ends = [count * number // processes for number in range(processes + 1)]
     return [range(first, end) for first, end in itertools.pairwise(ends)]
@@ -108,7 +108,7 @@ def shares(count: int) -> list[range]:
 
 @contextmanager
 def workers(file: Path, url: str, count: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that wait for a line. Raises TooSlow."""
+    """Processes of workers, which start the workers when they read a line. Raises TooSlow."""
     commands = [
         [
             sys.executable,
@@ -141,7 +141,7 @@ def workers(file: Path, url: str, count: int) -> Iterator[list[subprocess.Popen[
 def measure(
     result: dict[str, Any], count: int, frontends: int, rate: float, folder: Path, url: str, server: Server
 ) -> None:
-    """Adds to `result` as it goes. Raises TooSlow."""
+    """Measure one fleet. Adds each figure to `result` as soon as it is known. Raises TooSlow."""
     file = folder / "fleet.yaml"
     file.write_text(yaml.safe_dump(CONFIG))
     views = [Frontend(file, url) for _ in range(frontends)]
@@ -195,7 +195,7 @@ def measure(
 
 
 def held(views: list[Frontend], empty: list[dict[str, Any]], count: int) -> dict[str, float]:
-    """What each worker takes of a frontend; the largest."""
+    """Descriptors and memory that each worker costs a frontend: the most of all frontends."""
     pairs = [(view.now, before) for view, before in zip(views, empty, strict=True)]
     return {
         "descriptors_per_worker": max(now["descriptors"] - before["descriptors"] for now, before in pairs) / count,

@@ -1,6 +1,6 @@
-"""A frontend without its HTTP server: the mesh, the view and the router, which send requests at the rate that it reads.
+"""A frontend without its HTTP server: transport, fleet view and router. It sends requests at the rate that it reads.
 
-Reads a rate (requests per second) a line, and writes what it counts as a line of JSON, ten times a second.
+It reads lines with a rate (requests per second), and writes its counts as a line of JSON, ten times a second.
 
 python -m benchmarks.scale.frontend FILE URL
 """
@@ -34,7 +34,7 @@ from orchestrator.types import Role  # noqa: E402
 
 T = TypeVar("T")
 TELL_S = 0.1
-MEASURE_S = 1.0  # which is work too: a listing of all descriptors
+MEASURE_S = 1.0  # less often, since listing all descriptors is work too
 PROMPT_TOKENS, LONG_TOKENS, OUTPUT_TOKENS = 64, 512, 16
 ANSWER_DEADLINE_S = 60.0
 
@@ -74,7 +74,7 @@ class Counted:
         return timed
 
     async def send(self) -> None:
-        """Requests at even gaps, one in ten with a long prompt, each prompt of its own."""
+        """Send requests at even gaps, one in ten with a long prompt. All prompts differ."""
         numbers, running, due = itertools.count(os.getpid() * 1_000_000), set[asyncio.Task[None]](), time.monotonic()
         while True:
             if not self.rate:

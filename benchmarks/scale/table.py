@@ -1,4 +1,4 @@
-"""The results of `benchmarks.scale` beside what they should be."""
+"""The results of `benchmarks.scale` and their targets, as a table."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FIGURES: list[Figure] = [
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Markdown."""
+    """The results as Markdown."""
     titles = [f"{r['workers']:,} workers, {r['frontends']} frontend{'s'[: r['frontends'] > 1]}" for r in results]
     lines = ["| | at most | " + " | ".join(titles) + " |", "|---|---|" + "---|" * len(results)]
     for name, most, figure in FIGURES:
@@ -50,7 +50,7 @@ def table(results: list[dict[str, Any]]) -> str:
 def _cell(figure: Callable[[dict[str, Any]], float], result: dict[str, Any]) -> str:
     try:
         return _shown(figure(result))
-    except KeyError:  # it ended before
+    except KeyError:  # the measurement ended before
         return "not measured"
 
 

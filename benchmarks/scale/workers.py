@@ -1,5 +1,5 @@
-"""Many workers in one process: each a real agent with its own sockets, keys and connection to Redis, and a simulated
-engine. Says `made`, and starts them all when it reads a line.
+"""Many workers in one process: each is a real agent with its own sockets, keys and connection to Redis, and a simulated
+engine. The process prints `made`, and starts all workers when it reads a line.
 
 python -m benchmarks.scale.workers FILE URL FIRST COUNT PREFILL
 """
@@ -23,7 +23,7 @@ from workers.sim.engine import SimEngine
 
 
 async def run(config: Config, url: str, ids: range, prefill: int) -> None:
-    """Until killed. Workers whose number is below `prefill` prefill."""
+    """Run the workers until killed. Those with a number below `prefill` are prefill workers."""
     agents = []
     for number in ids:
         role = Role.PREFILL if number < prefill else Role.DECODE
