@@ -1,4 +1,4 @@
-"""Whether a placed request may start now: its predicted TTFT against the objective, and its priority.
+"""Whether a placed request may start now, by its predicted TTFT, the TTFT objective and its priority.
 
 Runs after `placement`, on its decision. As configured, a request that would be late is rejected with 429 and a
 predicted `Retry-After`, or deferred behind the requests that can still be in time.
@@ -21,7 +21,7 @@ MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
 
 class Admitted(msgspec.Struct, frozen=True):
-    """`deferred`: it cannot be in time, and goes behind those that can (`policies.delay_s`'s `late`)."""
+    """`deferred`: the request would be late and goes behind those in time (the `late` of `policies.delay_s`)."""
 
     decision: Local | Remote
     predicted_ttft_s: float
@@ -38,7 +38,10 @@ def predicted_ttft_s(
     prefill: PrefillView,
     predictor: Predictor,
 ) -> float:
-    """TTFT of a request that is placed as decided, in seconds from now."""
+    """The predicted TTFT in seconds from now of a request that is placed as decided.
+
+    Raises ValueError if a local decision names a worker that is not among the candidates.
+    """
     if isinstance(decision, Remote):
         if decision.ttft_s is not None:
             return decision.ttft_s
@@ -60,10 +63,11 @@ def admit(
     slo: SLOConfig,
     predictor: Predictor,
 ) -> Admission:
-    """Admit, defer or reject. `Retry-After` is the time by which the predicted TTFT exceeds the bound.
+    """Admit, defer or reject. `Retry-After` is the time by which the predicted TTFT exceeds its bound, 1 to 60 s.
 
-    As in vLLM a lower priority number is more important. Each step below 0 adds one TTFT objective to the bound, each
-    step above 0 takes a quarter off it, so that unimportant requests are refused first.
+    The bound is the TTFT objective times `slo.admission_slack`. As in vLLM a lower priority number is more important.
+    Each step below 0 adds that product to the bound once more, and each step above 0 takes a quarter off the bound, so
+    that unimportant requests are refused first.
     """
     if isinstance(decision, Reject):
         return decision

@@ -12,14 +12,14 @@ import msgspec
 
 from orchestrator.types import RequestInfo
 
-EXPECTED_OUTPUT_TOKENS = 256  # of a request, before any has ended
+EXPECTED_OUTPUT_TOKENS = 256  # of a request, until the first ones have ended
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A decode worker as a request sees it now.
+    """The state of a decode worker, as a policy sees it for one request.
 
-    `blocks_free` is the last report less the blocks of what this router has placed there since; `running` and
-    `waiting` include those requests. `waiting_tokens` is as reported: prompt tokens not yet computed, which have no
+    `blocks_free` is that of the last report, less the blocks of the requests that this router has placed there since;
+    `waiting` includes those requests. `waiting_tokens` is as reported: prompt tokens not yet computed, which have no
     blocks yet. `placed_tokens` are the prompt tokens to compute there that were placed since the report.
     """
 
@@ -31,21 +31,21 @@ class Candidate(msgspec.Struct, frozen=True):
     waiting: int
     waiting_tokens: int
     cached_tokens: int = 0  # this request's prefix-cache hit there
-    max_num_seqs: int = 1 << 30  # requests that it computes at once
+    max_num_seqs: int = 1 << 30  # sequences in one batch, at most
     placed_tokens: int = 0
 
 
 class DecodeChoice(ABC):
-    """Chooses a decode worker for each request. May remember a little: a turn, a random generator, an expectation."""
+    """Chooses a decode worker for each request. It may keep a turn, a random generator or an expected output length."""
 
     @abstractmethod
     def __call__(self, request: RequestInfo, candidates: Sequence[Candidate]) -> Candidate | None:
-        """One of the candidates; None if there are none."""
+        """Return one of the candidates, or None if there are none."""
 
     @property
     def standing(self) -> Callable[[Candidate], float] | None:
-        """The part of a worker's rank that no request changes, by which `Shortlist` sorts. None: there is no such part,
-        and the choice needs all candidates."""
+        """The part of a worker's rank that is the same for all requests; `Shortlist` sorts by it. None if there is no
+        such part: then the choice needs all candidates."""
         return None
 
     def expect_output(self, tokens: float) -> None:  # noqa: B027 - optional, not abstract

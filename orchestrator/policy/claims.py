@@ -1,7 +1,7 @@
 """Which waiting jobs a prefill worker claims: from the head of the queue, within its token budget, by prefix affinity.
 
 The caller reads a window of jobs at the head of the queue, in the order of their scores. The queue makes the claim, and
-says who has won when two workers want the same job.
+decides which worker gets a job that two workers want.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from orchestrator.types import WindowJob
 def claim_budget(
     claim_batches: float, max_num_batched_tokens: int, claimed_tokens: int, held: int, free_tokens: int
 ) -> int:
-    """Prompt tokens that may be claimed now; 0 or less: none.
+    """Prompt tokens that a worker may claim now; none if 0 or less.
 
-    The worker has claimed `held` jobs and has not computed `claimed_tokens` of them yet. An idle worker may take one
-    job of any size, so its budget is above 0. A busy one takes only what its batches and its free KV memory can take.
+    The worker has claimed `held` jobs and has yet to compute `claimed_tokens` of them. A busy worker claims what fits
+    into `claim_batches` batches and into its free KV memory. An idle worker may claim one job of any size, so its
+    budget is at least 1.
     """
     by_batches = int(claim_batches * max_num_batched_tokens) - claimed_tokens
     if held == 0:
@@ -27,7 +28,10 @@ def claim_budget(
 
 
 def share_of(waiting_tokens: int, idle_others: int) -> int | None:
-    """Waiting tokens that an idle worker may claim while `idle_others` are idle too; None: all. `queue.lua` agrees."""
+    """Waiting tokens that an idle worker may claim while `idle_others` are idle too; None means all.
+
+    The claim in `store/lua/queue.lua` has the same formula.
+    """
     return math.ceil(waiting_tokens / (idle_others + 1)) if idle_others else None
 
 
@@ -39,17 +43,17 @@ def choose_claims(
     affinity: float = 1.0,
     share_tokens: int | None = None,
 ) -> list[str]:
-    """Ids to claim, best first, until their uncached tokens fill `budget_tokens`.
+    """The ids of the jobs to claim, best first, whose uncached tokens fit into `budget_tokens`.
 
-    With `share_tokens` other workers are idle: an idle one takes no more than that, or one job, and a busy one only
-    what it has cached.
+    `share_tokens` is given while other workers are idle: then an idle worker claims at most that many tokens, or one
+    job, and a busy worker only jobs that it has partly cached.
 
-    Jobs are ordered by their score, less the time that claiming here saves (plus the time that it loses, where another
-    worker has more cached). A job whose prefix another worker has cached is left to that worker, by idle workers too,
-    until it has waited for longer than recomputing the prefix takes: then the wait has cost at most as much again as
-    recomputing at once. An idle worker takes a job larger than its budget, alone: nobody else ever would. A busy worker
-    passes over a job that does not fit, and takes smaller ones behind it, until the job has waited for as long as it
-    computes. From then on it takes nothing behind that job, until the job fits or the worker is idle.
+    Jobs are ordered by their score, less the time that this worker's cache saves, or plus the time that it would lose
+    where another worker has more cached. A job whose prefix another worker has cached is left to that worker, also by
+    idle workers, until it has waited longer than recomputing the prefix takes. So waiting costs at most as much as
+    recomputing at once. An idle worker claims a job larger than its budget alone, because no worker would otherwise
+    claim it. A worker passes over a job that does not fit, and claims smaller ones behind it, until the job has waited
+    as long as its prefill takes. From then on it claims nothing behind that job.
     """
     ranked = sorted(window, key=lambda job: job.score - affinity * seconds_per_token * _gain(job))
     chosen: list[str] = []
@@ -64,7 +68,7 @@ def choose_claims(
         if share_tokens is not None and not (idle or job.cached_here):
             continue
         if affinity > 0 and -_gain(job) * seconds_per_token > job.waited_s:
-            continue  # it belongs elsewhere
+            continue  # another worker has more of it cached
         chosen.append(job.request_id)
         left -= cost
         if left <= 0:
@@ -73,5 +77,5 @@ def choose_claims(
 
 
 def _gain(job: WindowJob) -> int:
-    """Prompt tokens that need not be computed here; where another worker has more cached, minus the difference."""
+    """Prompt tokens cached here; if another worker has more, minus the tokens that it has in addition."""
     return job.cached_here if job.cached_here >= job.cached_elsewhere else job.cached_here - job.cached_elsewhere

@@ -1,7 +1,7 @@
 """Our decode choice, by free KV blocks, and the table of all choices that a configuration can name.
 
-Not responsible for whether a request is prefilled at its decode worker (`placement`), nor for keeping the candidates
-up to date (`fleet.view`).
+It does not decide whether the decode worker prefills the request (`placement`), and does not keep the candidates up to
+date (`fleet.view`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from orchestrator.types import RequestInfo
 
 
 class KVBlocks(DecodeChoice):
-    """Takes the worker with most KV blocks left, relative to its pool, after what it has taken on and this request.
+    """Chooses the worker with the largest share of its KV pool left after its requests and this one have grown.
 
-    Subtracted from the free blocks: this prompt and its expected output, the prompts still waiting there, and half of
+    From the free blocks it subtracts this prompt and its expected output, the prompts still waiting there, and half of
     `expected_output_tokens` for every other sequence there (a running one is half done on average). A worker with
-    fewer than 0 blocks left would have to preempt; it is taken only if all others would too. Ties rotate, so that an
+    fewer than 0 blocks left would have to preempt; it is chosen only if all others would too. Ties rotate, so that an
     idle fleet fills evenly.
 
-    `overlap_weight` credits blocks of the prompt that are cached there: 0 ignores them (`kv_blocks`), 1 counts a block
-    that need not be allocated, more than 1 also counts the transfer or computation that it saves (`kv_prefix`).
+    `overlap_weight` is the credit for each block of the prompt that is cached there: 0 ignores the cache (`kv_blocks`),
+    1 counts the block that need not be allocated, 2 also the transfer or computation that it saves (`kv_prefix`).
     """
 
     def __init__(self, overlap_weight: float = 0.0, expected_output_tokens: int = EXPECTED_OUTPUT_TOKENS) -> None:
@@ -80,7 +80,7 @@ class KVBlocks(DecodeChoice):
         return (candidate.blocks_free - demand_blocks) / (candidate.blocks_total or 1)
 
 
-OVERLAP_WEIGHT = 2.0  # of kv_prefix: a cached block is neither allocated nor sent or computed
+OVERLAP_WEIGHT = 2.0  # of kv_prefix: a cached block need not be allocated, and need not be sent or computed
 
 _POLICIES: dict[str, Callable[[random.Random], DecodeChoice]] = {
     "kv_blocks": lambda rng: KVBlocks(),

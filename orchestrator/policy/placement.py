@@ -1,7 +1,7 @@
 """Where a request is prefilled: at its decode worker (local), by the prefill pool (remote), or not at all.
 
-Every decision carries a reason, a short word that metrics count by. The decode choice picks the decode worker: now for
-a local request, and for a remote one when a prefill worker has claimed it.
+Every decision has a reason, a short word by which metrics count decisions. The decode choice picks the decode worker:
+at once for a local request, and when a prefill worker has claimed the job for a remote one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from orchestrator.policy.candidate import Candidate, DecodeChoice, blocks_for
 from orchestrator.policy.predict import Predictor
 from orchestrator.types import QueueDepth, RequestInfo
 
-RETRY_AFTER_S = 1.0  # when nothing better is known
-# The decode choice picks among the local workers whose predicted TTFT is at most this many times the best.
+RETRY_AFTER_S = 1.0  # of a rejection without a predicted time
+# The decode choice picks among the workers whose local cost exceeds the lowest by at most this factor, or by one ITL.
 TTFT_TOLERANCE = 1.1
-# The same for lateness, by which workers are compared where no prompt may be prefilled remotely.
+# The same for lateness, by which workers are compared when the request cannot be prefilled remotely.
 LATENESS_TOLERANCE = 1.1
-ITL_MARGIN = 0.9  # of the TPOT objective: a prediction is a mean, but the objective is for nearly all requests
+ITL_MARGIN = 0.9  # of the TPOT objective: predictions are means, but nearly all requests must meet the objective
 
 
 class PrefillView(msgspec.Struct, frozen=True):
@@ -30,7 +30,7 @@ class PrefillView(msgspec.Struct, frozen=True):
     workers_ready: int
     queue: QueueDepth | None
     cached_tokens: int = 0  # this request's best prefix-cache hit on a prefill worker
-    queued: bool = False  # the request waits in the queue already, behind what `queue` says
+    queued: bool = False  # the request is in the queue already; `queue` is the part of the queue ahead of it
 
 
 class Local(msgspec.Struct, tag="local", frozen=True):
@@ -40,11 +40,11 @@ class Local(msgspec.Struct, tag="local", frozen=True):
 
 class Remote(msgspec.Struct, tag="remote", frozen=True):
     reason: str
-    ttft_s: float | None = None  # predicted, where times were compared
+    ttft_s: float | None = None  # predicted; None if no times were compared
 
 
 class Reject(msgspec.Struct, tag="reject", frozen=True):
-    """Answered with 429 and `Retry-After`."""
+    """The frontend answers with 429 and `Retry-After`."""
 
     reason: str
     retry_after_s: float
@@ -64,10 +64,10 @@ def place(
 ) -> Decision:
     """Place a request that has just arrived, or whose earlier attempt failed.
 
-    By predicted times, or by uncached prompt length where `routing.remote_prefill_min_tokens` is given.
+    The decision compares predicted times, or with `routing.remote_prefill_min_tokens` the uncached prompt length.
     Reasons for local: `short_prompt`, `cost`, `no_prefill_worker`, `queue_unavailable`, `queue_full`, or the request's
-    own `local_only`. For remote: `long_prompt`, `cost`, or `decode_full` for a short prompt that no decode worker can
-    take now. For reject: `decode_full`, `no_decode_worker`.
+    own `local_only`. For remote: `long_prompt`, `cost`, or `decode_full` when no decode worker has room for a local
+    prefill. For reject: `decode_full`, `no_decode_worker`.
     """
     if not candidates:
         return Reject("no_decode_worker", RETRY_AFTER_S)
@@ -76,7 +76,7 @@ def place(
     min_tokens = routing.remote_prefill_min_tokens
     if request.local_only is not None and min_tokens is not None:
         return _local(request, open_ones, choose, request.local_only)
-    uncached = 0  # without a limit in tokens nobody asks for it, and this runs for every request
+    uncached = 0  # only a limit in tokens needs it, and this code runs for every request
     if routing.max_queued_prefill_tokens is not None:
         cached = max(prefill.cached_tokens, max([c.cached_tokens for c in candidates]))
         uncached = max(0, request.prompt_tokens - cached)
@@ -89,7 +89,10 @@ def place(
 def reject_all(
     candidates: Sequence[Candidate], prefill: PrefillView, routing: RoutingConfig, predictor: Predictor
 ) -> Reject | None:
-    """Why no request could be taken now, however short, or None. For a refusal before the response has begun."""
+    """A rejection if the fleet can take no request now, however short; else None.
+
+    The server asks before a response begins.
+    """
     if not candidates:
         return Reject("no_decode_worker", RETRY_AFTER_S)
     open_to_some = any(
@@ -102,14 +105,14 @@ def reject_all(
 
 
 def is_full(request: RequestInfo, candidate: Candidate, routing: RoutingConfig) -> bool:
-    """As many requests wait as may, and it has no blocks for the prompt or no place for another request."""
+    """Whether `routing.max_waiting_per_worker` requests wait there, and it lacks blocks or a place for this one."""
     return candidate.waiting >= routing.max_waiting_per_worker and (
         blocks_for(request.prompt_tokens, candidate.block_size) > candidate.blocks_free or _no_place(candidate, routing)
     )
 
 
 def _no_place(candidate: Candidate, routing: RoutingConfig) -> bool:
-    """It has all that it computes at once, and all that may wait beside."""
+    """Whether its batch (`max_num_seqs`) and its waiting places are all taken."""
     return candidate.running + candidate.waiting >= candidate.max_num_seqs + routing.max_waiting_per_worker
 
 
@@ -125,7 +128,7 @@ def _by_threshold(
     min_tokens: int,
     choose: DecodeChoice,
 ) -> Decision:
-    # A prompt is short on the workers that have enough of its prefix cached.
+    # The same prompt can be short on a worker that has its prefix cached, and long on another.
     near = [c for c in open_ones if uncached_tokens(request, c) < min_tokens]
     if near and (chosen := choose(request, near)) is not None:
         return Local(chosen.worker_id, "short_prompt")
@@ -145,13 +148,13 @@ def _by_cost(
     predictor: Predictor,
     slo: SLOConfig,
 ) -> Decision:
-    """Local, unless remote is predicted sooner by more than is uncertain of it. Local also pays for delaying the
-    sequences that decode there.
+    """Remote if its predicted TTFT is below the lowest local cost by more than the error of the transfer time.
 
-    The price: a local prefill takes its seconds from the slack that each running sequence has to the TPOT objective
-    over the tokens still ahead of it. The lost share of that slack, summed over the sequences, costs
-    `routing.itl_weight` TTFT objectives. While the queue takes jobs, a worker whose ITL would exceed the objective is
-    not considered.
+    The cost of a local prefill is its predicted TTFT plus a price for the delay of the sequences that decode there. The
+    prefill uses up some of the slack that each running sequence has: the time by which its remaining tokens could be
+    later without missing the TPOT objective. The used share of that slack, summed over the sequences, costs
+    `routing.itl_weight` TTFT objectives. A worker whose running sequences would exceed `ITL_MARGIN` of the TPOT
+    objective is excluded. If the request cannot be prefilled remotely, `_lateness` ranks the workers instead.
     """
     if not open_ones:
         return Remote("decode_full") if blocker is None else Reject("decode_full", RETRY_AFTER_S)
@@ -178,7 +181,7 @@ def _by_cost(
             cost[index] += price_s * candidate.running * prefill_s / slack_s
     compute = max(0, prompt_tokens - prefill.cached_tokens)
     ttft_s = predictor.remote_ttft_s(compute, prompt_tokens, prefill.queue, prefill.workers_ready)
-    # What a transfer costs is uncertain, and what a move gains must be more: a tie is local, or stays in the queue.
+    # The gain must exceed the error of the transfer time: on a tie a new request is local, and a queued one waits on.
     error_s = predictor.transfer_error_s(prompt_tokens)
     remote_s = ttft_s - error_s if prefill.queued else ttft_s + error_s
     least = min(cost)
@@ -192,20 +195,21 @@ def _by_cost(
 def _lateness(
     candidates: Sequence[Candidate], ttft_s: Sequence[float], prompt_tokens: int, predictor: Predictor, slo: SLOConfig
 ) -> list[float]:
-    """By worker: what a request that is prefilled there adds to the lateness of all.
+    """For each worker, how much the total lateness grows if the request is prefilled there. No unit.
 
-    Lateness is the square of a predicted time over its objective: times spread, and the nearer their mean is to the
-    objective, the more requests miss it by a little more. It is the request's own, of TTFT and TPOT. Those that decode
-    there lose as well: by one more sequence, and by its prompt. A prompt also delays whoever comes while it is
-    computed, so where few decode now, it counts as if as many did as on the mean worker.
+    Lateness is the square of (predicted time / objective): times vary, and the nearer their mean is to the objective,
+    the more requests miss it when the mean grows a little. The growth is the lateness of the request itself, in TTFT
+    and TPOT, and what the sequences that decode there lose by one more sequence and by its prefill. A prefill also
+    delays the requests that arrive during it, so a worker with few sequences is charged as if it had the mean number.
 
-    The first token waits for room as well: for the share of what is there that must end before one more request fits
-    into the batch and the memory, which grows meanwhile, of the time that a request stays.
+    The TTFT includes the wait for room in the batch and in memory: the share of the running requests, or of the used
+    blocks, that must be freed first, times the mean duration of a request. The memory needed includes the tokens that
+    the sequences there will still generate.
     """
-    # Plain loops over locals: this runs for every request, and over every worker of a small fleet. A square that grows
-    # by `x` from `v` grows by x * (2 v + x).
+    # Plain loops over locals: this runs for every request, and over every worker of a small fleet. When a value grows
+    # from `v` by `x`, its square grows by x * (2 v + x).
     ahead_tokens, tpot_slo_s, ttft_slo_s = predictor.ahead_tokens, slo.tpot_s, slo.ttft_s
-    delay = predictor.s_per_token / ahead_tokens / tpot_slo_s  # of TPOT, by a prompt token
+    delay = predictor.s_per_token / ahead_tokens / tpot_slo_s  # growth of TPOT / objective by one prompt token
     fixed, each = predictor.tpot_line
     fixed, each, stay_s = fixed / tpot_slo_s, each / tpot_slo_s, 2 * ahead_tokens * tpot_slo_s
     own_tokens, count, sum_tpot, sum_running = prompt_tokens + 2 * ahead_tokens, len(candidates), 0.0, 0
@@ -235,7 +239,10 @@ def _lateness(
 def _why_not_remote(
     prefill: PrefillView, uncached_tokens: int, routing: RoutingConfig, predictor: Predictor
 ) -> str | None:
-    """A queue is full where a job would reach its claim deadline in it, or as `max_queued_prefill_tokens` says."""
+    """The reason why no job can be queued now, or None.
+
+    The queue is full if a job would reach its claim deadline there, or would exceed `max_queued_prefill_tokens`.
+    """
     if prefill.workers_ready == 0:
         return "no_prefill_worker"
     if prefill.queue is None:

@@ -1,6 +1,6 @@
-"""The policies that a configuration names, together: one request's placement, admission and place in the queue.
+"""All policies of a configuration behind one class: placement, admission, and the order of the queue.
 
-The router and the simulator decide through this one class, so that what is simulated is what serves.
+The router and the simulator both decide through it, so that a simulation runs the policies that serve.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ from orchestrator.policy.predict import Predictor
 from orchestrator.types import QueueDepth, RequestInfo
 
 Job = TypeVar("Job")
-LATE_OBJECTIVES = 5.0  # how many TTFT objectives behind those still in time a hopeless job goes
-ENGINE_WEIGHT = 30.0  # seconds behind its arrival for each second of prompt: many, for why see `engine_delay_s`
-MAX_STEPS = 10  # of priority: clients name it, and nobody may pass everybody for ever
-# Between two looks at what waits in the queue: each takes passing advantages for lasting ones.
+LATE_OBJECTIVES = 5.0  # TTFT objectives by which a job that will be late goes behind the others
+ENGINE_WEIGHT = 30.0  # seconds behind its arrival per second of prefill; `engine_delay_s` says why so many
+MAX_STEPS = 10  # of priority: clients choose it, and none may overtake without bound
+# Between two recalls. More frequent ones would move jobs for advantages that soon pass.
 RECALL_S = 1.0
-MAX_RECALL_LOOKS = 256  # at the head of the queue, at a time: what is behind has others to wait for
+MAX_RECALL_LOOKS = 256  # jobs at the head of the queue that one recall considers; the others wait behind them anyway
 
 
 class Ruling(msgspec.Struct, frozen=True):
-    """`late`: it is predicted to miss its objective wherever it goes, and is queued behind those that can meet it."""
+    """`late`: the request is predicted to miss its TTFT objective, and is queued behind those that can meet it."""
 
     decision: Local | Remote | Reject
     late: bool = False
 
 
 class Waiting(msgspec.Struct, frozen=True):
-    """A request that waits in the queue, and what a placement of it would see now."""
+    """A request that waits in the queue, and the inputs for placing it now."""
 
     request: RequestInfo
     uncached_tokens: int
     candidates: Sequence[Candidate]
-    cached_at_prefill: int  # tokens, on the prefill worker that has most
+    cached_at_prefill: int  # prompt tokens cached on the prefill worker with most of them
 
 
 class Gone(msgspec.Struct, frozen=True):
-    """What has been sent to a worker, which its load does not show yet."""
+    """What one recall has sent to a worker, which the worker's candidates do not show yet."""
 
     requests: float = 0.0
     blocks: float = 0.0
-    tokens: float = 0.0  # to compute there
+    tokens: float = 0.0  # prompt tokens to compute there
 
     def and_of(self, request: RequestInfo, candidate: Candidate, times: float) -> Gone:
-        """And of so many requests like this one."""
+        """The sum of this and `times` requests like this one."""
         blocks = blocks_for(request.prompt_tokens, candidate.block_size)
         tokens = uncached_tokens(request, candidate)
         return Gone(self.requests + times, self.blocks + times * blocks, self.tokens + times * tokens)
 
 
 class Policies:
-    """`choose` and `predictor` are shared with who feeds them: measured times, and the output lengths of what ended."""
+    """The caller feeds `choose` and `predictor` with measured times and with the output lengths of ended requests."""
 
     def __init__(self, config: Config, choose: DecodeChoice, predictor: Predictor) -> None:
         self.routing, self.slo, self._queue = config.routing, config.slo, config.queue
@@ -67,8 +67,8 @@ class Policies:
     def decide(
         self, request: RequestInfo, candidates: Sequence[Candidate], prefill: PrefillView, admission: bool = True
     ) -> Ruling:
-        """Where a request goes. Without `admission` (it was accepted before) the objectives neither refuse nor defer
-        it."""
+        """Where a request goes. A request that was accepted before needs no `admission`: its predicted TTFT neither
+        rejects nor defers it."""
         decision = place(request, candidates, prefill, self.routing, self.choose, self.predictor, self.slo)
         if not admission or self.slo.admission == "off":
             return Ruling(decision)
@@ -78,9 +78,10 @@ class Policies:
         return Ruling(admitted.decision, admitted.deferred)
 
     def recall(self, request: RequestInfo, candidates: Sequence[Candidate], prefill: PrefillView) -> Local | None:
-        """Where a request that waits in the queue should rather be prefilled now; None: it waits on.
+        """The decode worker that should prefill a queued request now; None if it should wait on.
 
-        `prefill.queue` is what is ahead of it. It is placed as if it had just arrived there, but moves only for a gain.
+        `prefill.queue` is the part of the queue ahead of it. The request is placed as if it had just arrived behind
+        that part, but it moves only for a gain.
         """
         waiting = msgspec.structs.replace(prefill, queued=True)
         decision = place(request, candidates, waiting, self.routing, self.choose, self.predictor, self.slo)
@@ -89,11 +90,11 @@ class Policies:
     def recalled(
         self, queued: Iterable[tuple[Job, Waiting]], depth: QueueDepth, workers_ready: int, others: float = 0.0
     ) -> list[tuple[Job, Local, Candidate]]:
-        """Which of those that wait a decode worker would now serve sooner than those ahead of them let them be, in the
-        order of the queue, each with that worker as it is once those before have gone there.
+        """The queued jobs that a decode worker should prefill now, in the order of the queue.
 
-        `others`: for each token of these jobs, as many tokens of other routers' jobs lie before it. As many of them
-        leave, as their routers find the same.
+        Each comes with that worker's load after the earlier jobs of the result have gone there. `others` is the ratio
+        of other routers' queued tokens to this router's. They are taken to be spread evenly over the queue, and the
+        other routers to recall in the same proportion.
         """
         if self.routing.remote_prefill_min_tokens is not None:
             return []
@@ -113,16 +114,16 @@ class Policies:
         return found
 
     def delay_s(self, request: RequestInfo, uncached_tokens: int, late: bool = False) -> float:
-        """Seconds behind its arrival that a job's place in the prefill queue is."""
+        """Seconds between a job's arrival and its score in the prefill queue."""
         compute_s = self.predictor.prefill_s(uncached_tokens)
         return delay_s(compute_s, self._queue.weight, self.slo.ttft_s, request.priority, late)
 
     def engine_delay_s(self, request: RequestInfo, compute_tokens: int = 0, late: bool = False) -> float:
-        """The same for the place among those that wait in the engine of its decode worker, where `compute_tokens` of
-        its prompt are computed (none where its KV comes from elsewhere).
+        """Seconds between a request's arrival and its place among the requests that wait in its decode engine.
 
-        What waits there waits because the engine is behind, and then a cached prompt must not wait behind others: it
-        would lose its blocks to them and have to be computed as well, and the engine would stay behind.
+        The engine has `compute_tokens` of the prompt to compute; 0 if the KV comes from a prefill worker. Requests wait
+        there only when the engine is overloaded. Then a cached prompt must not wait behind others: it would lose its
+        blocks to them and have to be computed too, and the engine would stay overloaded.
         """
         ttft_s = self.slo.ttft_s
         compute_s = self.predictor.prefill_s(compute_tokens) if compute_tokens else 0.0
@@ -146,16 +147,15 @@ def delay_s(
     priority: int = 0,
     late: bool = False,
 ) -> float:
-    """How many seconds behind its arrival a job's place in the queue is; before it where negative.
+    """Seconds between a job's arrival and its score in the queue. A negative delay puts it before its arrival.
 
-    `weight * compute_s`, where `compute_s` is what its prefill takes. Weight 0 is first come, first served; a large one
-    is shortest job first, which minimises the mean wait (W. E. Smith, "Various optimizers for single-stage production",
-    1956).
-    Arrival plus a fixed urgency is J. R. Jackson's dynamic priority ("Some problems in queueing with dynamic
-    priorities", 1960): newcomers' places grow with time, so none waits for ever behind them.
+    The delay is `weight * compute_s`, where `compute_s` is the job's prefill time. Weight 0 is first come, first
+    served; a large weight is shortest job first, which minimises the mean wait (W. E. Smith, "Various optimizers for
+    single-stage production", 1956). Arrival plus a fixed delay is J. R. Jackson's dynamic priority ("Some problems in
+    queueing with dynamic priorities", 1960): the scores of new jobs grow with time, so no job starves.
 
-    Each step of `priority` is worth one TTFT objective, at most `MAX_STEPS` of them; lower numbers are more important,
-    as in vLLM. `late` marks a job that was predicted to miss its objective whatever is done.
+    Each step of `priority`, up to `MAX_STEPS`, adds one TTFT objective; lower numbers are more important, as in vLLM.
+    `late` marks a job that is predicted to miss its TTFT objective; it adds `LATE_OBJECTIVES` of them.
     """
     steps = max(-MAX_STEPS, min(MAX_STEPS, priority))
     return weight * compute_s + steps * ttft_slo_s + (LATE_OBJECTIVES * ttft_slo_s if late else 0.0)

@@ -1,4 +1,4 @@
-"""Predictions of TTFT and ITL from coefficients that are fitted online, per worker, to measurements.
+"""Predictions of TTFT and ITL, from coefficients that are fitted online to measurements.
 
 The router or the simulator measures; `placement` and `admission` read the predictions. Nothing here decides. Before the
 first measurements the predictions come from priors.
@@ -14,13 +14,13 @@ import msgspec
 from orchestrator.policy.candidate import EXPECTED_OUTPUT_TOKENS, Candidate
 from orchestrator.types import EngineSpeed, QueueDepth
 
-# Chosen, not derived. Both memories are in observations; queue waits change faster than a worker's speed.
+# Chosen, not derived. Both memories count observations; queue waits change faster than a worker's speed.
 FIT_MEMORY, WAIT_FIT_MEMORY = 200.0, 50.0
-MIN_FIT_SAMPLES = 8  # observations before a fit has both slope and intercept, or is believed for a single worker
-MIN_RELATIVE_VARIANCE = 0.01  # of x, for both: its standard deviation is a tenth of its mean
-MAX_WAIT_PER_BACKLOG = 2.0  # seconds of wait per second of backlog; a line fitted to an idle queue may say more
+MIN_FIT_SAMPLES = 8  # observations before a fit has both slope and intercept, and before a single worker's is used
+MIN_RELATIVE_VARIANCE = 0.01  # of x, to fit both: then its standard deviation is a tenth of its mean
+MAX_WAIT_PER_BACKLOG = 2.0  # seconds of wait per second of backlog; a line fitted to an idle queue may be steeper
 ITL_WEIGHT, OUTPUT_WEIGHT = 0.1, 0.01  # of a new observation in the running means of ITL and output length
-MIN_AHEAD_TOKENS = 16.0  # over which a sequence spreads a delay, however short outputs are
+MIN_AHEAD_TOKENS = 16.0  # lower bound of `Predictor.ahead_tokens`, however short outputs are
 
 
 class Smoothed:
@@ -39,8 +39,8 @@ class Smoothed:
 class LineFit:
     """y = intercept + slope * x by least squares with exponential forgetting. Neither coefficient is ever negative.
 
-    `memory` is the number of observations after which one has faded to 1/e. As long as x varies too little to tell
-    slope from intercept, the intercept is 0 (or the slope is, where x was always 0).
+    `memory` is the number of observations after which the weight of one has decayed to 1/e. While x varies too little
+    to tell slope from intercept, the line goes through the origin, or is level if x was always 0.
     """
 
     __slots__ = ("_decay", "_error", "_n", "_x", "_xx", "_xy", "_y", "intercept", "samples", "slope")
@@ -56,7 +56,7 @@ class LineFit:
         return self.intercept + self.slope * x
 
     def error_at(self, x: float) -> float:
-        """How far a prediction at x is off, on average: as it was so far, and all of it while it is only a prior."""
+        """The mean absolute error of predictions; until there are `MIN_FIT_SAMPLES`, the whole prediction at x."""
         return self._error.value if self.samples >= MIN_FIT_SAMPLES else self.at(x)
 
     def observe(self, x: float, y: float) -> None:
@@ -90,14 +90,14 @@ class Coefficients(msgspec.Struct, frozen=True):
     prefill_s: dict[str, tuple[float, float]]  # by worker: (fixed, per token)
     local_s: dict[str, tuple[float, float]]
     transfer_s: tuple[float, float]
-    wait_s: dict[int, tuple[float, float]]  # by power of two of the length: (fixed, per second of backlog)
+    wait_s: dict[int, tuple[float, float]]  # by bit length of a job's uncached tokens: (fixed, per second of backlog)
     itl_s: dict[str, float]
     output_tokens: float
-    speed: EngineSpeed = EngineSpeed()  # as an engine measured it when it started
+    speed: EngineSpeed = EngineSpeed()  # the speed that an engine measured at its start
 
 
 class Predictor:
-    """Fitted times of one fleet. Priors, in seconds: a prefill worker's time per token, a decode worker's ITL."""
+    """The fitted times of one fleet. The priors are a prefill worker's seconds per token and a decode worker's ITL."""
 
     def __init__(self, prior_s_per_token: float = 0.0005, prior_itl_s: float = 0.02) -> None:
         self._prior_itl_s = prior_itl_s
@@ -105,16 +105,18 @@ class Predictor:
         self._pool = LineFit(prior_s_per_token)
         self._prefill: dict[str, LineFit] = {}
         self._local: dict[str, LineFit] = {}
-        self._transfer = LineFit(0.0, prior_itl_s)  # decode's first token takes a step of its own
+        self._transfer = LineFit(0.0, prior_itl_s)  # the decode engine's first token takes a step of its own
         self._wait: dict[int, LineFit] = {}
         self._itl: dict[str, Smoothed] = {}
-        # Of all workers: TPOT, and how many sequences were there, over the same requests.
+        # Means over the same requests of all workers: TPOT, and sequences on the request's worker.
         self._tpot, self._sequences = Smoothed(prior_itl_s, 1 / FIT_MEMORY), Smoothed(1.0, 1 / FIT_MEMORY)
         self._output = Smoothed(EXPECTED_OUTPUT_TOKENS, weight=OUTPUT_WEIGHT)
-        self.ahead_tokens = EXPECTED_OUTPUT_TOKENS / 2  # of a sequence that decodes: on average half of its output
+        # Tokens that a decoding sequence has yet to generate: on average half of its output.
+        self.ahead_tokens = EXPECTED_OUTPUT_TOKENS / 2
 
     def know(self, speed: EngineSpeed) -> None:
-        """What an engine measured when it started is the prior of all, until the first requests are measured."""
+        """Take the speed that an engine measured at its start as the prior of all workers, until requests are
+        measured."""
         if speed.prefill_s_per_token <= 0 or speed == self.speed:
             return
         self.speed = speed
@@ -127,20 +129,23 @@ class Predictor:
     # ---- measured --------------------------------------------------------------------------------------------
 
     def observe_prefill(self, worker_id: str, tokens: int, seconds: float) -> None:
-        """A prefill worker computed this many uncached tokens in this time."""
+        """Take the time in which a prefill worker computed this many uncached tokens."""
         self._pool.observe(tokens, seconds)
         self._fit(self._prefill, worker_id).observe(tokens, seconds)
 
     def observe_local(self, worker_id: str, tokens: int, seconds: float) -> None:
-        """A request was prefilled where it decodes: its uncached tokens plus those ahead of it there, and its TTFT."""
+        """Take the TTFT of a request that was prefilled on its decode worker. `tokens`: its uncached tokens and those
+        that waited there before it."""
         self._fit(self._local, worker_id).observe(tokens, seconds)
 
     def observe_transfer(self, tokens: int, seconds: float) -> None:
-        """The part of a KV transfer that prefill did not hide: from the end of prefill to the first token."""
+        """Take the time from the end of a remote prefill to the decode engine's first token: the part of the KV
+        transfer that does not overlap the prefill. `tokens`: the prompt's."""
         self._transfer.observe(tokens, seconds)
 
     def observe_wait(self, tokens: int, backlog_s: float, seconds: float) -> None:
-        """A job of this many uncached tokens waited this long, from enqueued to computing, behind `backlog_s`."""
+        """Take the time from enqueueing to the start of the prefill, for a job of this many uncached tokens that found
+        `backlog_s` of work in the queue."""
         bucket = tokens.bit_length()
         fit = self._wait.get(bucket)
         if fit is None:
@@ -148,8 +153,8 @@ class Predictor:
         fit.observe(backlog_s, seconds)
 
     def observe_itl(self, worker_id: str, seconds: float, sequences: int = 1) -> None:
-        """Time per output token of a sequence that decoded on a worker, local prefills between included, and how many
-        it made with those that it met there."""
+        """Take the TPOT of a request, delays by local prefills included. `sequences`: requests on its worker when it
+        was placed there, itself included."""
         smoothed = self._itl.get(worker_id)
         if smoothed is None:
             smoothed = self._itl[worker_id] = Smoothed(seconds, weight=ITL_WEIGHT)
@@ -173,50 +178,50 @@ class Predictor:
 
     @property
     def s_per_token(self) -> float:
-        """Of prefill, per prompt token more."""
+        """Prefill seconds per additional prompt token."""
         return self._pool.slope
 
     def prefill_s(self, tokens: int) -> float:
-        """Computing this many tokens on a prefill worker of the pool."""
+        """Seconds in which a mean prefill worker computes a prompt of this many uncached tokens."""
         return self._pool.at(tokens)
 
     @property
     def prefill_line(self) -> tuple[float, float]:
-        """Of one prompt: fixed seconds, and seconds per uncached token."""
+        """The prefill time of one prompt: fixed seconds, and seconds per uncached token."""
         return self._pool.intercept, self._pool.slope
 
     @property
     def mean_itl_s(self) -> float:
-        """Over the decode workers that have been measured; the prior where none has."""
+        """The mean ITL of the decode workers that have been measured; the prior if none has."""
         values = [smoothed.value for smoothed in self._itl.values()]
         return sum(values) / len(values) if values else self._prior_itl_s
 
     def backlog_s(self, queue: QueueDepth, workers_ready: int) -> float:
-        """Time in which the pool computes what waits in the queue."""
+        """Seconds in which the prefill workers compute the waiting jobs."""
         return self._pool.slope * queue.tokens / max(1, workers_ready)
 
     def wait_s(self, tokens: int, backlog_s: float) -> float:
-        """Queue wait of a job of this length behind this backlog, in the order that the queue has."""
+        """Queue wait of a job of this length at this backlog. Each power of two of the length has a fit of its own,
+        because short jobs overtake long ones."""
         fit = self._wait.get(tokens.bit_length())
         if fit is None or fit.samples < MIN_FIT_SAMPLES:
             return backlog_s
-        # A line fitted to an idle queue says nothing of a long one.
+        # A line fitted to a short queue may be far too steep for a long one.
         return min(fit.at(backlog_s), MAX_WAIT_PER_BACKLOG * backlog_s + fit.intercept)
 
     def remote_ttft_s(self, tokens: int, transfer_tokens: int, queue: QueueDepth, workers_ready: int) -> float:
-        """TTFT by way of the queue: `tokens` to compute there, `transfer_tokens` of KV to receive."""
+        """TTFT of a remote prefill: queue wait, prefill of `tokens`, and transfer of the KV of `transfer_tokens`."""
         waited = self.wait_s(tokens, self.backlog_s(queue, workers_ready))
         return waited + self._pool.at(tokens) + self._transfer.at(transfer_tokens)
 
     def transfer_error_s(self, tokens: int) -> float:
-        """How uncertain the time is that a KV transfer of this many tokens adds."""
+        """The mean error (seconds) of the predicted time of a KV transfer of this many tokens."""
         return self._transfer.error_at(tokens)
 
     # Plain loops over locals: these run for every request, and over every worker of a small fleet.
 
     def local_ttft_s(self, candidates: Iterable[Candidate], prompt_tokens: int) -> list[float]:
-        """TTFT by candidate, if that decode worker prefills what it has not cached of a prompt, after those waiting
-        there."""
+        """For each candidate, the TTFT if it prefills the uncached part of a prompt after the prompts waiting there."""
         found: list[float] = []
         pool, prior_itl_s, fit_of, itl_of = self._pool, self._prior_itl_s, self._local.get, self._itl.get
         for candidate in candidates:
@@ -232,8 +237,8 @@ class Predictor:
         return found
 
     def local_s(self, candidates: Iterable[Candidate], prompt_tokens: int) -> tuple[list[float], list[float]]:
-        """The same, and the ITL of the sequences decoding there: each second of prefill delays each of them by a
-        second."""
+        """`local_ttft_s`, and for each candidate the ITL of the sequences that decode there: a prefill delays each of
+        them by its seconds, spread over `ahead_tokens`."""
         ttfts_s: list[float] = []
         itls_s: list[float] = []
         pool, prior_itl_s, fit_of, itl_of = self._pool, self._prior_itl_s, self._local.get, self._itl.get
@@ -257,10 +262,10 @@ class Predictor:
 
     @property
     def tpot_line(self) -> tuple[float, float]:
-        """Of a decode worker: fixed seconds, and what each sequence there adds, its prompt included.
+        """The TPOT on a decode worker: fixed seconds, and seconds per sequence there, local prefills included.
 
-        What requests had on one worker is old where answers are long, so that all go by what they had beside how many,
-        on all workers. A slower worker keeps its sequences for longer, and shows by their number.
+        Fitted to the requests of all workers, since the TPOT measured on one worker is as old as its answers are long.
+        A slower worker needs no line of its own: it keeps its sequences for longer, so it has more of them.
         """
         if not self._tpot.samples:
             return self._prior_itl_s, self.speed.step_s_per_sequence

@@ -1,7 +1,8 @@
-"""Which workers have which KV blocks of which prefixes, by the events of what they stored and removed.
+"""Which workers have which KV blocks cached, learned from their events of stored and removed blocks.
 
-A key names a block *and everything before it* (a chained hash, see `prefix_keys.py`), so whoever has the key at depth d
-has d blocks. The index may be wrong: that costs a cache miss, never a wrong answer. Memory and look-ups are bounded.
+A key names a block *and everything before it* (a chained hash, see `prefix_keys.py`), so a worker that holds the key at
+depth d holds d blocks. The index may be wrong: that costs a cache miss, never a wrong answer. Memory and look-ups are
+bounded.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from itertools import islice
 
 from orchestrator.types import PrefixEvents
 
-# Probes of one look-up beyond the bisection for its deepest holder, to find how much the other holders have. Each probe
-# is a miss in the CPU's cache, and together they take most of a decision's time.
+# Probes of one look-up, beyond the bisection for its deepest holder, that find the depths of the other holders. Each
+# probe is a miss in the CPU's cache, and together they take most of a decision's time.
 MORE_PROBES = 6
-# Holders of one depth among which workers of a kind are searched for.
+# At most so many holders of one depth are searched for workers of one kind.
 MAX_HOLDERS = 64
 
 
 class Hits:
-    """Which workers hold how many leading blocks of one prompt. Valid until the next event."""
+    """How many leading blocks of one prompt each worker holds. Valid until the index takes the next event."""
 
     __slots__ = ("_all", "_index", "_levels")
 
     def __init__(self, index: PrefixIndex, holders: int, levels: list[tuple[int, int]]) -> None:
-        """`levels`: (blocks, mask of those that hold as many), most blocks first; `holders` all of them."""
+        """`levels`: (blocks, mask of the workers that hold so many), most blocks first. `holders`: mask of all."""
         self._index, self._all, self._levels = index, holders, levels
 
     def __bool__(self) -> bool:
@@ -34,7 +35,7 @@ class Hits:
         return self.blocks_of((worker_id,)).get(worker_id, 0)
 
     def blocks_of(self, worker_ids: Iterable[str]) -> dict[str, int]:
-        """Blocks by worker, for those of them that hold some."""
+        """Leading blocks by worker, for those of `worker_ids` that hold any."""
         found: dict[str, int] = {}
         bits, holders = self._index.bits, self._all
         for worker_id in worker_ids:
@@ -48,8 +49,8 @@ class Hits:
         return found
 
     def most(self, max_workers: int) -> dict[str, int]:
-        """Blocks by worker, for the workers that hold most. Equal ones take turns, so that a prefix that many workers
-        hold does not draw the whole load to a few of them."""
+        """Leading blocks by worker, for the `max_workers` workers that hold most. Workers with equal hits take turns,
+        so that a few of them do not get the whole load of a common prefix."""
         found: dict[str, int] = {}
         for depth, mask in self._levels:
             for worker_id in self._index.holders(mask):
@@ -61,7 +62,7 @@ class Hits:
     def most_of_each(
         self, max_workers: int, one: Collection[str], other: Collection[str]
     ) -> tuple[dict[str, int], dict[str, int]]:
-        """`most` of two kinds of workers, in one walk over all."""
+        """`most` for each of two kinds of workers, in one walk over all holders."""
         ones: dict[str, int] = {}
         others: dict[str, int] = {}
         for depth, mask in self._levels:
@@ -77,17 +78,18 @@ class Hits:
 
 
 class PrefixIndex:
-    """`max_keys` bounds memory: beyond it the index forgets the keys stored longest ago, which loses hits.
+    """The keys that each worker holds. `max_keys` bounds memory: above it the index forgets the keys that were stored
+    first, which loses hits. Raises ValueError if `max_keys` is below 1.
 
-    A gap in a worker's sequence means lost events. Then the index drops all that it knows of that worker, and learns it
-    anew from `resync` or from later events.
+    A gap in a worker's sequence numbers means lost events. Then the index drops all keys of that worker, and learns
+    them anew from `resync` or from later events.
     """
 
     def __init__(self, max_keys: int = 1_000_000) -> None:
         if max_keys < 1:
             raise ValueError(f"max_keys: expected at least 1, got {max_keys}")
         self.max_keys = max_keys
-        # One bit per worker, in one integer per key: a thousand workers cost 128 bytes, and one & selects the live.
+        # One integer per key, one bit per worker: a thousand workers cost 128 bytes, and one `&` selects the live ones.
         self._holders: dict[int, int] = {}
         self.bits: dict[str, int] = {}
         self._worker_at: dict[int, str] = {}
@@ -101,7 +103,7 @@ class PrefixIndex:
         return len(self._holders)
 
     def apply(self, events: PrefixEvents) -> bool:
-        """Take one batch. False when batches were lost before it; replayed ones are ignored."""
+        """Take one batch of events. Returns False if batches were lost before it. Replayed batches are ignored."""
         worker_id = events.worker_id
         last = self._sequence.get(worker_id, 0)
         if events.sequence <= last:
@@ -119,11 +121,11 @@ class PrefixIndex:
         return complete
 
     def sequence(self, worker_id: str) -> int:
-        """Of the last batch taken; 0 before the first."""
+        """The number of the last batch taken from this worker; 0 before the first."""
         return self._sequence.get(worker_id, 0)
 
     def resync(self, worker_id: str, sequence: int, keys: Iterable[int]) -> None:
-        """Replace all that is known of a worker by the keys that it holds as of batch `sequence`."""
+        """Replace the keys of a worker by those that it held after batch `sequence`."""
         self.forget(worker_id)
         self._sequence[worker_id] = sequence
         self.stored(worker_id, keys)
@@ -140,9 +142,9 @@ class PrefixIndex:
             held = holders.get(key, 0)
             if held is not before:
                 before, after = held, held | mask
-            holders[key] = after  # one integer for all blocks of a prompt that the same workers hold
+            holders[key] = after  # neighbouring keys with the same holders share one integer
         if (excess := len(holders) - self.max_keys) > 0:
-            # Many at once: each search for the oldest key walks over all entries that were deleted before.
+            # Delete many at once: each search for the oldest key walks over all entries deleted before.
             for key in list(islice(holders, excess + self.max_keys // 16)):
                 del holders[key]
 
@@ -161,19 +163,19 @@ class PrefixIndex:
                     del holders[key]
 
     def look_up(self, keys: Sequence[int]) -> Hits:
-        """How many leading blocks each worker holds. One probe is enough if nobody holds the first block.
+        """How many leading blocks each worker holds. One probe is enough if no worker holds the first block.
 
-        Otherwise bisection for all holders at once: each probe parts those that hold this block from those that do not
-        (whoever holds a block holds those before it, up to evictions under way). Holders that are not told apart within
-        `MORE_PROBES` are credited with the deepest block that they were found to hold, so never with more than they
-        have.
+        Otherwise one bisection finds the depths of all holders: each probe separates the workers that hold this block
+        from those that do not (a worker that holds a block holds those before it, except while it evicts them). After
+        `MORE_PROBES` the remaining holders are credited with the deepest block that they were found to hold, so never
+        with more than they have.
         """
         holders_of = self._holders.get
         first = holders_of(keys[0], 0) & self._live if keys else 0
         if not first:
             return Hits(self, 0, [])
         levels: list[tuple[int, int]] = []
-        parts: list[tuple[int, int, int]] = []  # (held, at most held, by whom) yet to be looked at, the deepest last
+        parts: list[tuple[int, int, int]] = []  # (least depth, greatest depth, mask) still to be bisected, deepest last
         low, high, mask = 1, len(keys), first
         probes = len(keys).bit_length() + MORE_PROBES
         while True:
@@ -194,12 +196,12 @@ class PrefixIndex:
             low, high, mask = parts.pop()
 
     def match(self, keys: Sequence[int], max_workers: int = 8) -> dict[str, int]:
-        """Blocks of the prefix held, by worker, for the (at most `max_workers`) workers that hold most."""
+        """Leading blocks by worker, for the (at most `max_workers`) workers that hold most."""
         return self.look_up(keys).most(max_workers)
 
     def holders(self, mask: int) -> list[str]:
-        """Workers of a mask, at most `MAX_HOLDERS`. If there are many, each call begins with another one."""
-        if not mask & (mask - 1):  # one worker, as at most depths
+        """The workers of a mask, at most `MAX_HOLDERS`. With more than four, each call begins with another one."""
+        if not mask & (mask - 1):  # one worker or none; most depths have one
             return [self._worker_at[mask.bit_length() - 1]] if mask else []
         parts: tuple[int, ...] = (mask,)
         if mask.bit_count() > 4:

@@ -1,8 +1,8 @@
-"""Names for KV blocks and everything before them: chained hashes of token ids, from prompts and from engine events.
+"""Keys of KV blocks: chained hashes of a block's token ids and all tokens before it, from prompts and engine events.
 
-A protocol between hosts. A block's key is XXH3 (64 bits, unsigned) of its token ids, each a 32-bit little-endian
-unsigned integer, with the key of the block before it as the seed; the first block's seed is the prompt's salt. All of a
-fleet's hosts must agree, or prefixes are never found. Two prompts with equal keys cost a cache miss, no wrong answer.
+A block's key is XXH3 (64 bits, unsigned) of its token ids, each a 32-bit little-endian unsigned integer, with the key
+of the block before it as the seed; the first block's seed is the prompt's salt. All hosts of a fleet must compute the
+same keys, or prefixes are never found. Different prompts with equal keys cost a cache miss, never a wrong answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ BEGINNING_TOKENS = 256
 
 
 def salt_of(lora: str | None, cache_salt: str | None) -> int:
-    """The first seed for prompts that share KV only with those of the same LoRA and cache salt. 0 for neither.
+    """The seed of the first block, so that prompts share KV only with those of the same LoRA and cache salt. 0 without
+    either.
 
     XXH3 of the LoRA's name and the salt in UTF-8, each after its length in bytes (32-bit little-endian).
     """
@@ -34,23 +35,24 @@ def prefix_keys(tokens: Sequence[int], block_size: int, salt: int = 0, max_block
 
 
 def reusable_keys(tokens: Sequence[int], block_size: int, salt: int = 0) -> list[int]:
-    """Keys of the blocks that a prompt can take from a cache: its last token is always computed."""
+    """Keys of the blocks that a prompt can take from a cache. Its last token is always computed, so a last block that
+    ends with the prompt is left out."""
     keys = prefix_keys(tokens, block_size, salt)
     return keys[:-1] if len(keys) * block_size == len(tokens) else keys
 
 
 def key_of_beginning(keys: Sequence[int], block_tokens: int) -> int | None:
-    """The same for all prompts that begin alike: the key of the first `BEGINNING_TOKENS`, or of as many as have keys.
-    None where none has."""
+    """The key of a prompt's first `BEGINNING_TOKENS`, or of as many as have keys; None without keys. Prompts with the
+    same beginning have the same one."""
     return keys[min(len(keys), max(1, BEGINNING_TOKENS // block_tokens)) - 1] if keys else None
 
 
 class EventTranslator:
-    """One worker's engine block hashes as our keys: engines hash with secrets and formats of their own.
+    """Translates the block hashes of one worker's engine to our keys. Engines have secrets and formats of their own.
 
-    vLLM's BlockStored gives engine hashes, the parent's hash and the token ids, which is all a chain needs; its
-    BlockRemoved gives engine hashes only, hence the memory, which is as large as the worker's cache. Both come once for
-    each block, and equal blocks may be cached several times: a key is held until the last of them has gone.
+    vLLM's BlockStored has the engine's hashes, the parent's hash and the token ids, from which the keys are computed.
+    Its BlockRemoved has only the engine's hashes, so the translator remembers the key of every cached block. Both come
+    once per block, and equal blocks may be cached several times: a key is held until the last of them is removed.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -60,7 +62,7 @@ class EventTranslator:
     def stored(
         self, engine_hashes: Sequence[object], parent: object | None, tokens: Sequence[int], salt: int = 0
     ) -> list[int]:
-        """Keys that are held now and were not before; empty when the parent is unknown. `salt` is for first blocks."""
+        """The keys that are newly held; none if the parent is not known. `salt` seeds blocks without a parent."""
         if parent is None:
             chain = salt
         elif (held := self._held.get(parent)) is not None:
@@ -78,7 +80,7 @@ class EventTranslator:
         return keys
 
     def removed(self, engine_hashes: Iterable[object]) -> list[int]:
-        """Keys that are not held any more."""
+        """The keys that are no longer held."""
         keys: list[int] = []
         for engine_hash in engine_hashes:
             if (held := self._held.get(engine_hash)) is not None:

@@ -1,4 +1,4 @@
-"""Decode choices of the field, as references to measure ours against."""
+"""The decode choices of other projects, as references for ours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from orchestrator.types import RequestInfo
 
 
 class RoundRobin(DecodeChoice):
-    """Each in turn from a random start, whatever their load (vllm-router, nginx)."""
+    """Chooses the candidates in turn from a random start, whatever their load (vllm-router, nginx)."""
 
     def __init__(self, rng: random.Random) -> None:
         self._turn = rng.randrange(1 << 16)
@@ -26,14 +26,14 @@ class RoundRobin(DecodeChoice):
 
 
 class _Least(DecodeChoice):
-    """The candidate with the least of something, ties at random."""
+    """Chooses the candidate with the least `load`, among equal ones at random."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
     @abstractmethod
     def load(self, request: RequestInfo, candidate: Candidate) -> float:
-        """What is minimised."""
+        """The number to minimise."""
 
     def __call__(self, request: RequestInfo, candidates: Sequence[Candidate]) -> Candidate | None:
         if not candidates:
@@ -45,14 +45,14 @@ class _Least(DecodeChoice):
 
 
 class LeastRequests(_Least):
-    """Fewest requests there (least outstanding requests: Envoy's LEAST_REQUEST over all hosts, AIBrix)."""
+    """Chooses the worker with fewest requests (Envoy's LEAST_REQUEST over all hosts, AIBrix)."""
 
     def load(self, request: RequestInfo, candidate: Candidate) -> float:
         return candidate.running + candidate.waiting
 
 
 class LeastTokens(_Least):
-    """Fewest tokens there: in KV blocks, and still to compute (least tokens queued, as LLM gateways count)."""
+    """Chooses the worker with fewest tokens in KV blocks and still to compute (LLM gateways' least tokens queued)."""
 
     def load(self, request: RequestInfo, candidate: Candidate) -> float:
         used_blocks = candidate.blocks_total - candidate.blocks_free
@@ -60,7 +60,7 @@ class LeastTokens(_Least):
 
 
 class PowerOfTwo(LeastRequests):
-    """The one with fewer requests of two drawn at random (Mitzenmacher 2001; smg and vllm-router)."""
+    """Chooses the worker with fewer requests of two drawn at random (Mitzenmacher 2001; smg and vllm-router)."""
 
     def __call__(self, request: RequestInfo, candidates: Sequence[Candidate]) -> Candidate | None:
         if len(candidates) > 2:
@@ -69,9 +69,9 @@ class PowerOfTwo(LeastRequests):
 
 
 class DynamoCost(_Least):
-    """Dynamo's KV router at temperature 0: `overlap_weight * prefill blocks + decode blocks`, the least wins.
+    """Dynamo's KV router at temperature 0: the worker with least `overlap_weight * prefill blocks + decode blocks`.
 
-    Prefill blocks are the uncached prompt tokens there, this request's included; decode blocks those in use.
+    Prefill blocks are the uncached prompt tokens there, this request's included, in blocks. Decode blocks are in use.
     Source: docs.nvidia.com/dynamo, components/router, "Cost calculation".
     """
 
@@ -85,10 +85,11 @@ class DynamoCost(_Least):
 
 
 class LlmD(_Least):
-    """llm-d's scorers for separate prefill and decode workers: the cached share of the prompt with weight 2, and with
-    weight 1 how short the queue is between the shortest (1) and the longest (0). The highest sum wins.
+    """llm-d's scorers for separate prefill and decode workers. The worker with the highest sum is chosen.
 
-    llm-d reads queues from metrics; here they include what was placed since the last report. Source:
+    The sum is the cached share of the prompt, with weight 2, and the shortness of the worker's queue, with weight 1: a
+    linear scale from the longest queue (0) to the shortest (1). llm-d reads the queues from metrics; here they include
+    the requests placed since the last report. Source:
     github.com/llm-d/llm-d-router, deploy/config/pd-epp-config.yaml, and its prefix-cache-scorer and queue-scorer.
     """
 
@@ -106,11 +107,11 @@ class LlmD(_Least):
 
 
 class PrefixHash(LeastRequests):
-    """Consistent hashing of the prompt's first 256 tokens with bounded loads: the worker that they hash to, or the one
-    with fewest requests where it has more than 1.25 times the mean.
+    """Consistent hashing with bounded loads: the worker to which the prompt's first 256 tokens hash, or the one with
+    fewest requests if that worker has more than 1.25 times the mean number of requests.
 
-    Rendezvous hashing stands for the ring. Source: github.com/lightseekorg/smg, model_gateway/src/policies,
-    prefix_hash.rs with its defaults.
+    Rendezvous hashing replaces the original's hash ring. Source: github.com/lightseekorg/smg,
+    model_gateway/src/policies, prefix_hash.rs with its defaults.
     """
 
     load_factor = 1.25
@@ -136,8 +137,8 @@ CONDITIONAL_TOKENS, CONDITIONAL_SHARE = 2048, 0.7
 def dynamo_bypass(prompt_tokens: int, cached_tokens: int) -> bool:
     """Dynamo's conditional disaggregation: whether a prompt is prefilled on the decode worker that was chosen for it.
 
-    With few tokens that are not cached there, and few of the prompt's. Source: github.com/ai-dynamo/dynamo,
-    lib/kv-router/src/conditional_disagg.rs, `isl_bounding` with its defaults.
+    It is if fewer than 2,048 tokens and less than 70% of the prompt are not cached there. Source:
+    github.com/ai-dynamo/dynamo, lib/kv-router/src/conditional_disagg.rs, `isl_bounding` with its defaults.
     """
     new_tokens = max(0, prompt_tokens - cached_tokens)
     return new_tokens < CONDITIONAL_TOKENS and new_tokens / max(1, prompt_tokens) < CONDITIONAL_SHARE
@@ -147,12 +148,13 @@ LLM_D_NON_CACHED_TOKENS = 16
 
 
 def llm_d_bypass(prompt_tokens: int, cached_tokens: int) -> bool:
-    """llm-d's prefix-based decider: the same, with fewer uncached tokens there than this.
+    """llm-d's prefix-based decider: whether a prompt is prefilled on the decode worker that was chosen for it.
 
-    Source: github.com/llm-d/llm-d-router, deploy/config/pd-epp-config.yaml.
+    It is if fewer than 16 tokens are not cached there. Source: github.com/llm-d/llm-d-router,
+    deploy/config/pd-epp-config.yaml.
     """
     return prompt_tokens - cached_tokens < LLM_D_NON_CACHED_TOKENS
 
 
-# By name: which prompts stay on the decode worker that was chosen for them, by prompt tokens and cached tokens.
+# Rules by name: given prompt tokens and cached tokens, whether the decode worker that was chosen also prefills.
 BYPASSES: Mapping[str, Callable[[int, int], bool]] = MappingProxyType({"dynamo": dynamo_bypass, "llm_d": llm_d_bypass})

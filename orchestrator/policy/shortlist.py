@@ -1,8 +1,8 @@
-"""The few workers worth considering out of a thousand, kept in order as loads change.
+"""The few workers of a large fleet that a decode choice has to consider, kept sorted as loads change.
 
-`KVBlocks` ranks a worker by a part that no request changes (its standing) and a part that is the same for workers with
-equal pools. So its choice is among the best by standing of each pool size and the workers with a prefix hit, and the
-policies run on those few only.
+`KVBlocks` ranks a worker by a part that is the same for all requests (its standing), a part that is the same for all
+workers with equal pools, and the request's prefix hit. So its choice is among the workers with the best standing of
+each pool size and the workers with a hit, and the policies see only those.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import msgspec
 
 from orchestrator.policy.candidate import Candidate
 
-_Entry = tuple[float, int, Candidate]  # (minus its standing, version, itself); no two versions are equal
+_Entry = tuple[float, int, Candidate]  # (negative standing, version, candidate); every version is unique
 
 
-# With fewer workers it is as quick to rank all of them, and exact where pools differ in size by a few percent.
+# With fewer workers it is as fast to rank all of them, and exact also where pools differ in size by a few percent.
 SHORTLIST_FROM = 32
 
 
 class Shortlist:
-    """A sorted list for each class of pool sizes: an update is two bisections, and the best workers are at its front.
+    """A sorted list per class of pool sizes, best workers first. An update is two bisections.
 
-    Pools within about 6% of each other share a class and count as equal here; the policy then compares them exactly.
+    Pools of nearly equal size share a class and count as equal here; the policy then compares the workers exactly.
     """
 
     def __init__(self, standing: Callable[[Candidate], float], per_class: int = 4) -> None:
@@ -39,7 +39,7 @@ class Shortlist:
         return len(self._current)
 
     def update(self, candidate: Candidate) -> None:
-        """Add a worker, or take its new load."""
+        """Add a worker, or replace its load."""
         self.remove(candidate.worker_id)
         entry = (-self._standing(candidate), next(self._versions), candidate)
         self._current[candidate.worker_id] = entry
@@ -56,7 +56,7 @@ class Shortlist:
             del self._classes[size_class]
 
     def pick(self, cached_tokens: Mapping[str, int]) -> list[Candidate]:
-        """Every worker in `cached_tokens`, with its hit filled in, and the best of the others of each class."""
+        """The workers in `cached_tokens`, with their hits filled in, and of each class the best other workers."""
         current = self._current
         picked = [
             msgspec.structs.replace(current[worker_id][2], cached_tokens=tokens)

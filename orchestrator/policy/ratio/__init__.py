@@ -1,1 +1,1 @@
-"""How many workers should prefill: what a fleet's load is, what prompts would cost, and what each split would bear."""
+"""How many workers should prefill: the load of a fleet, the cost of prompts, and the headroom of each split."""

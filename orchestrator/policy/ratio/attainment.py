@@ -1,6 +1,7 @@
-"""How much more load a split of the workers would bear before requests miss their objectives, by a queueing model.
+"""The headroom of a split: how much more load it could serve within the objectives, by a queueing model.
 
-Nothing is simulated: two closed forms, one for each side, cost microseconds. `ratio` compares splits by it.
+Nothing is simulated: two closed forms, one for prefill and one for decode, cost microseconds. `decision` compares
+splits by their headroom.
 """
 
 from __future__ import annotations
@@ -11,35 +12,35 @@ import msgspec
 
 from orchestrator.config.settings import SLOConfig
 
-# Objectives hold for nearly all requests, so both sides are judged at their 95th percentile: 1.645 standard deviations
-# of a normal distribution, and three means of an exponential one (ln 20).
+# Nearly all requests must meet the objectives, so the model takes 95th percentiles: the mean plus 1.645 standard
+# deviations of a normal distribution, and three means (ln 20) of an exponential one.
 Z_95, LN_20 = 1.645, 3.0
-MOST_BUSY = 0.95  # of a worker's time
+MOST_BUSY = 0.95  # utilisation of prefill workers, at most
 MOST_HEADROOM = 64.0
 STEPS = 24  # of a bisection: it halves its interval each time
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """What arrives, and what it costs. Seconds are those of one worker."""
+    """The arriving load and its cost. Seconds are those of one worker."""
 
     requests_per_s: float
     prefill_s: float  # computing one prompt's uncached tokens on a prefill worker, mean
     prefill_s2: float  # and its second moment, seconds squared
-    local_s: float  # the same on the decode worker that has most of it cached
+    local_s: float  # the same on the decode worker with most of the prompt cached
     local_s2: float
-    least_s: float  # the same on the worker of either role that has most of it cached
+    least_s: float  # the same on the worker of either role with most of the prompt cached
     least_s2: float
     output_tokens: float
-    step_s: float  # of a decode step without sequences
+    step_s: float  # a decode step without sequences
     step_s_per_sequence: float
-    max_sequences: float  # that decode on one worker, by its batch or its memory
+    max_sequences: float  # on one decode worker, by batch size or memory
 
 
 def after_moves(traffic: Traffic, prefill: int, decode: int, more: int) -> Traffic:
-    """What prompts cost once `more` of the workers prefill, or fewer where negative.
+    """The traffic after `more` workers have gone to prefill; a negative number goes to decode.
 
-    Workers take along what they have cached: a prompt that one role has more of than the other finds it there with the
-    share of those workers that moved.
+    Workers keep their caches when they change roles. So a prompt that is cached on the role that shrinks is cached on
+    the other role with a probability equal to the share of workers that moved.
     """
     if more < 0:
         stayed = (prefill + more) / prefill
@@ -72,8 +73,8 @@ def with_prompts(traffic: Traffic, factor: float) -> Traffic:
 def headroom(traffic: Traffic, prefill: int, decode: int, slo: SLOConfig) -> float:
     """The multiple of the arriving rate at which 95% of requests would still meet both objectives; at most 64.
 
-    Above 1 the split attains what arrives. Prompts that would wait too long for `prefill` workers are computed on the
-    `decode` workers, all of them where `prefill` is 0.
+    Above 1 the split can serve the arriving load. The `decode` workers compute the prompts that would wait too long for
+    the `prefill` workers, or all prompts if `prefill` is 0.
     """
     if decode < 1:
         return 0.0
@@ -91,17 +92,17 @@ def headroom(traffic: Traffic, prefill: int, decode: int, slo: SLOConfig) -> flo
 
 
 def most_busy(workers: int, traffic: Traffic, ttft_slo_s: float) -> float:
-    """The utilisation of `workers` prefill workers with one queue at which 95% of prompts are in time.
+    """The highest utilisation of `workers` prefill workers with one queue at which 95% of prompts are in time.
 
-    The mean wait is H. Sakasegawa's approximation of M/G/c ("An approximation formula Lq", 1977), and waits are taken
-    to be exponential.
+    The mean wait is H. Sakasegawa's approximation of M/G/c ("An approximation formula Lq", 1977). The distribution of
+    waits is taken to be exponential.
     """
     mean_s = traffic.prefill_s
     if workers < 1 or mean_s <= 0:
         return MOST_BUSY
     spread = traffic.prefill_s2 / (mean_s * mean_s)  # 1 + the squared coefficient of variation
     deviation_s = math.sqrt(max(0.0, traffic.prefill_s2 - mean_s * mean_s))
-    # What a long prompt computes for is no wait; but at least half of the objective is there to wait in.
+    # A prompt can wait for what its own prefill leaves of the objective, but at least half of the objective.
     slack_s = max(ttft_slo_s - mean_s - Z_95 * deviation_s, ttft_slo_s / 2)
     power = math.sqrt(2 * (workers + 1)) - 1
     low, high = 0.0, MOST_BUSY
@@ -116,25 +117,26 @@ def most_busy(workers: int, traffic: Traffic, ttft_slo_s: float) -> float:
 
 
 def tpot_s(traffic: Traffic, factor: float, taken: float, decode: int) -> float:
-    """The 95th percentile of TPOT at `factor` times the arriving rate; infinite where a decode worker cannot keep up.
+    """The 95th percentile of TPOT (s) at `factor` times the arriving rate; infinite if decode workers cannot keep up.
 
-    `taken` is the work, in workers, that prefill workers do. The rest takes a share of each decode worker's time, and
-    comes in lumps, one a prompt: a request meets a Poisson number of them, and of those that come meanwhile. So the
-    time that they take from it has the variance of a delay cycle of M/G/1: their rate times its duration times the
-    second moment of a prompt's time, over the square of the share of time that is left. Prefill workers get the
-    longest prompts: of work that is spread exponentially, a share of it leaves the square of that of its second moment.
+    `taken` is the prefill work that prefill workers do, in workers. Decode workers do the rest, which takes a share of
+    their time and stops their sequences for one whole prompt at a time. A request is delayed by a Poisson number of
+    prompts, and by the prompts that arrive while these are computed. So its delay has the variance of a delay cycle of
+    M/G/1: the rate of prompts, times the request's duration, times the second moment of a prompt's time, over the
+    square of the share of time left for decoding. Prefill workers take the longest prompts: if prefill times are
+    exponential, the share s of the work that decode workers do has about s squared of the second moment.
     """
     rate = factor * traffic.requests_per_s
     work = rate * traffic.prefill_s
-    left_share = max(0.0, 1 - taken / work) if work > 0 else 0.0  # of the prefill work, for decode workers
-    overflow = left_share * rate * traffic.local_s / decode  # the share of their time
+    left_share = max(0.0, 1 - taken / work) if work > 0 else 0.0  # share of the prefill work left to decode workers
+    overflow = left_share * rate * traffic.local_s / decode  # share of their time that it takes
     tokens_per_s = rate * traffic.output_tokens / decode
     left = 1 - overflow - traffic.step_s_per_sequence * tokens_per_s
     if left <= 0:
         return math.inf
     # Little: sequences = tokens_per_s * TPOT, and TPOT = (step_s + step_s_per_sequence * sequences) / (1 - overflow).
     mean_s = traffic.step_s / left
-    # They come and go at random, so that their number is about Poisson.
+    # Sequences come and go at random, so their number is about Poisson.
     sequences = tokens_per_s * mean_s
     if sequences + Z_95 * math.sqrt(sequences) > traffic.max_sequences:
         return math.inf

@@ -1,4 +1,4 @@
-"""What prompts would cost at another split, by what the caches of its workers would find of them."""
+"""The cost of prompts at another split, whose prefill and decode workers have caches of another total size."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from orchestrator.policy.ratio.reuse import Curve, curve, uncached
 from orchestrator.types import DesiredRatio
 
 STEPS = 16  # of a bisection
-# Prompts that leave more to compute than caches of this size should, by less than this share, say nothing of copies.
+# While prompts have at most this share more uncached tokens than caches without duplicates would leave, the memory is
+# taken to hold no duplicates.
 TOLERANCE = 0.05
 
 
 class Caches(msgspec.Struct, frozen=True):
-    """The memory of a fleet in which prefixes are cached.
+    """The memory in which a fleet caches prefixes.
 
-    What a prefix is worth counts for who prefills: prefill workers claim what they have cached, and where none is left,
-    a request goes where its prompt is least work. Who decodes what was prefilled elsewhere is chosen by memory, so that
-    there prefixes are on more workers. How much of a role's memory holds *distinct* prefixes is measured: by what
-    prompts leave to compute there, beside what they would if all of it did.
+    A prefix can be cached on several workers of a role, so only a share of the role's memory holds *distinct* prefixes.
+    That share is higher on prefill workers, which claim the jobs that they have cached. After a remote prefill the
+    decode worker is chosen by free memory, which spreads copies. Without prefill workers a request goes where its
+    prompt is least work. The share is measured: it is the one that explains the uncached tokens of the role's prompts.
     """
 
     of: Curve
     prompts_per_s: float
-    s_per_token: float  # of prefill
-    worker_tokens: float
-    answer_tokens: float  # in the memory of decode workers, where no prompt finds them
-    prefill: int
+    s_per_token: float  # prefill time
+    worker_tokens: float  # KV memory of one worker
+    answer_tokens: float  # generated tokens in the memory of all decode workers, which no prompt can reuse
+    prefill: int  # workers
     decode: int
-    distinct: tuple[float, float]  # the share of the memory of prefill, and of decode workers
+    distinct: tuple[float, float]  # share of the memory that holds distinct prefixes: prefill workers, decode workers
 
     def moved(self, traffic: Traffic, more: int) -> Traffic:
-        """What prompts cost once `more` of the workers prefill, or fewer where negative."""
+        """The traffic after `more` workers have gone to prefill; a negative number goes to decode."""
         (before, before2, _), (after, after2, _) = self.at_prefill(0), self.at_prefill(more)
         (local_before, local_before2, _), (local_after, local_after2, _) = self.at_decode(0), self.at_decode(more)
         prefill_s = max(0.0, traffic.prefill_s + self.s_per_token * (after - before))
@@ -50,22 +51,26 @@ class Caches(msgspec.Struct, frozen=True):
         )
 
     def at_prefill(self, more: int) -> tuple[float, float, float]:
-        """`left` on the prefill workers once there are `more` of them."""
+        """`left` on the prefill workers after `more` workers have gone to prefill."""
         return self.left(self.prefill + more, self.distinct[0])
 
     def at_decode(self, more: int) -> tuple[float, float, float]:
-        """`left` on the decode workers once `more` of them prefill."""
+        """`left` on the decode workers after `more` of them have gone to prefill.
+
+        Without prefill workers requests go where they are cached, so the higher of both shares is used.
+        """
         distinct = self.distinct[1] if self.prefill + more else max(self.distinct)
         return self.left(self.decode - more, distinct, self.answer_tokens)
 
     def left(self, workers: int, distinct: float, taken_tokens: float = 0.0) -> tuple[float, float, float]:
-        """Of the mean prompt, with so many workers of a role: uncached tokens, their square, and for how many seconds
-        caches keep what nobody uses."""
+        """The mean of a prompt's uncached tokens, the mean of their square, and the seconds for which caches keep an
+        unused block, if a role has `workers` workers whose memory less `taken_tokens` holds prefixes."""
         tokens = max(0.0, workers * self.worker_tokens - taken_tokens)
         return uncached(self.of, distinct * tokens, self.prompts_per_s)
 
     def distinct_share(self, measured: float, workers: int, taken_tokens: float = 0.0) -> float:
-        """Of the memory of so many workers, where a mean prompt has so many uncached tokens; at least one's."""
+        """The share of the memory of `workers` workers that holds distinct prefixes, if prompts have `measured`
+        uncached tokens on average. At least the memory of one worker does."""
         measured /= 1 + TOLERANCE
         if workers < 2 or self.left(workers, 1.0, taken_tokens)[0] >= measured:
             return 1.0
@@ -80,7 +85,8 @@ class Caches(msgspec.Struct, frozen=True):
 
 
 def caches_of(window: Sequence[LoadSample], arriving: Traffic, current: DesiredRatio) -> Caches | None:
-    """As the window shows them; None where no prompt came, or nothing is known of the workers."""
+    """The caches that a window of samples shows; None without prompts, or while the workers' memory or speed is not
+    known."""
     last, of = window[-1], curve(sample.reuse for sample in window)
     if of is None or not last.worker_tokens or not last.prefill_s_per_token:
         return None

@@ -1,7 +1,7 @@
-"""How many workers should prefill and how many decode, none that prefill included: the split with most headroom.
+"""How many workers should prefill and how many decode: the split with most headroom. It may have no prefill worker.
 
-A window of load samples (`load`) gives the traffic, and `attainment` says how much of that traffic each split would
-bear. Who observes, and who applies the split (role changes first, then starting and draining processes), is not here.
+A window of load samples (`load`) gives the traffic, and `attainment` the headroom of each split. This module neither
+observes the load (`fleet.ratio_controller`) nor applies the split (`launch`: role changes first, then processes).
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from orchestrator.policy.ratio.caches import Caches, caches_of
 from orchestrator.policy.ratio.load import LEAST_WINDOWS_S, LoadSample, recent, stay_s, traffic
 from orchestrator.types import DesiredRatio
 
-MOST_SPLITS = 32  # compared of a large fleet's: evenly spread
-# A decode worker can do all that a prefill worker does, but not the other way round, so workers go to decode while the
-# fleet still bears this many times the load at which they would go to prefill.
+MOST_SPLITS = 32  # about as many splits of a large fleet are compared, evenly spread
+# Workers go to decode already at a headroom that is larger by this factor than the one at which they go to prefill: a
+# decode worker can do all that a prefill worker does, but not the other way round.
 DECODE_EARLIER = 1.25
-NEVER_S = 1e6
-TO_PREFILL_SURER = 2.0  # how many times the standard error that going to prefill has to stand; to decode: once
+NEVER_S = 1e6  # a TPOT objective that every request meets
+TO_PREFILL_SURER = 2.0  # standard errors of the prefill work that a move to prefill must withstand; to decode: one
 
 
 class RatioDecision(msgspec.Struct, frozen=True):
-    """A change of the split, and the numbers that it was decided on."""
+    """A change of the split, and the numbers behind it."""
 
     before: DesiredRatio
     after: DesiredRatio
-    headroom_before: float  # the multiple of the arriving rate that each would attain
+    headroom_before: float  # the multiple of the arriving rate that each split could serve
     headroom_after: float
     traffic: Traffic
-    # Of the mean prompt where it decodes, before and after: tokens to compute, and for how many seconds caches keep
-    # what nobody uses. None where nothing is known of caches.
+    # On the decode workers, before and after: uncached tokens of the mean prompt, and the seconds for which caches keep
+    # an unused block. None if the caches are not known.
     uncached: tuple[float, float] | None = None
     kept_s: tuple[float, float] | None = None
 
@@ -66,13 +66,15 @@ def desired_ratio(
 ) -> RatioDecision | None:
     """A better split of the same number of workers; None to keep the current one.
 
-    It is kept while too little arrives to tell, for `config.cool_down_s` after a change, while it bears
-    `1 / config.busy` times what arrives, and where no other bears more by `config.gain` whatever
-    chance makes of so few requests (hysteresis). The latest samples are asked first, then ever more of them: what is
-    seen for longer need not be as clear. Each time all of them and both halves must ask for a change in the same
-    direction: a burst is no reason to move. A worker goes to decode for what two samples say, and to prefill for what
-    lasts ten seconds, because a decode worker can do both. For the same reason as many go to decode at once as should,
-    and to prefill at most `max_step`, by default as many as `_most_at_once` says.
+    The current split is kept for `config.cool_down_s` after a change, while fewer than `MIN_REQUESTS` requests arrive,
+    while its headroom is above `1 / config.busy` (for a move to decode: above `DECODE_EARLIER / config.busy`), and
+    unless another split's headroom is larger by `config.gain` in spite of chance (`_gains`).
+
+    The latest samples are evaluated first, then longer windows, whose larger number of requests shows a smaller gain.
+    The whole window and both halves must call for a change in the same direction, so that a burst moves nobody. A move
+    to decode needs two samples, a move to prefill ten seconds of them, because a decode worker can do both. For the
+    same reason any number of workers goes to decode at once, and at most `max_step` (default: `_most_at_once`) to
+    prefill.
     """
     total = current.prefill + current.decode
     if not window or total < config.min_prefill + config.min_decode:
@@ -92,8 +94,11 @@ def desired_ratio(
 
 
 def _most_at_once(window: Sequence[LoadSample], current: DesiredRatio, config: RatioConfig) -> int:
-    """How many workers may go to prefill: a quarter of the fleet, at least one. They serve nobody new until what they
-    decode has ended: where that takes longer than a cool-down, a quarter of those that decode."""
+    """How many workers may go to prefill at once: a quarter of the fleet, at least one.
+
+    They take no new requests until those that they decode have ended. If that takes longer than a cool-down, the limit
+    is a quarter of the decode workers.
+    """
     arriving = traffic(window)
     soon = arriving is None or stay_s(window, arriving) < config.cool_down_s
     return max(1, (current.decode + (current.prefill if soon else 0)) // 4)
@@ -118,7 +123,7 @@ def _decision(window: Sequence[LoadSample], current: DesiredRatio, more: int, sl
 
 
 def _agreed(window: Sequence[LoadSample], current: DesiredRatio, config: RatioConfig, slo: SLOConfig) -> int:
-    """How many more workers should prefill, fewer where negative; 0 where the window and its halves disagree."""
+    """How many more workers should prefill (negative: fewer); 0 if the window and its halves disagree."""
     if not window:
         return 0
     overfull = _overfull(window, current)
@@ -133,8 +138,12 @@ def _agreed(window: Sequence[LoadSample], current: DesiredRatio, config: RatioCo
 def _best_prefill(
     window: Sequence[LoadSample], current: DesiredRatio, config: RatioConfig, slo: SLOConfig, overfull: bool
 ) -> int:
-    """The number of prefill workers that bears most; the current one unless that is a gain that is needed, or it is
-    `overfull`: a split that does not hold what decodes is none to keep, whatever others bear of what arrives."""
+    """The number of prefill workers of the split with most headroom; the current number if more headroom is not needed
+    or the gain is below `config.gain`.
+
+    With `overfull` the current split is left even for one with less headroom, because the sequences that decode now do
+    not fit on its decode workers.
+    """
     total = current.prefill + current.decode
     arriving = traffic(window)
     if arriving is None:
@@ -142,7 +151,8 @@ def _best_prefill(
     now = headroom(arriving, current.prefill, current.decode, slo)
     if now * config.busy > DECODE_EARLIER:
         return current.prefill
-    # What decodes has to fit on the workers that go on decoding. Where all are too few for it, each one more helps.
+    # The sequences that decode now must fit on the remaining decode workers. If all workers together are too few for
+    # them, workers only go to decode.
     holding = math.ceil(window[-1].sequences / window[-1].max_sequences)
     most = total - max(config.min_decode, holding)
     if most < config.min_prefill:
@@ -160,7 +170,7 @@ def _best_prefill(
     if current.prefill > 0 and headroom(with_prompts(arriving, 0.0), 0, total, slo) >= 1:
         none = msgspec.structs.replace(_moved(arriving, caches, current, -current.prefill), max_sequences=math.inf)
         if headroom(none, 0, total, msgspec.structs.replace(slo, tpot_s=NEVER_S)) < 1:
-            gains[0] = 0.0  # more prompts than it computes, and no queue to hold some back: all would be late
+            gains[0] = 0.0  # it cannot compute all prompts, and without a queue to hold some back all would be late
     best = max(gains, key=lambda prefill: (gains[prefill], -abs(prefill - current.prefill)))
     return best if gains[best] >= gains[current.prefill] * (1 + config.gain) else current.prefill
 
@@ -173,9 +183,11 @@ def _gains(
     error: float,
     slo: SLOConfig,
 ) -> dict[int, float]:
-    """How many times what the current split bears each of these bears, by its prefill workers: the least of that, be
-    prompts shorter or longer by `error` than they seem. All splits bear the same prompts, so that the error of the
-    comparison is less than theirs."""
+    """The headroom of each split of `prefills` over that of the current split, by number of prefill workers.
+
+    The least of three ratios: with prompts as measured, and shorter and longer by the relative `error`. Both splits of
+    a ratio have the same prompts, so the error of the ratio is smaller than that of either headroom.
+    """
     may_be = 1.0, 1 / (1 + error), 1 + error
     bears_now = [
         max(1e-9, headroom(with_prompts(arriving, factor), current.prefill, current.decode, slo)) for factor in may_be
@@ -192,11 +204,12 @@ def _gains(
 
 
 def _moved(arriving: Traffic, caches: Caches | None, current: DesiredRatio, more: int) -> Traffic:
-    """What prompts cost once `more` of the workers prefill.
+    """The traffic after `more` workers have gone to prefill; a negative number goes to decode.
 
-    Workers take along what they have cached. What caches of the new sizes would keep bounds that: those of a role that
-    shrinks keep less, and those of decode workers, where all prompts go, more once there are more of them. Prefill
-    workers have only what was prefilled remotely, so that more of them need not find more.
+    There are two estimates: workers keep their caches when they change roles (`after_moves`), and caches of another
+    total size keep more or less (`caches`). A role that shrinks has the cost of its smaller caches. Decode workers that
+    become more have the lower of both costs, because all prompts go there. Prefill workers that become more have that
+    of `after_moves`: they see only prompts that are prefilled remotely, so larger caches need not find more.
     """
     along = after_moves(arriving, current.prefill, current.decode, more)
     if caches is None:
@@ -210,13 +223,15 @@ def _moved(arriving: Traffic, caches: Caches | None, current: DesiredRatio, more
 
 
 def _overfull(window: Sequence[LoadSample], current: DesiredRatio) -> bool:
-    """Whether more decoded all the time than the decode workers hold."""
+    """Whether the decode workers had more sequences than they can hold throughout the window."""
     return all(sample.sequences > sample.max_sequences * current.decode for sample in window)
 
 
 def _growing(window: Sequence[LoadSample]) -> bool:
-    """Whether ever more sequences decode, by more than chance (two standard deviations of Poisson numbers): then the
-    longest answers have not ended, and what decode workers will have to bear is not known."""
+    """Whether the number of decoding sequences grows, by more than chance (two standard deviations of Poisson numbers).
+
+    While it grows the longest answers have not ended, so the future load of decode workers is not known.
+    """
     seconds, first = 0.0, len(window) - 1
     while first > 0 and seconds < LEAST_WINDOWS_S[0]:
         seconds += window[first].period_s
@@ -226,8 +241,11 @@ def _growing(window: Sequence[LoadSample]) -> bool:
 
 
 def _warming(window: Sequence[LoadSample]) -> bool:
-    """Whether prompts take less in the second half than in the first, by more than chance (a standard error). Caches
-    fill after a start or a change of load, and until then prompts look as if more workers should prefill."""
+    """Whether prompts cost less in the second half than in the first, by more than chance (a standard error).
+
+    Caches fill after a start or a change of load. Until they are full, prompts look longer than they will be, and more
+    prefill workers seem to be needed.
+    """
     middle = len(window) // 2
     parts = window[:middle], window[middle:]
     first, second = (traffic(part) for part in parts)
@@ -240,8 +258,11 @@ def _warming(window: Sequence[LoadSample]) -> bool:
 
 
 def _chance(window: Sequence[LoadSample], arriving: Traffic, config: RatioConfig) -> float:
-    """How far off the mean work of so few requests may be, by their spread (its standard error). Where requests stay
-    on a decode worker for less than a cool-down, a wrong change is as soon undone, and it counts for less."""
+    """The relative standard error of the window's prefill work, from the spread of its prompts.
+
+    It counts for less if requests stay on a decode worker for less than a cool-down: a wrong change is then soon
+    undone.
+    """
     if arriving.prefill_s <= 0:
         return 0.0
     seconds = sum(sample.period_s for sample in window)

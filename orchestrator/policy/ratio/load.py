@@ -1,4 +1,4 @@
-"""The load of a fleet: two observations give a load sample, and a window of samples what arrives and what it costs."""
+"""The load of a fleet: a load sample from two observations, and the traffic from a window of samples."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from orchestrator.policy.ratio.attainment import Traffic
 from orchestrator.policy.ratio.reuse import Reuse
 from orchestrator.types import Offered
 
-# The share of its KV memory that a full decode worker has in use: sequences still grow.
+# A decode worker is full when this share of its KV memory is in use, because its sequences still grow.
 FULL_MEMORY_SHARE = 0.8
 CONTEXT_WEIGHT = 0.3  # of an observation in the running mean of a sequence's context
-LEAST_ENDED = 0.25  # of those that came: fewer say too little of how long answers are
-MIN_REQUESTS = 20  # in half a window: fewer say too little of their lengths
-# A window is as short as it may be: as long as one of these, and with this many requests.
+LEAST_ENDED = 0.25  # lower bound of ended requests over arrived ones, in the mean length of answers
+MIN_REQUESTS = 20  # in half a window: fewer tell too little about lengths
+# A window is the shortest one that has one of these lengths (s) and this many requests.
 LEAST_WINDOWS_S, ENOUGH_REQUESTS = (10.0, 20.0, 40.0), 200
 
 
@@ -25,50 +25,51 @@ class Observation(msgspec.Struct, frozen=True):
     """The fleet at one moment."""
 
     at: float  # unix seconds
-    offered: Offered  # since it began to be counted
+    offered: Offered  # since counting began
     holding: int  # sequences with KV on decode workers
     waiting: int  # sequences that wait there
-    held_tokens: int  # of the KV in use on decode workers
-    worker_tokens: int  # that one decode worker's KV pool holds
-    worker_sequences: int  # at most in one decode worker's batch
+    held_tokens: int  # tokens whose KV is in use on decode workers
+    worker_tokens: int  # size of one decode worker's KV pool
+    worker_sequences: int  # in one decode worker's batch, at most
 
 
 class LoadSample(msgspec.Struct, frozen=True):
-    """The fleet over one sampling period. Offered load is what arrived, whether or not it was served or rejected."""
+    """The fleet over one sampling period. Offered load counts all arrivals, served or rejected."""
 
     at: float  # unix seconds, end of the period
     period_s: float
     offered: Offered
-    sequences: int  # on decode workers at the end of the period, those that wait included
-    # Measured. What a step takes whatever is in it is no prompt's: prompts share it, and decode steps have it anyway.
+    sequences: int  # on decode workers at the end of the period, waiting ones included
+    # Measured. The fixed time of a step is not charged to prompts: they share steps, and decode steps take it anyway.
     prefill_s_per_token: float
-    step: tuple[float, float]  # of decode, measured: fixed seconds, and seconds per sequence
+    step: tuple[float, float]  # a decode step, measured: fixed seconds, and seconds per sequence
     itl_s: float  # measured, mean over the workers
-    max_sequences: float  # that one decode worker holds, by its batch or its memory
-    worker_tokens: float = 0.0  # that one worker's KV memory holds
-    reuse: Reuse = Reuse()  # of the prompts that came
+    max_sequences: float  # on one decode worker, by batch size or memory
+    worker_tokens: float = 0.0  # size of one worker's KV memory
+    reuse: Reuse = Reuse()  # of the prompts that arrived
 
 
 class LoadSampler:
-    """Learns step times and sequence lengths, and turns each observation into the load since the one before."""
+    """Turns each observation into the load since the previous one; learns step times and sequence lengths for it."""
 
     def __init__(self) -> None:
-        self._step_s = LineFit(0.0)  # by sequences decoding
-        self._fixed_s = 0.0  # as the engine measured it, and the means of what steps take beyond it, and of sequences
+        self._step_s = LineFit(0.0)  # by decoding sequences
+        # The fixed time of a step, as the engine measured it. Then means: seconds beyond it per step, and sequences.
+        self._fixed_s = 0.0
         self._beyond_s, self._sequences = Smoothed(0.0, 1 / FIT_MEMORY), Smoothed(1.0, 1 / FIT_MEMORY)
         self._context_tokens = 0.0  # mean of a sequence
         self._last: Observation | None = None
 
     def observe_step(self, sequences: int, seconds: float) -> None:
-        """Take the time of a decode step that computed no prompt: that work counts as prefill."""
+        """Take the time of a step that only decoded. Steps with prompt tokens are left out: their work is prefill."""
         if sequences > 0 and seconds > 0:
             self._step_s.observe(sequences, seconds)
             self._beyond_s.observe(max(0.0, seconds - self._fixed_s))
             self._sequences.observe(sequences)
 
     def sample(self, now: Observation, predictor: Predictor, reuse: Reuse = Reuse()) -> LoadSample | None:
-        """The load since the last observation, `reuse` since then; None for the first, and when the clock was set
-        back."""
+        """The load since the previous observation, with the `reuse` since then; None for the first observation, and
+        after the clock was set back."""
         last, self._last = self._last, now
         if predictor.speed.step_s != self._fixed_s:
             self._fixed_s = predictor.speed.step_s
@@ -96,9 +97,12 @@ class LoadSampler:
         )
 
     def _step(self, itl_s: float) -> tuple[float, float]:
-        """What a step takes without sequences is the engine's, which measured it when it started. What a sequence adds
-        depends on its context. A line through both would take long contexts for a long step, as numbers of sequences
-        vary little; it is all there is where the engine has measured nothing."""
+        """A decode step's fixed seconds, and its seconds per sequence.
+
+        The engine measured the fixed time at its start. The time per sequence is measured while serving, because it
+        grows with the context. A line fitted to both would take long contexts for a long fixed time, since the number
+        of sequences varies little; it serves only if the engine measured nothing.
+        """
         if self._fixed_s > 0:
             return self._fixed_s, self._beyond_s.value / self._sequences.value
         line = self._step_s
@@ -106,7 +110,7 @@ class LoadSampler:
 
 
 def offered_since(before: dict[str, Offered], now: dict[str, Offered]) -> Offered:
-    """What arrived at all frontends between two readings of their counts. All that a new frontend counts is new."""
+    """The load that arrived at all frontends between two readings of their counts. A new frontend counts from 0."""
     total = Offered()
     for name, count in now.items():
         total += count - before.get(name, Offered())
@@ -114,15 +118,17 @@ def offered_since(before: dict[str, Offered], now: dict[str, Offered]) -> Offere
 
 
 def samples_in_window(config: RatioConfig) -> int:
-    """Load samples that a decision is made on."""
+    """The number of load samples in the whole window."""
     return max(2, round(config.window_s / config.interval_s))
 
 
 def recent(
     window: Sequence[LoadSample], config: RatioConfig = RatioConfig(), least_s: float = LEAST_WINDOWS_S[0]
 ) -> Sequence[LoadSample]:
-    """The latest samples, at least two and of at least `least_s`, that say enough of what arrives: all of them where
-    little does."""
+    """The fewest latest samples, at least two, that cover `least_s` seconds and `ENOUGH_REQUESTS` requests.
+
+    If none do, the whole window once it is full; until then, no samples.
+    """
     seconds, requests = 0.0, 0
     least_s = min(least_s, config.window_s)
     for start in range(len(window) - 1, -1, -1):
@@ -134,16 +140,16 @@ def recent(
 
 
 def traffic(window: Sequence[LoadSample]) -> Traffic | None:
-    """What arrived in the window, and what it costs; None where too little arrived to tell."""
+    """The arriving load of a window and its cost; None if fewer than `MIN_REQUESTS` requests arrived."""
     total = sum((sample.offered for sample in window), Offered())
     seconds = sum(sample.period_s for sample in window)
     if total.requests < MIN_REQUESTS or seconds <= 0:
         return None
     last, per_token, count = window[-1], window[-1].prefill_s_per_token, total.requests
     rate = count / seconds
-    # Output lengths are learned from requests that ended, and long ones end last. What all that are there have
-    # generated, over the requests that ended meanwhile, counts those too that have not ended. What waits counts as
-    # well: it is to be decoded beside what arrives.
+    # Mean output lengths are learned from ended requests, and long answers end last. Dividing the tokens generated by
+    # all sequences by the number of ended requests also counts answers that have not ended. Waiting sequences count
+    # as if they decoded, because they have to be decoded beside the arriving ones.
     generated = sum(s.sequences * s.period_s / s.itl_s for s in window if s.itl_s > 0)
     ended = max(count * LEAST_ENDED, count - max(0, last.sequences - window[0].sequences))
     return Traffic(
@@ -162,6 +168,6 @@ def traffic(window: Sequence[LoadSample]) -> Traffic | None:
 
 
 def stay_s(window: Sequence[LoadSample], arriving: Traffic) -> float:
-    """How long requests stay on a decode worker, by Little's law."""
+    """Mean seconds that a request stays on a decode worker, by Little's law."""
     seconds = sum(sample.period_s for sample in window)
     return sum(sample.sequences * sample.period_s for sample in window) / (arriving.requests_per_s * seconds)

@@ -1,9 +1,9 @@
-"""How much of a prompt caches of any size would leave to compute: learned from when prefixes are used again.
+"""The uncached tokens of prompts for a cache of any size, learned from the times after which prefixes are used again.
 
-A cache finds a block that is used again before it is evicted. How long a cache of some size keeps what nobody uses
-follows from how fast it fills: in T seconds it takes in what prompts bring that was not used in the last T. (X. Hu et
-al., "Kinetic modeling of data eviction in cache", USENIX ATC 2016; there T is the average eviction time.) So a count of
-ages at reuse gives the hits of every size at once, and nothing is simulated.
+A cache finds a block that is used again before it is evicted. How long it keeps an unused block follows from its size:
+in T seconds it takes in the blocks that prompts bring and that were not used in the last T seconds. (X. Hu et al.,
+"Kinetic modeling of data eviction in cache", USENIX ATC 2016; there T is the average eviction time.) So one histogram
+of ages at reuse gives the hits for every cache size, and nothing is simulated.
 """
 
 from __future__ import annotations
@@ -13,22 +13,25 @@ from itertools import islice
 
 import msgspec
 
-# One key in so many tokens of a prompt is looked at: blocks are small, and those of a prompt have much the same age.
+# One key in so many tokens of a prompt is counted, because neighbouring blocks of a prompt have much the same age.
 SAMPLED_TOKENS = 256
-MAX_KEYS = 65_536  # remembered, of the latest: 16 million tokens, about 10 MiB
-# The ages, in seconds, that are told apart: sqrt(2) between two, from half a second to more than an hour.
+MAX_KEYS = 65_536  # the latest keys are remembered: 16 million tokens, about 10 MiB
+# Bounds of the histogram's ages in seconds, a factor of sqrt(2) apart: from half a second to more than an hour.
 AGES_S = tuple(2 ** (n / 2) / 2 for n in range(27))
 NONE = (0.0,) * len(AGES_S)
 
 
 class Reuse(msgspec.Struct, frozen=True):
-    """Prompts that came, and what of them had been there before. `saved[n]` are tokens that were last used more than
-    `AGES_S[n - 1]` before and at most `AGES_S[n]`; `saved2[n]` is by how much they lower the sum of squares."""
+    """Prompts that arrived, and how much of them had been used before.
+
+    `saved[n]` counts tokens that were last used at least `AGES_S[n - 1]` and less than `AGES_S[n]` seconds before.
+    `saved2[n]` is the amount by which a cache that holds these tokens lowers the sum of squared uncached tokens.
+    """
 
     prompts: int = 0
     tokens: float = 0.0
-    tokens2: float = 0.0  # the sum of squares
-    keyed: float = 0.0  # tokens of whole blocks, which caches keep
+    tokens2: float = 0.0  # squared prompt lengths, summed
+    keyed: float = 0.0  # tokens in whole blocks; caches keep no others
     saved: tuple[float, ...] = NONE
     saved2: tuple[float, ...] = NONE
 
@@ -44,11 +47,13 @@ class Reuse(msgspec.Struct, frozen=True):
 
 
 class ReuseCounter:
-    """Counts the prompts of one router. A prefix key names all that is before it too, so that a key is never older than
-    those after it in the same prompt."""
+    """Counts the prompts of one router, with the ages at which their prefixes are used again.
+
+    A prefix key includes all blocks before it, so it was last used no earlier than the keys after it in a prompt.
+    """
 
     def __init__(self) -> None:
-        self._last_used: dict[int, float] = {}  # by key, in order
+        self._last_used: dict[int, float] = {}  # by key, least recently used first
         self._begin()
 
     def _begin(self) -> None:
@@ -56,10 +61,10 @@ class ReuseCounter:
         self._saved, self._saved2 = list(NONE), list(NONE)
 
     def arrived(self, prompt_tokens: int, keys: Sequence[int], key_tokens: int, now: float) -> int:
-        """A prompt, with a key for each `key_tokens` of it. `now`: seconds of any clock.
+        """Count a prompt that has a key for each `key_tokens` tokens. `now`: seconds of any clock.
 
-        Returns how many tokens of it came with another prompt at most `AGES_S[0]` ago: whatever is cached now, they are
-        being computed.
+        Returns how many of its tokens arrived with another prompt less than `AGES_S[0]` seconds ago. They are being
+        computed already, even if no cache reports them yet.
         """
         self._prompts += 1
         self._tokens += prompt_tokens
@@ -73,7 +78,7 @@ class ReuseCounter:
         part = step * key_tokens
         sampled = keys[step - 1 :: step]
         left = prompt_tokens - len(sampled) * part
-        # The last first: what is forgotten first are then the ends of prompts.
+        # The last key first, so that the ends of prompts are forgotten first.
         for key in reversed(sampled):
             left += part
             used_at = last_used.pop(key, None)
@@ -86,21 +91,24 @@ class ReuseCounter:
                     saved[age] += part
                     saved2[age] += part * (2 * left - part)
         if len(last_used) > MAX_KEYS:
-            # Many at once: each search for the oldest walks over all entries that were deleted before.
+            # Delete many at once: each search for the oldest key walks over all entries deleted before.
             for key in list(islice(last_used, MAX_KEYS // 16)):
                 del last_used[key]
         return shared
 
     def take(self) -> Reuse:
-        """What came since it was last asked."""
+        """The counts since the last call."""
         taken = Reuse(self._prompts, self._tokens, self._tokens2, self._keyed, tuple(self._saved), tuple(self._saved2))
         self._begin()
         return taken
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """Of the mean prompt: the tokens that caches would leave to compute which keep a block for 0 s, and for each of
-    `AGES_S`; the mean squares; and those of them that caches do not keep, as they fill no block."""
+    """Uncached tokens of the mean prompt, by how long caches keep an unused block: 0 s, then each of `AGES_S`.
+
+    `uncached2` has the means of their squares. `loose` are the tokens of the mean prompt that fill no block, which
+    caches never keep.
+    """
 
     uncached: tuple[float, ...]
     uncached2: tuple[float, ...]
@@ -108,7 +116,7 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 def curve(counts: Iterable[Reuse]) -> Curve | None:
-    """None where nothing came."""
+    """The curve of all counts together; None if no prompt arrived."""
     total = sum(counts, Reuse())
     count = total.prompts
     if not count:
@@ -123,9 +131,10 @@ def curve(counts: Iterable[Reuse]) -> Curve | None:
 
 
 def uncached(of: Curve, cache_tokens: float, prompts_per_s: float) -> tuple[float, float, float]:
-    """What caches of so many tokens in all leave of a prompt, mean and mean square, and for how long they keep a block.
+    """For caches of `cache_tokens` in all: mean uncached tokens of a prompt, their mean square, and the seconds for
+    which the caches keep an unused block.
 
-    Caches fill by what prompts bring that was not used for as long.
+    The caches fill by the blocks that were not used within that time; the walk ends at the age at which they are full.
     """
     filled, before_s = 0.0, 0.0
     for n, age_s in enumerate(AGES_S):
