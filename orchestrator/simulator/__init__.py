@@ -1,5 +1,5 @@
 """A discrete-event simulator of whole fleets that runs the code of `orchestrator.policy`.
 
-Simulated time only: no sockets, no Redis, no engine. Not to be confused with the `sim` engine (`workers/sim/`), which
-is a real worker process around a timed engine.
+Time is simulated, and there are no sockets, no Redis and no engines. The `sim` engine (`workers/sim/`) is something
+else: a real worker process around an engine with modelled step times.
 """

@@ -1,9 +1,10 @@
-"""Attention data parallelism: ranks in lockstep that all wait for the slowest, under the strategies of `policy.adp`.
+"""Simulates attention data parallelism: ranks in lockstep, which all wait for the slowest (see `adp_balance`).
 
-The setting is NVIDIA's (TensorRT-LLM tech blog 10): 8 ranks, 16,000 requests of 803 in and 3,653 out on average, 5,120
-at once, at most 512 a rank. An iteration takes `fixed_s + token_s * tokens` of the busiest rank. Published are only the
-means of the lengths. Their spread and the two times are fitted to the published throughput of the baseline, its share
-of the speed of light (64.9%) and the speed-up of 1.31 by waiting for context; all else is what the model gives.
+The setting is NVIDIA's (TensorRT-LLM tech blog 10): 8 ranks, and 16,000 requests with means of 803 tokens in and 3,653
+out, 5,120 at once, at most 512 on a rank. An iteration takes `fixed_s + token_s * tokens` of the busiest rank. NVIDIA
+publishes only the means of the lengths. Their spread and the two times are fitted to the published throughput of the
+baseline, its share of the speed of light (64.9%) and the speed-up of 1.31 by waiting for context. All other results
+are the model's own.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ class AdpSettings(msgspec.Struct, frozen=True, kw_only=True):
     strategy: Literal["round_robin", "gate", "level"] = "round_robin"
     timeout_iters: int = 50
     batching_wait_iters: int = 0
-    drain_iters: float = 16.0  # `level`: iterations in which a rank's prompts are to be computed
+    drain_iters: float = 16.0  # of `level`: iterations in which the waiting prompts should be computed
     ranks: int = 8
     requests: int = 16_000
     concurrency: int = 5_120
     max_batch: int = 512
-    max_tokens: int = 8_192  # of one rank in one iteration
+    max_tokens: int = 8_192  # per rank and iteration
     mean_in: int = 803
     mean_out: int = 3_653
     sigma_in: float = 0.9
@@ -40,8 +41,8 @@ class AdpSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 class AdpResult(msgspec.Struct, frozen=True):
     """`balance` is the mean, over iterations, of the ranks' mean tokens divided by their maximum. `sol_tokens_per_s`,
-    the speed of light, is the throughput if every iteration's time shrank by its balance. NVIDIA defines both so.
-    `prompt_balance` is the same mean over those iterations in which some rank computes prompts.
+    the speed of light, is the throughput if every iteration's time shrank by its balance. Both are NVIDIA's
+    definitions. `prompt_balance` is the same mean over the iterations in which at least one rank computes prompts.
     """
 
     tokens_per_s: float
@@ -58,9 +59,9 @@ class _Rank:
 
     def __init__(self) -> None:
         self.generating = 0
-        self.finish: list[int] = []  # iteration counts at which sequences end
-        self.waiting: deque[list[float]] = deque()  # [tokens left, output tokens, arrived at]
-        self.backlog = 0
+        self.finish: list[int] = []  # a heap of the iterations in which sequences end
+        self.waiting: deque[list[float]] = deque()  # [prompt tokens left, output tokens, arrived at]
+        self.backlog = 0  # prompt tokens left of all that wait
 
     @property
     def active(self) -> int:
@@ -68,7 +69,7 @@ class _Rank:
 
 
 def simulate_adp(settings: AdpSettings) -> AdpResult:
-    """A closed loop: each request that ends is followed by the next, until all are done."""
+    """Run a closed loop: when a request ends the next one is sent, until all have ended."""
     rng = random.Random(settings.seed)
     lengths = [
         (_draw(rng, settings.mean_in, settings.sigma_in), _draw(rng, settings.mean_out, settings.sigma_out))
@@ -132,7 +133,10 @@ def simulate_adp(settings: AdpSettings) -> AdpResult:
 
 
 def _fetch(settings: AdpSettings, ranks: list[_Rank], queue: deque[tuple[int, int, float]], turn: int) -> int:
-    """Requests go to ranks as slots come free: in turn, or the longest to the rank with the fewest tokens."""
+    """Assign queued requests to free places on the ranks: in turn, or the longest first to the rank with fewest tokens.
+
+    Returns the next turn.
+    """
     free = sum(settings.max_batch - rank.active for rank in ranks)
     batch = [queue.popleft() for _ in range(min(free, len(queue)))]
     if not batch:
@@ -156,7 +160,7 @@ def _fetch(settings: AdpSettings, ranks: list[_Rank], queue: deque[tuple[int, in
 
 
 def _decide(settings: AdpSettings, ranks: list[_Rank], held: GateState) -> tuple[list[int], GateState]:
-    """Prompt tokens for each rank in this iteration."""
+    """The prompt tokens that each rank computes in this iteration, and the gate's next state."""
     if settings.strategy == "level":
         backlog = [rank.backlog for rank in ranks]
         generating = [rank.generating for rank in ranks]
@@ -171,7 +175,7 @@ def _decide(settings: AdpSettings, ranks: list[_Rank], held: GateState) -> tuple
 
 
 def _whole_prompts(rank: _Rank, max_tokens: int) -> int:
-    """As many whole prompts as fit in the iteration, at least a part of the first."""
+    """The tokens of the whole prompts that fit into the iteration; if none does, of a part of the first one."""
     room = max_tokens - rank.generating
     total = 0
     for prompt in rank.waiting:

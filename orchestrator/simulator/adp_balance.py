@@ -16,7 +16,7 @@ class RankView(msgspec.Struct, frozen=True):
     """One rank before an iteration."""
 
     generating: int  # sequences that decode one token each
-    waiting_prompts: int  # assigned here, not started
+    waiting_prompts: int  # assigned to this rank, not started
     has_room: bool  # for one more sequence in its batch
 
 
@@ -70,8 +70,8 @@ def assign_longest_first(prompts: Sequence[int], tokens: Sequence[int], active: 
 def level_chunks(generating: Sequence[int], backlog: Sequence[int], max_tokens: int, min_level: int) -> list[int]:
     """Prompt tokens for each rank to compute in this iteration, so that all ranks compute the same number of tokens.
 
-    That number (the level) is `generating + backlog` of the rank with the least to do. It is at least `min_level` while
-    a prompt waits, so that a rank without prompts cannot stall the others, and at most `max_tokens`.
+    That number (the level) is `generating + backlog` of the rank with the least to do. It is at least `min_level`, and
+    more than every rank's `generating`, so that a rank without prompts cannot stall the others; at most `max_tokens`.
     """
     if not any(backlog):
         return [0] * len(backlog)

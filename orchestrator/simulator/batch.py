@@ -1,7 +1,7 @@
 """The sequences that decode together on a simulated worker, and runs of steps in closed form.
 
-Each of the sequences gets one token a step, so only the step count changes with a step; what each sequence has got is
-worked out when it joins, leaves or ends.
+Every sequence gets one token per step, so a step changes only the step count. The tokens of a single sequence are
+computed when it leaves the batch or ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from orchestrator.simulator.job import Stay
 
 
 class StepRun:
-    """Steps without a change in the batch: the first takes `first_s`, each later one `growth_s` more than the last."""
+    """Steps without a change in the batch. The first takes `first_s`, each next one `growth_s` more than the last."""
 
     __slots__ = ("first_s", "growth_s", "started_at", "steps")
 
@@ -29,7 +29,7 @@ class StepRun:
         return self.started_at + (steps * self.first_s + self.growth_s * steps * (steps - 1) / 2)
 
     def steps_by(self, now: float) -> int:
-        """Steps that have ended by now, the last one excepted: that one ends with the run."""
+        """Steps that have ended by `now`, without the last step, which ends with the run."""
         elapsed, first, growth = now - self.started_at, self.first_s, self.growth_s
         if growth <= 0:
             steps = int(elapsed / first) if first > 0 else self.steps - 1
@@ -40,7 +40,7 @@ class StepRun:
 
 
 class DecodeBatch:
-    """`max_run_steps` bounds `run_length`; 1 makes each step a run of its own."""
+    """The decoding sequences of one worker. `max_run_steps` bounds `run_length`; at 1 each step is a run of its own."""
 
     __slots__ = ("_block_size", "_finish", "_joined", "_phase", "context_tokens", "max_run_steps", "sequences", "steps")
 
@@ -53,9 +53,9 @@ class DecodeBatch:
     def clear(self) -> None:
         self.sequences = 0
         self.context_tokens = 0  # of all sequences
-        # Sequences by the step, modulo the block size, before which they need a new block.
+        # How many sequences need a new block before step s, at index -s modulo the block size.
         self._phase = [0] * self._block_size
-        self._finish: list[tuple[int, int, int, Stay]] = []  # a heap: last step, order, epoch
+        self._finish: list[tuple[int, int, int, Stay]] = []  # a heap of (last step, order of joining, epoch, stay)
         self._joined = 0
 
     @property
@@ -81,28 +81,28 @@ class DecodeBatch:
         self.sequences -= 1
 
     def advance(self, steps: int) -> list[Stay]:
-        """All sequences have gone this many steps further. Returns those that have ended; they have left."""
+        """Advance all sequences by this many steps. Returns those that have ended, already removed from the batch."""
         self.steps += steps
         self.context_tokens += self.sequences * steps
         finish, ended = self._finish, []
         while finish and finish[0][0] <= self.steps:
             _, _, epoch, stay = heapq.heappop(finish)
-            if epoch == stay.epoch:  # else it was preempted since
+            if epoch == stay.epoch:  # else the sequence has been preempted since
                 self.leave(stay)
                 ended.append(stay)
         return ended
 
     def next_blocks(self) -> int:
-        """Blocks that the batch takes in its next step."""
+        """New blocks that the next step needs."""
         return self._phase[-self.steps % self._block_size]
 
     def blocks_in(self, steps: int) -> int:
-        """Blocks that the batch takes in this many steps from here."""
+        """New blocks that the next `steps` steps need."""
         size, phase, at = self._block_size, self._phase, self.steps
         return steps // size * self.sequences + sum(phase[-(at + i) % size] for i in range(steps % size))
 
     def run_length(self, free_blocks: int) -> int:
-        """Steps until the first sequence ends or blocks run out, at least one."""
+        """Steps until the first sequence ends or `free_blocks` are used up, at least one."""
         finish, sequences, size = self._finish, self.sequences, self._block_size
         while finish[0][2] != finish[0][3].epoch:
             heapq.heappop(finish)

@@ -10,14 +10,14 @@ from orchestrator.simulator.worker import Worker
 
 
 class Faults:
-    """Kills workers at given times and brings them back. The router learns of it only after `noticed_s`."""
+    """Kills workers at given times and restarts them. The router learns of a death after `noticed_s` seconds."""
 
     def __init__(self, sim: Simulation, noticed_s: float = 1.0) -> None:
         self._sim = sim
         self._noticed_s = noticed_s
 
     def kill(self, name: str, at: float, down_s: float) -> None:
-        """Raises FleetError for a worker that is not there."""
+        """Kill a worker at `at` seconds, for `down_s` seconds. Raises FleetError if the fleet has no such worker."""
         if name not in self._sim.workers:
             raise FleetError(f"worker {name}: not in this fleet; expected one of {', '.join(self._sim.workers)}")
         self._sim.at(at, self._kill, name, down_s)
@@ -37,7 +37,7 @@ class Faults:
         sim.at(sim.now + max(down_s, self._noticed_s), self._restart, worker, view)
 
     def _noticed(self, worker: Worker, lost: list[Stay]) -> None:
-        """Who was receiving KV from it computes the prompt itself; what was decoding there is placed again."""
+        """The receivers of its KV compute those prompts themselves; its other requests are placed again."""
         sim = self._sim
         for other in sim.workers.values():
             for receiver in [*other.receiving, *other.waiting]:
@@ -59,7 +59,7 @@ class Faults:
                 sim.at(sim.now, sim.place_again, job)
                 continue
             peer.peer = stay.peer = None
-            if peer.computed_at is not None:  # else the prefill worker places it again when it has computed it
+            if peer.computed_at is not None:  # else the request is placed again when its prefill ends
                 sim.at(sim.now, sim.release, peer)
                 sim.at(sim.now, sim.place_again, job)
 

@@ -1,4 +1,4 @@
-"""One simulated request on its way (a job), and each of its attempts on a worker (a stay)."""
+"""A simulated request (a job), and each of its attempts on a worker (a stay)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from orchestrator.policy.prefix_keys import key_of_beginning
 from orchestrator.simulator.trace import Arrival
 from orchestrator.types import RequestInfo
 
-# Of a stay. "prefill": prompt only; "local": prompt and decode; "remote": decode of KV that comes from elsewhere.
+# What a stay does. "prefill": the prompt only. "local": prefill and decode. "remote": decode with received KV.
 Phase = Literal["prefill", "local", "remote"]
 
 
 class Job:
-    """One request on its way: what it is, where it stands, and what happened to it."""
+    """One request: its arrival, its progress and its outcome. Times are simulated seconds."""
 
     __slots__ = (
         "arrival",
@@ -38,15 +38,15 @@ class Job:
     )
 
     def __init__(self, number: int, arrival: Arrival, unit_tokens: int) -> None:
-        """`unit_tokens`: of the load whose arrival it is."""
+        """`unit_tokens`: the load's prefix unit, for which the arrival has one key each."""
         self.id = number
         self.arrival = arrival
         self.prefix_key = key_of_beginning(arrival.keys, unit_tokens)
-        self.generated = 0  # output tokens that the client has
+        self.generated = 0  # output tokens that the client has from earlier attempts
         self.first_at: float | None = None
         self.done_at: float | None = None
         self.outcome = ""
-        self.hits: dict[str, int] = {}  # cached tokens by worker
+        self.hits: dict[str, int] = {}  # cached prompt tokens by worker
         self.hits_at = 0.0
         self.uncached = 0
         self.backlog_s = 0.0
@@ -55,7 +55,7 @@ class Job:
         self.local_tokens = 0
         self.beside = 0  # requests on its decode worker when it was placed there
         self.claimed = False
-        self.bound: str | None = None  # decode worker chosen at arrival (`push`)
+        self.bound: str | None = None  # the decode worker that was chosen at arrival (dispatch `push`)
 
     @property
     def prompt_tokens(self) -> int:
@@ -66,7 +66,7 @@ class Job:
         return self.arrival.output_tokens - self.generated
 
     def info(self) -> RequestInfo:
-        """What a router knows of it: not how much it will generate."""
+        """What a router knows of the request. It does not know the output length."""
         return RequestInfo(
             str(self.id),
             self.prompt_tokens,
@@ -78,7 +78,7 @@ class Job:
 
 
 class Stay:
-    """One attempt of a job on one worker: memory, progress, and the other side of its KV transfer (`peer`)."""
+    """One attempt of a job on one worker: its memory, its progress, and the other stay of its KV transfer (`peer`)."""
 
     __slots__ = (
         "compute",
@@ -113,16 +113,16 @@ class Stay:
     ) -> None:
         self.job = job
         self.phase = phase
-        self.order = order  # of those that wait, and reversed of those that are preempted
-        self.context = context  # tokens whose KV it holds, or will hold once prefilled
+        self.order = order  # the waiting stay with the least is admitted first, the running one with the most preempted
+        self.context = context  # tokens whose KV it holds, or will hold after its prefill
         self.remaining = remaining  # output tokens to generate here
-        self.keys = keys  # whole prefix units of the prompt
+        self.keys = keys  # one per whole prefix unit of the prompt
         self.compute = 0  # prompt tokens left to compute
-        self.computed = 0  # and those that are done, or were cached
-        self.expected_hit_tokens = expected_hit_tokens  # as the router believes
-        self.hit_tokens = 0
+        self.computed = 0  # prompt tokens computed or cached
+        self.expected_hit_tokens = expected_hit_tokens  # cached tokens, as the router believes
+        self.hit_tokens = 0  # cached tokens, when its blocks were allocated
         self.first_step = 0  # the worker's step counter when decoding began
-        self.epoch = 0  # outdates entries in the worker's heap
+        self.epoch = 0  # one more with each preemption, so that older entries in the batch's heap are ignored
         self.emitted = 0  # output tokens of earlier stays
         self.peer: Stay | None = None
         self.started = False  # its blocks are allocated

@@ -1,7 +1,7 @@
-"""One simulated worker's KV memory: blocks in use, and the prefix cache in the blocks that are free.
+"""One simulated worker's KV memory: blocks in use, and the prefix cache in the free blocks.
 
-As in vLLM, sequences share the blocks of a prefix by reference counts. Blocks that nobody uses stay as a cache, of
-which the least recently used are evicted. A prefix key names a *unit* of one or more whole blocks (512 tokens in
+As in vLLM, sequences share the blocks of a prefix by reference counts. Unused blocks stay cached until they are
+evicted, the least recently used first. A prefix key names a *unit* of one or more whole blocks (512 tokens in
 Mooncake's trace).
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 class KVPool:
-    """`used` counts referenced blocks. Cached ones count as free, since any allocation may evict them."""
+    """`used` counts blocks that sequences use. Cached blocks count as free, since any allocation may evict them."""
 
     __slots__ = ("_cached", "_refs", "dirty", "total", "unit_blocks", "used")
 
@@ -21,7 +21,7 @@ class KVPool:
         self.used = 0
         self._refs: dict[int, int] = {}
         self._cached: dict[int, None] = {}  # oldest first
-        self.dirty: set[int] = set()  # keys that came or went since the last report
+        self.dirty: set[int] = set()  # keys stored or removed since the last report
 
     @property
     def free(self) -> int:
@@ -31,7 +31,7 @@ class KVPool:
         return key in self._refs or key in self._cached
 
     def hit_units(self, keys: Sequence[int]) -> int:
-        """Leading units of a prompt that are here."""
+        """How many leading units of a prompt are in memory."""
         refs, cached = self._refs, self._cached
         for depth, key in enumerate(keys):
             if key not in refs and key not in cached:
@@ -39,7 +39,10 @@ class KVPool:
         return len(keys)
 
     def acquire(self, keys: Sequence[int], blocks: int) -> int:
-        """Take `blocks` in all for a prompt with these whole units. Returns how many units were cached; -1: no room."""
+        """Allocate `blocks` blocks for a prompt, those of its units `keys` included.
+
+        Returns the number of leading units that were in memory, or -1 if there is no room.
+        """
         if not keys:
             if blocks > self.total - self.used:
                 return -1
@@ -67,16 +70,16 @@ class KVPool:
         return hits
 
     def grow(self, blocks: int) -> None:
-        """Take more blocks for sequences already here. The caller has checked `free`."""
+        """Allocate more blocks for sequences that have some. The caller has checked `free`."""
         self.used += blocks
         if self._cached:
             self._evict()
 
     def release(self, keys: Sequence[int], blocks: int) -> None:
-        """Give back what `acquire` and `grow` took: `blocks` in all, those of `keys` among them."""
+        """Free the blocks that `acquire` and `grow` allocated: `blocks` in all, those of `keys` included."""
         refs, cached, unit = self._refs, self._cached, self.unit_blocks
         freed = blocks - len(keys) * unit
-        # The last units of a prefix become the oldest in the cache, so that eviction shortens the prefix from its end.
+        # The last unit of a prefix becomes the oldest in the cache, so that eviction shortens a prefix from its end.
         for key in reversed(keys):
             left = refs[key] - 1
             if left:

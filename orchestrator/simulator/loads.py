@@ -1,4 +1,4 @@
-"""Made loads: seeded and repeatable arrivals, for what the public traces do not have."""
+"""Synthetic loads: seeded and repeatable arrivals with patterns that the public traces do not have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from orchestrator.simulator.trace import Arrival, Load, TraceError, filled
 
-MADE_UNIT_TOKENS = 512  # of a prefix that is shared, or not, as a whole
+MADE_UNIT_TOKENS = 512  # in a prefix unit, which prompts share as a whole or not at all
 
 
 def bursty(requests: int, seed: int = 0, rate: float = 1.0) -> Load:
@@ -21,7 +21,7 @@ def bursty(requests: int, seed: int = 0, rate: float = 1.0) -> Load:
     Lengths are log-normal: prompts with median 700 and sigma 1, outputs with median 200 and sigma 0.7. A third of the
     prompts start with one of 40 system prompts of 512 or 1,024 tokens.
     """
-    # Periods are drawn apart from requests: the same ones at every rate.
+    # Periods have a random generator of their own, so that they are the same at every rate.
     rng, periods = random.Random(seed), random.Random(f"periods {seed}")
     calm_rate = rate / (0.75 + 0.25 * 4)
     now, in_burst, until = 0.0, False, periods.expovariate(1 / 30)
@@ -79,7 +79,7 @@ def code(requests: int, seed: int = 0) -> Load:
 
 def chat(requests: int, seed: int = 0, rate: float = 1.0) -> Load:
     """Conversations of four turns on average, 30 s apart on average, that begin with one of 20 system prompts of 512
-    tokens. A turn adds a question (median 120 tokens) to what was said; answers have a median of 250 tokens.
+    tokens. A turn adds a question (median 120 tokens) to all turns before it; answers have a median of 250 tokens.
     """
     conversation = _Sessions(turns=4, think_s=30.0, added=(120, 1.0), output=(250, 0.8), shared=[1] * 20)
     return Load("chat", conversation.arrivals(requests, seed, rate), MADE_UNIT_TOKENS, partial(chat, requests, seed))
@@ -87,25 +87,25 @@ def chat(requests: int, seed: int = 0, rate: float = 1.0) -> Load:
 
 def agents(requests: int, seed: int = 0, rate: float = 1.0) -> Load:
     """Agents of 12 calls on average, 4 s apart on average, that begin with one of eight instructions of 4,096 to 11,264
-    tokens. A call adds what a tool said (median 500 tokens, sigma 1); answers are short (median 60 tokens).
+    tokens. A call adds a tool's output (median 500 tokens, sigma 1); answers are short (median 60 tokens).
     """
     agent = _Sessions(turns=12, think_s=4.0, added=(500, 1.0), output=(60, 0.8), shared=range(8, 24, 2))
     return Load("agents", agent.arrivals(requests, seed, rate), MADE_UNIT_TOKENS, partial(agents, requests, seed))
 
 
-# Requests of each phase of `changing` for one of conversation: a fleet is about equally busy with each.
+# The request rate of each phase of `changing`, relative to `chat`: a fleet is about equally busy in each phase.
 PHASES: dict[str, float] = {"chat": 1.0, "code": 0.7, "agents": 0.4}
 
 
 def changing(requests: int, seed: int = 0, rate: float = 1.0) -> Load:
-    """Conversation, then code, then agents, for a third of the time each: what a split that is fixed cannot suit."""
+    """`chat`, then `code`, then `agents`, for a third of the time each: no fixed split suits all three."""
     phase_s = requests / (rate * sum(PHASES.values()))
     arrivals: list[Arrival] = []
     for number, (name, share) in enumerate(PHASES.items()):
         own = max(2, int(phase_s * rate * share))
         made = LOADS[name](own, seed)
         made = made.at(rate * share) if made.at is not None else made
-        factor = 1.0 if made.at is not None else 1.0 / (rate * share)  # `code` is made for one request a second
+        factor = 1.0 if made.at is not None else 1.0 / (rate * share)  # `code` always has one request per second
         arrivals += [
             Arrival(
                 number * phase_s + a.at * factor,
@@ -120,19 +120,19 @@ def changing(requests: int, seed: int = 0, rate: float = 1.0) -> Load:
 
 
 class _Sessions(NamedTuple):
-    """Sessions whose every request has all that was said before as its prefix. Lengths are (median, sigma)."""
+    """Sessions in which each request's prefix is all of the session before it. Lengths are (median, sigma)."""
 
     turns: int  # mean; geometric
     think_s: float  # mean from one request to the next; exponential
-    added: tuple[float, float]  # prompt tokens a turn
+    added: tuple[float, float]  # prompt tokens per turn
     output: tuple[float, float]
-    shared: Sequence[int]  # prefix units that sessions of each kind begin with
+    shared: Sequence[int]  # for each kind of session, the prefix units that all of its sessions share
 
     def arrivals(self, requests: int, seed: int, rate: float) -> list[Arrival]:
         rng = random.Random(seed)
         arrivals: list[Arrival] = []
         now = 0.0
-        # Sessions that began before the load's first second are among those that it sees.
+        # The load begins in the middle of sessions, not with the first requests of all.
         warm_up_s = 3 * self.turns * self.think_s
         for session in count():
             now += rng.expovariate(rate / self.turns)
@@ -167,7 +167,7 @@ LOADS: dict[str, Callable[[int, int], Load]] = {
 
 
 def synthetic(name: str, requests: int, seed: int = 0) -> Load:
-    """Raises TraceError."""
+    """The named load, of about `requests` requests. Raises TraceError for an unknown name, or if none is made."""
     if name not in LOADS:
         raise TraceError(f"load: expected a trace file or one of {', '.join(LOADS)}, got {name!r}")
     return filled(LOADS[name](requests, seed))

@@ -1,7 +1,7 @@
-"""Which split of so many workers serves a load best, and how many workers that takes: every way simulated in turn.
+"""Which split of a number of workers serves a load best, and how many workers are enough, by simulating every way.
 
-The ways are every split with the configuration's policies, `ratio.mode: auto`, and the field's at an even split. Who
-prints them is not here.
+The ways are: each split with the configuration's policies, `ratio.mode: auto`, and other projects' routers at an even
+split. Printing them is the command line's part.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from orchestrator.simulator.settings import CONDITIONAL, Settings, stack
 from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.trace import Load, at_rate
 
-MOST_SPLITS = 17  # simulated; of larger fleets a subset, spread evenly
+MOST_SPLITS = 17  # to simulate; larger fleets get an evenly spread subset
 FIELD_WAYS = (
     "field:round_robin",
     "field:least_requests",
@@ -28,7 +28,7 @@ FIELD_WAYS = (
     CONDITIONAL,
 )
 AUTO, FIXED = "ours", "ours:fixed"
-WARM_UP = 0.25  # of the load's time, which counts for nobody: an empty fleet says nothing, and roles change meanwhile
+WARM_UP = 0.25  # share of the load's time that is not counted: the fleet is empty at first, and roles change
 
 
 class Way(msgspec.Struct, frozen=True):
@@ -46,7 +46,7 @@ class Way(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """A way at the rate that was asked for (`at`), or its goodput at each share."""
+    """The result of a way: a report at a given rate (`at`), or the goodput at each of `SHARES`."""
 
     way: Way
     at: Report | None = None
@@ -54,12 +54,12 @@ class Outcome(msgspec.Struct, frozen=True):
 
     @property
     def score(self) -> float:
-        """The share of requests that met both objectives, or the rate at which 90% do."""
+        """The share of requests that met both objectives; without `at`, the highest rate at which 90% do."""
         return self.at.attained if self.at is not None else self.goodput[SHARES[0]].rate
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A load and what serves it."""
+    """A load, and everything about the fleet but its split and its policies."""
 
     load: Load
     profile: Profile
@@ -95,7 +95,7 @@ def ways(workers: int) -> list[Way]:
 
 
 def outcome(question: Question, way: Way, rate: float | None) -> Outcome:
-    """At this rate; without one, the way's goodput, whose search begins at the load's own rate."""
+    """Simulate a way at this rate (requests per second); with None find its goodput, beginning at the load's rate."""
     if rate is not None:
         return Outcome(way, at=question.run(way, rate))
     start = question.load.rate
@@ -103,7 +103,8 @@ def outcome(question: Question, way: Way, rate: float | None) -> Outcome:
 
 
 def best(outcomes: Iterable[Outcome]) -> Outcome:
-    """Of our ways; of equal ones the automatic one, which needs no choice, then the one with least prefill workers."""
+    """The best of our own ways. Among equal ones it is `auto`, which needs no choice of a split, then the one with
+    fewest prefill workers."""
     ours = [found for found in outcomes if found.way.policy in (AUTO, FIXED)]
     return max(ours, key=lambda found: (round(found.score, 3), found.way.policy == AUTO, -found.way.prefill))
 
@@ -111,8 +112,11 @@ def best(outcomes: Iterable[Outcome]) -> Outcome:
 def fewest(
     question: Question, rate: float, share: float, most: int, prefill_share: float, done: Callable[[], None]
 ) -> Way | None:
-    """The fewest workers, at most `most`, of which this share prefill, that let 90% meet the objectives; None: not even
-    those. `prefill_share` 0 is the aggregated fleet. `done` is called after each simulation."""
+    """The fewest workers, at most `most`, with which `share` of the requests meet both objectives at `rate`.
+
+    About `prefill_share` of the workers prefill (one worker more or less is tried too); 0 is the aggregated fleet.
+    None if `most` workers are not enough. Calls `done` after each simulation.
+    """
 
     def attains(workers: int) -> Way | None:
         near = min(workers - 1, round(prefill_share * workers))

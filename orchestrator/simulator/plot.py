@@ -1,17 +1,17 @@
-"""Line charts as PNG files, for sweeps and benchmarks. Needs matplotlib, which only the `dev` extra installs."""
+"""Line charts as PNG files, for sweeps and benchmarks. They need matplotlib, which only the `dev` extra installs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# Okabe and Ito's palette: told apart by the colour-blind too.
+# Okabe and Ito's palette, whose colours colour-blind people can tell apart.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933"]
-MAX_MARKED_POINTS = 60  # of one line; more would hide it
+MAX_MARKED_POINTS = 60  # on one line; more marks would hide it
 
 
 class PlotError(ValueError):
-    """One line: what cannot be drawn, and the fix."""
+    """The message is one line: the file, why it cannot be drawn, and the fix."""
 
 
 def line_chart(
@@ -22,7 +22,8 @@ def line_chart(
     series: Mapping[str, Sequence[tuple[float, float]]],
     mark_y: float | None = None,
 ) -> None:
-    """One line per series of (x, y) points; `mark_y` draws a dashed level. Raises PlotError."""
+    """Draw one line per series of (x, y) points, and a dashed level at `mark_y`. Raises PlotError without matplotlib,
+    without points, and if the file cannot be written."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

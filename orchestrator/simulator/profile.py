@@ -1,6 +1,6 @@
-"""How fast and how large one worker is: the coefficients of its step time, its KV memory and its link.
+"""The speed and size of one worker: the coefficients of its step time, its KV memory and its link.
 
-Read from a JSON file that says where its numbers come from. `orchestrator profile` measures one (`calibrate`).
+A profile is a JSON file that says where its numbers come from. `orchestrator profile` measures one (`real/calibrate`).
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from msgspec import Meta
 
 from orchestrator.types import EngineSpeed
 
-PROFILES = Path(__file__).parent / "profiles"  # those that ship
+PROFILES = Path(__file__).parent / "profiles"  # the profiles in the package
 
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
 
 
 class ProfileError(ValueError):
-    """One line: file, key, value, fix."""
+    """The message is one line: file, key, value, fix."""
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One engine step that computes p prompt tokens (each after c earlier ones) beside n decoding sequences takes
+    """An engine step that computes p prompt tokens (each after c earlier ones) beside n decoding sequences takes (s)
 
     `step_s + p * prefill_s_per_token + p * c * attention_s + n * decode_s_per_seq + kv_s_per_token * (their KV tokens)`
     """
 
     name: str
-    origin: str  # how these numbers were obtained: measured on what, or computed from what
+    origin: str  # what these numbers were measured on, or computed from
     step_s: Seconds
     prefill_s_per_token: Annotated[float, Meta(gt=0)]
     attention_s: Seconds = 0.0
@@ -44,24 +44,24 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     kv_bytes_per_token: Count
     link_bytes_per_s: Annotated[float, Meta(gt=0)]
     link_latency_s: Seconds = 0.0
-    router_s: Seconds = 0.001  # a request's way from the client to a worker and its first token's way back
+    router_s: Seconds = 0.001  # from the client to a worker, and for the first token back
     ttft_slo_s: Annotated[float, Meta(gt=0)] = 2.0
     tpot_slo_s: Annotated[float, Meta(gt=0)] = 0.1
 
     def prefill_s(self, tokens: int, cached: int = 0) -> float:
-        """Computing `tokens` prompt tokens after `cached` ones, alone on a worker."""
+        """Seconds to compute `tokens` prompt tokens after `cached` ones, on a worker that does nothing else."""
         steps = -(-tokens // self.max_num_batched_tokens)
         attention = self.attention_s * tokens * (cached + tokens / 2)
         return steps * self.step_s + tokens * self.prefill_s_per_token + attention
 
     @property
     def speed(self) -> EngineSpeed:
-        """What a worker of this kind measures of itself when it starts."""
+        """The speed that a worker of this kind would measure at its start."""
         return EngineSpeed(self.step_s, self.prefill_s_per_token, self.step_s, self.decode_s_per_seq)
 
 
 def load_profile(path: Path) -> Profile:
-    """Raises ProfileError."""
+    """Read a profile. Raises ProfileError if the file cannot be read or is not a profile."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Profile)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Role changes in a simulated fleet: observes the load, asks `policy.ratio`, and moves workers once they are idle.
+"""Role changes in a simulated fleet: observes the load, asks `policy.ratio`, and moves workers when they are idle.
 
-The counterpart of `orchestrator.fleet.ratio_controller` and of the launcher, which applies what that decides.
+The counterpart of `orchestrator.fleet.ratio_controller`, and of the launcher, which carries out its decisions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RatioControl:
         self._current = DesiredRatio(settings.prefill, settings.decode, set_at=-1e9)
         self._next_at = self._config.interval_s
         self._sampler = LoadSampler()
-        self._plain: dict[str, tuple[float, int]] = {}  # by worker: seconds and steps that only decoded, so far
+        self._plain: dict[str, tuple[float, int]] = {}  # by worker, so far: seconds of decode-only steps, their number
         self._moving: list[tuple[Worker, PoolView]] = []
         self.decisions: list[RatioDecision] = []
 
@@ -48,7 +48,7 @@ class RatioControl:
         workers = router.decode.workers()
         running = sum(len(worker.running) for worker in workers)
         for worker in workers:
-            # Steps that also prefill are left out: that work is counted as prefill.
+            # Steps that also compute prompts are left out, because their work counts as prefill.
             seconds, steps = self._plain.get(worker.name, (0.0, 0))
             if (new := worker.plain_steps - steps) > 0:
                 self._sampler.observe_step(len(worker.running), (worker.plain_s - seconds) / new)
@@ -68,7 +68,8 @@ class RatioControl:
         more = desired.prefill - self._current.prefill
         source, target = (router.decode, router.prefill) if more > 0 else (router.prefill, router.decode)
         left = abs(more)
-        # Those that were about to leave this role keep it; then those with the least to finish, ready soonest.
+        # First take back workers that are still on their way from `target` to `source`. Then take those with the least
+        # work left, which are ready soonest.
         for move in [move for move in self._moving if move[1] is source][:left]:
             self._moving.remove(move)
             target.add(move[0], now)

@@ -1,6 +1,6 @@
 """The figures of one simulated run, and goodput: the highest rate at which enough requests meet both objectives.
 
-Every figure of attainment counts requests that were rejected, failed or never finished as missed.
+Requests that were rejected, failed or never finished count as having missed the objectives.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import msgspec
 from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.worker import ITL_BUCKETS_PER_OCTAVE, Worker
 
-SHARES = (0.9, 0.95, 0.99)  # of all requests, that goodput is reported at
+SHARES = (0.9, 0.95, 0.99)  # shares of all requests for which goodput is reported
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Times in seconds; percentiles over finished requests (TTFT: over all that got a first token)."""
+    """Times are in seconds. Percentiles are over finished requests, those of TTFT over all with a first token."""
 
     policy: str
     load: str
@@ -43,10 +43,10 @@ class Report(msgspec.Struct, frozen=True):
     tpot_p90_s: float
     tpot_p99_s: float
     tpot_max_s: float
-    imbalance: float  # mean over time of max / mean block usage over decode workers
+    imbalance: float  # largest block usage of a decode worker over their mean, averaged over time
     usage: float  # mean block usage of decode workers
     preemptions: int
-    prefix_hit: float  # share of prompt tokens not computed
+    prefix_hit: float  # share of prompt tokens that were not computed
     output_tokens_per_s: float
     prefill_busy: float  # share of the time in which prefill workers computed
     decode_busy: float
@@ -54,7 +54,8 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def report(sim: Simulation, warm_up: float = 0.0) -> Report:
-    """`warm_up`: the first share of the load's time, whose arrivals count for neither latencies nor attainment."""
+    """The figures of a simulation that has run. Requests that arrive in the first share `warm_up` of the load's time
+    count neither for latencies nor for attainment."""
     slo, settings = sim.router.slo, sim.settings
     since = warm_up * sim.jobs[-1].arrival.at
     jobs = [job for job in sim.jobs if job.arrival.at >= since]
@@ -73,7 +74,7 @@ def report(sim: Simulation, warm_up: float = 0.0) -> Report:
     tpot.sort()
     outcomes = Counter(job.outcome for job in jobs)
     total = len(jobs)
-    # The middle of the arrivals: neither the empty fleet at the start nor the drain at the end.
+    # Block usage without the start, when the fleet fills, and without the drain at the end.
     last = sim.jobs[-1].arrival.at
     middle = [(top, mean) for time, top, mean in sim.usage if 0.2 * last <= time <= last and mean > 0]
     pools = (sim.router.prefill.workers(), sim.router.decode.workers())
@@ -117,12 +118,13 @@ def report(sim: Simulation, warm_up: float = 0.0) -> Report:
 
 
 def percentile(ordered: list[float], share: float) -> float:
-    """Nearest rank; 0.0 of nothing."""
+    """The percentile of ascending values by nearest rank; 0.0 without values. `share` is from 0 to 1."""
     return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
 
 class Goodput(msgspec.Struct, frozen=True):
-    """`rate` is 0 when even the lowest rate tried misses. `runs` are all rates tried, in order of the rate."""
+    """`rate` (requests per second) is 0 if even the lowest rate tried is too high; `at` is its report. `runs` are the
+    reports of all rates tried, in order of the rate."""
 
     rate: float
     at: Report | None
@@ -132,9 +134,10 @@ class Goodput(msgspec.Struct, frozen=True):
 def goodput(
     run: Callable[[float], Report], low: float, high: float, tolerance: float = 0.03, share: float = SHARES[0]
 ) -> Goodput:
-    """Bisect for the highest rate at which this share of all requests meets both objectives, to within `tolerance`.
+    """Bisect for the highest rate at which this share of all requests meets both objectives.
 
-    `run` simulates one rate. The bounds are widened as needed, each by a factor of at most 64.
+    The result is exact to the relative `tolerance`. `run` simulates one rate. The bounds `low` and `high` are widened
+    as needed, each by a factor of at most 64.
     """
     runs: dict[float, Report] = {}
 
@@ -165,7 +168,7 @@ def goodput(
 def goodputs(
     run: Callable[[float], Report], low: float, high: float, tolerance: float = 0.03, shares: Sequence[float] = SHARES
 ) -> dict[float, Goodput]:
-    """`goodput` at each of the ascending shares. No rate is simulated twice."""
+    """`goodput` for each of `shares`, which ascend. No rate is simulated twice."""
     runs: dict[float, Report] = {}
 
     def once(rate: float) -> Report:
@@ -182,13 +185,13 @@ def goodputs(
 
 
 def _busy(sim: Simulation, workers: list[Worker]) -> float:
-    """The share of the time in which these workers computed, while requests arrived."""
+    """The share of the time up to the last arrival in which these workers computed."""
     span = sim.jobs[-1].arrival.at * len(workers)
     return sum(sim.busy_s.get(worker.name, 0.0) for worker in workers) / span if span else 0.0
 
 
 def _itl_percentile(workers: list[Worker], share: float) -> float:
-    """Over all gaps between tokens, from the workers' histograms; the bucket's middle, within 2.2%."""
+    """The percentile of all gaps between tokens (s), from the workers' histograms: its bucket's middle, within 2.2%."""
     counts: Counter[int] = Counter()
     for worker in workers:
         counts.update(worker.itl_buckets)

@@ -1,4 +1,4 @@
-"""The simulated router and queue: every decision is made by `orchestrator.policy`, on reports of a given age."""
+"""The simulated router and queue. `orchestrator.policy` makes every decision, on load reports of a given age."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from orchestrator.simulator.view import PoolView
 from orchestrator.simulator.worker import Worker
 from orchestrator.types import Offered, PrefixEvents, QueueDepth, WindowJob
 
-REFRESH_HITS_S = 1.0  # prefix hits of a waiting job that are older are looked up again
+REFRESH_HITS_S = 1.0  # older prefix hits of a waiting job are looked up again
 
 
 class Clock(Protocol):
@@ -33,7 +33,7 @@ class Clock(Protocol):
 
 
 class Router:
-    """Calls `end(job, outcome)` for a request that it refuses."""
+    """Places requests and keeps the prefill queue. Calls `end(job, "rejected")` for each request that it refuses."""
 
     def __init__(self, settings: Settings, unit_tokens: int, clock: Clock, end: Callable[[Job, str], None]) -> None:
         profile, self.stack = settings.profile, settings.stack
@@ -65,8 +65,10 @@ class Router:
     # ---- placement -------------------------------------------------------------------------------------------
 
     def place(self, job: Job, again: bool = False) -> bool:
-        """A request that has arrived, or (`again`) lost its worker: then it is never refused. False: nobody takes it
-        now."""
+        """Place a request that has arrived. With `again` it has lost its worker, and is not refused.
+
+        Returns False if no worker takes the request now.
+        """
         if self.stack.dispatch == "push":
             return self._push(job) or self._refuse(job, again)
         hits = self.look_up(job)
@@ -107,7 +109,10 @@ class Router:
         self._submit(job, decision.worker_id, "local", compute, order)
 
     def _push(self, job: Job) -> bool:
-        """As the field's routers do: choose both workers at arrival; the prompt waits in the prefill worker."""
+        """Place as other projects' routers do: choose both workers at arrival; the prompt waits at the prefill worker.
+
+        Returns False if there are no workers.
+        """
         hits = self.look_up(job)
         request = job.info()
         prefill = self.choose_prefill(request, self.prefill.candidates(hits))
@@ -128,7 +133,7 @@ class Router:
         return True
 
     def bind(self, job: Job, stay: Stay) -> None:
-        """A prefill starts. Choose its decode worker now, unless that was done at arrival."""
+        """Send a request whose prefill starts to its decode worker, which is chosen now unless it was at arrival."""
         name = job.bound
         if name is not None:
             self.decode.promised(name, job.prompt_tokens, -1)
@@ -155,7 +160,7 @@ class Router:
         self.decode.worker(name).submit(stay, self._clock.now)
 
     def look_up(self, job: Job) -> dict[str, int]:
-        """Cached tokens of the job's prompt by worker, as far as known."""
+        """Cached tokens of the job's prompt by worker, as the prefix index has them."""
         if self.index is not None and job.arrival.keys:
             unit = self._unit_tokens
             job.hits = {name: depth * unit for name, depth in self.index.match(job.arrival.keys).items()}
@@ -163,7 +168,7 @@ class Router:
         return job.hits
 
     def _prefill_hit(self, hits: dict[str, int]) -> int:
-        """The most that a prefill worker has cached."""
+        """Cached tokens on the prefill worker with most of them."""
         cached = 0
         for name, tokens in hits.items():
             if tokens > cached and name in self.prefill:
@@ -180,7 +185,7 @@ class Router:
         job.backlog_s = self.predictor.backlog_s(depth, len(self.prefill))
         self.queue_tokens += uncached
         insort(self.queue, (score, job.id, job))
-        # All workers with room ask at once: first those with the longest hits, and of equal ones the emptiest.
+        # All workers with budget left may claim: those with the longest hit first, and of equal ones the least loaded.
         asking = [
             (-job.hits.get(worker.name, 0), worker.pending_tokens, worker.name)
             for worker in self.prefill.workers()
@@ -192,8 +197,8 @@ class Router:
                 break
 
     def recall(self) -> None:
-        """Take those from the queue that are past their claim deadline, and those whom a decode worker would serve
-        sooner."""
+        """Take jobs from the queue that are past their claim deadline, and jobs that a decode worker should prefill
+        now (`Policies.recalled`)."""
         now = self._clock.now
         for entry in list(self.queue):
             job = entry[2]
@@ -223,13 +228,13 @@ class Router:
         self._place_locally(job, local, candidates)
 
     def claim(self, worker: Worker) -> None:
-        """A prefill worker claims jobs at the head of the queue as its budget allows, window by window."""
+        """Let a prefill worker claim jobs at the head of the queue, window by window, as its budget allows."""
         while self.queue and worker.name in self.prefill and (budget := self._claim_budget(worker)) > 0:
             if not self._claim_from_window(worker, budget):
                 return
 
     def claim_again(self) -> None:
-        """Idle workers look again at what they left to those that have its prefix cached."""
+        """Let idle workers claim again: they leave a job to a worker with its prefix cached only for some time."""
         for worker in self.prefill.workers():
             if worker.idle:
                 self.claim(worker)
@@ -276,10 +281,10 @@ class Router:
         now = self._clock.now
         worker.submit(Stay(job, "prefill", job.prompt_tokens, 0, job.arrival.keys, now, hit), now)
 
-    # ---- what the router is told -----------------------------------------------------------------------------
+    # ---- reports of workers ----------------------------------------------------------------------------------
 
     def report(self, view: PoolView, worker: Worker, now: float) -> None:
-        """Take a load report, and the cache events since the last one."""
+        """Take a load report and the cache events since the last one."""
         view.reported(worker, now)
         if self.index is not None and worker.kv.dirty:
             dirty, worker.kv.dirty = worker.kv.dirty, set()
@@ -289,7 +294,7 @@ class Router:
             self.index.apply(PrefixEvents(worker.name, self._index_sequence[worker.name], stored, removed))
 
     def ended(self, job: Job, worker: Worker) -> None:
-        """The worker has generated its last token."""
+        """Feed the predictor with a request whose last token its decode worker has generated."""
         if job.arrival.output_tokens > 1 and not job.generated and job.first_at is not None:
             decoding_s = self._clock.now - job.first_at
             tpot_s = decoding_s / (job.arrival.output_tokens - 1)

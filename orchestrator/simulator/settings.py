@@ -1,7 +1,7 @@
-"""What is simulated beside the load: a fleet, its times, and the configuration that its router serves by.
+"""The settings of a simulation, beside its load: the fleet, its times, and the configuration of its router.
 
-The field's routers are modelled as well (`field:NAME`): they choose a prefill and a decode worker at arrival by the
-same policy, and know neither local prefill nor a global queue.
+Other projects' routers are modelled as well (`field:NAME`): they choose a prefill and a decode worker at arrival by the
+same policy, and have no global queue. Two of them prefill some prompts on the decode worker (`Stack.bypass`).
 """
 
 from __future__ import annotations
@@ -16,43 +16,43 @@ from orchestrator.simulator.profile import Profile
 
 
 class FleetError(ValueError):
-    """An impossible fleet or setting."""
+    """The fleet or a setting is impossible."""
 
 
 class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A configuration and how prefills are dispatched: claimed by free workers from one queue, or pushed at arrival to
-    the worker that the decode choice picks."""
+    """A configuration and the way prefills are dispatched: prefill workers claim them from one queue, or the router
+    pushes them at arrival to the prefill worker that the decode choice picks."""
 
     name: str
     config: Config
     dispatch: Literal["queue", "push"] = "queue"
-    bypass: str = ""  # where pushed: whose rule (`policy.references.BYPASSES`) keeps prompts on the decode worker
+    bypass: str = ""  # with "push": the rule of `policy.references.BYPASSES` that keeps prompts on the decode worker
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One run, but for its load. Times in seconds."""
+    """Everything about one run but its load. Times in seconds."""
 
     prefill: int
     decode: int
     profile: Profile
     stack: Stack
     seed: int = 0
-    report_age_s: float = 0.1  # load reports are this old at most, and half of it on average
+    report_age_s: float = 0.1  # greatest age of load reports; the mean is half of it
     slo: SLOConfig | None = None  # objectives; default: the profile's
 
 
-# What ships, when nothing is configured.
+# The defaults of every key.
 SHIPPED = Config(model="simulated")
 FIELD = "field:"
 CONDITIONAL = "field:dynamo_conditional"  # `dynamo_cost` with Dynamo's conditional disaggregation
-# Our stack with a few keys changed, to see what each is worth.
+# Our stack with a few keys changed, to measure what each is worth.
 _VARIANTS: dict[str, dict[str, Any]] = {
     "ours": {},
     "ours:fixed": {"ratio": {"mode": "off"}},
     "ours:fcfs": {"ratio": {"mode": "off"}, "queue": {"weight": 0.0}},
     "ours:reject": {"slo": {"admission": "reject"}},
 }
-# What knows of prefixes in the field; the others route blind.
+# The `field:` choices that know which worker has a prefix cached.
 _PREFIX_AWARE = {"dynamo_cost", "kv_prefix", "llm_d"}
 _BYPASS = {CONDITIONAL: "dynamo", FIELD + "llm_d": "llm_d"}
 
@@ -62,10 +62,10 @@ def stack_names() -> list[str]:
 
 
 def stack(name: str, config: Config = SHIPPED) -> Stack:
-    """`ours` is the configuration as it is; a decode choice's name is that configuration with that choice, at a fixed
-    ratio; `field:NAME` is the field's way.
+    """The stack of a name. `ours` is the configuration as it is. The name of a decode choice is the configuration with
+    that choice and a fixed ratio. `field:NAME` works as routers of other projects do.
 
-    Raises ValueError.
+    Raises ValueError for an unknown name.
     """
     if name in _VARIANTS:
         return Stack(name=name, config=changed(config, _VARIANTS[name]))

@@ -1,6 +1,6 @@
 """The event loop: one `Simulation` runs one load once, on one fleet.
 
-`router` decides, `worker` computes, `ratio_control` changes roles, `faults` kills workers, `report` has the figures.
+`router` decides, `worker` computes, `ratio_control` changes roles, `faults` kills workers, `report` makes the figures.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from orchestrator.simulator.trace import Load
 from orchestrator.simulator.view import PoolView
 from orchestrator.simulator.worker import Worker
 
-PLACE_AGAIN_S = 0.1  # until a request that lost its worker is taken, as in the router
-DRAIN_S = 120.0  # simulated after the last arrival; requests that are unfinished then count as missed
+PLACE_AGAIN_S = 0.1  # between attempts to place a request that lost its worker, as in the router
+DRAIN_S = 120.0  # simulated after the last arrival; requests unfinished then count as missed
 
 
 class Simulation:
-    """Raises FleetError for what cannot be simulated."""
+    """One run of a load on a fleet. Raises FleetError for a fleet or load that cannot be simulated."""
 
     def __init__(self, settings: Settings, load: Load) -> None:
         profile = settings.profile
@@ -74,7 +74,10 @@ class Simulation:
         heapq.heappush(self._events, (time, next(self._order), action, a, b))
 
     def run(self, progress: Callable[[int], None] | None = None) -> Simulation:
-        """Until every request has ended, or `DRAIN_S` after the last arrival. `progress` gets finished requests."""
+        """Run until every request has ended, or until `DRAIN_S` after the last arrival. Returns itself.
+
+        Calls `progress` with the number of ended requests.
+        """
         events, jobs = self._events, self.jobs
         upcoming, total = 0, len(jobs)
         end = jobs[-1].arrival.at + DRAIN_S
@@ -103,7 +106,7 @@ class Simulation:
         return self
 
     def finish_events(self) -> None:
-        """Run the events that are still due once all requests have ended: restarts, releases."""
+        """Run the events that remain after all requests have ended: restarts, releases."""
         while self._events:
             self.now, _, action, a, b = heapq.heappop(self._events)
             action(a, b)
@@ -116,7 +119,7 @@ class Simulation:
             worker.wake(self.now)
 
     def _tick(self, now: float) -> None:
-        """Load reports and cache events reach the router."""
+        """Bring load reports and cache events to the router, and let it recall jobs and change roles."""
         router = self.router
         for worker in router.prefill.workers():
             router.report(router.prefill, worker, now)
@@ -153,7 +156,7 @@ class Simulation:
     # ---- called by workers -----------------------------------------------------------------------------------
 
     def on_start(self, worker: Worker, stay: Stay, now: float) -> None:
-        """Blocks are allocated: a prefill begins and binds its decode worker, or a decode worker can receive."""
+        """The blocks of a stay are allocated: a prefill is bound to a decode worker, or a decode worker can receive."""
         if stay.phase == "prefill":
             job = stay.job
             if job.enqueued_at >= 0:
@@ -164,21 +167,24 @@ class Simulation:
             self._transfer(stay.peer, stay)
 
     def on_prefilled(self, worker: Worker, stay: Stay, now: float) -> None:
-        """A prompt is computed: its KV goes out as soon as the decode worker has room for it."""
+        """A prompt is computed. Its KV is sent as soon as the decode worker has blocks for it."""
         self.router.claimed -= 1
         stay.computed_at = now
         if self._early_token and stay.job.output_tokens > 1:
             self._first(stay.job, now)
         receiver = stay.peer
         if receiver is None:
-            # No decode worker took it when it started, or the one that did has died: the prompt is placed again.
+            # No decode worker took it when it started, or that worker has died.
             self.at(now, self.release, stay)
             self.at(now, self.place_again, stay.job)
         elif receiver.started:
             self._transfer(stay, receiver)
 
     def _transfer(self, stay: Stay, receiver: Stay) -> None:
-        """Send what the receiver has not cached over both workers' links; in chunks, that began with the prefill."""
+        """Send the KV that the receiver has not cached, over both workers' links.
+
+        In chunks the transfer has begun when both workers had blocks, and the last chunk is sent after the prefill.
+        """
         profile, now = self.settings.profile, self.now
         source, target = self.workers[stay.worker], self.workers[receiver.worker]
         tokens = receiver.context - receiver.hit_tokens
@@ -199,7 +205,7 @@ class Simulation:
             return  # one of the two has died
         source, target = self.workers[stay.worker], self.workers[receiver.worker]
         if not (source.alive and target.alive):
-            return  # one of the two has died, and nobody has noticed yet
+            return  # one of the two has died, and the router has not noticed yet
         stay.peer = receiver.peer = None
         job = receiver.job
         self.router.predictor.observe_transfer(job.prompt_tokens, self.now - (stay.computed_at or self.now))
@@ -221,7 +227,7 @@ class Simulation:
             self.router.predictor.observe_local(worker.name, job.local_tokens, at - job.placed_at)
 
     def _first(self, job: Job, at: float) -> bool:
-        """False when the client has a first token already."""
+        """Record the first token. Returns False if the client has one already."""
         if job.first_at is not None:
             return False
         job.first_at = at + self.settings.profile.router_s

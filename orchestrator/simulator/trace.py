@@ -1,4 +1,4 @@
-"""Requests to simulate: read from the traces that others have published, and changed in rate or length.
+"""Requests to simulate: reads published traces, and changes loads in rate, length or number.
 
 Mooncake (kvcache-ai/Mooncake, FAST25-release/traces): JSON lines with `timestamp` (ms), `input_length`,
 `output_length` and `hash_ids`, one per 512 prompt tokens. Azure (AzurePublicDataset): CSV with TIMESTAMP,
@@ -16,15 +16,15 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-MOONCAKE_UNIT_TOKENS = 512  # of a prefix that is shared, or not, as a whole
+MOONCAKE_UNIT_TOKENS = 512  # in a prefix unit, which prompts share as a whole or not at all
 
 
 class TraceError(ValueError):
-    """One line: file and line number, what was expected, what was found."""
+    """The message is one line: file and line number, what was expected, what was found."""
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """One request of a load. `keys` name its prefix, one per whole `unit_tokens` of the load."""
+    """One request of a load. `keys` name its prefix units, one key per whole `Load.unit_tokens` of the prompt."""
 
     at: float  # seconds from the start
     prompt_tokens: int
@@ -34,9 +34,9 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """Arrivals in order of time. Without prefixes `unit_tokens` is 0.
+    """Arrivals in order of time. `unit_tokens` is 0 if no prompts share prefixes.
 
-    A made load has periods in seconds, which a change of rate must not squeeze: `at` makes the load anew for a rate.
+    `at` makes a synthetic load anew for another rate, because its periods in seconds must not change with the rate.
     """
 
     name: str
@@ -59,7 +59,8 @@ class _MooncakeLine(msgspec.Struct):
 
 
 def read_trace(path: Path, seed: int = 0) -> Load:
-    """Mooncake or Azure, told apart by the first line. Raises TraceError."""
+    """Read a trace of Mooncake or Azure, which differ in their first line. Raises TraceError for any other file, a
+    malformed line, or a trace without requests."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -80,7 +81,7 @@ def read_trace(path: Path, seed: int = 0) -> Load:
 
 
 def _from_zero(arrivals: Iterable[Arrival]) -> list[Arrival]:
-    """A piece of a longer trace would begin with hours of nothing."""
+    """Shift the arrivals so that the first is at 0: a piece of a longer trace may begin hours later."""
     found = list(arrivals)
     begin = min((arrival.at for arrival in found), default=0.0)
     return [msgspec.structs.replace(arrival, at=arrival.at - begin) for arrival in found]
@@ -95,7 +96,7 @@ def _mooncake(path: Path, lines: Sequence[str]) -> Iterator[Arrival]:
             entry = decoder.decode(line)
         except msgspec.DecodeError as error:
             raise TraceError(f"{path}, line {number}: {error}") from None
-        # The last id names a partial block, which no cache holds.
+        # The last id may name a partial unit, which no cache holds.
         keys = tuple(entry.hash_ids[: entry.input_length // MOONCAKE_UNIT_TOKENS])
         yield Arrival(entry.timestamp / 1000, entry.input_length, max(1, entry.output_length), keys)
 
@@ -113,7 +114,7 @@ def _azure(path: Path, lines: Sequence[str]) -> Iterator[Arrival]:
         fields = line.split(",")
         try:
             stamp, prompt, output = (fields[column].strip() for column in columns)
-            moment = datetime.fromisoformat(stamp[:26])  # seven digits of a second's fraction; Python reads six
+            moment = datetime.fromisoformat(stamp[:26])  # the fraction of a second has seven digits; Python reads six
             prompt_tokens, output_tokens = int(prompt), int(output)
         except (ValueError, IndexError) as error:
             raise TraceError(f"{path}, line {number}: {error}; got {line[:80]!r}") from None
@@ -124,7 +125,7 @@ def _azure(path: Path, lines: Sequence[str]) -> Iterator[Arrival]:
 
 
 def _spread_bursts(arrivals: list[Arrival], seed: int) -> list[Arrival]:
-    """Mooncake's clock ticks about every 3 s: spread the requests of each tick at random over it."""
+    """Spread the requests of each tick at random over the tick: Mooncake's timestamps are about 3 s apart."""
     rng = random.Random(seed)
     times = sorted({arrival.at for arrival in arrivals})
     following = dict(zip(times, [*times[1:], times[-1] + 3.0 if times else 0.0], strict=True))
@@ -132,7 +133,7 @@ def _spread_bursts(arrivals: list[Arrival], seed: int) -> list[Arrival]:
 
 
 def steady(requests: int, prompt_tokens: int, output_tokens: int, seed: int = 0) -> Load:
-    """Poisson arrivals, one a second on average, all of one size."""
+    """Poisson arrivals, one per second on average, all with the same lengths."""
     rng, now, arrivals = random.Random(seed), 0.0, []
     for _ in range(requests):
         now += rng.expovariate(1.0)
@@ -141,7 +142,8 @@ def steady(requests: int, prompt_tokens: int, output_tokens: int, seed: int = 0)
 
 
 def at_rate(load: Load, rate: float) -> Load:
-    """A load at this mean rate (requests per second): a trace's times are stretched or squeezed."""
+    """The load at this mean rate (requests per second); a trace's times are stretched or squeezed. Raises TraceError
+    for a rate of 0 or less, or if a synthetic load has no requests at it."""
     if rate <= 0:
         raise TraceError(f"rate: expected more than 0 requests per second, got {rate}")
     if load.at is not None:
@@ -156,7 +158,7 @@ def first(load: Load, requests: int) -> Load:
 
 
 def scaled(load: Load, factor: float) -> Load:
-    """The same arrivals with lengths multiplied by a factor; shared prefixes are kept only at factor 1."""
+    """The same arrivals with lengths multiplied by a factor. Prefix keys are kept only at factor 1."""
     if factor == 1.0:
         return load
     arrivals = [
@@ -172,14 +174,14 @@ def scaled(load: Load, factor: float) -> Load:
 
 
 def filled(load: Load) -> Load:
-    """A load that is not empty. Raises TraceError."""
+    """Return the load. Raises TraceError if it is empty."""
     if not load.arrivals:
         raise TraceError(f"load {load.name}: none of so few requests comes in time; ask for more")
     return load
 
 
 def _anew(load: Load, change: Callable[[Load], Load]) -> Callable[[float], Load] | None:
-    """`at` of what `change` makes of a load."""
+    """The `at` of the load that `change` makes: make the load for the rate, then change it."""
     at = load.at
     if at is None:
         return None
@@ -191,7 +193,8 @@ def _anew(load: Load, change: Callable[[Load], Load]) -> Callable[[float], Load]
 
 
 def repeated(load: Load, times: int) -> Load:
-    """One copy after another, each with prefixes of its own, for fleets that a short trace would not fill."""
+    """Copies of the load one after another, each with prefixes of its own, for fleets that a short trace would not
+    fill."""
     span = load.arrivals[-1].at + (1.0 / load.rate if load.rate else 1.0)
     top = 1 + max((key for a in load.arrivals for key in a.keys), default=0)
     arrivals = [

@@ -1,4 +1,4 @@
-"""What the simulated router knows of a pool of workers: reports of a given age, and what it has placed since.
+"""The simulated router's view of a pool of workers: load reports of a given age, and the requests placed since.
 
 The counterpart of `orchestrator.fleet.view`, over simulated workers.
 """
@@ -35,7 +35,7 @@ class _Entry:
 
 
 class PoolView:
-    """Knows of a worker its state at the last call of `reported`, and what was placed since."""
+    """For each worker, its load at the last call of `reported`, and the requests placed there since."""
 
     def __init__(self, choose: DecodeChoice) -> None:
         self._entries: dict[str, _Entry] = {}
@@ -82,7 +82,7 @@ class PoolView:
         self._changed(entry)
 
     def promised(self, name: str, prompt_tokens: int, sign: int = 1) -> None:
-        """Count a request that is bound to this worker and has not reached it yet; sign -1 when it has."""
+        """Count a request that is bound to this worker and has not been sent to it yet; with sign -1, uncount it."""
         entry = self._entries.get(name)
         if entry is not None:
             entry.promised += sign

@@ -1,7 +1,7 @@
 """One simulated worker: vLLM's scheduling of chunked prefill and decode, over block-granular KV with preemption.
 
 Steps that only decode are not simulated one by one: a whole run of them, up to the next arrival, completion or lack of
-blocks, is one event (`batch`). Who talks to a worker hands it the time.
+blocks, is one event (`batch`). A worker has no clock: callers pass the time.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ _ORDER = attrgetter("order")
 
 
 class Events(Protocol):
-    """What a worker tells the simulation."""
+    """What a worker calls in the simulation."""
 
     def on_start(self, worker: Worker, stay: Stay, now: float) -> None:
-        """Its blocks are allocated."""
+        """The blocks of a stay are allocated."""
 
     def on_prefilled(self, worker: Worker, stay: Stay, now: float) -> None:
         """The prompt of a "prefill" stay is computed."""
 
     def on_first(self, worker: Worker, stay: Stay, at: float) -> None:
-        """It gets its first token at this time, which may lie ahead."""
+        """A stay gets its first token at time `at`, which may be later than now."""
 
     def on_done(self, worker: Worker, stay: Stay, now: float) -> None: ...
 
     def on_boundary(self, worker: Worker, tokens: int, seconds: float, now: float) -> None:
-        """A step that computed so many prompt tokens has ended."""
+        """A step of `seconds` that computed this many prompt tokens has ended."""
 
 
 class Worker:
-    """`schedule(time, worker, version)` asks for a call of `wake` at a time, unless the version has changed by then."""
+    """Computes the stays that are submitted to it. It calls `schedule(time, worker, version)` to be woken at a time,
+    unless its version has changed by then."""
 
     def __init__(
         self, name: str, profile: Profile, unit_tokens: int, sim: Events, schedule: Callable[[float, Worker, int], None]
@@ -52,29 +53,28 @@ class Worker:
         self.unit_tokens = unit_tokens
         self.kv = KVPool(profile.blocks, max(1, unit_tokens // profile.block_size))
         self.alive = True
-        self.pending_tokens = 0  # prompt tokens to compute here; of those that wait, as many as the router expects
+        self.pending_tokens = 0  # prompt tokens to compute; for waiting stays, as many as the router expects
         self.computed_tokens = 0
         self.preemptions = 0
         self.busy_s = 0.0
-        self.plain_s = 0.0  # of that, in steps without prompts
+        self.plain_s = 0.0  # the part of `busy_s` in steps that only decoded
         self.plain_steps = 0
         self.itl_buckets: dict[int, int] = {}
         self.link_free_at = 0.0
         self.waiting: list[Stay] = []  # by `order`
         self.running: dict[Stay, None] = {}  # in order of admission
         self.prefilling: dict[Stay, None] = {}
-        self.arrived: list[Stay] = []  # remote ones whose KV is here, not yet decoding
-        self.receiving: dict[Stay, None] = {}  # remote ones with blocks, whose KV is on its way
-        self.held = 0  # prefilled here, KV not yet sent
+        self.arrived: list[Stay] = []  # "remote" stays whose KV has arrived, not yet decoding
+        self.receiving: dict[Stay, None] = {}  # "remote" stays that have blocks and wait for their KV
+        self.held = 0  # "prefill" stays that are computed, and whose KV has not been sent
         self.version = 0
         self.batch = DecodeBatch(profile.block_size)
         self._busy = False
         self._blocked = False
-        self._run = StepRun()  # under way while busy
-        self._chunks: list[tuple[Stay, int]] = []  # prompt tokens that the step under way computes
+        self._run = StepRun()  # the current run of steps, while busy
+        self._chunks: list[tuple[Stay, int]] = []  # prompt tokens that the current step computes
 
-    # ---- called by the simulation
-    # ----------------------------------------------------------------------------------------
+    # ---- called by the simulation ----------------------------------------------------------------------------
 
     def submit(self, stay: Stay, now: float) -> None:
         stay.worker = self.name
@@ -85,13 +85,13 @@ class Worker:
             self._kick(now)
 
     def kv_arrived(self, stay: Stay, now: float) -> None:
-        """All KV of a "remote" stay is here: it decodes from the next step on."""
+        """All KV of a "remote" stay has arrived: it decodes from the next step on."""
         del self.receiving[stay]
         self.arrived.append(stay)
         self._kick(now)
 
     def kv_lost(self, stay: Stay, now: float) -> None:
-        """The source of a "remote" stay died: the prompt is computed here, in the blocks it may have already."""
+        """The source of a "remote" stay has died: compute the prompt here, in its blocks if it has them already."""
         stay.phase = "local"
         stay.compute = stay.context
         self.pending_tokens += stay.compute
@@ -103,14 +103,14 @@ class Worker:
         self._kick(now)
 
     def release(self, stay: Stay, now: float) -> None:
-        """A "prefill" stay's KV has been sent (or is not wanted any more)."""
+        """Free the blocks of a "prefill" stay whose KV has been sent, or is no longer needed."""
         self.held -= 1
         self.kv.release(stay.keys, self._blocks(stay.context))
         if self._blocked:
             self._kick(now)
 
     def fail(self) -> list[Stay]:
-        """Die and lose all memory. Returns all stays; `emitted` says how many tokens each has generated."""
+        """Die and lose all memory. Returns the stays that had work left here; `emitted` counts the tokens of each."""
         lost = list(self.waiting) + list(self.running) + self.arrived + list(self.receiving)
         for stay in self.running:
             if stay not in self.prefilling:
@@ -133,13 +133,13 @@ class Worker:
         return not (self.running or self.waiting or self.arrived or self.receiving or self.held)
 
     def used_blocks(self, now: float) -> int:
-        """Blocks in use now, including those taken so far in the run of steps under way."""
+        """Blocks in use now, including those allocated so far in the current run of steps."""
         if self._can_be_cut():
             return self.kv.used + self.batch.blocks_in(self._run.steps_by(now))
         return self.kv.used
 
     def uncomputed_blocks(self) -> int:
-        """Blocks that vLLM would not have allocated yet: it allocates with each chunk, this model with the prompt."""
+        """Blocks that vLLM would not have allocated yet: it allocates per chunk, this simulator per prompt."""
         if not self.prefilling:
             return 0
         return sum(stay.compute for stay in self.prefilling) // self.profile.block_size
@@ -150,14 +150,14 @@ class Worker:
         if not self._busy:
             self._begin(now)
         elif self._can_be_cut():
-            # At the end of the step under way.
+            # Cut the run at the end of its current step.
             steps = self._run.steps_by(now) + 1
             if steps < self._run.steps:
                 self._run.steps = steps
                 self._wake_at_end()
 
     def _can_be_cut(self) -> bool:
-        """A run of several steps that only decode is under way."""
+        """Whether the current run has several steps, which then only decode."""
         return self._busy and self._run.steps > 1 and not self._chunks
 
     def _wake_at_end(self) -> None:
@@ -165,9 +165,9 @@ class Worker:
         self._schedule_wake(self._run.ends_at(), self, self.version)
 
     def wake(self, now: float) -> None:
-        """The run of steps ends now."""
+        """End the current run of steps, and begin the next one."""
         batch, decoding = self.batch, self.batch.sequences
-        steps, self._run.steps = self._run.steps, 1  # from here on there is no run to cut
+        steps, self._run.steps = self._run.steps, 1  # so that nothing below cuts the run
         duration = now - self._run.started_at
         self.busy_s += duration
         if decoding:
@@ -218,7 +218,7 @@ class Worker:
         self.sim.on_done(self, stay, now)
 
     def _begin(self, now: float) -> None:
-        """Admit what there is room for and start the next run of steps."""
+        """Admit the stays that have room and start the next run of steps."""
         profile, batch = self.profile, self.batch
         arrived: list[Stay] = []
         if self.arrived:
@@ -229,7 +229,7 @@ class Worker:
             self.running[stay] = None
             stay.context -= 1
             if stay.context % profile.block_size == 0:
-                self.kv.used -= 1  # the batch counts a block again when the step crosses into it
+                self.kv.used -= 1  # the batch counts that block again when the step enters it
             batch.join(stay)
         if self.waiting:
             self._admit(now)
@@ -254,7 +254,7 @@ class Worker:
                 self.kv.grow(batch.next_blocks())
             self._run.start(now, step_s, 0.0, 1)
         elif decoding:
-            # What was preempted may fit again in the next step, beside those it shares a prefix with.
+            # A preempted stay may fit again in the next step, if it shares a prefix with running ones.
             steps = 1 if preempted else batch.run_length(self.kv.free)
             self._run.start(now, step_s, decoding * profile.kv_s_per_token, steps)
         else:
@@ -267,7 +267,7 @@ class Worker:
     def _admit(self, now: float) -> None:
         profile = self.profile
         unit_tokens = self.unit_tokens
-        # vLLM admits a prompt only into a step that has budget left for some of it.
+        # vLLM admits a prompt only into a step that has token budget left for a part of it.
         budget = profile.max_num_batched_tokens - self.batch.sequences - sum(s.compute for s in self.prefilling)
         while self.waiting and budget > 0:
             stay = self.waiting[0]
@@ -294,7 +294,10 @@ class Worker:
         self._blocked = bool(self.waiting)
 
     def _preempt(self) -> bool:
-        """Give up the last in order, to be computed again: vLLM's recompute preemption. False if it is alone."""
+        """Preempt the running stay that is last in order, to be computed again (vLLM's recompute preemption).
+
+        Returns False if no other stay is running.
+        """
         if len(self.running) <= 1:
             return False
         stay = max(self.running, key=_ORDER)

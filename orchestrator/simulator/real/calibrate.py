@@ -1,8 +1,8 @@
 """A simulator's profile from measurements on a real server.
 
 `measure_profile` times prompts by length, and tokens by batch size and by context, on a server with *one* worker that
-does both (`configs/aggregated-cpu.yaml` with one replica); `fit_profile` is the arithmetic. Memory and link are not
-measured: they are given, or left as in `base`.
+prefills and decodes (`configs/aggregated-cpu.yaml` with one replica). `fit_profile` computes the coefficients. Memory
+and link are not measured: they are those of `base`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ SHORT_PROMPT = 32
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """Seconds. `ttft`: (prompt tokens, TTFT); `batches`: (sequences at once, TPOT); `contexts`: (context, TPOT)."""
+    """`ttft`: (prompt tokens, TTFT in s). `batches`: (sequences at once, s per token). `contexts`: (context tokens, s
+    per token)."""
 
     ttft: list[tuple[int, float]]
     batches: list[tuple[int, float]]
@@ -36,7 +37,8 @@ async def measure_profile(
     repeats: int = 3,
     say: Callable[[str], None] = lambda text: None,
 ) -> Measured:
-    """Medians of `repeats`, every prompt a new one, so that no cache answers. Raises MeasureError."""
+    """Measure a server. Each TTFT is the median of `repeats` requests. Every prompt is new, so that none is cached.
+    Raises MeasureError."""
     seed, prompts = 0, Prompts()
 
     def fresh(tokens: int) -> list[int]:
@@ -44,7 +46,7 @@ async def measure_profile(
         seed += 1
         return prompts.make(tokens, own=seed)
 
-    await target.complete(fresh(SHORT_PROMPT), 4)  # compiles, allocates, connects
+    await target.complete(fresh(SHORT_PROMPT), 4)  # lets the server compile, allocate and connect
     ttft = []
     for length in lengths:
         times = [(await target.complete(fresh(length), 1)).ttft_s for _ in range(repeats)]
@@ -54,7 +56,7 @@ async def measure_profile(
     for batch in batches:
         asked = [fresh(SHORT_PROMPT) for _ in range(batch)]
         timings = await asyncio.gather(*(target.complete(prompt, DECODE_TOKENS) for prompt in asked))
-        # The middle of the gaps: the first ones contain the others' prefills.
+        # Without the first quarter of the gaps, which contains the prefills of the others.
         gaps = [gap for timing in timings for gap in timing.gaps_s[len(timing.gaps_s) // 4 :]]
         by_batch.append((batch, statistics.median(gaps)))
         say(f"{batch} sequences at once: {by_batch[-1][1] * 1e3:.1f} ms per token")
@@ -67,7 +69,7 @@ async def measure_profile(
 
 
 def fit_profile(measured: Measured, base: Profile, name: str, origin: str) -> Profile:
-    """Least squares on relative errors; no coefficient is negative. `base` gives what was not measured."""
+    """A profile by least squares of relative errors. No coefficient is negative. `base` has what was not measured."""
     fixed, per_token, curve = _quadratic(measured.ttft)
     step, per_sequence = _line(measured.batches)
     (near, near_s), (far, far_s) = measured.contexts[0], measured.contexts[-1]
@@ -78,7 +80,7 @@ def fit_profile(measured: Measured, base: Profile, name: str, origin: str) -> Pr
         origin=origin,
         step_s=max(1e-6, step - per_context * SHORT_PROMPT),
         prefill_s_per_token=max(1e-9, per_token),
-        attention_s=2 * curve,  # tokens * (tokens / 2) of it
+        attention_s=2 * curve,  # a prompt of n tokens costs n * (n / 2) of it
         decode_s_per_seq=per_sequence,
         kv_s_per_token=per_context,
         router_s=max(0.0, fixed - step),
@@ -86,7 +88,7 @@ def fit_profile(measured: Measured, base: Profile, name: str, origin: str) -> Pr
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Intercept and slope."""
+    """Intercept and slope, neither negative."""
     intercept, slope = _solve([[1.0, x] for x, _ in points], [y for _, y in points])
     if slope < 0:
         return statistics.median(y for _, y in points), 0.0
@@ -102,7 +104,7 @@ def _quadratic(points: Sequence[tuple[float, float]]) -> tuple[float, float, flo
 
 
 def _solve(rows: list[list[float]], values: list[float]) -> list[float]:
-    """Weighted least squares by the normal equations; each row counts by its relative error."""
+    """The coefficients of least squares of relative errors, by the normal equations; all 0 if these are singular."""
     size = len(rows[0])
     left = [[0.0] * size for _ in range(size)]
     right = [0.0] * size

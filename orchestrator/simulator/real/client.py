@@ -1,7 +1,7 @@
-"""One request to a server, timed as its user sees it. Answers are counted, not decoded: a load costs little here.
+"""One request to a server, timed as its user sees it. Chunks are counted, not decoded, so that the client costs little.
 
-Server-sent events as OpenAI's completions API streams them: one JSON object per `data:` line, an empty list of choices
-with the usage at the end, then `[DONE]`.
+The server streams the server-sent events of OpenAI's completions API: one JSON object per `data:` line, then one with
+the usage and an empty list of choices, then `[DONE]`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 import aiohttp
 import msgspec
 
-_CHOICE = b'"finish_reason"'  # every choice of a chunk has it, the chunk with the usage has none
+_CHOICE = b'"finish_reason"'  # each choice has this key; the chunk with the usage has no choice
 _USAGE = re.compile(rb'"completion_tokens":\s*(\d+)')
 _PROMPT = re.compile(rb'"prompt_tokens":\s*(\d+)')
 _CACHED = re.compile(rb'"cached_tokens":\s*(\d+)')
@@ -21,18 +21,19 @@ _CONNECT_TIMEOUT_S = 10.0
 
 
 class MeasureError(ValueError):
-    """One line: the server, what it answered, and the fix."""
+    """The message is one line: the server, and what it answered or the fix."""
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """One answered request; seconds. `tpot_s` is 0 for a single token, `gaps_s` are between chunks of the stream."""
+    """The times of one answered request, in seconds. `tpot_s` is 0 for a single token. `gaps_s` are the times between
+    chunks of the stream."""
 
     prompt_tokens: int
     output_tokens: int
     ttft_s: float
     tpot_s: float
     gaps_s: list[float]
-    cached_tokens: int = 0  # of the prompt, as the server says
+    cached_tokens: int = 0  # of the prompt, as the server reports them
 
     @property
     def total_s(self) -> float:
@@ -40,7 +41,8 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class Target:
-    """A server. Use as an async context manager, which asks for its model."""
+    """A server. Use it as an async context manager: on entry it asks for the model, and raises MeasureError if no
+    OpenAI server answers."""
 
     def __init__(self, url: str, timeout_s: float = 600.0, api_key: str = "") -> None:
         self.url = url.rstrip("/")
@@ -66,7 +68,7 @@ class Target:
         await self._client.close()
 
     async def fleet(self, operator_key: str | None = None) -> dict:
-        """The server's /fleet, or nothing where there is none."""
+        """The server's `/fleet` page; empty if it has none."""
         headers = {"authorization": f"Bearer {operator_key}"} if operator_key else {}
         try:
             async with self._client.get(f"{self.url}/fleet", headers=headers) as answer:
@@ -75,8 +77,8 @@ class Target:
             return {}
 
     async def complete(self, prompt: list[int] | str, output_tokens: int, since: float | None = None) -> Timing:
-        """Raises MeasureError for anything but a complete answer. `since`: from when its user has waited, by
-        `time.perf_counter`; None: from now."""
+        """Send a request and time its answer. `since`: when its user began to wait, by `time.perf_counter`; None
+        means now. Raises MeasureError for anything but a complete answer."""
         body = msgspec.json.encode(
             {
                 "model": self.model,
@@ -109,18 +111,18 @@ class Target:
 
 
 def _last(pattern: re.Pattern[bytes], end: bytes) -> int | None:
-    """A server may tell the usage so far with every event."""
+    """The last number that matches: a server may send the usage so far with every event."""
     found = pattern.findall(end)
     return int(found[-1]) if found else None
 
 
 async def _read(content: aiohttp.StreamReader) -> tuple[list[float], bytes]:
-    """When each event with a choice came, and the last of the stream, which has the usage."""
+    """The arrival time of each event with a choice, and the last 4,096 bytes of the stream, which have the usage."""
     stamps: list[float] = []
     end = b""
     async for chunk in content.iter_any():
         now = time.perf_counter()
-        # An event may be cut in two: what ends a chunk begins the next one's search.
+        # An event may be cut in two, so the end of the last chunk is searched together with this one.
         seam = end[1 - len(_CHOICE) :] if end else b""
         stamps += [now] * (seam + chunk).count(_CHOICE)
         end = (end + chunk)[-4096:]

@@ -1,4 +1,4 @@
-"""Sends a load: at its own times, whatever is under way (open loop), or by so many users at once (closed loop)."""
+"""Sends a load: each request at its own time (open loop), or by users who wait for their answers (closed loop)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from orchestrator.simulator.trace import Arrival, Load
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """One request and what became of it. Seconds from the start of the run."""
+    """One request and its outcome. Times are seconds from the start of the run."""
 
     at_s: float
     done_s: float
@@ -24,7 +24,8 @@ class Sent(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """`client_cpu_s` is what this process computed meanwhile, `late_s` how late it sent at the worst."""
+    """One run of a load. `client_cpu_s` is the CPU time of this process meanwhile; `late_s` is the greatest delay with
+    which it sent a request."""
 
     url: str
     load: str
@@ -32,16 +33,16 @@ class Run(msgspec.Struct, frozen=True):
     span_s: float
     client_cpu_s: float
     late_s: float = 0.0
-    rate: float | None = None  # asked for, requests per second
-    users: int | None = None  # in a closed loop
+    rate: float | None = None  # of the load, requests per second; None in a closed loop
+    users: int | None = None  # of a closed loop
 
 
 Done = Callable[[Sent], None]
 
 
 async def open_loop(target: Target, load: Load, prompts: PromptSource, done: Done = lambda sent: None) -> Run:
-    """Each request at its time in the load. Its user waits from then on, also while this process is late: a load that
-    falls behind with the server, or by its own work, would else leave out the longest waits."""
+    """Send each request at its time in the load. Its user waits from that time on, even if this process sends it late:
+    otherwise a client that falls behind would leave out the longest waits."""
     clock = _Clock()
     late_s = 0.0
 
@@ -53,7 +54,7 @@ async def open_loop(target: Target, load: Load, prompts: PromptSource, done: Don
 
     tasks = []
     for number, arrival in enumerate(load.arrivals):
-        # Also where it is late: answers must be read.
+        # Sleep even when late, so that answers are read.
         await asyncio.sleep(max(0.0, arrival.at - clock.now))
         tasks.append(asyncio.create_task(one(number, arrival)))
     sent = await asyncio.gather(*tasks)
@@ -63,7 +64,7 @@ async def open_loop(target: Target, load: Load, prompts: PromptSource, done: Don
 async def closed_loop(
     target: Target, load: Load, users: int, prompts: PromptSource, done: Done = lambda sent: None
 ) -> Run:
-    """Each user sends the load's next request when the last one was answered; the load's times do not count."""
+    """Each user sends the load's next request when its last one has ended. The load's times are ignored."""
     clock = _Clock()
     waiting = enumerate(load.arrivals)
     sent: list[Sent] = []

@@ -1,4 +1,4 @@
-"""The figures of a run, and two servers side by side. Pure."""
+"""The figures of a run, and the ratios between two servers. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from orchestrator.simulator.real.drive import Run
 from orchestrator.simulator.report import percentile
 
 SHARES = (0.5, 0.9, 0.99, 1.0)
-# Beyond this share of a core the client waits for itself: its times are no longer the server's.
+# Above this share of a core, or this delay in sending (s), the client's own times distort the server's.
 CLIENT_BUSY = 0.8
 CLIENT_LATE_S = 0.1
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Percentiles in seconds; not a number (in JSON: null) where nothing was answered."""
+    """Percentiles in seconds; NaN (in JSON: null) without values."""
 
     p50: float
     p90: float
@@ -33,7 +33,8 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """`attained` and `goodput` (requests per second) count answers within both objectives; errors never are."""
+    """The figures of one run. `attained` (share of requests) and `goodput` (requests per second) count the answers
+    within both objectives; errors count as missed."""
 
     url: str
     load: str
@@ -62,7 +63,7 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 def figures(run: Run, ttft_s: float, tpot_s: float) -> Figures:
-    """`ttft_s`, `tpot_s`: the objectives."""
+    """The figures of a run. `ttft_s` and `tpot_s` are the objectives."""
     answered = [sent.timing for sent in run.sent if sent.timing is not None]
     met = sum(timing.ttft_s <= ttft_s and timing.tpot_s <= tpot_s for timing in answered)
     span_s = max(run.span_s, 1e-9)
@@ -92,17 +93,17 @@ def figures(run: Run, ttft_s: float, tpot_s: float) -> Figures:
 
 
 class Ratio(msgspec.Struct, frozen=True):
-    """First server over second, at one rate: the median over pairs of turns, and the least and the most of them."""
+    """A figure of the first server over that of the second, at one rate: median, least and most over pairs of turns."""
 
     name: str
-    rate: float | None  # asked for; None in a closed loop
+    rate: float | None  # requests per second; None in a closed loop
     median: float
     least: float
     most: float
     more_is_better: bool
 
 
-# What two servers are compared by: name, attribute path, whether more is better.
+# The figures by which two servers are compared: name, attribute path, whether more is better.
 _COMPARED = (
     ("requests/s", "requests_per_s", True),
     ("output tokens/s", "output_tokens_per_s", True),
@@ -116,8 +117,10 @@ _COMPARED = (
 
 
 def ratios(first: Sequence[Figures], second: Sequence[Figures]) -> list[Ratio]:
-    """Turn by turn, and rate by rate. A figure that is 0 on the second server in some turn, or that one of the two has
-    not got, has no ratio and is left out."""
+    """The ratios of two servers that ran in turns, for each rate. `first[i]` and `second[i]` are one pair of turns.
+
+    A figure is left out if the second server has 0 in some turn, or if either has no value.
+    """
     turns: dict[float | None, list[tuple[Figures, Figures]]] = {}
     for pair in zip(first, second, strict=True):
         turns.setdefault(pair[0].rate, []).append(pair)

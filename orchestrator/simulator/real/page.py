@@ -1,4 +1,4 @@
-"""One HTML page of a benchmark: its figures as a table, its latencies as curves. Loads nothing; light and dark."""
+"""The HTML page of a benchmark: figures as a table, latencies as curves. It loads no other files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Points = list[tuple[float, float]]
 
 
 def page(title: str, rows: Sequence[Sequence[str]], runs: Sequence[tuple[Run, Figures]], compared: list[Ratio]) -> str:
-    """`rows`: names, then the figures of each run as they are to be shown."""
+    """The page's HTML. `rows`: first the names of the figures, then for each run its figures as text."""
     named = [(_name(figures), run, figures) for run, figures in runs]
     timings = [(name, [sent.timing for sent in run.sent if sent.timing is not None]) for name, run, _ in named]
     ttft = [(name, _cdf([timing.ttft_s for timing in all_of])) for name, all_of in timings]
@@ -90,7 +90,7 @@ def _thinned(points: Points) -> Points:
 
 
 def _chart(title: str, unit: str, curves: Sequence[tuple[str, Points]], log_x: bool = False) -> str:
-    """An SVG. A logarithmic axis begins at the smallest value, or four decades below the largest."""
+    """A chart as SVG. A logarithmic axis begins at the smallest value, but at most four decades below the largest."""
     points = [point for _, curve in curves for point in curve]
     if not points:
         return f"<figcaption>{html.escape(title)}: nothing was answered</figcaption>"

@@ -1,22 +1,22 @@
-"""Prompts of made-up token ids. They are cheap to make, and share as much of their beginnings as their keys say."""
+"""Prompts of random token ids. They are cheap to make, and prompts with the same keys begin with the same tokens."""
 
 from __future__ import annotations
 
 import random
 from typing import Protocol
 
-_FIRST_ID = 100  # below it are a vocabulary's special tokens
-_RING = 1 << 16  # ids that prompts are cut from
-_MARK_IDS = 5  # at the start of a piece: they tell it from every other
+_FIRST_ID = 100  # lower ids may be special tokens
+_RING = 1 << 16  # length of the ring of random ids that prompts are cut from
+_MARK_IDS = 5  # ids at the start of a piece that differ from those of every other piece
 
 
 class PromptSource(Protocol):
     def make(self, tokens: int, keys: tuple[int, ...] = (), unit_tokens: int = 0, own: int = 0) -> list[int] | str:
-        """A prompt of that many tokens, as ids or as text."""
+        """A prompt of `tokens` tokens, as ids or as text; the other arguments are those of `Prompts.make`."""
 
 
 class Prompts:
-    """`vocabulary` bounds the token ids. Equal seeds make equal prompts, different seeds different ones."""
+    """Makes prompts of token ids below `vocabulary`. Equal seeds make equal prompts, different seeds different ones."""
 
     def __init__(self, vocabulary: int = 10_000, seed: int = 0) -> None:
         self._span = vocabulary - _FIRST_ID
@@ -25,14 +25,15 @@ class Prompts:
         self._seed = seed
 
     def make(self, tokens: int, keys: tuple[int, ...] = (), unit_tokens: int = 0, own: int = 0) -> list[int]:
-        """`tokens` ids. Equal keys give equal units of `unit_tokens`; equal `own` give equal rests."""
+        """A prompt of `tokens` ids: a unit of `unit_tokens` for each key, then a rest. Equal keys give equal units, and
+        equal numbers `own` give equal rests."""
         ids: list[int] = []
         for key in keys:
             ids += self._piece(unit_tokens, 2 * key)
         return ids + self._piece(tokens - len(ids), 2 * own + 1)
 
     def _piece(self, tokens: int, number: int) -> list[int]:
-        """A number in digits of ids, then a cut of the ring that begins somewhere else for every number."""
+        """A piece of a prompt: the digits of `number` as ids, then a cut of the ring whose start depends on it."""
         number += self._seed << 40
         digits = []
         left = number
