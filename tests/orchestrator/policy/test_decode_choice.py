@@ -42,7 +42,7 @@ def test_kv_blocks_avoids_preemption_before_it_balances():
     # b is relatively emptier, but too small for the request: 110 blocks needed
     assert choose(REQUEST, [worker("a", 150, total=2000), worker("b", 100, total=200)]).worker_id == "a"
     assert choose(REQUEST, [worker("b", 100, total=200), worker("a", 150, total=2000)]).worker_id == "a"
-    assert choose(REQUEST, [worker("a", 10), worker("b", 50)]).worker_id == "b"  # both would: least bad
+    assert choose(REQUEST, [worker("a", 10), worker("b", 50)]).worker_id == "b"  # both would have to preempt
 
 
 def test_kv_blocks_rotates_over_ties():
@@ -112,9 +112,9 @@ def test_prompts_that_begin_alike_go_to_one_worker_unless_it_has_too_many_reques
     assert set(counts) == set("abcd") and max(counts.values()) < 50
     left = [candidate for candidate in workers if candidate.worker_id != "a"]
     for key, name in named.items():
-        if name != "a":  # consistent: only what the worker that left had goes elsewhere
+        if name != "a":  # consistent hashing: only the prompts of the worker that left move
             assert choose(msgspec.structs.replace(REQUEST, prefix_key=key), left).worker_id == name
-    busy = msgspec.structs.replace(workers[0], running=6)  # with the new one 4.75 on average: more than 1.25 times that
+    busy = msgspec.structs.replace(workers[0], running=6)  # mean 4.75 with the new one; 1.25 times that is less
     mine = next(key for key, name in named.items() if name == "a")
     assert choose(msgspec.structs.replace(REQUEST, prefix_key=mine), [busy, *left]).worker_id != "a"
     at_most = msgspec.structs.replace(workers[0], running=5)

@@ -74,7 +74,7 @@ def test_only_a_full_fleet_rejects_and_only_what_cannot_go_remote():
     assert isinstance(decision, Reject) and decision.reason == "decode_full" and decision.retry_after_s > 0
     assert decide(request(300), full) == Remote("long_prompt")
     assert decide(request(100), full) == Remote("decode_full")
-    # blocks are short, but the queue there is not: it waits its turn
+    # It lacks blocks, but one more request may wait there.
     assert decide(request(300), worker(free=2, waiting=3), prefill=away) == Local("d0", "queue_unavailable")
 
 
@@ -132,7 +132,7 @@ def test_a_transfer_whose_time_is_learned_needs_less_to_gain():
 def test_cost_counts_those_who_decode_there():
     assert remote_by_cost(by_cost(4000, decoding("busy", 60), queued=1000))
     assert by_cost(4000, decoding("idle", 0), queued=1000) == Local("idle", "cost")
-    # beyond the TPOT objective no queue is long enough
+    # A worker that misses the TPOT objective is excluded, however long the queue is.
     assert remote_by_cost(by_cost(4000, decoding("busy", 10), queued=14_000, itl_s=0.095))
 
 
@@ -161,7 +161,7 @@ def stay_local(predictor: Predictor, tokens: int, *workers: Candidate) -> str:
 
 
 def measured() -> Predictor:
-    """40 us a prompt token, TPOT of 10 ms alone and of 20 ms among 100."""
+    """40 us per prompt token; TPOT is 10 ms for one sequence and 20 ms for 100."""
     predictor = Predictor()
     predictor.know(EngineSpeed(0.0, 4e-5, 0.01, 1e-4))
     for _ in range(50):
@@ -182,7 +182,7 @@ def test_without_prefill_workers_a_conversation_leaves_a_worker_whose_tpot_is_ne
 def test_without_prefill_workers_a_long_prompt_stays_where_it_is_cached():
     holder, empty = decode_worker("holder", 120, cached=8000), decode_worker("empty", 60)
     assert stay_local(measured(), 8100, holder, empty) == "holder"
-    # Nobody decodes there now, but whoever comes meanwhile would be delayed.
+    # The empty worker has no sequences now, but the prefill would delay the requests that arrive during it.
     assert stay_local(measured(), 8100, holder, decode_worker("empty", 0)) == "holder"
 
 
@@ -194,7 +194,7 @@ def test_without_prefill_workers_who_has_no_place_or_no_memory_makes_wait():
 
 
 def lateness(taken: Candidate, workers: list[Candidate], prompt_tokens: int, predictor: Predictor) -> float:
-    """By its definition: how much the squares of all times over their objectives grow."""
+    """The growth of total lateness, straight from its definition: the squares of times over their objectives."""
 
     def tpot_s(c: Candidate, tokens: float = 0, sequences: int = 0) -> float:
         fixed_s, each_s = predictor.tpot_line

@@ -1,4 +1,4 @@
-"""The policies together; places in the prefill queue: by length, by priority, and of those that are late anyway."""
+"""The policies together; the order of the prefill queue by length, priority and lateness; recall from the queue."""
 
 import msgspec
 import pytest
@@ -71,7 +71,7 @@ def test_those_who_are_recalled_together_share_the_decode_workers():
     both = [IDLE_DECODE, msgspec.structs.replace(IDLE_DECODE, worker_id="d1")]
     queued = [(n, Waiting(request(1000), 1000, both, 0)) for n in range(9)]
     recalled = policies().recalled(queued, QueueDepth(9, 9000, 0), workers_ready=1)
-    # Nobody is ahead of the first; whoever leaves is ahead of nobody, and makes the way longer where it goes.
+    # The first job has none ahead of it and waits on. A job that leaves adds its tokens to its decode worker.
     assert [chosen.placed_tokens for _, _, chosen in recalled[:4]] == [0, 0, 1000, 1000]
     left = {n for n, _, _ in recalled}
     assert {local.worker_id for _, local, _ in recalled} == {"d0", "d1"} and 0 not in left and len(left) < 8

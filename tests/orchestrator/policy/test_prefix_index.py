@@ -1,4 +1,4 @@
-"""The prefix index: right beliefs, bounded, and never wrong for ever."""
+"""The prefix index: correct and bounded, and correct again after lost events."""
 
 from hypothesis import given
 from hypothesis import strategies as st

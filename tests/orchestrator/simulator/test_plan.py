@@ -1,4 +1,4 @@
-"""Which ways are tried, which of them is called best, and the least number of workers."""
+"""The ways that are tried, the best of them, and the least number of workers."""
 
 from orchestrator.config.settings import SLOConfig
 from orchestrator.simulator.plan import FIXED, Outcome, Question, Way, best, fewest, outcome, splits, ways

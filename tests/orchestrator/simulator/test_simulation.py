@@ -59,13 +59,13 @@ def test_prefills_token_comes_before_the_transfer_and_ends_nothing_later():
     assert early.jobs[0].first_at == pytest.approx(PROFILE.step_s + 0.1)
     assert early.jobs[0].done_at == late.jobs[0].done_at
     single = simulate(Load("one", [Arrival(0.0, 1000, 1)]), "field:round_robin", 1, 1, kv={"transfer": "whole"}).run()
-    assert single.jobs[0].first_at == late.jobs[0].first_at  # decode ends the answer, so decode gives it
+    assert single.jobs[0].first_at == late.jobs[0].first_at  # decode sends the last token of an answer
 
 
 def test_runs_of_steps_cost_what_single_steps_cost():
     """The closed form against the same load simulated with every run cut to one step."""
     load = at_rate(synthetic("bursty", 300, seed=3), 40)
-    # A policy that predicts nothing: the two differ in how often they report an ITL.
+    # This policy uses no predictions, which could differ between the two runs.
     quick = simulate(load, "field:least_tokens").run()
     slow = simulate(load, "field:least_tokens")
     for worker in slow.workers.values():
@@ -121,7 +121,7 @@ def test_a_killed_worker_loses_no_request(victim):
 
 def test_a_fleet_that_has_fallen_behind_keeps_what_it_has_cached_and_catches_up():
     attained = []
-    for seed in range(5):  # in order of arrival at the engines 0, 74 and 97 to 99% are in time
+    for seed in range(5):  # with engines in order of arrival these attain 0, 74 and 97 to 99%
         load = at_rate(synthetic("agents", 3500, seed), 31.0)
         profile = load_profile(PROFILES / "h100-llama-8b.json")
         slo = SLOConfig(ttft_s=1.0, tpot_s=0.05)
@@ -138,7 +138,7 @@ def test_the_ratio_follows_the_load():
 
 
 def test_nobody_waits_for_one_prefill_worker_while_decode_workers_have_room():
-    """Eight times what the one prefill worker can do, in a fleet that could do all of it."""
+    """The load is eight times what the one prefill worker can serve, but the whole fleet can serve it."""
     load = at_rate(Load("long", [Arrival(float(n), 4000, 50) for n in range(400)]), 8)
     sim = simulate(load, "ours:fixed", prefill=1, decode=15).run()
     figures = report(sim)
@@ -158,7 +158,7 @@ def test_queued_requests_are_recalled_as_in_the_router():
     router.recall()
     assert recalled and waited - {entry[2].id for entry in router.queue} == set(recalled)
     sim.now = 1.0 + SHIPPED.routing.claim_timeout_s
-    router.recall()  # those that nobody has claimed in time leave at once
+    router.recall()  # jobs past their claim deadline leave at once
     assert router.queue == [] and router.queue_tokens == 0
 
 

@@ -84,7 +84,7 @@ def test_a_piece_of_a_longer_trace_begins_with_its_first_request(tmp_path):
 
 
 def test_made_loads_stay_what_they_are_when_they_are_cut_or_scaled():
-    """Users think as long at any rate, and bursts last as long."""
+    """Think times and bursts have the same seconds at every rate."""
     load = synthetic("chat", 400)
     changed = first(scaled(load, 0.5), 300)
     fast, squeezed = at_rate(changed, 10.0), at_rate(msgspec.structs.replace(changed, at=None), 10.0)
@@ -97,7 +97,7 @@ def test_made_loads_stay_what_they_are_when_they_are_cut_or_scaled():
 
 
 def test_a_made_load_without_requests_is_refused():
-    """Of so few calls of agents none may come in time."""
+    """With only four calls of agents, some seeds have none within the load's time."""
     made, refused = [], []
     for seed in range(40):
         try:
@@ -109,7 +109,7 @@ def test_a_made_load_without_requests_is_refused():
 
 
 def test_bursts_last_as_long_at_any_rate():
-    """Arrivals in the busiest ten seconds against the mean: a burst is four times as dense as the calm around it."""
+    """The busiest ten seconds have far more arrivals than the mean: a burst has four times the rate of the calm."""
     for rate in (5, 50):
         load = at_rate(synthetic("bursty", 200 * rate, seed=3), rate)
         assert load.rate == pytest.approx(rate, rel=0.5)
@@ -123,7 +123,7 @@ def test_bursts_last_as_long_at_any_rate():
 def test_sessions_grow_by_what_was_said(name):
     load = at_rate(synthetic(name, 2000, seed=1), 20)
     assert len(load.arrivals) == 2000 and load.rate == pytest.approx(20, rel=0.15)
-    # Seconds of thought are not squeezed by the rate; most requests continue one that was there before.
+    # The rate does not squeeze think times, so most requests continue an earlier one.
     seen: set[int] = set()
     continued = 0
     for arrival in load.arrivals:

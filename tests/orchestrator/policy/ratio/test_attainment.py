@@ -1,4 +1,4 @@
-"""What each split bears: both sides' limits, and where neither side should be apart."""
+"""The headroom of splits: the limits of prefill and of decode, and loads that want no prefill workers."""
 
 import math
 
@@ -17,7 +17,7 @@ from orchestrator.policy.ratio.attainment import (
 )
 
 SLO = SLOConfig(ttft_s=1.0, tpot_s=0.05)
-# Ten requests a second: half a worker's worth of prefill, prompts of equal length.
+# Ten requests per second with prompts of equal length: half of one worker's time in prefill.
 EVEN = Traffic(
     requests_per_s=10.0,
     prefill_s=0.05,
@@ -38,7 +38,7 @@ def bears(traffic: Traffic, prefill: int, decode: int, slo: SLOConfig = SLO) -> 
 
 
 def of_prompts(seconds: float, squares: float, **changes) -> Traffic:
-    """Prompts that take as long anywhere."""
+    """Traffic whose prompts cost the same on all workers."""
     cost = {
         f"{where}_{name}": value
         for where in ("prefill", "local", "least")
@@ -61,7 +61,7 @@ def test_a_decode_step_is_as_long_as_littles_law_says():
 
 
 def test_the_number_of_sequences_may_be_above_its_mean():
-    """Ten on average: sixteen are there at times, and a worker that holds twelve would be full."""
+    """The mean number is ten, so sixteen is no rare number: a worker that holds only twelve would often be full."""
     steady = of_prompts(0.0, 0.0, step_s_per_sequence=0.0, output_tokens=100.0)
     for most, bears_it in ((12, False), (16, True)):
         fits = msgspec.structs.replace(steady, max_sequences=most)

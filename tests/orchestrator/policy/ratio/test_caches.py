@@ -1,4 +1,4 @@
-"""What caches of another split would find of prompts."""
+"""The cost of prompts at another split, by the size of its caches."""
 
 import msgspec
 import pytest
@@ -16,7 +16,7 @@ SLO, CONFIG = SLOConfig(ttft_s=1.0, tpot_s=0.05), RatioConfig(interval_s=10.0)
 
 
 def documents(count: int) -> Reuse:
-    """Questions on documents in turn: each comes back after `count` others, when 6,000 new tokens each came between."""
+    """The reuse of `count` documents of 6,000 tokens that are asked about in turn, over the third round."""
     counter = ReuseCounter()
     for n in range(3 * count):
         document = n % count

@@ -11,7 +11,7 @@ from orchestrator.types import DesiredRatio, Offered
 
 SLO = SLOConfig(ttft_s=1.0, tpot_s=0.05)
 CONFIG = RatioConfig(interval_s=10.0, window_s=60.0)
-# 60 prompts a second of 50 ms each, of few tokens out: most of eight workers should prefill.
+# 60 prompts per second of 50 ms each, with few output tokens: most of eight workers should prefill.
 SAMPLE = LoadSample(
     at=100.0,
     period_s=10.0,
@@ -101,7 +101,8 @@ def test_a_fleet_that_bears_more_than_enough_is_left_alone():
 
 
 def test_workers_go_to_decode_earlier_than_to_prefill():
-    """At the same headroom, a little more than is asked for: more prefill workers can wait, fewer are taken at once."""
+    """At a headroom a little above `1 / busy` a load that wants more prefill workers moves none; one that wants fewer
+    does."""
     code, stories = offering(950, 1000, 20), offering(205, 50, 1000)
     for load, prefill in ((code, 4), (stories, 0)):
         arriving = traffic([load])
@@ -116,7 +117,8 @@ def test_prompts_that_are_cached_where_they_decode_want_no_prefill_workers():
 
 
 def test_what_prefill_workers_have_cached_goes_with_them():
-    """Of half of the conversations a decode worker has most cached, of half a prefill worker: all fit on decode."""
+    """Half of the conversations are cached on decode workers, half on prefill workers, which take their caches along to
+    decode."""
     both = Offered()
     for _ in range(150):
         both += Offered.one(15_000, 1200, 80) + Offered.one(1200, 15_000, 80)
@@ -128,7 +130,7 @@ def test_what_prefill_workers_have_cached_goes_with_them():
 
 
 def test_no_prefill_worker_is_left_only_where_that_bears_the_prompts_that_arrive():
-    """Without them no queue holds prompts back. Where answers are too much for the fleet a queue is of no use."""
+    """Without prefill workers no queue holds prompts back. If the answers overload the fleet a queue does not help."""
     for requests, left in ((600, 0), (950, 0), (3000, 1)):
         agents = offering(requests, 15_000, 80, local_tokens=1200)
         assert decide(agents, agents, max_step=8).after.prefill == left
@@ -189,7 +191,8 @@ def test_workers_go_to_decode_for_two_samples_and_to_prefill_for_ten_seconds():
 
 
 def test_what_a_few_huge_prompts_make_of_the_mean_is_chance_where_requests_stay_for_long():
-    """As many prompts of the same mean: one in a hundred carries most of it, or all are alike."""
+    """Two loads of as many prompts with the same mean: in one, a few prompts carry most of the work; in the other all
+    are equal."""
     tailed = Offered.one(90_000, 90_000, 120)
     for _ in range(149):
         tailed += Offered.one(300, 300, 120)

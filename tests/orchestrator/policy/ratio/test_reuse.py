@@ -1,4 +1,4 @@
-"""What a count of ages at reuse says of caches, beside caches that are there."""
+"""The uncached tokens that follow from ages at reuse, compared with those of a real cache."""
 
 import math
 import random
@@ -11,7 +11,7 @@ KEY_TOKENS = 512
 
 
 class LRU:
-    """A cache of whole keys, the least recently used of which goes; of a prompt the last goes first."""
+    """A cache of whole keys that evicts the least recently used one, and of one prompt the last one first."""
 
     def __init__(self, tokens: int) -> None:
         self.most, self.keys = tokens // KEY_TOKENS, dict[int, None]()

@@ -1,4 +1,4 @@
-"""What a load measures is what its users felt, whatever the server does; two servers are told apart in turns."""
+"""A run measures the times that users see, however the server answers; two servers are compared turn by turn."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_tokens_are_counted_however_the_stream_is_cut(cut):
 
 
 async def test_of_a_usage_with_every_event_the_last_counts():
-    """vLLM with `--enable-force-include-usage`, and others."""
+    """vLLM sends the usage with every event if started with `--enable-force-include-usage`."""
     async with Server() as server, Target(server.url) as target:
         server.telling = True
         timing = await target.complete([1, 2, 3], 40)
@@ -144,7 +144,7 @@ def test_bad_rates_are_refused(text):
 
 @pytest.fixture
 def servers():
-    """A slow one and a fast one, in a thread of their own."""
+    """A slow and a fast server, which run in a thread of their own."""
     loop, slow, fast = new_event_loop(), Server(first_s=0.2), Server()
     loop.run_until_complete(slow.__aenter__())
     loop.run_until_complete(fast.__aenter__())

@@ -1,4 +1,4 @@
-"""Profiles from measurements, and real runs beside simulated ones."""
+"""Profiles from measurements, and real runs compared with simulated ones."""
 
 import pytest
 from support_openai import Server
