@@ -104,7 +104,8 @@ async def test_a_worker_carries_out_no_other_method(
 async def test_a_fleet_is_paused_as_one_engine_for_every_frontend(redis_server: EmbeddedRedis, mode: str) -> None:
     async with running_workers(redis_server, sim={"speed": 1.0}, **SECTIONS) as workers:
         (client, other), prefill, decode = await fleet(workers)
-        asked = [asyncio.create_task(c.ask([i, *range(300 * i)], 50)) for i, c in enumerate((client, other))]
+        tokens = 50 if mode == "wait" else 1000  # that none ends before the pause comes, on a busy machine too
+        asked = [asyncio.create_task(c.ask([i, *range(300 * i)], tokens)) for i, c in enumerate((client, other))]
         await until(lambda: client.connection.router.requests and other.connection.router.requests, "both asked")
         await client.connection.pause.begin(mode, clear_cache=False)
         assert client.connection.pause.on
