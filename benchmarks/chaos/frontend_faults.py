@@ -45,7 +45,7 @@ async def killed(world: World) -> None:
 
 @contextlib.asynccontextmanager
 async def _long_answers(world: World) -> AsyncIterator[None]:
-    """More than the load's, which end by themselves before a frontend counts as gone. They are not looked at."""
+    """Answers that last longer than the load's, which end before a frontend counts as gone. Outcomes are ignored."""
     questions = world.questions
     async with world.fleet.client() as client:
         asked = [
@@ -62,9 +62,9 @@ async def _long_answers(world: World) -> AsyncIterator[None]:
 
 
 def _last_aborted_s(fleet: RunningFleet, frontend_id: str, began: datetime) -> float:
-    """When the last worker ended what that frontend had there, by their logs. Raises NotSeen.
+    """Seconds from `began` until the last worker ended that frontend's requests, by the workers' logs. Raises NotSeen.
 
-    A worker's reports do not tell: they name a frontend that has nothing there for up to ten seconds more.
+    A worker's reports do not show it: they name a frontend without requests there for up to ten seconds more.
     """
     line = re.compile(rf"(\d{{4}}-\d\d-\d\d \S+) .* frontend {re.escape(frontend_id)}(, which is gone| .* gave up \d+)")
     said = [datetime.fromisoformat(found[1]) for text in fleet.process_lines() if (found := line.search(text))]

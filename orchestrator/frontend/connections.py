@@ -60,8 +60,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def take_no_more(listener: socket.socket) -> None:
-    """Ask for no new connection; those that have begun are made. Who asks meanwhile asks again after a second, by when
-    another frontend listens here alone. A kernel without socket filters, as some sandboxes have, goes on to take them.
+    """Drop requests for new connections; handshakes under way still complete. A client whose request was dropped
+    repeats it after a second, and the kernel gives it to another frontend. Some sandboxes have no socket filters: there
+    the listener goes on to accept new connections.
     """
     program = ctypes.create_string_buffer(_NO_SYN, len(_NO_SYN))
     attached = struct.pack("@HP", len(_NO_SYN) // 8, ctypes.addressof(program))
@@ -70,7 +71,7 @@ def take_no_more(listener: socket.socket) -> None:
 
 
 def _waiting(listeners: Sequence[socket.socket]) -> bool:
-    """Whether there are connections to be accepted."""
+    """Whether a listener has connections that nobody has accepted yet."""
     poll = select.poll()
     for listener in listeners:
         poll.register(listener, select.POLLIN)
@@ -83,11 +84,11 @@ class QuietServer(uvicorn.Server):
     draining = False
 
     async def drain(self, listeners: Sequence[socket.socket]) -> None:
-        """Take no new connections; every response ends its connection; returns when none is left.
+        """Take no new connections, close each connection after its response, and return when none is left.
 
-        The kernel resets what is in a listener's queue when that is closed, so first it is emptied. A connection that
-        waits for its next request is closed after a moment, in which most say by a response that they end: a request
-        that meets a closing connection has to be sent again by its client.
+        The kernel resets the connections in a listener's queue when the listener is closed, so they are accepted first.
+        An idle connection is closed after `_IDLE_END_S`. Until then most close with a response that says so; a client
+        whose request meets a closing connection has to send it again.
         """
         self.draining = True
         self.config.encoded_headers.append((b"connection", b"close"))
