@@ -30,7 +30,7 @@ def claim_budget(
 def share_of(waiting_tokens: int, idle_others: int) -> int | None:
     """Waiting tokens that an idle worker may claim while `idle_others` are idle too; None means all.
 
-    The claim in `store/lua/queue.lua` has the same formula.
+    The claim in `store/lua/queue/claim.lua` has the same formula.
     """
     return math.ceil(waiting_tokens / (idle_others + 1)) if idle_others else None
 

@@ -1,4 +1,4 @@
-"""What both claiming verbs of `lua/queue.lua` answer: a line with a length, that much msgpack, and the jobs' bodies.
+"""What the claiming verbs of `lua/queue/claim.lua` answer: a line with a length, that much msgpack, the jobs' bodies.
 
 Reads bytes, and calls nobody.
 """
@@ -13,7 +13,7 @@ _LONG_STR_HEAD = {0xD9: 2, 0xDA: 3, 0xDB: 5}  # msgpack's str 8, 16 and 32, and 
 
 
 class ClaimedRow(msgspec.Struct, array_like=True):
-    """A row of `take` in queue.lua. Raw: a Lua string, which need not be text."""
+    """A row of `take` in claim.lua. Raw: a Lua string, which need not be text."""
 
     request_id: msgspec.Raw
     reply_to: msgspec.Raw

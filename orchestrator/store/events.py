@@ -2,7 +2,7 @@
 
 What is kept is bounded, and in Redis, which outlives frontends and launchers.
 The registry's functions note who joined, left, was lost or changed its role, and every change of the desired ratio
-(`store/lua/registry.lua`). Frontends note what they retried, and what `ratio.mode: auto` has decided.
+(`store/lua/registry/steering.lua`). Frontends note what they retried, and what `ratio.mode: auto` has decided.
 """
 
 from __future__ import annotations

@@ -48,14 +48,17 @@ class Keys:
 
 
 class Library:
-    """A Redis function library: a file of `store/lua`, its functions named by a hash of its text.
+    """A Redis function library: the files of a folder of `store/lua`, one after the other. Its functions are named by a
+    hash of its text.
 
     So two releases that share a server call their own functions each, and so do two namespaces of one release, which
     differ in KEYS[1] only.
     """
 
-    def __init__(self, name: str) -> None:
-        text = (resources.files("orchestrator.store") / "lua" / f"{name}.lua").read_text()
+    def __init__(self, name: str, *parts: str) -> None:
+        """`parts`: its files without `.lua`. Each uses what those before it define."""
+        folder = resources.files("orchestrator.store") / "lua" / name
+        text = "\n".join((folder / f"{part}.lua").read_text() for part in parts)
         version = hashlib.sha1(text.encode()).hexdigest()[:12]
         self.name = f"pd_{name}_{version}"
         self.text = text.replace("VERSION", version)
@@ -65,4 +68,5 @@ class Library:
         return f"{self.name}_{verb}"
 
 
-QUEUE, REGISTRY = Library("queue"), Library("registry")
+QUEUE = Library("queue", "begin", "jobs", "waiters", "enqueue", "claim", "leases", "views", "verbs")
+REGISTRY = Library("registry", "begin", "index", "compare", "members", "steering", "verbs")

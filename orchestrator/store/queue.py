@@ -1,4 +1,4 @@
-"""The prefill queue in Redis: waiting jobs in score order, claims as leases, atomic verbs (`lua/queue.lua`).
+"""The prefill queue in Redis: waiting jobs in score order, claims as leases, atomic verbs (`lua/queue/`).
 
 Claims are at-least-once: an expired lease returns the job, so results are fenced by attempt, not by claim.
 Not responsible for what a job's body means, nor for when to claim.

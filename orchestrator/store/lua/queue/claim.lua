@@ -1,0 +1,192 @@
+-- The verbs by which a worker gets jobs, or waits for one.
+
+-- Who claims, as args[1..5] of both claiming verbs say, and what it got: rows, and bodies in the same order.
+local function open_claims(q, args)
+  local worker, lease_s, ttl_s, grace_s, waiter = unpack(args, 1, 5)
+  local now = clock()
+  -- Whoever claims is awake: a wake-up meant for a waiting worker must not go to it. A fleet with work has none waiting.
+  if call('EXISTS', q.idle, q.busy, q.told) > 0 then
+    call('ZREM', q.idle, waiter)
+    call('ZREM', q.busy, waiter)
+    call('ZREM', q.told, waiter)
+  end
+  return { worker = worker, now = now, lease_until = SECONDS:format(now + lease_s), ttl_s = ttl_s,
+    grace_s = tonumber(grace_s), rows = {}, bodies = {} }
+end
+
+-- A waiting job that can be claimed, and its body; else nil, and it is dropped: nobody can read it or waits for it.
+local function read_claimable(q, claims, id)
+  local fields = try('HMGET', q.job .. id, 'state', 'attempt', 'tokens', 'uncached', 'arrived_at', 'deliveries',
+    'reply_to', 'cached', 'body')
+  local job, body = parse_job(fields), fields[9]
+  if not (job and job.state == 'waiting' and body) then
+    drop(q, id, nil, 'corrupt')
+    return nil
+  end
+  if orphaned(q, job, claims.now, claims.grace_s) then
+    drop(q, id, job, 'orphaned')
+    return nil
+  end
+  return job, body
+end
+
+local function take(q, claims, id, score, job, body)
+  local deliveries = job.deliveries + 1
+  call('HSET', q.job .. id, 'state', 'claimed', 'claimed_by', claims.worker, 'lease_until', claims.lease_until,
+    'score', score, 'deliveries', deliveries)
+  call('ZREM', q.waiting, id)
+  call('ZADD', q.leases, claims.lease_until, id)
+  call('ZADD', q.claims .. claims.worker, claims.lease_until, id)
+  q.removed = (q.removed or 0) + job.uncached
+  local number = #claims.rows + 1
+  claims.rows[number] = { id, job.reply_to, job.cached, #body, job.attempt, job.tokens, job.uncached, deliveries,
+    job.arrived_at }
+  claims.bodies[number] = body
+end
+
+-- Claims from the head of the queue, in order. Returns whether it stopped at a job that does not fit `budget` tokens,
+-- and whether it took all that waits and would have taken more.
+local function take_head(q, claims, budget, max_jobs, idle)
+  if budget <= 0 then return false, call('ZCARD', q.waiting) == 0 end
+  local unusable = 0
+  while budget > 0 and #claims.rows < max_jobs and unusable < MAX_UNUSABLE do
+    local last = math.min(max_jobs - #claims.rows, HEAD_JOBS) - 1
+    local head = call('ZRANGE', q.waiting, 0, last, 'WITHSCORES')
+    if #head == 0 then return false, true end
+    for i = 1, #head, 2 do
+      local job, body = read_claimable(q, claims, head[i])
+      if job then
+        local cost = math.max(1, job.tokens)
+        if cost > budget and not (idle and #claims.rows == 0) then return true, false end
+        take(q, claims, head[i], head[i + 1], job, body)
+        budget = budget - cost
+        if budget <= 0 then return false, false end
+      else
+        unusable = unusable + 1
+      end
+    end
+  end
+  return false, false
+end
+
+-- What a choice among waiting jobs needs of one of them. It must be cheap: of a sound job that is not old only this
+-- is read. Returns tokens, seconds waited, cached; nothing where the job was dropped.
+local function glance(q, claims, id)
+  local fields = try('HMGET', q.job .. id, 'state', 'tokens', 'arrived_at', 'cached')
+  if not fields.err and fields[1] == 'waiting' then
+    local tokens, arrived_at = count(fields[2]), tonumber(fields[3] or '')
+    if tokens and arrived_at and claims.now - arrived_at <= claims.grace_s then
+      return tokens, claims.now - arrived_at, fields[4] or ''
+    end
+  end
+  local job = read_claimable(q, claims, id)
+  if job then return job.tokens, claims.now - job.arrived_at, job.cached end
+end
+
+-- The first jobs of the queue as WindowJobs, and whether one of them is cached on a worker that claims.
+local function read_window(q, claims, size)
+  local claiming, jobs, affine = {}, {}, false
+  -- What is cached on a worker that claims no more belongs to nobody.
+  local function claims_now(worker)
+    if claiming[worker] == nil then
+      local member = try('HMGET', q.prefix .. 'worker:' .. worker, 'role', 'state')
+      claiming[worker] = not member.err and member[1] == 'prefill' and member[2] == 'ready'
+    end
+    return claiming[worker]
+  end
+  local head = call('ZRANGE', q.waiting, 0, size - 1, 'WITHSCORES')
+  for i = 1, #head, 2 do
+    local tokens, waited_s, cached = glance(q, claims, head[i])
+    if tokens then
+      local here, elsewhere = 0, 0
+      for worker, hit in string.gmatch(cached, '(%S+)=(%d+)') do
+        hit = math.min(tonumber(hit), tokens)
+        if worker == claims.worker then
+          here = hit
+        elseif hit > elsewhere and claims_now(worker) then
+          elsewhere = hit
+        end
+      end
+      affine = affine or here > 0 or elsewhere > 0
+      jobs[#jobs + 1] = { request_id = head[i], score = tonumber(head[i + 1]), tokens = tokens, waited_s = waited_s,
+        cached_here = here, cached_elsewhere = elsewhere }
+    end
+  end
+  return jobs, affine
+end
+
+-- The reply of both claiming verbs: msgpack of now, end of lease, a row for each claim as `take` makes it, the jobs to
+-- choose from, whether the claimer waits now to be woken, and its share of what waits, -1 for all; before it a line with
+-- its length, after it the bodies, which may be long and are not copied into it.
+-- One string, because a table as a reply costs the server 16 KiB of buffer for each of its levels.
+local function close_claims(q, claims, window, waits, share)
+  if #claims.rows > 0 then
+    call('EXPIRE', q.leases, claims.ttl_s)
+    call('EXPIRE', q.claims .. claims.worker, claims.ttl_s)
+  end
+  settle(q)
+  local packed = pack({ claims.now, tonumber(claims.lease_until), claims.rows, window, waits or false, share or -1 })
+  return #packed .. '\n' .. packed .. concat(claims.bodies)
+end
+
+-- args[6..10]: most tokens, most jobs, window, 1 if idle, seconds. Claims from the head of the queue what fits; an idle
+-- worker's first job fits any budget. Where another order may be better it claims nothing, and returns the first
+-- `window` jobs: one of them is cached on a worker that claims, or the head does not fit. A worker that took all and has
+-- room for more is woken by the next job for so many seconds, as after `wait`.
+-- What a wave of jobs brings is shared: while others are idle an idle worker takes its part of the tokens that wait, one
+-- job at least, and a busy one nothing.
+local function claim(keys, args)
+  local q = open(keys)
+  local claims = open_claims(q, args)
+  local budget, max_jobs, window, idle = tonumber(args[6]), tonumber(args[7]), tonumber(args[8]), args[9] == '1'
+  local others, share = count_idle(q, claims.now), -1
+  if others > 0 then share = math.ceil((count(try('GET', q.waiting_tokens)) or 0) / (others + 1)) end
+  if window > 0 and call('EXISTS', q.prefix .. 'affine') == 1 then
+    local jobs, affine = read_window(q, claims, window)
+    if affine then return close_claims(q, claims, jobs, false, share) end
+  end
+  if others > 0 then budget = idle and math.min(budget, math.max(share, 1)) or 0 end
+  local too_long, all = take_head(q, claims, budget, max_jobs, idle)
+  local choice, wait_s = {}, tonumber(args[10])
+  if too_long and #claims.rows == 0 and window > 0 then choice = read_window(q, claims, window) end
+  all = all and wait_s > 0
+  if all then
+    await_jobs(q, idle and #claims.rows == 0 and q.idle or q.busy, args[5], claims.now + wait_s, wait_s)
+  end
+  local reply = close_claims(q, claims, choice, all, share)
+  if others > 0 then wake_idle(q, claims.now) end
+  return reply
+end
+
+-- args[6..]: 1 if idle, ids. Claims those that still wait; the others were somebody else's first. An idle worker that
+-- came too late for all of them gets the head of the queue.
+local function claim_chosen(keys, args)
+  local q = open(keys)
+  local claims = open_claims(q, args)
+  local function claim_one(id)
+    local score = call('ZSCORE', q.waiting, id)
+    if not score then return end
+    local job, body = read_claimable(q, claims, id)
+    if job then take(q, claims, id, score, job, body) end
+  end
+  for i = 7, #args do claim_one(args[i]) end
+  if args[6] == '1' and #claims.rows == 0 then
+    local head = call('ZRANGE', q.waiting, 0, 0)[1]
+    if head then claim_one(head) end
+  end
+  local reply = close_claims(q, claims, {})
+  wake_idle(q, claims.now)
+  return reply
+end
+
+-- args: waiter, seconds, 'idle', 'busy', or 'left' (busy, and what waits is left to others).
+-- Returns 1 when there is work already; else the waiter is woken by the next job.
+local function wait(keys, args)
+  local q, waiter, wait_s, doing = open(keys), args[1], tonumber(args[2]), args[3]
+  if doing ~= 'left' and call('ZCARD', q.waiting) > 0 then return 1 end
+  local waiters, others = q.busy, q.idle
+  if doing == 'idle' then waiters, others = q.idle, q.busy end
+  call('ZREM', others, waiter)
+  await_jobs(q, waiters, waiter, clock() + wait_s, wait_s)
+  return 0
+end

@@ -1,0 +1,62 @@
+#!lua name=pd_registry_VERSION
+
+-- The registry: members ("worker", "frontend" or "launcher"), their orders, the desired ratio, and events of every change. Each
+-- function registered at the end is one atomic step, called by store/registry.py.
+-- KEYS[1] is the prefix of all keys, `pd:{NAMESPACE}:`: it leads the call to the cluster slot of its namespace.
+-- VERSION stands for a hash of the library's text, so that each of two releases on one server calls its own functions.
+
+local SECONDS = '%.6f'  -- how times are stored and told: unix seconds on the server's clock
+local INDEX_S = 3600    -- an index of members outlives the last of them by this
+local PRUNED_MS = 900   -- a little less than the time after which each asks again, so that one alone is not too early
+local NOTED = 5000      -- events that are kept for whoever asks later
+local DEPARTED = 5000   -- workers that left, kept for those whom it concerns
+local TOLD = 500        -- of them, at one heartbeat
+-- What is kept of a worker for when it is gone, in the order of `Departed` of types.py after its id, and its generation.
+local ENDPOINT = { 'kv_engine_id', 'request_address', 'kv_host', 'kv_port', 'generation' }
+local FRONTEND_LOAD = { cpu = true, in_flight = true, reaches = true }
+
+local function clock()
+  local time = redis.call('TIME')
+  return time[1] + time[2] / 1000000
+end
+
+-- Indexes that only these functions use: pruned, workers, frontends, launchers, version, changed, generation:N, decoders:N,
+-- kinds, endpoints, departed, frontend_key:KEY.
+local function index_key(prefix, kind) return prefix .. kind .. 's' end
+local function member_key(prefix, kind, id) return prefix .. kind .. ':' .. id end
+local function frontend_key(prefix, mesh_key) return prefix .. 'frontend_key:' .. mesh_key end
+local function leader_key(prefix) return prefix .. 'ratio_leader' end
+local function desired_key(prefix) return prefix .. 'desired' end
+
+-- The key. What stands there and is of another type is removed: it would make every call fail.
+local function typed(key, wanted)
+  local found = redis.call('TYPE', key).ok
+  if found ~= wanted and found ~= 'none' then redis.call('DEL', key) end
+  return key
+end
+
+-- To frontends and launchers. Workers do not listen: each event would reach all of them.
+local function publish(prefix, event) redis.call('PUBLISH', prefix .. 'events', cjson.encode(event)) end
+
+local function version_now(prefix) return redis.call('GET', typed(prefix .. 'version', 'string')) or '0' end
+
+-- The workers are others than before, or something of one is. Returns the version that this is.
+local function bump(prefix)
+  -- From the clock, so that it grows even when Redis has lost the earlier ones.
+  local version = math.max((tonumber(version_now(prefix)) or 0) + 1, math.floor(clock() * 1000))
+  redis.call('SET', prefix .. 'version', ('%.0f'):format(version), 'EX', INDEX_S)
+  return version
+end
+
+-- The row of a worker is another than before: `workers_since` gives it to whoever has an older version.
+local function touch(prefix, id)
+  redis.call('ZADD', typed(prefix .. 'changed', 'zset'), ('%.0f'):format(bump(prefix)), id)
+end
+
+local function generation_key(prefix, generation) return prefix .. 'generation:' .. generation end
+local function decoders_key(prefix, generation) return prefix .. 'decoders:' .. generation end
+
+-- Keeps an event for operators (store/events.py): fields and values.
+local function note(prefix, ...)
+  redis.call('XADD', typed(prefix .. 'noted', 'stream'), 'MAXLEN', '~', NOTED, '*', ...)
+end

@@ -1,0 +1,74 @@
+-- What is known of workers beside their hashes, so that nobody has to look at all of them; and who fell silent.
+
+-- Where a worker's engine is or was, as a list; nil where that is not known.
+local function endpoint_of(prefix, id)
+  local sound, kept = pcall(cjson.decode, redis.call('HGET', typed(prefix .. 'endpoints', 'hash'), id) or '')
+  if sound and type(kept) == 'table' and #kept == #ENDPOINT then return kept end
+end
+
+-- Takes a worker out of it, and keeps where it was for those that exchange KV with its engine.
+local function depart(prefix, id)
+  local kept = endpoint_of(prefix, id)
+  redis.call('ZREM', typed(prefix .. 'changed', 'zset'), id)
+  redis.call('HDEL', prefix .. 'endpoints', id)
+  bump(prefix)
+  if not kept then return end
+  local generation = kept[#ENDPOINT]
+  redis.call('SREM', typed(generation_key(prefix, generation), 'set'), id)
+  redis.call('SREM', typed(decoders_key(prefix, generation), 'set'), id)
+  local claims = redis.pcall('ZCARD', prefix .. 'claims:' .. id)
+  local departed = { id, kept[1], kept[2], kept[3], kept[4], type(claims) == 'number' and claims > 0 }
+  local key = typed(prefix .. 'departed', 'stream')
+  redis.call('XADD', key, 'MAXLEN', '~', DEPARTED, '*', 'worker', cjson.encode(departed))
+  redis.call('EXPIRE', key, INDEX_S)
+end
+
+-- Notes a worker that is there. `fresh`: its hash is new, or another than before.
+local function note_worker(prefix, id, mine, fresh, ttl_s)
+  local key, generation = typed(prefix .. 'endpoints', 'hash'), mine.generation or '0'
+  if fresh then
+    local before, endpoint = endpoint_of(prefix, id), {}
+    if before and before[1] ~= mine.kv_engine_id then depart(prefix, id) end -- another process had this id
+    for i, name in ipairs(ENDPOINT) do endpoint[i] = mine[name] or '' end
+    endpoint[#ENDPOINT] = generation
+    redis.call('HSET', key, id, cjson.encode(endpoint))
+    touch(prefix, id)
+  end
+  local all, decoders = typed(generation_key(prefix, generation), 'set'), typed(decoders_key(prefix, generation), 'set')
+  redis.call('SADD', all, id)
+  redis.call(mine.role == 'decode' and mine.state == 'ready' and 'SADD' or 'SREM', decoders, id)
+  for _, index in ipairs({ key, all, decoders, prefix .. 'version', prefix .. 'changed' }) do
+    redis.call('EXPIRE', index, INDEX_S + ttl_s)
+  end
+end
+
+-- The live members of a kind; those whose key has expired are taken off the index and announced once.
+local function live(prefix, kind)
+  local ids = {}
+  for _, id in ipairs(redis.call('SMEMBERS', typed(index_key(prefix, kind), 'set'))) do
+    if redis.call('EXISTS', member_key(prefix, kind, id)) == 1 then
+      ids[#ids + 1] = id
+    else
+      redis.call('SREM', index_key(prefix, kind), id)
+      if kind == 'worker' then depart(prefix, id) end
+      publish(prefix, { type = 'left', id = id, kind = kind })
+      note(prefix, 'type', 'lost', 'kind', kind, 'id', id, 'why', 'silent')
+    end
+  end
+  return ids
+end
+
+-- Announces workers and frontends that fell silent, unless somebody did so just now: everybody asks.
+local function prune(keys)
+  local prefix = keys[1]
+  if redis.call('SET', prefix .. 'pruned', '1', 'NX', 'PX', PRUNED_MS) then
+    live(prefix, 'worker')
+    live(prefix, 'frontend')
+  end
+end
+
+-- The sequence number of a worker's last order; 0 when there is none that can be read.
+local function order_sequence(key)
+  local sequence = tonumber(redis.call('HGET', key, 'order_sequence') or '')
+  return sequence and sequence >= 0 and sequence < 9007199254740992 and sequence % 1 == 0 and sequence or 0
+end

@@ -1,0 +1,178 @@
+-- The verbs by which members join, stay, leave and are read, and by which launchers claim ids for workers.
+
+end
+
+-- args: kind, id, ttl in ms, 'join' or 'refresh', n, m, n names of identity fields, then fields and values. The first m
+-- must be equal on workers of all generations, the others within one.
+-- Returns 'ok', order_role, order_drain, order_sequence; or 'differs', field, the fleet's value, whose; or
+-- 'indivisible', 'kv_tp_size', the other's value, whose; or 'taken' where a worker does not join and its id is another's.
+local function put_member(keys, args)
+  local prefix, kind, id, ttl_ms, joining = keys[1], args[1], args[2], args[3], args[4] == 'join'
+  local key, names = member_key(prefix, kind, id), tonumber(args[5])
+  local first = 7 + names -- of the fields
+  local mine, identity = {}, {}
+  for i = first, #args, 2 do mine[args[i]] = args[i + 1] end
+  for i = 7, first - 1 do identity[#identity + 1] = args[i] end
+
+  typed(key, 'hash')
+  local known = redis.call('EXISTS', key) == 1
+  local engine = kind == 'worker' and not joining and redis.call('HGET', key, 'kv_engine_id')
+  if engine and engine ~= mine.kv_engine_id then return { 'taken' } end
+  if names > 0 and (joining or not known) then
+    local refused = misfit(prefix, kind, id, identity, tonumber(args[6]), mine)
+    if refused then return refused end
+  end
+
+  local since, changed = nil, false
+  local was = known and redis.call('HGET', key, 'role')
+  if joining then
+    if known then note(prefix, 'type', 'lost', 'kind', kind, 'id', id, 'why', 'another process took its place') end
+    redis.call('DEL', key)
+  elseif known then
+    since = redis.call('HGET', key, 'since')
+    local named = {}
+    for name in pairs(mine) do
+      -- What was offered grows with every heartbeat, and is nobody's news. Nor is what a frontend does.
+      local news = not string.find(name, '^offered_') and not (kind == 'frontend' and FRONTEND_LOAD[name])
+      if news then named[#named + 1] = name end
+    end
+    for i, value in ipairs(redis.call('HMGET', key, unpack(named))) do
+      if value ~= mine[named[i]] then changed = true end
+    end
+  end
+  redis.call('HSET', key, 'since', since or SECONDS:format(clock()), unpack(args, first))
+  redis.call('PEXPIRE', key, ttl_ms)
+  redis.call('SADD', index_key(prefix, kind), id)
+  redis.call('EXPIRE', index_key(prefix, kind), INDEX_S + math.ceil(ttl_ms / 1000))
+  if kind == 'frontend' and (mine.mesh_key or '') ~= '' then
+    redis.call('SET', frontend_key(prefix, mine.mesh_key), id, 'PX', ttl_ms)
+  end
+  local fresh = joining or not known
+  if kind == 'worker' then note_worker(prefix, id, mine, fresh or changed, math.ceil(ttl_ms / 1000)) end
+  if fresh then
+    publish(prefix, { type = 'joined', id = id, kind = kind })
+    note(prefix, 'type', 'joined', 'kind', kind, 'id', id, 'role', mine.role or '')
+  elseif changed then
+    publish(prefix, { type = 'changed', id = id, kind = kind })
+    if was and mine.role and was ~= mine.role then
+      note(prefix, 'type', 'flipped', 'kind', kind, 'id', id, 'from', was, 'to', mine.role)
+    end
+  end
+
+  local orders = redis.call('HMGET', key, 'order_role', 'order_drain', 'order_sequence')
+  return { 'ok', orders[1] or '', orders[2] or '', orders[3] or '0' }
+end
+
+-- Adds to what `put_member` returns what a worker is told besides, of the last departure that it has heard of ('' where
+-- none concerns it): how many workers there are; 1 where KV of its generation could pass to a decode worker, else 0; the
+-- last departure; and those since then, as JSON.
+local function tell(keys, reply, generation, heard)
+  prune(keys)
+  local prefix, key = keys[1], typed(keys[1] .. 'departed', 'stream')
+  local workers = redis.call('SCARD', index_key(prefix, 'worker'))
+  local mixed = redis.call('SCARD', generation_key(prefix, generation)) < workers
+  local decodes = not mixed or redis.call('SCARD', decoders_key(prefix, generation)) > 0
+  local rows, last = {}, heard
+  if heard ~= '' then
+    for i, entry in ipairs(redis.call('XRANGE', key, '(' .. heard, '+', 'COUNT', TOLD)) do
+      last, rows[i] = entry[1], entry[2][2]
+    end
+  else
+    local newest = redis.call('XREVRANGE', key, '+', '-', 'COUNT', 1)[1]
+    last = newest and newest[1] or '0-0'
+  end
+  reply[5], reply[6], reply[7], reply[8] = workers, decodes and 1 or 0, last, rows
+  return reply
+end
+
+-- args: the last departure that this worker has heard of, the rest as for `put_member`. Returns what `tell` does, or why
+-- it was refused.
+local function put_worker(keys, args)
+  local heard = table.remove(args, 1)
+  local reply = put_member(keys, args)
+  if reply[1] ~= 'ok' then return reply end
+  local generation = redis.call('HGET', member_key(keys[1], 'worker', args[2]), 'generation') or '0'
+  return tell(keys, reply, generation, heard)
+end
+
+-- args: the last departure that this worker has heard of, its id, ttl in ms, engine. Its entry stays as it is: what
+-- `put_worker` does and returns, for a sixth of the bytes; nil where it does not stand.
+local function stay(keys, args)
+  local prefix, heard, id, ttl_ms, engine = keys[1], args[1], args[2], args[3], args[4]
+  local key = member_key(prefix, 'worker', id)
+  local mine = redis.pcall('HMGET', key, 'kv_engine_id', 'generation', 'order_role', 'order_drain', 'order_sequence')
+  if mine.err or mine[1] ~= engine then return nil end
+  if redis.call('SADD', typed(index_key(prefix, 'worker'), 'set'), id) == 1 then return nil end
+  redis.call('PEXPIRE', key, ttl_ms)
+  return tell(keys, { 'ok', mine[3] or '', mine[4] or '', mine[5] or '0' }, mine[2] or '0', heard)
+end
+
+-- args: kind, id, and the engine of a worker that leaves by itself: what another process has put there since stays.
+-- Returns 1 or 2 when something of the member was there, else 0.
+local function remove_member(keys, args)
+  local prefix, kind, id, engine = keys[1], args[1], args[2], args[3]
+  local found = (engine or '') ~= '' and redis.pcall('HGET', member_key(prefix, kind, id), 'kv_engine_id')
+  if type(found) == 'string' and found ~= engine then return 0 end
+  local mesh_key = kind == 'frontend' and redis.pcall('HGET', member_key(prefix, kind, id), 'mesh_key')
+  if type(mesh_key) == 'string' then redis.call('DEL', frontend_key(prefix, mesh_key)) end
+  local removed = redis.call('DEL', member_key(prefix, kind, id)) + redis.call('SREM', index_key(prefix, kind), id)
+  if removed > 0 then
+    if kind == 'worker' then depart(prefix, id) end
+    publish(prefix, { type = 'left', id = id, kind = kind })
+    note(prefix, 'type', 'left', 'kind', kind, 'id', id)
+  end
+  return removed
+end
+
+-- args: kind. Returns the live ones as rows of id and of the hash's fields and values.
+local function members(keys, args)
+  local prefix, kind, rows = keys[1], args[1], {}
+  for i, id in ipairs(live(prefix, kind)) do
+    local fields = redis.pcall('HGETALL', member_key(prefix, kind, id))
+    rows[i] = { id, fields.err and {} or fields }
+  end
+  return rows
+end
+
+-- args: a version, 0 for none. Returns the version now, the ids of all live workers, and rows, as of `members`, of those
+-- that changed since then.
+local function workers_since(keys, args)
+  local prefix, since = keys[1], tonumber(args[1])
+  local ids, rows = live(prefix, 'worker'), {}
+  local version = version_now(prefix)
+  if since > (tonumber(version) or 0) then since = 0 end -- of a server that has lost its data
+  local changed = typed(prefix .. 'changed', 'zset')
+  for _, id in ipairs(ids) do
+    local at = since > 0 and redis.call('ZSCORE', changed, id)
+    if not at or tonumber(at) > since then
+      local fields = redis.pcall('HGETALL', member_key(prefix, 'worker', id))
+      rows[#rows + 1] = { id, fields.err and {} or fields }
+    end
+  end
+  return { version, ids, rows }
+end
+
+-- ---- ids of workers: a launcher's hash has those of its workers, as `ids`: "prefill-0=prefill decode-0=prefill" ----
+
+-- args: launcher, its ttl in ms, role, id or ''. Claims this id, or the role's first free one, for this launcher, and
+-- returns it; nil when somebody has it.
+local function claim_id(keys, args)
+  local prefix, launcher, ttl_ms, role, wanted = keys[1], args[1], args[2], args[3], args[4]
+  local taken = {}
+  for _, id in ipairs(live(prefix, 'worker')) do taken[id] = true end
+  for _, other in ipairs(live(prefix, 'launcher')) do
+    local ids = redis.call('HGET', member_key(prefix, 'launcher', other), 'ids') or ''
+    for id in string.gmatch(ids, '([^ =]+)=') do taken[id] = true end
+  end
+  if taken[wanted] then return nil end
+  local number = 0
+  while taken[role .. '-' .. number] do number = number + 1 end
+  local id = wanted ~= '' and wanted or role .. '-' .. number
+  local key = member_key(prefix, 'launcher', launcher)
+  local ids = redis.call('HGET', key, 'ids')
+  redis.call('HSET', key, 'ids', (ids and ids ~= '' and ids .. ' ' or '') .. id .. '=' .. role)
+  redis.call('PEXPIRE', key, ttl_ms)
+  redis.call('SADD', index_key(prefix, 'launcher'), launcher)
+  publish(prefix, { type = 'changed', id = launcher, kind = 'launcher' })
+  return id
+end

@@ -1,0 +1,24 @@
+-- The names by which store/registry.py and its neighbours call the verbs.
+
+local function register(name, verb, flag)
+  redis.register_function{ function_name = 'pd_registry_VERSION_' .. name, callback = verb, flags = { flag } }
+end
+
+register('put_member', put_member)
+register('put_worker', put_worker)
+register('stay', stay)
+register('remove_member', remove_member, 'allow-oom')
+register('members', members)
+register('workers_since', workers_since)
+register('prune', prune)
+register('claim_id', claim_id)
+register('order', order)
+register('order_all', order_all)
+register('clear_orders', clear_orders)
+register('set_desired', set_desired)
+register('begin_desired', begin_desired)
+register('propose_desired', propose_desired)
+register('lead', lead)
+register('write_rollout', write_rollout)
+register('note_event', note_event)
+register('noted', noted)
