@@ -56,7 +56,7 @@ class Frontend:
         command = [sys.executable, "-m", "benchmarks.scale.frontend", str(file), url]
         self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.now: dict[str, Any] = {}
-        self.decisions_s: list[float] = []
+        self.decisions_s: list[tuple[float, float]] = []
         self.failures: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -166,11 +166,9 @@ def measure(
                 view.ask(rate / frontends)
             time.sleep(2)
             result["load"] = observed(views, groups, server, LOAD_S)
-            decisions_s = sorted(second for view in views for second in view.decisions_s)
-            result["decision_us"] = {
-                "p50": decisions_s[len(decisions_s) // 2] * 1e6,
-                "p99": decisions_s[len(decisions_s) * 99 // 100] * 1e6,
-            }
+            decisions_s = [times for view in views for times in view.decisions_s]
+            result["decision_us"] = percentiles_us([elapsed_s for elapsed_s, _ in decisions_s])
+            result["decision_cpu_us"] = percentiles_us([used_s for _, used_s in decisions_s])
             groups[-1].kill()
             lost = len(shares(count)[-1])
             result["lost"] = lost
@@ -192,6 +190,11 @@ def measure(
         for view in views:
             view.process.kill()
             view.process.wait()
+
+
+def percentiles_us(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    return {"p50": ordered[len(ordered) // 2] * 1e6, "p99": ordered[len(ordered) * 99 // 100] * 1e6}
 
 
 def held(views: list[Frontend], empty: list[dict[str, Any]], count: int) -> dict[str, float]:

@@ -45,7 +45,7 @@ class Counted:
     def __init__(self, client: RouterClient) -> None:
         self.client, connection = client, client.connection
         self.counts = dict.fromkeys(("reports", "prefix_events", "messages", "sent", "answered", "failed"), 0)
-        self.decisions_s: list[float] = []
+        self.decisions_s: list[tuple[float, float]] = []  # elapsed, and CPU time of this thread
         self.failures: list[str] = []
         self.rate = 0.0
         self.started_at = time.monotonic()
@@ -66,9 +66,9 @@ class Counted:
 
     def _timed(self, call: Callable[..., T]) -> Callable[..., T]:
         def timed(*args: Any) -> T:
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.thread_time()
             result = call(*args)
-            self.decisions_s.append(time.perf_counter() - began)
+            self.decisions_s.append((time.perf_counter() - began, time.thread_time() - used))
             return result
 
         return timed
