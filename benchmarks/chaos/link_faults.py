@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from benchmarks.chaos.fleets import NetworkFleet
+from benchmarks.chaos.fleets import MACHINES, NetworkFleet
 from benchmarks.chaos.world import World
 
 Make = Callable[[World], Awaitable[None]]
@@ -30,6 +30,24 @@ def cut(one: str, other: str, forth: bool = True, back: bool = True) -> Make:
             fleet.network.cut(source, target)
         if back:
             fleet.network.cut(target, source)
+        try:
+            await asyncio.sleep(world.random.uniform(*CUT_S))
+        finally:
+            fleet.network.mend()
+
+    return make
+
+
+def cut_off(kind: str) -> Make:
+    """Cut all links of a random worker of this kind, to Redis too."""
+
+    async def make(world: World) -> None:
+        fleet = _on(world)
+        victim = world.random.choice(fleet.machines_of(kind))
+        for other in MACHINES:
+            if other != victim:
+                fleet.network.cut(victim, other)
+                fleet.network.cut(other, victim)
         try:
             await asyncio.sleep(world.random.uniform(*CUT_S))
         finally:

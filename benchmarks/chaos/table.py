@@ -47,10 +47,19 @@ _LINKS = [
         fleet="network",
         real=False,
     )
-    for one, other in (("prefill", "decode"), ("frontend", "prefill"), ("frontend", "decode"))
+    for one, other in (
+        ("prefill", "decode"),
+        ("frontend", "prefill"),
+        ("frontend", "decode"),
+        ("redis", "frontend"),
+        ("redis", "prefill"),
+        ("redis", "decode"),
+    )
     for way, forth, back in (("", True, True), ("_forth", True, False), ("_back", False, True))
-] + [
-    Fault(f"links_of_{kind}_slow", link_faults.slow(kind), LINK_GAP_S, fleet="network", real=False)
+]
+_MACHINES = [
+    Fault(f"{name}_of_{kind}_{how}", make(kind), LINK_GAP_S, fleet="network", real=False)
+    for name, how, make in (("links", "slow", link_faults.slow), ("machine", "cut_off", link_faults.cut_off))
     for kind in ("prefill", "decode")
 ]
 _FRONTENDS = [
@@ -79,7 +88,7 @@ _OPERATOR = [
 
 FAULTS: dict[str, Fault] = {
     fault.name: fault
-    for fault in [*_PREFILL, *_QUEUE, *_DECODE, *_RANKS, *_LINKS, *_FRONTENDS, *_POISON, *_HOST, *_OPERATOR]
+    for fault in [*_PREFILL, *_QUEUE, *_DECODE, *_RANKS, *_LINKS, *_MACHINES, *_FRONTENDS, *_POISON, *_HOST, *_OPERATOR]
 }
 # Rows that run only if they are named: one needs an otherwise idle machine for minutes, one engines of several ranks.
 BY_NAME = ("cpu_starved", "tp_rank_killed")
