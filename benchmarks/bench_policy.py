@@ -31,7 +31,7 @@ from orchestrator.policy.predict import Predictor
 from orchestrator.policy.prefix_keys import prefix_keys
 from orchestrator.router.decider import Decider
 from orchestrator.router.learning import Learning
-from orchestrator.router.request import ActiveRequest, Asked
+from orchestrator.router.request import ActiveRequest, ParsedRequest
 from orchestrator.simulator.adp import AdpSettings, simulate_adp
 from orchestrator.simulator.plot import PlotError, line_chart
 from orchestrator.types import (
@@ -123,7 +123,7 @@ def bench_decision(results: dict[str, Any], workers: int = 1000) -> None:
     for mode, (routing, prefill) in modes.items():
         names = [f"d{number}" for number in range(workers)] + [f"p{number}" for number in range(prefill)]
         choose = decode_choice("kv_prefix")
-        fleet = Fleet("f", choose.standing)
+        fleet = Fleet("f", choose.static_score)
         for name in names:
             role = Role.DECODE if name[0] == "d" else Role.PREFILL
             kv = KVEndpoint(name, "h", 1)
@@ -142,7 +142,7 @@ def bench_decision(results: dict[str, Any], workers: int = 1000) -> None:
         decided, updated = [], []
         for number in range(20_000):
             info = RequestInfo(f"r{number}", 12_001, 4096, 0.0)
-            request = ActiveRequest(Asked(info, [], "", True, True, rng.choice(prompts)), 0.0)
+            request = ActiveRequest(ParsedRequest(info, [], "", True, True, rng.choice(prompts)), 0.0)
             started = time.perf_counter()
             decider.decide(request)
             decided.append(time.perf_counter() - started)

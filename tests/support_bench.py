@@ -14,7 +14,7 @@ from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.router.codec import Batch
-from orchestrator.router.request import Asked
+from orchestrator.router.request import ParsedRequest
 from orchestrator.router.router import Router
 from orchestrator.types import (
     EngineIdentity,
@@ -72,7 +72,7 @@ class FakeCodec:
             local_only=request.local_only,
         )
         keys = request.keys if block_size else []
-        return Asked(info, [request.id.encode()], request.id, request.resumable, request.early, keys)
+        return ParsedRequest(info, [request.id.encode()], request.id, request.resumable, request.early, keys)
 
     def decode_outputs(self, frames, sent_at, now):
         try:
@@ -138,7 +138,7 @@ class Bench:
         routing = {"remote_prefill_min_tokens": 100, **routing}
         self.config = parse_config({"model": "m", "routing": routing, "slo": slo or {}, "queue": queue or {}})
         self.choose = choose = decode_choice(self.config.routing.decode_choice)
-        self.fleet = Fleet("f", choose.standing)
+        self.fleet = Fleet("f", choose.static_score)
         self.transport, self.queue = FakeTransport(), FakeQueue()
         self.prefixes = PrefixView(self.transport.send)
         self.codec = FakeCodec()

@@ -12,7 +12,7 @@ from orchestrator.config.settings import Config
 from orchestrator.frontend.wiring import FleetConnection
 from orchestrator.policy.prefix_keys import reusable_keys
 from orchestrator.router.codec import Batch
-from orchestrator.router.request import Asked, Failure
+from orchestrator.router.request import Failure, ParsedRequest
 from orchestrator.store.client import Redis
 from orchestrator.types import FinishReason, RequestInfo
 from workers.sim.codec import SimCodec, WireOutput, WirePrefillStats, WireRequest, WireSampling
@@ -24,14 +24,14 @@ class SimRouterCodec:
     def __init__(self) -> None:
         self._codec = SimCodec()
 
-    def read(self, request: WireRequest, block_size: int) -> Asked:
+    def read(self, request: WireRequest, block_size: int) -> ParsedRequest:
         assert request.prompt_token_ids is not None and request.sampling_params is not None
         wanted = request.sampling_params.max_tokens or 0
         info = RequestInfo(request.request_id, len(request.prompt_token_ids), wanted, request.arrival_time)
         keys = reusable_keys(request.prompt_token_ids, block_size) if block_size else []
         frames = self._codec.encode_request(request)
         # Simulated tokens depend on prompt and position only: the first is the same everywhere.
-        return Asked(info, frames, request.request_id, resumable=True, early_token=True, prefix_keys=keys)
+        return ParsedRequest(info, frames, request.request_id, resumable=True, early_token=True, prefix_keys=keys)
 
     def decode_outputs(self, frames: list[bytes], sent_at: float, now: float) -> Batch:
         decoded = self._codec.decode_outputs(frames)

@@ -57,7 +57,7 @@ class Membership:
         self._prefixes = prefixes
         self._silence_s = silence_s
         self._on_lost, self._on_quiet, self._on_reset = on_lost, on_quiet, on_reset
-        self._stirred = asyncio.Event()
+        self._registry_changed = asyncio.Event()
         self._unregistered: set[str] = set()
         self._bad_addresses: dict[str, str] = {}  # what was said of a worker's, to say it once
         self.synced = asyncio.Event()  # the registry has been asked once
@@ -66,15 +66,15 @@ class Membership:
         """Runs until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch())
-            tasks.create_task(self._follow())
-            tasks.create_task(self._hear())
+            tasks.create_task(self._follow_registry())
+            tasks.create_task(self._receive_reports())
             tasks.create_task(self._tick())
 
-    def welcomed(self, worker_id: str) -> None:
+    def on_welcome(self, worker_id: str) -> None:
         """The worker has answered `Hello`. It gets requests once it has also reported its load."""
         if view := self._fleet.workers.get(worker_id):
             again = view.disconnected_at is not None
-            view.greeted, view.disconnected_at, view.heard_at = True, None, time.monotonic()
+            view.greeted, view.disconnected_at, view.last_heard_at = True, None, time.monotonic()
             view.connected = view.load is not None
             if again:
                 log.warning("the connection to worker %s broke and was made again", worker_id)
@@ -87,17 +87,17 @@ class Membership:
 
     async def _watch(self) -> None:
         async for _ in self._registry.watch():
-            self._stirred.set()
+            self._registry_changed.set()
 
-    async def _follow(self) -> None:
+    async def _follow_registry(self) -> None:
         """Read the registry again after every event, instead of relying on the order of events."""
         await self._resync()
         self.synced.set()
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RESYNC_S):
-                    await self._stirred.wait()
-            self._stirred.clear()
+                    await self._registry_changed.wait()
+            self._registry_changed.clear()
             began = time.monotonic()
             await self._resync()
             # At most a fifth of this process's time, however many workers come at once.
@@ -106,21 +106,21 @@ class Membership:
     async def _tick(self) -> None:
         async for late_s in ticks(TICK_S):
             if late_s > LATE_S:
-                self._fleet.excuse(late_s, time.monotonic())
+                self._fleet.discount_stall(late_s, time.monotonic())
             if late_s > TICK_S:
                 continue  # what was said meanwhile is still to be read
             now = time.monotonic()
-            for worker_id in self._fleet.hush(now, min(QUIET_S, self._silence_s / 2)):
+            for worker_id in self._fleet.mark_silent_quiet(now, min(QUIET_S, self._silence_s / 2)):
                 log.warning("worker %s has become quiet: others take its place for now", worker_id)
                 self._on_quiet(worker_id)
             for worker_id in self._fleet.silent(now, self._silence_s, RECONNECT_S):
-                self._lose(worker_id, "it fell silent or its connection stayed broken")
+                self._remove_worker(worker_id, "it fell silent or its connection stayed broken")
             for worker_id in self._unregistered & self._fleet.workers.keys():
                 # A Redis that lost its data must not take the fleet down with it: believe what is still heard.
-                if now - self._fleet.workers[worker_id].heard_at > 2 * TICK_S + self._heartbeat_slack():
-                    self._lose(worker_id, "it left the registry")
+                if now - self._fleet.workers[worker_id].last_heard_at > 2 * TICK_S + self._heartbeat_slack():
+                    self._remove_worker(worker_id, "it left the registry")
 
-    async def _hear(self) -> None:
+    async def _receive_reports(self) -> None:
         views, take_load = self._fleet.workers, self._fleet.take_load
         while True:
             pause_s = self._pause_s()
@@ -175,7 +175,7 @@ class Membership:
     def _heartbeat_slack(self) -> float:
         return min(1.0, self._silence_s / 4)
 
-    def _lose(self, worker_id: str, why: str) -> None:
+    def _remove_worker(self, worker_id: str, why: str) -> None:
         log.warning("worker %s is gone: %s", worker_id, why)
         self._fleet.remove(worker_id)
         self._transport.disconnect(worker_id)

@@ -19,34 +19,34 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 
 class Pause:
-    """`note` takes the states that workers report; new requests wait for `over`."""
+    """`note` takes the states that workers report; new requests wait for `wait_ended`."""
 
     def __init__(self) -> None:
         self.state = PauseState()  # the newest that was heard
         self.on_abort: Callable[[], None] = lambda: None  # a pause began that ends what runs
-        self.on_behind: Callable[[str], None] = lambda _: None  # this worker does not know `state`
+        self.on_outdated: Callable[[str], None] = lambda _: None  # this worker does not know `state`
         self.ended_at = 0.0  # this process's monotonic clock: what was frozen could not go on before
-        self._over = asyncio.Event()
-        self._over.set()
+        self._ended = asyncio.Event()
+        self._ended.set()
 
     def note(self, worker_id: str, state: PauseState) -> None:
         before = self.state
         if state == before:
             return  # with almost every report
         if state < before:
-            self.on_behind(worker_id)
+            self.on_outdated(worker_id)
             return
         self.state = state
         if state.mode:
-            self._over.clear()
+            self._ended.clear()
         else:
             self.ended_at = time.monotonic()
-            self._over.set()
+            self._ended.set()
         if state.mode == "abort" != before.mode:
             self.on_abort()
 
     @property
-    def on(self) -> bool:
+    def active(self) -> bool:
         return bool(self.state.mode)
 
     @property
@@ -54,6 +54,6 @@ class Pause:
         """Whether running requests are stopped, to go on later."""
         return self.state.mode == "keep"
 
-    async def over(self) -> None:
+    async def wait_ended(self) -> None:
         """Wait until the fleet is not paused."""
-        await self._over.wait()
+        await self._ended.wait()

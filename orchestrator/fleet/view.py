@@ -21,7 +21,7 @@ from orchestrator.types import EngineSpeed, Role, WorkerInfo, WorkerLoad, Worker
 
 T = TypeVar("T")
 
-MOST_HITS = 4  # workers of each role whose cached part of a prompt is considered
+MAX_HIT_WORKERS = 4  # workers of each role whose cached part of a prompt is considered
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class _Placed:
 
 
 class WorkerView:
-    """One worker as this frontend sees it. `heard_at` is the frontend's monotonic clock, seconds."""
+    """One worker as this frontend sees it. `last_heard_at` is the frontend's monotonic clock, seconds."""
 
     __slots__ = (
         "_candidate",
@@ -45,15 +45,15 @@ class WorkerView:
         "_placed_tokens",
         "disconnected_at",
         "greeted",
-        "heard_at",
+        "last_heard_at",
         "load",
         "quiet",
     )
 
-    def __init__(self, info: WorkerInfo, heard_at: float, changed: set[str], numbers: Iterator[int]) -> None:
+    def __init__(self, info: WorkerInfo, last_heard_at: float, changed: set[str], numbers: Iterator[int]) -> None:
         """`changed` collects the ids of workers whose usability or load is not what it was; `numbers` number what is
         submitted."""
-        self.heard_at = heard_at
+        self.last_heard_at = last_heard_at
         self.load: WorkerLoad | None = None
         self.greeted = False  # it has answered the greeting
         self.disconnected_at: float | None = None
@@ -94,7 +94,7 @@ class WorkerView:
         self._placed_blocks = self._placed_tokens = 0
         self.greeted, self.connected, self.disconnected_at = False, False, now
 
-    def hush(self) -> None:
+    def mark_quiet(self) -> None:
         """Mark it as quiet. Its next report ends that."""
         self.quiet = True
         self._touch()
@@ -128,7 +128,7 @@ class WorkerView:
 
     def note_load(self, load: WorkerLoad, seen: int, now: float) -> None:
         """Take a load report that includes every submission up to `seen`. Older reports are ignored."""
-        self.heard_at = now
+        self.last_heard_at = now
         if self.quiet:
             self.quiet = False
             self._touch()
@@ -172,11 +172,11 @@ class Candidates(NamedTuple):
 class Fleet:
     """All workers that are not known to be gone.
 
-    Asking for candidates costs what has changed since the last time, not the number of workers: with a `standing`
+    Asking for candidates costs what has changed since the last time, not the number of workers: with a `static_score`
     (see `policy.shortlist`) a large fleet is asked for its few best.
     """
 
-    def __init__(self, frontend_id: str, standing: Callable[[Candidate], float] | None = None) -> None:
+    def __init__(self, frontend_id: str, static_score: Callable[[Candidate], float] | None = None) -> None:
         self.frontend_id = frontend_id
         self.workers: dict[str, WorkerView] = {}
         self.pause = Pause()
@@ -190,7 +190,7 @@ class Fleet:
         self._prefill: dict[str, bool] = {}
         self._decode: dict[str, Candidate] = {}
         self._quiet: dict[str, Candidate] = {}
-        self._shortlist = Shortlist(standing) if standing is not None else None
+        self._shortlist = Shortlist(static_score) if static_score is not None else None
 
     def upsert(self, info: WorkerInfo, now: float) -> bool:
         """Add or update a worker. True if it is a new process: the requests of an older one with this id are lost."""
@@ -230,7 +230,7 @@ class Fleet:
         at_decode: dict[str, int] = {}
         at_prefill: dict[str, int] = {}
         if hits:
-            decode_blocks, prefill_blocks = hits.most_of_each(MOST_HITS, usable, self._prefill)
+            decode_blocks, prefill_blocks = hits.longest_hits_by_kind(MAX_HIT_WORKERS, usable, self._prefill)
             at_decode = {worker_id: blocks * block_size for worker_id, blocks in decode_blocks.items()}
             at_prefill = {worker_id: blocks * block_size for worker_id, blocks in prefill_blocks.items()}
         mixed = generation is not None and (len(self._generations) > 1 or generation not in self._generations)
@@ -271,7 +271,7 @@ class Fleet:
         view = self.workers.get(worker_id) if worker_id is not None else None
         return view is not None and view.quiet
 
-    def others_than(self, worker_id: str) -> bool:
+    def has_other_decode_worker(self, worker_id: str) -> bool:
         """Whether there is another decode worker that is not quiet."""
         self.apply_changes()
         return bool(self._decode.keys() - {worker_id})
@@ -284,30 +284,30 @@ class Fleet:
         able = (view.info for view in self.workers.values() if not view.quiet and view.info.generation in decoded)
         return any(info.role is Role.PREFILL and info.state is WorkerState.READY for info in able)
 
-    def hush(self, now: float, after_s: float) -> list[str]:
+    def mark_silent_quiet(self, now: float, after_s: float) -> list[str]:
         """Mark workers without a report for `after_s` as quiet. Returns those that were not quiet before."""
-        hushed = [
+        now_quiet = [
             worker_id
             for worker_id, view in self.workers.items()
-            if not view.quiet and view.load is not None and now - view.heard_at > after_s
+            if not view.quiet and view.load is not None and now - view.last_heard_at > after_s
         ]
-        for worker_id in hushed:
-            self.workers[worker_id].hush()
-        return hushed
+        for worker_id in now_quiet:
+            self.workers[worker_id].mark_quiet()
+        return now_quiet
 
     def silent(self, now: float, timeout_s: float, reconnect_s: float) -> list[str]:
         """The workers that are lost: without a report for `timeout_s`, or disconnected for `reconnect_s`."""
         return [
             worker_id
             for worker_id, view in self.workers.items()
-            if ((view.greeted or view.load is not None) and now - view.heard_at > timeout_s)
+            if ((view.greeted or view.load is not None) and now - view.last_heard_at > timeout_s)
             or (view.disconnected_at is not None and now - view.disconnected_at > reconnect_s)
         ]
 
-    def excuse(self, late_s: float, now: float) -> None:
+    def discount_stall(self, late_s: float, now: float) -> None:
         """This process did not run for the last `late_s` seconds, which do not count as silence of workers."""
         for view in self.workers.values():
-            view.heard_at = min(now, view.heard_at + late_s)
+            view.last_heard_at = min(now, view.last_heard_at + late_s)
             if view.disconnected_at is not None:
                 view.disconnected_at = min(now, view.disconnected_at + late_s)
 
@@ -319,9 +319,9 @@ class Fleet:
             view = self.workers.get(worker_id)
             role, quiet = (view.usable_as, view.quiet) if view is not None else (None, False)
             candidate = view.candidate if view is not None and role is Role.DECODE else None
-            _put(self._prefill, worker_id, True if role is Role.PREFILL and not quiet else None)
-            _put(self._decode, worker_id, None if quiet else candidate)
-            _put(self._quiet, worker_id, candidate if quiet else None)
+            _set_or_drop(self._prefill, worker_id, True if role is Role.PREFILL and not quiet else None)
+            _set_or_drop(self._decode, worker_id, None if quiet else candidate)
+            _set_or_drop(self._quiet, worker_id, candidate if quiet else None)
             if self._shortlist is not None:
                 if candidate is not None and not quiet:
                     self._shortlist.update(candidate)
@@ -335,7 +335,7 @@ def _counts(load: WorkerLoad) -> tuple[int, ...]:
     return load.blocks_free, load.running, load.waiting, load.waiting_tokens, load.blocks_total
 
 
-def _put(ordered: dict[str, T], worker_id: str, value: T | None) -> None:
+def _set_or_drop(ordered: dict[str, T], worker_id: str, value: T | None) -> None:
     """None: it does not belong there."""
     if value is not None:
         ordered[worker_id] = value

@@ -102,7 +102,7 @@ class Access:
         headers = dict(reversed(scope["headers"]))  # of headers with the same name the first counts
         if scope.get("method") == "OPTIONS" and headers.keys() >= _PREFLIGHT:
             return Usage()
-        self._read_anew(now)
+        self._reload_keys(now)
         given = self._mac(_key_of(headers))
         password = self._mac(_password_of(headers, scope.get("method", "")))
         is_operator = self._operator is not None and any(
@@ -137,7 +137,7 @@ class Access:
         usage.running += 1
         return usage
 
-    def _read_anew(self, now: float) -> None:
+    def _reload_keys(self, now: float) -> None:
         if self._security.api_keys_file is None or now - self._checked_at < _FILE_CHECK_S:
             return
         self._checked_at = now

@@ -59,7 +59,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def take_no_more(listener: socket.socket) -> None:
+def stop_accepting(listener: socket.socket) -> None:
     """Drop requests for new connections; handshakes under way still complete. A client whose request was dropped
     repeats it after a second, and the kernel gives it to another frontend. Some sandboxes have no socket filters: there
     the listener goes on to accept new connections.
@@ -78,8 +78,8 @@ def _waiting(listeners: Sequence[socket.socket]) -> bool:
     return bool(poll.poll(0))
 
 
-class QuietServer(uvicorn.Server):
-    """Without uvicorn's own signal handlers, which would end the process behind our back."""
+class DrainingServer(uvicorn.Server):
+    """A uvicorn server that can drain. It has no signal handlers: uvicorn's own would end the process at once."""
 
     draining = False
 
@@ -93,7 +93,7 @@ class QuietServer(uvicorn.Server):
         self.draining = True
         self.config.encoded_headers.append((b"connection", b"close"))
         for listener in listeners:
-            take_no_more(listener)
+            stop_accepting(listener)
         await asyncio.sleep(_HANDSHAKE_S)
         until = time.monotonic() + _ACCEPT_S
         while _waiting(listeners) and time.monotonic() < until:

@@ -24,12 +24,12 @@ _ENDING = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "this frontend is ending: ask 
 class RequestContext:
     """One HTTP request's id, its arrival (unix seconds), its response, and its refusal if it was refused."""
 
-    __slots__ = ("plain", "received_at", "refusal", "reply", "request_id", "stream", "tell")
+    __slots__ = ("on_request_ended", "plain", "received_at", "refusal", "reply", "request_id", "stream")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.received_at = time.time()
-        self.tell: Callable[[RequestLine], None] | None = None  # called for each engine request that has ended
+        self.on_request_ended: Callable[[RequestLine], None] | None = None  # called for each engine request
         self.refusal: Refusal | None = None
         self.reply: Reply | None = None
         self.plain = False  # whether it is an event stream whose events mostly differ in their text only
@@ -50,11 +50,11 @@ current: ContextVar[RequestContext | None] = ContextVar("pd_request_context", de
 
 
 class Trace(Protocol):
-    """The trace of one HTTP request: `headers` are those that the app gets; `tell` takes lines of engine requests."""
+    """The trace of one HTTP request. The app gets `headers`; `on_request_ended` takes the lines of engine requests."""
 
     headers: Headers
 
-    def tell(self, line: RequestLine) -> None: ...
+    def on_request_ended(self, line: RequestLine) -> None: ...
 
     def end(self) -> None: ...
 
@@ -104,7 +104,7 @@ class EdgeMiddleware:
             else None
         )
         if begun is not None:
-            headers, context.tell = begun.headers, begun.tell
+            headers, context.on_request_ended = begun.headers, begun.on_request_ended
         scope = {**scope, "headers": [*headers, (b"x-request-id", request_id)]}
         token = current.set(context)
         context.reply = reply = Reply(context, send)

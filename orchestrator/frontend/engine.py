@@ -110,7 +110,7 @@ class FleetCore:
             raise FleetRefused(error) from None
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        await self._fleet.pause.over()
+        await self._fleet.pause.wait_ended()
         try:
             await self._router.submit(request)
         except Overloaded as error:
@@ -139,7 +139,7 @@ class FleetCore:
         await self._pause.end()
 
     async def is_scheduler_paused_async(self) -> bool:
-        return self._pause.on
+        return self._pause.active
 
     def _abort_all(self) -> None:
         """End every request in flight with finish reason `abort`, as an engine does that is paused with `abort`."""

@@ -24,11 +24,11 @@ log = logging.getLogger("pd.frontend")
 
 POLL_S = 0.05
 _BEFORE_DECODE = (State.PLACING, State.QUEUED, State.TRANSFERRING)
-HEARD_TIMEOUT_S = 10.0  # until the load reports of all workers have the new state
+REPORTS_TIMEOUT_S = 10.0  # until the load reports of all workers have the new state
 SETTLE_TIMEOUT_S = 60.0  # then engines are paused although requests or transfers have not ended
 
 
-class _Overtaken(CallFailed):
+class _Superseded(CallFailed):
     """Another pause or resume came later, and stays in effect."""
 
 
@@ -39,12 +39,12 @@ class PauseCalls:
         self, fleet: Fleet, calls: ControlCalls, router: Router, depth: Callable[[], QueueDepth | None]
     ) -> None:
         self._fleet, self._calls, self._router, self._depth = fleet, calls, router, depth
-        fleet.pause.on_behind = self._catch_up
+        fleet.pause.on_outdated = self._catch_up
         self._number = 0  # of the newest state that this frontend has asked for
 
     @property
-    def on(self) -> bool:
-        return self._fleet.pause.on
+    def active(self) -> bool:
+        return self._fleet.pause.active
 
     async def begin(self, mode: PauseMode, clear_cache: bool) -> None:
         """Pause the fleet. Frontends hold new requests until `end` is called. Running requests are ended (`abort`),
@@ -52,13 +52,13 @@ class PauseCalls:
         try:
             await self._set(mode, self._fleet.pause.state.engines)
             if mode == "wait":
-                await self._ended(self._busy)
+                await self._wait_while(self._busy)
             elif mode == "abort":
-                await self._settled(self._busy)
+                await self._wait_or_warn(self._busy)
             elif clear_cache:  # engines cannot drop blocks that KV is written to or read from
-                await self._settled(self._in_transit)
+                await self._wait_or_warn(self._in_transit)
             await self._set(mode, True, clear_cache)
-        except _Overtaken:
+        except _Superseded:
             raise
         except BaseException:
             await self.end()
@@ -74,32 +74,32 @@ class PauseCalls:
         state = PauseState(self._number, mode, engines, clear_cache)
         await self._calls.call("set_pause", list(msgspec.structs.astuple(state)))
         try:
-            async with asyncio.timeout(HEARD_TIMEOUT_S):
-                while not all(said >= state for said in self._said()):
+            async with asyncio.timeout(REPORTS_TIMEOUT_S):
+                while not all(reported >= state for reported in self._reported_states()):
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
-            raise CallFailed(f"pause: workers' load reports were not heard within {HEARD_TIMEOUT_S:g} s") from None
+            raise CallFailed(f"pause: workers' load reports were not heard within {REPORTS_TIMEOUT_S:g} s") from None
         if self._fleet.pause.state != state:
-            raise _Overtaken("pause: somebody else paused or resumed the fleet at the same time; ask again")
+            raise _Superseded("pause: somebody else paused or resumed the fleet at the same time; ask again")
 
-    def _said(self) -> Iterator[PauseState]:
+    def _reported_states(self) -> Iterator[PauseState]:
         return (view.load.pause for view in self._fleet.workers.values() if view.connected and view.load is not None)
 
     def _catch_up(self, worker_id: str) -> None:
         """Give the state to a worker that has joined since. Its next report shows whether it got it."""
         self._calls.tell(worker_id, "set_pause", list(msgspec.structs.astuple(self._fleet.pause.state)))
 
-    async def _settled(self, true: Callable[[], bool]) -> None:
+    async def _wait_or_warn(self, condition: Callable[[], bool]) -> None:
         try:
             async with asyncio.timeout(SETTLE_TIMEOUT_S):
-                await self._ended(true)
+                await self._wait_while(condition)
         except TimeoutError:
             log.warning("engines are paused although requests or transfers have not ended in %g s", SETTLE_TIMEOUT_S)
 
-    async def _ended(self, true: Callable[[], bool]) -> None:
-        while true():
-            if not self.on:
-                raise _Overtaken("pause: the fleet was resumed before what runs had ended")
+    async def _wait_while(self, condition: Callable[[], bool]) -> None:
+        while condition():
+            if not self.active:
+                raise _Superseded("pause: the fleet was resumed before what runs had ended")
             await asyncio.sleep(POLL_S)
 
     def _busy(self) -> bool:

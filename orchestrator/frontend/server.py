@@ -39,7 +39,7 @@ from orchestrator.config.settings import Config, ConfigError, check_environment,
 from orchestrator.config.shared import differences, merged
 from orchestrator.frontend import tracing
 from orchestrator.frontend.access import Access
-from orchestrator.frontend.connections import BoundedHttp, QuietServer, listen
+from orchestrator.frontend.connections import BoundedHttp, DrainingServer, listen
 from orchestrator.frontend.dashboard.routes import operator_routes, page_routes, stream_routes
 from orchestrator.frontend.detokenizer import use_backend
 from orchestrator.frontend.edge import EdgeMiddleware
@@ -168,7 +168,10 @@ async def build_server_app(
         registry,
         connection.router.learning.predictor,
     )
-    routes = [*ours.routes, *stream_routes(connection.history, connection.router.recent, lambda: _stops(app)).routes]
+    routes = [
+        *ours.routes,
+        *stream_routes(connection.history, connection.router.recent, lambda: _is_stopping(app)).routes,
+    ]
     if config.frontend.dashboard:
         routes += [*page_routes().routes, *operator_routes(connection.steering).routes]
     app.router.routes[:0] = routes  # before vLLM's own /metrics, which has nothing about the fleet
@@ -178,13 +181,13 @@ async def build_server_app(
     return EdgeMiddleware(app, config.limits.max_body_bytes, access, traced)
 
 
-def _stops(app: FastAPI) -> bool:
+def _is_stopping(app: FastAPI) -> bool:
     """Whether the server was told to end. Streams without an end must end then, or they would delay it."""
     server = getattr(app.state, "server", None)
     return server is not None and bool(server.should_exit or server.draining)
 
 
-async def the_fleets(config: Config, redis: Redis) -> tuple[Config, int]:
+async def rolled_out_config(config: Config, redis: Redis) -> tuple[Config, int]:
     """The configuration and generation of a frontend that no launcher starts: its own configuration, with the values
     of the last settled rollout. Raises ConfigError, RedisAway."""
     rollout = await Registry(redis, config.namespace).configuration.rollout()
@@ -206,7 +209,7 @@ async def serve(
     redis = await connect(redis_url, config.redis.timeout_s)
     by_hand = generation is None
     if generation is None:
-        config, generation = await the_fleets(config, redis)
+        config, generation = await rolled_out_config(config, redis)
     args, vllm_config = build_vllm_config(config)
     frontend_id = f"frontend-{index}-{uuid.uuid4().hex[:8]}"
     connection = FleetConnection(frontend_id, config, redis, VllmCodec(), generation, by_hand)
@@ -214,8 +217,8 @@ async def serve(
     await unless_ended(connected, connection.synced())
     app = await unless_ended(connected, build_server_app(args, vllm_config, config, connection))
     enable_envs_cache()  # vLLM reads some of its environment variables at each token
-    collect_seldom()
-    server = QuietServer(
+    collect_garbage_seldom()
+    server = DrainingServer(
         uvicorn.Config(
             app,
             access_log=False,
@@ -256,7 +259,7 @@ async def serve(
         await redis.aclose()
 
 
-def collect_seldom() -> None:
+def collect_garbage_seldom() -> None:
     """Collect garbage less often. Each collection goes through all requests in flight, few of which are garbage: with
     Python's default it took 4% of the CPU time."""
     gc.set_threshold(_YOUNG_OBJECTS)

@@ -49,7 +49,7 @@ class RequestTrace:
         kept = [pair for pair in headers if pair[0].decode("latin-1") not in _NAMES]
         self.headers = [*kept, *((name.encode(), value.encode()) for name, value in own.items())]
 
-    def tell(self, line: RequestLine) -> None:
+    def on_request_ended(self, line: RequestLine) -> None:
         """Add spans for the stages of an engine request that has ended."""
         if not self._span.get_span_context().trace_flags.sampled:
             return

@@ -12,7 +12,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from orchestrator.frontend import edge
 from orchestrator.policy.prefix_keys import key_of_beginning, reusable_keys, salt_of
 from orchestrator.router.codec import Batch
-from orchestrator.router.request import Asked, Failure
+from orchestrator.router.request import Failure, ParsedRequest
 from orchestrator.types import RequestInfo
 from orchestrator.wire.messages import MessageError
 
@@ -22,7 +22,7 @@ class VllmCodec:
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
 
-    def read(self, request: EngineCoreRequest, block_size: int) -> Asked:
+    def read(self, request: EngineCoreRequest, block_size: int) -> ParsedRequest:
         """Raises VLLMValidationError for a request that a fleet cannot serve."""
         if request.resumable:
             raise VLLMValidationError("streaming input is not supported over a fleet of engines")
@@ -34,11 +34,11 @@ class VllmCodec:
             max_new_tokens=(sampling.max_tokens or 0) if sampling else 0,
             arrived_at=request.arrival_time,
             priority=request.priority,
-            local_only=_why_local(request),
+            local_only=_local_only_reason(request),
             prefix_key=key_of_beginning(keys, block_size),
         )
         context = edge.current.get()
-        return Asked(
+        return ParsedRequest(
             info,
             frames=self._encode(request),
             label=context.request_id if context else request.external_req_id or request.request_id,
@@ -46,7 +46,7 @@ class VllmCodec:
             early_token=sampling is not None and _same_first_token(sampling),
             prefix_keys=keys,
             received_at=context.received_at if context else request.arrival_time,
-            tell=context.tell if context else None,
+            on_request_ended=context.on_request_ended if context else None,
         )
 
     def _encode(self, request: EngineCoreRequest) -> list[bytes]:
@@ -101,7 +101,7 @@ class VllmCodec:
         return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=failure)
 
 
-def _why_local(request: EngineCoreRequest) -> str | None:
+def _local_only_reason(request: EngineCoreRequest) -> str | None:
     if request.sampling_params is None:
         return "pooling"
     if request.sampling_params.prompt_logprobs is not None:

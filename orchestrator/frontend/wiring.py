@@ -81,7 +81,7 @@ class FleetConnection:
         self.registry = Registry(redis, config.namespace)
         self._redis, self._namespace = redis, config.namespace
         choose = decode_choice(config.routing.decode_choice)
-        self.fleet = Fleet(frontend_id, choose.standing)
+        self.fleet = Fleet(frontend_id, choose.static_score)
         self._keys = KeyPair.new() if config.security.mesh == "curve" else None
         self.transport = FrontendTransport(frontend_id, dropped.labels("corrupt").inc, keys=self._keys)
         self.prefixes = PrefixView(self.transport.send, config.routing.prefix_index)
@@ -126,7 +126,7 @@ class FleetConnection:
 
     async def run(self) -> None:
         """Runs until cancelled."""
-        await self._beat()  # workers accept only frontends that are in the registry
+        await self._send_heartbeat()  # workers accept only frontends that are in the registry
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.membership.run())
             tasks.create_task(self.queue.run(self.router.queue_lost, self.router.job_failed))
@@ -135,7 +135,7 @@ class FleetConnection:
             tasks.create_task(self._heartbeat())
             tasks.create_task(self.ratio_controller.run())
             tasks.create_task(self.history.run())
-            tasks.create_task(self._note_retries(EventLog(self._redis, self._namespace)))
+            tasks.create_task(self._log_retries(EventLog(self._redis, self._namespace)))
             levels = LogLevels(self._redis, self._namespace)
             tasks.create_task(follow_log_level(levels, self.frontend_id.rpartition("-")[0], logging.getLogger("pd")))
 
@@ -157,7 +157,7 @@ class FleetConnection:
     async def announce(self, url: str) -> None:
         """Register this frontend as serving at `url`."""
         self._url = url
-        await self._beat()
+        await self._send_heartbeat()
 
     async def close(self) -> None:
         try:
@@ -172,7 +172,7 @@ class FleetConnection:
             if isinstance(message, Disconnected):
                 self.membership.disconnected(worker_id)
             elif isinstance(message, Welcome):
-                self.membership.welcomed(worker_id)
+                self.membership.on_welcome(worker_id)
             elif isinstance(message, CallReply):
                 self.calls.on_reply(worker_id, message)
             elif isinstance(message, PrefixSnapshot):
@@ -187,10 +187,10 @@ class FleetConnection:
 
     async def _heartbeat(self) -> None:
         while True:
-            await self._beat()
+            await self._send_heartbeat()
             await asyncio.sleep(HEARTBEAT_S)
 
-    async def _note_retries(self, log: EventLog) -> None:
+    async def _log_retries(self, log: EventLog) -> None:
         """Record retries as events, at most once a second: a worker that dies with a thousand requests is one event."""
         noted: Counter[str] = Counter()
         while True:
@@ -201,7 +201,7 @@ class FleetConnection:
                     await log.note("retried", frontend=self.frontend_id, why=why, count=str(count))
             noted = counted
 
-    async def _beat(self) -> None:
+    async def _send_heartbeat(self) -> None:
         # Registered from the start, even without a url: jobs of an unknown frontend are dropped as orphans.
         try:
             me = Frontend(

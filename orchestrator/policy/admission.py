@@ -74,7 +74,7 @@ def admit(
     ttft_s = predicted_ttft_s(decision, request, candidates, prefill, predictor)
     if slo.admission == "off":
         return Admitted(decision, ttft_s)
-    bound_s = slo.ttft_s * slo.admission_slack * _patience(request.priority)
+    bound_s = slo.ttft_s * slo.admission_slack * _slack_factor(request.priority)
     if ttft_s <= bound_s:
         return Admitted(decision, ttft_s)
     if slo.admission == "queue":
@@ -82,5 +82,5 @@ def admit(
     return Reject("slo_ttft", min(MAX_RETRY_S, max(MIN_RETRY_S, ttft_s - bound_s)))
 
 
-def _patience(priority: int) -> float:
+def _slack_factor(priority: int) -> float:
     return 1.0 - priority if priority <= 0 else 0.75**priority

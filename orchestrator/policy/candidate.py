@@ -43,7 +43,7 @@ class DecodeChoice(ABC):
         """Return one of the candidates, or None if there are none."""
 
     @property
-    def standing(self) -> Callable[[Candidate], float] | None:
+    def static_score(self) -> Callable[[Candidate], float] | None:
         """The part of a worker's rank that is the same for all requests; `Shortlist` sorts by it. None if there is no
         such part: then the choice needs all candidates."""
         return None

@@ -27,7 +27,7 @@ def claim_budget(
     return min(by_batches, free_tokens - claimed_tokens)
 
 
-def share_of(waiting_tokens: int, idle_others: int) -> int | None:
+def fair_share_tokens(waiting_tokens: int, idle_others: int) -> int | None:
     """Waiting tokens that an idle worker may claim while `idle_others` are idle too; None means all.
 
     The claim in `store/lua/queue/claim.lua` has the same formula.

@@ -68,13 +68,13 @@ class KVBlocks(DecodeChoice):
         return best
 
     @property
-    def standing(self) -> Callable[[Candidate], float]:
-        return self._standing
+    def static_score(self) -> Callable[[Candidate], float]:
+        return self._static_score
 
     def expect_output(self, tokens: float) -> None:
         self.expected_output_tokens = int(tokens)
 
-    def _standing(self, candidate: Candidate) -> float:
+    def _static_score(self, candidate: Candidate) -> float:
         growth_tokens = (candidate.running + candidate.waiting) * self.expected_output_tokens / 2
         demand_blocks = (candidate.waiting_tokens + growth_tokens) / candidate.block_size
         return (candidate.blocks_free - demand_blocks) / (candidate.blocks_total or 1)

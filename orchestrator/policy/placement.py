@@ -80,7 +80,7 @@ def place(
     if routing.max_queued_prefill_tokens is not None:
         cached = max(prefill.cached_tokens, max([c.cached_tokens for c in candidates]))
         uncached = max(0, request.prompt_tokens - cached)
-    blocker = request.local_only or _why_not_remote(prefill, uncached, routing, predictor)
+    blocker = request.local_only or _queue_closed_reason(prefill, uncached, routing, predictor)
     if min_tokens is not None:
         return _by_threshold(request, open_ones, blocker, min_tokens, choose)
     return _by_cost(request, open_ones, prefill, blocker, routing, choose, predictor, slo)
@@ -96,10 +96,10 @@ def reject_all(
     if not candidates:
         return Reject("no_decode_worker", RETRY_AFTER_S)
     open_to_some = any(
-        c.waiting < routing.max_waiting_per_worker or (c.blocks_free > 0 and not _no_place(c, routing))
+        c.waiting < routing.max_waiting_per_worker or (c.blocks_free > 0 and not _is_batch_full(c, routing))
         for c in candidates
     )
-    if open_to_some or _why_not_remote(prefill, 0, routing, predictor) is None:
+    if open_to_some or _queue_closed_reason(prefill, 0, routing, predictor) is None:
         return None
     return Reject("decode_full", RETRY_AFTER_S)
 
@@ -107,11 +107,12 @@ def reject_all(
 def is_full(request: RequestInfo, candidate: Candidate, routing: RoutingConfig) -> bool:
     """Whether `routing.max_waiting_per_worker` requests wait there, and it lacks blocks or a place for this one."""
     return candidate.waiting >= routing.max_waiting_per_worker and (
-        blocks_for(request.prompt_tokens, candidate.block_size) > candidate.blocks_free or _no_place(candidate, routing)
+        blocks_for(request.prompt_tokens, candidate.block_size) > candidate.blocks_free
+        or _is_batch_full(candidate, routing)
     )
 
 
-def _no_place(candidate: Candidate, routing: RoutingConfig) -> bool:
+def _is_batch_full(candidate: Candidate, routing: RoutingConfig) -> bool:
     """Whether its batch (`max_num_seqs`) and its waiting places are all taken."""
     return candidate.running + candidate.waiting >= candidate.max_num_seqs + routing.max_waiting_per_worker
 
@@ -236,7 +237,7 @@ def _lateness(
     return found
 
 
-def _why_not_remote(
+def _queue_closed_reason(
     prefill: PrefillView, uncached_tokens: int, routing: RoutingConfig, predictor: Predictor
 ) -> str | None:
     """The reason why no job can be queued now, or None.

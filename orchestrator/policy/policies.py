@@ -24,10 +24,10 @@ ENGINE_WEIGHT = 30.0  # seconds behind its arrival per second of prefill; `engin
 MAX_STEPS = 10  # of priority: clients choose it, and none may overtake without bound
 # Between two recalls. More frequent ones would move jobs for advantages that soon pass.
 RECALL_S = 1.0
-MAX_RECALL_LOOKS = 256  # jobs at the head of the queue that one recall considers; the others wait behind them anyway
+MAX_RECALL_JOBS = 256  # jobs at the head of the queue that one recall considers; the others wait behind them anyway
 
 
-class Ruling(msgspec.Struct, frozen=True):
+class PlacementDecision(msgspec.Struct, frozen=True):
     """`late`: the request is predicted to miss its TTFT objective, and is queued behind those that can meet it."""
 
     decision: Local | Remote | Reject
@@ -43,18 +43,18 @@ class Waiting(msgspec.Struct, frozen=True):
     cached_at_prefill: int  # prompt tokens cached on the prefill worker with most of them
 
 
-class Gone(msgspec.Struct, frozen=True):
-    """What one recall has sent to a worker, which the worker's candidates do not show yet."""
+class RecalledLoad(msgspec.Struct, frozen=True):
+    """The load that one recall has sent to a worker, and that the worker's candidates do not show yet."""
 
     requests: float = 0.0
     blocks: float = 0.0
     tokens: float = 0.0  # prompt tokens to compute there
 
-    def and_of(self, request: RequestInfo, candidate: Candidate, times: float) -> Gone:
+    def plus(self, request: RequestInfo, candidate: Candidate, times: float) -> RecalledLoad:
         """The sum of this and `times` requests like this one."""
         blocks = blocks_for(request.prompt_tokens, candidate.block_size)
         tokens = uncached_tokens(request, candidate)
-        return Gone(self.requests + times, self.blocks + times * blocks, self.tokens + times * tokens)
+        return RecalledLoad(self.requests + times, self.blocks + times * blocks, self.tokens + times * tokens)
 
 
 class Policies:
@@ -66,16 +66,16 @@ class Policies:
 
     def decide(
         self, request: RequestInfo, candidates: Sequence[Candidate], prefill: PrefillView, admission: bool = True
-    ) -> Ruling:
+    ) -> PlacementDecision:
         """Where a request goes. A request that was accepted before needs no `admission`: its predicted TTFT neither
         rejects nor defers it."""
         decision = place(request, candidates, prefill, self.routing, self.choose, self.predictor, self.slo)
         if not admission or self.slo.admission == "off":
-            return Ruling(decision)
+            return PlacementDecision(decision)
         admitted = admit(decision, request, candidates, prefill, self.slo, self.predictor)
         if isinstance(admitted, Reject):
-            return Ruling(admitted)
-        return Ruling(admitted.decision, admitted.deferred)
+            return PlacementDecision(admitted)
+        return PlacementDecision(admitted.decision, admitted.deferred)
 
     def recall(self, request: RequestInfo, candidates: Sequence[Candidate], prefill: PrefillView) -> Local | None:
         """The decode worker that should prefill a queued request now; None if it should wait on.
@@ -98,10 +98,10 @@ class Policies:
         """
         if self.routing.remote_prefill_min_tokens is not None:
             return []
-        ahead, found, gone = 0, [], dict[str, Gone]()
-        for job, waiting in islice(queued, MAX_RECALL_LOOKS):
+        ahead, found, loads = 0, [], dict[str, RecalledLoad]()
+        for job, waiting in islice(queued, MAX_RECALL_JOBS):
             ahead += int(others * waiting.uncached_tokens)
-            seen = [_after(gone[c.worker_id], c) if c.worker_id in gone else c for c in waiting.candidates]
+            seen = [_with_load(c, loads[c.worker_id]) if c.worker_id in loads else c for c in waiting.candidates]
             before = QueueDepth(depth.requests, ahead, depth.claimed)
             view = PrefillView(workers_ready, before, waiting.cached_at_prefill)
             local = self.recall(waiting.request, seen, view)
@@ -110,7 +110,8 @@ class Policies:
                 continue
             chosen = next(candidate for candidate in seen if candidate.worker_id == local.worker_id)
             found.append((job, local, chosen))
-            gone[chosen.worker_id] = gone.get(chosen.worker_id, Gone()).and_of(waiting.request, chosen, 1 + others)
+            load = loads.get(chosen.worker_id, RecalledLoad())
+            loads[chosen.worker_id] = load.plus(waiting.request, chosen, 1 + others)
         return found
 
     def delay_s(self, request: RequestInfo, uncached_tokens: int, late: bool = False) -> float:
@@ -131,12 +132,12 @@ class Policies:
         return delay_s(min(compute_s, most), ENGINE_WEIGHT, ttft_s, request.priority, late)
 
 
-def _after(gone: Gone, candidate: Candidate) -> Candidate:
+def _with_load(candidate: Candidate, load: RecalledLoad) -> Candidate:
     return msgspec.structs.replace(
         candidate,
-        blocks_free=max(0, candidate.blocks_free - int(gone.blocks)),
-        waiting=candidate.waiting + int(gone.requests),
-        placed_tokens=candidate.placed_tokens + int(gone.tokens),
+        blocks_free=max(0, candidate.blocks_free - int(load.blocks)),
+        waiting=candidate.waiting + int(load.requests),
+        placed_tokens=candidate.placed_tokens + int(load.tokens),
     )
 
 

@@ -114,7 +114,7 @@ class Predictor:
         # Tokens that a decoding sequence has yet to generate: on average half of its output.
         self.ahead_tokens = EXPECTED_OUTPUT_TOKENS / 2
 
-    def know(self, speed: EngineSpeed) -> None:
+    def set_prior(self, speed: EngineSpeed) -> None:
         """Take the speed that an engine measured at its start as the prior of all workers, until requests are
         measured."""
         if speed.prefill_s_per_token <= 0 or speed == self.speed:

@@ -48,7 +48,7 @@ class Hits:
                     break
         return found
 
-    def most(self, max_workers: int) -> dict[str, int]:
+    def longest_hits(self, max_workers: int) -> dict[str, int]:
         """Leading blocks by worker, for the `max_workers` workers that hold most. Workers with equal hits take turns,
         so that a few of them do not get the whole load of a common prefix."""
         found: dict[str, int] = {}
@@ -59,10 +59,10 @@ class Hits:
                 found[worker_id] = depth
         return found
 
-    def most_of_each(
+    def longest_hits_by_kind(
         self, max_workers: int, one: Collection[str], other: Collection[str]
     ) -> tuple[dict[str, int], dict[str, int]]:
-        """`most` for each of two kinds of workers, in one walk over all holders."""
+        """`longest_hits` for each of two kinds of workers, in one walk over all holders."""
         ones: dict[str, int] = {}
         others: dict[str, int] = {}
         for depth, mask in self._levels:
@@ -197,7 +197,7 @@ class PrefixIndex:
 
     def match(self, keys: Sequence[int], max_workers: int = 8) -> dict[str, int]:
         """Leading blocks by worker, for the (at most `max_workers`) workers that hold most."""
-        return self.look_up(keys).most(max_workers)
+        return self.look_up(keys).longest_hits(max_workers)
 
     def holders(self, mask: int) -> list[str]:
         """The workers of a mask, at most `MAX_HOLDERS`. With more than four, each call begins with another one."""

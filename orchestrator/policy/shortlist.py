@@ -1,8 +1,8 @@
 """The few workers of a large fleet that a decode choice has to consider, kept sorted as loads change.
 
-`KVBlocks` ranks a worker by a part that is the same for all requests (its standing), a part that is the same for all
-workers with equal pools, and the request's prefix hit. So its choice is among the workers with the best standing of
-each pool size and the workers with a hit, and the policies see only those.
+`KVBlocks` ranks a worker by its static score, which is the same for all requests, by a part that is the same for all
+workers with equal pools, and by the request's prefix hit. So its choice is among the workers with a hit and those with
+the best static score of each pool size. The policies see only those.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from orchestrator.policy.candidate import Candidate
 
-_Entry = tuple[float, int, Candidate]  # (negative standing, version, candidate); every version is unique
+_Entry = tuple[float, int, Candidate]  # (negative static score, version, candidate); every version is unique
 
 
 # With fewer workers it is as fast to rank all of them, and exact also where pools differ in size by a few percent.
@@ -28,8 +28,8 @@ class Shortlist:
     Pools of nearly equal size share a class and count as equal here; the policy then compares the workers exactly.
     """
 
-    def __init__(self, standing: Callable[[Candidate], float], per_class: int = 4) -> None:
-        self._standing = standing
+    def __init__(self, static_score: Callable[[Candidate], float], per_class: int = 4) -> None:
+        self._static_score = static_score
         self._per_class = per_class
         self._current: dict[str, _Entry] = {}  # by worker
         self._classes: dict[int, list[_Entry]] = {}
@@ -41,7 +41,7 @@ class Shortlist:
     def update(self, candidate: Candidate) -> None:
         """Add a worker, or replace its load."""
         self.remove(candidate.worker_id)
-        entry = (-self._standing(candidate), next(self._versions), candidate)
+        entry = (-self._static_score(candidate), next(self._versions), candidate)
         self._current[candidate.worker_id] = entry
         insort(self._classes.setdefault(_size_class(candidate.blocks_total), []), entry)
 

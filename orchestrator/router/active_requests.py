@@ -39,7 +39,7 @@ class ActiveRequests:
         log.log(
             logging.WARNING if failure.by_client else logging.ERROR,
             "request %s failed: %s",
-            active.asked.label,
+            active.parsed.label,
             failure.why,
         )
         self.batches.put_nowait(Batch([self._codec.failure(active.id, failure)], time.monotonic()))
@@ -57,5 +57,5 @@ class ActiveRequests:
         line = describe(active, now)
         self._recent.ended(line, now)
         log_ended(line)
-        if active.asked.tell is not None:
-            active.asked.tell(line)
+        if active.parsed.on_request_ended is not None:
+            active.parsed.on_request_ended(line)

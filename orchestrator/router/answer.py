@@ -20,7 +20,7 @@ from orchestrator.wire.messages import MessageError, Prefilled
 log = logging.getLogger("pd.router")
 
 
-class Verdict(enum.Enum):
+class OutputAction(enum.Enum):
     """What to do with one output of a decode worker."""
 
     DELIVER = enum.auto()
@@ -59,35 +59,35 @@ class Answers:
     def _may_come_early(self, active: ActiveRequest) -> bool:
         """Whether decode will sample the same token, more tokens follow, nothing was sent yet, and another attempt
         could continue if decode's token differs after all."""
-        asked = active.asked
+        parsed = active.parsed
         return (
             self._early_first_token
-            and asked.early_token
-            and asked.resumable
-            and asked.info.max_new_tokens > 1
+            and parsed.early_token
+            and parsed.resumable
+            and parsed.info.max_new_tokens > 1
             and active.state is State.TRANSFERRING
             and not active.answer.tokens
         )
 
-    def go_on(self, answer: Answer, output: Any, now: float) -> None:
+    def record_output(self, answer: Answer, output: Any, now: float) -> None:
         """Record an output after the attempt's first token."""
-        answer.heard_at = now
+        answer.last_output_at = now
         answer.tokens.extend(output.new_token_ids)
 
-    def from_decode(self, active: ActiveRequest, output: Any, now: float) -> Verdict:
+    def from_decode(self, active: ActiveRequest, output: Any, now: float) -> OutputAction:
         """Record an output of the decode worker up to the attempt's first token. Removes the first token from `output`
         if the client has it already."""
         answer = active.answer
-        answer.heard_at = now
+        answer.last_output_at = now
         if output.new_token_ids and answer.early_token is not None:
             if output.new_token_ids[0] != answer.early_token:
                 metrics.first_token_mismatches.inc()
-                return Verdict.DIVERGED
+                return OutputAction.DIVERGED
             answer.early_token = None
             self._codec.drop_first(output)
             answer.decoding_at = answer.decoding_at or now
             if not output.new_token_ids and output.finish_reason is None:
-                return Verdict.KNOWN
+                return OutputAction.KNOWN
         if output.new_token_ids and not answer.tokens and (prefill := active.prefill) is not None:
             if prefill.ended_at is not None or answer.held_since:
                 # Without `Prefilled` the counts are unknown, and a cache hit must not be counted as created.
@@ -96,4 +96,4 @@ class Answers:
             answer.decoding_at = answer.decoding_at or now
             answer.first_token_at = answer.first_token_at or now
             answer.tokens.extend(output.new_token_ids)
-        return Verdict.DELIVER
+        return OutputAction.DELIVER

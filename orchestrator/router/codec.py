@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from orchestrator.router.request import Asked, Failure
+from orchestrator.router.request import Failure, ParsedRequest
 
 
 class Batch(msgspec.Struct):
@@ -22,7 +22,7 @@ class Batch(msgspec.Struct):
 class Codec(Protocol):
     """What the router needs to know of the engine's request and output types."""
 
-    def read(self, request: Any, block_size: int) -> Asked:
+    def read(self, request: Any, block_size: int) -> ParsedRequest:
         """The client's request. `block_size` (tokens): with 0 no prefix keys are made. Raises errors that the server
         answers with 4xx for a request that a fleet cannot serve."""
         ...

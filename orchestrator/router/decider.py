@@ -39,11 +39,11 @@ class Decider:
         self._fleet, self._queue, self._prefixes = fleet, queue, prefixes
         self._policies, self._predictor = Policies(config, choose, learning.predictor), learning.predictor
 
-    def closed(self) -> Reject | None:
+    def fleet_rejection(self) -> Reject | None:
         """Why no request at all can be taken now; None if one can."""
         return reject_all(self._fleet.candidates().decode, self._prefill_pool(), self._routing, self._predictor)
 
-    def will_pass(self, rejected: Reject) -> bool:
+    def is_temporary(self, rejected: Reject) -> bool:
         """Whether the rejection will pass by itself: the launcher gives a live worker the decode role."""
         able = (view.info.can_be(Role.DECODE) for view in self._fleet.workers.values())
         return rejected.reason == "no_decode_worker" and any(able)
@@ -52,15 +52,15 @@ class Decider:
         """Where this attempt goes. A retry is never refused for its predicted latency: it was accepted once."""
         if not self._fleet.ready(Role.DECODE):  # a short cut, since all waiting requests ask again and again
             return Reject("no_decode_worker", RETRY_AFTER_S)
-        info = active.asked.info
-        if active.local_because is not None and info.local_only is None:
-            info = msgspec.structs.replace(info, local_only=active.local_because)
-        hits = self._prefixes.look_up(active.asked.prefix_keys)
+        info = active.parsed.info
+        if active.local_reason is not None and info.local_only is None:
+            info = msgspec.structs.replace(info, local_only=active.local_reason)
+        hits = self._prefixes.look_up(active.parsed.prefix_keys)
         candidates = self._fleet.candidates(active.avoid, hits)
         cached_at_prefill = candidates.cached_at_prefill
         pool = self._prefill_pool(max(cached_at_prefill.values(), default=0))
-        ruling = self._policies.decide(info, candidates.decode, pool, admission=active.attempt == 1)
-        decision = ruling.decision
+        placement = self._policies.decide(info, candidates.decode, pool, admission=active.attempt == 1)
+        decision = placement.decision
         if isinstance(decision, Reject):
             return decision
         uncached_tokens = max(1, info.prompt_tokens - pool.cached_tokens)
@@ -74,10 +74,10 @@ class Decider:
                 cached_tokens,
                 at_prefill_tokens=uncached_tokens,
                 at_decode_tokens=at_decode,
-                delay_s=self._policies.engine_delay_s(info, info.prompt_tokens - cached_tokens, ruling.late),
+                delay_s=self._policies.engine_delay_s(info, info.prompt_tokens - cached_tokens, placement.late),
             )
         backlog_s = self._predictor.backlog_s(pool.queue, pool.workers_ready) if pool.queue is not None else 0.0
-        job = self._job(active, uncached_tokens, cached_at_prefill, ruling.late)
+        job = self._job(active, uncached_tokens, cached_at_prefill, placement.late)
         return Placed(
             decision.reason,
             uncached_tokens,
@@ -103,17 +103,17 @@ class Decider:
         return [active for active, _, _ in found]
 
     def _waiting(self, active: ActiveRequest, uncached_tokens: int) -> Waiting:
-        candidates = self._fleet.candidates(active.avoid, self._prefixes.look_up(active.asked.prefix_keys))
+        candidates = self._fleet.candidates(active.avoid, self._prefixes.look_up(active.parsed.prefix_keys))
         cached_tokens = max(candidates.cached_at_prefill.values(), default=0)
-        return Waiting(active.asked.info, uncached_tokens, candidates.decode, cached_tokens)
+        return Waiting(active.parsed.info, uncached_tokens, candidates.decode, cached_tokens)
 
     def bind(self, active: ActiveRequest, generation: int) -> Candidate | None:
         """The decode worker for a request whose prefill begins now on a prefill worker of this generation, by the
         latest loads and prefix hits. None if the generation has no decode worker."""
-        asked = active.asked
-        hits = self._prefixes.look_up(asked.prefix_keys)
+        parsed = active.parsed
+        hits = self._prefixes.look_up(parsed.prefix_keys)
         candidates = self._fleet.candidates(active.avoid, hits, generation).decode
-        return (self._policies.choose(asked.info, candidates) or candidates[0]) if candidates else None
+        return (self._policies.choose(parsed.info, candidates) or candidates[0]) if candidates else None
 
     def _prefill_pool(self, cached_tokens: int = 0) -> PrefillView:
         return PrefillView(self._fleet.ready(Role.PREFILL), self._queue.depth, cached_tokens)
@@ -121,7 +121,7 @@ class Decider:
     def _job(
         self, active: ActiveRequest, uncached_tokens: int, cached_at_prefill: Mapping[str, int], late: bool
     ) -> PrefillJob:
-        info = active.asked.info
+        info = active.parsed.info
         return PrefillJob(
             request_id=info.id,
             attempt=active.attempt,
@@ -129,7 +129,7 @@ class Decider:
             uncached_tokens=uncached_tokens,
             arrived_at=info.arrived_at,
             reply_to=self._frontend_id,
-            body=pack_frames(active.asked.frames),
+            body=pack_frames(active.parsed.frames),
             delay_s=self._policies.delay_s(info, uncached_tokens, late),
             cached=dict(cached_at_prefill),
         )

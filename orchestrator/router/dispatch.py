@@ -40,10 +40,10 @@ class Dispatch:
     def send(self, active: ActiveRequest, worker_id: str, to: State) -> bool:
         """Submit the request to a decode worker, and move it to state `to`. False if the worker cannot be reached; the
         request then avoids that worker."""
-        view, asked = self._fleet.workers[worker_id], active.asked
+        view, parsed = self._fleet.workers[worker_id], active.parsed
         source = active.prefill.source if active.prefill is not None else None
         there = view.candidate
-        context_tokens = asked.info.prompt_tokens + len(active.answer.tokens)
+        context_tokens = parsed.info.prompt_tokens + len(active.answer.tokens)
         cached_tokens = active.cached_tokens if source is None else 0
         compute_tokens = max(1, context_tokens - cached_tokens) if source is None else 0
         delay_s = active.placed.delay_s if active.placed is not None else 0.0
@@ -52,7 +52,7 @@ class Dispatch:
             request_id=active.id,
             attempt=active.attempt,
             sequence=view.note_placed(context_tokens, compute_tokens),
-            prompt_tokens=asked.info.prompt_tokens,
+            prompt_tokens=parsed.info.prompt_tokens,
             kv_source=source,
             resume_tokens=active.answer.tokens,
             cached_tokens=cached_tokens,
@@ -60,8 +60,8 @@ class Dispatch:
             suspect=active.suspect,
             behind_s=delay_s - (now - active.accepted_at),
         )
-        if not self._transport.send(worker_id, submit, asked.frames):
-            active.shun(worker_id)
+        if not self._transport.send(worker_id, submit, parsed.frames):
+            active.avoid_worker(worker_id)
             view.note_unsent()
             view.connected = False
             return False

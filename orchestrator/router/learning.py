@@ -21,8 +21,8 @@ class Learning:
 
     def arrived(self, request: ActiveRequest, block_size: int) -> None:
         """Count a request that was placed or refused. Call it once per request."""
-        info, placed = request.asked.info, request.placed
-        shared = self.reuse.arrived(info.prompt_tokens, request.asked.prefix_keys, block_size, request.accepted_at)
+        info, placed = request.parsed.info, request.placed
+        shared = self.reuse.arrived(info.prompt_tokens, request.parsed.prefix_keys, block_size, request.accepted_at)
         expected = self.predictor.output_tokens
         output_tokens = min(info.max_new_tokens, expected) if info.max_new_tokens else expected
         most = max(1, info.prompt_tokens - shared)
@@ -30,7 +30,7 @@ class Learning:
         at_decode = min(most, placed.at_decode_tokens) if placed is not None else most
         self.offered += Offered.one(at_prefill, at_decode, output_tokens)
 
-    def turned_away(self) -> None:
+    def refused_unread(self) -> None:
         """Count a request that was refused before it was read, as one of mean size."""
         so_far = self.offered
         count = max(1, so_far.requests)
@@ -59,13 +59,13 @@ class Learning:
     def prefilled(self, request: ActiveRequest, worker: WorkerView | None) -> None:
         """Record a prefill by the worker's own rate: a request's time includes the other prompts of its batch."""
         tokens_per_s = worker.load.prefill_tokens_per_s if worker is not None and worker.load is not None else 0.0
-        computed = request.asked.info.prompt_tokens - request.cached_tokens
+        computed = request.parsed.info.prompt_tokens - request.cached_tokens
         if worker is not None and computed > 0 and tokens_per_s > 0:
             self.predictor.observe_prefill(worker.info.id, computed, computed / tokens_per_s)
 
     def first_token(self, request: ActiveRequest, now: float) -> None:
         """Record the decode engine's first token. Call it before the request moves to DECODING."""
-        decode, prompt_tokens = request.decode, request.asked.info.prompt_tokens
+        decode, prompt_tokens = request.decode, request.parsed.info.prompt_tokens
         if decode is None or request.attempt > 1:
             return  # a retry's times are not those of a healthy request
         if request.state is State.LOCAL:
@@ -83,5 +83,5 @@ class Learning:
         self._choose.expect_output(self.predictor.output_tokens)
         if count > 1 and answer.decoding_at is not None and request.decode_worker and request.attempt == 1:
             tpot_s = (now - answer.decoding_at) / (count - 1)
-            beside = request.decode.beside if request.decode is not None else 0
-            self.predictor.observe_itl(request.decode_worker, tpot_s, beside + 1)
+            concurrent_requests = request.decode.concurrent_requests if request.decode is not None else 0
+            self.predictor.observe_itl(request.decode_worker, tpot_s, concurrent_requests + 1)

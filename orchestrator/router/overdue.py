@@ -18,7 +18,7 @@ from orchestrator.types import JobState
 WITH_A_WORKER = (State.TRANSFERRING, State.LOCAL, State.DECODING)
 # A worker reports a claim within milliseconds. After this time a missing job is lost, and so is an unreported claim.
 UNHEARD_S = 1.0
-MAX_LOOKS = 64  # jobs looked up at a time: the ones that wait longest
+MAX_LOOKUPS = 64  # jobs looked up at a time: the ones that wait longest
 # Most of a prompt's KV has arrived when its prefill ends. If the rest takes longer than this, and longer than computing
 # the prompt again would, the link is probably cut.
 LATE_KV_S = 3.5
@@ -42,7 +42,7 @@ class Overdue:
         """Check all deadlines but that of unreported claims. Time before `resumed_at`, when a pause ended, does not
         count."""
         for active in self._requests.all():
-            heard_at = max(active.heard_at, resumed_at)
+            last_output_at = max(active.last_output_at, resumed_at)
             if active.state is State.QUEUED and now - max(active.moved_at, resumed_at) > self._routing.claim_timeout_s:
                 self._recovery.retry(active, "claim_timeout")
             elif active.state is State.TRANSFERRING and self._fleet.is_quiet(active.prefill_worker):
@@ -51,13 +51,13 @@ class Overdue:
                 self._recovery.retry(active, "prefill_worker_lost", charge=False)
             elif active.state is State.TRANSFERRING and self._kv_is_late(active, now, resumed_at):
                 self._recovery.retry(active, "kv_late")
-            elif active.state in WITH_A_WORKER and now - heard_at > self._routing.stall_timeout_s:
+            elif active.state in WITH_A_WORKER and now - last_output_at > self._routing.stall_timeout_s:
                 self._recovery.retry(active, "stalled", avoid=active.decode_worker)
 
     async def check_queue(self, now: float) -> None:
         """Retry requests whose job Redis has lost, and those whose prefill worker does not report its claim."""
         waiting = [active for active in self._requests.all() if active.state is State.QUEUED]
-        waiting = sorted(waiting, key=lambda active: active.moved_at)[:MAX_LOOKS]
+        waiting = sorted(waiting, key=lambda active: active.moved_at)[:MAX_LOOKUPS]
         overdue = {active.id: active.attempt for active in waiting if now - active.moved_at > UNHEARD_S}
         states = await self._queue.states(list(overdue)) if overdue else {}
         claimed = set()
@@ -78,7 +78,7 @@ class Overdue:
         view = self._fleet.workers.get(active.decode_worker or "")
         if active.prefill is None or active.prefill.ended_at is None or view is None or view.load is None:
             return False
-        tokens = active.asked.info.prompt_tokens
+        tokens = active.parsed.info.prompt_tokens
         has_room = view.load.running < view.info.max_num_seqs
         has_room = has_room and view.load.blocks_free * view.info.identity.block_size >= tokens
         waited_s = now - max(active.prefill.ended_at, resumed_at)

@@ -32,7 +32,7 @@ class Placer:
                 active.placed = placed
                 if await self._carry_out(active, placed):
                     metrics.placements.labels(placed.decision, placed.reason).inc()
-            elif time.monotonic() >= deadline or not (wait_for_room or self._decider.will_pass(placed)):
+            elif time.monotonic() >= deadline or not (wait_for_room or self._decider.is_temporary(placed)):
                 return placed
             else:
                 await asyncio.sleep(PLACE_AGAIN_INTERVAL_S)
@@ -48,7 +48,7 @@ class Placer:
         refused = await self._dispatch.enqueue(placed.job)
         if refused is not None:
             if active.state is State.QUEUED and active.attempt == placed.job.attempt:
-                active.local_because = refused
+                active.local_reason = refused
                 active.move(State.PLACING)
             return False
         if active.ended:

@@ -46,7 +46,7 @@ class Recovery:
             return
         again = avoid in active.avoid
         if avoid is not None:
-            active.shun(avoid)
+            active.avoid_worker(avoid)
         active.next_attempt(why)
         # A leaving worker is chosen twice only if there is no other one and its new state is not known here yet.
         self._dispatch.background(self._place_again(active, LEAVING_S if again and not charge else 0.0))
@@ -90,7 +90,7 @@ class Recovery:
                 said = f"it crashed {active.crashes} engines, the last on {there}: {crash.why}"
                 self.fail_withdrawn(active, Failure(said))
             elif self._give_up(active, "engine_crashed"):
-                active.shun(there)  # has no effect if that worker prefilled
+                active.avoid_worker(there)  # has no effect if that worker prefilled
                 active.next_attempt("engine_crashed")
                 if suspected:
                     self._quarantine.add(active)
@@ -98,7 +98,7 @@ class Recovery:
                     self._dispatch.background(self._place_again(active))
         self._release_next()
 
-    def harmless(self, active: ActiveRequest) -> None:
+    def clear_suspect(self, active: ActiveRequest) -> None:
         """It has produced a token or has ended, so it does not crash its engine."""
         if active.crashes and self._quarantine.cleared(active):
             self._release_next()
@@ -120,7 +120,7 @@ class Recovery:
         metrics.retries.labels(why).inc()
         active.retries.append(why)
         self._dispatch.withdraw(active)
-        if active.answer.tokens and not active.asked.resumable:
+        if active.answer.tokens and not active.parsed.resumable:
             self._fail(active, f"its worker was lost ({why}) and its output cannot be continued elsewhere")
             return False
         return True
@@ -135,7 +135,7 @@ class Recovery:
             if rejected is not None:
                 self._fail(active, f"no decode worker took it over within its deadline ({rejected.reason})")
         except Exception:
-            log.exception("request %s could not be placed again", active.asked.label)
+            log.exception("request %s could not be placed again", active.parsed.label)
             if not active.ended:  # nothing else would ever end it
                 self._fail(active, "placing it again met a defect")
 
@@ -144,4 +144,4 @@ class Recovery:
 
     def _end_as(self, active: ActiveRequest, failure: Failure) -> None:
         self._requests.fail(active, failure)
-        self.harmless(active)
+        self.clear_suspect(active)

@@ -66,7 +66,7 @@ class Failure(msgspec.Struct, frozen=True):
     by_client: bool = False
 
 
-class Asked(msgspec.Struct, frozen=True):
+class ParsedRequest(msgspec.Struct, frozen=True):
     """The client's request. Made once, by the codec."""
 
     info: RequestInfo
@@ -76,7 +76,7 @@ class Asked(msgspec.Struct, frozen=True):
     early_token: bool  # the client streams, and both engines sample the same first token
     prefix_keys: list[int]  # of the prompt's blocks; empty where the prompt shares no prefix
     received_at: float = 0.0  # at the frontend, unix seconds; 0 if unknown
-    tell: Callable[[RequestLine], None] | None = None  # called with the log line when the request has ended
+    on_request_ended: Callable[[RequestLine], None] | None = None  # called with the log line when the request has ended
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -129,7 +129,7 @@ class Submitted(msgspec.Struct, frozen=True):
     worker_id: str
     at: float
     ahead_tokens: int  # prompt tokens that waited there when it was sent
-    beside: int  # requests that were there when it was sent
+    concurrent_requests: int  # requests that were there when it was sent
 
 
 @dataclass(slots=True)
@@ -140,7 +140,7 @@ class Answer:
     early_token: int | None = None  # the prefill engine's token, until the decode engine has sampled the same one
     first_token_at: float | None = None  # when the client's first token came
     decoding_at: float | None = None  # when the decode engine's first token came
-    heard_at: float = 0.0  # when the last output of a decode worker came
+    last_output_at: float = 0.0  # when the last output of a decode worker came
     held: list[Any] = field(default_factory=list)  # decode's outputs that wait for `Prefilled`
     held_since: float = 0.0
 
@@ -149,7 +149,7 @@ class Answer:
 class ActiveRequest:
     """A request and its current attempt. Its own fields are written by `router`."""
 
-    asked: Asked
+    parsed: ParsedRequest
     accepted_at: float
     state: State = State.PLACING
     attempt: int = 1
@@ -160,14 +160,14 @@ class ActiveRequest:
     prefill: Prefilling | None = None
     decode: Submitted | None = None
     answer: Answer = field(default_factory=Answer)
-    local_because: str | None = None  # why this attempt must be prefilled locally
+    local_reason: str | None = None  # why this attempt must be prefilled locally
     avoid: dict[str, None] = field(default_factory=dict)  # decode workers that refused or lost it, the latest last
     retries: list[str] = field(default_factory=list)  # why each attempt but the first began
     moved_at: float = field(default_factory=time.monotonic)  # when its present state began
 
     @property
     def id(self) -> str:
-        return self.asked.info.id
+        return self.parsed.info.id
 
     @property
     def ended(self) -> bool:
@@ -194,9 +194,9 @@ class ActiveRequest:
         return self.placed.cached_tokens if self.placed is not None else 0
 
     @property
-    def heard_at(self) -> float:
+    def last_output_at(self) -> float:
         """When the decode worker last sent an output, or, before that, when the attempt was sent there."""
-        return max(self.decode.at if self.decode is not None else 0.0, self.answer.heard_at)
+        return max(self.decode.at if self.decode is not None else 0.0, self.answer.last_output_at)
 
     def move(self, to: State) -> None:
         """Raises IllegalTransition."""
@@ -204,7 +204,7 @@ class ActiveRequest:
             raise IllegalTransition(f"request {self.id}: {self.state.value} -> {to.value} is not a legal move")
         self.state, self.moved_at = to, time.monotonic()
 
-    def shun(self, worker_id: str) -> None:
+    def avoid_worker(self, worker_id: str) -> None:
         """Avoid this decode worker from now on. If all are avoided, the one avoided longest ago is used."""
         self.avoid.pop(worker_id, None)
         self.avoid[worker_id] = None
@@ -213,6 +213,6 @@ class ActiveRequest:
         """Go back to PLACING and drop the results of the failed attempt. The next attempt is prefilled locally."""
         self.move(State.PLACING)
         self.attempt += 1
-        self.local_because = self.local_because or why
+        self.local_reason = self.local_reason or why
         self.placed = self.prefill = self.decode = self.answer.early_token = None
         self.answer.held = []

@@ -19,19 +19,19 @@ def _ms(seconds: float | None) -> float | None:
 
 def describe(request: ActiveRequest, now: float) -> RequestLine:
     """The line of a request that has just ended. `now`: the router's monotonic clock, seconds."""
-    asked, answer = request.asked, request.answer
+    parsed, answer = request.parsed, request.answer
     placed, prefill, decode = request.placed, request.prefill, request.decode
     first, decoding = answer.first_token_at, answer.decoding_at
     ended = prefill.ended_at if prefill is not None else None
     local_prefill_s = first - decode.at if first and decode is not None else None
     accepted_at = time.time() - (now - request.accepted_at)  # unix seconds
-    received_at = asked.received_at or accepted_at
+    received_at = parsed.received_at or accepted_at
     return RequestLine(
-        id=asked.label,
+        id=parsed.label,
         outcome=request.state.value,
         decision=placed.decision if placed is not None else "",
         reason=placed.reason if placed is not None else "",
-        prompt_tokens=asked.info.prompt_tokens,
+        prompt_tokens=parsed.info.prompt_tokens,
         output_tokens=len(answer.tokens),
         attempts=request.attempt,
         decode_worker=request.decode_worker,

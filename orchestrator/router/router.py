@@ -21,7 +21,7 @@ from orchestrator.policy.candidate import DecodeChoice
 from orchestrator.policy.policies import RECALL_S
 from orchestrator.policy.predict import Predictor
 from orchestrator.router.active_requests import ActiveRequests
-from orchestrator.router.answer import Answers, Verdict
+from orchestrator.router.answer import Answers, OutputAction
 from orchestrator.router.codec import Batch, Codec
 from orchestrator.router.decider import Decider
 from orchestrator.router.dispatch import Dispatch
@@ -83,15 +83,15 @@ class Router:
 
     def check_admission(self) -> None:
         """Raises Overloaded when no request at all can be taken, so that the server can refuse before it responds."""
-        if (rejected := self._decider.closed()) is not None and not self._decider.will_pass(rejected):
+        if (rejected := self._decider.fleet_rejection()) is not None and not self._decider.is_temporary(rejected):
             metrics.placements.labels("reject", rejected.reason).inc()
-            self.learning.turned_away()
+            self.learning.refused_unread()
             raise Overloaded(rejected)
 
     async def submit(self, request: Any) -> None:
         """Take an engine request; its outputs appear in `batches`. Raises Overloaded and what `Codec.read` raises."""
-        asked = self._codec.read(request, 0 if self._prefixes.empty else self._fleet.block_size)
-        active = ActiveRequest(asked, accepted_at=time.monotonic())
+        parsed = self._codec.read(request, 0 if self._prefixes.empty else self._fleet.block_size)
+        active = ActiveRequest(parsed, accepted_at=time.monotonic())
         self._requests.add(active)
         try:
             rejected = await self._placer.place(active)
@@ -125,7 +125,7 @@ class Router:
         if self._fleet.pause.frozen:
             return
         resumed_at = self._fleet.pause.ended_at
-        self.learning.predictor.know(self._fleet.speed)
+        self.learning.predictor.set_prior(self._fleet.speed)
         self._check_claimers()
         for active in self._requests.all():
             if active.answer.held and now - active.answer.held_since > HELD_S:
@@ -205,7 +205,7 @@ class Router:
             self._recovery.retry(active, "prefill_failed")
 
     def _on_rejected(self, active: ActiveRequest, rejected: Rejected) -> None:
-        log.warning("worker %s rejected request %s: %s", rejected.worker_id, active.asked.label, rejected.why)
+        log.warning("worker %s rejected request %s: %s", rejected.worker_id, active.parsed.label, rejected.why)
         if rejected.final:  # every worker would refuse this request
             self._recovery.fail_withdrawn(active, Failure(rejected.why, by_client=True))
         else:
@@ -252,9 +252,9 @@ class Router:
         if active.state is not State.DECODING:
             return self._begin(active, output, now)
         if output.new_token_ids:
-            self.recent.itl.add(now - active.answer.heard_at)
+            self.recent.itl.add(now - active.answer.last_output_at)
             self.recent.output_tokens += len(output.new_token_ids)
-        self._answers.go_on(active.answer, output, now)
+        self._answers.record_output(active.answer, output, now)
         if output.finish_reason is not None:
             self._end(active, State.FINISHED)
         return True
@@ -264,8 +264,8 @@ class Router:
         began = bool(output.new_token_ids)
         first = began and active.answer.decoding_at is None
         had_first = active.answer.first_token_at is not None
-        verdict = self._answers.from_decode(active, output, now)
-        if verdict is Verdict.DIVERGED:
+        action = self._answers.from_decode(active, output, now)
+        if action is OutputAction.DIVERGED:
             self._recovery.diverged(active)
             return False
         if not had_first and active.answer.first_token_at is not None:
@@ -277,13 +277,13 @@ class Router:
                 metrics.kv_exposed_s.observe(now - active.prefill.ended_at)
             if active.prefill is not None and active.decode_worker is not None:
                 pair = active.prefill.worker_id, active.decode_worker
-                self.recent.transferred[pair] += active.asked.info.prompt_tokens
+                self.recent.transferred[pair] += active.parsed.info.prompt_tokens
         if began:
             active.move(State.DECODING)
-            self._recovery.harmless(active)
-        if verdict is Verdict.DELIVER and output.finish_reason is not None:
+            self._recovery.clear_suspect(active)
+        if action is OutputAction.DELIVER and output.finish_reason is not None:
             self._end(active, State.FINISHED)
-        return verdict is Verdict.DELIVER
+        return action is OutputAction.DELIVER
 
     def _on_lost_outputs(self, worker_id: str, error: MessageError) -> None:
         """Retry all requests of the worker: whose tokens are lost is unknown, and an answer must not have a gap."""
@@ -315,10 +315,10 @@ class Router:
     def worker_quiet(self, worker_id: str) -> None:
         """Move requests away from a worker that is slow, stopped or cut off. Those that no other worker can continue
         wait for it to come back."""
-        others = self._fleet.others_than(worker_id)
+        others = self._fleet.has_other_decode_worker(worker_id)
         for active in self._requests.all():
             if active.decode_worker == worker_id and others:
-                if active.asked.resumable or not active.answer.tokens:
+                if active.parsed.resumable or not active.answer.tokens:
                     self._recovery.retry(active, "decode_worker_quiet", avoid=worker_id, charge=False)
             elif active.state is State.TRANSFERRING and active.prefill_worker == worker_id:
                 self._recovery.retry(active, "prefill_worker_quiet", charge=False)
@@ -346,4 +346,4 @@ class Router:
 
     def _end(self, active: ActiveRequest, state: State) -> None:
         self._requests.end(active, state)
-        self._recovery.harmless(active)
+        self._recovery.clear_suspect(active)

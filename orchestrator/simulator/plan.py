@@ -17,7 +17,7 @@ from orchestrator.simulator.settings import CONDITIONAL, Settings, stack
 from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.trace import Load, at_rate
 
-MOST_SPLITS = 17  # to simulate; larger fleets get an evenly spread subset
+MAX_SPLITS = 17  # to simulate; larger fleets get an evenly spread subset
 FIELD_WAYS = (
     "field:round_robin",
     "field:least_requests",
@@ -81,7 +81,7 @@ class Question(msgspec.Struct, frozen=True):
 
 def splits(workers: int) -> list[int]:
     """Numbers of prefill workers to try, from none to all but one."""
-    count = min(workers, MOST_SPLITS)
+    count = min(workers, MAX_SPLITS)
     return sorted({round(n * (workers - 1) / max(1, count - 1)) for n in range(count)})
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.candidate import Candidate
-from orchestrator.policy.claims import choose_claims, claim_budget, share_of
+from orchestrator.policy.claims import choose_claims, claim_budget, fair_share_tokens
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.placement import Local, PrefillView, Reject
 from orchestrator.policy.policies import Policies, Waiting
@@ -45,7 +45,7 @@ class Router:
         self.choose = decode_choice(config.routing.decode_choice, settings.seed)
         self.choose_prefill = decode_choice(config.routing.decode_choice, settings.seed + 1)
         self.predictor = Predictor(config.queue.seconds_per_token)
-        self.predictor.know(profile.speed)
+        self.predictor.set_prior(profile.speed)
         self.policies = Policies(msgspec.structs.replace(config, slo=self.slo), self.choose, self.predictor)
         self.decode = PoolView(self.choose)
         self.prefill = PoolView(self.choose_prefill)
@@ -263,7 +263,7 @@ class Router:
                         elsewhere = tokens
             window.append(WindowJob(str(number), score, job.prompt_tokens, now - job.enqueued_at, here, elsewhere))
         others = sum(other.pending_tokens == 0 and other is not worker for other in self.prefill.workers())
-        share = share_of(self.queue_tokens, others)
+        share = fair_share_tokens(self.queue_tokens, others)
         chosen = choose_claims(window, budget, worker.pending_tokens == 0, self.predictor.s_per_token, affinity, share)
         by_id = {str(number): (score, number, job) for score, number, job in head}
         for job_id in chosen:

@@ -39,7 +39,7 @@ class PoolView:
 
     def __init__(self, choose: DecodeChoice) -> None:
         self._entries: dict[str, _Entry] = {}
-        self._shortlist = Shortlist(choose.standing) if choose.standing is not None else None
+        self._shortlist = Shortlist(choose.static_score) if choose.static_score is not None else None
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -108,8 +108,8 @@ async def test_a_fleet_is_paused_as_one_engine_for_every_frontend(redis_server: 
         asked = [asyncio.create_task(c.ask([i, *range(300 * i)], tokens)) for i, c in enumerate((client, other))]
         await until(lambda: client.connection.router.requests and other.connection.router.requests, "both asked")
         await client.connection.pause.begin(mode, clear_cache=False)
-        assert client.connection.pause.on
-        await until(lambda: other.connection.pause.on, "the other frontend knows")
+        assert client.connection.pause.active
+        await until(lambda: other.connection.pause.active, "the other frontend knows")
         paused = await client.connection.calls.call("is_scheduler_paused", [])
         assert paused is True
         if mode == "wait":
@@ -119,7 +119,7 @@ async def test_a_fleet_is_paused_as_one_engine_for_every_frontend(redis_server: 
         await other.connection.pause.end()
         await asyncio.gather(*asked)
         await client.ask([9, *range(300)], 5)
-        assert not client.connection.pause.on
+        assert not client.connection.pause.active
         await workers.assert_no_leaks()
         await client.close()
         await other.close()
@@ -135,7 +135,7 @@ async def test_who_joins_a_paused_fleet_is_paused_and_resumes_with_it(redis_serv
         (client, other), *first = await fleet(workers)
         known = other.connection.fleet
         await client.connection.pause.begin("keep", clear_cache=False)
-        await until(lambda: other.connection.pause.on, "the other frontend knows")
+        await until(lambda: other.connection.pause.active, "the other frontend knows")
         await client.close()
         joined = await workers.start(Role.DECODE)
         async with asyncio.timeout(20):
@@ -145,19 +145,19 @@ async def test_who_joins_a_paused_fleet_is_paused_and_resumes_with_it(redis_serv
             worker.agent.request_stop(5.0)
             await worker.stopped()
         await until(lambda: list(known.workers) == [joined.id], "the first ones are gone")
-        assert other.connection.pause.on
+        assert other.connection.pause.active
         last = await workers.start(Role.DECODE)
         await until(lambda: last.id in known.workers and known.workers[last.id].connected, "the last has joined")
         async with asyncio.timeout(20):
             while not await engine_paused(last):
                 await asyncio.sleep(0.01)
         await other.connection.pause.end()
-        assert not other.connection.pause.on
+        assert not other.connection.pause.active
         assert not await engine_paused(joined) and not await engine_paused(last)
         await asyncio.gather(*(other.ask([i, 2, 3], 5) for i in range(8)))
         later = await workers.start(Role.DECODE)
         await until(lambda: later.id in known.workers and known.workers[later.id].connected, "one more has joined")
-        assert not other.connection.pause.on and not await engine_paused(later)
+        assert not other.connection.pause.active and not await engine_paused(later)
         await other.close()
 
 
@@ -182,7 +182,7 @@ async def test_a_worker_that_is_lost_meanwhile_keeps_no_fleet_from_pausing_or_re
         known.connected = False
         calls.worker_lost(decode.id)
         await changing
-        assert pause.on is pausing
+        assert pause.active is pausing
         with pytest.raises(CallFailed, match=f"{decode.id}: it is gone"):  # nobody tells it that later
             known.connected = True
             calling = asyncio.create_task(calls.call("reset_prefix_cache", []))
@@ -212,9 +212,9 @@ async def test_of_two_who_pause_at_once_one_is_told_so(redis_server: EmbeddedRed
         begun = [c.connection.pause.begin(mode, False) for c, mode in zip(clients, ("keep", "wait"), strict=True)]
         errors = [error for error in await asyncio.gather(*begun, return_exceptions=True) if error]
         assert all(isinstance(error, CallFailed) and "ask again" in str(error) for error in errors), errors
-        assert len(errors) < 2 and all(client.connection.pause.on for client in clients)
+        assert len(errors) < 2 and all(client.connection.pause.active for client in clients)
         await clients[0].connection.pause.end()
-        await until(lambda: not any(client.connection.pause.on for client in clients), "nobody is paused")
+        await until(lambda: not any(client.connection.pause.active for client in clients), "nobody is paused")
         await clients[1].ask([1, 2, 3], 5)
         for client in clients:
             await client.close()
@@ -246,7 +246,9 @@ async def test_a_pause_that_fails_pauses_nobody(redis_server: EmbeddedRedis, mon
         answering(prefill, monkeypatch, pause_scheduler=broken, resume_scheduler=None)
         with pytest.raises(CallFailed, match=f"set_pause: worker {prefill.id}: .*cannot"):
             await client.connection.pause.begin("abort", clear_cache=True)
-        await until(lambda: not client.connection.pause.on and not other.connection.pause.on, "nobody is paused")
+        await until(
+            lambda: not client.connection.pause.active and not other.connection.pause.active, "nobody is paused"
+        )
         await client.ask([1, 2, 3], 5)  # the decode worker's engine runs
         await client.close()
         await other.close()

@@ -153,7 +153,9 @@ async def test_a_reset_is_known_before_the_next_step(redis_server: EmbeddedRedis
         await client.ask(PROMPT, 4)
         await until(lambda: believes_all(client, *started) and not client.connection.prefixes.empty, "all events")
         await client.connection.calls.call("reset_prefix_cache", [])
-        await until(lambda: client.connection.prefixes.look_up(prefix_keys(PROMPT, 16)).most(8) == {}, "the reset")
+        await until(
+            lambda: client.connection.prefixes.look_up(prefix_keys(PROMPT, 16)).longest_hits(8) == {}, "the reset"
+        )
         long = placed("long_prompt")
         await client.ask(PROMPT, 4)
         assert placed("long_prompt") == long + 1

@@ -15,7 +15,7 @@ from orchestrator.simulator.trace import Arrival, Load
 
 _TIMEOUT_S = 10.0
 LATEST = 1000  # requests asked for
-LEAST = 20  # fewer say too little
+MIN_REQUESTS = 20  # fewer say too little
 _ASK_TIMES = 4  # per frontend: those that share a port answer by chance
 
 
@@ -29,8 +29,10 @@ def live_load(url: str) -> Load:
     Raises LiveError.
     """
     ended = [line for line in _ended(url) if line.get("output_tokens")]
-    if len(ended) < LEAST:
-        raise LiveError(f"{url}: {len(ended)} requests have ended there, at least {LEAST} are needed; or give --trace")
+    if len(ended) < MIN_REQUESTS:
+        raise LiveError(
+            f"{url}: {len(ended)} requests have ended there, at least {MIN_REQUESTS} are needed; or give --trace"
+        )
     first = min(line["arrived_at"] for line in ended)
     # What was cached need not be computed. Prompts that shared nothing are the nearest load that the log can tell.
     arrivals = [

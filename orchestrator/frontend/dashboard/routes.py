@@ -26,7 +26,7 @@ from orchestrator.store.steering import Steering
 from orchestrator.telemetry.recent import KEPT, Recent
 from orchestrator.types import Role
 
-_OTHER_SITE = (
+_CROSS_SITE = (
     "orders are taken from this server's own pages, not from another site's; pages under a host name need "
     "security.operator_key"
 )
@@ -133,8 +133,8 @@ def operator_routes(steering: Steering) -> APIRouter:
 
     def answering(kind: type[Any], carry_out: Callable[[Any], Awaitable[dict[str, Any]]]) -> Callable[..., Any]:
         async def answer(request: Request) -> Response:
-            if _from_another_site(request):
-                return _refuse(403, _OTHER_SITE)
+            if _is_cross_site(request):
+                return _refuse(403, _CROSS_SITE)
             try:
                 return JSONResponse(await carry_out(msgspec.json.decode(await _body(request), type=kind)))
             except msgspec.DecodeError as error:
@@ -160,7 +160,7 @@ async def _body(request: Request) -> bytes:
     return body
 
 
-def _from_another_site(request: Request) -> bool:
+def _is_cross_site(request: Request) -> bool:
     """Whether a page of another site sent the request. It must not steer the fleet through a visitor's browser.
 
     The owner of a host name can make it lead here after their page was loaded (DNS rebinding). A browser sends a key
@@ -171,11 +171,11 @@ def _from_another_site(request: Request) -> bool:
         return False
     site = urlsplit(origin)
     return site.netloc != request.headers.get("host") or not (
-        "authorization" in request.headers or _leads_here_only(site.hostname or "")
+        "authorization" in request.headers or _is_address_or_localhost(site.hostname or "")
     )
 
 
-def _leads_here_only(name: str) -> bool:
+def _is_address_or_localhost(name: str) -> bool:
     """Whether it is an IP address or localhost, and not a name that somebody else can make lead here."""
     try:
         return name == "localhost" or bool(ipaddress.ip_address(name))

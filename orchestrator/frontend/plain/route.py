@@ -46,12 +46,12 @@ class PlainRoute(BaseRoute):
             return
         if (body := await _read(receive)) is None:
             return
-        asked = self.validated(body)
-        if asked is None:
-            await self._vllms.handle(scope, _again(body, receive), send)
+        request_model = self.validated(body)
+        if request_model is None:
+            await self._vllms.handle(scope, _replay_body(body, receive), send)
             return
-        with _until_it_leaves(receive):
-            answer = await self._handler(asked, Request(scope, receive, send))
+        with _cancel_on_disconnect(receive):
+            answer = await self._handler(request_model, Request(scope, receive, send))
             if isinstance(answer, StreamingResponse):
                 await answer.stream_response(send)
             else:
@@ -61,10 +61,10 @@ class PlainRoute(BaseRoute):
         """The request for vLLM's handler. None if it is invalid: vLLM's route then answers with the error."""
         assert self._vllms.body_field is not None
         try:
-            asked, errors = self._vllms.body_field.validate(pydantic_core.from_json(body), {}, loc=("body",))
+            request_model, errors = self._vllms.body_field.validate(pydantic_core.from_json(body), {}, loc=("body",))
         except Exception:  # vLLM's validators raise any type, and this JSON parser is stricter than FastAPI's
             return None
-        return None if errors else asked
+        return None if errors else request_model
 
 
 def install(app: FastAPI, args: Namespace) -> None:
@@ -95,7 +95,7 @@ async def _read(receive: Receive) -> bytes | None:
             return b"".join(parts)
 
 
-def _again(body: bytes, receive: Receive) -> Receive:
+def _replay_body(body: bytes, receive: Receive) -> Receive:
     """A `receive` that first returns the body again."""
     unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -106,7 +106,7 @@ def _again(body: bytes, receive: Receive) -> Receive:
 
 
 @contextlib.contextmanager
-def _until_it_leaves(receive: Receive) -> Iterator[None]:
+def _cancel_on_disconnect(receive: Receive) -> Iterator[None]:
     """Cancel the work in this context when the client disconnects. That cancellation does not leave the context."""
     serving = asyncio.current_task()
     assert serving is not None

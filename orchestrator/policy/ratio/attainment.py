@@ -15,8 +15,8 @@ from orchestrator.config.settings import SLOConfig
 # Nearly all requests must meet the objectives, so the model takes 95th percentiles: the mean plus 1.645 standard
 # deviations of a normal distribution, and three means (ln 20) of an exponential one.
 Z_95, LN_20 = 1.645, 3.0
-MOST_BUSY = 0.95  # utilisation of prefill workers, at most
-MOST_HEADROOM = 64.0
+MAX_UTILIZATION = 0.95  # utilisation of prefill workers, at most
+MAX_HEADROOM = 64.0
 STEPS = 24  # of a bisection: it halves its interval each time
 
 
@@ -57,7 +57,7 @@ def after_moves(traffic: Traffic, prefill: int, decode: int, more: int) -> Traff
     )
 
 
-def with_prompts(traffic: Traffic, factor: float) -> Traffic:
+def scale_prefill_times(traffic: Traffic, factor: float) -> Traffic:
     """The same requests with prompts that take `factor` times as long."""
     return msgspec.structs.replace(
         traffic,
@@ -79,9 +79,9 @@ def headroom(traffic: Traffic, prefill: int, decode: int, slo: SLOConfig) -> flo
     if decode < 1:
         return 0.0
     if traffic.requests_per_s <= 0:
-        return MOST_HEADROOM
-    taken = prefill * most_busy(prefill, traffic, slo.ttft_s)
-    low, high = 0.0, MOST_HEADROOM
+        return MAX_HEADROOM
+    taken = prefill * max_utilization(prefill, traffic, slo.ttft_s)
+    low, high = 0.0, MAX_HEADROOM
     for _ in range(STEPS):
         middle = (low + high) / 2
         if tpot_s(traffic, middle, taken, decode) <= slo.tpot_s:
@@ -91,7 +91,7 @@ def headroom(traffic: Traffic, prefill: int, decode: int, slo: SLOConfig) -> flo
     return low
 
 
-def most_busy(workers: int, traffic: Traffic, ttft_slo_s: float) -> float:
+def max_utilization(workers: int, traffic: Traffic, ttft_slo_s: float) -> float:
     """The highest utilisation of `workers` prefill workers with one queue at which 95% of prompts are in time.
 
     The mean wait is H. Sakasegawa's approximation of M/G/c ("An approximation formula Lq", 1977). The distribution of
@@ -99,13 +99,13 @@ def most_busy(workers: int, traffic: Traffic, ttft_slo_s: float) -> float:
     """
     mean_s = traffic.prefill_s
     if workers < 1 or mean_s <= 0:
-        return MOST_BUSY
+        return MAX_UTILIZATION
     spread = traffic.prefill_s2 / (mean_s * mean_s)  # 1 + the squared coefficient of variation
     deviation_s = math.sqrt(max(0.0, traffic.prefill_s2 - mean_s * mean_s))
     # A prompt can wait for what its own prefill leaves of the objective, but at least half of the objective.
     slack_s = max(ttft_slo_s - mean_s - Z_95 * deviation_s, ttft_slo_s / 2)
     power = math.sqrt(2 * (workers + 1)) - 1
-    low, high = 0.0, MOST_BUSY
+    low, high = 0.0, MAX_UTILIZATION
     for _ in range(STEPS):
         busy = (low + high) / 2
         wait_s = mean_s * spread / 2 * busy**power / (workers * (1 - busy))

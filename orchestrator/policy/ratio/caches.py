@@ -51,18 +51,18 @@ class Caches(msgspec.Struct, frozen=True):
         )
 
     def at_prefill(self, more: int) -> tuple[float, float, float]:
-        """`left` on the prefill workers after `more` workers have gone to prefill."""
-        return self.left(self.prefill + more, self.distinct[0])
+        """`misses` on the prefill workers after `more` workers have gone to prefill."""
+        return self.misses(self.prefill + more, self.distinct[0])
 
     def at_decode(self, more: int) -> tuple[float, float, float]:
-        """`left` on the decode workers after `more` of them have gone to prefill.
+        """`misses` on the decode workers after `more` of them have gone to prefill.
 
         Without prefill workers requests go where they are cached, so the higher of both shares is used.
         """
         distinct = self.distinct[1] if self.prefill + more else max(self.distinct)
-        return self.left(self.decode - more, distinct, self.answer_tokens)
+        return self.misses(self.decode - more, distinct, self.answer_tokens)
 
-    def left(self, workers: int, distinct: float, taken_tokens: float = 0.0) -> tuple[float, float, float]:
+    def misses(self, workers: int, distinct: float, taken_tokens: float = 0.0) -> tuple[float, float, float]:
         """The mean of a prompt's uncached tokens, the mean of their square, and the seconds for which caches keep an
         unused block, if a role has `workers` workers whose memory less `taken_tokens` holds prefixes."""
         tokens = max(0.0, workers * self.worker_tokens - taken_tokens)
@@ -72,12 +72,12 @@ class Caches(msgspec.Struct, frozen=True):
         """The share of the memory of `workers` workers that holds distinct prefixes, if prompts have `measured`
         uncached tokens on average. At least the memory of one worker does."""
         measured /= 1 + TOLERANCE
-        if workers < 2 or self.left(workers, 1.0, taken_tokens)[0] >= measured:
+        if workers < 2 or self.misses(workers, 1.0, taken_tokens)[0] >= measured:
             return 1.0
         low, high = 1 / workers, 1.0
         for _ in range(STEPS):
             middle = (low + high) / 2
-            if self.left(workers, middle, taken_tokens)[0] < measured:
+            if self.misses(workers, middle, taken_tokens)[0] < measured:
                 high = middle
             else:
                 low = middle

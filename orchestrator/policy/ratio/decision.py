@@ -12,17 +12,18 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from orchestrator.config.settings import RatioConfig, SLOConfig
-from orchestrator.policy.ratio.attainment import Traffic, after_moves, headroom, with_prompts
+from orchestrator.policy.ratio.attainment import Traffic, after_moves, headroom, scale_prefill_times
 from orchestrator.policy.ratio.caches import Caches, caches_of
-from orchestrator.policy.ratio.load import LEAST_WINDOWS_S, LoadSample, recent, stay_s, traffic
+from orchestrator.policy.ratio.load import MIN_WINDOWS_S, LoadSample, recent, residence_s, traffic
 from orchestrator.types import DesiredRatio
 
-MOST_SPLITS = 32  # about as many splits of a large fleet are compared, evenly spread
+MAX_SPLITS = 32  # about as many splits of a large fleet are compared, evenly spread
 # Workers go to decode already at a headroom that is larger by this factor than the one at which they go to prefill: a
 # decode worker can do all that a prefill worker does, but not the other way round.
 DECODE_EARLIER = 1.25
 NEVER_S = 1e6  # a TPOT objective that every request meets
-TO_PREFILL_SURER = 2.0  # standard errors of the prefill work that a move to prefill must withstand; to decode: one
+# A move to prefill must be better even if the prefill work is this many standard errors off; a move to decode, one.
+TO_PREFILL_STANDARD_ERRORS = 2.0
 
 
 class RatioDecision(msgspec.Struct, frozen=True):
@@ -73,8 +74,8 @@ def desired_ratio(
     The latest samples are evaluated first, then longer windows, whose larger number of requests shows a smaller gain.
     The whole window and both halves must call for a change in the same direction, so that a burst moves nobody. A move
     to decode needs two samples, a move to prefill ten seconds of them, because a decode worker can do both. For the
-    same reason any number of workers goes to decode at once, and at most `max_step` (default: `_most_at_once`) to
-    prefill.
+    same reason any number of workers goes to decode at once, and at most `max_step` (default: `_max_move_to_prefill`)
+    to prefill.
     """
     total = current.prefill + current.decode
     if not window or total < config.min_prefill + config.min_decode:
@@ -82,33 +83,33 @@ def desired_ratio(
     if abs(window[-1].at - current.set_at) < config.cool_down_s:  # the server's clock may have been set back since
         return None
     asked = 0
-    for least_s in (0.0, *LEAST_WINDOWS_S, config.window_s):
+    for least_s in (0.0, *MIN_WINDOWS_S, config.window_s):
         part = recent(window, config, least_s)
-        if len(part) == asked and least_s > LEAST_WINDOWS_S[0]:
+        if len(part) == asked and least_s > MIN_WINDOWS_S[0]:
             continue
         asked = len(part)
-        more = min(max_step or _most_at_once(part, current, config), _agreed(part, current, config, slo))
-        if more < 0 or (more > 0 and least_s > 0 and not _warming(part)):
+        more = min(max_step or _max_move_to_prefill(part, current, config), _agreed_move(part, current, config, slo))
+        if more < 0 or (more > 0 and least_s > 0 and not _caches_filling(part)):
             return _decision(part, current, more, slo)
     return None
 
 
-def _most_at_once(window: Sequence[LoadSample], current: DesiredRatio, config: RatioConfig) -> int:
+def _max_move_to_prefill(window: Sequence[LoadSample], current: DesiredRatio, config: RatioConfig) -> int:
     """How many workers may go to prefill at once: a quarter of the fleet, at least one.
 
     They take no new requests until those that they decode have ended. If that takes longer than a cool-down, the limit
     is a quarter of the decode workers.
     """
     arriving = traffic(window)
-    soon = arriving is None or stay_s(window, arriving) < config.cool_down_s
-    return max(1, (current.decode + (current.prefill if soon else 0)) // 4)
+    ends_soon = arriving is None or residence_s(window, arriving) < config.cool_down_s
+    return max(1, (current.decode + (current.prefill if ends_soon else 0)) // 4)
 
 
 def _decision(window: Sequence[LoadSample], current: DesiredRatio, more: int, slo: SLOConfig) -> RatioDecision:
     arriving = traffic(window)
     assert arriving is not None
     caches = caches_of(window, arriving, current)
-    moved = _moved(arriving, caches, current, more)
+    moved = _traffic_after(arriving, caches, current, more)
     after = DesiredRatio(current.prefill + more, current.decode - more, set_by="ratio", set_at=window[-1].at)
     per_token = window[-1].prefill_s_per_token
     return RatioDecision(
@@ -122,27 +123,27 @@ def _decision(window: Sequence[LoadSample], current: DesiredRatio, more: int, sl
     )
 
 
-def _agreed(window: Sequence[LoadSample], current: DesiredRatio, config: RatioConfig, slo: SLOConfig) -> int:
+def _agreed_move(window: Sequence[LoadSample], current: DesiredRatio, config: RatioConfig, slo: SLOConfig) -> int:
     """How many more workers should prefill (negative: fewer); 0 if the window and its halves disagree."""
     if not window:
         return 0
-    overfull = _overfull(window, current)
-    more = _best_prefill(window, current, config, slo, overfull) - current.prefill
+    overloaded = _decode_overloaded(window, current)
+    more = _best_prefill(window, current, config, slo, overloaded) - current.prefill
     middle = len(window) // 2
     for half in (window[:middle], window[middle:]):
-        if more and half and (_best_prefill(half, current, config, slo, overfull) - current.prefill) * more <= 0:
+        if more and half and (_best_prefill(half, current, config, slo, overloaded) - current.prefill) * more <= 0:
             return 0
     return more
 
 
 def _best_prefill(
-    window: Sequence[LoadSample], current: DesiredRatio, config: RatioConfig, slo: SLOConfig, overfull: bool
+    window: Sequence[LoadSample], current: DesiredRatio, config: RatioConfig, slo: SLOConfig, overloaded: bool
 ) -> int:
     """The number of prefill workers of the split with most headroom; the current number if more headroom is not needed
     or the gain is below `config.gain`.
 
-    With `overfull` the current split is left even for one with less headroom, because the sequences that decode now do
-    not fit on its decode workers.
+    With `overloaded` the current split is left even for one with less headroom, because the sequences that decode now
+    do not fit on its decode workers.
     """
     total = current.prefill + current.decode
     arriving = traffic(window)
@@ -157,19 +158,21 @@ def _best_prefill(
     most = total - max(config.min_decode, holding)
     if most < config.min_prefill:
         most = current.prefill
-    if now * config.busy > 1 or _growing(window):
+    if now * config.busy > 1 or _decode_growing(window):
         most = min(most, current.prefill)
-    step = max(1, total // MOST_SPLITS)
+    step = max(1, total // MAX_SPLITS)
     caches = caches_of(window, arriving, current)
-    gains = {current.prefill: 0.0 if overfull and current.prefill > most else 1.0}
-    for prefills, surer in (
+    gains = {current.prefill: 0.0 if overloaded and current.prefill > most else 1.0}
+    for prefills, standard_errors in (
         (range(config.min_prefill, min(most + 1, current.prefill), step), 1.0),
-        (range(current.prefill + 1, most + 1, step), TO_PREFILL_SURER),
+        (range(current.prefill + 1, most + 1, step), TO_PREFILL_STANDARD_ERRORS),
     ):
-        gains |= _gains(arriving, caches, current, prefills, surer * _chance(window, arriving, config), slo)
-    if current.prefill > 0 and headroom(with_prompts(arriving, 0.0), 0, total, slo) >= 1:
-        none = msgspec.structs.replace(_moved(arriving, caches, current, -current.prefill), max_sequences=math.inf)
-        if headroom(none, 0, total, msgspec.structs.replace(slo, tpot_s=NEVER_S)) < 1:
+        error = standard_errors * _relative_error(window, arriving, config)
+        gains |= _gains(arriving, caches, current, prefills, error, slo)
+    if current.prefill > 0 and headroom(scale_prefill_times(arriving, 0.0), 0, total, slo) >= 1:
+        all_decode = _traffic_after(arriving, caches, current, -current.prefill)
+        all_decode = msgspec.structs.replace(all_decode, max_sequences=math.inf)
+        if headroom(all_decode, 0, total, msgspec.structs.replace(slo, tpot_s=NEVER_S)) < 1:
             gains[0] = 0.0  # it cannot compute all prompts, and without a queue to hold some back all would be late
     best = max(gains, key=lambda prefill: (gains[prefill], -abs(prefill - current.prefill)))
     return best if gains[best] >= gains[current.prefill] * (1 + config.gain) else current.prefill
@@ -188,22 +191,23 @@ def _gains(
     The least of three ratios: with prompts as measured, and shorter and longer by the relative `error`. Both splits of
     a ratio have the same prompts, so the error of the ratio is smaller than that of either headroom.
     """
-    may_be = 1.0, 1 / (1 + error), 1 + error
-    bears_now = [
-        max(1e-9, headroom(with_prompts(arriving, factor), current.prefill, current.decode, slo)) for factor in may_be
+    prompt_factors = 1.0, 1 / (1 + error), 1 + error
+    headroom_now = [
+        max(1e-9, headroom(scale_prefill_times(arriving, factor), current.prefill, current.decode, slo))
+        for factor in prompt_factors
     ]
     gains = {}
     for prefill in prefills:
         more = prefill - current.prefill
-        moved = _moved(arriving, caches, current, more)
+        moved = _traffic_after(arriving, caches, current, more)
         gains[prefill] = min(
-            headroom(with_prompts(moved, factor), prefill, current.decode - more, slo) / now
-            for factor, now in zip(may_be, bears_now, strict=True)
+            headroom(scale_prefill_times(moved, factor), prefill, current.decode - more, slo) / now
+            for factor, now in zip(prompt_factors, headroom_now, strict=True)
         )
     return gains
 
 
-def _moved(arriving: Traffic, caches: Caches | None, current: DesiredRatio, more: int) -> Traffic:
+def _traffic_after(arriving: Traffic, caches: Caches | None, current: DesiredRatio, more: int) -> Traffic:
     """The traffic after `more` workers have gone to prefill; a negative number goes to decode.
 
     There are two estimates: workers keep their caches when they change roles (`after_moves`), and caches of another
@@ -222,25 +226,25 @@ def _moved(arriving: Traffic, caches: Caches | None, current: DesiredRatio, more
     return msgspec.structs.replace(along, local_s=kept.local_s, local_s2=kept.local_s2)
 
 
-def _overfull(window: Sequence[LoadSample], current: DesiredRatio) -> bool:
+def _decode_overloaded(window: Sequence[LoadSample], current: DesiredRatio) -> bool:
     """Whether the decode workers had more sequences than they can hold throughout the window."""
     return all(sample.sequences > sample.max_sequences * current.decode for sample in window)
 
 
-def _growing(window: Sequence[LoadSample]) -> bool:
+def _decode_growing(window: Sequence[LoadSample]) -> bool:
     """Whether the number of decoding sequences grows, by more than chance (two standard deviations of Poisson numbers).
 
     While it grows the longest answers have not ended, so the future load of decode workers is not known.
     """
     seconds, first = 0.0, len(window) - 1
-    while first > 0 and seconds < LEAST_WINDOWS_S[0]:
+    while first > 0 and seconds < MIN_WINDOWS_S[0]:
         seconds += window[first].period_s
         first -= 1
     before, after = window[first].sequences, window[-1].sequences
     return after - before > 2 * math.sqrt(before + after)
 
 
-def _warming(window: Sequence[LoadSample]) -> bool:
+def _caches_filling(window: Sequence[LoadSample]) -> bool:
     """Whether prompts cost less in the second half than in the first, by more than chance (a standard error).
 
     Caches fill after a start or a change of load. Until they are full, prompts look longer than they will be, and more
@@ -257,7 +261,7 @@ def _warming(window: Sequence[LoadSample]) -> bool:
     )
 
 
-def _chance(window: Sequence[LoadSample], arriving: Traffic, config: RatioConfig) -> float:
+def _relative_error(window: Sequence[LoadSample], arriving: Traffic, config: RatioConfig) -> float:
     """The relative standard error of the window's prefill work, from the spread of its prompts.
 
     It counts for less if requests stay on a decode worker for less than a cool-down: a wrong change is then soon
@@ -268,4 +272,4 @@ def _chance(window: Sequence[LoadSample], arriving: Traffic, config: RatioConfig
     seconds = sum(sample.period_s for sample in window)
     spread = arriving.prefill_s2 / (arriving.prefill_s * arriving.prefill_s)
     error = math.sqrt(spread / (arriving.requests_per_s * seconds))
-    return error * min(1.0, stay_s(window, arriving) / max(config.cool_down_s, 1e-9))
+    return error * min(1.0, residence_s(window, arriving) / max(config.cool_down_s, 1e-9))

@@ -15,10 +15,10 @@ from orchestrator.types import Offered
 # A decode worker is full when this share of its KV memory is in use, because its sequences still grow.
 FULL_MEMORY_SHARE = 0.8
 CONTEXT_WEIGHT = 0.3  # of an observation in the running mean of a sequence's context
-LEAST_ENDED = 0.25  # lower bound of ended requests over arrived ones, in the mean length of answers
+MIN_ENDED_SHARE = 0.25  # lower bound of ended requests over arrived ones, in the mean length of answers
 MIN_REQUESTS = 20  # in half a window: fewer tell too little about lengths
 # A window is the shortest one that has one of these lengths (s) and this many requests.
-LEAST_WINDOWS_S, ENOUGH_REQUESTS = (10.0, 20.0, 40.0), 200
+MIN_WINDOWS_S, ENOUGH_REQUESTS = (10.0, 20.0, 40.0), 200
 
 
 class Observation(msgspec.Struct, frozen=True):
@@ -123,7 +123,7 @@ def samples_in_window(config: RatioConfig) -> int:
 
 
 def recent(
-    window: Sequence[LoadSample], config: RatioConfig = RatioConfig(), least_s: float = LEAST_WINDOWS_S[0]
+    window: Sequence[LoadSample], config: RatioConfig = RatioConfig(), least_s: float = MIN_WINDOWS_S[0]
 ) -> Sequence[LoadSample]:
     """The fewest latest samples, at least two, that cover `least_s` seconds and `ENOUGH_REQUESTS` requests.
 
@@ -151,7 +151,7 @@ def traffic(window: Sequence[LoadSample]) -> Traffic | None:
     # all sequences by the number of ended requests also counts answers that have not ended. Waiting sequences count
     # as if they decoded, because they have to be decoded beside the arriving ones.
     generated = sum(s.sequences * s.period_s / s.itl_s for s in window if s.itl_s > 0)
-    ended = max(count * LEAST_ENDED, count - max(0, last.sequences - window[0].sequences))
+    ended = max(count * MIN_ENDED_SHARE, count - max(0, last.sequences - window[0].sequences))
     return Traffic(
         requests_per_s=rate,
         prefill_s=per_token * total.prefill_tokens / count,
@@ -167,7 +167,7 @@ def traffic(window: Sequence[LoadSample]) -> Traffic | None:
     )
 
 
-def stay_s(window: Sequence[LoadSample], arriving: Traffic) -> float:
+def residence_s(window: Sequence[LoadSample], arriving: Traffic) -> float:
     """Mean seconds that a request stays on a decode worker, by Little's law."""
     seconds = sum(sample.period_s for sample in window)
     return sum(sample.sequences * sample.period_s for sample in window) / (arriving.requests_per_s * seconds)

@@ -103,7 +103,7 @@ async def test_a_frontend_holds_1200_workers(addresses):
             elif isinstance(message, Rejected):
                 answered.add(worker_id)
             else:
-                membership.welcomed(worker_id)
+                membership.on_welcome(worker_id)
 
     tasks = [asyncio.create_task(membership.run()), asyncio.create_task(receive())]
     async with asyncio.timeout(DEADLINE_S):

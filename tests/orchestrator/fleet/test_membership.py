@@ -106,7 +106,7 @@ class Scene:
             if isinstance(message, Disconnected):
                 self.membership.disconnected(worker_id)
             else:
-                self.membership.welcomed(worker_id)
+                self.membership.on_welcome(worker_id)
 
     async def start(self, name, engine_id="e1"):
         worker = LivingWorker(name, engine_id)
@@ -177,9 +177,9 @@ async def test_a_worker_that_is_slow_becomes_quiet_and_is_usable_again_once_hear
 async def test_a_connection_that_broke_and_is_back_is_told(scene):
     await scene.start("d")
     scene.membership.disconnected("d")
-    scene.membership.welcomed("d")
+    scene.membership.on_welcome("d")
     assert scene.reset == ["d"] and scene.lost == []
-    scene.membership.welcomed("d")
+    scene.membership.on_welcome("d")
     assert scene.reset == ["d"]
 
 
@@ -282,7 +282,7 @@ async def test_what_many_workers_told_does_not_wait_for_a_request(workers, befor
     lost: list[str] = []
     tell = lost.append
     membership = Membership(None, fleet, Published(), PrefixView(lambda *_: True), 10.0, tell, tell, tell)
-    hearing = asyncio.create_task(membership._hear())
+    hearing = asyncio.create_task(membership._receive_reports())
     await asyncio.sleep(0.05)
     assert (len(ranked) == workers) is before_a_request_asks
     assert fleet.ready(Role.DECODE) == workers and len(ranked) == workers and lost == []

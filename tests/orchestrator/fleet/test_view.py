@@ -59,7 +59,7 @@ def test_a_report_that_says_nothing_new_costs_the_next_decision_nothing():
     fleet.take_load(load("d", 1, free=90), now=1.0)
     before = view.candidate
     fleet.take_load(load("d", 2, free=90), now=2.0)
-    assert view.candidate is before and view.heard_at == 2.0
+    assert view.candidate is before and view.last_heard_at == 2.0
     placed = view.note_placed(32, 32)
     fleet.take_load(load("d", 3, free=90, seen=placed), now=3.0)  # it has ended already
     assert view.candidate == before
@@ -122,12 +122,12 @@ def test_a_worker_that_is_greeted_and_never_heard_is_given_up():
 def test_time_in_which_nobody_listened_is_not_silence():
     fleet = fleet_of(worker("d"), worker("broken"))
     fleet.take_load(load("d", 1, free=1), now=1.0)
-    fleet.workers["broken"].heard_at, fleet.workers["broken"].disconnected_at = 1.0, 1.2
-    fleet.excuse(5.0, now=6.3)
+    fleet.workers["broken"].last_heard_at, fleet.workers["broken"].disconnected_at = 1.0, 1.2
+    fleet.discount_stall(5.0, now=6.3)
     assert fleet.silent(6.3, timeout_s=4, reconnect_s=0.5) == []
     assert fleet.silent(6.8, timeout_s=4, reconnect_s=0.5) == ["broken"]  # and no longer than that
     assert fleet.silent(10.1, timeout_s=4, reconnect_s=0.5) == ["d", "broken"]
-    fleet.excuse(60.0, now=11.0)
+    fleet.discount_stall(60.0, now=11.0)
     assert fleet.silent(15.1, timeout_s=4, reconnect_s=0.5) == ["d", "broken"]
 
 
@@ -144,7 +144,7 @@ def test_candidates_are_ready_connected_decode_workers_and_avoidance_is_a_prefer
 
 def test_a_large_fleet_answers_with_its_best_and_follows_what_changes():
     choose = decode_choice("kv_blocks")
-    fleet = Fleet("f", choose.standing)
+    fleet = Fleet("f", choose.static_score)
     for i in range(200):
         fleet.upsert(worker(f"d{i}"), now=0.0)
         fleet.workers[f"d{i}"].connected = True

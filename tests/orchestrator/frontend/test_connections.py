@@ -20,7 +20,7 @@ import uvicorn
 import uvloop
 
 from orchestrator.frontend import connections
-from orchestrator.frontend.connections import MAX_HEAD_BYTES, BoundedHttp, QuietServer, listen, take_no_more
+from orchestrator.frontend.connections import MAX_HEAD_BYTES, BoundedHttp, DrainingServer, listen, stop_accepting
 
 ENDLESS = 16 * MAX_HEAD_BYTES
 HEAD = b"POST / HTTP/1.1\r\nhost: h\r\n"
@@ -123,7 +123,7 @@ def test_whoever_connects_while_one_of_two_frontends_ends_is_served(crowd: int) 
         port = listeners[0].getsockname()[1]
         listeners.append(listen("127.0.0.1", port))
         config = dict[str, Any](http=BoundedHttp, lifespan="off", log_config=None, access_log=False)
-        servers = [QuietServer(uvicorn.Config(app, **config)) for _ in listeners]
+        servers = [DrainingServer(uvicorn.Config(app, **config)) for _ in listeners]
         serving = [
             asyncio.create_task(server.serve(sockets=[listener]))
             for server, listener in zip(servers, listeners, strict=True)
@@ -159,7 +159,7 @@ async def test_a_listener_that_takes_no_more_makes_what_has_begun_and_nothing_ne
     listener.listen()
     port = listener.getsockname()[1]
     begun = socket.create_connection(("127.0.0.1", port))
-    take_no_more(listener)
+    stop_accepting(listener)
     with pytest.raises(TimeoutError):
         socket.create_connection(("127.0.0.1", port), timeout=0.5)
     accepted, _ = listener.accept()
@@ -172,4 +172,4 @@ async def test_a_listener_that_takes_no_more_makes_what_has_begun_and_nothing_ne
 def test_a_kernel_without_socket_filters_lets_a_frontend_end_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_SO_ATTACH_FILTER", 9999)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        take_no_more(listener)
+        stop_accepting(listener)

@@ -19,7 +19,7 @@ from orchestrator.store.keys import Keys
 pytest.importorskip("vllm")
 
 from orchestrator.frontend import server
-from orchestrator.frontend.server import advertised_url, build_vllm_config, grace_s, server_arguments, the_fleets
+from orchestrator.frontend.server import advertised_url, build_vllm_config, grace_s, rolled_out_config, server_arguments
 
 pytestmark = pytest.mark.vllm
 
@@ -97,7 +97,7 @@ def test_a_frontend_that_no_launcher_runs_is_drained():
 def test_python_looks_for_cycles_seldom() -> None:
     before = gc.get_threshold()
     try:
-        server.collect_seldom()
+        server.collect_garbage_seldom()
         looked = gc.get_stats()[0]["collections"]
         kept = [[] for _ in range(10_000)]  # as many objects as a hundred requests in flight have
         assert gc.get_stats()[0]["collections"] - looked <= 1 and kept
@@ -112,11 +112,11 @@ async def test_one_that_no_launcher_starts_takes_what_a_rollout_has_changed(tmp_
     with running_server(tmp_path) as running:
         redis = await connect(running.url, 5.0)
         stored = Configuration(redis, Keys(own.namespace))
-        assert await the_fleets(own, redis) == (own, 0)
+        assert await rolled_out_config(own, redis) == (own, 0)
         await stored.change_rollout(None, rollout)
-        assert await the_fleets(own, redis) == (own, 4), "it has not ended"
+        assert await rolled_out_config(own, redis) == (own, 4), "it has not ended"
         await stored.change_rollout(rollout, rollout.to(Phase.DONE))
-        taken, generation = await the_fleets(own, redis)
+        taken, generation = await rolled_out_config(own, redis)
         await redis.aclose()
     assert generation == 5 and taken.sim.block_size == 32
     assert taken.frontend == own.frontend, "what is a frontend's own stays"

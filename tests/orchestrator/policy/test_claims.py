@@ -1,6 +1,6 @@
 """Which jobs a prefill worker claims."""
 
-from orchestrator.policy.claims import choose_claims, share_of
+from orchestrator.policy.claims import choose_claims, fair_share_tokens
 from orchestrator.types import WindowJob
 
 S_PER_TOKEN = 0.001
@@ -51,10 +51,10 @@ def test_what_belongs_elsewhere_is_left_there_for_as_long_as_recomputing_would_t
 
 def test_while_others_are_idle_a_wave_is_shared():
     wave = [job(name, place) for place, name in enumerate("abcdefgh")]
-    share = share_of(8000, 3)
+    share = fair_share_tokens(8000, 3)
     assert claim(*wave, share=share) == ["a", "b"]
     assert claim(*wave, share=share, budget=1000) == ["a"]
     assert claim(job("big", 0, tokens=6000), *wave[:2], share=share) == ["big"], "nobody would take half of it"
     assert claim(*wave, share=share, idle=False) == []
     assert claim(*wave, job("mine", 9, here=500), share=share, idle=False) == ["mine"]
-    assert share_of(8000, 0) is None and claim(*wave, share=None, idle=False) == list("abcdefgh")
+    assert fair_share_tokens(8000, 0) is None and claim(*wave, share=None, idle=False) == list("abcdefgh")

@@ -163,7 +163,7 @@ def stay_local(predictor: Predictor, tokens: int, *workers: Candidate) -> str:
 def measured() -> Predictor:
     """40 us per prompt token; TPOT is 10 ms for one sequence and 20 ms for 100."""
     predictor = Predictor()
-    predictor.know(EngineSpeed(0.0, 4e-5, 0.01, 1e-4))
+    predictor.set_prior(EngineSpeed(0.0, 4e-5, 0.01, 1e-4))
     for _ in range(50):
         predictor.observe_itl("d0", 0.02, 100)
     return predictor

@@ -53,7 +53,7 @@ def test_predictions_come_from_priors_and_then_from_measurements():
 def test_tpot_goes_by_how_many_decode():
     predictor = Predictor(prior_itl_s=0.02)
     assert predictor.tpot_line == (0.02, 0.0)
-    predictor.know(EngineSpeed(0.0, 4e-5, 0.01, 1e-4))
+    predictor.set_prior(EngineSpeed(0.0, 4e-5, 0.01, 1e-4))
     assert predictor.tpot_line == (pytest.approx(0.0101), 1e-4)
     for worker_id in ("d0", "d1"):
         predictor.observe_itl(worker_id, 0.03, 50)

@@ -96,7 +96,7 @@ def test_a_look_up_is_bounded_whatever_is_held():
             return super().get(key, default)
 
     index._holders = Counted(index._holders)
-    found = index.look_up(keys).most(4)
+    found = index.look_up(keys).longest_hits(4)
     assert Counted.probes <= 1 + 14 + MORE_PROBES
     assert found["w199"] == 40 * 199 + 1  # the deepest is found exactly, however many there are
     assert all(depth <= 40 * int(name[1:]) + 1 for name, depth in found.items())
@@ -108,10 +108,10 @@ def test_workers_of_the_wanted_kind_are_found_among_others():
         index.stored(f"p{n}", [1, 2, 3])
     index.stored("d", [1, 2])
     hits = index.look_up([1, 2, 3])
-    prefill, decode = hits.most_of_each(4, {f"p{n}" for n in range(10)}, {"d", "d2"})
+    prefill, decode = hits.longest_hits_by_kind(4, {f"p{n}" for n in range(10)}, {"d", "d2"})
     assert decode == {"d": 2} and len(prefill) == 4 and set(prefill.values()) == {3}
     assert all(int(name[1:]) < 10 for name in prefill)
-    assert hits.most_of_each(4, {"d"}, set()) == ({"d": 2}, {})
+    assert hits.longest_hits_by_kind(4, {"d"}, set()) == ({"d": 2}, {})
     assert hits.blocks("d") == 2 and hits.blocks("p7") == 3 and hits.blocks("unknown") == 0
     assert not index.look_up([9]) and not index.look_up([])
 
@@ -122,5 +122,5 @@ def test_equal_holders_take_turns():
         index.stored(f"w{n}", [1])
     seen = set()
     for _ in range(100):
-        seen |= index.look_up([1]).most(2).keys()
+        seen |= index.look_up([1]).longest_hits(2).keys()
     assert len(seen) == 100

@@ -18,7 +18,7 @@ def candidate(rng: random.Random, n: int, total: int) -> Candidate:
 def test_the_choice_from_the_shortlist_is_the_choice_from_all():
     rng = random.Random(5)
     policy = KVBlocks(overlap_weight=2.0)
-    shortlist = Shortlist(policy.standing)
+    shortlist = Shortlist(policy.static_score)
     fleet = {}
     for n in range(300):
         fleet[f"w{n}"] = candidate(rng, n, 4096 if n % 3 else 9000)
@@ -37,7 +37,7 @@ def test_the_choice_from_the_shortlist_is_the_choice_from_all():
 
 def test_removed_workers_are_not_offered_and_updates_do_not_pile_up():
     rng = random.Random(1)
-    shortlist = Shortlist(KVBlocks().standing, per_class=5000)
+    shortlist = Shortlist(KVBlocks().static_score, per_class=5000)
     for turn in range(5000):
         shortlist.update(candidate(rng, turn % 10, 4096))
     assert len(shortlist.pick({})) == len(shortlist) == 10

@@ -257,7 +257,7 @@ async def test_a_prefill_worker_that_is_quiet_is_not_waited_for(computed):
         bench.say("p0", Prefilled("r", 1, "p0", 0.2))
     bench.router.check(time.monotonic() + 1.0)
     assert bench.router.requests["r"].state is State.TRANSFERRING
-    bench.fleet.workers["p0"].hush()
+    bench.fleet.workers["p0"].mark_quiet()
     bench.router.worker_quiet("p0")
     await bench.settle()
     assert bench.router.requests["r"].retries == ["prefill_worker_quiet"]
@@ -268,7 +268,7 @@ async def test_a_prefill_worker_that_is_quiet_is_not_waited_for(computed):
 async def test_what_waits_in_the_queue_does_not_wait_for_prefill_workers_that_are_all_quiet():
     bench = Bench()
     await bench.router.submit(FakeRequest("r"))
-    bench.fleet.workers["p0"].hush()
+    bench.fleet.workers["p0"].mark_quiet()
     bench.router.worker_quiet("p0")
     await bench.settle()
     assert bench.router.requests["r"].retries == ["no_prefill_worker"]
@@ -282,7 +282,7 @@ async def test_a_quiet_decode_worker_is_left_by_whom_another_can_continue(resuma
     await bench.router.submit(FakeRequest("r", prompt_tokens=10, resumable=resumable))
     quiet = bench.bound_to()
     bench.tokens(quiet, "r", [1, 2])
-    bench.fleet.workers[quiet].hush()
+    bench.fleet.workers[quiet].mark_quiet()
     bench.router.worker_quiet(quiet)
     await bench.settle()
     active = bench.router.requests["r"]
@@ -293,7 +293,7 @@ async def test_a_quiet_decode_worker_is_left_by_whom_another_can_continue(resuma
 
 async def test_a_quiet_worker_takes_no_request_until_it_is_heard():
     bench = Bench()
-    bench.fleet.workers["d0"].hush()
+    bench.fleet.workers["d0"].mark_quiet()
     for name in "abc":
         await bench.router.submit(FakeRequest(name, prompt_tokens=10))
     assert {worker for worker, _ in bench.submits()} == {"d1"}
@@ -306,7 +306,7 @@ async def test_where_all_decode_workers_are_quiet_nobody_moves_and_new_requests_
     bench = Bench()
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
     for worker_id in ("d0", "d1"):
-        bench.fleet.workers[worker_id].hush()
+        bench.fleet.workers[worker_id].mark_quiet()
     for worker_id in ("d0", "d1"):
         bench.router.worker_quiet(worker_id)
     await bench.router.submit(FakeRequest("s", prompt_tokens=10))

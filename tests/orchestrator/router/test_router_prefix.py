@@ -94,7 +94,7 @@ async def test_of_a_large_fleet_the_workers_with_a_hit_are_considered():
 async def test_without_anything_cached_no_keys_are_computed():
     bench = Bench()
     await bench.router.submit(FakeRequest("r", keys=KEYS))
-    assert bench.router.requests["r"].asked.prefix_keys == []
+    assert bench.router.requests["r"].parsed.prefix_keys == []
 
 
 async def test_the_expected_output_follows_what_requests_put_out():

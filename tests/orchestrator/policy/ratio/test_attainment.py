@@ -7,13 +7,13 @@ import pytest
 
 from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.ratio.attainment import (
-    MOST_HEADROOM,
+    MAX_HEADROOM,
     Traffic,
     after_moves,
     headroom,
-    most_busy,
+    max_utilization,
+    scale_prefill_times,
     tpot_s,
-    with_prompts,
 )
 
 SLO = SLOConfig(ttft_s=1.0, tpot_s=0.05)
@@ -79,7 +79,7 @@ def test_workers_take_along_what_they_have_cached():
 
 
 def test_longer_prompts_are_longer_everywhere():
-    longer = with_prompts(EVEN, 2.0)
+    longer = scale_prefill_times(EVEN, 2.0)
     assert (longer.prefill_s, longer.local_s, longer.least_s) == (0.1, 0.1, 0.1)
     assert (longer.prefill_s2, longer.local_s2, longer.least_s2) == (0.01, 0.01, 0.01)
     assert bears(longer, 4, 4) < bears(EVEN, 4, 4)
@@ -88,7 +88,7 @@ def test_longer_prompts_are_longer_everywhere():
 def test_more_workers_bear_more_and_nobody_decodes_without_decode_workers():
     assert bears(EVEN, 4, 0) == 0
     assert bears(EVEN, 2, 6) > bears(EVEN, 2, 3) > bears(EVEN, 1, 1) > 0
-    assert bears(msgspec.structs.replace(EVEN, requests_per_s=0.0), 4, 4) == MOST_HEADROOM
+    assert bears(msgspec.structs.replace(EVEN, requests_per_s=0.0), 4, 4) == MAX_HEADROOM
 
 
 def test_long_prompts_want_prefill_workers_and_long_answers_want_none():
@@ -117,6 +117,6 @@ def test_prefill_workers_get_the_longest_prompts_so_that_few_of_them_take_most_o
 
 def test_what_a_prefill_worker_may_be_busy_falls_with_the_spread_of_lengths_and_rises_with_their_number():
     wild = msgspec.structs.replace(EVEN, prefill_s2=0.1)
-    assert most_busy(1, wild, 1.0) < most_busy(1, EVEN, 1.0) <= 0.95
-    assert most_busy(1, wild, 1.0) < most_busy(8, wild, 1.0)
-    assert most_busy(2, wild, 0.2) < most_busy(2, wild, 5.0)
+    assert max_utilization(1, wild, 1.0) < max_utilization(1, EVEN, 1.0) <= 0.95
+    assert max_utilization(1, wild, 1.0) < max_utilization(8, wild, 1.0)
+    assert max_utilization(2, wild, 0.2) < max_utilization(2, wild, 5.0)

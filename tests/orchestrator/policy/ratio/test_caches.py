@@ -41,16 +41,16 @@ def caches(reuse: Reuse, prefill: int, decode: int, worker_tokens: float, **chan
 def test_what_is_used_again_is_found_by_caches_that_are_large_enough():
     """400 documents of 6,000 tokens in turn: 2.4 million tokens."""
     fleet = caches(documents(400), 0, 8, 400_000)
-    assert fleet.left(8, 1.0)[0] == pytest.approx(0, abs=300), "3.2 million"
-    assert fleet.left(4, 1.0)[0] == PROMPT, "1.6 million: each is evicted before it comes again"
-    assert fleet.left(8, 0.5)[0] == PROMPT, "two copies of each"
-    assert fleet.left(8, 1.0, taken_tokens=1_600_000)[0] == PROMPT, "answers take half of it"
+    assert fleet.misses(8, 1.0)[0] == pytest.approx(0, abs=300), "3.2 million"
+    assert fleet.misses(4, 1.0)[0] == PROMPT, "1.6 million: each is evicted before it comes again"
+    assert fleet.misses(8, 0.5)[0] == PROMPT, "two copies of each"
+    assert fleet.misses(8, 1.0, taken_tokens=1_600_000)[0] == PROMPT, "answers take half of it"
 
 
 def test_how_much_of_the_memory_holds_distinct_prefixes_is_what_prompts_leave_to_compute():
     fleet = caches(documents(400), 4, 4, 800_000)
     for copies in (1.3, 1.5, 2.0):
-        left = fleet.left(4, 1 / copies)[0]
+        left = fleet.misses(4, 1 / copies)[0]
         if 300 < left < PROMPT:
             assert fleet.distinct_share(left, 4) == pytest.approx(1 / copies, rel=0.15)
     assert fleet.distinct_share(0.0, 4) == 1.0, "all is found"

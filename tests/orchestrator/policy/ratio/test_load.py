@@ -66,7 +66,7 @@ def test_steps_are_learned_and_begin_with_what_the_engine_measured():
 def test_what_a_sequence_adds_to_a_step_is_told_from_what_the_engine_takes_without_any():
     """The number of sequences varies little, and their contexts vary much: a line fitted to both would be wrong."""
     sampler, predictor = LoadSampler(), Predictor()
-    predictor.know(EngineSpeed(0.01, 0.0001, 0.01, 0.001))
+    predictor.set_prior(EngineSpeed(0.01, 0.0001, 0.01, 0.001))
     sampler.sample(FIRST, predictor)
     assert sampler.sample(later(1.0), predictor).step == (0.01, 0.001), "as measured at start, with short contexts"
     for n in range(2000):
