@@ -24,6 +24,10 @@ HIGH_WATER_MARK = 200_000
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1500, 3000
 # A worker whose reports are missing is given up long before this: it only ends connections to a host that is cut off.
 PUBLISHED_HEARTBEAT_MS, PUBLISHED_HEARTBEAT_TIMEOUT_MS = 5000, 5000
+# A worker asks for the first time after HEARTBEAT_MS. Until then, and for what a frontend has sent, the frontend's
+# kernel notices a link that is cut: it asks after so long without news, and ends a connection when nothing has been
+# acknowledged for 3 s. The kernel of a slow or stopped process answers, too. ZMQ takes whole seconds.
+UNHEARD_S, ASK_AGAIN_S, UNACKNOWLEDGED_S = 1, 1, 3
 CONNECT_TIMEOUT_MS = 2000  # the kernel's own retries would be minutes apart when a link is mended
 HANDSHAKE_TIMEOUT_MS = 5000  # a peer that does not say who it is loses its connection
 READ_BATCH = 256  # messages that are read from a socket before others run, however many there are
@@ -196,6 +200,15 @@ def check_address(address: str) -> None:
 
 
 def connect(socket: Socket, address: str) -> None:
+    """Connect. The kernel ends the connection when the peer's kernel does not answer."""
+    for option, value in {
+        zmq.TCP_KEEPALIVE: 1,
+        zmq.TCP_KEEPALIVE_IDLE: UNHEARD_S,
+        zmq.TCP_KEEPALIVE_INTVL: ASK_AGAIN_S,
+        zmq.TCP_KEEPALIVE_CNT: UNACKNOWLEDGED_S // ASK_AGAIN_S,
+        zmq.TCP_MAXRT: UNACKNOWLEDGED_S * 1000,
+    }.items():
+        socket.setsockopt(option, value)
     socket.setsockopt(zmq.IPV6, "[" in address)  # read when a connection is made; with it IPv4 would be shown as IPv6
     socket.connect(address)
 

@@ -2,7 +2,12 @@
 
 import asyncio
 import contextlib
+import ctypes
+import fcntl
 import os
+import socket
+import struct
+import termios
 import time
 
 import msgspec
@@ -19,6 +24,8 @@ from orchestrator.wire.sockets import AddressError
 from orchestrator.wire.transport import Disconnected, FrontendTransport, WorkerTransport
 
 DEADLINE_S = 10
+SO_ATTACH_FILTER = 26  # asm-generic/socket.h
+NOTHING = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))  # struct sock_filter: drop each packet
 
 
 class Link:
@@ -28,6 +35,7 @@ class Link:
         self.passes = asyncio.Event()
         self.passes.set()
         self.tasks = set()
+        self.accepted = []
         self.said = {"frontend": bytearray(), "worker": bytearray()}
 
     async def to(self, address):
@@ -43,6 +51,7 @@ class Link:
             writer.close()
 
         async def accepted(reader, writer):
+            self.accepted.append(writer.get_extra_info("socket"))
             there_reader, there_writer = await asyncio.open_connection(host, int(port))
             for pipe in (("frontend", reader, there_writer), ("worker", there_reader, writer)):
                 task = asyncio.create_task(relay(*pipe))
@@ -51,6 +60,14 @@ class Link:
 
         self.server = await asyncio.start_server(accepted, "127.0.0.1", 0)
         return f"tcp://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+
+    async def cut(self):
+        """As a switch does it: packets are lost both ways, and nothing is acknowledged."""
+        self.passes.clear()
+        for end in self.accepted:
+            while struct.unpack("i", fcntl.ioctl(end, termios.TIOCOUTQ, bytes(4)))[0]:
+                await asyncio.sleep(0.01)  # what was not acknowledged would be sent again
+            end.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(NOTHING)))
 
     async def close(self):
         self.server.close()
@@ -213,6 +230,28 @@ async def test_a_host_that_is_cut_off_is_noticed_within_5_s_on_both_sides_and_gr
     await link.close()
     frontend.close()
     worker.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [True, False], ids=["with a request", "idle"])
+async def test_a_link_that_is_cut_before_the_workers_first_question_is_noticed_too(mesh, asked):
+    worker, frontend, link = mesh.worker(), mesh.frontend("f"), Link()
+    try:
+        connect(frontend, worker, request_address=await link.to(worker.request_address))
+        async with asyncio.timeout(DEADLINE_S):
+            await worker.receive()
+            assert worker.send("f", Welcome("w"))
+            await frontend.receive()
+            await link.cut()
+        if asked:
+            assert frontend.send("w", Abort("r", 1))
+        async with asyncio.timeout(DEADLINE_S):
+            assert await frontend.receive() == ("w", Disconnected("w"), [])
+        assert not frontend.send("w", Abort("r", 1))
+    finally:
+        await link.close()
+        frontend.close()
+        worker.close()
 
 
 @pytest.mark.slow
