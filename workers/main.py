@@ -16,6 +16,7 @@ from typing import Any
 
 import uvloop
 
+from orchestrator.config.command_line import CommandLine
 from orchestrator.config.engine_args import environment
 from orchestrator.config.settings import ConfigError, check_environment
 from orchestrator.config.shared import differences
@@ -219,5 +220,7 @@ def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engin
 
 
 if __name__ == "__main__":
-    # python -m workers.main prefill|decode ...: the same without the console scripts.
-    sys.exit(main(Role(sys.argv[1]), sys.argv[2:]))
+    # The same without the console scripts.
+    command_line = CommandLine(prog="workers.main", description="Run one worker of this role; see ROLE --help.")
+    command_line.add_argument("role", choices=[role.value for role in Role])
+    sys.exit(main(Role(command_line.parse_args(sys.argv[1:2]).role), sys.argv[2:]))

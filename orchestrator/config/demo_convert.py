@@ -6,9 +6,10 @@ The caller (model.py) decides where the folder goes, and that nobody else writes
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
+
+from orchestrator.config.command_line import CommandLine
 
 
 def convert(gguf: Path, folder: Path) -> None:
@@ -46,10 +47,13 @@ def say(stage: str) -> None:
 
 
 def main() -> None:
-    gguf, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    parser = CommandLine(prog="orchestrator.config.demo_convert", description=__doc__)
+    parser.add_argument("gguf", type=Path)
+    parser.add_argument("folder", type=Path)
+    given = parser.parse_args()
     started = time.monotonic()
     say("loading torch and transformers")
-    convert(gguf, folder)
+    convert(given.gguf, given.folder)
     say(f"converted in {time.monotonic() - started:.0f} s")
 
 

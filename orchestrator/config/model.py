@@ -21,6 +21,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from orchestrator.config.command_line import CommandLine
 from orchestrator.config.settings import ConfigError
 
 DEMO = "demo"
@@ -198,6 +199,7 @@ def _say_on_stderr(stage: str) -> None:
 
 def main() -> None:
     """Prepare the demo model and print its folder."""
+    CommandLine(prog="orchestrator.config.model", description=main.__doc__).parse_args()
     try:
         print(resolve_model(DEMO))
     except ConfigError as error:

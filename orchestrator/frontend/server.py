@@ -32,6 +32,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from orchestrator.config.access import API_KEY, secured
+from orchestrator.config.command_line import CommandLine
 from orchestrator.config.engine_args import engine_args, to_command_line
 from orchestrator.config.model import resolve_model
 from orchestrator.config.server_args import uses_tls, uvicorn_options
@@ -275,7 +276,7 @@ def allow_many_connections() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="orchestrator.frontend.server", description=__doc__)
+    parser = CommandLine(prog="orchestrator.frontend.server", description=__doc__)
     parser.add_argument("--redis", help="URL of the fleet's Redis; default: redis.url of --config, or PD_REDIS_URL")
     parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--index", type=int, default=0)

@@ -17,6 +17,8 @@ import tempfile
 import time
 from typing import Any
 
+from orchestrator.config.command_line import CommandLine
+
 _BYTES = 16 << 20
 _DEADLINE_S = 60.0
 # A row of UCX's table of protocols: | range | description | transport/device |
@@ -59,6 +61,7 @@ def probe() -> dict[str, Any]:
 
 
 def main() -> None:
+    CommandLine(prog="workers.vllm_engine.kv_probe", description=__doc__).parse_args()
     os.environ |= {"UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "y"}
     with tempfile.TemporaryFile() as log:
         kept = os.dup(1)

@@ -10,7 +10,7 @@ import typer
 from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, RedisOption, ask, find_fleet, print_json
 
 app = typer.Typer()
-ratio_app = typer.Typer(help="Show how ratio.mode: auto chose the split of the workers.", no_args_is_help=True)
+ratio_app = typer.Typer(help="Show how ratio.mode: auto chose the split of the workers.")
 app.add_typer(ratio_app, name="ratio")
 
 

@@ -1,0 +1,53 @@
+"""Programs that are started with `python -m`: what help and wrong use of each look like."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SERVER = pytest.param("orchestrator.frontend.server", marks=pytest.mark.vllm)
+PROGRAMS = [
+    "orchestrator.cli.main",
+    "orchestrator.config.demo_convert",
+    "orchestrator.config.model",
+    "workers.main",
+    "workers.vllm_engine.kv_probe",
+    SERVER,
+]
+
+pytestmark = pytest.mark.slow
+
+
+def ran(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize("module", PROGRAMS)
+def test_help_is_printed_and_wrong_use_is_one_line(module: str) -> None:
+    told = ran(module, "--help")
+    assert told.returncode == 0 and "sage:" in told.stdout and told.stderr == ""
+    wrong = ran(module, "--nonsense")
+    assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1), wrong.stderr
+
+
+@pytest.mark.parametrize("module", ["orchestrator.config.demo_convert", "workers.main", SERVER])
+def test_a_program_that_needs_arguments_names_them(module: str) -> None:
+    bare = ran(module)
+    assert (bare.returncode, bare.stdout, bare.stderr.count("\n")) == (2, "", 1)
+    assert "arguments are required" in bare.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["encode"], "invalid choice: 'encode'"),
+        (["prefill"], "--model: required"),
+        (["prefill", "--model", "demo", "--kv-port", "x"], "invalid int value: 'x'"),
+    ],
+)
+def test_what_is_wrong_with_a_workers_command_line_is_named(arguments: list[str], told: str) -> None:
+    wrong = ran("workers.main", *arguments)
+    assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1) and told in wrong.stderr
+    assert ran("workers.main", "decode", "--help").stdout.startswith("usage: decode-worker")
