@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import logging
 import select
 import socket
 import struct
@@ -20,6 +21,8 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from orchestrator.config.settings import ConfigError
+
+log = logging.getLogger("pd.frontend")
 
 MAX_HEAD_BYTES = 1 << 18  # a request's line and headers, and headers after a body
 _REFUSAL = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
@@ -96,16 +99,20 @@ class DrainingServer(uvicorn.Server):
             stop_accepting(listener)
         await asyncio.sleep(_HANDSHAKE_S)
         until = time.monotonic() + _ACCEPT_S
-        while _waiting(listeners) and time.monotonic() < until:
+        while _waiting(listeners):
+            if time.monotonic() > until:
+                log.warning("more connections came than could be accepted within %g s: the rest is reset", _ACCEPT_S)
+                break
             await asyncio.sleep(0)  # in which the event loop accepts one
         for server in self.servers:
             server.close()
         for listener in listeners:
             listener.close()
-        await asyncio.sleep(_IDLE_END_S)
+        until = time.monotonic() + _IDLE_END_S
         while self.server_state.connections:
-            for connection in list(self.server_state.connections):
-                connection.shutdown()
+            if time.monotonic() > until:
+                for connection in list(self.server_state.connections):
+                    connection.shutdown()
             await asyncio.sleep(_LOOK_S)
 
     @contextlib.contextmanager

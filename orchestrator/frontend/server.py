@@ -232,22 +232,28 @@ async def serve(
     )
     app.app.state.server = server  # vLLM's error handlers read it
     loop = asyncio.get_running_loop()
+    told_to_end = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, setattr, server, "should_exit", True)
+        loop.add_signal_handler(number, told_to_end.set)
     served = asyncio.create_task(server.serve(sockets=[listener]))
     url = advertised_url(config, listener.getsockname()[:2], redis_url)
     while not (server.started or served.done()):  # once announced, it may replace a frontend that leaves
         await asyncio.sleep(_LOOK_S)
     await connection.announce(url)
     log.info("listening on %s", url)
-    draining = asyncio.create_task(connection.told_to_drain.wait())
-    await asyncio.wait({served, connected, draining}, return_when=asyncio.FIRST_COMPLETED)
+    ordered, ending = (asyncio.create_task(told.wait()) for told in (connection.told_to_drain, told_to_end))
+    await asyncio.wait({served, connected, ordered, ending}, return_when=asyncio.FIRST_COMPLETED)
     if not (served.done() or connected.done()):
         log.info("draining: it takes no new connections")
+        connection.drain()
         drained = asyncio.create_task(server.drain([listener]))
-        await asyncio.wait({served, connected, drained}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({served, connected, drained, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if told_to_end.is_set():  # unlike an order, a signal gives only so much time
+            await asyncio.wait({served, connected, drained}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+            server.config.timeout_graceful_shutdown = 0
         drained.cancel()
-    draining.cancel()
+    ordered.cancel()
+    ending.cancel()
     server.should_exit = True
     await served
     connected.cancel()

@@ -159,6 +159,11 @@ class FleetConnection:
         self._url = url
         await self._send_heartbeat()
 
+    def drain(self) -> None:
+        """Send no more clients to this frontend, and set `told_to_drain`."""
+        self._url = ""
+        self.told_to_drain.set()
+
     async def close(self) -> None:
         try:
             await self.registry.leave_frontend(self.frontend_id)
@@ -218,8 +223,7 @@ class FleetConnection:
             )
             orders = await self.registry.refresh_frontend(me, FRONTEND_TTL_S)
             if orders.drain:
-                self._url = ""  # clients are not to be sent to it
-                self.told_to_drain.set()
+                self.drain()
             self.desired = await self.registry.desired()
         except RedisAway as error:
             log.debug("heartbeat missed: %s", error)

@@ -1,11 +1,20 @@
 """What an operator asks of vLLM's server, over a fleet of simulated engines and two frontends."""
 
 import asyncio
+import contextlib
+import http.client
 import json
+import os
+import signal
+import threading
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
 
+import psutil
 import pytest
-from support_fleet import running_fleet, token_prompt
+from support_fleet import descendants, running_fleet, token_prompt
 
 POISON = 48_999
 LONGEST = 8192  # tokens that a worker takes
@@ -96,6 +105,47 @@ async def test_a_client_reads_what_its_request_did_to_engines(fleet):
         assert "it crashed 2 engines" in answered.json()["error"]["message"], answered.text
     await asyncio.to_thread(fleet.until, lambda: fleet.shape() == (2, 2), "the crashed workers are back")
     fleet.assert_no_leaks()
+
+
+def listening(fleet, port):
+    """The pids of the frontends that clients can reach."""
+    found = set()
+    for pid in descendants(fleet.process.pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            links = psutil.Process(pid).net_connections("tcp")
+            if any(link.status == psutil.CONN_LISTEN and link.laddr.port == port for link in links):
+                found.add(pid)
+    return found
+
+
+def test_who_connects_while_one_of_two_frontends_gets_sigterm_is_answered(fleet):
+    """Kubernetes and systemd end processes so."""
+    url, ended, answers = urlsplit(fleet.url), threading.Event(), Counter()
+
+    def connects_again_and_again():
+        while not ended.is_set():
+            client = http.client.HTTPConnection(url.hostname, url.port, timeout=60)
+            try:
+                client.request("GET", "/health", headers={"connection": "close"})
+                answers[client.getresponse().status] += 1
+            except (OSError, http.client.HTTPException) as error:
+                answers[repr(error)] += 1
+            finally:
+                client.close()
+
+    with ThreadPoolExecutor(16) as crowd:
+        for _ in range(16):
+            crowd.submit(connects_again_and_again)
+        try:
+            for pid in listening(fleet, url.port):
+                enough = answers.total() + 500
+                fleet.until(lambda enough=enough: answers.total() > enough, "many connect")
+                os.kill(pid, signal.SIGTERM)
+                fleet.until(lambda pid=pid: not psutil.pid_exists(pid), "it ended")
+                fleet.until(lambda: len(listening(fleet, url.port)) == 2, "another serves in its place")
+        finally:
+            ended.set()
+    assert set(answers) == {200}, answers
 
 
 async def test_every_process_logs_json_and_takes_another_level_while_it_runs():
