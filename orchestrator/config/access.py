@@ -31,12 +31,13 @@ class SecurityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Bounds on requests. *Per key* counts one API key at one frontend; without API keys, all clients together."""
+    """Bounds on requests. *Per key* counts one API key at one frontend; without API keys, all clients together. A
+    request counts for its completions there: its prompts times `n`."""
 
     max_body_bytes: Positive = 67_108_864  # a request with a larger body is answered with 413
     max_n: Positive = 128  # a request for more choices (n), or more beams, is answered with 400
-    concurrent_per_key: Positive | None = None  # more requests at once are answered with 429
-    per_minute_per_key: Positive | None = None  # more requests, after a burst of as many, are answered with 429
+    concurrent_per_key: Positive | None = None  # more completions at once are answered with 429
+    per_minute_per_key: Positive | None = None  # more completions, after a burst of as many, are answered with 429
 
 
 def is_loopback(host: str) -> bool:

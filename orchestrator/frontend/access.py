@@ -1,4 +1,6 @@
-"""Which requests a frontend accepts: by their API key, and by how many requests that key may run and send per minute.
+"""Which requests a frontend accepts: by their API key, and by what that key may make at once and per minute.
+
+A request counts for the completions that it makes, its prompts times `n`, since each is a request to the engines.
 
 Paths are of three kinds: health needs no key, clients' paths need an API key, all others need the operator's key.
 """
@@ -68,15 +70,48 @@ _NEEDS_OPERATOR = Refusal(
 
 
 class Usage(msgspec.Struct):
-    """The running requests of one key, and its allowance: requests that it may send at once, as of `at` (monotonic)."""
+    """The running completions of one key, and its allowance: how many it may start at once, as of `at` (monotonic)."""
 
     running: int = 0
     allowance: float = 0.0
     at: float = 0.0
 
 
+class Admission:
+    """A request that was accepted. It counts for one completion, until `count` finds that it makes more.
+
+    `making`: how many it is making now. Call `end` when the request has ended.
+    """
+
+    __slots__ = ("_counted", "_limits", "_usage", "making")
+
+    def __init__(self, limits: LimitsConfig, usage: Usage | None = None) -> None:
+        """`usage`: of the request's key. Without one the request is not limited."""
+        self._limits, self._usage = limits, usage
+        self._counted, self.making = 1, 0
+
+    @property
+    def limited(self) -> bool:
+        return self._usage is not None
+
+    def count(self, now: float) -> Refusal | None:
+        """Count all that it is making, or return why its key may not make as many. `now`: monotonic seconds."""
+        more = self.making - self._counted
+        if self._usage is None or more <= 0:
+            return None
+        refusal = _take(self._usage, self._limits, more, self.making, now)
+        if refusal is None:
+            self._counted = self.making
+        return refusal
+
+    def end(self) -> None:
+        if self._usage is not None:
+            self._usage.running -= self._counted
+            self._usage = None
+
+
 class Access:
-    """Call `admit` for each request. If it returns a `Usage`, pass that to `ended` when the request has ended."""
+    """Call `admit` for each request."""
 
     def __init__(self, security: SecurityConfig, limits: LimitsConfig, root_path: str = "") -> None:
         """`root_path`: the prefix of paths, unless a proxy removes it. Raises ConfigError for an unreadable file."""
@@ -94,14 +129,14 @@ class Access:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"security.api_keys_file: expected a file of keys, one per line: {error}") from None
 
-    def admit(self, scope: Mapping[str, Any], now: float) -> Refusal | Usage:
-        """The request's usage, or its refusal. `scope`: ASGI's, of http or websocket; `now`: monotonic seconds."""
+    def admit(self, scope: Mapping[str, Any], now: float) -> Refusal | Admission:
+        """The request's admission, or its refusal. `scope`: ASGI's, of http or websocket; `now`: monotonic seconds."""
         path = scope["path"].removeprefix(self._root_path).rstrip("/")
         if path in OPEN:
-            return Usage()
+            return Admission(self._limits)
         headers = dict(reversed(scope["headers"]))  # of headers with the same name the first counts
         if scope.get("method") == "OPTIONS" and headers.keys() >= _PREFLIGHT:
-            return Usage()
+            return Admission(self._limits)
         self._reload_keys(now)
         given = self._mac(_key_of(headers))
         password = self._mac(_password_of(headers, scope.get("method", "")))
@@ -110,32 +145,16 @@ class Access:
         )
         if path in OPERATOR or not (path in CLIENT or path.startswith(CLIENT_PREFIXES)):
             closed = self._protected or self._operator is not None
-            return _NEEDS_OPERATOR if closed and not is_operator else Usage()
+            return _NEEDS_OPERATOR if closed and not is_operator else Admission(self._limits)
         if self._protected and not is_operator and given not in self._clients:
             return _NEEDS_KEY
         if scope.get("method") == "GET" or is_operator:
-            return Usage()
-        return self._take(given if self._protected else b"", now)
+            return Admission(self._limits)
+        return self._limited(given if self._protected else b"", now)
 
-    def ended(self, usage: Usage) -> None:
-        usage.running -= 1
-
-    def _take(self, key: bytes, now: float) -> Refusal | Usage:
-        at_once, per_minute = self._limits.concurrent_per_key, self._limits.per_minute_per_key
-        usage = self._usages.setdefault(key, Usage(allowance=per_minute or math.inf, at=now))
-        if at_once is not None and usage.running >= at_once:
-            return _too_many(f"{at_once} requests of this key run already (limits.concurrent_per_key)", 1.0)
-        if per_minute is not None:
-            usage.allowance = min(per_minute, usage.allowance + (now - usage.at) * per_minute / 60)
-            usage.at = now
-            if usage.allowance < 1:
-                wait_s = (1 - usage.allowance) * 60 / per_minute
-                return _too_many(
-                    f"this key may send {per_minute} requests a minute (limits.per_minute_per_key)", wait_s
-                )
-            usage.allowance -= 1
-        usage.running += 1
-        return usage
+    def _limited(self, key: bytes, now: float) -> Refusal | Admission:
+        usage = self._usages.setdefault(key, Usage(allowance=self._limits.per_minute_per_key or math.inf, at=now))
+        return _take(usage, self._limits, 1, 1, now) or Admission(self._limits, usage)
 
     def _reload_keys(self, now: float) -> None:
         if self._security.api_keys_file is None or now - self._checked_at < _FILE_CHECK_S:
@@ -161,6 +180,36 @@ class Access:
 
     def _mac(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._mac_key).digest()
+
+
+def _take(usage: Usage, limits: LimitsConfig, more: int, whole: int, now: float) -> Refusal | None:
+    """Count `more` completions of a request that makes `whole`. Returns why that may not be, having counted nothing."""
+    at_once, per_minute = limits.concurrent_per_key, limits.per_minute_per_key
+    for name, limit in (("concurrent_per_key", at_once), ("per_minute_per_key", per_minute)):
+        if limit is not None and whole > limit:
+            return Refusal(
+                HTTPStatus.BAD_REQUEST,
+                f"this request makes {whole} completions, its prompts times n, and limits.{name} allows {limit}: "
+                "send fewer prompts or choices at a time",
+            )
+    if at_once is not None and usage.running + more > at_once:
+        others = usage.running - (whole - more)
+        return _too_many(
+            f"this key's requests make {others} completions already and this one {whole}, of {at_once} at once "
+            "(limits.concurrent_per_key)",
+            1.0,
+        )
+    if per_minute is not None:
+        usage.allowance = min(per_minute, usage.allowance + (now - usage.at) * per_minute / 60)
+        usage.at = now
+        if usage.allowance < more:
+            return _too_many(
+                f"this key's requests may make {per_minute} completions a minute (limits.per_minute_per_key)",
+                (more - usage.allowance) * 60 / per_minute,
+            )
+        usage.allowance -= more
+    usage.running += more
+    return None
 
 
 def _too_many(message: str, retry_after_s: float) -> Refusal:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from orchestrator.frontend.access import Access, Refusal
+from orchestrator.frontend.access import Access, Admission, Refusal
 from orchestrator.telemetry.request_line import RequestLine
 
 MAX_REQUEST_ID_LENGTH = 200
@@ -24,10 +24,10 @@ _ENDING = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "this frontend is ending: ask 
 class RequestContext:
     """One HTTP request's id, its arrival (unix seconds), its response, and its refusal if it was refused."""
 
-    __slots__ = ("on_request_ended", "plain", "received_at", "refusal", "reply", "request_id", "stream")
+    __slots__ = ("admission", "on_request_ended", "plain", "received_at", "refusal", "reply", "request_id", "stream")
 
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
+    def __init__(self, request_id: str, admission: Admission | None = None) -> None:
+        self.request_id, self.admission = request_id, admission
         self.received_at = time.time()
         self.on_request_ended: Callable[[RequestLine], None] | None = None  # called for each engine request
         self.refusal: Refusal | None = None
@@ -82,7 +82,7 @@ class EdgeMiddleware:
         admitted = self._access.admit(scope, time.monotonic())
         try:
             if scope["type"] == "http":
-                await self._serve(scope, receive, send, admitted if isinstance(admitted, Refusal) else None)
+                await self._serve(scope, receive, send, admitted)
             elif isinstance(admitted, Refusal):
                 await receive()  # websocket.connect; closing before it is accepted answers with 403
                 await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": admitted.message})
@@ -90,14 +90,17 @@ class EdgeMiddleware:
                 await self.app(scope, receive, send)
         finally:
             if not isinstance(admitted, Refusal):
-                self._access.ended(admitted)
+                admitted.end()
 
-    async def _serve(self, scope: MutableMapping[str, Any], receive: Any, send: Any, refusal: Refusal | None) -> None:
+    async def _serve(
+        self, scope: MutableMapping[str, Any], receive: Any, send: Any, admitted: Refusal | Admission
+    ) -> None:
+        refusal, admission = (admitted, None) if isinstance(admitted, Refusal) else (None, admitted)
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         printable = bytes(c for c in given[:MAX_REQUEST_ID_LENGTH] if 0x21 <= c <= 0x7E)
         request_id = printable or uuid.uuid4().hex.encode()
         headers = [pair for pair in scope["headers"] if pair[0] != b"x-request-id"]
-        context = RequestContext(request_id.decode())
+        context = RequestContext(request_id.decode(), admission)
         begun = (
             self._begin_trace(scope["method"], scope["path"], headers)
             if self._begin_trace and refusal is None

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
-from vllm.outputs import RequestOutput
+from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.sampling_params import SamplingParams
 from vllm.utils.async_utils import cancel_task_threadsafe
 from vllm.utils.collection_utils import as_list
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, PauseMode
@@ -59,6 +60,26 @@ def _failed(failure: Failure) -> Exception:
     if (context := edge.current.get()) is not None:
         context.refusal = edge.Refusal(HTTPStatus.BAD_REQUEST, failure.why)
     return VLLMValidationError(failure.why)
+
+
+@contextlib.asynccontextmanager
+async def _counted(completions: int) -> AsyncIterator[None]:
+    """Count these completions of the current HTTP request against its key's limits. Raises GracefulHTTPError."""
+    context = edge.current.get()
+    admission = context.admission if context is not None else None
+    if context is None or admission is None or not admission.limited:
+        yield
+        return
+    admission.making += completions
+    try:
+        await asyncio.sleep(0)  # the request's other prompts come in this turn of the loop: all are made, or none
+        if context.refusal is None:
+            context.refusal = admission.count(time.monotonic())
+        if (refusal := context.refusal) is not None:
+            raise GracefulHTTPError(refusal.message, HTTPStatus(refusal.status))
+        yield
+    finally:
+        admission.making -= completions
 
 
 class FleetCore:
@@ -204,10 +225,14 @@ class FleetLLM(AsyncLLM):
         if request_id is None:  # called before a response begins; after that the placement refuses
             self.engine_core.check_admission()
 
-    async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
-        """AsyncLLM's `generate`. Raises an exception that the server answers with 400 or 500 if the request failed."""
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """AsyncLLM's `generate`. Raises an exception that the server answers with 400, 429 or 500 if the request
+        failed."""
         context = edge.current.get()
-        async with contextlib.aclosing(super().generate(*args, **kwargs)) as outputs:
+        making = super().generate(prompt, sampling_params, *args, **kwargs)
+        async with _counted(sampling_params.n), contextlib.aclosing(making) as outputs:
             async for output in outputs:
                 for part in output.outputs:
                     if isinstance(part.stop_reason, Failure):
@@ -215,6 +240,11 @@ class FleetLLM(AsyncLLM):
                 yield output
                 if context is not None and context.stream is not None:
                     context.stream.begin()
+
+    async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[PoolingRequestOutput, None]:
+        async with _counted(1), contextlib.aclosing(super().encode(*args, **kwargs)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
         try:

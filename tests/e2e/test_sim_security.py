@@ -40,7 +40,7 @@ def fleet(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runn
         patch.setenv("SSL_CERT_FILE", str(certificate))  # httpx trusts it
         settings = [
             f"security.api_keys_file={keys}",
-            "limits.concurrent_per_key=1",
+            "limits.concurrent_per_key=4",
             f"frontend.server_args={{ssl_certfile: {certificate}, ssl_keyfile: {key}}}",
             "workers.prefill.replicas=1",
             "workers.decode.replicas=1",
@@ -83,21 +83,29 @@ def test_commands_on_this_machine_use_the_operators_key(fleet: RunningFleet, mon
     assert '"blocks_free":null' in refused.stdout.replace(" ", "") and "set PD_OPERATOR_KEY" in refused.stderr
 
 
-def test_a_key_is_limited_while_its_stream_runs(fleet: RunningFleet) -> None:
-    body = {"model": fleet.model, **ASKED, "max_tokens": 4000, "stream": True, "ignore_eos": True}
-    with fleet.http.stream("POST", "/v1/chat/completions", json=body) as running:
+def test_a_key_is_limited_by_what_its_requests_make_while_they_run(fleet: RunningFleet) -> None:
+    """Two prompts in two choices each are all that this key may make at once."""
+
+    def answered(prompts: int, n: int, stream: bool = False) -> httpx.Response:
+        body = {"model": fleet.model, "prompt": ["Hello"] * prompts, "n": n, "max_tokens": 4, "stream": stream}
+        return fleet.http.post("/v1/completions", json=body)
+
+    assert answered(2, 2).status_code == answered(4, 1, stream=True).status_code == 200
+    for prompts, n, stream in ((5, 1, False), (3, 2, True), (1, 5, False)):
+        refused = answered(prompts, n, stream)
+        assert refused.status_code == 400, refused.text
+        assert f"this request makes {prompts * n} completions" in refused.json()["error"]["message"]
+    long = {"model": fleet.model, "prompt": ["Hello"], "n": 3, "max_tokens": 4000, "stream": True, "ignore_eos": True}
+    with fleet.http.stream("POST", "/v1/completions", json=long) as running:
         assert running.status_code == 200, running.read()
         lines = running.iter_lines()
         first = next(lines)
-        refused = fleet.http.post("/v1/chat/completions", json={"model": fleet.model, **ASKED})
-        assert refused.status_code == 429, (first, list(lines)[-5:], refused.text)
-        assert refused.headers["retry-after"] == "1"
+        assert answered(1, 1).status_code == 200
+        for refused in (answered(2, 1), answered(1, 2, stream=True)):
+            assert refused.status_code == 429, (first, list(lines)[-5:], refused.text)
+            assert refused.headers["retry-after"] == "1" and "limits.concurrent_per_key" in refused.text
         assert fleet.http.get("/v1/models").status_code == 200
-
-    def again() -> bool:
-        return fleet.http.post("/v1/chat/completions", json={"model": fleet.model, **ASKED}).status_code == 200
-
-    fleet.until(again, "the key is free when its client has gone")
+    fleet.until(lambda: answered(2, 2).status_code == 200, "the key is free when its client has gone")
 
 
 def listening(fleet: RunningFleet) -> dict[tuple[str, int], psutil.Process]:

@@ -16,7 +16,7 @@ from prometheus_client import make_asgi_app
 from orchestrator.config.access import LimitsConfig, SecurityConfig, secured
 from orchestrator.config.settings import ConfigError
 from orchestrator.frontend import access
-from orchestrator.frontend.access import Access, Refusal
+from orchestrator.frontend.access import Access, Admission, Refusal
 from orchestrator.frontend.edge import EdgeMiddleware
 
 KEYED = SecurityConfig(api_keys=["client-1", "client-2"], operator_key="operator")
@@ -182,7 +182,7 @@ def test_requests_per_minute_are_limited_per_key_after_a_burst():
         if isinstance(admitted, Refusal):
             assert admitted.status == 429 and "limits.per_minute_per_key" in admitted.message
             return False
-        limited.ended(admitted)
+        admitted.end()
         return True
 
     assert [taken(100.0) for _ in range(7)] == [True] * 6 + [False]
@@ -198,7 +198,7 @@ def test_without_keys_the_limits_are_those_of_all_clients_together():
     first = limited.admit(scope(key="a"), 0.0)
     assert isinstance(limited.admit(scope(key="b"), 0.0), Refusal)
     assert not isinstance(first, Refusal)
-    limited.ended(first)
+    first.end()
     assert not isinstance(limited.admit(scope(key="b"), 0.0), Refusal)
 
 
@@ -256,3 +256,47 @@ async def test_a_browser_is_asked_for_the_operators_key_and_other_sites_cannot_u
             assert (await asked.post("/operator/scale", headers={**given, "origin": origin})).status_code == code
         for garbage in ("Basic", "Basic \xff", "Basic b3BlcmF0b3I=", "Basic !!"):
             assert (await asked.get("/fleet", headers={"authorization": garbage.encode("latin-1")})).status_code == 401
+
+
+def counts(limited: Access, making: int, now: float = 0.0) -> tuple[int, Admission | None]:
+    """The status of a request that makes so many completions, 200 if it may; and its admission."""
+    admitted = limited.admit(scope(), now)
+    if isinstance(admitted, Refusal):
+        return admitted.status, None
+    admitted.making = making
+    refusal = admitted.count(now)
+    if refusal is not None:
+        admitted.end()
+        return refusal.status, None
+    return 200, admitted
+
+
+def test_a_request_counts_for_all_that_it_makes_until_it_has_ended():
+    limited = Access(KEYED, LimitsConfig(concurrent_per_key=8))
+    six = counts(limited, 6)[1]
+    assert six is not None
+    assert counts(limited, 3) == (429, None), "six and three are more than eight"
+    assert counts(limited, 9) == (400, None), "never"
+    two = counts(limited, 2)[1]
+    assert two is not None and counts(limited, 1) == (429, None)
+    six.making = 0  # it has made them, and its answer is still being sent
+    assert counts(limited, 1) == (429, None)
+    six.end()
+    six.end()
+    again = counts(limited, 6)[1]
+    assert again is not None and counts(limited, 1) == (429, None)
+    for each in (two, again):
+        each.end()
+    assert counts(limited, 8)[0] == 200
+
+
+def test_a_minutes_allowance_is_of_completions():
+    limited = Access(KEYED, LimitsConfig(per_minute_per_key=60))
+    assert counts(limited, 61) == (400, None)  # it was one for the minute
+    assert counts(limited, 50, 0.0)[0] == 200
+    refused = limited.admit(scope(), 0.0)
+    assert isinstance(refused, Admission)
+    refused.making = 20
+    refusal = refused.count(0.0)
+    assert refusal is not None and refusal.status == 429 and refusal.retry_after_s == pytest.approx(11.0)
+    assert counts(limited, 20, 12.0)[0] == 200
