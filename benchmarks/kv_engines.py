@@ -35,8 +35,8 @@ class Variant:
 
 VARIANTS = [
     Variant("chunk", transfer="chunk"),
-    Variant("stock push, repaired", connector="RepairedPush", module="kv_stock"),
-    Variant("stock pull, repaired", connector="RepairedPull", module="kv_stock", pull=True),
+    Variant("stock push, repaired", connector="PatchedPush", module="kv_stock"),
+    Variant("stock pull, repaired", connector="PatchedPull", module="kv_stock", pull=True),
     Variant("layer", transfer="layer"),
     Variant("whole", transfer="whole"),
     Variant("stock push", connector="NixlPushConnector", spins=True),

@@ -30,13 +30,13 @@ def repaired() -> Iterator[None]:
             os.sched_setaffinity(0, cores)
 
 
-class RepairedPush(NixlPushConnector):
+class PatchedPush(NixlPushConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         with repaired():
             super().__init__(vllm_config, role, kv_cache_config)
 
 
-class RepairedPull(NixlPullConnector):
+class PatchedPull(NixlPullConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         with repaired():
             super().__init__(vllm_config, role, kv_cache_config)

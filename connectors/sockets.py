@@ -76,16 +76,16 @@ def refuses(host: str | bytes, port: int) -> bool:
         return False
 
 
-class Ties:
+class PeerAddresses:
     """What this process knows about other engines: their addresses, and the ports at which their ranks listen."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._metadata: OrderedDict[str, set[bytes]] = OrderedDict()  # of its ranks, by engine; has their addresses
-        self._doors: dict[str, set[tuple[bytes, int]]] = {}  # by engine: where its processes listen
+        self._endpoints: dict[str, set[tuple[bytes, int]]] = {}  # by engine: where its processes listen
 
     @contextmanager
-    def meeting(self, engine: str, metadata: bytes, handshakes: Collection[int]) -> Iterator[None]:
+    def connecting_to(self, engine: str, metadata: bytes, handshakes: Collection[int]) -> Iterator[None]:
         """A context in which this process opens connections to one rank of `engine`, whose NIXL metadata is `metadata`,
         and to no other engine. `handshakes`: ports to which other threads may connect meanwhile; they are left out."""
         before = {one[:3] for one in connections()}
@@ -96,23 +96,25 @@ class Ties:
         with self._lock:
             self._metadata.setdefault(engine, set()).add(metadata)
             self._metadata.move_to_end(engine)
-            self._doors.setdefault(engine, set()).update(door for door in new if door[1] not in handshakes)
+            self._endpoints.setdefault(engine, set()).update(
+                endpoint for endpoint in new if endpoint[1] not in handshakes
+            )
             while len(self._metadata) > _REMEMBERED:
-                self._doors.pop(self._metadata.popitem(last=False)[0], None)
+                self._endpoints.pop(self._metadata.popitem(last=False)[0], None)
 
     def forget(self, engine: str, awaited: Collection[str]) -> None:
         """Forget an engine, unless it is in `awaited`, those that may still write here."""
         if engine not in awaited:
             with self._lock:
                 self._metadata.pop(engine, None)
-                self._doors.pop(engine, None)
+                self._endpoints.pop(engine, None)
 
     def has_ended(self, engine: str) -> bool:
         """Whether every process of `engine` to which this one was connected has ended. May take a second."""
-        doors = self._doors.get(engine)
-        return bool(doors) and all(refuses(*door) for door in sorted(doors or ()))
+        endpoints = self._endpoints.get(engine)
+        return bool(endpoints) and all(refuses(*endpoint) for endpoint in sorted(endpoints or ()))
 
-    def is_here(self, engine: str) -> bool:
+    def is_local(self, engine: str) -> bool:
         """Whether the engine runs on this machine, and may write without a connection."""
         mine = _own_addresses(connections())
         return not mine or any(address in metadata for metadata in self._metadata[engine] for address in mine)
@@ -124,7 +126,7 @@ class Ties:
         """
         if engine not in self._metadata:
             return settled
-        if not self.is_here(engine):
+        if not self.is_local(engine):
             self.tear_down(engine)
             return settled or not (_FABRICS.is_dir() and any(_FABRICS.iterdir())) or self.has_ended(engine)
         if not self.has_ended(engine):
@@ -136,7 +138,7 @@ class Ties:
         """End every connection with the machine of `engine`, and accepted ones whose engine is not known. If the engine
         ran on this machine, also local ones that have unread data."""
         all_mine = connections()
-        mine, here = _own_addresses(all_mine), self.is_here(engine)
+        mine, here = _own_addresses(all_mine), self.is_local(engine)
         accepting = {one.here[1] for one in all_mine if one.listens}
         with self._lock:
             theirs = self._metadata.get(engine, set())

@@ -18,7 +18,7 @@ from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage
 from orchestrator.store.fields import Launcher, WorkerOrders
 from orchestrator.types import DesiredRatio, Role, WorkerInfo
-from workers.lifecycle import REGISTERED, Life
+from workers.lifecycle import REGISTERED, LifecycleState
 
 NOTHING = WorkerOrders()
 
@@ -31,7 +31,7 @@ class Worker:
     role: Role
     process: str
     generation: int
-    life: Life = Life.STARTING
+    life: LifecycleState = LifecycleState.STARTING
     restarts: bool = False
     _target: Role = Role.DECODE
     _begun: int = 0
@@ -43,20 +43,24 @@ class Worker:
             worker(self.id, self.role), state=REGISTERED[self.life], process=self.process, generation=self.generation
         )
 
-    def obey(self, orders: WorkerOrders) -> bool:
+    def carry_out(self, orders: WorkerOrders) -> bool:
         """Whether its role order is carried out."""
         if orders.drain or orders.restart:
             self.restarts = orders.restart and not orders.drain
-            if self.life in (Life.READY, Life.FLIPPING):
-                self.life = Life.LEAVING
-        elif orders.role is not None and orders.sequence > self._begun and self.life in (Life.READY, Life.FLIPPING):
-            self._begun, self._target, self.life = orders.sequence, orders.role, Life.FLIPPING
+            if self.life in (LifecycleState.READY, LifecycleState.FLIPPING):
+                self.life = LifecycleState.LEAVING
+        elif (
+            orders.role is not None
+            and orders.sequence > self._begun
+            and self.life in (LifecycleState.READY, LifecycleState.FLIPPING)
+        ):
+            self._begun, self._target, self.life = orders.sequence, orders.role, LifecycleState.FLIPPING
             if orders.role is self.role:
                 self.flipped()
         return orders.role is not None and orders.sequence <= self._done
 
     def flipped(self) -> None:
-        self.role, self.life, self._done = self._target, Life.READY, self._begun
+        self.role, self.life, self._done = self._target, LifecycleState.READY, self._begun
 
 
 @dataclass
@@ -69,7 +73,7 @@ class Slot:
 
     @property
     def own(self) -> Own:
-        runs = self.worker.process if self.worker.life is not Life.GONE else ""
+        runs = self.worker.process if self.worker.life is not LifecycleState.GONE else ""
         return Own(self.role, runs, leaving=self.stage is Stage.LEAVING)
 
 
@@ -101,7 +105,7 @@ class World:
     # ---- what is to be seen ------------------------------------------------------------------------------------
 
     def serving(self, role: Role) -> int:
-        return sum(w.life is Life.READY and w.role is role for w in self.workers)
+        return sum(w.life is LifecycleState.READY and w.role is role for w in self.workers)
 
     def shape(self) -> tuple[int, int]:
         return self.serving(Role.PREFILL), self.serving(Role.DECODE)
@@ -150,14 +154,14 @@ class World:
                     self._start(host, self._free_id(action.role), action.role)
             for slot in (host.slots[name] for name in drains):
                 if slot.worker.id not in snapshot.workers and slot.stage is Stage.STARTING:
-                    slot.worker.life = Life.GONE
+                    slot.worker.life = LifecycleState.GONE
                 slot.stage = Stage.LEAVING
         self._roll(host, snapshot)
 
     def notice(self, host: Host) -> None:
         """That processes have ended: their entries go, and what was not to end is started again."""
         for name, slot in list(host.slots.items()):
-            if slot.worker.life is not Life.GONE:
+            if slot.worker.life is not LifecycleState.GONE:
                 continue
             self._leave(name)
             ended = slot.stage is Stage.READY and not slot.worker.restarts
@@ -170,7 +174,7 @@ class World:
         """On what was told to leave, and has not: a deadline has passed."""
         for slot in host.slots.values():
             if slot.stage is Stage.LEAVING:
-                slot.worker.life = Life.GONE
+                slot.worker.life = LifecycleState.GONE
 
     def _learn(self, slot: Slot, info: WorkerInfo | None, orders: WorkerOrders) -> None:
         if info is None or slot.own.process != info.process:
@@ -198,41 +202,41 @@ class World:
 
     def beat(self, process: Worker) -> None:
         """Its heartbeat: it registers, and hears of its orders."""
-        if process.life in (Life.STARTING, Life.GONE):
+        if process.life in (LifecycleState.STARTING, LifecycleState.GONE):
             return
         info, orders = self._registered.get(process.id, (process.info, NOTHING))
         self._put(process, orders if info.process == process.process else NOTHING)
-        if process.obey(orders) and process.life is not Life.GONE:
+        if process.carry_out(orders) and process.life is not LifecycleState.GONE:
             self._put(process, NOTHING)
 
     def move(self, process: Worker) -> None:
         """It ends what it is at: loading, draining for another role, draining to leave."""
-        if process.life is Life.STARTING:
-            process.life = Life.READY
+        if process.life is LifecycleState.STARTING:
+            process.life = LifecycleState.READY
             self._put(process, NOTHING)
-        elif process.life is Life.FLIPPING:
+        elif process.life is LifecycleState.FLIPPING:
             process.flipped()
             self._put(process, self._registered.get(process.id, (process.info, NOTHING))[1])
-        elif process.life is Life.LEAVING:
-            process.life = Life.GONE
+        elif process.life is LifecycleState.LEAVING:
+            process.life = LifecycleState.GONE
             self._leave(process.id)
 
     # ---- deaths ------------------------------------------------------------------------------------------------
 
     def die(self, process: Worker) -> None:
         """Its entry stays until its launcher notices, or its time is over."""
-        process.life, process.restarts = Life.GONE, True
+        process.life, process.restarts = LifecycleState.GONE, True
 
     def kill(self, host: Host) -> None:
         """A launcher dies, and its workers with it. Its claims and their entries stay for a while."""
         self.hosts.remove(host)
         for slot in host.slots.values():
-            slot.worker.life = Life.GONE
-        self.workers = [w for w in self.workers if w.life is not Life.GONE or not self._is_of(host, w)]
+            slot.worker.life = LifecycleState.GONE
+        self.workers = [w for w in self.workers if w.life is not LifecycleState.GONE or not self._is_of(host, w)]
 
     def expire(self, which: int | None = None) -> None:
         """What nobody refreshes any more: one of it, or all."""
-        alive = {w.process for w in self.workers if w.life not in (Life.STARTING, Life.GONE)}
+        alive = {w.process for w in self.workers if w.life not in (LifecycleState.STARTING, LifecycleState.GONE)}
         dead = sorted(name for name, (info, _) in self._registered.items() if info.process not in alive)
         dead += sorted(self._launchers.keys() - {host.id for host in self.hosts})
         for name in dead if which is None else dead[which % len(dead) :][:1] if dead else ():

@@ -30,8 +30,8 @@ from orchestrator.wire.transport import WorkerTransport
 from workers.attempts import Attempts
 from workers.claims import ClaimLoop
 from workers.engine import Engine, EngineDead, EngineInfo
-from workers.lifecycle import Drain, Life, Lifecycle, Moves
-from workers.peers import FRONTEND_GONE_S, FRONTENDS_CHECK_S, Frontends, IdInUse, Peers, refuse_twin
+from workers.lifecycle import Drain, Lifecycle, LifecycleState, Moves
+from workers.peers import FRONTEND_GONE_S, FRONTENDS_CHECK_S, Frontends, IdInUse, Peers, refuse_duplicate_id
 from workers.prefills import Prefills
 from workers.reports import LoadReporter, PrefixReporter
 from workers.serving import Serving
@@ -152,7 +152,7 @@ class Agent:
             config=self._config,
             can_be=info.can_be,
             clear_orders=lambda sequence: self._registry.clear_orders(info.id, sequence),
-            announce=self._announce,
+            announce=self._heartbeat_now,
             end=self._ended.set,
         )
 
@@ -188,11 +188,11 @@ class Agent:
             ended.cancel()
             for task in tasks:
                 if task.done():
-                    self._explain(task)
+                    self._set_exit_code(task)
             return EXIT_AGAIN if self._moves.restarts and self._exit_code == EXIT_LEFT else self._exit_code
         finally:
-            if self.life.can_enter(Life.GONE):
-                self.life.enter(Life.GONE)
+            if self.life.can_enter(LifecycleState.GONE):
+                self.life.enter(LifecycleState.GONE)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -211,7 +211,7 @@ class Agent:
             "log level": follow_log_level(self._log_levels, self.worker_id, logging.getLogger("pd")),
         }
 
-    def _explain(self, task: asyncio.Task[None]) -> None:
+    def _set_exit_code(self, task: asyncio.Task[None]) -> None:
         """Set the exit code for a loop that ended by itself, and log why. Raises IncompatibleWorker, IdInUse."""
         error = None if task.cancelled() else task.exception()
         while isinstance(error, BaseExceptionGroup):
@@ -251,10 +251,10 @@ class Agent:
 
     async def _join(self) -> None:
         """Register, and try again while Redis is away. Raises IncompatibleWorker, IdInUse."""
-        self.life.enter(Life.READY)
+        self.life.enter(LifecycleState.READY)
         while not self._ended.is_set():
             try:
-                await self._registry.replace(self._current(), self._config.workers.timeout_s, refuse_twin)
+                await self._registry.replace(self._current(), self._config.workers.timeout_s, refuse_duplicate_id)
                 self.joined = True
                 break
             except RedisAway as error:
@@ -282,10 +282,10 @@ class Agent:
             try:
                 last = self._told.last_departure if self._peers.concerned else ""
                 timeout_s = self._config.workers.timeout_s
-                self._told = await self._registry.refresh(self._current(), timeout_s, last, refuse_twin)
+                self._told = await self._registry.refresh(self._current(), timeout_s, last, refuse_duplicate_id)
                 self._note_redis(None)
                 self._peers.note(self._told.departed, idle=not self._load.held)
-                await self._moves.obey(self._told.orders)
+                await self._moves.carry_out(self._told.orders)
             except RedisAway as error:
                 self._note_redis(error)
             try:
@@ -334,12 +334,12 @@ class Agent:
 
     def request_stop(self, timeout_s: float) -> None:
         """Drain for at most `timeout_s` and leave; leave at once at the second call, or while the engine starts."""
-        if self.life.can_enter(Life.LEAVING):
+        if self.life.can_enter(LifecycleState.LEAVING):
             self._moves.leave(timeout_s)
         else:
             self._ended.set()
 
-    def _announce(self) -> None:
+    def _heartbeat_now(self) -> None:
         """Send the next heartbeat now."""
         self._beat_now.set()
         self._claims.wake()

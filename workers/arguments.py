@@ -84,7 +84,7 @@ def parse(role: Role, arguments: list[str], fleets: Version | None = None) -> Wo
     bind = options.bind or config.workers.bind
     check_mesh(config, bind)
     return WorkerSettings(
-        worker_id=_made_up_id(role) if options.id is None else check_name("--id", options.id),
+        worker_id=_generated_id(role) if options.id is None else check_name("--id", options.id),
         role=role,
         redis_url=redis_url,
         bind=bind,
@@ -124,7 +124,7 @@ def _parser(role: Role) -> argparse.ArgumentParser:
     return parser
 
 
-def _made_up_id(role: Role) -> str:
+def _generated_id(role: Role) -> str:
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
     return f"{role.value}-{host}-{secrets.token_hex(2)}"
 

@@ -84,7 +84,7 @@ class Attempts:
     def frontends(self) -> set[str]:
         return {attempt.frontend_id for attempt in self._by_key.values()}
 
-    def unproven_of_others(self, frontend_id: str) -> int:
+    def others_without_output(self, frontend_id: str) -> int:
         """How many attempts of other frontends have no output yet."""
         return sum(attempt.frontend_id != frontend_id and not attempt.computed for attempt in self._by_key.values())
 
@@ -112,7 +112,7 @@ class Attempts:
                 self._leave(attempt, tokens)
                 self.room.set()
 
-    def compute(self, attempt: Attempt) -> None:
+    def mark_computed(self, attempt: Attempt) -> None:
         """Mark its prompt as computed. Idempotent."""
         attempt.computed = True
         self._leave(attempt, 0)

@@ -171,7 +171,7 @@ class ClaimLoop:
     async def _sweep(self) -> None:
         """Raises RedisAway."""
         for request_id, number, reply_to in (await self._queue.sweep()).failed:
-            self._prefills.died_too_often(request_id, number, reply_to)
+            self._prefills.give_job_up(request_id, number, reply_to)
 
     async def peer_died(self, worker_id: str) -> None:
         """Expire the leases of a dead worker, so that claims unknown to frontends need not wait for them."""

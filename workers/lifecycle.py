@@ -26,7 +26,7 @@ log = logging.getLogger("pd.worker")
 POLL_S = 0.02
 
 
-class Life(enum.Enum):
+class LifecycleState(enum.Enum):
     STARTING = "starting"  # the engine loads its model
     READY = "ready"
     FLIPPING = "flipping"  # finishes its requests, then takes the other role
@@ -34,20 +34,20 @@ class Life(enum.Enum):
     GONE = "gone"  # sends and receives nothing any more
 
 
-LEGAL: dict[Life, frozenset[Life]] = {
-    Life.STARTING: frozenset({Life.READY, Life.GONE}),
-    Life.READY: frozenset({Life.FLIPPING, Life.LEAVING, Life.GONE}),
-    Life.FLIPPING: frozenset({Life.READY, Life.LEAVING, Life.GONE}),
-    Life.LEAVING: frozenset({Life.GONE}),
-    Life.GONE: frozenset(),
+LEGAL: dict[LifecycleState, frozenset[LifecycleState]] = {
+    LifecycleState.STARTING: frozenset({LifecycleState.READY, LifecycleState.GONE}),
+    LifecycleState.READY: frozenset({LifecycleState.FLIPPING, LifecycleState.LEAVING, LifecycleState.GONE}),
+    LifecycleState.FLIPPING: frozenset({LifecycleState.READY, LifecycleState.LEAVING, LifecycleState.GONE}),
+    LifecycleState.LEAVING: frozenset({LifecycleState.GONE}),
+    LifecycleState.GONE: frozenset(),
 }
 
-REGISTERED: dict[Life, WorkerState] = {
-    Life.STARTING: WorkerState.STARTING,
-    Life.READY: WorkerState.READY,
-    Life.FLIPPING: WorkerState.DRAINING,
-    Life.LEAVING: WorkerState.DRAINING,
-    Life.GONE: WorkerState.DRAINING,
+REGISTERED: dict[LifecycleState, WorkerState] = {
+    LifecycleState.STARTING: WorkerState.STARTING,
+    LifecycleState.READY: WorkerState.READY,
+    LifecycleState.FLIPPING: WorkerState.DRAINING,
+    LifecycleState.LEAVING: WorkerState.DRAINING,
+    LifecycleState.GONE: WorkerState.DRAINING,
 }
 
 
@@ -59,7 +59,7 @@ class Lifecycle:
     """The state and the role of this worker. No I/O."""
 
     def __init__(self, role: Role) -> None:
-        self.state = Life.STARTING
+        self.state = LifecycleState.STARTING
         self.role = role
 
     @property
@@ -69,18 +69,18 @@ class Lifecycle:
     @property
     def claims(self) -> bool:
         """Whether it claims prefill jobs."""
-        return self.state is Life.READY and self.role is Role.PREFILL
+        return self.state is LifecycleState.READY and self.role is Role.PREFILL
 
     def refusal(self) -> str | None:
         """Why it takes no submission; None if it takes them."""
-        if self.state is Life.READY:
+        if self.state is LifecycleState.READY:
             return None if self.role is Role.DECODE else "this is a prefill worker"
         return "draining" if self.registered is WorkerState.DRAINING else self.state.value
 
-    def can_enter(self, state: Life) -> bool:
+    def can_enter(self, state: LifecycleState) -> bool:
         return state in LEGAL[self.state]
 
-    def enter(self, state: Life) -> None:
+    def enter(self, state: LifecycleState) -> None:
         """Raises IllegalMove."""
         if not self.can_enter(state):
             raise IllegalMove(f"a worker that is {self.state.value} cannot become {state.value}")
@@ -148,7 +148,7 @@ class Moves:
         self._begun = 0  # the last role order that was begun, and the last that was done, by sequence
         self._done = 0
 
-    async def obey(self, orders: WorkerOrders) -> None:
+    async def carry_out(self, orders: WorkerOrders) -> None:
         """Carry out the orders in this worker's registry entry. They come again until cleared. Raises RedisAway."""
         if orders.drain or orders.restart:
             self.restarts = orders.restart and not orders.drain
@@ -165,12 +165,12 @@ class Moves:
             log.error("stays a %s worker: its engine cannot take the role %s", self._life.role.value, role.value)
             self._begun = self._done = sequence
             return
-        if self._life.state is Life.READY:
+        if self._life.state is LifecycleState.READY:
             if role is self._life.role:
                 self._begun = self._done = sequence
                 return
-            self._life.enter(Life.FLIPPING)
-        elif self._life.state is not Life.FLIPPING:
+            self._life.enter(LifecycleState.FLIPPING)
+        elif self._life.state is not LifecycleState.FLIPPING:
             return
         self._begun = sequence
         self._start(self._change_role(role, sequence), "change-role")
@@ -181,15 +181,15 @@ class Moves:
             log.info("draining %d requests to become a %s worker", self._drain.requests, role.value)
             await self._drain.end_attempts(began + self._drain_timeout_s)
         self._life.role = role
-        self._life.enter(Life.READY)
+        self._life.enter(LifecycleState.READY)
         self._done = sequence
         log.info("is a %s worker now, after %.2f s", role.value, time.monotonic() - began)
         self._announce()
 
     def leave(self, timeout_s: float) -> None:
         """Drain and end. Does nothing if it is leaving already."""
-        if self._life.can_enter(Life.LEAVING):
-            self._life.enter(Life.LEAVING)
+        if self._life.can_enter(LifecycleState.LEAVING):
+            self._life.enter(LifecycleState.LEAVING)
             self._start(self._drain_and_end(time.monotonic() + timeout_s), "leave")
 
     async def _drain_and_end(self, deadline: float) -> None:

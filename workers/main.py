@@ -33,8 +33,8 @@ from orchestrator.wire.probes import probes
 from workers.agent import Agent, EngineStartFailed
 from workers.arguments import WorkerSettings, listening_at, parse
 from workers.engine import Engine
-from workers.lifecycle import Life
-from workers.peers import IdInUse, refuse_twin
+from workers.lifecycle import LifecycleState
+from workers.peers import IdInUse, refuse_duplicate_id
 
 log = logging.getLogger("pd.worker")
 
@@ -63,7 +63,7 @@ def main(role: Role, arguments: list[str]) -> int:
             die_with_parent(parsed.config.launcher.stop_timeout_s)
         own = parsed.config
         if parsed.generation is None:
-            parsed = _as_rolled_out(parsed, arguments)
+            parsed = _with_rolled_out_config(parsed, arguments)
         os.environ.update(environment(parsed.config, role))
         check_environment()
         logging = parsed.config.logging
@@ -88,7 +88,7 @@ def main(role: Role, arguments: list[str]) -> int:
     return code
 
 
-def _as_rolled_out(own: WorkerSettings, arguments: list[str]) -> WorkerSettings:
+def _with_rolled_out_config(own: WorkerSettings, arguments: list[str]) -> WorkerSettings:
     """The settings of a worker that was started by hand: the configuration of the last rollout overrides its file.
 
     Errors of its own configuration are raised first, whether Redis answers or not. Raises ConfigError, RedisAway.
@@ -142,7 +142,9 @@ async def _run(parsed: WorkerSettings) -> int:
             loop.add_signal_handler(number, agent.request_stop, leave_s)
         if not parsed.id_claimed:
             holding = asyncio.create_task(_hold_id(agent, parsed), name="hold-id")
-        async with probes(listening.bind, parsed.health_port, lambda: agent.joined and agent.life.state is Life.READY):
+        async with probes(
+            listening.bind, parsed.health_port, lambda: agent.joined and agent.life.state is LifecycleState.READY
+        ):
             return await agent.run()
     finally:
         if holding is not None:
@@ -158,7 +160,7 @@ async def _claim_id(registry: Registry, parsed: WorkerSettings) -> None:
     if await registry.claim_id(BY_HAND + own_identity(), parsed.role, ttl_s, worker_id):
         return
     other = await registry.worker(worker_id)
-    await refuse_twin(other)
+    await refuse_duplicate_id(other)
     # The entry, or the claim, of a dead predecessor expires after seconds.
     for holder, held in (await registry.launchers()).items():
         if worker_id in held.workers and has_ended(holder.removeprefix(BY_HAND)):
@@ -174,13 +176,13 @@ async def _hold_id(agent: Agent, parsed: WorkerSettings) -> None:
     workers, me, held = parsed.config.workers, BY_HAND + own_identity(), Launcher({parsed.worker_id: parsed.role})
     try:
         while not agent.joined:
-            await _tell(parsed, lambda registry: registry.refresh_launcher(me, held, workers.timeout_s))
+            await _call_registry(parsed, lambda registry: registry.refresh_launcher(me, held, workers.timeout_s))
             await asyncio.sleep(workers.heartbeat_s)
     finally:
-        await _tell(parsed, lambda registry: registry.leave_launcher(me))
+        await _call_registry(parsed, lambda registry: registry.leave_launcher(me))
 
 
-async def _tell(parsed: WorkerSettings, what: Callable[[Registry], Awaitable[None]]) -> None:
+async def _call_registry(parsed: WorkerSettings, what: Callable[[Registry], Awaitable[None]]) -> None:
     """Make one call to the registry on a connection of its own. Ignores RedisAway: the next call repeats it."""
     with contextlib.suppress(RedisAway):
         redis = await connect(parsed.redis_url, parsed.config.redis.timeout_s)

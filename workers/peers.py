@@ -41,11 +41,11 @@ class IdInUse(RuntimeError):
     """Another living worker has this id. One line."""
 
 
-async def refuse_twin(other: WorkerInfo | None) -> None:
+async def refuse_duplicate_id(other: WorkerInfo | None) -> None:
     """Raises IdInUse if `other`, which is registered under this worker's id, is alive. The entry of a dead predecessor
     expires within seconds; a living twin would overwrite the entry for ever.
     """
-    if other is not None and not has_ended(other.process) and await listening(other.request_address):
+    if other is not None and not has_ended(other.process) and await probe_address(other.request_address):
         raise IdInUse(f"worker id {other.id!r} is in use by process {other.pid} on {other.host}; choose another --id")
 
 
@@ -83,7 +83,7 @@ class Frontends:
         if len(lost) < MAX_LOST:
             lost.append((request_id, number))
 
-    def greet(self, frontend_id: str, hello: Hello) -> None:
+    def on_hello(self, frontend_id: str, hello: Hello) -> None:
         if hello.protocol != PROTOCOL_VERSION:
             # Without an answer it never sends a request.
             log.error(
@@ -100,7 +100,7 @@ class Frontends:
         for request_id, number in self._lost.pop(frontend_id, []):
             self.reject(frontend_id, request_id, number, Refusal("its outputs were lost with the connection"))
 
-    async def greeted(self, frontend_id: str, timeout_s: float) -> bool:
+    async def wait_for_hello(self, frontend_id: str, timeout_s: float) -> bool:
         """Wait for the next `Hello` of that frontend. False at the time-out."""
         event = self._greetings.setdefault(frontend_id, asyncio.Event())
         try:
@@ -173,14 +173,14 @@ class Peers:
     def suspect(self, departed: Departed) -> None:
         """Probe it until it is registered again or proven dead."""
         if departed.engine_id not in self._probes:
-            proving = asyncio.create_task(self._prove(departed), name=f"probe-{departed.worker_id}")
-            self._probes[departed.engine_id] = proving
+            probing = asyncio.create_task(self._confirm_death(departed), name=f"probe-{departed.worker_id}")
+            self._probes[departed.engine_id] = probing
 
-    async def _prove(self, departed: Departed) -> None:
+    async def _confirm_death(self, departed: Departed) -> None:
         unreachable_s = 0.0
         while True:
             began = time.monotonic()
-            agent = await listening(departed.request_address)
+            agent = await probe_address(departed.request_address)
             engine, host = None, None
             if not agent:
                 ports = (departed.kv_port, NOBODYS_PORT)
@@ -206,15 +206,15 @@ class Peers:
 
     async def _is_back(self, departed: Departed) -> bool:
         try:
-            return await self._registry.still_has(departed.worker_id, departed.engine_id)
+            return await self._registry.has_engine(departed.worker_id, departed.engine_id)
         except RedisAway:
             return False
 
     async def close(self) -> None:
-        proving = list(self._probes.values())
-        for task in proving:
+        probing = list(self._probes.values())
+        for task in probing:
             task.cancel()
-        await asyncio.gather(*proving, return_exceptions=True)
+        await asyncio.gather(*probing, return_exceptions=True)
 
 
 async def probe(host: str, port: int) -> bool | None:
@@ -233,7 +233,7 @@ async def probe(host: str, port: int) -> bool | None:
     return True
 
 
-async def listening(address: str) -> bool | None:
+async def probe_address(address: str) -> bool | None:
     """`probe` of a tcp:// address."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return await probe(host.strip("[]"), int(port)) if port.isdecimal() else None

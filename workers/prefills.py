@@ -94,7 +94,7 @@ class Prefills:
             await self._fail(attempt, f"invalid: {error}")
             return
         while not self._tell_claimed(attempt, queued_s):
-            if not await self._frontends.greeted(attempt.frontend_id, GREETING_TIMEOUT_S):
+            if not await self._frontends.wait_for_hello(attempt.frontend_id, GREETING_TIMEOUT_S):
                 log.warning("released %s: frontend %s is not connected", attempt.key, attempt.frontend_id)
                 self._attempts.remove(attempt)
                 await self._release(attempt)
@@ -152,7 +152,7 @@ class Prefills:
         failed = PrefillFailed(attempt.request_id, attempt.number, self._worker_id, why)
         self._frontends.send(attempt.frontend_id, failed)
 
-    def died_too_often(self, request_id: str, number: int, frontend_id: str) -> None:
+    def give_job_up(self, request_id: str, number: int, frontend_id: str) -> None:
         """Tell the frontend of a job that the sweep gave up, whichever worker had claimed it."""
         log.error("prefill job %s failed: its claims died too often", request_id)
         failed = PrefillFailed(request_id, number, self._worker_id, "its claims died too often")

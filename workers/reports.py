@@ -73,7 +73,7 @@ class PrefillRate:
         self._since, self._tokens = None, 0
 
 
-class _Seen:
+class _SubmissionCounts:
     """The highest submission number of one frontend that the engine was given (`fresh`), that it had when its present
     step began (`settling`), and that its load includes (`seen`)."""
 
@@ -104,7 +104,7 @@ class LoadReporter:
         self.pause = PauseState()  # the newest that this worker has received
         self.dirty = asyncio.Event()  # set by a change that no step may report
         self.steps = 0
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _SubmissionCounts] = {}
         self._sequence = 0
         self._published_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -117,7 +117,7 @@ class LoadReporter:
 
     def submitted(self, frontend_id: str, sequence: int) -> None:
         """A submission was given to the engine or refused: later reports include it."""
-        numbers = self._seen.setdefault(frontend_id, _Seen())
+        numbers = self._seen.setdefault(frontend_id, _SubmissionCounts())
         numbers.fresh = max(numbers.fresh, sequence)
         self.dirty.set()
 

@@ -70,7 +70,7 @@ class Serving:
         elif isinstance(message, Abort):
             await self._abort(message)
         elif isinstance(message, Hello):
-            self._frontends.greet(frontend_id, message)
+            self._frontends.on_hello(frontend_id, message)
             self._load.dirty.set()  # a report soon: a new frontend has none yet
         elif isinstance(message, PrefixResync):
             self._prefix.snapshot(frontend_id)
@@ -208,7 +208,7 @@ class Serving:
             if attempt is None:
                 continue  # aborted meanwhile
             if not attempt.computed:
-                self._attempts.compute(attempt)
+                self._attempts.mark_computed(attempt)
                 self._load.prefilled(_computed_tokens(attempt, output))
             if attempt.phase is Phase.PREFILL:
                 self._prefills.output(attempt, output, step.timestamp)
@@ -244,7 +244,7 @@ class Serving:
         tried = self._attempts.on_trial()
         suspect = tried[0].request_id if len(tried) == 1 and tried[0].suspect else None
         for frontend_id in self._attempts.frontends():
-            others = self._attempts.unproven_of_others(frontend_id)
+            others = self._attempts.others_without_output(frontend_id)
             self._frontends.send(frontend_id, EngineCrashed(self._worker_id, why, others, suspect))
 
     # ---- frontends that vanish ---------------------------------------------------------------------------------

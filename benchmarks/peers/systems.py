@@ -23,7 +23,7 @@ from orchestrator.wire.addresses import free_ports
 
 ROOT = Path(__file__).parents[2]
 HOST = "127.0.0.1"
-REPAIRED = {"kv_connector": "RepairedPull", "kv_connector_module_path": "kv_stock"}
+REPAIRED = {"kv_connector": "PatchedPull", "kv_connector_module_path": "kv_stock"}
 STOCK = {"kv_connector": "NixlConnector"}
 
 

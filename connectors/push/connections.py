@@ -72,7 +72,7 @@ class Connections(NixlPushConnectorWorker):
         self._shipments = verify.Shipments() if self.options.verify else None
         self._signing: set[str] = set()  # decode requests whose KV is here, while its checksum is computed
         self._checks: list[tuple[verify.Checksum, Callable[[int], None]]] = []
-        self._agents_lock, self._ties = threading.Lock(), sockets.Ties()
+        self._agents_lock, self._peer_addresses = threading.Lock(), sockets.PeerAddresses()
         self._handshake_initiation_executor.shutdown(wait=False)
         self._handshake_initiation_executor: ThreadPoolExecutor = ThreadPoolExecutor(
             _HANDSHAKES_AT_ONCE, "pd-kv-handshake"
@@ -303,7 +303,7 @@ class Connections(NixlPushConnectorWorker):
         self._inbound.forget(engine)
         self._outbound.forget(engine)
 
-    def _mend_lost(self) -> None:
+    def _reconnect_lost(self) -> None:
         """Drops NIXL's state of lost engines that no WRITE uses any more, and connects anew."""
         for engine in [engine for engine in self._lost if not self._writes_to(engine)]:
             self._lost.discard(engine)
@@ -335,16 +335,16 @@ class Connections(NixlPushConnectorWorker):
         self._endpoints.pop(engine_id, None)
         self._inbound.forget(engine_id)
         self._outbound.forget(engine_id)
-        self._ties.forget(engine_id, awaited=self._inbound.engines())
+        self._peer_addresses.forget(engine_id, awaited=self._inbound.engines())
 
     def add_remote_agent(self, meta: Any, *args: Any, **kwargs: Any) -> str:
-        with self._agents_lock, self._meeting(meta):  # handshakes run in parallel, but load agents one at a time
+        with self._agents_lock, self._connecting_to(meta):  # handshakes run in parallel, but load agents one at a time
             return super().add_remote_agent(meta, *args, **kwargs)
 
     def _add_notif_only_remote_agent(self, meta: Any, *args: Any, **kwargs: Any) -> str:
-        with self._agents_lock, self._meeting(meta):
+        with self._agents_lock, self._connecting_to(meta):
             return super()._add_notif_only_remote_agent(meta, *args, **kwargs)
 
-    def _meeting(self, meta: Any) -> AbstractContextManager[None]:
+    def _connecting_to(self, meta: Any) -> AbstractContextManager[None]:
         ports = {peer.port for peer in list(self._endpoints.values())}
-        return self._ties.meeting(meta.engine_id, meta.agent_metadata, ports)
+        return self._peer_addresses.connecting_to(meta.engine_id, meta.agent_metadata, ports)

@@ -39,7 +39,7 @@ class Outbound:
         return bool(self._streams)
 
     @property
-    def hurried(self) -> bool:
+    def awaits_writes(self) -> bool:
         """Whether a stream waits for WRITEs in flight to end."""
         return any(
             stream.state is Stream.FLUSHING or (stream.state is Stream.DRAINING and stream.deadline is not None)
@@ -89,7 +89,7 @@ class Outbound:
         stream = self._streams.get(key)
         if stream is None or epoch <= stream.epoch:
             return []
-        stream.begin_again(epoch)
+        stream.restart(epoch)
         return self._apply(stream, StreamEvent.PREEMPTED, now, "")
 
     def stepped(self, now: float) -> list[Action]:
@@ -111,7 +111,7 @@ class Outbound:
         stream.held, stream.computing = True, False
         if stream.state in STREAM_ENDS:
             return self._end(stream)
-        return self._let_go_early(stream)
+        return self._release_early(stream)
 
     def abort(self, key: str, held: bool, why: str, now: float) -> list[Action]:
         """The prefill failed or was aborted. `held`: the scheduler keeps its blocks until `Release`."""
@@ -122,7 +122,7 @@ class Outbound:
         stream.held, stream.computing = held, False
         if stream.state in STREAM_ENDS:
             return self._end(stream)
-        return self._apply(stream, StreamEvent.GIVE_UP, now, why) + self._let_go_early(stream)
+        return self._apply(stream, StreamEvent.GIVE_UP, now, why) + self._release_early(stream)
 
     # ---- from the network --------------------------------------------------------------------------------------
 
@@ -130,23 +130,23 @@ class Outbound:
         """`since`: when it may have come, which its validity counts from; by default now."""
         key, since = order.stream, now if since is None else since
         stream = self._streams.get(key)
-        if (ended := self._how_it_ended(key)) is not None:
+        if (ended := self._end_and_describe(key)) is not None:
             return self._answer_late(order, peer, ended)
         if stream is None:
             deadline = now + min(self._expect_s, order.valid_s)
             stream = self._streams[key] = PushStream(key, Stream.EXPECTED, deadline=deadline, order=order)
             stream.validate(order, since)
-            return self._meet(stream, order, peer)
+            return self._check_link(stream, order, peer)
         if stream.order is not None:
-            if stream.order.asker == order.asker:  # again, or from the other ranks of the same decode engine
+            if stream.order.receiver == order.receiver:  # again, or from the other ranks of the same decode engine
                 stream.validate(order, since)
-                return self._meet(stream, order, peer) + self._pump(stream, now)
+                return self._check_link(stream, order, peer) + self._pump(stream, now)
             return self._refuse(order, peer, "another decode engine has registered")
         if stream.state is Stream.DRAINING:
             return self._refuse(order, peer, stream.why or "the prefill has ended")
         stream.order = order
         stream.validate(order, since)
-        actions = self._meet(stream, order, peer)
+        actions = self._check_link(stream, order, peer)
         actions += self._apply(stream, StreamEvent.REGISTER, now, "")
         return actions + self._check(stream, now) + self._pump(stream, now)
 
@@ -158,10 +158,10 @@ class Outbound:
         if stream is None and key not in self._ended:
             # Remembered for a registration that this message has overtaken, and for a prefill that has not begun.
             self._ended.add(key, EndedStream(Stream.DROPPED, "withdrawn by decode"))
-        if (ended := self._how_it_ended(key)) is not None:
+        if (ended := self._end_and_describe(key)) is not None:
             return self._answer_late(answer, peer, ended)
         assert stream is not None
-        if stream.order is not None and stream.order.asker != answer.asker:
+        if stream.order is not None and stream.order.receiver != answer.receiver:
             return self._refuse(answer, peer, "withdrawn")
         stream.order = stream.order or answer
         actions = self._connect(answer)
@@ -226,7 +226,7 @@ class Outbound:
                 why = f"decode did not register within {self._lease_s:g} s" if leased else "the prefill never came"
                 stream.deadline = None
                 actions += self._apply(stream, StreamEvent.GIVE_UP, now, why)
-            if stream.has_run_out(now):
+            if stream.has_expired(now):
                 stream.valid_until = None
                 actions += self._apply(stream, StreamEvent.GIVE_UP, now, _RUN_OUT)
             if stream.computing and stream.state is Stream.STREAMING and now >= stream.renew_at:
@@ -254,10 +254,10 @@ class Outbound:
     def _connect(self, order: Register) -> list[Action]:
         return [] if order.decode.engine_id in self._links else [Connect(order.decode)]
 
-    def _meet(self, stream: PushStream, order: Register, peer: str) -> list[Action]:
+    def _check_link(self, stream: PushStream, order: Register, peer: str) -> list[Action]:
         """Ask again for a registration that names another connection than the present one."""
         link = self._links.get(order.decode.engine_id)
-        if stream.meet(order, peer, link) or link is None:
+        if stream.note_registration(order, peer, link) or link is None:
             return self._connect(order)
         return [Tell(order.decode.engine_id, Hello(link.epoch), peer)]
 
@@ -288,7 +288,7 @@ class Outbound:
             # The epoch fence: a WRITE posted before the preemption must not land on top of a newer one.
             if any(epoch < stream.epoch for epoch in stream.inflight.values()):
                 return []
-            if stream.has_run_out(now):
+            if stream.has_expired(now):
                 return self._apply(stream, StreamEvent.GIVE_UP, now, _RUN_OUT)
             if not (chunks := stream.take_ready(all_or_none=not link.chunkwise)):
                 return []
@@ -312,7 +312,7 @@ class Outbound:
         if after is Stream.DRAINING:
             stream.pending.clear()
             stream.deadline = now + _HURRY_S
-            return self._let_go_early(stream) + self._pump(stream, now)
+            return self._release_early(stream) + self._pump(stream, now)
         if after not in STREAM_ENDS:
             return []
         ok = after is Stream.LANDED
@@ -324,7 +324,7 @@ class Outbound:
             actions.append(stream.account(ok, now))
         return actions + ([] if stream.computing else self._end(stream))
 
-    def _let_go_early(self, stream: PushStream) -> list[Action]:
+    def _release_early(self, stream: PushStream) -> list[Action]:
         """The blocks of a stream given up: its WRITEs in flight, which may never end, only read them."""
         if stream.state is not Stream.DRAINING or not stream.held:
             return []
@@ -336,7 +336,7 @@ class Outbound:
         self._ended.add(stream.key, stream.ended())
         return [Release(stream.key)] if stream.held else []
 
-    def _how_it_ended(self, key: str) -> EndedStream | None:
+    def _end_and_describe(self, key: str) -> EndedStream | None:
         """End the stream, also if its prefill still runs."""
         stream = self._streams.get(key)
         if stream is None:
@@ -344,7 +344,7 @@ class Outbound:
         return stream.ended() if stream.state in STREAM_ENDS else None
 
     def _answer_late(self, order: Register, peer: str, ended: EndedStream) -> list[Action]:
-        """Answer a message about an ended stream: `Landed` again if the KV landed for this asker, else `Gone`."""
-        if ended.state is Stream.LANDED and ended.asker == order.asker:
+        """Answer a message about an ended stream: `Landed` again if the KV landed for this receiver, else `Gone`."""
+        if ended.state is Stream.LANDED and ended.receiver == order.receiver:
             return [*self._connect(order), Tell(order.decode.engine_id, Landed(order.request), peer)]
         return self._refuse(order, peer, ended.why or "the prefill has ended")

@@ -67,7 +67,7 @@ class PushStream:
     first_post_at: float | None = None
     closed_at: float | None = None
 
-    def begin_again(self, epoch: int) -> None:
+    def restart(self, epoch: int) -> None:
         """The prefill was preempted: nothing that was shipped counts."""
         self.epoch = epoch
         self.pending.clear()
@@ -105,7 +105,7 @@ class PushStream:
         ends = self.covered_layers.values()
         return len(ends) == layers > 0 and min(ends) >= self.total_blocks
 
-    def has_run_out(self, now: float) -> bool:
+    def has_expired(self, now: float) -> bool:
         """Its registration has: decode counts on nothing being posted any more."""
         return self.valid_until is not None and now >= self.valid_until
 
@@ -117,7 +117,7 @@ class PushStream:
         if self.order is None or order.valid_s >= self.order.valid_s:  # a repeat postpones nothing
             self.registered_at, self.renew_at = since, since + _RENEW_AFTER * order.valid_s
 
-    def meet(self, order: Register, peer: str, link: Link | None) -> bool:
+    def note_registration(self, order: Register, peer: str, link: Link | None) -> bool:
         """A registration counts for the connection that it names. False: it names another than the one that is."""
         self.registered[peer] = max(order.epoch, self.registered.get(peer, 0))
         return link is None or self.registered[peer] == link.epoch
@@ -128,7 +128,7 @@ class PushStream:
 
     def ended(self) -> EndedStream:
         """What is remembered of it."""
-        return EndedStream(self.state, self.why, self.order.asker if self.order is not None else None)
+        return EndedStream(self.state, self.why, self.order.receiver if self.order is not None else None)
 
     def account(self, ok: bool, now: float) -> Ended:
         """What the statistics record at its end."""
@@ -147,7 +147,7 @@ class EndedStream:
 
     state: Stream
     why: str
-    asker: tuple[str, str] | None = None  # of its registration
+    receiver: tuple[str, str] | None = None  # of its registration
 
 
 class EndedStreams(OrderedDict[str, EndedStream]):

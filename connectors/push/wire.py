@@ -56,7 +56,7 @@ class Register(msgspec.Struct, tag="reg", frozen=True):
     epoch: int = 0  # of the prefill worker's last `Hello`
 
     @property
-    def asker(self) -> tuple[str, str]:
+    def receiver(self) -> tuple[str, str]:
         """The decode engine and its request: the same for all ranks of that engine."""
         return self.decode.engine_id, self.request
 

@@ -42,7 +42,7 @@ class PushWorker(Connections):
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self.xfer_stats = PushStats()
         self._drafts = vllm_config.speculative_config is not None
-        self.news = threading.Event()  # set with every result, for an engine loop that waits instead of polling
+        self.wake_event = threading.Event()  # set with every result, for an engine loop that waits instead of polling
         self._results: queue.SimpleQueue[do.Finish | do.Release] = queue.SimpleQueue()
         self.reports = RankReports()
         self._writes: dict[int, tuple[str, str, Any]] = {}  # handle number -> (engine, stream, NIXL handle)
@@ -189,7 +189,7 @@ class PushWorker(Connections):
                     self._run(self._inbound.tick)
                     self.reports.withdrawing_blocks = self._inbound.withdrawing_blocks
                     self._run(self._outbound.tick)
-                    self._mend_lost()
+                    self._reconnect_lost()
                     self._forget_dead()
             except Exception:
                 logger.exception("KV transfer: unexpected error; the writer goes on")
@@ -207,7 +207,7 @@ class PushWorker(Connections):
 
     def _poll_s(self) -> float:
         """Seconds to the next turn. Transfers progress only when polled, but each turn costs CPU time of the model."""
-        if self._outbound.hurried or self._checks:
+        if self._outbound.awaits_writes or self._checks:
             return 0.0005
         if self._inbound.busy or self._outbound.awaits_device:
             return 0.001
@@ -238,7 +238,7 @@ class PushWorker(Connections):
 
     def _report(self, result: do.Finish | do.Release) -> None:
         self._results.put(result)
-        self.news.set()
+        self.wake_event.set()
 
     def _account(self, ended: do.Ended) -> None:
         if self._shipments is not None:
@@ -254,7 +254,7 @@ class PushWorker(Connections):
     def _cut(self, cut: do.Cut) -> None:
         if cut.engine not in self._cutting:
             self._cutting.add(cut.engine)
-            done = self._cutters.submit(self._ties.cut_off, cut.engine, cut.settled)
+            done = self._cutters.submit(self._peer_addresses.cut_off, cut.engine, cut.settled)
             done.add_done_callback(lambda done: self._submit(functools.partial(self._on_cut, cut, done)))
 
     def _on_cut(self, cut: do.Cut, done: Future[bool], now: float) -> Iterable[Any]:

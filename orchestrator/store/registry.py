@@ -182,7 +182,7 @@ class Registry:
             async for _ in orders:
                 yield
 
-    async def still_has(self, worker_id: str, engine_id: str) -> bool:
+    async def has_engine(self, worker_id: str, engine_id: str) -> bool:
         """Whether this engine is registered, under this id."""
         found = await self._redis.execute_command("HGET", self.keys.worker(worker_id), "kv_engine_id")
         return bool(found == engine_id.encode())

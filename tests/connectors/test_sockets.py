@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from connectors import sockets
-from connectors.sockets import Ties, connections, refuses, tear_down
+from connectors.sockets import PeerAddresses, connections, refuses, tear_down
 
 LOOPBACK = bytes((127, 0, 0, 1))
 ELSEWHERE = socket.inet_aton("10.9.8.7")
@@ -73,17 +73,17 @@ def torn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return torn
 
 
-def know(ties: Ties, engine: str, *addresses: bytes) -> None:
-    with ties.meeting(engine, b"port".join((b"", *addresses, b"")), ()):
+def know(peer_addresses: PeerAddresses, engine: str, *addresses: bytes) -> None:
+    with peer_addresses.connecting_to(engine, b"port".join((b"", *addresses, b"")), ()):
         pass
 
 
 def test_connections_with_its_machine_and_those_of_nobody_known_are_torn_down(
     monkeypatch: pytest.MonkeyPatch, torn: list[int]
 ) -> None:
-    ties, third = Ties(), socket.inet_aton("10.9.8.5")
-    know(ties, "P", ELSEWHERE)
-    know(ties, "another", third)
+    peer_addresses, third = PeerAddresses(), socket.inet_aton("10.9.8.5")
+    know(peer_addresses, "P", ELSEWHERE)
+    know(peer_addresses, "another", third)
     unknown = socket.inet_aton("10.9.8.4")
     mine = [
         LISTENING,
@@ -96,65 +96,65 @@ def test_connections_with_its_machine_and_those_of_nobody_known_are_torn_down(
     ]
     monkeypatch.setattr(sockets, "connections", lambda: mine)
     monkeypatch.setattr(sockets, "refuses", lambda host, port: False)
-    assert ties.cut_off("P", settled=False)
+    assert peer_addresses.cut_off("P", settled=False)
     assert torn == [4, 6]
 
 
 def test_a_fabric_may_still_carry_what_was_posted(monkeypatch: pytest.MonkeyPatch, torn: list[int], tmp_path) -> None:
     (tmp_path / "mlx5_0").mkdir()
     monkeypatch.setattr(sockets, "_FABRICS", tmp_path)
-    ties = Ties()
-    know(ties, "P", ELSEWHERE)
+    peer_addresses = PeerAddresses()
+    know(peer_addresses, "P", ELSEWHERE)
     monkeypatch.setattr(sockets, "connections", lambda: [LISTENING, connection(4, ELSEWHERE)])
-    assert not ties.cut_off("P", settled=False)
-    assert ties.cut_off("P", settled=True)
+    assert not peer_addresses.cut_off("P", settled=False)
+    assert peer_addresses.cut_off("P", settled=True)
     assert torn == [4, 4]
 
 
 def test_an_engine_of_this_machine_is_waited_for_until_it_has_ended(
     monkeypatch: pytest.MonkeyPatch, torn: list[int]
 ) -> None:
-    ties = Ties()
+    peer_addresses = PeerAddresses()
     mine = [LISTENING]
     monkeypatch.setattr(sockets, "connections", lambda: mine)
-    with ties.meeting("P", b"..." + SOMEWHERE, ()):
+    with peer_addresses.connecting_to("P", b"..." + SOMEWHERE, ()):
         mine = [LISTENING, connection(5, SOMEWHERE, here=2000, unread=3), connection(6, SOMEWHERE, here=2001)]
     open_ports = {7}
     monkeypatch.setattr(sockets, "refuses", lambda host, port: port not in open_ports)
-    assert not ties.cut_off("P", settled=True)
+    assert not peer_addresses.cut_off("P", settled=True)
     assert torn == []
     open_ports.clear()
-    assert ties.cut_off("P", settled=False)
+    assert peer_addresses.cut_off("P", settled=False)
     assert torn == [5]  # it brings what the dead one has sent
 
 
 def test_an_engine_that_may_still_write_here_is_not_forgotten(monkeypatch: pytest.MonkeyPatch, torn: list[int]) -> None:
     """Its connection is made anew, or it is dead: what it has sent is still on its way."""
-    ties = Ties()
-    know(ties, "P", ELSEWHERE)
+    peer_addresses = PeerAddresses()
+    know(peer_addresses, "P", ELSEWHERE)
     monkeypatch.setattr(sockets, "connections", lambda: [LISTENING, connection(4, ELSEWHERE)])
-    ties.forget("P", awaited={"P"})
-    assert ties.cut_off("P", settled=False)
-    ties.forget("P", awaited=())
-    assert not ties.cut_off("P", settled=False)
+    peer_addresses.forget("P", awaited={"P"})
+    assert peer_addresses.cut_off("P", settled=False)
+    peer_addresses.forget("P", awaited=())
+    assert not peer_addresses.cut_off("P", settled=False)
 
 
 def test_of_an_engine_that_was_never_met_only_time_tells() -> None:
-    assert not Ties().cut_off("nobody", settled=False)
-    assert Ties().cut_off("nobody", settled=True)
+    assert not PeerAddresses().cut_off("nobody", settled=False)
+    assert PeerAddresses().cut_off("nobody", settled=True)
 
 
 def test_a_process_has_ended_when_all_its_ports_refuse() -> None:
-    ties = Ties()
+    peer_addresses = PeerAddresses()
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as one, socket.socket() as handshake:
         with socket.create_server(("127.0.0.1", 0)) as another:
-            with ties.meeting("P", b"", handshakes={another.getsockname()[1]}):
+            with peer_addresses.connecting_to("P", b"", handshakes={another.getsockname()[1]}):
                 one.connect(server.getsockname())
                 handshake.connect(another.getsockname())
-            with ties.meeting("other", b"", ()):
+            with peer_addresses.connecting_to("other", b"", ()):
                 pass
         mine = {found.fd for found in connections()}
         assert {server.fileno(), one.fileno()} <= mine
-        assert not ties.has_ended("P")
-    assert ties.has_ended("P")  # the port of the handshake, which another thread made, is none of its
-    assert not ties.has_ended("other")  # no port of it is known
+        assert not peer_addresses.has_ended("P")
+    assert peer_addresses.has_ended("P")  # the port of the handshake, which another thread made, is none of its
+    assert not peer_addresses.has_ended("other")  # no port of it is known

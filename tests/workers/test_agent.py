@@ -310,7 +310,7 @@ async def test_a_worker_whose_id_was_taken_while_it_was_stopped_leaves_it_to_who
         assert (await workers.registry.workers())[stopped.id] == successor
     else:
         async with asyncio.timeout(10):
-            while not await workers.registry.still_has(stopped.id, stopped.info.kv.engine_id):
+            while not await workers.registry.has_engine(stopped.id, stopped.info.kv.engine_id):
                 await asyncio.sleep(0.01)
         assert not stopped.task.done()
 

@@ -18,8 +18,8 @@ def test_the_sums_of_the_attempts() -> None:
     attempts.add(one)
     attempts.add(two)
     assert (attempts.waiting_tokens, attempts.claimed_tokens, attempts.prefill_count, len(attempts)) == (150, 50, 1, 2)
-    attempts.compute(two)
-    attempts.compute(two)
+    attempts.mark_computed(two)
+    attempts.mark_computed(two)
     assert (attempts.waiting_tokens, attempts.claimed_tokens) == (100, 0)
     attempts.remove(one)
     attempts.remove(one)
@@ -58,11 +58,11 @@ def test_what_is_computed_in_chunks_waits_no_more() -> None:
     attempts.computing({"a#1": 600}, 1.0)
     assert (attempts.waiting_tokens, attempts.claimed_tokens) == (900, 900)
     attempts.computing({"a#1": 200}, 1.0)
-    attempts.compute(one)
+    attempts.mark_computed(one)
     assert attempts.waiting_tokens == 300
     attempts.computing({"a#1": 100, "b#1": 100, "nobody#1": 7}, 1.0)
     assert attempts.waiting_tokens == 100, "a is computed, whatever was said of it before"
-    attempts.compute(two)
+    attempts.mark_computed(two)
     assert (attempts.waiting_tokens, attempts.claimed_tokens) == (0, 0)
 
 
@@ -72,7 +72,7 @@ def test_chunks_end_where_less_is_left() -> None:
     attempts.add(one)
     for now, left in ((1.0, 600), (2.0, 600), (3.0, 900), (4.0, 200)):  # others' step, and a preemption between
         attempts.computing({"a#1": left}, now)
-    attempts.compute(one)
+    attempts.mark_computed(one)
     attempts.computing({"a#1": 100}, 5.0)
     assert one.chunk_ends == [1.0, 4.0]
 
@@ -100,7 +100,7 @@ def test_room_is_told_of_whenever_there_is_more() -> None:
     assert not attempts.room.is_set()
     for less in (
         lambda: attempts.computing({"a#1": 50}, 1.0),
-        lambda: attempts.compute(one),
+        lambda: attempts.mark_computed(one),
         lambda: attempts.remove(one),
     ):
         less()

@@ -7,30 +7,30 @@ import pytest
 from orchestrator.config.settings import parse_config
 from orchestrator.store.fields import WorkerOrders
 from orchestrator.types import Role, WorkerState
-from workers.lifecycle import LEGAL, REGISTERED, Drain, IllegalMove, Life, Lifecycle, Moves
+from workers.lifecycle import LEGAL, REGISTERED, Drain, IllegalMove, Lifecycle, LifecycleState, Moves
 
 
 def test_life_has_no_way_out_of_gone_and_every_state_a_registered_one() -> None:
-    assert set(LEGAL) == set(REGISTERED) == set(Life)
-    assert not LEGAL[Life.GONE]
+    assert set(LEGAL) == set(REGISTERED) == set(LifecycleState)
+    assert not LEGAL[LifecycleState.GONE]
     life = Lifecycle(Role.PREFILL)
     assert (life.refusal(), life.claims, life.registered) == ("starting", False, WorkerState.STARTING)
-    life.enter(Life.READY)
+    life.enter(LifecycleState.READY)
     assert (life.refusal(), life.claims) == ("this is a prefill worker", True)
-    life.enter(Life.FLIPPING)
+    life.enter(LifecycleState.FLIPPING)
     assert (life.refusal(), life.claims, life.registered) == ("draining", False, WorkerState.DRAINING)
     life.role = Role.DECODE
-    life.enter(Life.READY)
+    life.enter(LifecycleState.READY)
     assert (life.refusal(), life.claims) == (None, False)
     with pytest.raises(IllegalMove, match="ready cannot become starting"):
-        life.enter(Life.STARTING)
+        life.enter(LifecycleState.STARTING)
 
 
 async def test_a_role_that_the_engine_cannot_take_is_refused_and_the_order_cleared(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     life = Lifecycle(Role.PREFILL)
-    life.enter(Life.READY)
+    life.enter(LifecycleState.READY)
     cleared: list[int] = []
 
     async def clear(sequence: int) -> None:
@@ -48,8 +48,8 @@ async def test_a_role_that_the_engine_cannot_take_is_refused_and_the_order_clear
         announce=unexpected,
         end=unexpected,
     )
-    await moves.obey(WorkerOrders(Role.DECODE, sequence=7))
-    assert (life.state, life.role, cleared) == (Life.READY, Role.PREFILL, [7])
+    await moves.carry_out(WorkerOrders(Role.DECODE, sequence=7))
+    assert (life.state, life.role, cleared) == (LifecycleState.READY, Role.PREFILL, [7])
     assert "stays a prefill worker: its engine cannot take the role decode" in caplog.text
-    await moves.obey(WorkerOrders(sequence=7))
+    await moves.carry_out(WorkerOrders(sequence=7))
     assert cleared == [7]

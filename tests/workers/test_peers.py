@@ -15,7 +15,7 @@ from orchestrator.types import Departed
 from workers import peers as peers_module
 from workers.attempts import Attempt, Attempts
 from workers.engine import Phase
-from workers.peers import Frontends, Peers, listening, probe
+from workers.peers import Frontends, Peers, probe, probe_address
 
 
 class Listener:
@@ -32,7 +32,7 @@ class FakeRegistry:
     def __init__(self) -> None:
         self.engines, self.away = dict[str, str](), False
 
-    async def still_has(self, worker_id: str, engine_id: str) -> bool:
+    async def has_engine(self, worker_id: str, engine_id: str) -> bool:
         if self.away:
             raise RedisAway("gone")
         return self.engines.get(worker_id) == engine_id
@@ -152,7 +152,7 @@ async def test_a_stopped_process_is_not_dead_though_its_host_drops_further_conne
 @pytest.mark.parametrize("address", ["", "tcp://127.0.0.1", "tcp://127.0.0.1:many", "tcp://127.0.0.1:99999"])
 async def test_what_is_no_address_proves_nothing(address: str) -> None:
     """Whoever wrote Redis may have damaged it: a probe that ends by it would never be made again."""
-    assert await listening(address) is None
+    assert await probe_address(address) is None
     assert await probe("a..b", 1) is None
 
 
@@ -222,7 +222,7 @@ def test_a_frontend_is_gone_when_it_was_out_of_reach_while_this_process_ran() ->
 async def test_probe(alive: tuple[Listener, Listener]) -> None:
     port = alive[0].port
     assert await probe("127.0.0.1", port) is True
-    assert await listening(f"tcp://127.0.0.1:{port}") is True
+    assert await probe_address(f"tcp://127.0.0.1:{port}") is True
     alive[0].socket.close()
     assert await probe("127.0.0.1", port) is False
     assert await probe("no-such-host.invalid", 1) is None

@@ -272,11 +272,11 @@ class VllmEngine:
                 outputs = await self._client.get_output_async()
                 step = EngineStep(outputs.outputs, load=None, timestamp=outputs.timestamp)
                 if (stats := outputs.scheduler_stats) is not None:
-                    _take_what_the_plugin_says(step, stats.kv_connector_stats or {})
+                    _take_plugin_stats(step, stats.kv_connector_stats or {})
                     step.load = self._account(stats)
                 for output in outputs.outputs:
                     _count_transfer_as_computed(output.prefill_stats, self._cached_block_tokens)
-                    _withhold_guess(output)
+                    _drop_guessed_token(output)
                 self._steps.put_nowait(step)
         except EngineDeadError:
             self._died()
@@ -311,7 +311,7 @@ class VllmEngine:
         return self._last
 
 
-def _take_what_the_plugin_says(step: EngineStep, connector_stats: dict[str, Any]) -> None:
+def _take_plugin_stats(step: EngineStep, connector_stats: dict[str, Any]) -> None:
     if (delta := connector_stats.pop(PREFIX_STATS, None)) is not None:
         step.prefix = msgspec.convert(delta, PrefixDelta)
     step.tokens_left = connector_stats.pop(TOKENS_LEFT_STATS, {})
@@ -327,7 +327,7 @@ def _count_transfer_as_computed(stats: Any, block_tokens: int) -> None:
             stats.num_cache_creation_tokens = max(0, whole_blocks - stats.num_local_cached_tokens)
 
 
-def _withhold_guess(output: Any) -> None:
+def _drop_guessed_token(output: Any) -> None:
     """Remove the token sampled after a prompt that was truncated for its prefill: it stands for one of the prompt."""
     if (output.kv_transfer_params or {}).get("prompt_truncated"):
         output.new_token_ids = []

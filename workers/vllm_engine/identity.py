@@ -15,7 +15,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from orchestrator.types import EngineIdentity
 from orchestrator.wire.messages import PROTOCOL_VERSION
-from workers.vllm_engine.schema import of_this_vllm
+from workers.vllm_engine.schema import vllm_schema
 
 # Other settings that decide how KV is computed and laid out. vLLM's handshake does not compare `hf_overrides`; KV that
 # a prefill worker computes without them is wrong on a decode worker with them.
@@ -44,7 +44,7 @@ def identity_of(model: str, config: VllmConfig, attention_backend: str) -> Engin
         engine="vllm",
         engine_version=vllm.__version__,
         protocol=PROTOCOL_VERSION,
-        messages=of_this_vllm(),
+        messages=vllm_schema(),
         revision=getattr(its.hf_config, "_commit_hash", None) or its.revision or "",
         quantization=str(its.quantization or ""),
         attention_backend=attention_backend,

@@ -52,7 +52,7 @@ def share_gloo_device() -> None:
         distributed_c10d.ProcessGroupGloo = SharedDeviceGloo
 
 
-def mend_cpu_engines() -> None:
+def patch_cpu_engines() -> None:
     """Apply the fixes for CPU engines in this process. Does nothing on another platform."""
     if current_platform.is_cpu():
         _spare_generators()

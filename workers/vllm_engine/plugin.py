@@ -21,7 +21,7 @@ from vllm.v1.executor import multiproc_executor, uniproc_executor
 
 from orchestrator.parent import PARENT, die_with_parent
 from workers.engine import PrefixChanges
-from workers.vllm_engine.patches import mend_cpu_engines, share_gloo_device
+from workers.vllm_engine.patches import patch_cpu_engines, share_gloo_device
 from workers.vllm_engine.prefix import PrefixCollector
 
 # If batches are queued, one step collects KV that has arrived, the next notes it and the third schedules it.
@@ -32,7 +32,7 @@ SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's own name: the folder for its local sock
 # Keys for further fields of `EngineStep` in the connector's statistics, the only dictionary in an engine's statistics.
 PREFIX_STATS = "pd_prefix"
 TOKENS_LEFT_STATS = "pd_tokens_left"
-_mended = False  # whether this process has the fixes of `patches`
+_patched = False  # whether this process has the fixes of `patches`
 _vllm_target = EngineCoreProc.run_engine_core
 _vllm_abort = EngineCore.abort_requests
 
@@ -61,7 +61,7 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
     _use_cores([int(core) for core in os.environ.get(_CORES, "").split(",") if core])
     register()
     if folder := os.environ.get(SOCKETS):
-        _meet_in(folder)
+        _set_rendezvous_folder(folder)
     EngineCoreProc._process_engine_step = _process_engine_step
     _vllm_target(*args, **kwargs)
 
@@ -71,11 +71,11 @@ def register() -> None:
 
     Idempotent. vLLM calls it in every process of an engine. Processes that a worker started also get `patches`.
     """
-    global _mended
-    if os.environ.get(PARENT) and not _mended:
-        _mended = True
+    global _patched
+    if os.environ.get(PARENT) and not _patched:
+        _patched = True
         share_gloo_device()
-        mend_cpu_engines()
+        patch_cpu_engines()
     EngineCore.pd_load = _pd_load
     EngineCore.pd_describe = _pd_describe
     EngineCore.pd_fail_peer = _pd_fail_peer
@@ -136,11 +136,11 @@ def _process_engine_step(engine: Any) -> bool:
     vLLM's loop runs about a thousand times a second while requests wait for remote KV. A message for each turn would
     cost the agent more than its work, and the turns slow the worker on the next core by a tenth.
     """
-    news = _news(engine)
-    if news is not None:
-        if news.is_set():
+    wake_event = _wake_event(engine)
+    if wake_event is not None:
+        if wake_event.is_set():
             engine._pd_empty_steps = 0
-            news.clear()  # before the step collects: what comes later wakes the wait below at once
+            wake_event.clear()  # before the step collects: what comes later wakes the wait below at once
     prefix = _prefix_changes(engine)
     began = time.monotonic()
     outputs, executed = engine.step_fn()
@@ -154,17 +154,17 @@ def _process_engine_step(engine: Any) -> bool:
                 stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), PREFIX_STATS: prefix.take()}
             if executed and (tokens_left := _tokens_left(engine, stats)):
                 stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), TOKENS_LEFT_STATS: tokens_left}
-        if executed or _has_news(engine, output):
+        if executed or _is_worth_sending(engine, output):
             engine.output_queue.put_nowait((client, output))
     engine.post_step(executed)
     if executed:
         engine._pd_empty_steps = 0
     elif engine.scheduler.has_requests():
         engine._pd_empty_steps = getattr(engine, "_pd_empty_steps", 0) + 1
-        if news is None:  # ranks in other processes do not wake this one, and each check costs them a message
+        if wake_event is None:  # ranks in other processes do not wake this one, and each check costs them a message
             time.sleep(min(_KV_POLL_S, 0.001 + engine._pd_empty_steps / 8000))
         elif engine._pd_empty_steps > _SETTLING_STEPS and engine.input_queue.empty():
-            news.wait(_KV_POLL_S)
+            wake_event.wait(_KV_POLL_S)
     return bool(executed)
 
 
@@ -192,25 +192,25 @@ def _prefix_changes(engine: Any) -> PrefixChanges | None:
     return collector.changes if collector is not None else None
 
 
-def _news(engine: Any) -> threading.Event | None:
+def _wake_event(engine: Any) -> threading.Event | None:
     """An event that is set when KV or a request has arrived; None if the connector's worker half is in another
     process."""
-    if not hasattr(engine, "_pd_news"):
+    if not hasattr(engine, "_pd_wake_event"):
         worker = getattr(get_kv_transfer_group(), "connector_worker", None) if has_kv_transfer_group() else None
-        engine._pd_news = news = getattr(worker, "news", None)
-        if news is not None:
+        engine._pd_wake_event = wake_event = getattr(worker, "wake_event", None)
+        if wake_event is not None:
             put = engine.input_queue.put_nowait
 
             def put_and_wake(item: Any) -> None:
                 put(item)
-                news.set()
+                wake_event.set()
 
             engine.input_queue.put_nowait = put_and_wake
-    found: threading.Event | None = engine._pd_news
+    found: threading.Event | None = engine._pd_wake_event
     return found
 
 
-def _has_news(engine: Any, output: EngineCoreOutputs) -> bool:
+def _is_worth_sending(engine: Any, output: EngineCoreOutputs) -> bool:
     stats = output.scheduler_stats
     if output.outputs or output.finished_requests or stats is None or stats.kv_connector_stats:
         return True
@@ -220,13 +220,13 @@ def _has_news(engine: Any, output: EngineCoreOutputs) -> bool:
         stats.num_skipped_waiting_reqs,
         stats.kv_cache_usage,
     )
-    if getattr(engine, "_pd_last_said", None) == seen:
+    if getattr(engine, "_pd_last_sent", None) == seen:
         return False
-    engine._pd_last_said = seen
+    engine._pd_last_sent = seen
     return True
 
 
-def _meet_in(folder: str) -> None:
+def _set_rendezvous_folder(folder: str) -> None:
     """Put the file through which an engine's ranks find each other beside the sockets, since vLLM leaves it behind."""
     for executor in (multiproc_executor, uniproc_executor):
         executor.get_file_store_init_method = lambda: f"file://{folder}/vllm_dist_{uuid.uuid4().hex}"

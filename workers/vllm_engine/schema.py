@@ -21,7 +21,7 @@ _DIGITS = 16
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function, say: it differs between processes
 
 
-def of_this_vllm() -> str:
+def vllm_schema() -> str:
     return schema(EngineCoreRequest, EngineCoreOutputs)
 
 

@@ -52,7 +52,7 @@ class Measured(Protocol):
 
 async def warm_up(engine: Measured, vocabulary: int, most_sequences: int) -> None:
     """Run a few short requests, so that the engine does its one-time set-up. Raises EngineDead."""
-    test = _Test(engine, vocabulary)
+    test = _SpeedTest(engine, vocabulary)
     # vLLM compiles code for log-probabilities: without a compiler the engine ends when a request asks for them.
     logprobs = 1 if shutil.which(os.environ.get("CXX", "g++")) else None
     began = time.monotonic()
@@ -70,7 +70,7 @@ async def measure_speed(
     """Measure the engine's speed. `most_tokens`: of a prompt that one step computes. All times are 0 if the measurement
     takes longer than `budget_s`. Raises EngineDead.
     """
-    test = _Test(engine, vocabulary)
+    test = _SpeedTest(engine, vocabulary)
     began = time.monotonic()
     speed = EngineSpeed()
     try:
@@ -91,7 +91,7 @@ async def measure_speed(
     return speed
 
 
-async def _prefill(test: _Test, most_tokens: int) -> tuple[float, float]:
+async def _prefill(test: _SpeedTest, most_tokens: int) -> tuple[float, float]:
     """The fixed time of a prompt in seconds, and seconds per token."""
     short = long = min(SHORT_TOKENS, max(1, most_tokens // 2))
     await test.prompt_s(short)  # the first one includes one-time set-up
@@ -106,7 +106,7 @@ async def _prefill(test: _Test, most_tokens: int) -> tuple[float, float]:
     return max(0.0, short_s - slope * short), slope
 
 
-async def _decode(test: _Test, sequences: int, most_tokens: int) -> tuple[float, float]:
+async def _decode(test: _SpeedTest, sequences: int, most_tokens: int) -> tuple[float, float]:
     """Seconds of a step without sequences, and seconds that each sequence adds."""
     tokens = max(1, min(DECODE_TOKENS, most_tokens // sequences))
     alone_s = await test.step_s(1, tokens)
@@ -116,7 +116,7 @@ async def _decode(test: _Test, sequences: int, most_tokens: int) -> tuple[float,
     return max(0.0, alone_s - each_s), each_s
 
 
-class _Test:
+class _SpeedTest:
     def __init__(self, engine: Measured, vocabulary: int) -> None:
         self._engine, self._vocabulary = engine, vocabulary
         self._random, self._numbers = random.Random(0), count()

@@ -142,9 +142,9 @@ class Agent:
         import numpy as np
         from nixl._api import nixl_agent, nixl_agent_config
 
-        from connectors.sockets import Ties
+        from connectors.sockets import PeerAddresses
 
-        self.ties, self.np = Ties(), np
+        self.peer_addresses, self.np = PeerAddresses(), np
         self.nixl = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, num_threads=4))
         self.memory = np.full(SIZE, 1 if name == "prefill" else 0, dtype=np.uint8)
         self.nixl.register_memory([(self.memory.ctypes.data, SIZE, 0, "")], "DRAM")
@@ -160,7 +160,7 @@ class Agent:
         metadata, self.theirs = bytes.fromhex(other[0]), other[1]
         if self.peer is not None:
             self.nixl.remove_remote_agent(self.peer)
-        with self.ties.meeting("other", metadata, ()):
+        with self.peer_addresses.connecting_to("other", metadata, ()):
             name = self.nixl.add_remote_agent(metadata)
         self.peer = name.decode() if isinstance(name, bytes) else name
 
@@ -198,12 +198,12 @@ class Agent:
         self.memory[:] = 0
 
     def tear_down(self) -> None:
-        assert not self.ties.is_here("other")
-        self.ties.tear_down("other")
+        assert not self.peer_addresses.is_local("other")
+        self.peer_addresses.tear_down("other")
         self.nixl.get_new_notifs()
 
     def has_ended(self) -> bool:
-        return self.ties.has_ended("other")
+        return self.peer_addresses.has_ended("other")
 
 
 if __name__ == "__main__":

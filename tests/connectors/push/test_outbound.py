@@ -188,8 +188,8 @@ def test_a_write_that_never_ends_keeps_neither_the_blocks_nor_the_writer_thread_
     end.posted("s", 1, 1.0)
     assert end.finish("s", 1.0) == []
     assert end.unregister(BACK, "D", 2.0) == [Release("s")]
-    assert end.hurried
-    assert end.tick(10.0) == [] and not end.hurried
+    assert end.awaits_writes
+    assert end.tick(10.0) == [] and not end.awaits_writes
     assert end.busy  # decode is not told that no WRITE is in flight
     assert told(end.written("s", 1, False, 1e6)) == [Gone("r", "withdrawn by decode")]
 

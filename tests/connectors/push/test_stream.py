@@ -33,7 +33,7 @@ def test_it_is_covered_once_every_block_of_every_layer_was_shipped(chunks: list[
         stream.add(each)
     assert stream.is_covered(layers=2) is covered
     assert list(stream.pending) == chunks
-    stream.begin_again(epoch=1)
+    stream.restart(epoch=1)
     assert not stream.is_covered(layers=2) and not stream.pending
 
 

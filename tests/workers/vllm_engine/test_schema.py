@@ -10,7 +10,7 @@ import sys
 import msgspec
 import pytest
 
-from workers.vllm_engine.schema import of_this_vllm, schema
+from workers.vllm_engine.schema import schema, vllm_schema
 
 pytestmark = pytest.mark.vllm
 
@@ -35,9 +35,9 @@ def request(*fields: object, **options: bool) -> type:
 
 
 def test_it_is_the_same_in_every_process_of_one_version():
-    command = "from workers.vllm_engine.schema import of_this_vllm; print(of_this_vllm())"
+    command = "from workers.vllm_engine.schema import vllm_schema; print(vllm_schema())"
     done = subprocess.run([sys.executable, "-c", command], text=True, capture_output=True, timeout=120)
-    assert done.stdout.strip() == of_this_vllm(), done.stderr
+    assert done.stdout.strip() == vllm_schema(), done.stderr
 
 
 @pytest.mark.parametrize(
