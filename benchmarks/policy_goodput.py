@@ -20,7 +20,7 @@ import msgspec
 
 from orchestrator.config.settings import SLOConfig
 from orchestrator.simulator.loads import LOADS, PHASES, synthetic
-from orchestrator.simulator.plan import AUTO, FIELD_WAYS, FIXED, WARM_UP
+from orchestrator.simulator.plan import AUTO, FIELD_POLICIES, FIXED, WARM_UP
 from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.report import SHARES, Report, goodputs, report
 from orchestrator.simulator.settings import Settings, stack
@@ -119,7 +119,7 @@ def measure(case: Case, traces: Path, half: int, share_of_requests: float) -> di
         ways["ours"]["goodput"],
         ways["aggregated"],
     )
-    for name in FIELD_WAYS:
+    for name in FIELD_POLICIES:
         ways[name] = goodput_of(half, name, FIELD_TOLERANCE, start * FIELD_START)
     return {
         "profile": case.profile,

@@ -41,27 +41,27 @@ def identity_of(pid: int) -> str:
 
     Host names and pids alone repeat: containers have their own, and the kernel reuses pids.
     """
-    return f"{_place()}/{pid}/{started_ticks(pid)}"
+    return f"{_pid_namespace()}/{pid}/{started_ticks(pid)}"
 
 
 def own_identity() -> str:
     return identity_of(os.getpid())
 
 
-def pid_here(identity: str) -> int | None:
+def local_pid(identity: str) -> int | None:
     """The pid of this identity; None for a process of another machine or container."""
     place, _, process = identity.partition("/")
     pid = process.partition("/")[0]
-    return int(pid) if place == _place() and pid.isdigit() else None
+    return int(pid) if place == _pid_namespace() and pid.isdigit() else None
 
 
 def has_ended(identity: str) -> bool:
     """Whether the process ran here and has ended. False also where that cannot be known."""
-    pid = pid_here(identity)
+    pid = local_pid(identity)
     return pid is not None and str(started_ticks(pid)) != identity.rpartition("/")[2]
 
 
-def _place() -> str:
+def _pid_namespace() -> str:
     """This boot of this machine, and its namespace of pids: containers have their own."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 from support_redis import worker
 
-from orchestrator.launch.decisions.members import Own, members
+from orchestrator.launch.decisions.members import OwnWorker, members
 from orchestrator.launch.decisions.reconcile import Drain, Flip, Start, decide, has_decoded
 from orchestrator.launch.decisions.replacement import to_replace
 from orchestrator.launch.registry_watch import Snapshot
@@ -72,9 +72,9 @@ class Slot:
     stage: Stage = Stage.STARTING
 
     @property
-    def own(self) -> Own:
+    def own(self) -> OwnWorker:
         runs = self.worker.process if self.worker.life is not LifecycleState.GONE else ""
-        return Own(self.role, runs, leaving=self.stage is Stage.LEAVING)
+        return OwnWorker(self.role, runs, leaving=self.stage is Stage.LEAVING)
 
 
 @dataclass
@@ -136,7 +136,7 @@ class World:
         self._hold_ids(host)
 
     def act(self, host: Host) -> None:
-        """On its last reading, as `WorkerPool.update` and `Rolling._replace` do."""
+        """On its last reading, as `WorkerPool.update` and `RolloutRunner._replace` do."""
         snapshot = host.snapshot
         if snapshot is None or snapshot.desired is None:
             return

@@ -58,7 +58,7 @@ def show(
     origins: dict[str, str] = {}
     if file is not None:
         config = load_config(file, set_)
-        origins = {key: str(file) for key in keys_given(read_tree(file))}
+        origins = {key: str(file) for key in given_keys(read_tree(file))}
         origins |= {override.partition("=")[0]: "--set" for override in set_ or []}
     else:
         if set_:
@@ -91,11 +91,11 @@ def _effective(config: Config, origins: dict[str, str], otherwise: str) -> Itera
         yield {"key": key, "value": value, "from": named[-1] if named else "default" if value == usual else otherwise}
 
 
-def keys_given(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+def given_keys(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
     """Dotted names of all values of a file."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
-            yield from keys_given(value, f"{prefix}{name}.")
+            yield from given_keys(value, f"{prefix}{name}.")
         else:
             yield prefix + name
 
@@ -111,7 +111,7 @@ def init(
     file: Annotated[Path | None, typer.Argument(help="The file to write; default: standard output.")] = None,
 ) -> None:
     """Write a commented configuration file for this machine."""
-    text = file_for(len(find_gpus()), len(find_cores()))
+    text = default_config_text(len(find_gpus()), len(find_cores()))
     if file is None:
         print(text, end="")
     elif file.exists():
@@ -121,7 +121,7 @@ def init(
         OUT.print(f"wrote {file}; review it, then `orchestrator up {file}`", highlight=False, soft_wrap=True)
 
 
-def file_for(gpus: int, cores: int) -> str:
+def default_config_text(gpus: int, cores: int) -> str:
     """YAML: a GPU per worker, half of them prefill, one at least of each; without GPUs the demo on CPU."""
     prefill = decode = 1
     if gpus:

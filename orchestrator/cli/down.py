@@ -12,7 +12,7 @@ from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, print_json
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.leftovers import end_processes, remove_shared_memory
 from orchestrator.launch.host.run_folder import RunFolder, abandoned_namespaces, held_namespaces
-from orchestrator.parent import pid_here, started_ticks
+from orchestrator.parent import local_pid, started_ticks
 
 _KILL_AFTER_S = 60.0
 _EXIT_AFTER_S = 5.0  # how long the interpreter may run on after the fleet has ended
@@ -42,7 +42,7 @@ def down(namespace: NamespaceOption = None, as_json: JsonOption = False) -> None
         return
     if launcher is None:
         raise Refused(f"the fleet in namespace {namespace!r} is just starting or ending; try again")
-    pid = pid_here(launcher)
+    pid = local_pid(launcher)
     if pid is None:
         raise Refused(f"the fleet in namespace {namespace!r} runs in another container: run `orchestrator down` there")
     ticks = started_ticks(pid)

@@ -158,7 +158,7 @@ def ask(handle: FleetHandle, what: Callable[[OpenFleet], Awaitable[T]]) -> T:
     return asyncio.run(connected())
 
 
-async def patiently(what: Callable[[], Awaitable[T]]) -> T:
+async def retry_while_away(what: Callable[[], Awaitable[T]]) -> T:
     """The result of `what`, tried again while Redis is away. Raises RedisAway when it stays away for a minute."""
     from orchestrator.store.client import RedisAway
 

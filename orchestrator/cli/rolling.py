@@ -22,8 +22,8 @@ from orchestrator.cli.handle import (
     RedisOption,
     ask,
     find_fleet,
-    patiently,
     print_json,
+    retry_while_away,
 )
 from orchestrator.config.settings import Refused, WorkersConfig
 from orchestrator.types import Role, WorkerInfo, WorkerState
@@ -86,7 +86,7 @@ async def restart(
     waiting, under_way = sorted(targets), set[str]()
     progress_at = time.monotonic()
     while waiting or under_way:
-        there = await patiently(registry.workers)
+        there = await retry_while_away(registry.workers)
         ready = _ready(there)
         for name in sorted(under_way):
             if name in ready and there[name].process != targets[name]:
@@ -116,7 +116,7 @@ async def _order(registry: Registry, worker_id: str) -> bool:
     from orchestrator.store.registry import UnknownWorker
 
     try:
-        await patiently(lambda: registry.order_restart(worker_id))
+        await retry_while_away(lambda: registry.order_restart(worker_id))
     except UnknownWorker:
         return False
     return True

@@ -23,8 +23,8 @@ from orchestrator.cli.handle import (
     SetOption,
     ask,
     find_fleet,
-    patiently,
     print_json,
+    retry_while_away,
 )
 from orchestrator.cli.look.views import restart_line
 from orchestrator.config.engine_args import check_engine_args, engine_args
@@ -132,7 +132,7 @@ async def _follow(fleet: OpenFleet, generation: int, show: Callable[[Event], Non
     seen: dict[str, tuple[str, int]] = {}
     said_back, missed = False, 0  # looks, one after the other
     while True:
-        rollout = await patiently(registry.configuration.rollout)
+        rollout = await retry_while_away(registry.configuration.rollout)
         if rollout is None or rollout.new.generation != generation:
             missed += 1
             if missed > _LOOKS:  # Redis lost it; a launcher tells it again
@@ -142,7 +142,7 @@ async def _follow(fleet: OpenFleet, generation: int, show: Callable[[Event], Non
         if rollout.phase is Phase.BACK and not said_back:
             said_back = True
             show(Event("going_back", generation=rollout.old.generation, why=rollout.why))
-        workers, frontends = await patiently(registry.workers), await patiently(registry.frontends)
+        workers, frontends = await retry_while_away(registry.workers), await retry_while_away(registry.frontends)
         now = {name: (info.state.value, info.generation) for name, info in workers.items()}
         now |= {name: ("ready" if f.url else "draining", f.generation) for name, f in frontends.items()}
         for event in _steps(seen, now) if seen else ():
@@ -154,7 +154,7 @@ async def _follow(fleet: OpenFleet, generation: int, show: Callable[[Event], Non
             for url in rollout_status(rollout, frontends).to_restart:
                 show(Event("to_restart", url))
             return rollout
-        missed = 0 if await patiently(registry.launchers) else missed + 1
+        missed = 0 if await retry_while_away(registry.launchers) else missed + 1
         if missed > _LOOKS:
             raise Refused("no launcher runs this fleet any more; `orchestrator up` goes on with the rollout")
         await asyncio.sleep(_LOOK_EVERY_S)

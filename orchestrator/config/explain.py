@@ -15,16 +15,16 @@ def kind_of(value: object) -> str:
     return "nothing" if value is None else f"{value!r}" if not isinstance(value, (dict, list)) else "a section or list"
 
 
-def unfit(value: Any, key: str = "the file", depth: int = 0) -> str | None:
+def find_unserializable(value: Any, key: str = "the file", depth: int = 0) -> str | None:
     """The first value that cannot be sent to the fleet's processes as JSON, and what it should be; None: all can."""
     if depth > _MAX_DEPTH:
         return f"{key}: expected at most {_MAX_DEPTH} sections in each other"
     if isinstance(value, dict):
         parts = ((part, str(name) if depth == 0 else f"{key}.{name}") for name, part in value.items())
         names = ((name, f"{key}: a name in it") for name in value)
-        return next(filter(None, (unfit(part, name, depth + 1) for part, name in (*names, *parts))), None)
+        return next(filter(None, (find_unserializable(part, name, depth + 1) for part, name in (*names, *parts))), None)
     if isinstance(value, list):
-        return next(filter(None, (unfit(part, key, depth + 1) for part in value)), None)
+        return next(filter(None, (find_unserializable(part, key, depth + 1) for part in value)), None)
     if isinstance(value, float) and not math.isfinite(value):
         return f"{key}: expected a finite number, got {value}"
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:

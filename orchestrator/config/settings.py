@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from orchestrator.config.access import LimitsConfig, Positive, SecurityConfig, is_loopback
-from orchestrator.config.explain import explain, kind_of, unfit
+from orchestrator.config.explain import explain, find_unserializable, kind_of
 from orchestrator.config.frontends import FrontendConfig
 from orchestrator.config.yaml_text import NotYaml, load_yaml
 
@@ -267,7 +267,7 @@ def parse_config(tree: dict[str, Any]) -> Config:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(explain(str(error), tree, Config)) from None
-    if (why := unfit(tree)) is not None:
+    if (why := find_unserializable(tree)) is not None:
         raise ConfigError(why)
     for name in {**config.workers.env, **config.workers.prefill.env, **config.workers.decode.env}:
         if not name or "=" in name:

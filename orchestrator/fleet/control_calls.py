@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from orchestrator.fleet.view import Fleet
-from orchestrator.wire.control import METHODS, Reach
+from orchestrator.wire.control import METHODS, CallTarget
 from orchestrator.wire.messages import Call, CallReply
 from orchestrator.wire.transport import FrontendTransport
 
@@ -42,10 +42,10 @@ class ControlCalls:
         workers = [worker_id for worker_id, view in self._fleet.workers.items() if view.connected]
         if not workers:
             raise CallFailed(f"{method}: no worker is connected")
-        if row.reach is Reach.ONE:
+        if row.target is CallTarget.ONE:
             workers = workers[:1]
         results, failures = await self._ask(workers, method, args, kwargs or {}, timeout_s)
-        if row.told_on_return and results:
+        if row.retried_on_return and results:
             failures = {name: error for name, error in failures.items() if not isinstance(error, WorkerLost)}
         if not failures:
             return row.combine(list(results.values()))

@@ -54,7 +54,7 @@ from orchestrator.store.client import Redis, RedisAway, connect
 from orchestrator.store.registry import Registry
 from orchestrator.store.servers import redis_elsewhere
 from orchestrator.telemetry.logs import set_up as set_up_logging
-from orchestrator.telemetry.metric_files import outlive_their_folder
+from orchestrator.telemetry.metric_files import recreate_missing_folder
 from orchestrator.types import Role
 from orchestrator.wire.addresses import address_towards, in_url
 
@@ -291,7 +291,7 @@ def main() -> None:
     parser.add_argument("--die-with-parent", action="store_true")
     options = parser.parse_args()
     allow_many_connections()
-    outlive_their_folder()
+    recreate_missing_folder()
     try:
         check_environment()
         config = load_config(options.config)

@@ -24,7 +24,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.telemetry.logs import LogFormat, collected, formatter, request_in
+from orchestrator.telemetry.logs import LogFormat, common_log_line, formatter, request_in
 
 _COLOURS = {"prefill": 36, "decode": 32, "frontend": 35, "launcher": 33}  # ANSI
 _REFRESH_PER_S = 8
@@ -49,7 +49,7 @@ class LogFile:
             if self._file.tell() > self._max_bytes or not self.path.exists():
                 full, self._file = self._file, self._begin()
                 full.close()
-            self._file.write(collected(self.form, process, line).encode(errors="replace") + b"\n")
+            self._file.write(common_log_line(self.form, process, line).encode(errors="replace") + b"\n")
         except (OSError, ValueError):
             return  # a full disk, or closed: the fleet matters more than its log
 

@@ -22,10 +22,10 @@ from orchestrator.launch.host.leftovers import SharedMemory
 from orchestrator.launch.host.run_folder import StartedProcess
 from orchestrator.launch.machines import FRONTEND, Machines, Setup
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
-from orchestrator.launch.rollout import Rolling, cannot_start
+from orchestrator.launch.rollout import RolloutRunner, cannot_start
 from orchestrator.launch.supervise import Stage, Supervised, describe
 from orchestrator.launch.worker_pool import WorkerPool
-from orchestrator.parent import has_ended, pid_here
+from orchestrator.parent import has_ended, local_pid
 from orchestrator.store.registry import Registry
 from orchestrator.store.seen import BY_HAND, of_launchers
 from orchestrator.types import DesiredRatio, Role
@@ -79,7 +79,7 @@ class FleetProcesses:
         self._machines = machines
         self._looking: asyncio.Task[None] | None = None
         self._frontends = FrontendPool(config, registry, machines, console.log, self._show, setup)
-        self._rolling = Rolling(config, registry, self._pool, self._frontends, prepare)
+        self._rolling = RolloutRunner(config, registry, self._pool, self._frontends, prepare)
         self._came_up = False
 
     async def start(self) -> None:
@@ -87,14 +87,14 @@ class FleetProcesses:
 
         Raises ConfigError, RedisAway.
         """
-        await self.forget_the_dead()
+        await self.remove_dead_entries()
         await self._begin_version()
         await self._pool.hold_ids()
         await self._begin_desired()
         self.desired = await self._registry.desired() or self.desired
-        await self._machines.look()
+        await self._machines.refresh()
         await self._take_over()
-        others = self._pool.of_others(await self._registry.launchers())
+        others = self._pool.workers_of_others(await self._registry.launchers())
         there = [others[name] for name in others.keys() - self._pool.slots.keys()]
         there += [slot.role for slot in self._pool.slots.values()]
         for role, replicas in ((Role.PREFILL, self.desired.prefill), (Role.DECODE, self.desired.decode)):
@@ -106,7 +106,7 @@ class FleetProcesses:
                         raise
                     break  # what does not fit here may fit there
         await self._frontends.update(self.watch.snapshot)
-        self._looking = asyncio.create_task(self._look_at_machines(), name="machines")
+        self._looking = asyncio.create_task(self._refresh_machines(), name="machines")
 
     async def until_ready(self) -> None:
         """Returns when everything is up, frontends have greeted the workers, and the endpoint answers.
@@ -167,9 +167,12 @@ class FleetProcesses:
         running = await self._machines.left_running()
         self._frontends.take_over([name for name in running if name.startswith(FRONTEND)])
         left = [name for name in running if not name.startswith(FRONTEND)]
-        if left and self._pool.of_others(await self._registry.launchers()).keys() & set(left):
+        if left and self._pool.workers_of_others(await self._registry.launchers()).keys() & set(left):
             await asyncio.sleep(self.config.workers.timeout_s)  # in which the claims of a launcher that is dead run out
-        registered, others = await self._registry.workers(), self._pool.of_others(await self._registry.launchers())
+        registered, others = (
+            await self._registry.workers(),
+            self._pool.workers_of_others(await self._registry.launchers()),
+        )
         for worker_id in left:
             if worker_id in others:
                 continue  # another launcher lives, and runs it
@@ -178,12 +181,12 @@ class FleetProcesses:
             log.info("%s: runs already; taking it over", worker_id)
             self._pool.supervise(worker_id, role)
 
-    async def _look_at_machines(self) -> None:
+    async def _refresh_machines(self) -> None:
         while True:
             await asyncio.sleep(_MACHINES_EVERY_S)
-            await self._machines.look()
+            await self._machines.refresh()
 
-    async def forget_the_dead(self) -> None:
+    async def remove_dead_entries(self) -> None:
         """Take workers and launchers that ran here and do not any more out of the registry: a different fleet could not
         join them, and would leave their ratio as it is.
         """
@@ -196,7 +199,7 @@ class FleetProcesses:
 
     async def _begin_version(self) -> None:
         """Start with the version of the fleet's last rollout, if there was one. Raises ConfigError, RedisAway."""
-        others = self._pool.of_others(await self._registry.launchers())
+        others = self._pool.workers_of_others(await self._registry.launchers())
         alone = not others and not await self._registry.workers() and not await self._machines.left_running()
         await self._rolling.begin(alone)
 
@@ -221,7 +224,7 @@ class FleetProcesses:
         if self._size.is_on and leads:
             await self._resize(self._size.observe(snapshot), self.desired)
         while self._ended:  # in a thread: it reads what every process of this machine maps
-            removed = await asyncio.to_thread(self._shared_memory.remove_of, self._ended.pop())
+            removed = await asyncio.to_thread(self._shared_memory.remove_files_of, self._ended.pop())
             if removed:
                 log.info("removed shared memory that a dead process left: %s", ", ".join(removed))
         self._note_processes()
@@ -237,7 +240,7 @@ class FleetProcesses:
         running = [process for process in self._processes() if process.pid]
         loading = any(process.stage is Stage.STARTING for process in running)
         if loading or time.monotonic() - self._looked_at > _LOOK_EVERY_S:
-            self._shared_memory.look({process.pid for process in running})
+            self._shared_memory.scan({process.pid for process in running})
             self._looked_at = time.monotonic()
         # Those on other machines are not to be cleaned up: the next launcher takes them over.
         here = [] if self._machines.remote else running
@@ -246,7 +249,7 @@ class FleetProcesses:
 
     def _show(self, process: Supervised) -> None:
         self._looked_at = 0.0  # one that has loaded has all of its shared memory
-        if process.stage in (Stage.PAUSING, Stage.ENDED) and (pid := pid_here(process.last_identity)) is not None:
+        if process.stage in (Stage.PAUSING, Stage.ENDED) and (pid := local_pid(process.last_identity)) is not None:
             self._ended.append(pid)
         self._console.stage(process.name, _SHOWN[process.stage], done=process.stage in (Stage.READY, Stage.ENDED))
         self.watch.read_soon()

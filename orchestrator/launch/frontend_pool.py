@@ -171,7 +171,7 @@ class FrontendPool:
             return self._machines.frontend(name, index, node, self.setup, self._on_line)
 
         process = Supervised(
-            name, make, self._config.launcher, self._config.workers.start_timeout_s, self._on_stage, self._left
+            name, make, self._config.launcher, self._config.workers.start_timeout_s, self._on_stage, self._deregister
         )
         placed = _Placed(node, index, process, self.setup.generation)
         self._placed.append(placed)
@@ -184,7 +184,7 @@ class FrontendPool:
             if not self._closed:
                 self._placed.remove(placed)
 
-    async def _left(self, process: Supervised) -> None:
+    async def _deregister(self, process: Supervised) -> None:
         """Take it out of the registry at once, so that its waiting jobs are swept."""
         with contextlib.suppress(RedisAway):
             for frontend in (await self._registry.frontends()).values():

@@ -55,7 +55,7 @@ def launch(config: Config, console: Console) -> None:
     folder = RunFolder(config.namespace)
     with _logging_to(console, config.logging), _signals_interrupt():
         try:
-            config = _with_key_of_before(config, folder)
+            config = _with_previous_operator_key(config, folder)
             _clean_up_after_killed(folder, folder.claim(), console)
             if config.launcher.kind == "local":
                 MachineShares(config).check_room()
@@ -69,7 +69,7 @@ def launch(config: Config, console: Console) -> None:
             console.stop_progress()
             console.say("Stopped before anything was started")
         finally:
-            for number in _ending():  # what is left takes a moment, and another signal would leave it undone
+            for number in _end_signals():  # what is left takes a moment, and another signal would leave it undone
                 signal.signal(number, signal.SIG_IGN)
             console.close()
             remove_shared_memory(folder.shared_memory)
@@ -119,7 +119,7 @@ async def _run(config: Config, model: str, folder: RunFolder, console: Console) 
             await stop.or_done(asyncio.Event().wait(), watching)
 
 
-def _with_key_of_before(config: Config, folder: RunFolder) -> Config:
+def _with_previous_operator_key(config: Config, folder: RunFolder) -> Config:
     """On a cluster the frontends of a launcher that was killed serve on, with the operator's key that it made."""
     before = folder.config() if config.launcher.kind != "local" and not folder.is_held else None
     if before is None or config.security.operator_key is not None:
@@ -170,7 +170,7 @@ class _Stop:
         self._event = asyncio.Event()
         self._first_at = 0.0  # monotonic
         self._console = console
-        for number in _ending():
+        for number in _end_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._signalled)
 
     def _signalled(self) -> None:
@@ -271,7 +271,7 @@ def _logging_to(console: Console, settings: LoggingConfig) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _ending() -> list[signal.Signals]:
+def _end_signals() -> list[signal.Signals]:
     """Those that end a fleet. Under nohup a terminal that is closed ends none."""
     return [number for number in _SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
@@ -279,7 +279,7 @@ def _ending() -> list[signal.Signals]:
 @contextlib.contextmanager
 def _signals_interrupt() -> Iterator[None]:
     """Outside of the event loop each of our signals raises KeyboardInterrupt, as Ctrl-C does."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in _ending()}
+    before = {number: signal.signal(number, signal.default_int_handler) for number in _end_signals()}
     try:
         yield
     finally:

@@ -30,7 +30,7 @@ class Machines(Protocol):
     device: str  # what the engines compute on, for the line that says that the fleet is ready
     remote: bool  # other machines, where processes run on when the launcher is killed, for the next one to take over
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Read anew which machines there are. May take as long as they do not answer."""
 
     async def left_running(self) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.config.shared import merged, shared
-from orchestrator.launch.decisions.replacement import ByHand, replaced, to_replace
+from orchestrator.launch.decisions.replacement import MissingByHand, replaced, to_replace
 from orchestrator.launch.frontend_pool import FrontendPool
 from orchestrator.launch.machines import Setup
 from orchestrator.launch.registry_watch import Snapshot
@@ -35,7 +35,7 @@ def cannot_start(process: Supervised) -> bool:
     return end is not None and not end.was_ready and (end.final or process.crashes >= STARTS_BEFORE_GIVING_UP)
 
 
-class Rolling:
+class RolloutRunner:
     """`follow` every snapshot once the fleet is ready."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Rolling:
         self._preparing: asyncio.Task[Setup] | None = None
         self._prepared_for = -1  # generation
         self._known: Rollout | None = None
-        self._by_hand = ByHand()
+        self._by_hand = MissingByHand()
         self._picture: object = None  # of the fleet, as it was when it last changed
         self._changed_at = 0.0  # monotonic
         # A worker drains and its successor loads within this time, or is ended by who runs it.
@@ -92,12 +92,12 @@ class Rolling:
             await self._switch(rollout)
             return
         if not rollout.under_way:
-            self._by_hand = ByHand()
+            self._by_hand = MissingByHand()
             self._frontends.setup = self._workers.setup
             return
         if rollout.phase is Phase.FORWARD and (failed := self._failed(target.generation)) is not None:
             assert failed.last_exit is not None
-            await self._turn_back(rollout, f"{failed.name} cannot start: it {describe(failed.last_exit)}")
+            await self._roll_back(rollout, f"{failed.name} cannot start: it {describe(failed.last_exit)}")
             return
         loading = self._loading(snapshot)
         if not replaced(snapshot.workers, loading, target.generation):
@@ -123,9 +123,9 @@ class Rolling:
         if snapshot.read_at - self._changed_at > self._patience_s:
             if rollout.phase is Phase.FORWARD:
                 why = f"launcher {behind[0]} is not prepared" if behind else "a worker told to restart is not back"
-                await self._turn_back(rollout, f"nothing has changed for {self._patience_s:g} s: {why}")
+                await self._roll_back(rollout, f"nothing has changed for {self._patience_s:g} s: {why}")
                 return
-            self._by_hand = ByHand()  # nobody is waited for any more
+            self._by_hand = MissingByHand()  # nobody is waited for any more
         elif behind:
             return  # what it starts again would have the old configuration
         managed = {name for launcher in launchers.values() for name in launcher.workers}
@@ -154,20 +154,20 @@ class Rolling:
             setup = self._preparing.result()
         except ConfigError as error:
             if rollout.phase is Phase.FORWARD:
-                await self._turn_back(rollout, str(error))
+                await self._roll_back(rollout, str(error))
             return
         finally:
             self._preparing = None
         log.info("workers start with generation %d from now on", target.generation)
         self._workers.setup, self.version = setup, target
-        self._workers.try_now()
+        self._workers.restart_now()
         await self._workers.hold_ids()  # which tells that we are prepared
         await self._registry.configuration.write(target)
 
     async def _set_up(self, version: Version) -> Setup:
         return await self._prepare(merged(self._config, version.config), version.generation)
 
-    async def _turn_back(self, rollout: Rollout, why: str) -> None:
+    async def _roll_back(self, rollout: Rollout, why: str) -> None:
         if await self._registry.configuration.change_rollout(rollout, rollout.to(Phase.BACK, why)):
             log.error("going back to generation %d: %s", rollout.old.generation, why)
 

@@ -101,7 +101,7 @@ class Supervised:
         self._ready = asyncio.Event()
         self._wanted = True
         self._stopping = asyncio.Event()
-        self._tries_now = asyncio.Event()
+        self._restart_now = asyncio.Event()
         self._stop_timeout_s = config.stop_timeout_s
 
     @property
@@ -147,10 +147,10 @@ class Supervised:
             self._stop_timeout_s = timeout_s
         self._stopping.set()
 
-    def try_now(self) -> None:
+    def restart_now(self) -> None:
         """What it is started with is another: a pause after crashes has no meaning any more, nor have the crashes."""
         self.crashes = 0
-        self._tries_now.set()
+        self._restart_now.set()
 
     def kill(self) -> None:
         """SIGKILL. Counts as a crash: it is started again unless its end was expected."""
@@ -214,7 +214,7 @@ class Supervised:
             return _NOT_STARTED
         exited = asyncio.create_task(self._process.wait())
         stop = asyncio.create_task(self._stopping.wait())
-        late = asyncio.create_task(self._too_late())
+        late = asyncio.create_task(self._wait_until_late())
         try:
             await asyncio.wait({exited, stop, late}, return_when=asyncio.FIRST_COMPLETED)
             if not exited.done():
@@ -225,7 +225,7 @@ class Supervised:
                 task.cancel()
             await asyncio.gather(stop, late, return_exceptions=True)
 
-    async def _too_late(self) -> None:
+    async def _wait_until_late(self) -> None:
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 await self._ready.wait()
@@ -243,9 +243,9 @@ class Supervised:
         pause_s = self._config.restart_backoff_max_s if final else backoff_s(self.crashes, self._config)
         then = "the next try is" if final else "starting it again"
         log.error("%s: %s; %s in %.1f s", self.name, describe(self.last_exit), then, pause_s)
-        self._tries_now.clear()
+        self._restart_now.clear()
         self._enter(Stage.PAUSING)
-        ending = [asyncio.create_task(event.wait()) for event in (self._stopping, self._tries_now)]
+        ending = [asyncio.create_task(event.wait()) for event in (self._stopping, self._restart_now)]
         try:
             await asyncio.wait(ending, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
         finally:

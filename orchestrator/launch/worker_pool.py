@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.launch.decisions.members import Own, members, of_others
+from orchestrator.launch.decisions.members import OwnWorker, members, workers_of_others
 from orchestrator.launch.decisions.reconcile import Action, Drain, Flip, Start, decide, has_decoded
 from orchestrator.launch.host.process import Process
 from orchestrator.launch.machines import Machines, Setup
@@ -23,7 +23,7 @@ from orchestrator.parent import own_identity
 from orchestrator.store.client import RedisAway
 from orchestrator.store.fields import Launcher, WorkerOrders
 from orchestrator.store.registry import Registry
-from orchestrator.store.seen import SeenWorker
+from orchestrator.store.seen import PlannedWorker
 from orchestrator.types import DesiredRatio, Role, WorkerInfo, WorkerState
 
 log = logging.getLogger("pd.launcher")
@@ -45,10 +45,10 @@ class Slot:
         self.seen_at = 0.0  # monotonic; when the registry last had it
 
     @property
-    def own(self) -> Own:
+    def own(self) -> OwnWorker:
         stage, process = self.process.stage, self.process
         runs = process.last_identity if process.pid else ""
-        return Own(self.role, runs, stage in (Stage.LEAVING, Stage.ENDED), stage is not Stage.PLACING)
+        return OwnWorker(self.role, runs, stage in (Stage.LEAVING, Stage.ENDED), stage is not Stage.PLACING)
 
 
 class WorkerPool:
@@ -98,7 +98,7 @@ class WorkerPool:
             self._config.launcher,
             self._config.workers.start_timeout_s,
             self._on_stage,
-            self._left,
+            self._deregister,
             partial(self._machines.placed, worker_id),
         )
         slot = Slot(role, process, self.setup.generation)
@@ -109,10 +109,10 @@ class WorkerPool:
     def waiting_for_room(self) -> set[str]:
         return {name for name, slot in self.slots.items() if slot.process.stage is Stage.PLACING}
 
-    def try_now(self) -> None:
+    def restart_now(self) -> None:
         """`setup` is another: what waits to be started again is started now."""
         for slot in self.slots.values():
-            slot.process.try_now()
+            slot.process.restart_now()
 
     async def hold_ids(self) -> None:
         """Tell the other launchers which workers are ours, and of which generation those are that we start; call it
@@ -127,11 +127,11 @@ class WorkerPool:
         for worker_id, slot in self.slots.items():
             info = snapshot.workers.get(worker_id)
             if info is not None and slot.process.runs_as(info.process):
-                self._learn(slot, info, snapshot, now)
+                self._follow_registration(slot, info, snapshot, now)
             elif slot.process.stage is Stage.READY:
-                self._suspect(slot, now)
+                self._kill_if_hung(slot, now)
         if snapshot.desired is not None:
-            actions = self.actions(snapshot.desired, self.seen(snapshot))
+            actions = self.actions(snapshot.desired, self.planned(snapshot))
             if not await self._order(actions, snapshot):
                 return  # the fleet has changed since it was read: what to do is decided anew, from the next reading
             for action in actions:
@@ -139,18 +139,18 @@ class WorkerPool:
                     return
                 await self._do(action, snapshot)
 
-    def actions(self, desired: DesiredRatio, workers: list[SeenWorker]) -> list[Action]:
+    def actions(self, desired: DesiredRatio, workers: list[PlannedWorker]) -> list[Action]:
         """What is to be done now."""
         self._decoded |= has_decoded(workers)
         return decide(desired, workers, self._decoded)
 
-    def seen(self, snapshot: Snapshot) -> list[SeenWorker]:
+    def planned(self, snapshot: Snapshot) -> list[PlannedWorker]:
         """All workers of the fleet, as planning takes them."""
         return members(snapshot, {name: slot.own for name, slot in self.slots.items()}, self.launcher_id)
 
-    def of_others(self, launchers: dict[str, Launcher]) -> dict[str, Role]:
+    def workers_of_others(self, launchers: dict[str, Launcher]) -> dict[str, Role]:
         """The workers of the fleet's other launchers, and their roles."""
-        return of_others(launchers, self.launcher_id)
+        return workers_of_others(launchers, self.launcher_id)
 
     async def close(self) -> None:
         """End all workers, at once. Returns when their processes are gone."""
@@ -164,7 +164,7 @@ class WorkerPool:
         with contextlib.suppress(RedisAway):
             await self._registry.leave_launcher(self.launcher_id)
 
-    def _learn(self, slot: Slot, info: WorkerInfo, snapshot: Snapshot, now: float) -> None:
+    def _follow_registration(self, slot: Slot, info: WorkerInfo, snapshot: Snapshot, now: float) -> None:
         slot.seen_at, slot.generation = now, info.generation
         if info.state is not WorkerState.STARTING:
             slot.process.mark_ready()
@@ -174,7 +174,7 @@ class WorkerPool:
         if orders is not None and orders.drain and slot.process.stage is Stage.READY:
             slot.process.expect_exit(self._leave_deadline_s())
 
-    def _suspect(self, slot: Slot, now: float) -> None:
+    def _kill_if_hung(self, slot: Slot, now: float) -> None:
         silent_s = now - max(slot.seen_at, slot.process.started_at)
         if silent_s > _HUNG_TIMEOUTS * self._config.workers.timeout_s:
             log.error(
@@ -202,23 +202,23 @@ class WorkerPool:
         try:
             match action:
                 case Start(role):
-                    self._say(snapshot.desired, f"starting a {role.value} worker")
+                    self._log_once(snapshot.desired, f"starting a {role.value} worker")
                     await self.start(role)
                 case Flip(worker_id, role, stands_in):
                     why = "no decode worker is left: " if stands_in else ""
-                    self._say(snapshot.desired, f"{why}{worker_id} becomes a {role.value} worker")
+                    self._log_once(snapshot.desired, f"{why}{worker_id} becomes a {role.value} worker")
                 case Drain(worker_id):
-                    self._say(snapshot.desired, f"draining {worker_id}")
+                    self._log_once(snapshot.desired, f"draining {worker_id}")
                     told = worker_id in snapshot.workers  # else nobody knows it yet
                     if worker_id in self.slots:
                         self.slots[worker_id].process.expect_exit(self._leave_deadline_s() if told else 0)
         except ConfigError as error:
-            self._say(snapshot.desired, f"cannot be reached here: {error}")
+            self._log_once(snapshot.desired, f"cannot be reached here: {error}")
 
     def _leave_deadline_s(self) -> float:
         return self._config.workers.drain_timeout_s + self._config.launcher.stop_timeout_s
 
-    def _say(self, desired: DesiredRatio | None, what: str) -> None:
+    def _log_once(self, desired: DesiredRatio | None, what: str) -> None:
         """Log it once, not every second while it cannot be done."""
         wanted = f"{desired.prefill}P{desired.decode}D (set by {desired.set_by})" if desired else ""
         line = f"{wanted}: {what}"
@@ -233,7 +233,7 @@ class WorkerPool:
             self.slots.pop(slot.process.name, None)
             self._machines.give_back(slot.process.name)
 
-    async def _left(self, process: Supervised) -> None:
+    async def _deregister(self, process: Supervised) -> None:
         """Take it out of the registry at once: the others need not wait for its time to live to run out."""
         try:
             await self._registry.leave(process.name)

@@ -1,4 +1,4 @@
-"""Which split of a number of workers serves a load best, and how many workers are enough, by simulating every way.
+"""Which split of a number of workers serves a load best, and how many workers are enough, by simulating every option.
 
 The ways are: each split with the configuration's policies, `ratio.mode: auto`, and other projects' routers at an even
 split. Printing them is the command line's part.
@@ -18,7 +18,7 @@ from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.trace import Load, at_rate
 
 MAX_SPLITS = 17  # to simulate; larger fleets get an evenly spread subset
-FIELD_WAYS = (
+FIELD_POLICIES = (
     "field:round_robin",
     "field:least_requests",
     "field:power_of_two",
@@ -31,7 +31,7 @@ AUTO, FIXED = "ours", "ours:fixed"
 WARM_UP = 0.25  # share of the load's time that is not counted: the fleet is empty at first, and roles change
 
 
-class Way(msgspec.Struct, frozen=True):
+class FleetOption(msgspec.Struct, frozen=True):
     """A fleet and its policies."""
 
     prefill: int
@@ -46,9 +46,9 @@ class Way(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """The result of a way: a report at a given rate (`at`), or the goodput at each of `SHARES`."""
+    """The result of an option: a report at a given rate (`at`), or the goodput at each of `SHARES`."""
 
-    way: Way
+    option: FleetOption
     at: Report | None = None
     goodput: dict[float, Goodput] = {}
 
@@ -67,12 +67,12 @@ class Question(msgspec.Struct, frozen=True):
     config: Config
     seed: int = 0
 
-    def run(self, way: Way, rate: float) -> Report:
+    def run(self, option: FleetOption, rate: float) -> Report:
         settings = Settings(
-            prefill=way.prefill,
-            decode=way.decode,
+            prefill=option.prefill,
+            decode=option.decode,
             profile=self.profile,
-            stack=stack(way.policy, self.config),
+            stack=stack(option.policy, self.config),
             slo=self.slo,
             seed=self.seed,
         )
@@ -85,58 +85,58 @@ def splits(workers: int) -> list[int]:
     return sorted({round(n * (workers - 1) / max(1, count - 1)) for n in range(count)})
 
 
-def ways(workers: int) -> list[Way]:
+def fleet_options(workers: int) -> list[FleetOption]:
     even = workers // 2
-    found = [Way(prefill, workers - prefill, FIXED) for prefill in splits(workers)]
-    found.append(Way(even, workers - even, AUTO))
+    found = [FleetOption(prefill, workers - prefill, FIXED) for prefill in splits(workers)]
+    found.append(FleetOption(even, workers - even, AUTO))
     if even:
-        found += [Way(even, workers - even, name) for name in FIELD_WAYS]
+        found += [FleetOption(even, workers - even, name) for name in FIELD_POLICIES]
     return found
 
 
-def outcome(question: Question, way: Way, rate: float | None) -> Outcome:
-    """Simulate a way at this rate (requests per second); with None find its goodput, beginning at the load's rate."""
+def outcome(question: Question, option: FleetOption, rate: float | None) -> Outcome:
+    """Simulate an option at this rate (requests per second); with None find its goodput, from the load's rate on."""
     if rate is not None:
-        return Outcome(way, at=question.run(way, rate))
+        return Outcome(option, at=question.run(option, rate))
     start = question.load.rate
-    return Outcome(way, goodput=goodputs(lambda at: question.run(way, at), start * 0.8, start * 1.3))
+    return Outcome(option, goodput=goodputs(lambda at: question.run(option, at), start * 0.8, start * 1.3))
 
 
 def best(outcomes: Iterable[Outcome]) -> Outcome:
     """The best of our own ways. Among equal ones it is `auto`, which needs no choice of a split, then the one with
     fewest prefill workers."""
-    ours = [found for found in outcomes if found.way.policy in (AUTO, FIXED)]
-    return max(ours, key=lambda found: (round(found.score, 3), found.way.policy == AUTO, -found.way.prefill))
+    ours = [found for found in outcomes if found.option.policy in (AUTO, FIXED)]
+    return max(ours, key=lambda found: (round(found.score, 3), found.option.policy == AUTO, -found.option.prefill))
 
 
 def fewest(
     question: Question, rate: float, share: float, most: int, prefill_share: float, done: Callable[[], None]
-) -> Way | None:
+) -> FleetOption | None:
     """The fewest workers, at most `most`, with which `share` of the requests meet both objectives at `rate`.
 
     About `prefill_share` of the workers prefill (one worker more or less is tried too); 0 is the aggregated fleet.
     None if `most` workers are not enough. Calls `done` after each simulation.
     """
 
-    def attains(workers: int) -> Way | None:
+    def smallest_option(workers: int) -> FleetOption | None:
         near = min(workers - 1, round(prefill_share * workers))
         tried = {near} if prefill_share == 0 else {max(0, near - 1), near, min(workers - 1, near + 1)}
         for prefill in sorted(tried, key=lambda number: abs(number - near)):
-            way = Way(prefill, workers - prefill, FIXED)
-            attained = question.run(way, rate).attained
+            option = FleetOption(prefill, workers - prefill, FIXED)
+            attained = question.run(option, rate).attained
             done()
             if attained >= share:
-                return way
+                return option
         return None
 
-    low, high, found = 1, most, attains(most)
+    low, high, found = 1, most, smallest_option(most)
     if found is None:
         return None
     while low < high:
         middle = (low + high) // 2
-        way = attains(middle)
-        if way is None:
+        option = smallest_option(middle)
+        if option is None:
             low = middle + 1
         else:
-            high, found = middle, way
+            high, found = middle, option
     return found

@@ -126,7 +126,7 @@ class Redis(redis.asyncio.Redis):
         """One command. Raises RedisAway, and ResponseError where the server refuses it."""
         loop = asyncio.get_running_loop()
         if loop.time() < self._away_until:
-            raise self._away(self._why)
+            raise self._away_error(self._why)
         # Packed here, so that an argument Redis cannot take fails its caller alone.
         packed = hiredis.pack_command((*args[0].split(), *args[1:]))
         for turn in range(_MAX_MOVES + 1):
@@ -147,17 +147,17 @@ class Redis(redis.asyncio.Redis):
         why = f"it refused {command}: {error}"
         if command in _FUNCTION_COMMANDS and ("unknown command" in str(error) or isinstance(error, NoPermissionError)):
             why += f" (the queue needs Redis {_OLDEST} or newer, or Valkey, and a user with +fcall and +function|load)"
-        return self._away(why)
+        return self._away_error(why)
 
     def _flush(self) -> None:
         """Send all commands that have been collected."""
         self._flushes = False
         if self._pipe is not None and self._pipe.usable:
-            self._give(self._pipe)
+            self._send_batch(self._pipe)
         elif self._outbox and (self._connector is None or self._connector.done()):
             self._connector = asyncio.create_task(self._connect(), name="redis-connector")
 
-    def _give(self, pipe: _Pipe) -> None:
+    def _send_batch(self, pipe: _Pipe) -> None:
         batch, self._outbox = self._outbox, []
         pipe.send(batch)
         if pipe.reader is None or pipe.reader.done():
@@ -171,7 +171,7 @@ class Redis(redis.asyncio.Redis):
             connection = self._new_connection()
             await connection.connect()
             self._pipe = _Pipe(connection)
-            self._give(self._pipe)
+            self._send_batch(self._pipe)
         except (RedisError, OSError) as error:
             await self._break(self._pipe, str(error) or type(error).__name__)
         except BaseException as error:
@@ -240,7 +240,7 @@ class Redis(redis.asyncio.Redis):
                 self.servers.failed()
         for caller in callers:
             if not caller.done():
-                caller.set_exception(self._away(why))
+                caller.set_exception(self._away_error(why))
         if pipe is not None:
             pipe.callers.clear()
             await pipe.connection.disconnect(nowait=True)
@@ -250,7 +250,7 @@ class Redis(redis.asyncio.Redis):
         for connection in list(self._subscriptions):
             await connection.disconnect(nowait=True)
 
-    def _away(self, why: str) -> RedisAway:
+    def _away_error(self, why: str) -> RedisAway:
         return RedisAway(
             f"Redis at {masked(self.url)} cannot be used: {why.rstrip('.')}. Start or repair it, or set redis.url"
         )

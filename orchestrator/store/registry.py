@@ -76,7 +76,7 @@ class Registry:
         self.keys = Keys(namespace)
         self.configuration = Configuration(redis, self.keys)
         self._redis = redis
-        self._complained: dict[str, str] = {}
+        self._warned: dict[str, str] = {}
         self.version = b"0"  # of what was read of the workers last: another, once something of one has changed
         self._seen: dict[str, tuple[WorkerInfo | None, WorkerOrders]] = {}
         self._written: tuple[WorkerInfo | None, int] = (None, 0)  # in full by `refresh`, and how often not since then
@@ -130,7 +130,7 @@ class Registry:
         for since in (self.version, b"0"):  # those that changed since they were read last
             self.version, ids, rows = await self._call("workers_since", since)
             names, seen = [text(name) for name in ids], self._seen
-            seen |= {(name := text(row[0])): self._see(name, fields_of(row[1])) for row in rows}
+            seen |= {(name := text(row[0])): self._parse_worker(name, fields_of(row[1])) for row in rows}
             self._seen = {name: seen[name] for name in names if name in seen}
             if len(self._seen) == len(names):  # else somebody was away for a while, and came back unchanged
                 break
@@ -138,7 +138,7 @@ class Registry:
         told = {name: orders for name, (_, orders) in self._seen.items()}
         return workers, {name: one for name, one in told.items() if one.role or one.drain or one.restart}
 
-    def _see(self, worker_id: str, fields: dict[str, str]) -> tuple[WorkerInfo | None, WorkerOrders]:
+    def _parse_worker(self, worker_id: str, fields: dict[str, str]) -> tuple[WorkerInfo | None, WorkerOrders]:
         orders = orders_of(fields.get("order_role"), fields.get("order_drain"), fields.get("order_sequence"))
         return self._read_worker(worker_id, fields), orders
 
@@ -151,7 +151,7 @@ class Registry:
         try:
             return worker_from_fields(worker_id, fields)
         except (KeyError, ValueError) as error:
-            self._complain(worker_id, f"{type(error).__name__}: {error}")
+            self._warn_once(worker_id, f"{type(error).__name__}: {error}")
             return None
 
     async def order_role(self, worker_id: str, role: Role) -> None:
@@ -233,7 +233,7 @@ class Registry:
                 read = fields | {"id": frontend_id, "offered": counts}
                 found[frontend_id] = msgspec.convert(read, Frontend, strict=False)
             except ValueError as error:
-                self._complain(frontend_id, f"{type(error).__name__}: {error}")
+                self._warn_once(frontend_id, f"{type(error).__name__}: {error}")
         return found
 
     async def frontend_of(self, mesh_key: str) -> str | None:
@@ -296,7 +296,7 @@ class Registry:
             if ratio.prefill < 0 or ratio.decode < 0:
                 raise ValueError(f"a negative count in {fields}")
         except (KeyError, ValueError) as error:
-            self._complain("desired", f"{type(error).__name__}: {error}")
+            self._warn_once("desired", f"{type(error).__name__}: {error}")
             return None
         return ratio
 
@@ -335,9 +335,9 @@ class Registry:
     async def _members(self, kind: str) -> list[tuple[str, dict[str, str]]]:
         return [(text(name), fields_of(fields)) for name, fields in await self._call("members", kind)]
 
-    def _complain(self, name: str, why: str) -> None:
-        if self._complained.get(name) != why:  # once, not at every look
-            self._complained[name] = why
+    def _warn_once(self, name: str, why: str) -> None:
+        if self._warned.get(name) != why:  # once, not at every look
+            self._warned[name] = why
             log.warning("left out %s, its Redis hash cannot be read: %s", name, why)
 
     async def _call(self, verb: str, *args: Any) -> Any:

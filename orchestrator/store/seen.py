@@ -15,7 +15,7 @@ from orchestrator.types import Role, WorkerInfo, WorkerState
 BY_HAND = "by-hand:"
 
 
-class SeenWorker(msgspec.Struct, frozen=True):
+class PlannedWorker(msgspec.Struct, frozen=True):
     """What planning needs of one worker.
 
     `role` is the one that it has, or was told to take. `ready` means that it serves this role now; a worker that
@@ -35,13 +35,13 @@ class SeenWorker(msgspec.Struct, frozen=True):
     placed: bool = True
 
 
-def see(info: WorkerInfo, orders: WorkerOrders | None, owned: bool, managed: bool = False) -> SeenWorker:
+def planned_worker(info: WorkerInfo, orders: WorkerOrders | None, owned: bool, managed: bool = False) -> PlannedWorker:
     """A registered worker and the orders it has not carried out yet. One that restarts is not leaving."""
     orders = orders or WorkerOrders()
     ends = orders.drain or orders.restart
     flipping = orders.role is not None and (orders.role is not info.role or info.state is not WorkerState.READY)
     draining = info.state is WorkerState.DRAINING and orders.role is None and not orders.restart
-    return SeenWorker(
+    return PlannedWorker(
         info.id,
         orders.role or info.role,
         ready=info.state is WorkerState.READY and not flipping and not ends,
@@ -72,7 +72,7 @@ def rollout_status(rollout: Rollout, frontends: Mapping[str, Frontend]) -> Rollo
     return RolloutStatus(phase, old, new, rollout.why, sorted(behind))
 
 
-def is_last_decode(worker_id: str, workers: Sequence[SeenWorker]) -> bool:
+def is_last_decode(worker_id: str, workers: Sequence[PlannedWorker]) -> bool:
     """Whether this is the only ready decode worker: without it no new request could be decoded."""
     ready = {w.id for w in workers if w.role is Role.DECODE and w.ready and not w.leaving}
     return ready == {worker_id}

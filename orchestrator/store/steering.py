@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from orchestrator.config.settings import Refused
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry
-from orchestrator.store.seen import SeenWorker, is_last_decode, of_launchers, see
+from orchestrator.store.seen import PlannedWorker, is_last_decode, of_launchers, planned_worker
 from orchestrator.types import DesiredRatio, Role
 
 _MAX_WORKERS = 10_000
@@ -46,14 +46,14 @@ class Steering:
     async def change_role(self, worker_id: str, role: Role, force: bool) -> bool:
         """Order a role, and move the desired ratio with it. False when it has, or was told to take, that role."""
         workers = await self._seen()
-        worker = self._one(worker_id, workers)
+        worker = self._find_worker(worker_id, workers)
         if worker.leaving:
             raise Refused(f"{worker_id}: is draining and takes no role any more; `orchestrator scale` starts another")
         if worker.role is role:
             return False
         if worker.fixed:
             raise Refused(f"{worker_id}: its engine has several pipeline stages and stays a {worker.role.value} worker")
-        await self._guard(worker_id, workers, force, "role")
+        await self._refuse_last_of_role(worker_id, workers, force, "role")
         current = await self._desired()
         step = 1 if role is Role.DECODE else -1
         # The order goes first: the launcher reads both together, and must not pick another worker for the new ratio.
@@ -65,10 +65,10 @@ class Steering:
     async def drain(self, worker_id: str, force: bool) -> bool:
         """Order a drain, and lower the desired ratio with it. False when it drains already."""
         workers = await self._seen()
-        worker = self._one(worker_id, workers)
+        worker = self._find_worker(worker_id, workers)
         if worker.leaving:
             return False
-        await self._guard(worker_id, workers, force, "drain")
+        await self._refuse_last_of_role(worker_id, workers, force, "drain")
         current = await self._desired()
         await self._registry.order_drain(worker_id)
         prefill = current.prefill - (worker.role is Role.PREFILL)
@@ -76,9 +76,9 @@ class Steering:
         await self._registry.set_desired(max(0, prefill), max(0 if force else 1, decode), "drain")
         return True
 
-    async def _seen(self) -> list[SeenWorker]:
+    async def _seen(self) -> list[PlannedWorker]:
         workers, orders = await self._registry.workers_and_orders()
-        return [see(info, orders.get(worker_id), owned=False) for worker_id, info in workers.items()]
+        return [planned_worker(info, orders.get(worker_id), owned=False) for worker_id, info in workers.items()]
 
     async def _desired(self) -> DesiredRatio:
         """The ratio that was set; in a fleet without a launcher, the ratio that is there."""
@@ -88,14 +88,16 @@ class Steering:
             desired = DesiredRatio(roles.count(Role.PREFILL), roles.count(Role.DECODE))
         return desired
 
-    def _one(self, worker_id: str, workers: list[SeenWorker]) -> SeenWorker:
+    def _find_worker(self, worker_id: str, workers: list[PlannedWorker]) -> PlannedWorker:
         for worker in workers:
             if worker.id == worker_id:
                 return worker
         there = ", ".join(sorted(worker.id for worker in workers)) or "nobody"
         raise Refused(f"worker {worker_id!r} is not in the fleet; there: {there}")
 
-    async def _guard(self, worker_id: str, workers: list[SeenWorker], force: bool, command: str) -> None:
+    async def _refuse_last_of_role(
+        self, worker_id: str, workers: list[PlannedWorker], force: bool, command: str
+    ) -> None:
         """Raises Refused for the last worker of a role while it is needed, unless forced."""
         if force:
             return
@@ -113,7 +115,7 @@ class Steering:
             )
 
 
-def surplus(wanted: DesiredRatio, workers: Sequence[SeenWorker], launched: Collection[str]) -> list[str]:
+def surplus(wanted: DesiredRatio, workers: Sequence[PlannedWorker], launched: Collection[str]) -> list[str]:
     """Which workers that no launcher runs are to leave, so that no more are there than wanted.
 
     Roles are the launchers' to change: of the role that is too many first, and always all but one ready decode worker.

@@ -90,7 +90,7 @@ def vllm_handler() -> logging.Handler:
     return handler
 
 
-def collected(form: LogFormat, process: str, line: str) -> str:
+def common_log_line(form: LogFormat, process: str, line: str) -> str:
     """A process's line for the common file. With format JSON, a line that is not JSON becomes a message."""
     if form == "text":
         return f"[{process}] {line}"

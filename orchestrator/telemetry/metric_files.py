@@ -12,7 +12,7 @@ from prometheus_client import values
 from prometheus_client.mmap_dict import MmapedDict
 
 
-def outlive_their_folder() -> None:
+def recreate_missing_folder() -> None:
     """From now on the folder is created again if it is missing. Idempotent."""
     values.MmapedDict = _open  # type: ignore[assignment,misc]
 

@@ -21,7 +21,7 @@ _PIPE_BYTES = 1 << 18
 _PATIENCE_S = 0.25  # the wait for a slow reader; after a dropped line, nothing waits until a line is written again
 
 
-class Lossy:
+class LossyStderr:
     """A text file with the methods that logging needs."""
 
     def __init__(self, descriptor: int) -> None:
@@ -60,8 +60,8 @@ class Lossy:
         return len(data)
 
 
-def stderr() -> TextIO | Lossy:
-    """sys.stderr, or a `Lossy` file on it if it is a pipe or a terminal."""
+def stderr() -> TextIO | LossyStderr:
+    """sys.stderr, or a `LossyStderr` file on it if it is a pipe or a terminal."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # there is no stderr, or a test replaced it
         descriptor = sys.stderr.fileno()
         is_pipe = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
@@ -71,5 +71,5 @@ def stderr() -> TextIO | Lossy:
             if is_pipe:
                 with contextlib.suppress(OSError):
                     fcntl.fcntl(own, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-            return Lossy(own)
+            return LossyStderr(own)
     return sys.stderr

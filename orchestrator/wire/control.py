@@ -13,16 +13,16 @@ from typing import Any
 import msgspec
 
 
-class Reach(enum.Enum):
+class CallTarget(enum.Enum):
     ALL = "all"  # every connected worker; the call fails if one of them fails
     ONE = "one"  # any worker: all give the same answer
 
 
-def _everywhere(results: Sequence[Any]) -> bool:
+def _all_true(results: Sequence[Any]) -> bool:
     return all(results)
 
 
-def _common(results: Sequence[Any]) -> set[Any]:
+def _intersection(results: Sequence[Any]) -> set[Any]:
     return set.intersection(*(set(result) for result in results))
 
 
@@ -33,29 +33,29 @@ def _first(results: Sequence[Any]) -> Any:
 class ControlMethod(msgspec.Struct, frozen=True):
     """`combine` makes one answer of the workers' answers. `undo` takes the id of the method's first argument."""
 
-    reach: Reach = Reach.ALL
+    target: CallTarget = CallTarget.ALL
     combine: Callable[[Sequence[Any]], Any] = _first
     undo: str | None = None  # called on the workers that succeeded when another one failed
-    told_on_return: bool = False  # a worker that is lost during the call is told when it comes back: no failure
+    retried_on_return: bool = False  # a worker that is lost during the call is told when it comes back: no failure
 
 
 METHODS: dict[str, ControlMethod] = {
     # Carried out by the worker, with the fields of a PauseState: see orchestrator/fleet/pause.py.
-    "set_pause": ControlMethod(told_on_return=True),
+    "set_pause": ControlMethod(retried_on_return=True),
     # Carried out by its engine.
-    "is_scheduler_paused": ControlMethod(combine=_everywhere),
-    "is_sleeping": ControlMethod(combine=_everywhere),
-    "add_lora": ControlMethod(combine=_everywhere, undo="remove_lora"),
-    "remove_lora": ControlMethod(combine=_everywhere),
-    "list_loras": ControlMethod(combine=_common),
-    "pin_lora": ControlMethod(combine=_everywhere),
-    "reset_prefix_cache": ControlMethod(combine=_everywhere),
+    "is_scheduler_paused": ControlMethod(combine=_all_true),
+    "is_sleeping": ControlMethod(combine=_all_true),
+    "add_lora": ControlMethod(combine=_all_true, undo="remove_lora"),
+    "remove_lora": ControlMethod(combine=_all_true),
+    "list_loras": ControlMethod(combine=_intersection),
+    "pin_lora": ControlMethod(combine=_all_true),
+    "reset_prefix_cache": ControlMethod(combine=_all_true),
     "reset_mm_cache": ControlMethod(),
     "reset_encoder_cache": ControlMethod(),
     "profile": ControlMethod(),
     "set_weight_version": ControlMethod(),
-    "get_weight_version": ControlMethod(reach=Reach.ONE),
-    "compute_weight_checksums": ControlMethod(reach=Reach.ONE),
+    "get_weight_version": ControlMethod(target=CallTarget.ONE),
+    "compute_weight_checksums": ControlMethod(target=CallTarget.ONE),
 }
 # The methods that a worker calls on its engine: the same ones, with these two in place of `set_pause`.
 ENGINE_METHODS = (METHODS.keys() - {"set_pause"}) | {"pause_scheduler", "resume_scheduler"}

@@ -79,7 +79,7 @@ def operator_key(handle: FleetHandle, url: str) -> str | None:
     """The environment's key, else that of the fleet on this machine. The latter is sent to this machine only."""
     if given := os.environ.get(OPERATOR_KEY):
         return given
-    if not is_here(url):
+    if not is_own_address(url):
         return None
     config = handle.config or fleet_at(urlsplit(url).port)
     return config.security.operator_key if config is not None else None
@@ -119,7 +119,7 @@ async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
     }
 
 
-def not_told() -> tuple[type[Exception], ...]:
+def stream_errors() -> tuple[type[Exception], ...]:
     """The exceptions of `fleet_stream`: no frontend is there, or something else answers."""
     import httpx
 
@@ -129,7 +129,7 @@ def not_told() -> tuple[type[Exception], ...]:
 async def fleet_stream(url: str, key: str | None) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
     """The server-sent events of a frontend's `/fleet/stream` as (event, data), until it ends. `key` is the operator's.
 
-    Raises the exceptions of `not_told()`.
+    Raises the exceptions of `stream_errors()`.
     """
     async with (
         client(url, key) as asking,
@@ -150,7 +150,7 @@ def reachable(urls: list[str], redis_url: str) -> list[str]:
     return [url for url in dict.fromkeys(urls) if not is_loopback(url) or is_loopback(redis_url)]
 
 
-def is_here(url: str) -> bool:
+def is_own_address(url: str) -> bool:
     """Whether it leads to an address of this machine; a name counts as another's."""
     host = urlsplit(url).hostname
     if is_loopback(url) or host is None:

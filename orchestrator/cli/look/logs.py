@@ -26,8 +26,8 @@ from orchestrator.cli.handle import (
     RedisOption,
     find_fleet,
     open_fleet,
-    patiently,
     print_json,
+    retry_while_away,
 )
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
@@ -89,7 +89,7 @@ async def _events(handle: FleetHandle, limit: int, follow: bool, show: Callable[
         log, last = EventLog(fleet.redis, handle.namespace), BEGINNING
         while True:
             read = partial(log.read, last, limit)
-            for event in await (patiently(read) if follow else read()):
+            for event in await (retry_while_away(read) if follow else read()):
                 show(event)
                 last = event.id
             if not follow:
@@ -97,7 +97,7 @@ async def _events(handle: FleetHandle, limit: int, follow: bool, show: Callable[
             await asyncio.sleep(_POLL_S)
 
 
-def told(event: Event) -> str:
+def describe_event(event: Event) -> str:
     """What happened, without the time."""
     fields = event.fields
     who = f"{fields.get('kind', '')} {fields.get('id', '')}".strip()
@@ -119,7 +119,9 @@ def told(event: Event) -> str:
 def _print_event(event: Event) -> None:
     at = datetime.datetime.fromtimestamp(event.at).strftime("%Y-%m-%d %H:%M:%S")
     colour = {"lost": "red", "retried": "yellow", "joined": "green"}.get(event.type, "default")
-    OUT.print(Text.assemble((at, "dim"), "  ", (f"{event.type:<8}", colour), f" {told(event)}"), soft_wrap=True)
+    OUT.print(
+        Text.assemble((at, "dim"), "  ", (f"{event.type:<8}", colour), f" {describe_event(event)}"), soft_wrap=True
+    )
 
 
 def _print_event_json(event: Event) -> None:

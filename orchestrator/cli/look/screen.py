@@ -14,7 +14,7 @@ from textual.containers import Grid, Vertical
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Label, Sparkline, Static
 
-from orchestrator.cli.look.frontend import client, fleet_stream, not_told
+from orchestrator.cli.look.frontend import client, fleet_stream, stream_errors
 from orchestrator.cli.look.views import STATE_STYLE, blocks_bar
 
 _AGAIN_S = 1.0  # between two attempts to reach a frontend
@@ -122,7 +122,7 @@ class Top(App[None]):
             try:
                 async for event, told in fleet_stream(self._url, self._key):
                     self._hear(event, told)
-            except not_told() as error:
+            except stream_errors() as error:
                 why = str(error) or type(error).__name__
             self._head.update(Text(f"{self._url}: {why}; trying again", style="red"))
             await asyncio.sleep(_AGAIN_S)

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from orchestrator.cli.handle import JsonOption, NamespaceOption, RedisOption, UrlOption, find_fleet, print_json
-from orchestrator.cli.look.frontend import fleet_status, fleet_stream, not_told, operator_key
+from orchestrator.cli.look.frontend import fleet_status, fleet_stream, operator_key, stream_errors
 from orchestrator.config.settings import Refused
 
 app = typer.Typer()
@@ -43,6 +43,6 @@ async def sample(url: str, key: str | None) -> dict[str, Any]:
             async for event, told in events:
                 if event == "sample" and told["point"]:
                     return told
-    except not_told() as error:
+    except stream_errors() as error:
         raise Refused(f"{url}: no fleet's stream: {str(error) or type(error).__name__}") from None
     raise Refused(f"{url}: the frontend ended the stream")

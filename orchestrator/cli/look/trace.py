@@ -61,7 +61,9 @@ def trace(
         raise Refused("name one request: its ID, --last, or --slowest N")
     found = _chosen(_logged(namespace), request_id, slowest) if url is None else []
     if not found:
-        found = _chosen(asyncio.run(_remembered(_handle(namespace, url), request_id, slowest)), request_id, slowest)
+        found = _chosen(
+            asyncio.run(_recorded_requests(_handle(namespace, url), request_id, slowest)), request_id, slowest
+        )
     if not found:
         what = f"request {request_id!r}" if request_id else "a request"
         raise Refused(f"{what} is neither in the log nor remembered by a frontend: it still runs, or ended long ago")
@@ -146,7 +148,7 @@ def request_lines(path: Path) -> Iterator[RequestLine]:
         return
 
 
-async def _remembered(handle: FleetHandle, request_id: str | None, slowest: int) -> list[RequestLine]:
+async def _recorded_requests(handle: FleetHandle, request_id: str | None, slowest: int) -> list[RequestLine]:
     """What the frontends at this URL remember. Each answers for itself alone, so they are asked until all have."""
     path = f"/requests?slowest={slowest}" if slowest else "/requests?latest=1"
     if request_id:

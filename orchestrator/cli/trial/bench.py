@@ -125,12 +125,14 @@ class _Plan:
             await asyncio.gather(*(target.complete(prompt, 4) for prompt in warm))
             if rate is None:
                 load = self._load
-                return await _watched(load, server, lambda done: closed_loop(target, load, self._users, prompts, done))
+                return await _run_with_progress(
+                    load, server, lambda done: closed_loop(target, load, self._users, prompts, done)
+                )
             load = at_rate(self._load, rate)
-            return await _watched(load, server, lambda done: open_loop(target, load, prompts, done))
+            return await _run_with_progress(load, server, lambda done: open_loop(target, load, prompts, done))
 
 
-async def _watched(load: Load, server: str, run: Callable[[Callable[[Sent], None]], Awaitable[Run]]) -> Run:
+async def _run_with_progress(load: Load, server: str, run: Callable[[Callable[[Sent], None]], Awaitable[Run]]) -> Run:
     """With its progress on standard error."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[now]}", markup=False), console=console(stderr=True)) as progress:

@@ -15,7 +15,7 @@ from orchestrator.cli.trial.live import LiveError, live_load, live_profile
 from orchestrator.cli.trial.simulate import objectives, parse_configuration, parse_load, parse_profile, progress_bar
 from orchestrator.config.settings import ConfigError
 from orchestrator.simulator.loads import LOADS
-from orchestrator.simulator.plan import FIXED, Outcome, Question, Way, best, fewest, outcome, ways
+from orchestrator.simulator.plan import FIXED, FleetOption, Outcome, Question, best, fewest, fleet_options, outcome
 from orchestrator.simulator.plot import PlotError, line_chart
 from orchestrator.simulator.profile import ProfileError
 from orchestrator.simulator.report import SHARES
@@ -66,7 +66,7 @@ def plan_command(
     except (TraceError, ProfileError, FleetError, LiveError, ValueError) as error:
         raise ConfigError(str(error)) from None
     if as_json:
-        found = [{"way": str(o.way), "score": o.score, "at": o.at, "goodput": _rates(o)} for o in outcomes]
+        found = [{"way": str(o.option), "score": o.score, "at": o.at, "goodput": _rates(o)} for o in outcomes]
         sys.stdout.write(msgspec.json.encode({"ways": found, "answer": sentence}).decode() + "\n")
     else:
         console(160).print(_table(outcomes, question, asked))
@@ -89,36 +89,38 @@ def _rate(text: str | None, own: float) -> float | None:
 
 def _simulate(question: Question, workers: int, rate: float | None) -> tuple[list[Outcome], str]:
     with progress_bar() as progress:
-        tried = ways(workers)
+        tried = fleet_options(workers)
         task = progress.add_task(f"{len(tried)} ways", total=len(tried))
         outcomes = []
-        for way in tried:
-            progress.update(task, description=str(way))
-            outcomes.append(outcome(question, way, rate))
+        for option in tried:
+            progress.update(task, description=str(option))
+            outcomes.append(outcome(question, option, rate))
             progress.advance(task)
         chosen = best(outcomes)
         if rate is None:
-            return outcomes, _of_goodput(chosen, outcomes)
+            return outcomes, _goodput_sentence(chosen, outcomes)
         size = progress.add_task("how many workers", total=None)
 
-        def least(prefill_share: float, most: int) -> Way | None:
+        def fewest_workers(prefill_share: float, most: int) -> FleetOption | None:
             return fewest(question, rate, SHARES[0], most, prefill_share, lambda: progress.advance(size))
 
-        fixed = best([found for found in outcomes if found.way.policy == FIXED])
-        apart, together = least(fixed.way.prefill / workers, workers), least(0.0, 2 * workers)
-    return outcomes, _of_size(rate, workers, apart, together)
+        fixed = best([found for found in outcomes if found.option.policy == FIXED])
+        apart, together = fewest_workers(fixed.option.prefill / workers, workers), fewest_workers(0.0, 2 * workers)
+    return outcomes, _size_sentence(rate, workers, apart, together)
 
 
-def _of_goodput(chosen: Outcome, outcomes: list[Outcome]) -> str:
-    together = next(found for found in outcomes if found.way.prefill == 0 and found.way.policy == FIXED)
+def _goodput_sentence(chosen: Outcome, outcomes: list[Outcome]) -> str:
+    together = next(found for found in outcomes if found.option.prefill == 0 and found.option.policy == FIXED)
     if together.score <= 0:
-        return f"{chosen.way} bears {chosen.score:.3g} requests/s; aggregated bears none within the objectives."
+        return f"{chosen.option} bears {chosen.score:.3g} requests/s; aggregated bears none within the objectives."
     gain = chosen.score / together.score
     worth = "disaggregation pays" if gain >= 1.05 else "disaggregation does not pay"
-    return f"{chosen.way} bears {chosen.score:.3g} requests/s, aggregated {together.score:.3g}: {worth} ({gain:.2f}x)."
+    return (
+        f"{chosen.option} bears {chosen.score:.3g} requests/s, aggregated {together.score:.3g}: {worth} ({gain:.2f}x)."
+    )
 
 
-def _of_size(rate: float, workers: int, apart: Way | None, together: Way | None) -> str:
+def _size_sentence(rate: float, workers: int, apart: FleetOption | None, together: FleetOption | None) -> str:
     aggregated = (
         "aggregated needs more than twice as many" if together is None else f"aggregated needs {together.decode}"
     )
@@ -142,24 +144,24 @@ def _table(outcomes: list[Outcome], question: Question, rate: float | None) -> T
     columns = [f"goodput {share:.0%}" for share in SHARES] if rate is None else ["attained"]
     for column in ("way", *columns, "TTFT P50", "P99", "max", "TPOT P50", "P99", "cached"):
         shown.add_column(column, justify="left" if column == "way" else "right")
-    chosen = best(outcomes).way
+    chosen = best(outcomes).option
     for found in outcomes:
         at = found.at or found.goodput[SHARES[0]].at
         figures = [f"{x:.4g}/s" for x in _rates(found).values()] or [f"{found.score:.1%}"]
         if at is not None:
             figures += [f"{s:.2f} s" for s in (at.ttft_p50_s, at.ttft_p99_s, at.ttft_max_s)]
             figures += [f"{s * 1e3:.0f} ms" for s in (at.tpot_p50_s, at.tpot_p99_s)] + [f"{at.prefix_hit:.0%}"]
-        shown.add_row(str(found.way), *figures, style="bold" if found.way == chosen else "")
+        shown.add_row(str(found.option), *figures, style="bold" if found.option == chosen else "")
     return shown
 
 
 def _draw(path: Path, outcomes: list[Outcome], question: Question, rate: float | None, quiet: bool) -> None:
-    fixed = [(found.way.prefill, found.score) for found in outcomes if found.way.policy == FIXED]
+    fixed = [(found.option.prefill, found.score) for found in outcomes if found.option.policy == FIXED]
     last = max(prefill for prefill, _ in fixed)
     lines: dict[str, list[tuple[float, float]]] = {"fixed split": [(float(x), y) for x, y in fixed]}
     for found in outcomes:
-        if found.way.policy != FIXED:
-            lines[str(found.way)] = [(0.0, found.score), (float(max(1, last)), found.score)]
+        if found.option.policy != FIXED:
+            lines[str(found.option)] = [(0.0, found.score), (float(max(1, last)), found.score)]
     y_name = "requests per second that 90% attain" if rate is None else "share of requests within both objectives"
     try:
         line_chart(path, f"{question.load.name}, {question.profile.name}", "prefill workers", y_name, lines)

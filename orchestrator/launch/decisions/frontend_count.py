@@ -35,19 +35,19 @@ def frontends_wanted(samples: Sequence[FrontendSample], least: int, most: int, n
     if not least <= count <= most:
         return min(max(count, least), most)
     recent = [sample for sample in samples if sample.at > now - GROW_AFTER_S]
-    if count < most and samples[0].at <= now - GROW_AFTER_S and all(_too_much(sample) for sample in recent):
+    if count < most and samples[0].at <= now - GROW_AFTER_S and all(_is_overloaded(sample) for sample in recent):
         needed = max(math.ceil(last.cpu / AIM_CPU), math.ceil(last.in_flight / GROW_REQUESTS))
         return min(most, max(count + 1, needed))
     long = [sample for sample in samples if sample.at > now - SHRINK_AFTER_S]
-    if count > least and samples[0].at <= now - SHRINK_AFTER_S and all(_too_little(sample) for sample in long):
+    if count > least and samples[0].at <= now - SHRINK_AFTER_S and all(_is_underloaded(sample) for sample in long):
         return count - 1
     return None
 
 
-def _too_much(sample: FrontendSample) -> bool:
+def _is_overloaded(sample: FrontendSample) -> bool:
     return sample.cpu > GROW_CPU * sample.frontends or sample.in_flight > GROW_REQUESTS * sample.frontends
 
 
-def _too_little(sample: FrontendSample) -> bool:
+def _is_underloaded(sample: FrontendSample) -> bool:
     fewer = sample.frontends - 1
     return sample.cpu < SHRINK_CPU * fewer and sample.in_flight < SHRINK_REQUESTS * fewer

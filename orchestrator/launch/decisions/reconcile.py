@@ -11,7 +11,7 @@ from typing import Union
 
 import msgspec
 
-from orchestrator.store.seen import SeenWorker
+from orchestrator.store.seen import PlannedWorker
 from orchestrator.types import DesiredRatio, Role
 
 
@@ -38,19 +38,19 @@ class Drain(msgspec.Struct, frozen=True):
 Action = Union[Start, Flip, Drain]
 
 
-def decide(desired: DesiredRatio, workers: Sequence[SeenWorker], decoded: bool) -> list[Action]:
+def decide(desired: DesiredRatio, workers: Sequence[PlannedWorker], decoded: bool) -> list[Action]:
     """What to do now, in this order. `decoded`: the fleet has had a decode worker that was ready."""
     if decoded and desired.decode and (flip := stand_in(workers)) is not None:
         return [flip]
     return plan(desired, workers)
 
 
-def has_decoded(workers: Iterable[SeenWorker]) -> bool:
+def has_decoded(workers: Iterable[PlannedWorker]) -> bool:
     """Whether a decode worker is ready."""
     return any(worker.role is Role.DECODE and worker.ready for worker in workers)
 
 
-def plan(desired: DesiredRatio, workers: Sequence[SeenWorker]) -> list[Action]:
+def plan(desired: DesiredRatio, workers: Sequence[PlannedWorker]) -> list[Action]:
     """What to do now. What cannot be done yet is left for a later call, when more workers are ready.
 
     A worker that no launcher runs counts where workers are short, and may change its role. It is never drained, and
@@ -60,7 +60,7 @@ def plan(desired: DesiredRatio, workers: Sequence[SeenWorker]) -> list[Action]:
     """
     staying = {w.id: w for w in workers if not w.leaving}
     actions: list[Action] = []
-    for unplaced in _waiting_in_vain(desired, staying.values()):
+    for unplaced in _waiting_surplus(desired, staying.values()):
         if unplaced.owned:
             actions.append(Drain(unplaced.id))
         del staying[unplaced.id]
@@ -92,7 +92,7 @@ def plan(desired: DesiredRatio, workers: Sequence[SeenWorker]) -> list[Action]:
     return actions
 
 
-def stand_in(workers: Sequence[SeenWorker]) -> Flip | None:
+def stand_in(workers: Sequence[PlannedWorker]) -> Flip | None:
     """Which worker takes the decode role at once where no decode worker is ready and none is about to be, or None.
 
     For a fleet that has had decode workers: while one loads for the first time, nothing is wrong. Without a prefill
@@ -108,7 +108,7 @@ def stand_in(workers: Sequence[SeenWorker]) -> Flip | None:
     return Flip(chosen.id, Role.DECODE, stands_in=True) if chosen is not None else None
 
 
-def _waiting_in_vain(desired: DesiredRatio, workers: Iterable[SeenWorker]) -> list[SeenWorker]:
+def _waiting_surplus(desired: DesiredRatio, workers: Iterable[PlannedWorker]) -> list[PlannedWorker]:
     """Workers that wait for room in a role that has enough others. They are ended before any that serve."""
     vain = []
     for role in Role:
@@ -123,22 +123,22 @@ def _wanted(desired: DesiredRatio, role: Role) -> int:
     return desired.prefill if role is Role.PREFILL else desired.decode
 
 
-def _count(workers: Iterable[SeenWorker], role: Role) -> int:
+def _count(workers: Iterable[PlannedWorker], role: Role) -> int:
     return sum(worker.role is role for worker in workers)
 
 
-def _flexible(workers: Iterable[SeenWorker], role: Role) -> int:
+def _flexible(workers: Iterable[PlannedWorker], role: Role) -> int:
     return sum(worker.role is role and not worker.fixed for worker in workers)
 
 
-def _expendable(worker: SeenWorker, desired: DesiredRatio, workers: Iterable[SeenWorker]) -> bool:
+def _expendable(worker: PlannedWorker, desired: DesiredRatio, workers: Iterable[PlannedWorker]) -> bool:
     """Whether it is neither the only worker that serves its role, nor the one that is about to where none does."""
     if _wanted(desired, worker.role) == 0 or not (worker.ready or worker.flipping):
         return True
     return any(other.ready and other.role is worker.role and other.id != worker.id for other in workers)
 
 
-def _to_flip(desired: DesiredRatio, role: Role, workers: Sequence[SeenWorker]) -> SeenWorker | None:
+def _to_flip(desired: DesiredRatio, role: Role, workers: Sequence[PlannedWorker]) -> PlannedWorker | None:
     """One that still drains to take this role, which keeps the other then; launchers' before others', and the newest
     first, so that equal situations move the same workers."""
     able = [w for w in workers if w.role is role and (w.ready or w.flipping) and not w.fixed]
@@ -146,7 +146,7 @@ def _to_flip(desired: DesiredRatio, role: Role, workers: Sequence[SeenWorker]) -
     return max(able, key=lambda w: (w.flipping, w.managed, _age_order(w.id)), default=None)
 
 
-def _to_drain(desired: DesiredRatio, role: Role, workers: Sequence[SeenWorker]) -> SeenWorker | None:
+def _to_drain(desired: DesiredRatio, role: Role, workers: Sequence[PlannedWorker]) -> PlannedWorker | None:
     """One that does not serve yet before one that does, then one that cannot change its role, then the newest."""
     able = [w for w in workers if w.role is role and w.managed and _expendable(w, desired, workers)]
     return max(able, key=lambda w: (not w.ready, w.fixed, _age_order(w.id)), default=None)

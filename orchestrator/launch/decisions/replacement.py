@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from orchestrator.types import Role, WorkerInfo, WorkerState
 
 
-class ByHand:
+class MissingByHand:
     """How many workers that no launcher runs are missing: an operator or a service manager is to start them again.
 
     They are counted and not named, since one may come back under another id.

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from orchestrator.launch.host.run_folder import StartedProcess
-from orchestrator.parent import has_ended, pid_here
+from orchestrator.parent import has_ended, local_pid
 
 _SHARED_MEMORY = Path("/dev/shm")
 # Engines make these: Python's shared memory, POSIX semaphores, vLLM's CPU collectives, UCX and NIXL.
@@ -28,7 +28,7 @@ def end_processes(left: Iterable[StartedProcess], patience_s: float = _PATIENCE_
     names = [process.name for process in alive]
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in alive:
-            pid = pid_here(process.identity)
+            pid = local_pid(process.identity)
             assert pid is not None, "it runs here"
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, number)
@@ -40,7 +40,7 @@ def end_processes(left: Iterable[StartedProcess], patience_s: float = _PATIENCE_
 
 
 def _runs(process: StartedProcess) -> bool:
-    return pid_here(process.identity) is not None and not has_ended(process.identity)
+    return local_pid(process.identity) is not None and not has_ended(process.identity)
 
 
 def shared_memory_of(groups: set[int], folder: Path = _SHARED_MEMORY) -> dict[int, set[str]]:
@@ -61,11 +61,11 @@ class SharedMemory:
     def names(self) -> frozenset[str]:
         return frozenset().union(*self._used.values())
 
-    def look(self, groups: set[int]) -> None:
+    def scan(self, groups: set[int]) -> None:
         for group, names in shared_memory_of(groups, self._folder).items():
             self._used.setdefault(group, set()).update(names)
 
-    def remove_of(self, group: int) -> list[str]:
+    def remove_files_of(self, group: int) -> list[str]:
         """Remove the files of a group that has ended, except those that another group was seen to use. Returns their
         names."""
         own = self._used.pop(group, set())

@@ -21,7 +21,7 @@ class LocalMachine:
         self._shares = MachineShares(config)
         self.device = self._shares.device
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Does nothing: there is always this machine."""
 
     async def left_running(self) -> list[str]:

@@ -194,11 +194,11 @@ class LocalProcess:
             if len(rest) > _MAX_LINE_BYTES:
                 lines, rest = [*lines, rest], b""
             for line in lines:
-                self._say(line)
+                self._pass_on(line)
         if rest:
-            self._say(rest)
+            self._pass_on(rest)
 
-    def _say(self, line: bytes) -> None:
+    def _pass_on(self, line: bytes) -> None:
         # A progress bar redraws itself in one line: keep its last state.
         text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace").rstrip()
         if text:

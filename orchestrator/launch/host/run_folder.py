@@ -18,7 +18,7 @@ import msgspec
 
 from orchestrator.config.settings import Config, ConfigError, check_name, parse_config
 from orchestrator.config.yaml_text import load_yaml
-from orchestrator.parent import own_identity, pid_here
+from orchestrator.parent import local_pid, own_identity
 
 log = logging.getLogger("pd.launcher")
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class FleetRunning(ConfigError):
     """A launcher holds this namespace's folder."""
 
     def __init__(self, namespace: str, launcher: str | None) -> None:
-        pid = pid_here(launcher or "") or "of another container"
+        pid = local_pid(launcher or "") or "of another container"
         super().__init__(
             f"namespace {namespace!r} is already served by process {pid}; end it with "
             f"`orchestrator down --namespace {namespace}`, or choose another: --set namespace=NAME"
@@ -92,8 +92,8 @@ class RunFolder:
                 time.sleep(_WAIT_POLL_S)
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be written ({error.strerror}); set XDG_RUNTIME_DIR") from None
-        left = self._noted(_PROCESSES, list[StartedProcess])
-        self.shared_memory = frozenset(self._noted(_SHARED_MEMORY, list[str]))
+        left = self._read_list(_PROCESSES, list[StartedProcess])
+        self.shared_memory = frozenset(self._read_list(_SHARED_MEMORY, list[str]))
         for path in self.path.iterdir():
             if path.name != _LOCK and not path.is_dir():
                 path.unlink(missing_ok=True)
@@ -135,7 +135,7 @@ class RunFolder:
         """Remove the folder and everything in it, unless another launcher has taken it. Idempotent."""
         if self._lock is None:
             return
-        if self._is_ours(self._lock) or not (self.path / _LOCK).exists():
+        if self._is_current(self._lock) or not (self.path / _LOCK).exists():
             # Before the lock is released, so that no process finds a folder that is partly removed.
             shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
@@ -150,7 +150,7 @@ class RunFolder:
     def _keep_lock(self) -> None:
         """Take the lock again if its file was removed. Raises OSError, ConfigError, and FleetRunning if another
         launcher has taken the folder meanwhile."""
-        if self._lock is not None and self._is_ours(self._lock):
+        if self._lock is not None and self._is_current(self._lock):
             return
         _own_base_folder()
         if (lock := self._try_lock()) is None:
@@ -159,7 +159,7 @@ class RunFolder:
             self._lock.close()
         self._hold(lock)
 
-    def _is_ours(self, lock: IO[str]) -> bool:
+    def _is_current(self, lock: IO[str]) -> bool:
         try:
             return os.path.samestat(os.fstat(lock.fileno()), os.stat(self.path / _LOCK))
         except OSError:
@@ -170,7 +170,7 @@ class RunFolder:
         lock = (self.path / _LOCK).open("a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if self._is_ours(lock):
+            if self._is_current(lock):
                 return lock  # else a launcher that was ending has just removed it
         except BlockingIOError:
             pass
@@ -207,7 +207,7 @@ class RunFolder:
         return (self._read(_LOCK) or "").strip() or None
 
     def launcher_pid(self) -> int | None:
-        return pid_here(self.launcher() or "")
+        return local_pid(self.launcher() or "")
 
     def redis_url(self) -> str | None:
         return self._read(_REDIS)
@@ -235,7 +235,7 @@ class RunFolder:
             time.sleep(_WAIT_POLL_S)
         return True
 
-    def _noted(self, name: str, kind: type[list[T]]) -> list[T]:
+    def _read_list(self, name: str, kind: type[list[T]]) -> list[T]:
         try:
             return msgspec.json.decode(self._read(name) or "[]", type=kind)
         except msgspec.DecodeError:

@@ -50,7 +50,7 @@ class RayCluster:
         self._groups: dict[str, PlacementGroup] = {}  # by worker
         self._bundles: dict[str, dict[str, float]] = {}
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Read the nodes for frontends, which have cores. A head that only manages its cluster has none."""
         try:
             nodes = await asyncio.to_thread(ray.nodes)

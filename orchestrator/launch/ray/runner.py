@@ -112,9 +112,9 @@ class Runner:
         shared = SharedMemory()
         ended = asyncio.create_task(process.wait())
         while not ended.done():
-            await asyncio.to_thread(shared.look, {process.pid})
+            await asyncio.to_thread(shared.scan, {process.pid})
             await asyncio.wait({ended}, timeout=_LOOK_EVERY_S)
-        await asyncio.to_thread(shared.remove_of, process.pid)
+        await asyncio.to_thread(shared.remove_files_of, process.pid)
         said = process.exit_reason
         for file in self._files:
             file.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from orchestrator.cli.config import app, file_for
+from orchestrator.cli.config import app, default_config_text
 from orchestrator.config.settings import Config, Refused, load_config
 
 runner = CliRunner()
@@ -38,10 +38,10 @@ def test_a_file_for_each_machine_is_sound(gpus: int, fleet: tuple[int, int], tmp
         (tmp_path / "c.yaml").write_text(text)
         return load_config(tmp_path / "c.yaml")
 
-    config = read(file_for(gpus, 2))
+    config = read(default_config_text(gpus, 2))
     assert (config.workers.prefill.replicas, config.workers.decode.replicas) == fleet
     assert ("gpu_memory_utilization" in config.workers.engine_args) == (gpus > 0)
-    lines = file_for(gpus, 2).splitlines()[1:]
+    lines = default_config_text(gpus, 2).splitlines()[1:]
     whole = "\n".join(re.sub(r"^( *)# (?=[ a-z_]+:)", r"\1", line) for line in lines)
     assert whole.count("\n#") == whole.count("\n  #") == 0
     assert read(whole) == config, "what is commented out is the default"

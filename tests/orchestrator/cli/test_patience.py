@@ -14,7 +14,7 @@ from support_redis import Server, fresh_namespace, running_server, worker
 from typer.testing import CliRunner
 
 from orchestrator.cli import handle
-from orchestrator.cli.handle import FleetHandle, OpenFleet, open_fleet, patiently
+from orchestrator.cli.handle import FleetHandle, OpenFleet, open_fleet, retry_while_away
 from orchestrator.cli.join import Token
 from orchestrator.cli.main import app
 from orchestrator.cli.rolling import Step, restart
@@ -54,7 +54,7 @@ async def test_a_rollout_is_followed_through_it(server: Server, fleet: OpenFleet
     await asyncio.sleep(1)
     assert not following.done()
     server.start()
-    assert await patiently(lambda: configuration.change_rollout(None, begun.to(Phase.DONE)))
+    assert await retry_while_away(lambda: configuration.change_rollout(None, begun.to(Phase.DONE)))
     assert (await following).phase is Phase.DONE
     assert show.mock_calls[-1].args == (Event("done", generation=1),)
 
@@ -72,7 +72,7 @@ async def test_a_restart_goes_on_after_it(server: Server, fleet: OpenFleet) -> N
     assert not restarting.done()
     server.start()
     for info in infos:  # each comes back as another process, as a launcher has it
-        await patiently(lambda info=info: registry.join(msgspec.structs.replace(info, process="2"), 600))  # type: ignore[misc]
+        await retry_while_away(lambda info=info: registry.join(msgspec.structs.replace(info, process="2"), 600))  # type: ignore[misc]
     assert await restarting == 2
 
 
@@ -120,4 +120,4 @@ async def test_one_that_stays_away_ends_them(server: Server, fleet: OpenFleet, m
     monkeypatch.setattr(handle, "_REDIS_PATIENCE_S", 0.0)
     server.stop()
     with pytest.raises(RedisAway):
-        await patiently(fleet.registry.workers)
+        await retry_while_away(fleet.registry.workers)

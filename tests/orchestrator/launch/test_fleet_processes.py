@@ -57,7 +57,7 @@ async def test_only_what_is_known_to_have_ended_is_forgotten(tmp_path: Path):
         await registry.refresh_launcher(f"{BY_HAND}{place}/{pid}/{int(ticks) - 1}", Launcher(), 60)
         machine = LocalMachine(config)
         fleet = processes_of(config, registry, machine, tmp_path)
-        await fleet.forget_the_dead()
+        await fleet.remove_dead_entries()
         assert set(await registry.workers()) == {"runs", "of-another-container", "of-no-process-here"}
         assert set(await registry.launchers()) == {"another/1/1"}
     finally:

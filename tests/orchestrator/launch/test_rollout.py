@@ -17,7 +17,7 @@ from orchestrator.config.shared import shared
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.launch.machines import Setup
 from orchestrator.launch.registry_watch import Snapshot
-from orchestrator.launch.rollout import Rolling
+from orchestrator.launch.rollout import RolloutRunner
 from orchestrator.store.client import connect
 from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.fields import Launcher
@@ -38,7 +38,7 @@ class Nobody:
         self.renewed = True
         self.hold_ids = AsyncMock()
 
-    def try_now(self) -> None:
+    def restart_now(self) -> None:
         pass
 
     def of_generation(self, generation: int) -> list[Any]:
@@ -53,7 +53,7 @@ class Leader:
             return Setup(generation, changed, Path("unused"))
 
         self.workers, frontends = (Nobody(Setup(0, config, Path("unused"))) for _ in range(2))
-        self.rolling = Rolling(config, registry, self.workers, frontends, prepare)  # type: ignore[arg-type]
+        self.rolling = RolloutRunner(config, registry, self.workers, frontends, prepare)  # type: ignore[arg-type]
         self.registry, self.now = registry, 1000.0
 
     async def sees(self, others: dict[str, Launcher]) -> set[str]:

@@ -18,7 +18,7 @@ import pytest
 from orchestrator.cli.handle import FleetHandle, open_fleet
 from orchestrator.cli.look.frontend import fleet_status
 from orchestrator.config.settings import Config, Refused, parse_config
-from orchestrator.launch.decisions.reconcile import Drain, Flip, SeenWorker
+from orchestrator.launch.decisions.reconcile import Drain, Flip, PlannedWorker
 from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.process import adopt_orphans, group_alive
 from orchestrator.launch.host.redis_server import EmbeddedRedis
@@ -186,7 +186,7 @@ def test_only_a_fleet_that_has_had_decode_workers_needs_a_stand_in(tmp_path):
     pool = WorkerPool(
         config, registry, LocalMachine(config), lambda *line: None, lambda process: None, Setup(0, config, tmp_path)
     )
-    loading = [SeenWorker("prefill-0", Role.PREFILL, True), SeenWorker("decode-0", Role.DECODE, False)]
+    loading = [PlannedWorker("prefill-0", Role.PREFILL, True), PlannedWorker("decode-0", Role.DECODE, False)]
     assert pool.actions(DesiredRatio(1, 1), loading) == []
     assert pool.actions(DesiredRatio(1, 1), [msgspec.structs.replace(worker, ready=True) for worker in loading]) == []
     assert pool.actions(DesiredRatio(1, 1), loading) == [Flip("prefill-0", Role.DECODE, stands_in=True)]

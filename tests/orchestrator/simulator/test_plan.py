@@ -1,7 +1,17 @@
 """The ways that are tried, the best of them, and the least number of workers."""
 
 from orchestrator.config.settings import SLOConfig
-from orchestrator.simulator.plan import FIXED, Outcome, Question, Way, best, fewest, outcome, splits, ways
+from orchestrator.simulator.plan import (
+    FIXED,
+    FleetOption,
+    Outcome,
+    Question,
+    best,
+    fewest,
+    fleet_options,
+    outcome,
+    splits,
+)
 from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.settings import SHIPPED
 from orchestrator.simulator.trace import Arrival, Load
@@ -17,27 +27,27 @@ def question(load=PROMPTS) -> Question:
 def test_every_split_the_automatic_one_and_the_fields_ways_are_tried():
     assert splits(4) == [0, 1, 2, 3] and splits(1) == [0]
     assert len(splits(64)) == 17 and (splits(64)[0], splits(64)[-1]) == (0, 63)
-    named = [str(way) for way in ways(4)]
+    named = [str(option) for option in fleet_options(4)]
     assert named[:5] == ["0P4D (aggregated)", "1P3D", "2P2D", "3P1D", "automatic, from 2P2D"]
     assert {"dynamo_cost, 2P2D", "dynamo_conditional, 2P2D"} <= set(named)
-    assert [str(way) for way in ways(1)] == ["0P1D (aggregated)", "automatic, from 0P1D"]
+    assert [str(option) for option in fleet_options(1)] == ["0P1D (aggregated)", "automatic, from 0P1D"]
 
 
 def test_the_best_way_is_ours_and_of_equal_ones_the_automatic():
-    found = [outcome(question(), way, 0.5) for way in ways(2)]
-    assert {one.score for one in found if one.way.policy.startswith("ours")} == {1.0}
-    assert best(found).way.policy == "ours"
+    found = [outcome(question(), option, 0.5) for option in fleet_options(2)]
+    assert {one.score for one in found if one.option.policy.startswith("ours")} == {1.0}
+    assert best(found).option.policy == "ours"
 
 
 def test_a_goodput_is_found_for_each_share():
-    found = outcome(question(), Way(1, 1, FIXED), None)
+    found = outcome(question(), FleetOption(1, 1, FIXED), None)
     assert list(found.goodput) == [0.9, 0.95, 0.99] and found.score > 0
 
 
 def test_the_least_number_of_workers_attains_and_one_less_does_not():
     simulated = []
-    way = fewest(question(), 1.0, 0.9, 16, 0.0, lambda: simulated.append(1))
-    assert way is not None and way.prefill == 0 and 1 < way.decode < 16 and len(simulated) <= 5
-    less = Outcome(way, at=question().run(Way(0, way.decode - 1, FIXED), 1.0))
-    assert less.score < 0.9 <= question().run(way, 1.0).attained
+    option = fewest(question(), 1.0, 0.9, 16, 0.0, lambda: simulated.append(1))
+    assert option is not None and option.prefill == 0 and 1 < option.decode < 16 and len(simulated) <= 5
+    less = Outcome(option, at=question().run(FleetOption(0, option.decode - 1, FIXED), 1.0))
+    assert less.score < 0.9 <= question().run(option, 1.0).attained
     assert fewest(question(), 1.0, 0.9, 1, 0.0, lambda: None) is None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from orchestrator.store.seen import SeenWorker
+from orchestrator.store.seen import PlannedWorker
 from orchestrator.store.steering import surplus
 from orchestrator.types import DesiredRatio, Role
 
 
-def seen(name: str, role: Role = Role.DECODE, ready: bool = True) -> SeenWorker:
-    return SeenWorker(name, role, ready, owned=False)
+def seen(name: str, role: Role = Role.DECODE, ready: bool = True) -> PlannedWorker:
+    return PlannedWorker(name, role, ready, owned=False)
 
 
 def test_scale_drains_what_was_started_by_hand_and_is_too_many():

@@ -44,7 +44,7 @@ def test_a_json_line_is_one_line_whatever_is_logged():
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_an_ended_request_is_read_from_either_format(form):
     written = logs.formatter(form, "frontend-0").format(record(logs.REQUESTS, "%s", msgspec.json.encode(LINE).decode()))
-    encoded = logs.request_in(logs.collected(form, "frontend-0", written))
+    encoded = logs.request_in(logs.common_log_line(form, "frontend-0", written))
     assert encoded is not None and msgspec.json.decode(encoded, type=RequestLine) == LINE
 
 
@@ -55,8 +55,8 @@ def test_other_lines_hold_no_request(line):
 
 def test_in_a_json_file_every_line_is_an_object():
     ours = logs.formatter("json", "decode-0").format(record("pd.worker", "ready"))
-    assert logs.collected("json", "decode-0", ours) == ours
-    foreign = json.loads(logs.collected("json", "decode-0", 'Segmentation "fault"'))
+    assert logs.common_log_line("json", "decode-0", ours) == ours
+    foreign = json.loads(logs.common_log_line("json", "decode-0", 'Segmentation "fault"'))
     assert foreign["process"] == "decode-0" and foreign["message"] == 'Segmentation "fault"'
 
 

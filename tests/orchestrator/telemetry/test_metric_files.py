@@ -16,7 +16,7 @@ def test_the_first_value_of_a_kind_may_come_after_the_folder_was_removed(tmp_pat
         with pytest.raises(FileNotFoundError):
             value_class("summary", "m", "m", (), (), "")
         return
-    metric_files.outlive_their_folder()
+    metric_files.recreate_missing_folder()
     value_class("summary", "m", "m", (), (), "").inc(2)
     assert [path.name for path in folder.iterdir()] == ["summary_7.db"]
     assert value_class("summary", "m", "m", (), (), "").get() == 2

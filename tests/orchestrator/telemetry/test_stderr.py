@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.telemetry.stderr import Lossy
+from orchestrator.telemetry.stderr import LossyStderr
 
 ROOT = Path(__file__).parents[3]
 LOGS = (
@@ -52,7 +52,7 @@ def test_a_slow_reader_misses_nothing():
 def test_lines_that_were_dropped_are_counted():
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
-    log = Lossy(writes)
+    log = LossyStderr(writes)
     line = "x" * 999 + "\n"
     for _ in range(100):
         log.write(line)

@@ -12,7 +12,7 @@ import pytest
 from support_redis import fresh_namespace, running_server, worker
 from typer.testing import CliRunner
 
-from orchestrator.cli.look.logs import app, told
+from orchestrator.cli.look.logs import app, describe_event
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.run_folder import RunFolder
 from orchestrator.store.client import RedisAway, connect
@@ -127,4 +127,4 @@ def test_events_are_told(tmp_path: Path):
     ],
 )
 def test_each_kind_has_its_words(event: Event, said: str):
-    assert told(event) == said
+    assert describe_event(event) == said

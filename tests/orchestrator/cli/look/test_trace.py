@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from orchestrator.cli.handle import FleetHandle
-from orchestrator.cli.look.trace import _chosen, _remembered, request_lines, waterfall
+from orchestrator.cli.look.trace import _chosen, _recorded_requests, request_lines, waterfall
 from orchestrator.telemetry.request_line import RequestLine
 
 LINE = RequestLine(
@@ -95,4 +95,4 @@ async def two_frontends() -> AsyncIterator[str]:
 async def test_every_frontend_behind_a_port_is_asked():
     async with two_frontends() as url:
         handle = FleetHandle("default", None, url, None)
-        assert await _remembered(handle, "abc-1", 0) == [LINE]
+        assert await _recorded_requests(handle, "abc-1", 0) == [LINE]

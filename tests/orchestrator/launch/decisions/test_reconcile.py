@@ -10,22 +10,22 @@ from support_redis import worker
 
 from orchestrator.launch.decisions.reconcile import Action, Drain, Flip, Start, plan, stand_in
 from orchestrator.store.fields import WorkerOrders
-from orchestrator.store.seen import SeenWorker, is_last_decode, see
+from orchestrator.store.seen import PlannedWorker, is_last_decode, planned_worker
 from orchestrator.types import DesiredRatio, Role, WorkerState
 
 P, D = Role.PREFILL, Role.DECODE
 counts = st.integers(0, 5)
 
 
-def seen(*names: str, ready: bool = True, owned: bool = True, leaving: bool = False) -> list[SeenWorker]:
+def seen(*names: str, ready: bool = True, owned: bool = True, leaving: bool = False) -> list[PlannedWorker]:
     """ "p0" is prefill-0. Those that are not ours were started by hand."""
     roles = {"p": P, "d": D}
     return [
-        SeenWorker(f"{roles[n[0]].value}-{n[1:]}", roles[n[0]], ready, leaving, owned, managed=owned) for n in names
+        PlannedWorker(f"{roles[n[0]].value}-{n[1:]}", roles[n[0]], ready, leaving, owned, managed=owned) for n in names
     ]
 
 
-def do(prefill: int, decode: int, workers: list[SeenWorker]) -> list[Action]:
+def do(prefill: int, decode: int, workers: list[PlannedWorker]) -> list[Action]:
     return plan(DesiredRatio(prefill, decode), workers)
 
 
@@ -108,11 +108,11 @@ def test_the_last_decode_worker_is_recognised():
     assert not is_last_decode("decode-0", seen("d0", "d1"))
 
 
-def views(owners: list[tuple[Role, str]]) -> dict[str, list[SeenWorker]]:
+def views(owners: list[tuple[Role, str]]) -> dict[str, list[PlannedWorker]]:
     """What each of two launchers sees of the same workers; those of "hand" are nobody's."""
     return {
         launcher: [
-            SeenWorker(f"{role.value}-{n}", role, True, False, owned=owner == launcher, managed=owner != "hand")
+            PlannedWorker(f"{role.value}-{n}", role, True, False, owned=owner == launcher, managed=owner != "hand")
             for n, (role, owner) in enumerate(owners)
         ]
         for launcher in ("a", "b")
@@ -138,7 +138,7 @@ def test_two_launchers_come_to_one_plan(owners, prefill, decode):
 
 
 def test_a_worker_that_cannot_change_its_role_is_left_out_of_role_changes():
-    fixed = [SeenWorker("prefill-8", P, True, fixed=True)]
+    fixed = [PlannedWorker("prefill-8", P, True, fixed=True)]
     assert do(1, 2, [*seen("p0", "d0"), *fixed]) == [Flip("prefill-0", D)]
     assert do(0, 2, [*seen("d0"), *fixed]) == [Start(D), Drain("prefill-8")]
     assert do(1, 2, [*seen("p0", ready=False), *seen("d0"), *fixed]) == []  # until prefill-0 is ready
@@ -151,18 +151,18 @@ def test_without_a_ready_decode_worker_a_prefill_worker_takes_the_role():
     assert stand_in([*seen("p0", "d0"), *seen("d1", ready=False)]) is None
     assert stand_in([*seen("p0"), *seen("d0", leaving=True)]) == Flip("prefill-0", D, stands_in=True)
     assert stand_in([*seen("p0", ready=False), *seen("p1", leaving=True), *dead]) is None, "nobody could"
-    assert stand_in([SeenWorker("prefill-8", P, True, fixed=True), *dead]) is None
+    assert stand_in([PlannedWorker("prefill-8", P, True, fixed=True), *dead]) is None
 
 
 def test_one_stand_in_is_enough():
-    becoming = SeenWorker("prefill-1", D, False, flipping=True)
+    becoming = PlannedWorker("prefill-1", D, False, flipping=True)
     assert stand_in([*seen("p0"), becoming, *seen("d0", ready=False)]) is None
 
 
 def test_a_stand_in_is_not_called_back_before_it_stands_there():
     """decode-1 loads, and a launcher that died still claims the others: they count, and would make a prefill worker of
     the one that is about to decode, again and again."""
-    becoming = SeenWorker("prefill-1", D, False, flipping=True)
+    becoming = PlannedWorker("prefill-1", D, False, flipping=True)
     claimed = [msgspec.structs.replace(w, owned=False) for w in seen("p0", "d0", ready=False)]
     workers = [becoming, *seen("d1", ready=False), *claimed]
     assert stand_in(workers) is None and do(2, 2, workers) == []
@@ -170,41 +170,44 @@ def test_a_stand_in_is_not_called_back_before_it_stands_there():
 
 
 def test_a_decode_worker_that_was_about_to_prefill_stays_what_it_is():
-    leaving_the_role = SeenWorker("decode-0", P, False, flipping=True)
+    leaving_the_role = PlannedWorker("decode-0", P, False, flipping=True)
     assert stand_in([*seen("p0"), leaving_the_role, *seen("d1", ready=False)]) == Flip("decode-0", D, stands_in=True)
     info = worker("decode-0", D)
     draining = msgspec.structs.replace(info, state=WorkerState.DRAINING)
-    assert see(draining, WorkerOrders(D), owned=True).flipping, "told so, until it is ready again"
-    assert not see(draining, None, owned=True).flipping and not see(info, WorkerOrders(D), owned=True).flipping
+    assert planned_worker(draining, WorkerOrders(D), owned=True).flipping, "told so, until it is ready again"
+    assert (
+        not planned_worker(draining, None, owned=True).flipping
+        and not planned_worker(info, WorkerOrders(D), owned=True).flipping
+    )
 
 
 def test_a_worker_that_restarts_is_neither_ready_nor_leaving():
     """No other is started in its place: it comes back under its name."""
     draining = msgspec.structs.replace(worker("prefill-0", P), state=WorkerState.DRAINING)
-    seen_so = see(draining, WorkerOrders(restart=True), owned=True)
+    seen_so = planned_worker(draining, WorkerOrders(restart=True), owned=True)
     assert (seen_so.ready, seen_so.leaving) == (False, False)
     assert do(1, 1, [seen_so, *seen("d0")]) == []
-    assert see(draining, WorkerOrders(drain=True, restart=True), owned=True).leaving, "a drain goes before"
+    assert planned_worker(draining, WorkerOrders(drain=True, restart=True), owned=True).leaving, "a drain goes before"
 
 
 def test_the_stand_in_goes_back_once_others_decode_again():
-    stood_in = [*seen("p0"), SeenWorker("prefill-1", D, True)]
+    stood_in = [*seen("p0"), PlannedWorker("prefill-1", D, True)]
     assert do(2, 2, [*stood_in, *seen("d0", "d1", ready=False)]) == [], "they are being started again"
     assert do(2, 2, [*stood_in, *seen("d0"), *seen("d1", ready=False)]) == [Flip("prefill-1", P)]
 
 
 fleets = st.lists(
     st.tuples(st.sampled_from([P, D]), st.booleans(), st.booleans(), st.booleans(), st.booleans()), max_size=8
-).map(lambda rows: [SeenWorker(f"w-{i}", *row, managed=row[3]) for i, row in enumerate(rows)])
+).map(lambda rows: [PlannedWorker(f"w-{i}", *row, managed=row[3]) for i, row in enumerate(rows)])
 
 
-def carry_out(actions: list[Action], workers: list[SeenWorker]) -> list[SeenWorker]:
+def carry_out(actions: list[Action], workers: list[PlannedWorker]) -> list[PlannedWorker]:
     """The world after every action has come to its end, and every worker that loaded is ready."""
     after = {w.id: w for w in workers if not w.leaving}
     for action in actions:
         match action:
             case Start(role):
-                after[name] = SeenWorker(name := f"new-{len(after)}-{len(workers)}", role, True)
+                after[name] = PlannedWorker(name := f"new-{len(after)}-{len(workers)}", role, True)
             case Flip(worker_id, role):
                 assert not after[worker_id].fixed
                 after[worker_id] = msgspec.structs.replace(after[worker_id], role=role)

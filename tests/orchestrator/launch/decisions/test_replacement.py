@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from support_redis import worker
 
-from orchestrator.launch.decisions.replacement import ByHand, replaced, to_replace
+from orchestrator.launch.decisions.replacement import MissingByHand, replaced, to_replace
 from orchestrator.types import Role, WorkerInfo, WorkerState
 
 
@@ -54,7 +54,7 @@ def test_it_is_over_when_all_that_are_there_or_coming_are_new():
 
 
 def test_workers_that_nobody_has_started_again_are_missed_whatever_their_ids():
-    by_hand = ByHand()
+    by_hand = MissingByHand()
     assert by_hand.missing({"a", "b", "c"}, (), ()) == 0
     assert by_hand.missing({"b", "c"}, (), ()) == 1, "a has ended"
     assert by_hand.missing({"b", "c"}, (), {"a-2"}) == 0, "it is back, and counts as one that loads"

@@ -12,7 +12,7 @@ from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.launch.commands import frontend_spec, resolve, worker_spec
 from orchestrator.launch.host.machine import CoreShares, GpuShares, MachineShares, Share, find_gpus, hold_port
 from orchestrator.launch.host.run_folder import RunFolder
-from orchestrator.launch.launcher import _with_key_of_before
+from orchestrator.launch.launcher import _with_previous_operator_key
 from orchestrator.launch.machines import Setup
 from orchestrator.types import Role
 
@@ -140,11 +140,11 @@ def test_frontends_that_outlived_their_launcher_keep_their_operators_key(tmp_pat
     killed.claim()
     before = resolve(ray, "m", "redis://h:1", 8000)
     killed.write_config(before)
-    assert _with_key_of_before(ray, next_one) == ray, "it runs: the next one is refused"
+    assert _with_previous_operator_key(ray, next_one) == ray, "it runs: the next one is refused"
     assert killed._lock is not None
     killed._lock.close()  # as the kernel does
-    assert _with_key_of_before(ray, next_one).security.operator_key == before.security.operator_key
-    assert _with_key_of_before(config_of(), next_one) == config_of(), "here they die with it"
+    assert _with_previous_operator_key(ray, next_one).security.operator_key == before.security.operator_key
+    assert _with_previous_operator_key(config_of(), next_one) == config_of(), "here they die with it"
 
 
 def test_another_environments_python_runs_its_own_code(tmp_path):

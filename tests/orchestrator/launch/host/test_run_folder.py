@@ -192,15 +192,15 @@ def test_the_shared_memory_of_a_process_group_is_what_its_processes_map_or_hold(
         assert shared_memory_of({process.pid}, folder=tmp_path) == {process.pid: {"psm_mapped", "psm_of_child"}}
         assert shared_memory_of({process.pid + 1}, folder=tmp_path) == {}
         seen = SharedMemory(tmp_path)
-        seen.look({process.pid})
+        seen.scan({process.pid})
         assert seen.names == {"psm_mapped", "psm_of_child"}
-        assert seen.remove_of(process.pid + 1) == []
+        assert seen.remove_files_of(process.pid + 1) == []
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         process.stdout.close()
     wait_until_ended(process.pid)
-    assert seen.remove_of(process.pid) == ["psm_mapped", "psm_of_child"] and not seen.names
+    assert seen.remove_files_of(process.pid) == ["psm_mapped", "psm_of_child"] and not seen.names
     assert (tmp_path / "psm_of_nobody").exists(), "another container's, for all that can be known here"
 
 
@@ -221,11 +221,11 @@ def test_what_a_living_process_was_seen_with_is_not_removed_for_a_dead_one(tmp_p
     ]
     for process in both:
         assert process.stdout is not None and process.stdout.readline()
-    seen.look({process.pid for process in both})
+    seen.scan({process.pid for process in both})
     for process in both:
         process.communicate(b"\n", timeout=30)
-    assert seen.remove_of(both[0].pid) == []
-    assert seen.remove_of(both[1].pid) == ["psm_shared"]
+    assert seen.remove_files_of(both[0].pid) == []
+    assert seen.remove_files_of(both[1].pid) == ["psm_shared"]
 
 
 def test_a_semaphore_that_waits_for_a_starting_rank_is_kept():

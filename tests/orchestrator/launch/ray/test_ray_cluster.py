@@ -33,13 +33,13 @@ async def test_nodes_stay_known_while_the_head_does_not_answer(monkeypatch):
     cluster = module.RayCluster(CONFIG)
     node = {"Alive": True, "Resources": {"CPU": 4}, "NodeManagerAddress": "10.0.0.2", "NodeID": "n"}
     monkeypatch.setattr(module.ray, "nodes", lambda: [node, {**node, "Resources": {}, "NodeManagerAddress": "head"}])
-    await cluster.look()
+    await cluster.refresh()
 
     def gone() -> None:
         raise ray.exceptions.RaySystemError("the head is gone")
 
     monkeypatch.setattr(module.ray, "nodes", gone)
-    await cluster.look()
+    await cluster.refresh()
     assert cluster.frontend_nodes() == ["10.0.0.2"]
 
 
