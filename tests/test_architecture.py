@@ -62,7 +62,7 @@ def differences(text: str, calls: set[Call]) -> list[str]:
     return sorted(left_out) + [f"no request passes it: {file}" for file in sorted(never)]
 
 
-def test_a_file_that_is_left_out_or_passed_by_nobody_is_told():
+def test_missing_and_unused_files_are_reported():
     router, queue = "orchestrator/router/router.py", "orchestrator/store/queue.py"
     calls = {Call(phase, router, "submit:1") for phase in (WARM, ASKED)}
     calls |= {Call(phase, queue, "depth:9") for phase in (STARTING, WARM, IDLE, ASKED)}

@@ -91,7 +91,7 @@ def test_commands_and_options_that_are_named_exist(file: Path):
     assert [(line, wrong) for line in command_lines(file.read_text()) if (wrong := unknown_words(line))] == []
 
 
-def test_command_lines_are_found_and_what_does_not_exist_in_them():
+def test_unknown_commands_in_documents_are_found():
     text = "`orchestrator scal x` or\n  orchestrator queue show ID \\\n  --bogus 1  # --not-this\n`orchestrator top`"
     lines = list(command_lines(text))
     assert [unknown_words(line) for line in lines] == [["scal"], [], ["--bogus"]]

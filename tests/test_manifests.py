@@ -83,11 +83,11 @@ def parsed_worker(args: list[str], config: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 @pytest.mark.parametrize("manifest", WRITTEN, ids=lambda m: f"{m['kind']}-{m['metadata']['name']}")
-def test_each_manifest_is_what_the_api_takes(manifest: dict[str, Any], version: str):
+def test_manifests_are_valid_for_api(manifest: dict[str, Any], version: str):
     kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def test_what_the_api_would_refuse_is_noticed():
+def test_invalid_manifests_are_noticed():
     wrong = copy.deepcopy(SERVING[0])
     container(wrong)["readynessProbe"] = {}
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -95,7 +95,7 @@ def test_what_the_api_would_refuse_is_noticed():
 
 
 @each_overlay
-def test_what_an_overlay_makes_is_what_the_api_takes(folder: Path):
+def test_overlays_make_valid_manifests(folder: Path):
     manifests = rendered(folder)
     assert {m["metadata"]["name"] for m in manifests if m["kind"] == "Deployment"} == {
         "pd-redis", "pd-frontend", "pd-prefill", "pd-decode",
@@ -164,7 +164,7 @@ def test_probes_ask_what_a_process_answers(deployment: dict[str, Any]):
 
 
 @each_deployment
-def test_a_pod_may_do_no_more_than_it_must(deployment: dict[str, Any]):
+def test_pods_have_least_privileges(deployment: dict[str, Any]):
     spec, only = pod(deployment), container(deployment)
     assert spec["automountServiceAccountToken"] is False and spec["enableServiceLinks"] is False
     assert spec["securityContext"]["runAsNonRoot"] is True and spec["securityContext"]["runAsUser"] > 0
@@ -177,7 +177,7 @@ def test_a_pod_may_do_no_more_than_it_must(deployment: dict[str, Any]):
 
 
 @each_of_ours
-def test_what_the_image_wants_to_write_is_a_volume(deployment: dict[str, Any]):
+def test_written_paths_are_volumes(deployment: dict[str, Any]):
     sources = {volume["name"]: volume for volume in pod(deployment)["volumes"]}
     mounts = {m["mountPath"] for m in container(deployment)["volumeMounts"] if "emptyDir" in sources[m["name"]]}
     assert mounts >= WRITABLE

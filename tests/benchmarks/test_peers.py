@@ -24,7 +24,7 @@ def test_a_program_that_ends_is_named_with_its_last_words(tmp_path):
             processes.wait("http://127.0.0.1:9/", timeout_s=30)
 
 
-def test_who_answers_is_waited_for_counted_and_ended(tmp_path):
+def test_started_process_is_awaited_measured_and_stopped(tmp_path):
     port = next(free_ports("127.0.0.1"))
     with running(tmp_path) as processes:
         processes.start("server", [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"])
@@ -57,7 +57,7 @@ def test_a_peer_that_cannot_run_is_left_out_and_the_others_take_turns(tmp_path):
 
 
 @pytest.mark.slow
-def test_tables_have_ratios_and_name_who_was_not_measured(tmp_path):
+def test_tables_have_ratios_and_name_missing_systems(tmp_path):
     pytest.importorskip("matplotlib")
     half = {key: value * 2 for key, value in FIGURES.items()} | {"requests_per_s": 5.0}
     serving = {"systems": {"orchestrator": {8: FIGURES}, "smg": {8: half}}, "failed": {"one vLLM": "it ended"}}

@@ -11,7 +11,7 @@ def test_every_worker_is_in_one_process() -> None:
     assert len(shares(1000)[-1]) == 100
 
 
-def test_what_was_not_measured_is_said_so() -> None:
+def test_unmeasured_values_are_marked() -> None:
     ended = {"workers": 1000, "frontends": 4, "join_s": 12.5, "ended": "not within 120 s: all have joined"}
     shown = table.table([ended])
     assert "| all have joined, s | 30 | 12.5 |" in shown

@@ -58,7 +58,7 @@ def asked(address: str, key: str, timeout_ms: int) -> list[bytes]:
         return client.recv_multipart()
 
 
-def test_who_knows_the_public_key_is_answered_and_nobody_else(public_and_address: tuple[str, str]) -> None:
+def test_only_public_key_holders_are_answered(public_and_address: tuple[str, str]) -> None:
     public, address = public_and_address
     for key in ("", zmq.curve_keypair()[0].decode()):
         with pytest.raises(zmq.Again):
@@ -66,7 +66,7 @@ def test_who_knows_the_public_key_is_answered_and_nobody_else(public_and_address
     assert asked(address, public, 5000)[0] == METADATA
 
 
-def test_strangers_learn_nothing_and_neither_end_nor_fill_the_listener(public_and_address: tuple[str, str]) -> None:
+def test_strangers_cannot_read_end_or_fill_listener(public_and_address: tuple[str, str]) -> None:
     public, address = public_and_address
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     before = len(os.listdir("/proc/self/fd"))

@@ -34,7 +34,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket
                 yield one, other
 
 
-def test_what_was_not_read_is_gone_with_a_connection_that_was_torn_down(
+def test_tear_down_discards_unread_data(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     one, other = pair
@@ -78,7 +78,7 @@ def know(peer_addresses: PeerAddresses, engine: str, *addresses: bytes) -> None:
         pass
 
 
-def test_connections_with_its_machine_and_those_of_nobody_known_are_torn_down(
+def test_tear_down_ends_connections_of_machine_and_unknown_ones(
     monkeypatch: pytest.MonkeyPatch, torn: list[int]
 ) -> None:
     peer_addresses, third = PeerAddresses(), socket.inet_aton("10.9.8.5")
@@ -100,7 +100,7 @@ def test_connections_with_its_machine_and_those_of_nobody_known_are_torn_down(
     assert torn == [4, 6]
 
 
-def test_a_fabric_may_still_carry_what_was_posted(monkeypatch: pytest.MonkeyPatch, torn: list[int], tmp_path) -> None:
+def test_fabric_may_carry_posted_writes(monkeypatch: pytest.MonkeyPatch, torn: list[int], tmp_path) -> None:
     (tmp_path / "mlx5_0").mkdir()
     monkeypatch.setattr(sockets, "_FABRICS", tmp_path)
     peer_addresses = PeerAddresses()
@@ -139,7 +139,7 @@ def test_an_engine_that_may_still_write_here_is_not_forgotten(monkeypatch: pytes
     assert not peer_addresses.cut_off("P", settled=False)
 
 
-def test_of_an_engine_that_was_never_met_only_time_tells() -> None:
+def test_unknown_engine_is_cut_off_after_settling() -> None:
     assert not PeerAddresses().cut_off("nobody", settled=False)
     assert PeerAddresses().cut_off("nobody", settled=True)
 

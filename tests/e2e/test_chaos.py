@@ -44,7 +44,7 @@ def row(**seen):
         ({"false_losses": 1}, ["1 workers were taken for dead"]),
     ],
 )
-def test_a_row_that_did_not_hold_says_why(seen, missed, tmp_path):
+def test_failed_row_names_reason(seen, missed, tmp_path):
     assert row(**seen).missed() == missed
     save([row(**seen)], tmp_path)
     assert [again.missed() for again in saved(tmp_path)] == [missed]  # also when it is added to later

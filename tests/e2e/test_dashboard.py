@@ -146,7 +146,7 @@ def test_orders_are_confirmed_carried_out_and_followed(fleet: RunningFleet, look
     page.wait_for_selector(f'#prefill-pool [data-worker="{worker}"]', timeout=SETTLES_WITHIN_MS)
 
 
-def test_what_is_refused_is_told_in_the_dialog(fleet: RunningFleet, look: Any):
+def test_refusal_is_shown_in_dialog(fleet: RunningFleet, look: Any):
     page, before = look(), fleet.fleet()["desired"]["decode"]
     page.evaluate("document.querySelector('#scale [name=decode]').min = 0")
     page.fill("#scale [name=decode]", "0")

@@ -95,7 +95,7 @@ def test_every_name_that_is_used_exists_in_a_fleet(fleet: RunningFleet):
     assert len(used) > 15 and sorted(used - families) == []
 
 
-def test_the_rules_are_sound(tmp_path: Path):
+def test_alert_rules_are_valid(tmp_path: Path):
     done = subprocess.run(
         [program("promtool", "prometheus"), "check", "rules", str(DEPLOY / "prometheus-rules.yaml")],
         capture_output=True, text=True, timeout=60,

@@ -156,7 +156,7 @@ def test_a_launcher_is_killed_and_the_next_one_takes_over_what_runs(fleets):
         (["redis.url=redis://127.0.0.1:1", "launcher.address=127.0.0.1:1"], "launcher.address: no Ray cluster"),
     ],
 )
-def test_what_cannot_work_is_one_line(sets: list[str], said: str):
+def test_impossible_start_is_one_line(sets: list[str], said: str):
     command = [sys.executable, "-m", "orchestrator.cli.main", "up", "configs/sim-2p2d.yaml", "--set=launcher.kind=ray"]
     command += [f"--set={item}" for item in ["namespace=no-ray", *sets]]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], text=True, capture_output=True, timeout=120)

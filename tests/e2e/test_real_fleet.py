@@ -123,7 +123,7 @@ async def test_first_tokens_come_from_prefill_once_and_are_those_of_one_engine(f
     assert fleet.metric("pd_retries_total") == 0
 
 
-async def test_usage_says_of_a_prompt_what_one_engine_says(fleet: RunningFleet, aggregated):
+async def test_usage_equals_that_of_one_engine(fleet: RunningFleet, aggregated):
     remote = fleet.metric("pd_placements_total", decision="remote")
     usage = prompt_usage(fleet)
     assert fleet.metric("pd_placements_total", decision="remote") == remote + 8

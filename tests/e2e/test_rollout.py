@@ -49,7 +49,7 @@ def generations(fleet: RunningFleet) -> list[int]:
     return sorted(worker["generation"] for worker in fleet.workers())
 
 
-async def test_what_kv_depends_on_changes_under_load(fleet: RunningFleet) -> None:
+async def test_rollout_changes_kv_settings_under_load(fleet: RunningFleet) -> None:
     """Blocks of another size: a worker that took KV of another generation would crash or answer with other tokens."""
     before = {worker["pid"] for worker in fleet.workers()}
     frontend = fleet.http.get("/metrics").text
@@ -66,7 +66,7 @@ async def test_what_kv_depends_on_changes_under_load(fleet: RunningFleet) -> Non
     fleet.assert_no_leaks()
 
 
-async def test_an_abort_goes_back(fleet: RunningFleet) -> None:
+async def test_abort_rolls_back(fleet: RunningFleet) -> None:
     was = generations(fleet)
     async with nobody_fails(fleet):
         rolling = asyncio.create_task(asyncio.to_thread(rollout, fleet, CONFIG, "--set", "sim.blocks=2000"))
@@ -83,7 +83,7 @@ async def test_an_abort_goes_back(fleet: RunningFleet) -> None:
     fleet.assert_no_leaks()
 
 
-async def test_workers_that_cannot_start_turn_it_back(fleet: RunningFleet) -> None:
+async def test_unstartable_workers_roll_back(fleet: RunningFleet) -> None:
     was = {worker["pid"] for worker in fleet.workers()}
     bad = 'workers.env={VLLM_ALLOW_INSECURE_SERIALIZATION: "1"}'
     async with nobody_fails(fleet):
@@ -145,7 +145,7 @@ async def test_other_software_is_rolled_out_and_taken_back_under_load(fleet: Run
     fleet.assert_no_leaks()
 
 
-def test_what_cannot_change_is_refused(fleet: RunningFleet) -> None:
+def test_fixed_keys_are_refused(fleet: RunningFleet) -> None:
     for change, why in (
         ("served_model_name=other", "clients know the model as 'demo'"),
         ("frontend.replicas=2", "frontend.replicas: a rollout cannot change it"),

@@ -75,7 +75,7 @@ async def test_a_paused_fleet_is_paused_as_one_engine(fleet, mode):
     fleet.assert_no_leaks()
 
 
-async def test_what_a_fleet_cannot_do_is_refused_with_501(fleet):
+async def test_unsupported_call_is_refused_with_501(fleet):
     async with fleet.client() as client:
         answered = await client.post("/collective_rpc", json={"method": "reset_weights"})
         assert answered.status_code == 501 and "collective_rpc is not supported" in answered.text
@@ -97,7 +97,7 @@ async def test_a_client_reads_why_a_worker_refuses_its_request(fleet, path, stre
     fleet.assert_no_leaks()
 
 
-async def test_a_client_reads_what_its_request_did_to_engines(fleet):
+async def test_client_reads_that_its_request_crashed_engines(fleet):
     async with fleet.client() as client:
         body = {"model": fleet.model, "prompt": [POISON, 5, 6], "max_tokens": 5}
         answered = await client.post("/v1/completions", json=body)

@@ -38,7 +38,7 @@ async def expected(fleet: RunningFleet, prompts, max_tokens):
     return [answer.tokens for answer in answers]
 
 
-async def test_both_ways_are_taken_and_explained(fleet):
+async def test_local_and_remote_are_taken_and_explained(fleet):
     answers = await fleet.ask_all([token_prompt(20, 1), token_prompt(1000, 2)], concurrency=2)
     assert all(answer.ok for answer in answers)
     assert fleet.metric("pd_placements_total", decision="local", reason="short_prompt") >= 1

@@ -25,7 +25,7 @@ async def line(fleet: RunningFleet, pattern: str) -> None:
     await asyncio.to_thread(fleet.wait_for_line, pattern, 180)
 
 
-async def test_their_number_follows_the_load_and_nobody_fails(fleet: RunningFleet) -> None:
+async def test_frontend_count_follows_load(fleet: RunningFleet) -> None:
     async with fleet.under_load(PROMPTS, concurrency=CROWD, max_tokens=60) as answers:
         await line(fleet, "frontends: 1 -> 2")
         await line(fleet, "frontend-1: ready")

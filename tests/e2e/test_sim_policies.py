@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 BY_LENGTH = "routing.remote_prefill_min_tokens=256"  # else decode workers would take what waits
 
 
-async def test_the_important_overtake_in_the_queue():
+async def test_priority_overtakes_in_queue():
     sets = ["workers.prefill.replicas=1", "workers.decode.replicas=1", "sim.prefill_us_per_token=500"]
     with running_fleet("sim-2p2d.yaml", BY_LENGTH, *sets) as fleet:
         ended: list[str] = []

@@ -119,7 +119,7 @@ def listening(fleet: RunningFleet) -> dict[tuple[str, int], psutil.Process]:
     return found
 
 
-def test_a_stranger_at_any_port_gets_nothing_and_leaves_nothing(fleet: RunningFleet) -> None:
+def test_strangers_get_and_leave_nothing_at_any_port(fleet: RunningFleet) -> None:
     ports = listening(fleet)
     workers = {port: process for port, process in ports.items() if "workers.main" in process.cmdline()}
     assert len(workers) == 2 * 3  # requests, load reports, KV messages of the simulated engine

@@ -89,7 +89,7 @@ def test_a_clients_trace_goes_on_through_every_stage(fleet: RunningFleet, collec
     assert told["pd.request_id"] == answer.headers["x-request-id"] and claimers == {told["pd.worker"]}
 
 
-def test_of_those_that_no_client_traces_the_share_is_taken(fleet: RunningFleet, collector: Collector):
+def test_untraced_requests_are_sampled(fleet: RunningFleet, collector: Collector):
     before = len(collector.spans)
     ask(fleet)
     ask(fleet, traceparent=f"00-{TRACE[::-1]}-{CLIENT}-00")

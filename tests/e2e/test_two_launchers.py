@@ -153,7 +153,7 @@ async def test_a_rollout_replaces_the_workers_of_both(hosts: Hosts) -> None:
         launcher.assert_no_leaks()
 
 
-async def test_an_abort_takes_both_back(hosts: Hosts) -> None:
+async def test_abort_rolls_back_both_launchers(hosts: Hosts) -> None:
     async with hosts.nobody_fails(), hosts.one_away_at_a_time():
         rolling = asyncio.create_task(asyncio.to_thread(hosts.rollout, "sim.blocks=2000", check=False))
         await asyncio.to_thread(

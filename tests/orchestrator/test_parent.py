@@ -95,7 +95,7 @@ def test_the_first_process_of_a_container_is_a_parent_like_any_other(told: bool)
     assert done.stdout == "None\n", done.stderr
 
 
-def test_a_parent_that_was_gone_before_is_missed() -> None:
+def test_parent_that_died_earlier_is_noticed() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     child = [sys.executable, "-c", CHILD, "0"]
@@ -103,7 +103,7 @@ def test_a_parent_that_was_gone_before_is_missed() -> None:
     assert done.returncode == -signal.SIGKILL
 
 
-def test_a_process_that_ended_is_told_from_one_that_runs_and_from_one_elsewhere():
+def test_ended_process_is_distinguished():
     own = own_identity()
     place, pid, ticks = own.split("/")
     assert not has_ended(own)

@@ -153,7 +153,7 @@ async def test_requests_of_a_frontend_that_vanished_are_aborted(workers: Workers
     await workers.assert_no_leaks()
 
 
-async def test_work_of_a_frontend_that_died_is_gone_long_before_a_worker_would_count_as_dead(
+async def test_requests_of_dead_frontend_end_before_worker_timeout(
     redis_server: EmbeddedRedis,
 ) -> None:
     async with running_workers(redis_server, workers={"timeout_s": 600.0}) as workers:
@@ -167,7 +167,7 @@ async def test_work_of_a_frontend_that_died_is_gone_long_before_a_worker_would_c
         await gone.close()
 
 
-async def test_a_frontend_that_left_in_order_is_in_no_more_reports(workers: Workers) -> None:
+async def test_departed_frontend_leaves_load_reports(workers: Workers) -> None:
     worker = await workers.start(Role.DECODE)
     stays, leaves = await workers.frontend(worker), await workers.frontend(worker)
     requests = [(frontend, frontend.new(PROMPT)) for frontend in (stays, leaves)]
@@ -180,9 +180,7 @@ async def test_a_frontend_that_left_in_order_is_in_no_more_reports(workers: Work
     await until(lambda: stays.loads[worker.id].seen.keys() == {stays.id})
 
 
-async def test_a_frontend_that_has_nothing_at_a_worker_is_not_asked_whether_it_is_there(
-    workers: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_idle_frontend_is_not_probed(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a large fleet all workers would ask after every frontend that ever sent them something."""
     worker = await workers.start(Role.DECODE)
     frontend = await workers.frontend(worker)
@@ -195,7 +193,7 @@ async def test_a_frontend_that_has_nothing_at_a_worker_is_not_asked_whether_it_i
     assert frontend.welcomes <= welcomes + 1
 
 
-async def test_outputs_lost_with_a_connection_are_owned_up_to(workers: Workers) -> None:
+async def test_lost_outputs_are_reported_on_reconnect(workers: Workers) -> None:
     """A frontend that reconnects is told which requests it missed tokens of, and continues them after what it has."""
     worker = await workers.start(Role.DECODE, speed=1.0)
     frontend, another = await workers.frontend(worker), await workers.frontend(worker)
@@ -225,7 +223,7 @@ async def test_control_calls_are_answered(workers: Workers) -> None:
     assert by_id[8].error == "pin_lora: the simulated engine cannot pin_lora; use --engine vllm"
 
 
-async def test_another_protocol_is_not_welcomed(workers: Workers, caplog: pytest.LogCaptureFixture) -> None:
+async def test_other_protocol_version_is_refused(workers: Workers, caplog: pytest.LogCaptureFixture) -> None:
     worker = await workers.start(Role.DECODE)
     frontend = await workers.frontend(worker)
     frontend.welcomed.clear()
@@ -238,7 +236,7 @@ async def test_another_protocol_is_not_welcomed(workers: Workers, caplog: pytest
 # ---- roles -----------------------------------------------------------------------------------------------------
 
 
-async def test_what_a_worker_prefilled_before_it_became_a_decode_worker_is_decoded_from_the_prompt(
+async def test_request_prefilled_before_role_change_is_recomputed(
     workers: Workers,
 ) -> None:
     """Its engine holds the KV still, under the same key: it would refuse a second request, or end of it."""
@@ -278,7 +276,7 @@ async def test_role_changes_in_place_once_its_requests_have_ended(workers: Worke
     await workers.assert_no_leaks()
 
 
-async def test_a_join_whose_answer_was_lost_is_no_twin(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lost_join_answer_is_no_duplicate_id(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Redis has carried it out, and a worker that asks again finds itself."""
     join, calls = Registry.join, 0
 
@@ -296,9 +294,7 @@ async def test_a_join_whose_answer_was_lost_is_no_twin(workers: Workers, monkeyp
 
 
 @pytest.mark.parametrize("alive", [True, False])
-async def test_a_worker_whose_id_was_taken_while_it_was_stopped_leaves_it_to_who_lives(
-    workers: Workers, alive: bool
-) -> None:
+async def test_stopped_worker_leaves_its_taken_id(workers: Workers, alive: bool) -> None:
     stopped, other = await workers.start(Role.DECODE), await workers.start(Role.DECODE)
     successor = msgspec.structs.replace(other.info, id=stopped.id)
     if not alive:
@@ -315,7 +311,7 @@ async def test_a_worker_whose_id_was_taken_while_it_was_stopped_leaves_it_to_who
         assert not stopped.task.done()
 
 
-async def test_what_does_not_end_by_the_drain_deadline_is_given_back(redis_server: EmbeddedRedis) -> None:
+async def test_requests_left_at_drain_deadline_are_given_back(redis_server: EmbeddedRedis) -> None:
     async with running_workers(redis_server, workers={"drain_timeout_s": 0.2}) as workers:
         worker, other = await workers.start(Role.DECODE, speed=1.0), await workers.start(Role.DECODE)
         frontend = await workers.frontend(worker, other)
@@ -332,7 +328,7 @@ async def test_what_does_not_end_by_the_drain_deadline_is_given_back(redis_serve
         await workers.assert_no_leaks()
 
 
-async def test_ordered_back_while_draining_it_stays_what_it_was(workers: Workers) -> None:
+async def test_order_back_cancels_role_change(workers: Workers) -> None:
     worker = await workers.start(Role.DECODE, speed=1.0)
     frontend = await workers.frontend(worker)
     request, another = frontend.new(PROMPT, max_tokens=100), frontend.new(PROMPT)
@@ -348,7 +344,7 @@ async def test_ordered_back_while_draining_it_stays_what_it_was(workers: Workers
     await workers.assert_no_leaks()
 
 
-async def test_drain_ends_what_it_has_then_leaves(workers: Workers) -> None:
+async def test_drained_worker_ends_requests_and_leaves(workers: Workers) -> None:
     worker = await workers.start(Role.DECODE, speed=1.0)
     frontend = await workers.frontend(worker)
     request = frontend.new(PROMPT, max_tokens=50)
@@ -378,7 +374,7 @@ async def test_a_worker_that_does_not_fit_is_refused(workers: Workers) -> None:
         await workers.local[1].stopped()
 
 
-async def test_resubmitting_the_same_key_after_its_end_is_refused_nothing(workers: Workers) -> None:
+async def test_ended_key_can_be_submitted_again(workers: Workers) -> None:
     """A request that moved away and comes back with a later attempt starts fresh."""
     worker = await workers.start(Role.DECODE)
     frontend = await workers.frontend(worker)
@@ -403,9 +399,7 @@ async def test_many_requests_in_a_small_memory_all_end(workers: Workers) -> None
     assert frontend.late_outputs == 0
 
 
-async def test_a_death_frees_claims_also_when_the_engine_fails_to_hear_of_it(
-    workers: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_dead_peer_frees_claims_despite_engine_error(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     worker, dead = await workers.start(Role.DECODE), await workers.start(Role.PREFILL)
     heard = []
 

@@ -39,7 +39,7 @@ def test_removing_an_older_attempt_does_not_forget_the_newer() -> None:
     assert attempts.find(Phase.DECODE, "a") is newer
 
 
-def test_what_is_still_pushed_is_found_by_abort_and_by_frontend() -> None:
+def test_pushing_attempts_are_found_by_abort_and_frontend() -> None:
     attempts = Attempts()
     for key, frontend in (("a#2", "f"), ("b#1", "f"), ("c#1", "g")):
         attempts.note_pushing(attempt_of(key, phase=Phase.PREFILL, frontend=frontend))
@@ -50,7 +50,7 @@ def test_what_is_still_pushed_is_found_by_abort_and_by_frontend() -> None:
     assert attempts.end_pushing("c", 5) == ["c#1"]
 
 
-def test_what_is_computed_in_chunks_waits_no_more() -> None:
+def test_computed_chunks_no_longer_wait() -> None:
     attempts = Attempts()
     one, two = attempt_of("a#1", 1000, Phase.PREFILL), attempt_of("b#1", 300, Phase.PREFILL)
     attempts.add(one)
@@ -77,7 +77,7 @@ def test_chunks_end_where_less_is_left() -> None:
     assert one.chunk_ends == [1.0, 4.0]
 
 
-def test_the_engine_knows_better_what_is_cached() -> None:
+def test_engine_corrects_cached_tokens() -> None:
     """More left than thought, less left than thought, and given up half-way."""
     attempts = Attempts()
     more, less, given_up = [attempt_of(f"{name}#1", 100, Phase.PREFILL) for name in "abc"]
@@ -93,7 +93,7 @@ def test_the_engine_knows_better_what_is_cached() -> None:
     assert (attempts.waiting_tokens, attempts.claimed_tokens) == (0, 0)
 
 
-def test_room_is_told_of_whenever_there_is_more() -> None:
+def test_room_event_is_set_when_load_falls() -> None:
     attempts = Attempts()
     one = attempt_of("a#1", 100, Phase.PREFILL)
     attempts.add(one)

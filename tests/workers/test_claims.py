@@ -28,7 +28,7 @@ async def pair(workers: Workers, **sim: object) -> tuple[Frontend, str, str]:
     return frontend, prefill.id, decode.id
 
 
-async def test_prefills_here_and_decodes_there(workers: Workers) -> None:
+async def test_prefill_and_decode_run_on_different_workers(workers: Workers) -> None:
     frontend, prefill, _ = await pair(workers)
     requests = [frontend.new([i, *PROMPT]) for i in range(20)]
     for request in requests:
@@ -62,7 +62,7 @@ async def test_claims_only_what_its_budget_allows(redis_server: EmbeddedRedis) -
         await workers.assert_no_leaks()
 
 
-async def test_jobs_go_to_who_has_their_prefix(workers: Workers) -> None:
+async def test_jobs_go_to_worker_with_their_prefix(workers: Workers) -> None:
     one, two, decode = [await workers.start(role) for role in (Role.PREFILL, Role.PREFILL, Role.DECODE)]
     frontend = await workers.frontend(one, two, decode)
     frontend.decode = decode.id
@@ -75,7 +75,7 @@ async def test_jobs_go_to_who_has_their_prefix(workers: Workers) -> None:
     await workers.assert_no_leaks()
 
 
-async def test_what_is_cached_of_a_job_does_not_count_against_the_budget(redis_server: EmbeddedRedis) -> None:
+async def test_cached_tokens_do_not_count_against_budget(redis_server: EmbeddedRedis) -> None:
     """500 tokens fit in no budget of 400 while another prompt is computed; 20 that are not cached do."""
     slow = {"speed": 1.0, "prefill_us_per_token": 1000.0, "max_num_batched_tokens": 200}
     async with running_workers(redis_server, sim=slow) as workers:
@@ -91,7 +91,7 @@ async def test_what_is_cached_of_a_job_does_not_count_against_the_budget(redis_s
 
 
 @pytest.mark.slow
-async def test_an_idle_worker_leaves_what_belongs_elsewhere_for_as_long_as_recomputing_it_would_take(
+async def test_idle_worker_leaves_job_cached_elsewhere(
     redis_server: EmbeddedRedis,
 ) -> None:
     """The worker that has it cached computes a long prompt and has no room."""
@@ -114,7 +114,7 @@ async def test_an_idle_worker_leaves_what_belongs_elsewhere_for_as_long_as_recom
         await workers.assert_no_leaks()
 
 
-async def test_what_a_draining_worker_has_cached_is_anybodys(workers: Workers) -> None:
+async def test_jobs_cached_on_draining_worker_are_claimed(workers: Workers) -> None:
     home, other, decode = [await workers.start(role) for role in (Role.PREFILL, Role.PREFILL, Role.DECODE)]
     frontend = await workers.frontend(home, other, decode)
     frontend.decode = decode.id
@@ -172,7 +172,7 @@ async def test_the_next_job_is_claimed_before_a_long_one_has_ended(
         await workers.assert_no_leaks()
 
 
-async def test_what_does_not_fit_is_claimed_as_soon_as_it_does(
+async def test_waiting_job_is_claimed_once_it_fits(
     redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("WAIT_S", "LEFT_WAIT_S"):
@@ -270,7 +270,7 @@ async def test_kill_of_the_prefill_worker_while_decode_waits(redis_server: Embed
 
 
 @pytest.mark.slow
-async def test_what_a_dead_worker_had_claimed_goes_to_another_before_its_lease_ends(
+async def test_claims_of_dead_worker_return_before_lease_end(
     redis_server: EmbeddedRedis,
 ) -> None:
     """Killed between claiming a job and telling its frontend, which waits for a claim and knows of none."""
@@ -355,7 +355,7 @@ async def test_a_draining_prefill_worker_hands_over_what_it_computed(workers: Wo
     await workers.assert_no_leaks()
 
 
-async def test_what_is_not_prefilled_by_the_drain_deadline_is_given_back(redis_server: EmbeddedRedis) -> None:
+async def test_prefills_left_at_drain_deadline_are_given_back(redis_server: EmbeddedRedis) -> None:
     slow = {"speed": 1.0, "prefill_us_per_token": 20_000.0}
     async with running_workers(redis_server, workers={"drain_timeout_s": 0.2}) as workers:
         prefill, decode = await workers.start(Role.PREFILL, **slow), await workers.start(Role.DECODE)
@@ -427,7 +427,7 @@ async def test_a_retried_request_is_prefilled_again(workers: Workers) -> None:
     await workers.assert_no_leaks()
 
 
-async def test_jobs_whose_claims_died_too_often_are_told_to_their_frontend(redis_server: EmbeddedRedis) -> None:
+async def test_jobs_with_too_many_deliveries_fail_at_frontend(redis_server: EmbeddedRedis) -> None:
     async with running_workers(redis_server, queue={"lease_s": 0.2, "max_deliveries": 1}) as workers:
         decode = await workers.start(Role.DECODE)
         frontend = await workers.frontend(decode)

@@ -67,7 +67,7 @@ async def test_arguments_by_name_reach_every_worker_and_answers_are_combined(
         await other.close()
 
 
-async def test_what_fails_on_one_worker_is_undone_on_the_others_and_names_the_worker(
+async def test_failed_call_is_undone_on_other_workers(
     redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
@@ -88,9 +88,7 @@ async def test_what_fails_on_one_worker_is_undone_on_the_others_and_names_the_wo
     assert "never retrieved" not in caplog.text
 
 
-async def test_a_worker_carries_out_no_other_method(
-    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_worker_refuses_unknown_method(redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
         worker = await workers.start(Role.DECODE)
         frontend = await workers.frontend(worker)
@@ -129,7 +127,7 @@ async def engine_paused(worker: LocalWorker) -> bool:
     return bool(await worker.engine.call("is_scheduler_paused", [], {}))
 
 
-async def test_who_joins_a_paused_fleet_is_paused_and_resumes_with_it(redis_server: EmbeddedRedis) -> None:
+async def test_joining_worker_is_paused_and_resumed(redis_server: EmbeddedRedis) -> None:
     """Also when nobody is left of those who were told: neither the frontend that was asked, nor a worker."""
     async with running_workers(redis_server, sim={"speed": 1.0}, **SECTIONS) as workers:
         (client, other), *first = await fleet(workers)
@@ -162,7 +160,7 @@ async def test_who_joins_a_paused_fleet_is_paused_and_resumes_with_it(redis_serv
 
 
 @pytest.mark.parametrize("pausing", [True, False])
-async def test_a_worker_that_is_lost_meanwhile_keeps_no_fleet_from_pausing_or_resuming(
+async def test_lost_worker_does_not_block_pause(
     redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, pausing: bool
 ) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
@@ -193,7 +191,7 @@ async def test_a_worker_that_is_lost_meanwhile_keeps_no_fleet_from_pausing_or_re
         await other.close()
 
 
-async def test_a_word_that_comes_late_does_not_pause_a_worker_again(redis_server: EmbeddedRedis) -> None:
+async def test_late_pause_call_is_ignored(redis_server: EmbeddedRedis) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
         (client, other), prefill, decode = await fleet(workers)
         await client.connection.pause.begin("wait", clear_cache=False)
@@ -206,7 +204,7 @@ async def test_a_word_that_comes_late_does_not_pause_a_worker_again(redis_server
         await other.close()
 
 
-async def test_of_two_who_pause_at_once_one_is_told_so(redis_server: EmbeddedRedis) -> None:
+async def test_simultaneous_pause_is_refused(redis_server: EmbeddedRedis) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
         clients, *_ = await fleet(workers)
         begun = [c.connection.pause.begin(mode, False) for c, mode in zip(clients, ("keep", "wait"), strict=True)]
@@ -254,7 +252,7 @@ async def test_a_pause_that_fails_pauses_nobody(redis_server: EmbeddedRedis, mon
         await other.close()
 
 
-async def test_what_is_to_be_loaded_at_the_start_waits_for_a_worker_that_can_be_called(
+async def test_start_up_calls_wait_for_worker(
     redis_server: EmbeddedRedis,
 ) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:

@@ -35,7 +35,7 @@ async def fleet(workers: Workers) -> tuple[RouterClient, LocalWorker, LocalWorke
     return client, prefill, decode
 
 
-async def test_it_is_there_while_the_kv_is_on_its_way_and_comes_once(redis_server: EmbeddedRedis) -> None:
+async def test_first_token_arrives_once_during_transfer(redis_server: EmbeddedRedis) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
         client, _, _ = await fleet(workers)
         early, wrong = counted("pd_first_tokens_early"), counted("pd_first_token_mismatches")
@@ -50,9 +50,7 @@ async def test_it_is_there_while_the_kv_is_on_its_way_and_comes_once(redis_serve
 
 
 @pytest.mark.parametrize("first_token", ["prefill", "decode"])
-async def test_a_remote_answer_says_of_its_prompt_what_a_local_one_says(
-    redis_server: EmbeddedRedis, first_token: str
-) -> None:
+async def test_remote_usage_equals_local_usage(redis_server: EmbeddedRedis, first_token: str) -> None:
     routing = {"first_token": first_token, "prefix_index": False}
 
     async def said(**more: object) -> list[tuple[int, int]]:
@@ -68,7 +66,7 @@ async def test_a_remote_answer_says_of_its_prompt_what_a_local_one_says(
     assert await said(remote_prefill_min_tokens=100) == local
 
 
-async def test_an_answer_waits_for_the_word_of_prefill_on_what_was_cached(
+async def test_answer_waits_for_cached_token_count(
     redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tell = Prefills._tell_prefilled
@@ -88,7 +86,7 @@ async def test_an_answer_waits_for_the_word_of_prefill_on_what_was_cached(
         assert said == [(0, 496), (496, 0)]
 
 
-async def test_nothing_is_said_of_the_cache_of_a_prefill_that_stays_silent(
+async def test_silent_prefill_reports_no_cached_tokens(
     redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
@@ -100,7 +98,7 @@ async def test_nothing_is_said_of_the_cache_of_a_prefill_that_stays_silent(
 
 
 @pytest.mark.parametrize("max_tokens", [2, 8])
-async def test_where_decode_samples_another_the_answer_goes_on_after_the_one_sent(
+async def test_diverged_answer_continues_after_sent_token(
     redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, max_tokens: int
 ) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
@@ -125,7 +123,7 @@ async def test_where_decode_samples_another_the_answer_goes_on_after_the_one_sen
         await client.close()
 
 
-async def test_a_client_that_leaves_between_the_two_frees_both_sides(redis_server: EmbeddedRedis) -> None:
+async def test_client_leaving_between_tokens_frees_both_sides(redis_server: EmbeddedRedis) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
         client, _, _ = await fleet(workers)
         early = counted("pd_first_tokens_early")
@@ -141,7 +139,7 @@ async def test_a_client_that_leaves_between_the_two_frees_both_sides(redis_serve
         await client.close()
 
 
-async def test_a_prefill_without_a_token_to_hand_over_leaves_the_first_one_to_decode(
+async def test_missing_prefill_token_comes_from_decode(
     redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:

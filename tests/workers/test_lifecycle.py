@@ -10,7 +10,7 @@ from orchestrator.types import Role, WorkerState
 from workers.lifecycle import LEGAL, REGISTERED, Drain, IllegalMove, Lifecycle, LifecycleState, Moves
 
 
-def test_life_has_no_way_out_of_gone_and_every_state_a_registered_one() -> None:
+def test_gone_is_final_and_every_state_has_registered_state() -> None:
     assert set(LEGAL) == set(REGISTERED) == set(LifecycleState)
     assert not LEGAL[LifecycleState.GONE]
     life = Lifecycle(Role.PREFILL)

@@ -68,7 +68,7 @@ def test_bad_arguments_are_one_line_and_exit_code_2(
     assert line in err
 
 
-def test_a_redis_that_is_away_is_worth_another_start(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_redis_exits_for_restart(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(Role.PREFILL, ["--redis", "redis://127.0.0.1:1", "--model", "m", "--engine", "sim"]) == EXIT_AGAIN
     assert "Redis at redis://127.0.0.1:1 cannot" in capsys.readouterr().err
 
@@ -107,7 +107,7 @@ async def test_a_sequence_longer_than_the_memory_is_refused_at_start(workers: Wo
 
 
 @pytest.mark.slow
-async def test_what_was_rolled_out_goes_before_the_file_and_options_before_both(workers: Workers) -> None:
+async def test_rolled_out_config_overrides_file_and_options_override_both(workers: Workers) -> None:
     """Whoever starts a worker by hand has the file of before: under the new generation it must run what that means."""
     first = await workers.spawn(Role.DECODE)
     was = await workers.registered(first.id)
@@ -141,7 +141,7 @@ async def test_an_incompatible_worker_exits_with_2(workers: Workers) -> None:
 
 
 @pytest.mark.slow
-async def test_a_taken_kv_port_is_worth_another_start(workers: Workers) -> None:
+async def test_taken_kv_port_exits_for_restart(workers: Workers) -> None:
     first = await workers.spawn(Role.PREFILL)
     info = await workers.registered(first.id)
     worker = await workers.spawn(Role.PREFILL, "--kv-port", str(info.kv.port), wait=False)
@@ -150,7 +150,7 @@ async def test_a_taken_kv_port_is_worth_another_start(workers: Workers) -> None:
 
 
 @pytest.mark.slow
-async def test_a_second_worker_of_the_same_id_is_refused_and_a_restarted_one_is_not(workers: Workers) -> None:
+async def test_duplicate_id_is_refused_unless_restarted(workers: Workers) -> None:
     first = await workers.spawn(Role.DECODE)
     before = await workers.registered(first.id)
     twin = await workers.spawn(Role.DECODE, "--id", first.id, wait=False)
@@ -187,7 +187,7 @@ async def test_an_id_is_claimed_before_the_engine_loads(workers: Workers) -> Non
 
 
 @pytest.mark.slow
-async def test_a_worker_that_is_to_restart_drains_and_says_so_by_its_exit_code(workers: Workers) -> None:
+async def test_restarting_worker_drains_and_exits_with_restart_code(workers: Workers) -> None:
     worker = await workers.spawn(Role.DECODE)
     await workers.registry.order_restart(worker.id)
     assert await worker.stopped() == EXIT_AGAIN
@@ -233,7 +233,7 @@ async def test_sigterm_drains_a_worker_that_no_launcher_runs(workers: Workers) -
 
 
 @pytest.mark.slow
-async def test_the_health_port_tells_starting_ready_draining_and_nothing_else(workers: Workers) -> None:
+async def test_health_port_reports_starting_ready_and_draining(workers: Workers) -> None:
     """As Kubernetes asks it."""
     workers.tree["sim"] = {"speed": 1.0}
     workers.tree["workers"]["drain_timeout_s"] = 60.0
@@ -264,7 +264,7 @@ async def test_the_health_port_tells_starting_ready_draining_and_nothing_else(wo
 
 
 @pytest.mark.slow
-async def test_a_taken_health_port_is_worth_another_start(workers: Workers) -> None:
+async def test_taken_health_port_exits_for_restart(workers: Workers) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         worker = await workers.spawn(Role.DECODE, "--health-port", str(port), wait=False)
@@ -292,7 +292,7 @@ async def test_sigterm_lets_a_short_request_end_and_a_second_does_not_wait(worke
 
 
 @pytest.mark.slow
-async def test_stops_while_its_engine_or_its_redis_is_not_there(redis_server: EmbeddedRedis, tmp_path: Path) -> None:
+async def test_worker_stops_without_engine_or_redis(redis_server: EmbeddedRedis, tmp_path: Path) -> None:
     """SIGTERM is obeyed in every state; here: joined, with Redis away."""
     server = EmbeddedRedis()
     url = await server.start(tmp_path / "redis")
@@ -401,7 +401,7 @@ async def test_ports_come_from_the_range_and_ipv6_works(workers: Workers) -> Non
 
 
 @pytest.mark.slow
-async def test_what_is_advertised_is_registered_and_what_nobody_reaches_is_refused(
+async def test_advertised_address_is_registered_or_refused(
     workers: Workers, capsys: pytest.CaptureFixture[str]
 ) -> None:
     worker = await workers.spawn(Role.DECODE, "--bind", "0.0.0.0", "--advertise", "localhost")

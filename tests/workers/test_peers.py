@@ -90,7 +90,7 @@ async def test_departed_but_listening_is_alive_until_both_ports_are_gone(alive: 
     await watched.peers.close()
 
 
-async def test_one_that_comes_back_is_not_probed_any_more(alive: tuple[Listener, Listener]) -> None:
+async def test_returned_worker_is_not_probed(alive: tuple[Listener, Listener]) -> None:
     agent, engine = alive
     watched = Watched("engine-a")
     watched.registry.away = True  # which says nothing
@@ -150,7 +150,7 @@ async def test_a_stopped_process_is_not_dead_though_its_host_drops_further_conne
 
 
 @pytest.mark.parametrize("address", ["", "tcp://127.0.0.1", "tcp://127.0.0.1:many", "tcp://127.0.0.1:99999"])
-async def test_what_is_no_address_proves_nothing(address: str) -> None:
+async def test_invalid_address_proves_nothing(address: str) -> None:
     """Whoever wrote Redis may have damaged it: a probe that ends by it would never be made again."""
     assert await probe_address(address) is None
     assert await probe("a..b", 1) is None
@@ -185,7 +185,7 @@ async def test_one_port_that_refuses_proves_nothing_while_the_other_does_not_ans
         await watched.peers.close()
 
 
-async def test_a_pause_of_the_judge_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stall_of_prober_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     probes = 0
 
     async def no_answer_while_paused(host: str, port: int) -> bool | None:
@@ -206,7 +206,7 @@ async def test_a_pause_of_the_judge_is_no_proof(monkeypatch: pytest.MonkeyPatch)
     await watched.peers.close()
 
 
-def test_a_frontend_is_gone_when_it_was_out_of_reach_while_this_process_ran() -> None:
+def test_unreachable_frontend_is_gone_after_running_time() -> None:
     connected = {"a", "b"}
     frontends = Frontends("w", lambda frontend_id, message, payload: frontend_id in connected)
     assert frontends.gone({"a", "b"}, 4.0, now=0.0) == []

@@ -38,7 +38,7 @@ async def test_a_poison_request_takes_two_engines_down_and_no_third(redis_server
         await client.close()
 
 
-async def test_requests_of_another_frontend_beside_a_poison_request_go_on(redis_server: EmbeddedRedis) -> None:
+async def test_requests_beside_poison_request_continue(redis_server: EmbeddedRedis) -> None:
     """Each frontend knows its own requests only: both try their suspects, and there is one engine for both."""
     async with running_workers(redis_server, **SECTIONS) as workers:
         started = [await workers.start(Role.DECODE)]
@@ -64,7 +64,7 @@ async def test_requests_of_another_frontend_beside_a_poison_request_go_on(redis_
             await client.close()
 
 
-async def test_a_worker_tries_one_suspect_at_a_time_and_says_which_it_was_that_crashed_it(
+async def test_worker_tries_one_suspect_and_names_culprit(
     redis_server: EmbeddedRedis,
 ) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
@@ -85,7 +85,7 @@ async def test_a_worker_tries_one_suspect_at_a_time_and_says_which_it_was_that_c
         assert other.got(Rejected) is None
 
 
-async def test_a_suspect_waits_for_those_whose_last_engine_crashed_and_they_wait_for_none_of_themselves(
+async def test_suspect_waits_for_requests_on_trial(
     redis_server: EmbeddedRedis,
 ) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
@@ -104,7 +104,7 @@ async def test_a_suspect_waits_for_those_whose_last_engine_crashed_and_they_wait
         await workers.assert_no_leaks()
 
 
-async def test_a_suspect_that_is_slow_to_begin_does_not_keep_others_away_for_ever(redis_server: EmbeddedRedis) -> None:
+async def test_slow_suspect_does_not_block_worker(redis_server: EmbeddedRedis) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
         worker = await workers.start(Role.DECODE, prefill_us_per_token=1000.0)
         frontend = await workers.frontend(worker)

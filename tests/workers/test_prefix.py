@@ -41,7 +41,7 @@ def test_changes_are_net():
     assert changes and changes.take() == PrefixDelta([6], [], cleared=True)
 
 
-async def test_a_burst_is_few_batches_and_their_numbers_have_no_gap(world):
+async def test_burst_makes_few_batches_without_gap(world):
     reporter, published, _, load = world
     for key in range(200):
         reporter.changed(PrefixDelta([key], [key - 10] if key >= 10 else []))
@@ -58,7 +58,7 @@ async def test_a_burst_is_few_batches_and_their_numbers_have_no_gap(world):
     assert load.prefix_sequence == published[-1].sequence
 
 
-async def test_a_snapshot_is_as_of_the_last_batch(world):
+async def test_snapshot_matches_last_batch(world):
     reporter, published, sent, _ = world
     reporter.changed(PrefixDelta([1, 2], []))
     reporter.changed(PrefixDelta([3], [1]))  # not published yet
@@ -89,7 +89,7 @@ async def test_a_frontend_that_cannot_be_reached_gets_no_further_part():
     assert len(sent) == 1
 
 
-async def test_a_restarted_worker_continues_no_numbers(world):
+async def test_restarted_worker_restarts_sequence(world):
     reporter, published, _, _ = world
     reporter.changed(PrefixDelta([1], []))
     await asyncio.sleep(0.001)  # a worker takes longer than a microsecond to start

@@ -65,7 +65,7 @@ def believes_all(client: RouterClient, *workers: LocalWorker) -> bool:
     return True
 
 
-async def test_a_prompt_asked_again_goes_where_its_prefix_is(redis_server: EmbeddedRedis) -> None:
+async def test_repeated_prompt_goes_to_its_prefix(redis_server: EmbeddedRedis) -> None:
     async with fleet_of(redis_server) as (_, client, (prefill, *decodes)):
         long, short = placed("long_prompt"), placed("short_prompt")
         await client.ask(PROMPT, 4)
@@ -92,7 +92,7 @@ async def test_a_prompt_asked_again_goes_where_its_prefix_is(redis_server: Embed
         assert counted("pd_prefix_hit_tokens", side="prefill") == before + 400
 
 
-async def test_lost_events_are_noticed_and_made_up_for(
+async def test_lost_events_are_noticed_and_resynced(
     redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish, loses = WorkerTransport.publish, set[str]()
@@ -131,7 +131,7 @@ async def test_a_frontend_that_joins_late_learns_what_is_there(redis_server: Emb
             await late.close()
 
 
-async def test_a_worker_that_is_gone_holds_nothing(redis_server: EmbeddedRedis) -> None:
+async def test_departed_worker_holds_no_prefix(redis_server: EmbeddedRedis) -> None:
     async with fleet_of(redis_server, prefill=0, decode=1) as (workers, client, (first,)):
         process = await workers.spawn(Role.DECODE)
         await until(lambda: client.connection.fleet.ready(Role.DECODE) == 2, "the greeting")
@@ -161,7 +161,7 @@ async def test_a_reset_is_known_before_the_next_step(redis_server: EmbeddedRedis
         assert placed("long_prompt") == long + 1
 
 
-async def test_switched_off_nothing_is_told(redis_server: EmbeddedRedis) -> None:
+async def test_disabled_prefix_reports_send_nothing(redis_server: EmbeddedRedis) -> None:
     async with running_workers(redis_server, **SECTIONS | {"routing": {"prefix_index": False}}) as workers:
         decode = await workers.start(Role.DECODE)
         frontend = await workers.frontend(decode)

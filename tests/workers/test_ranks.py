@@ -21,7 +21,7 @@ def ranks():
         process.wait()
 
 
-async def test_a_rank_that_ends_is_told_of_once_though_nobody_has_reaped_it_and_the_others_end(ranks):
+async def test_ended_rank_is_reported_once(ranks):
     ended = []
     watch = RankWatch([rank.pid for rank in ranks], ended.append)
     await asyncio.sleep(0)
@@ -34,7 +34,7 @@ async def test_a_rank_that_ends_is_told_of_once_though_nobody_has_reaped_it_and_
     watch.close()
 
 
-async def test_what_ends_after_the_watch_is_nobodys_business(ranks):
+async def test_ranks_that_end_after_watch_are_ignored(ranks):
     ended = []
     before = len(os.listdir("/proc/self/fd"))
     RankWatch([rank.pid for rank in ranks], ended.append).close()
@@ -45,7 +45,7 @@ async def test_what_ends_after_the_watch_is_nobodys_business(ranks):
     assert ended == []
 
 
-async def test_a_rank_that_had_ended_before_is_told_of(ranks):
+async def test_rank_that_ended_earlier_is_reported(ranks):
     ended = []
     ranks[0].kill()
     ranks[0].wait()
@@ -53,7 +53,7 @@ async def test_a_rank_that_had_ended_before_is_told_of(ranks):
     await until(lambda: ended)
 
 
-async def test_where_processes_cannot_be_watched_the_log_says_who_notices(ranks, monkeypatch, caplog):
+async def test_missing_process_watch_is_logged(ranks, monkeypatch, caplog):
     def forbidden(pid):
         raise PermissionError(1, "not permitted")
 

@@ -23,7 +23,7 @@ def reporter() -> tuple[LoadReporter, list[WorkerLoad], Attempts]:
     return LoadReporter("w", 100, attempts, published.append), published, attempts
 
 
-async def test_a_submission_is_seen_by_the_second_step_after_it() -> None:
+async def test_second_step_includes_submission() -> None:
     load, published, _ = reporter()
     load.submitted("f", 1)
     load.stepped(LOAD)  # may have begun before the submission
@@ -32,7 +32,7 @@ async def test_a_submission_is_seen_by_the_second_step_after_it() -> None:
     assert load.settled
 
 
-async def test_an_engine_that_was_asked_has_seen_everything() -> None:
+async def test_measured_load_includes_all_submissions() -> None:
     load, published, _ = reporter()
     load.submitted("f", 3)
     load.submitted("g", 5)
@@ -54,7 +54,7 @@ async def test_reports_of_a_fast_engine_are_coalesced_and_the_last_is_not_lost()
     assert [p.sequence for p in published] == list(range(1, len(published) + 1))
 
 
-async def test_a_busy_worker_of_a_large_fleet_reports_no_more_often_than_frontends_can_read() -> None:
+async def test_report_rate_is_limited_in_large_fleet() -> None:
     published: list[WorkerLoad] = []
     load = LoadReporter("w", 100, Attempts(), published.append, workers=lambda: 1000)
     began = time.monotonic()
@@ -65,7 +65,7 @@ async def test_a_busy_worker_of_a_large_fleet_reports_no_more_often_than_fronten
     assert len(published) <= 2 + (time.monotonic() - began) / load_interval_s(1000)
 
 
-def test_no_fleet_is_so_large_that_its_workers_seem_quiet() -> None:
+def test_report_interval_stays_below_quiet_limit() -> None:
     assert [load_interval_s(count) for count in (1, 5, 1000)] == [LOAD_INTERVAL_S, 0.0025, 0.5]
     assert 2 * load_interval_s(1_000_000) < QUIET_S, "one lost report is nothing"
 

@@ -38,7 +38,7 @@ def test_one_refusal_withdraws_from_the_others_first(end: Inbound) -> None:
     assert end.gone("r", "P/1", "withdrawn", 2.0) == [Finish("r", False, "aborted")]
 
 
-def test_landed_everywhere_but_one_is_a_failure(end: Inbound) -> None:
+def test_one_missing_peer_fails_transfer(end: Inbound) -> None:
     assert end.landed("r", "P/0", 1.0) == []
     assert end.gone("r", "P/1", "a WRITE failed", 2.0) == [Finish("r", False, "a WRITE failed")]
 
@@ -66,7 +66,7 @@ def test_waiting_has_a_deadline(end: Inbound) -> None:
     assert end.tick(10.0) == [Send("P", "P/0", BACK), Send("P", "P/1", BACK)]
 
 
-def test_a_prefill_that_goes_on_is_waited_for_as_long_as_it_says_so(end: Inbound) -> None:
+def test_computing_prefill_extends_wait(end: Inbound) -> None:
     again = Register("s", "r", HERE, [[1, 2]], 50, valid_s=10)
     assert end.computing("r", "P/1", 8.0) == [Send("P", "P/1", again)]
     assert BACK not in [action.message for action in end.tick(17.9)]
@@ -76,7 +76,7 @@ def test_a_prefill_that_goes_on_is_waited_for_as_long_as_it_says_so(end: Inbound
     assert end.computing("unknown", "P/0", 28.0) == []
 
 
-def test_what_was_never_registered_is_given_back_at_once() -> None:
+def test_unregistered_request_is_freed_at_once() -> None:
     for ending in (
         lambda end: end.withdraw("r", "aborted", 1.0),
         lambda end: end.unreachable("P", "no answer", 1.0),
@@ -90,7 +90,7 @@ def test_what_was_never_registered_is_given_back_at_once() -> None:
         assert not end.busy
 
 
-def test_a_peer_declared_dead_has_a_moment_to_show_that_it_lives(end: Inbound) -> None:
+def test_declared_dead_peer_has_grace_period(end: Inbound) -> None:
     assert end.declared_dead("P", 1.0) == [Send("P", "P/0", BACK), Send("P", "P/1", BACK)]
     assert not any(isinstance(action, Finish) for action in end.tick(2.9))
     assert end.tick(3.0) == [Cut("P", ("r",), settled=False)]
@@ -100,7 +100,7 @@ def test_a_peer_declared_dead_has_a_moment_to_show_that_it_lives(end: Inbound) -
     assert all(isinstance(action, Send) for action in end.register(ORDER, SOURCE, 16.1))
 
 
-def test_where_no_message_can_be_sent_no_answer_of_the_dead_is_waited_for(end: Inbound) -> None:
+def test_unsendable_message_ends_wait_for_dead_peer(end: Inbound) -> None:
     assert end.unsendable("P", "P/1", BACK, 1.0) == []  # the network alone proves nothing
     end.declared_dead("P", 2.0)
     assert end.unsendable("P", "P/1", BACK, 2.0) == [Cut("P", ("r",), settled=False)]
@@ -118,7 +118,7 @@ def test_blocks_stay_reserved_until_nothing_can_be_written_there(end: Inbound) -
     assert end.cut_off(("r",), 100.0) == []
 
 
-def test_a_peer_whose_answers_cannot_be_read_lives_and_keeps_nothing_for_ever(end: Inbound) -> None:
+def test_unreadable_answers_prove_life_and_hold_nothing(end: Inbound) -> None:
     end.withdraw("r", "aborted", 1.0)
     assert end.unreadable("P/0", 2.0) == [] == end.unreadable("P/0", 20.0)  # it may still post, or have posted just now
     end.tick(20.0)
@@ -126,7 +126,7 @@ def test_a_peer_whose_answers_cannot_be_read_lives_and_keeps_nothing_for_ever(en
     assert end.unreadable("P/1", 23.0) == [Finish("r", False, "aborted")] and not end.busy
 
 
-def test_what_is_registered_while_another_is_cut_off_goes_on(end: Inbound) -> None:
+def test_registration_during_cut_continues(end: Inbound) -> None:
     end.withdraw("r", "aborted", 1.0)
     end.declared_dead("P", 2.0)
     assert end.tick(4.0) == [Cut("P", ("r",), settled=False)]
@@ -143,14 +143,14 @@ def test_a_registration_names_the_connection_on_which_the_peer_may_write(end: In
     assert end.hello("P/1", 8, 2.0) == []
 
 
-def test_a_connection_that_is_made_anew_is_no_proof_of_a_declared_death(end: Inbound) -> None:
+def test_reconnection_is_no_proof_of_death(end: Inbound) -> None:
     """The link was cut, the alarm is false, and a registration that was sent is valid there."""
     end.declared_dead("P", 2.0)
     assert end.unsent("P/1", BACK, 2.0) == []
     assert end.tick(5.0) == [Cut("P", ("r",), settled=False)]  # its time to answer is over
 
 
-def test_a_registration_that_reached_nobody_waits_for_the_connection_again(end: Inbound) -> None:
+def test_unsent_registration_waits_for_connection(end: Inbound) -> None:
     end.forget("P")
     assert end.unsendable("P", "P/0", ORDER, 0.5) == []  # the other one may have it
     assert end.unsendable("P", "P/1", ORDER, 0.5) == [Connect(SOURCE)]
@@ -160,7 +160,7 @@ def test_a_registration_that_reached_nobody_waits_for_the_connection_again(end: 
     assert end.unreachable("P", "no answer", 1.0) == [Finish("r", False, "no answer")]
 
 
-def test_what_a_cut_link_may_have_swallowed_is_asked_again_when_it_is_whole(end: Inbound) -> None:
+def test_lost_message_is_repeated_after_reconnect(end: Inbound) -> None:
     again = Register("s", "r", HERE, [[1, 2]], 50, valid_s=8.0)
     end.landed("r", "P/0", 1.0)
     end.forget("P")
@@ -178,14 +178,14 @@ def test_a_registration_is_repeated_while_nothing_is_heard(end: Inbound) -> None
     assert 5 < len(valid) < 9 and valid == sorted(valid, reverse=True)
 
 
-def test_engines_that_are_dead_for_long_are_forgotten(end: Inbound) -> None:
+def test_long_dead_engines_are_forgotten(end: Inbound) -> None:
     for number in range(1000):
         end.declared_dead(f"engine-{number}", float(number))
     assert end.register(ORDER, Endpoint("engine-0", "host", 3), 1000.0)[0] == Connect(Endpoint("engine-0", "host", 3))
     assert len(end._dead) <= 16
 
 
-def test_a_withdrawal_that_is_never_answered_ends_too(end: Inbound) -> None:
+def test_unanswered_withdrawal_ends(end: Inbound) -> None:
     end.withdraw("r", "aborted", 1.0)
     for second in range(2, 20):  # what was posted until 10.0 may take as long again
         assert all(isinstance(action, Send) for action in end.tick(float(second)))
@@ -198,14 +198,14 @@ def test_an_unreachable_answer_does_not_free_what_is_registered(end: Inbound) ->
     assert end.busy
 
 
-def test_kv_that_cannot_be_taken_is_not_kept_for_us() -> None:
+def test_refused_kv_is_released_at_prefill() -> None:
     end = Inbound(timeout_s=10)
     end.register(ORDER, SOURCE, 0.0)
     actions = end.incompatible("P", ("P/0",), "other blocks", 1.0)
     assert actions == [Finish("r", False, "other blocks"), Send("P", "P/0", BACK)]
 
 
-def test_disowning_tells_the_prefill_engine_and_nobody_here() -> None:
+def test_disowned_request_releases_kv_at_prefill() -> None:
     end = Inbound(timeout_s=10, resend_s=1, silent_s=5)
     assert end.disown(BACK, SOURCE, 0.0) == [Connect(SOURCE)]
     assert end.connected("P", ("P/0",), 0.1) == [Send("P", "P/0", BACK)]
@@ -221,7 +221,7 @@ def test_an_unused_connection_that_was_dropped_is_made_again(end: Inbound) -> No
     assert end.register(Register("t", "q", HERE, [[3]], 9), SOURCE, 1.0) == [Connect(SOURCE)]
 
 
-def test_the_table_is_sound() -> None:
+def test_transition_table_is_complete() -> None:
     """A state in which WRITEs may land is left only by every peer's answer, or when none can reach us."""
     proofs = {InboxEvent.ALL_LANDED, InboxEvent.ALL_ANSWERED, InboxEvent.CUT_OFF}
     for (before, event), after in INBOX.items():

@@ -93,9 +93,7 @@ def write_all(prefill: Peer, decode: Peer) -> None:
 
 
 @pytest.mark.parametrize("how", ["left", "cut", "cut, and the writer was stopped"])
-def test_nothing_lands_once_decode_has_torn_down_its_connections(
-    network: Any, peers: tuple[Peer, Peer], how: str
-) -> None:
+def test_no_write_lands_after_tear_down(network: Any, peers: tuple[Peer, Peer], how: str) -> None:
     prefill, decode = peers
     prefill.ask("write")
     assert prefill.ask("wait_for_write", 0.3) == "PROC"  # decode takes nothing in: kernels hold what was sent
@@ -122,7 +120,7 @@ def test_nothing_lands_once_decode_has_torn_down_its_connections(
         write_all(prefill, decode)
 
 
-def test_a_process_that_has_ended_is_told_from_a_machine_that_is_silent(network: Any, peers: tuple[Peer, Peer]) -> None:
+def test_ended_process_differs_from_silent_machine(network: Any, peers: tuple[Peer, Peer]) -> None:
     prefill, decode = peers
     assert not decode.ask("has_ended")
     prefill.process.send_signal(signal.SIGSTOP)

@@ -108,7 +108,7 @@ def test_a_prefill_that_is_preempted_after_its_last_chunk_begins_again(end: Outb
     assert told(end.written("s", 3, True, 1.6)) == [Landed("r")]
 
 
-def test_a_lease_ends_when_the_prefill_begins_again() -> None:
+def test_preemption_ends_lease() -> None:
     end = Outbound(lease_s=10, expect_s=10)
     end.start("s", 4, 100, 0.0)
     end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
@@ -119,7 +119,7 @@ def test_a_lease_ends_when_the_prefill_begins_again() -> None:
     assert posts(end.computed("s", [chunk(0, 5, 6, 7, 8)], 1, True, 22.0)) == [(chunk(0, 5, 6, 7, 8),)]
 
 
-def test_a_restart_that_ships_too_little_is_not_called_landed(end: Outbound) -> None:
+def test_incomplete_restart_does_not_land(end: Outbound) -> None:
     end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
     end.posted("s", 1, 1.0)
     end.computed("s", [chunk(2, 3, 4)], 1, True, 2.0)
@@ -183,7 +183,7 @@ def test_an_aborted_prefill_is_released_at_once_and_told_after_its_writes(end: O
     assert Release("s") not in actions and not end.busy
 
 
-def test_a_write_that_never_ends_keeps_neither_the_blocks_nor_the_writer_thread_busy(end: Outbound) -> None:
+def test_endless_write_holds_no_blocks(end: Outbound) -> None:
     end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
     end.posted("s", 1, 1.0)
     assert end.finish("s", 1.0) == []
@@ -202,7 +202,7 @@ def test_a_failed_write_fails_the_transfer_not_the_prefill(end: Outbound) -> Non
 
 
 @pytest.mark.parametrize("peer", ["D", "another rank of D"])
-def test_a_registration_of_a_stream_that_failed_is_answered_while_its_prefill_goes_on(end: Outbound, peer: str) -> None:
+def test_failed_stream_answers_registration(end: Outbound, peer: str) -> None:
     """The first answer may have been lost with the link on which a WRITE failed."""
     end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
     end.posted("s", 1, 1.0)
@@ -211,7 +211,7 @@ def test_a_registration_of_a_stream_that_failed_is_answered_while_its_prefill_go
     assert told(end.register(ORDER_OF_OTHER, "D2", 5.5)) == [Gone("r2", "a WRITE failed")]
 
 
-def test_a_registration_of_a_stream_that_landed_is_answered_before_its_prefill_has_ended(end: Outbound) -> None:
+def test_landed_stream_answers_registration(end: Outbound) -> None:
     end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
     end.posted("s", 1, 1.0)
     assert told(end.written("s", 1, True, 2.0)) == [Landed("r")]
@@ -219,7 +219,7 @@ def test_a_registration_of_a_stream_that_landed_is_answered_before_its_prefill_h
     assert told(end.unregister(BACK, "D", 5.0)) == [Landed("r")]
 
 
-def test_a_decode_engine_declared_dead_frees_the_blocks_at_once_but_hears_gone_only_after_its_writes(end) -> None:
+def test_dead_decode_engine_gets_gone_after_its_writes(end) -> None:
     end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
     end.posted("s", 1, 1.0)
     end.finish("s", 2.0)
@@ -240,19 +240,19 @@ def test_writes_to_a_dead_engine_that_never_end_are_abandoned(end: Outbound) -> 
     assert not end.busy
 
 
-def test_nothing_is_posted_once_the_registration_has_run_out(end: Outbound) -> None:
+def test_expired_registration_posts_nothing(end: Outbound) -> None:
     assert told(end.tick(30.0)) == [Gone("r", "decode has given up by now")]
     assert end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 31.0) == []
 
 
-def test_nothing_is_posted_once_the_registration_has_run_out_though_no_tick_has_come_between(end: Outbound) -> None:
+def test_expired_registration_posts_nothing_without_tick(end: Outbound) -> None:
     """This process was stopped for a minute, and finds what its engine has computed before it looks at a clock."""
     actions = end.computed("s", [chunk(0, 1, 2)], 0, False, 61.0)
     assert posts(actions) == [] and told(actions) == [Gone("r", "decode has given up by now")]
 
 
 @pytest.mark.parametrize("expected", [True, False], ids=["before the prefill", "while it computes"])
-def test_a_registration_that_may_have_come_long_ago_counts_from_then(expected: bool) -> None:
+def test_delayed_registration_counts_from_earliest_arrival(expected: bool) -> None:
     """It was read a minute late, by a process that was stopped: decode may have given these blocks to others."""
     end = Outbound(lease_s=10, expect_s=10)
     end.connected("D", True, ("D",), 0.0)
@@ -280,7 +280,7 @@ def test_a_long_prefill_has_decode_register_again_while_its_engine_works(end: Ou
     assert end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 45.0) == []
 
 
-def test_a_registration_that_comes_late_shortens_nothing(end: Outbound) -> None:
+def test_late_registration_does_not_shorten_validity(end: Outbound) -> None:
     end.register(Register("s", "r", DECODE, [[10, 11, 12, 13]], 100, valid_s=1.0), "D", 5.0)
     assert told(end.tick(29.0)) == []
     assert told(end.tick(30.0)) == [Gone("r", "decode has given up by now")]
@@ -296,7 +296,7 @@ def test_an_unreachable_decode_engine_ends_the_stream(end: Outbound) -> None:
     assert not end.busy
 
 
-def test_prompts_that_differ_are_not_mixed_up() -> None:
+def test_different_prompt_lengths_fail_transfer() -> None:
     end = Outbound(lease_s=10, expect_s=10)
     end.start("s", 4, 99, 0.0)
     assert told(end.register(ORDER, "D", 1.0)) == [Gone("r", "decode has 100 prompt tokens, prefill 99")]
@@ -312,7 +312,7 @@ def test_a_peer_that_takes_no_chunks_gets_everything_at_the_end() -> None:
     assert posts(end.computed("s", [second], 0, True, 2.0)) == [(first, second)]
 
 
-def test_the_table_is_sound() -> None:
+def test_transition_table_is_complete() -> None:
     """Every state can end, ends have no way out, and only what was registered streams."""
     assert not [pair for pair in STREAM if pair[0] in STREAM_ENDS]
     for state in set(Stream) - STREAM_ENDS:
@@ -370,7 +370,7 @@ def test_a_prompt_that_goes_out_whole_waits_for_all_its_chunks() -> None:
     assert posts(end.device_worked(2.0)) == [(first, second)]
 
 
-def test_of_a_stream_that_ended_nothing_is_kept_that_grows_with_its_prompt() -> None:
+def test_ended_stream_keeps_no_prompt_memory() -> None:
     end = Outbound(lease_s=10, expect_s=10)
     end.start("long", 1000, 16_000, 0.0)
     end.register(Register("long", "r", DECODE, [list(range(1000))], 16_000, valid_s=30.0, epoch=1), "D", 0.0)
@@ -385,7 +385,7 @@ def test_of_a_stream_that_ended_nothing_is_kept_that_grows_with_its_prompt() -> 
     assert told(end.unregister(back, "D", 3.0)) == [Landed("r")], "what comes late is still answered"
 
 
-def test_what_was_registered_before_a_connection_is_not_written_over_it(end: Outbound) -> None:
+def test_old_registration_is_not_written_over_new_connection(end: Outbound) -> None:
     """Decode may have given it up, with what came over the old one."""
     end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
     end.posted("s", 1, 1.0)
@@ -399,7 +399,7 @@ def test_what_was_registered_before_a_connection_is_not_written_over_it(end: Out
     assert posts(end.register(ORDER, "D", 7.0)) == []
 
 
-def test_no_rank_is_written_to_that_has_not_registered_itself() -> None:
+def test_unregistered_rank_gets_no_writes() -> None:
     end = Outbound(lease_s=10, expect_s=10)
     end.start("s", 4, 100, 0.0)
     end.connected("D", False, ("D/0", "D/1"), 0.0)

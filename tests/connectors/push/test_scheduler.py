@@ -76,7 +76,7 @@ def decode_order(tokens: int, *, mamba: bool) -> wire.Register:
 
 @pytest.mark.parametrize("mamba", [True, False])
 @pytest.mark.parametrize("tokens", [1, 2, 33])
-def test_both_ends_mean_the_same_prompt_also_where_prefill_truncates_it(tokens: int, mamba: bool) -> None:
+def test_truncated_prompt_has_same_blocks_on_both_ends(tokens: int, mamba: bool) -> None:
     from vllm.v1.request import RequestStatus
 
     prefill = scheduler(mamba=mamba)
@@ -155,7 +155,7 @@ def output(**said: Any) -> SimpleNamespace:
     return SimpleNamespace(**nothing | said)
 
 
-def test_what_one_rank_has_given_up_is_given_up_by_all() -> None:
+def test_transfer_given_up_by_one_rank_ends_on_all() -> None:
     """Once: the other ranks may wait for what the peer of that rank would say."""
     from vllm.v1.request import RequestStatus
 
@@ -180,7 +180,7 @@ def test_what_one_rank_has_given_up_is_given_up_by_all() -> None:
     assert prefill._next.unwanted == ["x"]
 
 
-def test_the_blocks_that_wait_for_silent_peers_are_told_as_they_change() -> None:
+def test_withdrawing_blocks_are_reported_on_change() -> None:
     from connectors.push.metadata import PushStats, RankReport
 
     decode = scheduler(mamba=False)

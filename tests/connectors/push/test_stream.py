@@ -27,7 +27,7 @@ def chunk(start: int, blocks: int, layer: int | None = None, *, whole: bool = Fa
         ([chunk(0, 1, whole=True)], True),
     ],
 )
-def test_it_is_covered_once_every_block_of_every_layer_was_shipped(chunks: list[Chunk], covered: bool) -> None:
+def test_stream_is_covered_once_all_layers_are_shipped(chunks: list[Chunk], covered: bool) -> None:
     stream = PushStream("s", Stream.STREAMING, total_blocks=4)
     for each in chunks:
         stream.add(each)
@@ -50,7 +50,7 @@ def test_a_registration_is_extended_never_shortened_and_not_revived() -> None:
     assert stream.valid_until is None
 
 
-def test_its_end_is_accounted_for_from_the_first_write_and_from_the_last_chunk() -> None:
+def test_ended_stream_reports_transfer_and_exposed_time() -> None:
     stream = PushStream("s", Stream.LANDED, first_post_at=2.0, closed_at=5.0)
     assert stream.account(True, 6.0) == Ended("s", True, 4.0, 1.0, "")
     assert PushStream("s", Stream.DROPPED, why="aborted").account(False, 6.0) == Ended("s", False, 0.0, 0.0, "aborted")

@@ -239,7 +239,7 @@ class History:
 
 @pytest.mark.parametrize("device_lags", [False, True])
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (2, 2), (2, 4), (4, 2)])
-def test_nothing_is_corrupted_or_kept_whatever_happens(ranks: tuple[int, int], device_lags: bool) -> None:
+def test_transfers_never_corrupt_or_leak_blocks(ranks: tuple[int, int], device_lags: bool) -> None:
     for seed in range(HISTORIES):
         history = History(seed, ranks, chunkwise=seed % 4 != 0, device_lags=device_lags)
         try:

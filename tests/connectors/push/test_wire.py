@@ -22,7 +22,7 @@ def test_messages_survive_the_wire(kind: type[wire.Message], data: st.DataObject
     assert wire.parse(wire.pack(message)) == message
 
 
-def test_the_source_is_the_fleets_own_type() -> None:
+def test_source_has_fields_of_fleet_type() -> None:
     """A worker hands it over as builtins; the connector may not import it."""
     source = KVSource(KVEndpoint("engine-1", "127.0.0.1", 5600, tp_size=2, pp_size=3), "r#1")
     builtins = msgspec.to_builtins(source)
@@ -40,7 +40,7 @@ def test_the_source_is_the_fleets_own_type() -> None:
         (b"", False),
     ],
 )
-def test_vllms_own_completion_notice_is_recognised_and_is_no_message(notification: bytes, stock: bool) -> None:
+def test_stock_completion_notice_is_recognised(notification: bytes, stock: bool) -> None:
     assert wire.is_stock_notice(notification) is stock
     if stock:
         with pytest.raises(wire.WireError):
@@ -60,7 +60,7 @@ def test_vllms_own_completion_notice_is_recognised_and_is_no_message(notificatio
         b"\xff\xfe:1",
     ],
 )
-def test_anything_else_is_refused(notification: bytes) -> None:
+def test_other_messages_are_refused(notification: bytes) -> None:
     with pytest.raises(wire.WireError):
         wire.parse(notification)
 

@@ -54,7 +54,7 @@ def unequal(push: Any) -> Any:
     return worker
 
 
-def test_a_whole_push_is_told_as_landed_when_it_is_on_every_rank(unequal: Any) -> None:
+def test_whole_push_lands_on_every_rank(unequal: Any) -> None:
     prefill(unequal, "s")
     first, second = unequal.nixl_wrapper.writes
     unequal.nixl_wrapper.writes[first] = "DONE"
@@ -79,7 +79,7 @@ def test_several_ranks_push_to_one_of_a_decode_engine_with_fewer(push: Any) -> N
     assert worker._get_new_notifs() == {"s"}
 
 
-def test_a_whole_push_that_fails_at_one_rank_is_gone_once_its_other_writes_are_over(unequal: Any) -> None:
+def test_whole_push_failing_at_one_rank_is_gone(unequal: Any) -> None:
     unequal.step(started=[Started("s", 2, 32)])
     for agent in ("D/0", "D/1"):
         unequal.hear(agent, order("s", 7, 8))
@@ -106,7 +106,7 @@ def test_the_last_blocks_of_a_long_prompt_in_a_window_are_written(equal: Any) ->
 
 
 @pytest.mark.parametrize("block", [-1, 100])
-def test_a_whole_push_into_blocks_that_decode_has_not_is_refused(unequal: Any, block: int) -> None:
+def test_whole_push_into_unknown_blocks_is_refused(unequal: Any, block: int) -> None:
     unequal.step(started=[Started("s", 2, 32)])
     for agent in ("D/0", "D/1"):
         unequal.hear(agent, order("s", 7, block))
@@ -183,7 +183,7 @@ def test_after_a_write_failed_on_a_cut_link_the_next_request_is_transferred(equa
     assert nixl.told() == [wire.Landed("r-second")]
 
 
-def test_what_was_registered_while_this_process_was_stopped_may_have_run_out(equal: Any, monkeypatch: Any) -> None:
+def test_registration_during_stop_may_be_expired(equal: Any, monkeypatch: Any) -> None:
     """Decode frees its blocks when a registration has run out unanswered: nothing may be written into them then."""
     equal.step(started=[Started("s", 2, 32)], computed=[Computed("s", 0, 0, ((1, 2),), True)])
     later = time.monotonic() + 61
@@ -277,9 +277,7 @@ def test_a_handshake_that_raises_is_tried_again(push: Any) -> None:
 
 
 @pytest.mark.parametrize("second", [zmq.Again(), None])
-def test_an_engine_is_written_to_after_a_handshake_that_failed_for_a_passing_reason(
-    push: Any, second: Exception | None
-) -> None:
+def test_engine_is_written_to_after_temporary_handshake_failure(push: Any, second: Exception | None) -> None:
     """First an error that looks like another memory layout, then silence or messages only, then a good one."""
     worker = push.FakeWorker(0, 1)
     worker.handshakes = [RuntimeError("layout"), second]
@@ -352,7 +350,7 @@ def test_decode_begins_when_the_checksum_of_what_came_is_known(push: Any, late: 
     assert worker._failed_recv_reqs.empty() is (digest == 7)
 
 
-def test_a_checksum_of_blocks_that_were_given_back_says_nothing(push: Any, late: Any) -> None:
+def test_checksum_of_freed_blocks_is_ignored(push: Any, late: Any) -> None:
     worker = push.FakeWorker(0, 1)
     worker.know("P2", 1, [0])
     worker.step(reserved=[Reserved(order("s", 7, 8), wire.Endpoint("P2", "host", 2, 1))])
@@ -365,7 +363,7 @@ def test_a_checksum_of_blocks_that_were_given_back_says_nothing(push: Any, late:
     assert worker._failed_recv_reqs.get_nowait() == "r-s" and worker._records.qsize() == 1  # of the failed receipt
 
 
-def test_the_checksum_on_a_gpu_is_that_on_a_cpu_and_waits_for_the_copies_alone(push: Any, monkeypatch: Any) -> None:
+def test_gpu_checksum_equals_cpu_checksum(push: Any, monkeypatch: Any) -> None:
     """With `torch.cuda` replaced: the copies run on a stream of their own, and its event says when they are done."""
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec

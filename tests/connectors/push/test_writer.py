@@ -50,7 +50,7 @@ def test_descriptors_go_region_by_region(writer: ModuleType) -> None:
     assert writer.descriptors(blocks, [10, 10, 10], 1).tolist() == [11, 13]
 
 
-def test_pairs_are_by_position_or_the_last_ones_of_a_whole_prompt(writer: ModuleType) -> None:
+def test_blocks_pair_by_position_or_from_the_end(writer: ModuleType) -> None:
     order = Register("s", "r", Endpoint("D", "host", 1), [[13, 14]], 64)
     by_position = Post("s", order, (chunk(0, 1, 2), chunk(2, 3, 4)), 4)
     assert writer.pairs_of(by_position) == [([3, 4], [13, 14])]

@@ -183,7 +183,7 @@ def test_each_layer_is_written_once_the_device_has_computed_it(worker: Any, nixl
     assert [ids.tolist() for ids in nixl.posted[1]] == [[101, 102], [107, 108]]
 
 
-def test_blocks_are_kept_while_a_write_reads_them_however_far_the_device_is(worker: Any, nixl: Any) -> None:
+def test_blocks_are_kept_while_write_reads_them(worker: Any, nixl: Any) -> None:
     """Later steps run and end meanwhile: none of them may be given these blocks."""
     nixl.check_xfer_state = lambda handle: "PROC"
     begin(worker, "a")

@@ -33,7 +33,7 @@ def test_each_value_says_where_it_is_from(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("gpus", "fleet"), [(0, (1, 1)), (1, (1, 1)), (2, (1, 1)), (5, (2, 3)), (8, (4, 4))])
-def test_a_file_for_each_machine_is_sound(gpus: int, fleet: tuple[int, int], tmp_path: Path):
+def test_default_config_is_valid_for_each_machine(gpus: int, fleet: tuple[int, int], tmp_path: Path):
     def read(text: str) -> Config:
         (tmp_path / "c.yaml").write_text(text)
         return load_config(tmp_path / "c.yaml")
@@ -47,7 +47,7 @@ def test_a_file_for_each_machine_is_sound(gpus: int, fleet: tuple[int, int], tmp
     assert read(whole) == config, "what is commented out is the default"
 
 
-def test_a_file_that_is_there_is_kept(tmp_path: Path):
+def test_existing_file_is_kept(tmp_path: Path):
     file = tmp_path / "c.yaml"
     assert runner.invoke(app, ["config", "init", str(file)]).exit_code == 0
     before = file.read_text()

@@ -43,7 +43,7 @@ def test_workers_get_the_configuration_without_redis_and_frontends():
 
 
 @pytest.mark.parametrize("unit", sorted(UNITS.glob("*.service")), ids=lambda path: path.name)
-def test_units_start_again_after_all_but_a_drain_and_a_mistake(unit: Path):
+def test_systemd_units_restart_except_after_drain_and_usage_error(unit: Path):
     parser = configparser.ConfigParser(strict=False, interpolation=None)
     parser.optionxform = str  # type: ignore[assignment]
     parser.read(unit)

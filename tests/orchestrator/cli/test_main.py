@@ -99,7 +99,7 @@ def test_a_command_imports_what_it_needs(arguments: list[str], not_needed: set[s
     assert imported(*arguments) & not_needed == set()
 
 
-def test_what_an_option_demands_beyond_a_plain_value_is_checked():
+def test_option_constraints_are_checked():
     app = typer.Typer()
 
     @app.command()
@@ -119,7 +119,7 @@ def test_what_an_option_demands_beyond_a_plain_value_is_checked():
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_list_says_what_each_command_says_of_itself(name: str):
+def test_command_list_matches_command_help(name: str):
     command = load(name)
     assert command.name == name
     assert " ".join(command.help.split()).startswith(COMMANDS[name][1])
@@ -163,7 +163,7 @@ def test_shells_complete_commands_and_their_options():
     assert complete("orchestrator status --wa") == ["--watch"]
 
 
-def test_a_sound_file_is_called_so(tmp_path):
+def test_valid_file_is_confirmed(tmp_path):
     command = [
         sys.executable,
         "-m",
@@ -256,7 +256,7 @@ def redis_url(tmp_path):
     asyncio.run(server.stop())
 
 
-def test_down_cleans_what_a_killed_launcher_left():
+def test_down_cleans_up_after_killed_launcher():
     code = (
         "import os; from orchestrator.launch.host.run_folder import RunFolder\n"
         "RunFolder('dead').claim(); os.kill(os.getpid(), 9)"

@@ -20,7 +20,7 @@ def run(arguments: list[str], stdout: int | None, **more: object) -> subprocess.
 
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
-def test_a_reader_that_has_gone_is_no_mistake(arguments: list[str]) -> None:
+def test_closed_pipe_is_no_error(arguments: list[str]) -> None:
     """As `| head -0`."""
     reads, writes = os.pipe()
     os.close(reads)
@@ -30,14 +30,14 @@ def test_a_reader_that_has_gone_is_no_mistake(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
-def test_a_full_disk_is_told(arguments: list[str]) -> None:
+def test_full_disk_is_reported(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = run(arguments, full.fileno())
     assert (done.returncode, done.stderr) == (2, "orchestrator: [Errno 28] No space left on device\n")
 
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
-def test_no_output_at_all_is_none_needed(arguments: list[str]) -> None:
+def test_closed_stdout_is_no_error(arguments: list[str]) -> None:
     done = run(arguments, None, preexec_fn=lambda: os.close(1))
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -52,6 +52,6 @@ def test_no_output_at_all_is_none_needed(arguments: list[str]) -> None:
     ],
     ids=lambda arguments: arguments[0],
 )
-def test_a_file_that_cannot_be_written_is_told_before_the_work(arguments: list[str], tmp_path: Path) -> None:
+def test_unwritable_file_is_reported_before_work(arguments: list[str], tmp_path: Path) -> None:
     done = run([argument.format(folder=tmp_path) for argument in arguments], subprocess.PIPE)
     assert done.returncode == 2 and str(tmp_path) in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr

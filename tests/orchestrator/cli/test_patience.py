@@ -43,7 +43,7 @@ async def fleet(server: Server, namespace: str) -> AsyncIterator[OpenFleet]:
         yield fleet
 
 
-async def test_a_rollout_is_followed_through_it(server: Server, fleet: OpenFleet) -> None:
+async def test_rollout_follows_through_redis_outage(server: Server, fleet: OpenFleet) -> None:
     begun = Rollout(Version(0, {}), Version(1, {}))
     configuration, show = fleet.registry.configuration, Mock()
     assert await configuration.change_rollout(None, begun)
@@ -59,7 +59,7 @@ async def test_a_rollout_is_followed_through_it(server: Server, fleet: OpenFleet
     assert show.mock_calls[-1].args == (Event("done", generation=1),)
 
 
-async def test_a_restart_goes_on_after_it(server: Server, fleet: OpenFleet) -> None:
+async def test_restart_continues_after_redis_outage(server: Server, fleet: OpenFleet) -> None:
     """It orders each worker itself: one that gave up would leave half of them as they were."""
     registry = fleet.registry
     infos = [msgspec.structs.replace(worker(name), state=WorkerState.READY, process="1") for name in ("a", "b")]
@@ -76,7 +76,7 @@ async def test_a_restart_goes_on_after_it(server: Server, fleet: OpenFleet) -> N
     assert await restarting == 2
 
 
-async def test_more_at_once_than_there_are_leaves_one_that_serves(fleet: OpenFleet) -> None:
+async def test_max_unavailable_above_fleet_size_keeps_one_serving(fleet: OpenFleet) -> None:
     registry = fleet.registry
     infos = [msgspec.structs.replace(worker(name), state=WorkerState.READY, process="1") for name in ("a", "b")]
     for info in infos:
@@ -91,7 +91,7 @@ async def test_more_at_once_than_there_are_leaves_one_that_serves(fleet: OpenFle
     assert await restarting == 2
 
 
-async def test_a_restart_tells_each_step_as_json(server: Server, fleet: OpenFleet, namespace: str) -> None:
+async def test_restart_prints_steps_as_json(server: Server, fleet: OpenFleet, namespace: str) -> None:
     registry, options = fleet.registry, ["--redis", server.url, "--namespace", namespace]
     info = msgspec.structs.replace(worker("a"), state=WorkerState.READY, process="1")
     await registry.join(info, 600)
@@ -110,13 +110,15 @@ async def test_a_restart_tells_each_step_as_json(server: Server, fleet: OpenFlee
     ]
 
 
-def test_join_tells_its_token_as_json(server: Server) -> None:
+def test_join_prints_token_as_json(server: Server) -> None:
     told = json.loads(CliRunner().invoke(app, ["join", "--json", "--redis", server.url, "--namespace", "n"]).stdout)
     assert Token.decode(told["PD_JOIN"]) == Token(server.url, "n")
     assert told["command"] == "orchestrator worker --role decode"
 
 
-async def test_one_that_stays_away_ends_them(server: Server, fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_redis_outage_ends_command(
+    server: Server, fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(handle, "_REDIS_PATIENCE_S", 0.0)
     server.stop()
     with pytest.raises(RedisAway):

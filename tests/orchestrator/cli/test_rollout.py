@@ -27,7 +27,7 @@ def with_(**sections: Any) -> dict[str, Any]:
     return FILE | sections
 
 
-def test_arguments_revision_and_policies_change_and_the_rest_stays():
+def test_rollout_changes_arguments_revision_and_policies():
     arguments = {"max_model_len": 8192, "revision": "v2", "max_num_seqs": 8}
     workers = {"engine_args": arguments, "prefill": {"replicas": 7}, "decode": {"replicas": 9}}
     new = changed(VERSION, RUNNING, with_(workers=workers, routing={"decode_choice": "round_robin"}))
@@ -39,7 +39,7 @@ def test_arguments_revision_and_policies_change_and_the_rest_stays():
     assert config.frontend == RUNNING.frontend and config.redis == RUNNING.redis and config.security == RUNNING.security
 
 
-def test_what_will_be_another_is_told_and_no_secret():
+def test_rollout_shows_changes_without_secrets():
     """Also what the fleet was started with by `--set`, and the new file lacks."""
     started = resolve(parse_config(FILE | {"ratio": {"mode": "off"}}), "/models/demo", "redis://h:1", 8123)
     running = Version(3, shared(started))
@@ -67,7 +67,7 @@ def test_what_will_be_another_is_told_and_no_secret():
         ({"workers": {"engine_args": {"max_model_len": 1024}}}, "max_model_len: 1024 instead of 4096"),
     ],
 )
-def test_what_cannot_change_is_refused_by_name(sections: dict[str, Any], why: str):
+def test_fixed_keys_are_refused_by_name(sections: dict[str, Any], why: str):
     with pytest.raises(Refused, match=why):
         changed(VERSION, RUNNING, with_(**sections))
 
@@ -79,12 +79,12 @@ def test_new_frontends_need_the_port_of_the_old_ones():
         changed(VERSION, running, on_ray)
 
 
-def test_without_the_file_of_the_fleet_the_shared_part_is_compared():
+def test_rollout_without_original_file_compares_shared_part():
     with pytest.raises(Refused, match="security.mesh: a rollout cannot change it"):
         changed(VERSION, None, with_(security={"mesh": "none"}))
     assert changed(VERSION, None, with_(frontend={"port": 9000}))["model"] == "demo"
 
 
-def test_a_mistake_in_the_file_is_what_it_always_is():
+def test_mistake_in_file_is_configuration_error():
     with pytest.raises(ConfigError, match="workers.engine_args.max_num_seq: not an argument"):
         changed(VERSION, RUNNING, with_(workers={"engine_args": {"max_num_seq": 8}}))

@@ -57,7 +57,7 @@ def test_the_doctor_shows_addresses_in_brackets(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == f"fail  KV port        {said}  → [a/b] in the firewall\n"
 
 
-def test_an_engines_last_words_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_last_output_of_engine_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     why = "it ended with exit code 1 (ValueError: no room in [/dev/shm] for [a])"
     _print_event(Event("1-0", 0.0, "lost", {"id": "w", "why": why}))
     _print(Step("going_back", generation=1, why=why))
@@ -108,7 +108,7 @@ async def test_status_is_shown_again_and_again_in_a_pipe(monkeypatch: pytest.Mon
     assert asked == 3
 
 
-def test_a_level_for_nobody_and_a_change_of_no_file_are_refused(tmp_path: Path) -> None:
+def test_level_without_process_and_missing_file_are_refused(tmp_path: Path) -> None:
     with running_server(tmp_path) as server, pytest.raises(Refused, match="'nobody' is no process of the fleet"):
         log_level("INFO", "nobody", fresh_namespace(), server.url)
     with pytest.raises(Refused, match="--set a=b: changes what a file says"):

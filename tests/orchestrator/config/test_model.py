@@ -33,7 +33,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
         resolve_model(str(tmp_path))
 
 
-def test_a_model_that_is_nowhere_is_refused_at_once():
+def test_unknown_model_is_refused_at_once():
     with pytest.raises(ConfigError, match="'no-org/no-model' is neither a folder nor in the Hugging Face cache"):
         find_model("no-org/no-model")
 

@@ -34,12 +34,12 @@ def config(**server_args: object) -> Config:
         ({"ssl_certfile": __file__}, "ssl_certfile and the other ssl_ settings: "),
     ],
 )
-def test_what_a_frontend_cannot_honour_is_refused(arguments, line):
+def test_unsupported_server_arguments_are_refused(arguments, line):
     with pytest.raises(ConfigError, match=rf"^frontend\.server_args\..*{line}"):
         check_engine_args(config(**arguments))
 
 
-def test_tls_and_the_log_level_are_uvicorns(tmp_path: Path):
+def test_tls_and_log_level_reach_uvicorn(tmp_path: Path):
     certificate, key = make_certificate(tmp_path, "DNS:localhost")
     plain = config(uvicorn_log_level="debug")
     secure = config(ssl_certfile=str(certificate), ssl_keyfile=str(key), ssl_cert_reqs=int(ssl.CERT_REQUIRED))

@@ -25,7 +25,7 @@ def load(tmp_path: Path, text: str, *sets: str) -> Config:
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
-def test_every_example_is_sound(file):
+def test_every_example_is_valid(file):
     check_engine_args(load_config(file))
 
 
@@ -134,7 +134,7 @@ def test_pipeline_stages_are_for_prefill_workers(tmp_path):
             check_engine_args(load(tmp_path, f"model: demo\nworkers: {{{section}}}"))
 
 
-def test_off_is_a_word_in_a_file_and_on_the_command_line(tmp_path):
+def test_off_is_text_in_file_and_command_line(tmp_path):
     """YAML 1.1 reads it as false, and so did `ratio.mode: off` fail."""
     file = tmp_path / "config.yaml"
     file.write_text("model: demo\nratio: {mode: off}\nkv: {verify: True}\n")
@@ -143,7 +143,7 @@ def test_off_is_a_word_in_a_file_and_on_the_command_line(tmp_path):
     assert config.routing.prefix_index is False
 
 
-def test_an_open_mesh_needs_loopback_or_a_second_word(tmp_path):
+def test_open_mesh_needs_loopback_or_trust_network(tmp_path):
     open_mesh = "model: demo\nsecurity: {mesh: none}"
     for host in ("127.0.0.1", "::1", "localhost"):
         assert load(tmp_path, open_mesh, f"workers.bind='{host}'").security.mesh == "none"
@@ -152,7 +152,7 @@ def test_an_open_mesh_needs_loopback_or_a_second_word(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["a: 2024-13-01", "a: !!int x", "[" * 3000, b"\x80".decode("latin-1")])
-def test_what_is_no_yaml_is_refused_with_the_file(tmp_path, text):
+def test_invalid_yaml_is_refused_with_file_name(tmp_path, text):
     file = tmp_path / "fleet.yaml"
     file.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=str(file)):

@@ -174,7 +174,7 @@ async def test_a_worker_that_is_slow_becomes_quiet_and_is_usable_again_once_hear
     assert not scene.fleet.workers["d"].quiet and scene.lost == []
 
 
-async def test_a_connection_that_broke_and_is_back_is_told(scene):
+async def test_reconnection_is_reported(scene):
     await scene.start("d")
     scene.membership.disconnected("d")
     scene.membership.on_welcome("d")
@@ -184,7 +184,7 @@ async def test_a_connection_that_broke_and_is_back_is_told(scene):
 
 
 @pytest.mark.slow
-async def test_redis_away_or_empty_takes_nobody_down_who_is_heard(scene):
+async def test_heard_workers_survive_lost_redis(scene):
     await scene.start("d")
     scene.registry.away = True
     await scene.changed()
@@ -199,14 +199,14 @@ async def test_redis_away_or_empty_takes_nobody_down_who_is_heard(scene):
 
 
 @pytest.mark.slow
-async def test_leaving_the_registry_and_falling_silent_is_leaving(scene):
+async def test_unregistered_silent_worker_has_left(scene):
     worker = await scene.start("d")
     del scene.registry.registered["d"]
     worker.mute()
     await scene.until(lambda: scene.lost == ["d"])
 
 
-async def test_a_restart_behind_the_same_name_loses_what_the_old_process_had(scene):
+async def test_restarted_worker_loses_requests_of_old_process(scene):
     old = await scene.start("d", "e1")
     fresh = LivingWorker("d", "e2")
     scene.living.append(fresh)
@@ -220,7 +220,7 @@ async def test_a_restart_behind_the_same_name_loses_what_the_old_process_had(sce
 
 
 @pytest.mark.slow
-async def test_a_frontend_whose_loop_was_blocked_declares_nobody_dead(scene):
+async def test_blocked_loop_declares_no_worker_dead(scene):
     worker = await scene.start("d")
     for pause_s in (0.3, 2.5):  # longer than the second after which silence is death
         worker.mute()  # in this process it could not publish anyway
@@ -256,7 +256,7 @@ async def test_a_worker_with_a_bad_address_is_left_out_with_one_line(scene, capl
 
 
 @pytest.mark.parametrize(("workers", "before_a_request_asks"), [(200, True), (40, False)])
-async def test_what_many_workers_told_does_not_wait_for_a_request(workers, before_a_request_asks):
+async def test_reports_of_many_workers_are_applied_before_requests(workers, before_a_request_asks):
     ranked = []
 
     def standing(candidate):

@@ -54,7 +54,7 @@ def synced(view, worker):
         view.take_snapshot(part, 0.0)
 
 
-def test_who_joins_late_is_told_all(view, asked):
+def test_late_frontend_gets_snapshot(view, asked):
     worker = Worker()
     worker.change(stored=[1, 2])
     view.take_load(worker.load(), 0.0)
@@ -93,7 +93,7 @@ def test_a_lost_last_batch_is_noticed_by_the_next_load_report(view, asked):
     assert asked == ["w", "w"] and believed(view) == set()
 
 
-def test_what_is_published_while_a_snapshot_travels_is_not_lost(view):
+def test_events_during_snapshot_are_kept(view):
     worker = Worker()
     worker.change(stored=[1, 2])
     view.take_load(worker.load(), 0.0)
@@ -117,7 +117,7 @@ def test_an_unanswered_question_is_asked_again(view, asked):
     assert asked == ["w", "w"]
 
 
-def test_what_waits_for_a_snapshot_is_bounded(view, asked):
+def test_events_waiting_for_snapshot_are_bounded(view, asked):
     worker = Worker()
     view.take_load(worker.load(), 0.0)
     snapshot = worker.snapshot()
@@ -130,7 +130,7 @@ def test_what_waits_for_a_snapshot_is_bounded(view, asked):
     assert believed(view) == worker.keys
 
 
-def test_a_restarted_worker_continues_nothing(view, asked):
+def test_restarted_worker_begins_new_sequence(view, asked):
     old, new = Worker(started=1000), Worker(started=2000)
     synced(view, old)
     view.take_events(old.change(stored=[1]), 0.0)
@@ -146,7 +146,7 @@ def test_a_restarted_worker_continues_nothing(view, asked):
     assert believed(view) == {3}
 
 
-def test_switched_off_it_takes_and_asks_nothing(asked):
+def test_disabled_view_takes_and_asks_nothing(asked):
     view = PrefixView(lambda worker_id, message: asked.append(worker_id), enabled=False)
     worker = Worker()
     view.take_events(worker.change(stored=[1]), 0.0)
@@ -155,7 +155,7 @@ def test_switched_off_it_takes_and_asks_nothing(asked):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_it_ends_up_right_whatever_is_lost(asked, seed):
+def test_index_is_right_after_any_losses(asked, seed):
     rng = random.Random(seed)
     view = PrefixView(lambda worker_id, message: asked.append(worker_id))
     worker, answers, now = Worker(), [], 0.0

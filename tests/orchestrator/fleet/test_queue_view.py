@@ -105,7 +105,7 @@ async def test_a_pause_leaves_the_queue_as_it_is(linked):
         assert told.away == (run == "b")  # restarted meanwhile: the jobs are gone
 
 
-async def test_the_queue_is_given_up_while_a_poll_waits_for_its_answer(linked):
+async def test_queue_is_given_up_during_hanging_poll(linked):
     """A stopped server lets each command wait as long as `redis.timeout_s` allows."""
     queue, view, told = linked
     queue.answers.clear()
@@ -118,7 +118,7 @@ async def test_the_queue_is_given_up_while_a_poll_waits_for_its_answer(linked):
     assert told.away == 1
 
 
-async def test_jobs_that_the_queue_gave_up_on_are_reported_to_their_own_frontend_only(linked):
+async def test_failed_jobs_are_reported_to_their_frontend_only(linked):
     queue, _, told = linked
     queue.failed = [("mine", 2, "f"), ("theirs", 1, "g")]
     await until(lambda: told.failed)

@@ -47,7 +47,7 @@ async def test_one_leads_until_its_lease_runs_out(registry):
     assert await registry.lead("a", 30.0) is None
 
 
-async def test_only_the_leader_changes_the_ratio_and_only_what_it_has_seen(registry):
+async def test_only_leader_changes_ratio_it_has_read(registry):
     await registry.set_desired(3, 1, "scale")
     seen, wanted = await registry.desired(), DesiredRatio(2, 2, "ratio")
     assert not await registry.propose_desired("a", seen, wanted), "nobody was elected"
@@ -61,7 +61,7 @@ async def test_only_the_leader_changes_the_ratio_and_only_what_it_has_seen(regis
     assert (ratio.prefill, ratio.decode, ratio.set_by) == (2, 2, "ratio") and ratio.set_at >= seen.set_at
 
 
-async def test_counts_of_offered_load_are_no_news(registry):
+async def test_load_counts_publish_no_event(registry):
     await registry.refresh_frontend(Frontend("f", "http://x", "1"), 60)
     async with contextlib.aclosing(registry.watch()) as events:
         await anext(events)
@@ -94,7 +94,7 @@ def fleet_of(*roles, state=WorkerState.READY, **loads):
 P, D = Role.PREFILL, Role.DECODE
 
 
-def test_a_look_adds_up_the_decode_workers():
+def test_observation_sums_decode_workers():
     views = fleet_of(P, D, D, running=5, waiting=2, free=412).workers.values()
     look = observe(views, 9.0, Offered(1, 2, 3.0))
     assert (look.holding, look.waiting, look.held_tokens) == (10, 4, 2 * 100 * 16)
@@ -164,7 +164,7 @@ async def offering(registry, prompt_tokens, output_tokens):
 LONG_PROMPTS, LONG_ANSWERS = (4000, 1), (1, 4000)
 
 
-async def test_long_answers_take_all_prefill_workers_at_once_which_is_told(registry):
+async def test_long_answers_move_all_prefill_workers_and_are_logged(registry):
     await registry.set_desired(3, 1, "launcher")
     async with running(registry, fleet_of(P, P, P, D, running=64, waiting=190)), offering(registry, *LONG_ANSWERS):
         ratio = await eventually(lambda: is_desired(registry, 0, 4), "every worker prefills what it decodes")
@@ -174,7 +174,7 @@ async def test_long_answers_take_all_prefill_workers_at_once_which_is_told(regis
     assert "requests/s" in history[0]
 
 
-async def test_a_shift_to_prefill_leaves_the_least_decode(registry):
+async def test_shift_to_prefill_keeps_min_decode(registry):
     await registry.set_desired(0, 4, "launcher")
     async with (
         running(registry, fleet_of(P, D, D, D), min_decode=2) as mine,
@@ -188,7 +188,7 @@ async def test_a_shift_to_prefill_leaves_the_least_decode(registry):
 @pytest.mark.parametrize(
     "why", ["idle", "a worker loads", "cooling down after the operator", "another leads", "nothing was set"]
 )
-async def test_nothing_is_changed_while(registry, why):
+async def test_ratio_is_kept_while(registry, why):
     if why != "nothing was set":
         await registry.set_desired(3, 1, "scale")
     state = WorkerState.STARTING if why == "a worker loads" else WorkerState.READY
@@ -226,7 +226,7 @@ async def test_the_history_is_bounded_and_what_cannot_be_read_is_left_out(regist
     assert len(noted) == KEPT and (noted[0].at, noted[0].decision) == (KEPT + 4.0, f"decision {KEPT + 4}")
 
 
-async def test_off_is_off(registry):
+async def test_ratio_mode_off_changes_nothing(registry):
     config = parse_config({"model": "m", "ratio": {"mode": "off"}})
     mine = RatioController("f", config, registry, registry.history, Fleet("f"), Predictor(), ReuseCounter())
     await asyncio.wait_for(mine.run(), 15)

@@ -46,14 +46,14 @@ def test_placements_count_until_a_report_has_seen_them():
     assert view.candidate.blocks_free == 78 and view.candidate.waiting == 0
 
 
-def test_a_report_that_was_overtaken_is_ignored():
+def test_older_report_is_ignored():
     fleet = fleet_of(worker("d"))
     fleet.take_load(load("d", 5, free=10), now=1.0)
     fleet.take_load(load("d", 4, free=99), now=2.0)
     assert fleet.workers["d"].candidate.blocks_free == 10
 
 
-def test_a_report_that_says_nothing_new_costs_the_next_decision_nothing():
+def test_unchanged_report_costs_next_decision_nothing():
     fleet = fleet_of(worker("d"))
     view = fleet.workers["d"]
     fleet.take_load(load("d", 1, free=90), now=1.0)
@@ -85,7 +85,7 @@ def test_a_new_process_behind_an_old_name_starts_from_nothing():
     assert fleet.workers["d"].candidate.waiting == 0 and not fleet.workers["d"].connected
 
 
-def test_what_a_connection_that_broke_may_have_lost_is_not_counted_for_ever():
+def test_lost_submissions_stop_counting_after_reconnect():
     """A worker that looked full by it would be given nothing, and so would never report a later submission."""
     fleet = fleet_of(worker("d"))
     view = fleet.workers["d"]
@@ -101,7 +101,7 @@ def test_what_a_connection_that_broke_may_have_lost_is_not_counted_for_ever():
     assert view.candidate.blocks_free == 70 and view.candidate.waiting == 1
 
 
-def test_a_worker_that_was_thought_lost_and_is_found_again_is_counted_as_exactly_as_before():
+def test_rediscovered_worker_is_counted_exactly():
     fleet = fleet_of(worker("d"))
     seen = [fleet.workers["d"].note_placed(160, 160) for _ in range(500)][-1]  # the worker remembers this
     fleet.remove("d")
@@ -112,14 +112,14 @@ def test_a_worker_that_was_thought_lost_and_is_found_again_is_counted_as_exactly
     assert fleet.workers["d"].candidate.blocks_free == 100 - 20
 
 
-def test_a_worker_that_is_greeted_and_never_heard_is_given_up():
+def test_worker_without_report_is_given_up():
     fleet = fleet_of(worker("deaf"), worker("starting"))
     fleet.workers["deaf"].greeted = True
     assert fleet.silent(3.9, timeout_s=4, reconnect_s=0.5) == []
     assert fleet.silent(4.1, timeout_s=4, reconnect_s=0.5) == ["deaf"]
 
 
-def test_time_in_which_nobody_listened_is_not_silence():
+def test_stall_of_this_process_is_not_silence():
     fleet = fleet_of(worker("d"), worker("broken"))
     fleet.take_load(load("d", 1, free=1), now=1.0)
     fleet.workers["broken"].last_heard_at, fleet.workers["broken"].disconnected_at = 1.0, 1.2
@@ -142,7 +142,7 @@ def test_candidates_are_ready_connected_decode_workers_and_avoidance_is_a_prefer
         assert [c.worker_id for c in fleet.candidates(avoid=avoid).decode] == [first], "avoided longest ago"
 
 
-def test_a_large_fleet_answers_with_its_best_and_follows_what_changes():
+def test_large_fleet_shortlist_follows_changes():
     choose = decode_choice("kv_blocks")
     fleet = Fleet("f", choose.static_score)
     for i in range(200):
@@ -169,7 +169,7 @@ def test_a_large_fleet_answers_with_its_best_and_follows_what_changes():
     assert max(spread.count(name) for name in set(spread)) <= 3
 
 
-def test_silence_and_broken_connections_end_a_worker_but_not_one_that_never_spoke():
+def test_silent_or_disconnected_worker_is_lost():
     fleet = fleet_of(worker("talks"), worker("silent"), worker("broken"))
     fleet.upsert(worker("starting"), now=0.0)
     for name in ("talks", "silent", "broken"):
@@ -197,7 +197,7 @@ def test_kv_passes_within_a_generation_only():
     assert fleet.ready(Role.PREFILL) == 2 and fleet.claims()
 
 
-def test_a_prefill_worker_that_nobody_can_take_kv_from_is_none():
+def test_prefill_worker_without_decode_generation_is_unusable():
     fleet = fleet_of(worker("d"), worker("p", Role.PREFILL))
     fleet.upsert(of_generation(worker("d"), 1), now=1.0)
     fleet.workers["d"].connected = True

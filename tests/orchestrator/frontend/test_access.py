@@ -64,7 +64,7 @@ async def test_every_path_but_health_needs_the_key_of_its_kind():
             assert answers == [401, 401, 401, 200], path
 
 
-async def test_a_refusal_is_an_error_as_clients_know_it_and_names_the_setting_but_no_key():
+async def test_refusal_is_openai_error_and_names_setting_without_key():
     async with client(KEYED) as asked:
         refused = await asked.post("/v1/completions", headers={**bearer("client-3"), "x-request-id": "mine"})
         assert refused.headers["www-authenticate"] == "Bearer" and refused.headers["x-request-id"] == "mine"
@@ -74,7 +74,7 @@ async def test_a_refusal_is_an_error_as_clients_know_it_and_names_the_setting_bu
         assert operator.status_code == 401 and "security.operator_key" in operator.json()["error"]["message"]
 
 
-async def test_only_the_question_that_a_browser_asks_first_needs_no_key():
+async def test_only_cors_preflight_needs_no_key():
     app = FastAPI()
     app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"])
     app.mount("/metrics", make_asgi_app())  # as vLLM does: it answers whatever the method is
@@ -88,7 +88,7 @@ async def test_only_the_question_that_a_browser_asks_first_needs_no_key():
         assert "python_info" in (await asked.options("/metrics/", headers=bearer("operator"))).text
 
 
-async def test_keys_may_come_as_other_clients_send_them():
+async def test_keys_are_accepted_in_both_headers():
     async with client(KEYED) as asked:
         assert await status(asked, "/v1/messages", **{"x-api-key": "client-1"}) == 200
         assert await status(asked, "/v1/messages", authorization="bearer  client-1 ") == 200
@@ -96,7 +96,7 @@ async def test_keys_may_come_as_other_clients_send_them():
             assert await status(asked, "/v1/messages", authorization=header) == 401
 
 
-async def test_without_keys_a_frontend_is_open_and_an_operators_key_closes_the_operators_paths():
+async def test_operator_key_protects_operator_paths_only():
     async with client(SecurityConfig()) as asked:
         assert {await status(asked, path) for path in [*CLIENT_PATHS, *OPERATOR_PATHS]} == {200}
     async with client(SecurityConfig(operator_key="operator")) as asked:
@@ -106,7 +106,7 @@ async def test_without_keys_a_frontend_is_open_and_an_operators_key_closes_the_o
         assert {await status(asked, path, "client-1") for path in OPERATOR_PATHS} == {401}
 
 
-def test_an_operators_key_is_made_where_there_must_be_one(monkeypatch: pytest.MonkeyPatch):
+def test_required_operator_key_is_generated(monkeypatch: pytest.MonkeyPatch):
     assert secured(SecurityConfig(), "127.0.0.1").operator_key is None
     made = {secured(SecurityConfig(), "0.0.0.0").operator_key, secured(KEYED, "::1").operator_key}
     made.add(secured(SecurityConfig(api_keys_file="/f"), "127.0.0.1").operator_key)
@@ -118,7 +118,7 @@ def test_an_operators_key_is_made_where_there_must_be_one(monkeypatch: pytest.Mo
     assert secured(given, "127.0.0.1") == given
 
 
-async def test_a_file_of_keys_is_read_anew_and_a_broken_one_keeps_the_keys_of_before(tmp_path, monkeypatch, caplog):
+async def test_key_file_is_reloaded_and_broken_file_keeps_old_keys(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(access, "_FILE_CHECK_S", 0.0)
     file = tmp_path / "keys"
     file.write_text("# of the first team\nfirst  # until May\n\nsecond\n")
@@ -193,7 +193,7 @@ def test_requests_per_minute_are_limited_per_key_after_a_burst():
     assert [taken(1000.0) for _ in range(7)] == [True] * 6 + [False]  # no more is saved up
 
 
-def test_without_keys_the_limits_are_those_of_all_clients_together():
+def test_limits_without_keys_apply_to_all_clients_together():
     limited = Access(SecurityConfig(), LimitsConfig(concurrent_per_key=1))
     first = limited.admit(scope(key="a"), 0.0)
     assert isinstance(limited.admit(scope(key="b"), 0.0), Refusal)
@@ -202,7 +202,7 @@ def test_without_keys_the_limits_are_those_of_all_clients_together():
     assert not isinstance(limited.admit(scope(key="b"), 0.0), Refusal)
 
 
-def test_a_path_that_a_proxy_puts_before_is_left_out():
+def test_root_path_of_proxy_is_ignored():
     behind = Access(KEYED, LimitsConfig(), "/pd")
     assert not isinstance(behind.admit(scope("/pd/v1/models"), 0.0), Refusal)
     assert isinstance(behind.admit(scope("/pd/fleet"), 0.0), Refusal)
@@ -245,7 +245,7 @@ def basic(key: str) -> str:
     return "Basic " + base64.b64encode(f"me:{key}".encode()).decode()
 
 
-async def test_a_browser_is_asked_for_the_operators_key_and_other_sites_cannot_use_it():
+async def test_browser_sends_operator_key_from_own_pages_only():
     async with client(KEYED) as asked:
         challenge = (await asked.get("/dashboard")).headers["www-authenticate"]
         assert challenge.startswith("Basic realm=")

@@ -71,7 +71,7 @@ async def send(writer: asyncio.StreamWriter, *parts: bytes) -> None:
     ],
     ids=["path", "header", "headers", "trailers"],
 )
-async def test_what_never_ends_is_cut_off(begin: bytes, again: bytes, answered: bool) -> None:
+async def test_endless_request_is_cut_off(begin: bytes, again: bytes, answered: bool) -> None:
     async with asyncio.timeout(30), connected() as (reader, writer):
         await send(writer, begin, *[again] * (ENDLESS // len(again)))
         got = b""
@@ -82,7 +82,7 @@ async def test_what_never_ends_is_cut_off(begin: bytes, again: bytes, answered: 
             assert got.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
 
 
-async def test_what_ends_is_served() -> None:
+async def test_request_within_limits_is_served() -> None:
     async with asyncio.timeout(30), connected() as (reader, writer):
         long = HEAD + b"x: " + b"a" * (MAX_HEAD_BYTES // 2) + b"\r\n"
         await send(writer, long + b"content-length: 1\r\n\r\na", long + b"content-length: 0\r\n\r\n")
@@ -115,7 +115,7 @@ def answer(client: socket.socket) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("crowd", [0, 200])
-def test_whoever_connects_while_one_of_two_frontends_ends_is_served(crowd: int) -> None:
+def test_clients_are_served_while_one_frontend_drains(crowd: int) -> None:
     """With a crowd, many wait to be accepted when it begins to end; without, they come all the time."""
     answers: list[str] = []
 
@@ -157,7 +157,7 @@ def test_whoever_connects_while_one_of_two_frontends_ends_is_served(crowd: int) 
     assert set(answers) == {"HTTP/1.1 200 OK"}
 
 
-async def test_a_listener_that_takes_no_more_makes_what_has_begun_and_nothing_new() -> None:
+async def test_draining_listener_completes_handshakes_only() -> None:
     listener = listen("127.0.0.1", 0)
     listener.listen()
     port = listener.getsockname()[1]
@@ -172,7 +172,7 @@ async def test_a_listener_that_takes_no_more_makes_what_has_begun_and_nothing_ne
         each.close()
 
 
-def test_a_kernel_without_socket_filters_lets_a_frontend_end_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frontend_drains_without_socket_filters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_SO_ATTACH_FILTER", 9999)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         stop_accepting(listener)

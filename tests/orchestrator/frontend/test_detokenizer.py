@@ -102,7 +102,7 @@ def test_decodes_a_few_tokens_of_a_long_prompt(make: object) -> None:
     assert len(end_of_prompt(tokenizer, [word] * 1000, True)) <= 32
 
 
-def test_an_end_that_is_no_text_by_itself_is_not_enough() -> None:
+def test_incomplete_character_needs_more_tokens() -> None:
     tokenizer = byte_level()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     end, half = tokenizer.token_to_id(SPECIAL[1]), tokenizer.encode("字").ids[:2]
@@ -113,7 +113,7 @@ def test_an_end_that_is_no_text_by_itself_is_not_enough() -> None:
     assert end_of_prompt(tokenizer, cut, True) == cut[-16:]
 
 
-def test_vllm_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_uses_our_detokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detokenizer, "FastIncrementalDetokenizer", FastIncrementalDetokenizer)
     install()
     assert detokenizer.FastIncrementalDetokenizer is FleetDetokenizer

@@ -120,7 +120,7 @@ async def test_a_stream_refused_before_its_first_event_is_a_refusal_not_a_200(cl
     assert taken.headers["x-request-id"] and "retry-after" not in taken.headers
 
 
-async def test_ready_means_somebody_can_decode(client, fleet):
+async def test_ready_requires_decode_worker(client, fleet):
     assert (await client.get("/ready")).status_code == 503
     fleet.workers["d0"].connected = True
     assert (await client.get("/ready")).status_code == 200
@@ -186,7 +186,7 @@ async def test_a_body_over_the_limit_is_answered_with_413_and_not_read_to_its_en
     assert "retry-after" not in answered.headers
 
 
-async def test_what_runs_when_the_grace_of_a_server_is_over_gets_503(app):
+async def test_requests_after_grace_get_503(app):
     config = uvicorn.Config(app, port=0, lifespan="off", log_config=None, timeout_graceful_shutdown=0)
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())

@@ -48,7 +48,7 @@ def test_every_method_that_vllms_server_calls_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("method", sorted(REFUSED))
-async def test_what_no_fleet_can_do_is_refused_with_501_and_a_name(method: str) -> None:
+async def test_unsupported_method_is_refused_with_501(method: str) -> None:
     from vllm.exceptions import GracefulHTTPError
 
     with pytest.raises(GracefulHTTPError, match=f"{method} is not supported over a fleet") as refused:
@@ -61,7 +61,7 @@ def test_no_other_method_is_offered() -> None:
         core().shutdown_everything_async  # noqa: B018
 
 
-async def test_the_load_is_told_after_the_last_output_too() -> None:
+async def test_load_is_reported_after_last_output() -> None:
     """A request that is aborted puts nothing out any more; vLLM's gauges must not show it as running for ever."""
     fleet, batches = Fleet("f"), asyncio.Queue[Batch]()
     fleet.upsert(worker("w"), 0.0)

@@ -52,7 +52,7 @@ def config(**server_args: object) -> Config:
         ("served_model_name", ["a", "b"], ["a", "b"]),
     ],
 )
-def test_a_list_is_the_list_that_vllm_gets(name, value, got):
+def test_list_argument_reaches_vllm(name, value, got):
     assert getattr(parsed(**{name: value}), name) == got
 
 
@@ -62,7 +62,7 @@ def test_lora_modules_are_sections_or_pairs():
 
 
 @pytest.mark.parametrize("wrong", [{"lora_modules": ["nonsense"]}, {"max_logprobs": "many"}, {"served_model_name": []}])
-def test_what_vllms_parser_refuses_is_a_configuration_error(wrong, capsys):
+def test_argument_refused_by_vllm_is_configuration_error(wrong, capsys):
     with pytest.raises(ConfigError, match=r"frontend\.server_args: .*"):
         build_vllm_config(config(**wrong))
     assert "usage:" not in capsys.readouterr().err
@@ -90,11 +90,11 @@ def test_requests_end_before_the_launcher_kills_the_process(stop_timeout_s, grac
     assert grace_s(told, supervised=True) == grace
 
 
-def test_a_frontend_that_no_launcher_runs_is_drained():
+def test_frontend_without_launcher_drains():
     assert grace_s(parse_config({"model": "/m", "workers": {"drain_timeout_s": 300}}), supervised=False) == 300
 
 
-def test_python_looks_for_cycles_seldom() -> None:
+def test_garbage_is_collected_seldom() -> None:
     before = gc.get_threshold()
     try:
         server.collect_garbage_seldom()
@@ -105,7 +105,7 @@ def test_python_looks_for_cycles_seldom() -> None:
         gc.set_threshold(*before)
 
 
-async def test_one_that_no_launcher_starts_takes_what_a_rollout_has_changed(tmp_path: Path):
+async def test_frontend_without_launcher_takes_rolled_out_config(tmp_path: Path):
     own = config(max_logprobs=3)
     fleets = msgspec.structs.replace(own, sim=msgspec.structs.replace(own.sim, block_size=32))
     rollout = Rollout(Version(4, shared(own)), Version(5, shared(fleets)))

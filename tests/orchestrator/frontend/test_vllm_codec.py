@@ -70,7 +70,7 @@ def output(tokens: list[int], **more: Any) -> Any:
     return MsgpackDecoder(EngineCoreOutputs).decode(encoded).outputs[0]
 
 
-def test_prefills_last_output_becomes_a_first_one(codec) -> None:
+def test_prefill_output_becomes_first_output(codec) -> None:
     from vllm.v1.engine import FinishReason
 
     last = output([7], finish_reason=FinishReason.LENGTH, kv_transfer_params={"remote": 1}, stop_reason=3)
@@ -80,7 +80,7 @@ def test_prefills_last_output_becomes_a_first_one(codec) -> None:
     assert first.new_logprobs.logprob_token_ids.tolist() == [[7, 8]] and len(first.events) == 1
 
 
-def test_decodes_first_output_loses_one_token_and_what_belongs_to_it(codec) -> None:
+def test_first_token_is_dropped_from_decode_output(codec) -> None:
     several = output([7, 8, 9])
     codec.drop_first(several)
     assert several.new_token_ids == [8, 9] and several.events is None
@@ -91,7 +91,7 @@ def test_decodes_first_output_loses_one_token_and_what_belongs_to_it(codec) -> N
     assert alone.new_token_ids == [] and alone.new_logprobs is None
 
 
-def test_keys_are_those_of_what_a_cache_may_share(codec) -> None:
+def test_prefix_keys_separate_lora_and_salt(codec) -> None:
     from vllm.lora.request import LoRARequest
 
     from orchestrator.policy.prefix_keys import prefix_keys, salt_of
@@ -120,13 +120,13 @@ def test_keys_are_those_of_what_a_cache_may_share(codec) -> None:
         ("trace_headers", {}, None),
     ],
 )
-def test_pictures_and_embeddings_are_prefilled_where_they_decode(codec, name: str, value: Any, why: str | None) -> None:
+def test_multimodal_prompts_are_prefilled_locally(codec, name: str, value: Any, why: str | None) -> None:
     made = request()
     setattr(made, name, value)
     assert codec.read(made, 0).info.local_only == why
 
 
-def test_a_client_cannot_say_what_is_the_fleets_to_say(codec) -> None:
+def test_client_cannot_set_kv_transfer_params(codec) -> None:
     made = request(extra_args={"kv_transfer_params": {"a": 1}, "kv_cache_report_mode": "full", "own": 2})
     codec.read(made, 0)
     assert made.sampling_params.extra_args == {"own": 2}

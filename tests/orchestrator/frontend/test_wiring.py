@@ -24,7 +24,7 @@ class DamagedRedis:
         await asyncio.Event().wait()
 
 
-async def test_a_start_that_cannot_succeed_fails_at_once_with_its_cause():
+async def test_impossible_start_fails_at_once_with_cause():
     config = parse_config({"model": "demo", "namespace": "t"})
     connection = FleetConnection("f", config, DamagedRedis(), SimRouterCodec())
     running = asyncio.create_task(connection.run())
@@ -34,7 +34,7 @@ async def test_a_start_that_cannot_succeed_fails_at_once_with_its_cause():
     connection.transport.close()
 
 
-async def test_what_is_done_first_is_returned_and_its_errors_are_raised():
+async def test_unless_ended_returns_first_result_or_error():
     running = asyncio.create_task(asyncio.sleep(60))
 
     async def work(error=None):

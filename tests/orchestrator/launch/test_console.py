@@ -70,7 +70,7 @@ def test_a_verbose_console_shows_everything_as_it_is_and_nothing_twice(stream):
     assert shown(console, stream) == ["[decode-0] WARNING of an engine", f"[frontend-0] {logged(LINE)}"]
 
 
-def test_a_request_is_told_by_its_stages():
+def test_request_is_shown_with_its_stages():
     assert shown_request(logged(LINE)) == (
         "pd.request abc: finished, 400 (16 cached) prompt and 8 output tokens, prefilled by prefill-0, decoded by "
         "decode-0 (long_prompt); queued 1 ms, prefill 500 ms, exposed transfer 40 ms, decode 200 ms"
@@ -86,13 +86,13 @@ def test_a_request_is_told_by_its_stages():
     assert shown_request(logged(refused)) == "pd.request abc: rejected, 9 prompt and 0 output tokens (full)"
 
 
-def test_other_lines_are_no_requests_and_one_that_is_cut_short_is_shown_as_it_is():
+def test_other_and_truncated_lines_are_shown_unchanged():
     assert shown_request("INFO pd.frontend: listening") is None
     cut = logged(LINE)[:60]
     assert shown_request(cut) == cut
 
 
-def test_the_log_is_bounded_and_the_one_before_is_kept(tmp_path: Path):
+def test_log_is_rotated_once(tmp_path: Path):
     for start in ("first", "second"):
         log = LogFile(tmp_path / "log", max_bytes=1000)
         log.write("p", start)
@@ -122,7 +122,7 @@ TALKATIVE = "import sys\nfor _ in range(8000): sys.stderr.write('x' * 400 + chr(
 
 
 @pytest.mark.parametrize("what", ["an unread pipe", "a full disk", "a closed pipe"])
-async def test_a_child_does_not_wait_for_who_reads_the_launcher(what):
+async def test_child_does_not_wait_for_launcher_reader(what):
     if what == "a full disk":
         reader, writer = -1, os.open("/dev/full", os.O_WRONLY)
     else:
@@ -143,7 +143,7 @@ async def test_a_child_does_not_wait_for_who_reads_the_launcher(what):
             console.close()  # its thread must not write to whatever has this descriptor next
 
 
-def test_lines_that_nobody_took_are_counted():
+def test_dropped_lines_are_counted():
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as stream:
         outlet = Outlet(stream, max_bytes=100_000)

@@ -37,7 +37,7 @@ def processes_of(config: Config, registry: Registry, machine: LocalMachine, fold
     return FleetProcesses(config, registry, machine, Console(), lambda *noted: None, setup, AsyncMock())
 
 
-async def test_only_what_is_known_to_have_ended_is_forgotten(tmp_path: Path):
+async def test_only_ended_members_leave_registry(tmp_path: Path):
     """Containers repeat host names and pids: neither a worker of another one nor a pid given anew is one of ours."""
     place, pid, ticks = own_identity().split("/")
     server = EmbeddedRedis()
@@ -72,7 +72,7 @@ class LeftRunning(LocalMachine):
         return ["decode-0", "prefill-0", "prefill-1"]
 
 
-async def test_a_launcher_takes_over_what_no_living_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_launcher_takes_over_workers_of_dead_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     server = EmbeddedRedis()
     redis = await connect(await server.start(tmp_path), 5)
     try:

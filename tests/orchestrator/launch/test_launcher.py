@@ -74,7 +74,7 @@ def test_the_curls_after_ready_work_when_pasted(fleet, shell):
     assert long["usage"]["prompt_tokens"] > 256 > short["usage"]["prompt_tokens"]
 
 
-def test_a_request_is_shown_with_its_stages_and_everything_else_is_in_the_log(fleet):
+def test_console_shows_requests_and_log_has_the_rest(fleet):
     line = fleet.wait_for_line(r"pd\.request .* prefilled by prefill-0, decoded by decode-0", DEADLINE_S).string
     for stage in ("queued", "prefill", "exposed transfer", "decode"):
         assert re.search(rf"{stage} \d+ ms", line), line
@@ -91,7 +91,7 @@ def test_progress_is_shown(fleet):
 
 
 @pytest.mark.parametrize("lost", ["died", "lost its socket"])
-def test_the_embedded_redis_comes_back_and_the_desired_ratio_with_it(fleet, lost):
+def test_embedded_redis_restart_keeps_desired_ratio(fleet, lost):
     """Also where a cleaner of temporary files has taken the whole run folder away, with the socket in it."""
     folder = RunFolder(fleet.namespace)
     assert fleet.redis_url() == f"unix://{folder.path}/redis.sock"
@@ -127,7 +127,7 @@ def test_ctrl_c_ends_everything(fleet):
     assert folder.log_path.stat().st_size > 0, "the log stays"
 
 
-def test_tls_is_served_shown_and_asked(tmp_path, monkeypatch):
+def test_tls_url_is_served_and_shown(tmp_path, monkeypatch):
     certificate, key = make_certificate(tmp_path, "IP:127.0.0.1")
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))  # httpx trusts it
     settings = f"{{ssl_certfile: {certificate}, ssl_keyfile: {key}, uvicorn_log_level: error}}"
@@ -179,7 +179,7 @@ def test_a_detached_fleet_runs_on_until_down(background):
     assert gone(pids) and not background.folder.path.exists()
 
 
-def test_where_a_detached_fleet_is_and_how_it_ended_is_told_as_json(background):
+def test_detached_fleet_reports_as_json(background):
     started = background.up(options=("--json",))
     told = json.loads(started.stdout)
     assert (told["namespace"], told["pid"]) == (background.namespace, background.folder.launcher_pid())

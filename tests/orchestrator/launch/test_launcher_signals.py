@@ -36,14 +36,14 @@ def ask(fleet: RunningFleet) -> None:
     assert fleet.http.post("/v1/completions", json=body, timeout=20).status_code == 200
 
 
-def test_under_nohup_the_end_of_a_terminal_is_not_the_fleets(fleet: RunningFleet) -> None:
+def test_fleet_under_nohup_survives_terminal(fleet: RunningFleet) -> None:
     fleet.process.send_signal(signal.SIGHUP)
     time.sleep(1.0)  # in which it would begin to stop
     ask(fleet)
     assert fleet.process.poll() is None and not any("Stopping" in line for line in fleet.log)
 
 
-def test_a_stopped_launcher_stops_nobody(fleet: RunningFleet) -> None:
+def test_stopped_launcher_stops_no_process(fleet: RunningFleet) -> None:
     """By Ctrl-Z, say. It reads nothing then of what the processes log."""
     fleet.process.send_signal(signal.SIGSTOP)
     try:

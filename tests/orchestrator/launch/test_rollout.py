@@ -101,13 +101,13 @@ def renewed(info: WorkerInfo, worker_id: str = "") -> WorkerInfo:
     return msgspec.structs.replace(info, id=worker_id or info.id, generation=1, process="its successor")
 
 
-async def test_nobody_is_replaced_before_every_launcher_can_start_a_successor(leader: Leader):
+async def test_rollout_waits_until_every_launcher_is_prepared(leader: Leader):
     held = {"decode-0": Role.DECODE, "decode-1": Role.DECODE}
     assert await leader.sees({"b": Launcher(held, 0)}) == set(), "b would start what it has: the old one"
     assert await leader.sees({"b": Launcher(held, 1)}) == {"decode-0"}
 
 
-async def test_who_has_just_been_started_for_a_launcher_that_died_counts_as_loading(leader: Leader):
+async def test_worker_started_for_dead_launcher_counts_as_loading(leader: Leader):
     """The registry has been read before: it does not tell of it, and the last that serve would be drained."""
     leader.workers.slots["decode-2"] = SimpleNamespace(generation=0)
     assert await leader.sees({}) == set()
@@ -115,7 +115,7 @@ async def test_who_has_just_been_started_for_a_launcher_that_died_counts_as_load
     assert await leader.sees({}) == {"decode-0"}
 
 
-async def test_a_launcher_that_cannot_prepare_turns_it_back(leader: Leader):
+async def test_launcher_that_cannot_prepare_rolls_back(leader: Leader):
     behind = {"b": Launcher({"decode-0": Role.DECODE, "decode-1": Role.DECODE}, 0)}
     await leader.sees(behind)
     leader.now += PATIENCE_S - 1
@@ -126,7 +126,7 @@ async def test_a_launcher_that_cannot_prepare_turns_it_back(leader: Leader):
     assert await phase(leader) == (Phase.BACK, f"nothing has changed for {PATIENCE_S:g} s: launcher b is not prepared")
 
 
-async def test_workers_that_nobody_starts_again_are_not_replaced_one_after_the_other(leader: Leader):
+async def test_unrestarted_worker_stops_further_replacements(leader: Leader):
     """They hold no id of a launcher's, so when they have gone nothing is left of them."""
     first = (await leader.registry.workers())["decode-0"]
     assert await leader.sees({}) == {"decode-0"}
@@ -139,7 +139,7 @@ async def test_workers_that_nobody_starts_again_are_not_replaced_one_after_the_o
     assert (await phase(leader))[0] is Phase.DONE, "all that are there are new"
 
 
-async def test_one_that_is_not_started_again_turns_it_back_and_is_then_waited_for_no_more(leader: Leader):
+async def test_unrestarted_worker_rolls_back(leader: Leader):
     assert await leader.sees({}) == {"decode-0"}
     await leader.registry.leave("decode-0")
     await leader.sees({})

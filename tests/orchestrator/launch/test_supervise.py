@@ -98,7 +98,7 @@ async def test_crashes_are_forgotten_after_a_healthy_time(monkeypatch, longest_p
     await child.ended()
 
 
-async def test_a_program_that_is_not_there_is_not_tried_again_and_again():
+async def test_missing_program_waits_longest_pause():
     slow = LauncherConfig(restart_backoff_s=0.001, restart_backoff_max_s=300.0)
     child = Child("", slow, spec=ProcessSpec("child", ["/nowhere/bin/python", "-m", "workers.main"]))
     await until(lambda: child.process.stage is Stage.PAUSING)
@@ -108,7 +108,7 @@ async def test_a_program_that_is_not_there_is_not_tried_again_and_again():
     await child.ended()
 
 
-async def test_what_crashes_is_started_again_until_it_is_stopped():
+async def test_crashed_process_restarts_until_stopped():
     child = Child("import sys; print('worker-like: no luck', file=sys.stderr); sys.exit(3)")
     await until(lambda: len(child.exits) >= 3)
     assert child.process.crashes >= 2
@@ -134,7 +134,7 @@ async def test_a_kill_is_a_crash_and_the_next_start_has_another_process():
     assert child.process.pid == 0 and started_ticks(first) is None
 
 
-async def test_one_that_was_ready_and_left_in_order_is_not_started_again():
+async def test_process_that_left_in_order_is_not_restarted():
     code = "import signal, sys\nsignal.signal(15, lambda *a: sys.exit(0))\nprint('up', flush=True)\nsignal.pause()"
     child = Child(code)
     await until(lambda: child.lines)
@@ -144,7 +144,7 @@ async def test_one_that_was_ready_and_left_in_order_is_not_started_again():
     assert child.exits == [Exit(0, "up", was_ready=True)]
 
 
-async def test_an_end_that_is_expected_is_waited_for_and_enforced():
+async def test_expected_exit_is_awaited_and_enforced():
     child = Child("import time; print('up', flush=True); time.sleep(60)")
     await until(lambda: child.lines)
     child.process.mark_ready()
@@ -154,7 +154,7 @@ async def test_an_end_that_is_expected_is_waited_for_and_enforced():
     assert len(child.exits) == 1
 
 
-async def test_one_that_is_never_ready_is_ended_and_tried_again():
+async def test_process_that_is_never_ready_is_restarted():
     child = Child("import time; print('up', flush=True); time.sleep(60)", start_timeout_s=0.3)
     await until(lambda: len(child.exits) == 1)
     assert not child.exits[0].was_ready
@@ -202,7 +202,7 @@ async def test_lines_of_any_length_arrive_and_progress_bars_as_their_last_state(
     assert lines[-2:] == ["100%", "no newline"]
 
 
-async def test_what_a_program_says_about_its_end_goes_before_its_last_output(tmp_path):
+async def test_exit_reason_goes_before_last_output(tmp_path):
     code = (
         "import sys; from orchestrator.parent import report_exit;"
         "report_exit('worker', 'model: no\\n such folder', final=False); print('noise at exit'); sys.exit(2)"
@@ -217,7 +217,7 @@ async def test_what_a_program_says_about_its_end_goes_before_its_last_output(tmp
     await child.ended()
 
 
-async def test_one_that_says_it_can_never_work_waits_for_the_longest_pause(tmp_path):
+async def test_final_exit_waits_longest_pause(tmp_path):
     code = "from orchestrator.parent import report_exit; report_exit('worker', 'no such model', final=True); exit(2)"
     spec = ProcessSpec("child", [sys.executable, "-c", code], exit_file=tmp_path / "child.exit")
     child = Child("", LauncherConfig(restart_backoff_s=0.01, restart_backoff_max_s=300), spec=spec)
@@ -229,7 +229,7 @@ async def test_one_that_says_it_can_never_work_waits_for_the_longest_pause(tmp_p
     await child.ended()
 
 
-async def test_a_specification_that_cannot_be_made_is_a_crash():
+async def test_failed_specification_is_a_crash():
     def make() -> LocalProcess:
         raise FileNotFoundError(2, "No such file or directory", "/gone/metrics")
 
@@ -247,7 +247,7 @@ async def test_a_specification_that_cannot_be_made_is_a_crash():
         await task
 
 
-async def test_what_an_earlier_process_said_is_not_taken_for_the_next_ones_word(tmp_path):
+async def test_exit_reason_of_earlier_process_is_ignored(tmp_path):
     file = tmp_path / "child.exit"
     file.write_text("final said long ago")
     spec = ProcessSpec("child", [sys.executable, "-c", "print('last line'); raise SystemExit(1)"], exit_file=file)

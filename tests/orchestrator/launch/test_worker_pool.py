@@ -169,7 +169,7 @@ async def test_a_killed_worker_comes_back_and_leaves_the_registry_at_once(tmp_pa
         assert running.pids()["prefill-0"] not in (0, victim)
 
 
-async def test_without_a_decode_worker_a_prefill_worker_stands_in_until_others_are_back(tmp_path):
+async def test_prefill_worker_stands_in_for_lost_decode_workers(tmp_path):
     async with running_pool(tmp_path, 2, 2, backoff_s=3) as running:
         for name in ("decode-0", "decode-1"):
             os.kill(running.pids()[name], signal.SIGKILL)
@@ -193,7 +193,7 @@ def test_only_a_fleet_that_has_had_decode_workers_needs_a_stand_in(tmp_path):
     assert pool.actions(DesiredRatio(1, 0), loading) == [Drain("decode-0")], "none is wanted"
 
 
-async def test_a_worker_of_another_launcher_or_of_none_stands_in_too(tmp_path):
+async def test_foreign_worker_stands_in_too(tmp_path):
     """The launcher that lives runs no prefill worker; the one by hand takes the role, and gives it back."""
     async with running_pool(tmp_path, 0, 1, backoff_s=3) as running, hand_started(running, Role.PREFILL, "by-hand"):
         await running.until(lambda: running.roles() == {"decode-0": "decode", "by-hand": "prefill"}, "joined")
@@ -204,7 +204,7 @@ async def test_a_worker_of_another_launcher_or_of_none_stands_in_too(tmp_path):
         assert len(running.pids()) == 1
 
 
-async def test_role_and_drain_move_the_desired_ratio_with_them(tmp_path):
+async def test_role_and_drain_change_desired_ratio(tmp_path):
     async with running_pool(tmp_path, 1, 2) as running:
         before = running.pids()
         assert await running.fleet.change_role("decode-0", Role.PREFILL, force=False)
@@ -218,7 +218,7 @@ async def test_role_and_drain_move_the_desired_ratio_with_them(tmp_path):
         assert desired is not None and (desired.prefill, desired.decode) == (1, 1)
 
 
-async def test_the_last_decode_worker_is_taken_away_only_by_force(tmp_path):
+async def test_last_decode_worker_is_removed_only_by_force(tmp_path):
     async with running_pool(tmp_path, 0, 1) as running:
         for command in (
             running.fleet.change_role("decode-0", Role.PREFILL, False),

@@ -19,28 +19,28 @@ def decide(decision, tokens=1000, queued=0, admission="reject", priority=0):
     return admit(decision, request, [WORKER], view, SLOConfig(ttft_s=2.0, admission=admission), PREDICTOR)
 
 
-def test_in_time_is_admitted_with_its_prediction():
+def test_request_in_time_is_admitted_with_its_prediction():
     assert decide(Remote("long_prompt")) == Admitted(Remote("long_prompt"), pytest.approx(1.0))
     assert decide(Local("d", "cost")).predicted_ttft_s == pytest.approx(1.0)
 
 
-def test_too_late_is_rejected_with_the_time_it_takes_to_be_in_time_again():
+def test_late_request_is_rejected_with_retry_after():
     rejected = decide(Remote("long_prompt"), queued=6000)
     assert isinstance(rejected, Reject) and rejected.reason == "slo_ttft"
     assert rejected.retry_after_s == pytest.approx(5.0)
 
 
-def test_or_deferred_or_let_be_as_configured():
+def test_late_request_is_deferred_or_admitted_as_configured():
     assert decide(Remote("long_prompt"), queued=6000, admission="queue").deferred
     assert not decide(Remote("long_prompt"), queued=6000, admission="off").deferred
 
 
-def test_priority_is_patience():
+def test_priority_scales_admission_bound():
     assert isinstance(decide(Remote("x"), queued=6000, priority=-3), Admitted)
     assert isinstance(decide(Remote("x"), queued=500), Admitted)
     assert isinstance(decide(Remote("x"), queued=900, priority=2), Reject)
 
 
-def test_a_rejection_stays_one():
+def test_rejection_stays_rejection():
     rejection = Reject("decode_full", 3.0)
     assert decide(rejection) is rejection

@@ -14,11 +14,11 @@ def claim(*window, budget=8000, idle=True, affinity=1.0, share=None):
     return choose_claims(window, budget, idle, S_PER_TOKEN, affinity, share)
 
 
-def test_in_score_order_up_to_the_budget():
+def test_claims_follow_score_up_to_budget():
     assert claim(job("b", 2.0), job("a", 1.0), job("c", 3.0), budget=2000) == ["a", "b"]
 
 
-def test_a_small_job_fills_what_a_large_one_leaves():
+def test_small_job_fills_remaining_budget():
     assert claim(job("a", 1), job("big", 2, tokens=5000), job("c", 3), budget=2500) == ["a", "c"]
 
 
@@ -27,7 +27,7 @@ def test_a_job_larger_than_the_budget_is_taken_alone_by_an_idle_worker_only():
     assert claim(job("big", 1, tokens=50_000), budget=8000, idle=False) == []
 
 
-def test_what_does_not_fit_is_not_overtaken_for_ever():
+def test_large_job_is_not_overtaken_for_ever():
     fresh, old = job("big", 1, tokens=5000, waited=4.0), job("big", 1, tokens=5000, waited=6.0)
     assert claim(fresh, job("c", 2), budget=2500, idle=False) == ["c"]
     assert claim(old, job("c", 2), budget=2500, idle=False) == [], "room is kept for it"
@@ -41,7 +41,7 @@ def test_a_cached_prefix_moves_a_job_forward_and_costs_less_budget():
     assert claim(job("a", 1.0), job("mine", 1.5, tokens=4000, here=3500), budget=1500, affinity=0) == ["a", "mine"]
 
 
-def test_what_belongs_elsewhere_is_left_there_for_as_long_as_recomputing_would_take():
+def test_job_cached_elsewhere_waits_as_long_as_recomputing_it():
     other = job("other", 1.0, tokens=4000, elsewhere=3500)
     for idle in (True, False):
         assert claim(other, job("b", 2.0), idle=idle) == ["b"]
@@ -49,7 +49,7 @@ def test_what_belongs_elsewhere_is_left_there_for_as_long_as_recomputing_would_t
         assert claim(job("other", 1.0, tokens=4000, waited=4.0, elsewhere=3500), idle=idle) == ["other"]
 
 
-def test_while_others_are_idle_a_wave_is_shared():
+def test_idle_workers_share_wave_of_jobs():
     wave = [job(name, place) for place, name in enumerate("abcdefgh")]
     share = fair_share_tokens(8000, 3)
     assert claim(*wave, share=share) == ["a", "b"]

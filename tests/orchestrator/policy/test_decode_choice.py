@@ -87,7 +87,7 @@ def test_dynamo_cost_weighs_overlap_against_blocks_in_use():
     assert choose(REQUEST, [worker("a", 500), worker("b", 350, cached=1600)]).worker_id == "a"
 
 
-def test_llm_d_weighs_the_cached_share_twice_against_the_shortness_of_the_queue():
+def test_llm_d_weighs_cached_share_twice_and_queue_once():
     choose = decode_choice("llm_d")
     half = REQUEST.prompt_tokens // 2
     queues = [worker("short", 500), worker("long", 500, waiting=8)]
@@ -100,7 +100,7 @@ def test_llm_d_weighs_the_cached_share_twice_against_the_shortness_of_the_queue(
     assert min(equal["a"], equal["b"]) > 50, "equal queues tell nothing, whatever memory is free"
 
 
-def test_prompts_that_begin_alike_go_to_one_worker_unless_it_has_too_many_requests():
+def test_prefix_hash_sends_same_prefix_to_one_worker_until_overloaded():
     choose = decode_choice("prefix_hash")
     workers = [worker(name, 500, running=4) for name in "abcd"]
     named = {}
@@ -138,7 +138,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
     ("prompt", "cached", "stays"),
     [(200, 0, False), (200, 100, True), (10_000, 8_000, True), (10_000, 7_952, False), (1000, 2000, True)],
 )
-def test_dynamos_conditional_disaggregation_keeps_what_is_short_and_mostly_cached(prompt, cached, stays):
+def test_dynamo_bypass_keeps_short_and_mostly_cached_prompts(prompt, cached, stays):
     assert dynamo_bypass(prompt, cached) is stays
 
 

@@ -43,7 +43,7 @@ def test_length_decides_between_local_and_remote():
     assert decide(request(256), worker()) == Remote("long_prompt")
 
 
-def test_a_cached_prefix_makes_a_long_prompt_short_only_where_it_is_cached():
+def test_prefix_hit_shortens_prompt_on_its_worker_only():
     assert decide(request(2000), worker("a", free=900), worker("b", free=500, cached=1900)) == Local(
         "b", "short_prompt"
     )
@@ -63,11 +63,11 @@ def test_long_prompts_stay_local_when_they_cannot_go_remote(prefill, reason):
     assert decide(request(300), worker(), prefill=prefill) == Local("d0", reason)
 
 
-def test_a_request_that_must_stay_is_local_for_its_own_reason():
+def test_local_only_request_keeps_its_reason():
     assert decide(request(5000, local_only="n"), worker()) == Local("d0", "n")
 
 
-def test_only_a_full_fleet_rejects_and_only_what_cannot_go_remote():
+def test_full_fleet_rejects_request_that_cannot_go_remote():
     full = worker(free=2, waiting=4)
     away = PrefillView(1, None)
     decision = decide(request(300), full, prefill=away)
@@ -99,7 +99,7 @@ def decoding(name: str, running: int, waiting_tokens: int = 0) -> Candidate:
     return Candidate(name, 1000, 900, 16, running, 0, waiting_tokens)
 
 
-def test_cost_takes_the_shorter_way():
+def test_cost_takes_lower_ttft():
     assert by_cost(1000, worker(), queued=5000) == Local("d0", "cost")
     assert by_cost(1000, worker("a", cached=900)) == Local("a", "cost")
     waiting = msgspec.structs.replace(worker(), waiting=1, waiting_tokens=3000)
@@ -111,12 +111,12 @@ def test_a_tie_is_local():
         assert by_cost(tokens, worker()) == Local("d0", "cost")
 
 
-def test_a_long_prompt_spares_those_who_decode_a_short_one_does_not_delay_them():
+def test_long_prompt_goes_remote_and_short_one_stays():
     assert by_cost(100, decoding("busy", 8)) == Local("busy", "cost")
     assert remote_by_cost(by_cost(4000, decoding("busy", 8)))
 
 
-def test_a_transfer_whose_time_is_learned_needs_less_to_gain():
+def test_known_transfer_time_needs_smaller_gain():
     predictor = Predictor(prior_s_per_token=0.001, prior_itl_s=0.02)
     a_little_longer = msgspec.structs.replace(worker(), waiting=1, waiting_tokens=15)
 
@@ -129,22 +129,20 @@ def test_a_transfer_whose_time_is_learned_needs_less_to_gain():
     assert remote_by_cost(decision())
 
 
-def test_cost_counts_those_who_decode_there():
+def test_cost_counts_decoding_sequences():
     assert remote_by_cost(by_cost(4000, decoding("busy", 60), queued=1000))
     assert by_cost(4000, decoding("idle", 0), queued=1000) == Local("idle", "cost")
     # A worker that misses the TPOT objective is excluded, however long the queue is.
     assert remote_by_cost(by_cost(4000, decoding("busy", 10), queued=14_000, itl_s=0.095))
 
 
-def test_cost_without_a_queue_takes_the_worker_with_the_least_before_it():
+def test_cost_without_queue_takes_least_loaded_worker():
     away = PrefillView(1, None)
     assert by_cost(1000, decoding("a", 5, 9000), decoding("b", 5, 0), prefill=away) == Local("b", "queue_unavailable")
 
 
 @pytest.mark.parametrize(("running", "waiting", "full"), [(8, 4, True), (8, 3, False), (7, 4, False), (0, 12, True)])
-def test_a_worker_with_free_blocks_is_full_when_it_has_all_that_it_computes_and_all_that_may_wait(
-    running, waiting, full
-):
+def test_worker_is_full_when_batch_and_waiting_are_full(running, waiting, full):
     candidate = Candidate("a", 1000, 900, 16, running, waiting, waiting_tokens=0, max_num_seqs=8)
     routing = RoutingConfig(max_waiting_per_worker=4)
     assert is_full(request(100), candidate, routing) is full
@@ -173,20 +171,20 @@ def decode_worker(name: str, running: int, cached: int = 0, waiting: int = 0, fr
     return Candidate(name, 25_000, free, 16, running, waiting, 0, cached_tokens=cached, max_num_seqs=256)
 
 
-def test_without_prefill_workers_a_conversation_leaves_a_worker_whose_tpot_is_near_its_objective():
+def test_conversation_leaves_worker_near_tpot_objective():
     idle = decode_worker("idle", 10)
     assert stay_local(measured(), 3100, decode_worker("holder", 40, cached=3000), idle) == "holder"
     assert stay_local(measured(), 1000, decode_worker("holder", 240, cached=900), idle) == "idle"
 
 
-def test_without_prefill_workers_a_long_prompt_stays_where_it_is_cached():
+def test_long_prompt_stays_where_it_is_cached():
     holder, empty = decode_worker("holder", 120, cached=8000), decode_worker("empty", 60)
     assert stay_local(measured(), 8100, holder, empty) == "holder"
     # The empty worker has no sequences now, but the prefill would delay the requests that arrive during it.
     assert stay_local(measured(), 8100, holder, decode_worker("empty", 0)) == "holder"
 
 
-def test_without_prefill_workers_who_has_no_place_or_no_memory_makes_wait():
+def test_prompt_leaves_full_worker():
     full = decode_worker("full", 255, waiting=30, cached=64)
     assert stay_local(measured(), 100, full, decode_worker("other", 250)) == "other"
     full = decode_worker("full", 240, cached=64, free=10)
@@ -223,7 +221,7 @@ def lateness(taken: Candidate, workers: list[Candidate], prompt_tokens: int, pre
     return own + others + max(taken.running, mean_running) * (late(met_s + lost_s) - late(met_s))
 
 
-def test_without_prefill_workers_it_goes_where_it_adds_least_to_the_lateness_of_all():
+def test_request_goes_where_total_lateness_grows_least():
     rng, predictor, nobody = random.Random(4), Predictor(0.00004), PrefillView(0, QueueDepth(0, 0, 0))
     for n in range(300):
         predictor.observe_itl(f"d{n % 4}", rng.uniform(0.01, 0.03), rng.randrange(1, 100))

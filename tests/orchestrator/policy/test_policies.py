@@ -18,26 +18,26 @@ def place(at=0.0, tokens=1000, weight=1.0, **more):
     return at + delay_s(tokens * S_PER_TOKEN, weight, TTFT_S, **more)
 
 
-def test_the_place_is_arrival_plus_the_length_penalty():
+def test_score_is_arrival_plus_length_delay():
     assert 100.0 + delay_s(20.0, 2.0, TTFT_S) == 140.0
 
 
-def test_weight_0_is_first_come_first_served_and_a_large_one_shortest_first():
+def test_weight_0_is_fcfs_and_large_weight_is_shortest_first():
     assert place(tokens=9000, weight=0.0) < place(at=0.1, tokens=10, weight=0.0)
     assert place(tokens=9000, weight=1e6) > place(at=9.0, tokens=10, weight=1e6)
 
 
-def test_a_priority_step_is_worth_one_objective():
+def test_priority_step_is_one_ttft_objective():
     assert place() - place(priority=-1) == pytest.approx(TTFT_S)
     assert place(priority=3) - place() == pytest.approx(3 * TTFT_S)
 
 
-def test_a_late_job_goes_behind_those_in_time_but_not_for_ever():
+def test_late_job_is_delayed_but_does_not_starve():
     assert place(late=True) > place(at=9.9)
     assert place(late=True) < place(at=100.0)
 
 
-def test_no_priority_puts_anybody_off_for_ever():
+def test_priority_starves_no_job():
     bound_s = 2 * MAX_STEPS * TTFT_S
     assert place(priority=10**9) < place(at=bound_s + 1, priority=-(10**9))
     assert place(priority=10**9) == place(priority=MAX_STEPS)
@@ -59,7 +59,7 @@ def queue_of(tokens: int) -> PrefillView:
     return PrefillView(1, QueueDepth(1, tokens, 0))
 
 
-def test_a_queued_request_leaves_when_a_decode_worker_would_serve_it_sooner():
+def test_recall_moves_request_when_decode_worker_is_sooner():
     wait_on = policies().recall(request(1000), [IDLE_DECODE], queue_of(0))
     leave = policies().recall(request(1000), [IDLE_DECODE], queue_of(3000))
     assert wait_on is None and leave == Local("d0", "cost")
@@ -67,7 +67,7 @@ def test_a_queued_request_leaves_when_a_decode_worker_would_serve_it_sooner():
     assert policies().recall(request(1000), [busy], queue_of(3000)) is None
 
 
-def test_those_who_are_recalled_together_share_the_decode_workers():
+def test_recalled_requests_share_decode_workers():
     both = [IDLE_DECODE, msgspec.structs.replace(IDLE_DECODE, worker_id="d1")]
     queued = [(n, Waiting(request(1000), 1000, both, 0)) for n in range(9)]
     recalled = policies().recalled(queued, QueueDepth(9, 9000, 0), workers_ready=1)
@@ -84,34 +84,34 @@ def test_jobs_of_other_routers_count_as_ahead():
     assert policies().recalled(queued, QueueDepth(4, 4000, 0), workers_ready=1, others=3.0) != []
 
 
-def test_the_queue_is_full_where_jobs_would_reach_their_claim_deadline():
+def test_queue_is_full_when_jobs_would_reach_claim_deadline():
     full, busy = queue_of(20_000), msgspec.structs.replace(IDLE_DECODE, running=3, waiting_tokens=50_000)
     assert policies().decide(request(1000), [busy], full).decision == Local("d0", "queue_full")
     patient = policies(routing={"claim_timeout_s": 60.0})
     assert isinstance(patient.decide(request(1000), [busy], full).decision, Remote)
 
 
-def test_the_prior_gives_way_to_the_first_measurements():
+def test_measurements_replace_prior():
     chosen = policies()
     before = chosen.delay_s(request(1000), 1000)
     chosen.predictor.observe_prefill("p0", 500, 0.05)
     assert before == pytest.approx(1.0) and chosen.delay_s(request(1000), 1000) == pytest.approx(0.1)
 
 
-def test_in_an_engine_what_is_cached_passes_what_must_be_computed():
+def test_cached_prompt_overtakes_uncached_one_in_engine():
     chosen = policies(slo={"ttft_s": TTFT_S})
     received, cached, whole = (chosen.engine_delay_s(request(8000), tokens) for tokens in (0, 100, 8000))
     assert received == 0.0 and 1.0 < cached < whole
     assert chosen.engine_delay_s(request(8000, priority=-1), 100) == pytest.approx(cached - TTFT_S)
 
 
-def test_nobody_waits_in_an_engine_for_more_than_a_bounded_time_of_newcomers():
+def test_newcomers_delay_engine_request_for_bounded_time():
     chosen = policies(slo={"ttft_s": TTFT_S})
     longest, late = (chosen.engine_delay_s(request(10**6), 10**6, late) for late in (False, True))
     assert longest == pytest.approx(LATE_OBJECTIVES * TTFT_S) and late == pytest.approx(2 * LATE_OBJECTIVES * TTFT_S)
 
 
-def test_who_was_accepted_is_not_judged_again():
+def test_accepted_request_skips_admission():
     strict = policies(slo={"ttft_s": 0.5, "admission": "reject"})
     busy = msgspec.structs.replace(IDLE_DECODE, running=3, waiting_tokens=5000)
     assert isinstance(strict.decide(request(5000), [busy], queue_of(0)).decision, Reject)

@@ -9,7 +9,7 @@ from orchestrator.policy.predict import LineFit, Predictor
 from orchestrator.types import EngineSpeed, QueueDepth
 
 
-def test_a_line_is_found_through_noise_and_followed_when_it_moves():
+def test_line_fit_ignores_noise_and_follows_changes():
     rng = random.Random(1)
     fit = LineFit(1.0, memory=50)
     for _ in range(300):
@@ -50,7 +50,7 @@ def test_predictions_come_from_priors_and_then_from_measurements():
     assert "d" not in predictor.coefficients().local_s
 
 
-def test_tpot_goes_by_how_many_decode():
+def test_tpot_depends_on_decoding_sequences():
     predictor = Predictor(prior_itl_s=0.02)
     assert predictor.tpot_line == (0.02, 0.0)
     predictor.set_prior(EngineSpeed(0.0, 4e-5, 0.01, 1e-4))
@@ -60,7 +60,7 @@ def test_tpot_goes_by_how_many_decode():
     assert predictor.tpot_line == (0.01, pytest.approx(0.02 / 50))
 
 
-def test_a_local_prefill_costs_those_that_decode_there():
+def test_local_prefill_delays_decoding_sequences():
     predictor = Predictor(prior_s_per_token=0.001, prior_itl_s=0.02)
     worker = Candidate("d", 1000, 1000, 16, 8, 0, waiting_tokens=0)
     assert predictor.local_s([worker], 1280)[1][0] == pytest.approx(0.02 + 1.28 / 128)

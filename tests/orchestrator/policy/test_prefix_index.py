@@ -16,7 +16,7 @@ def test_the_deepest_holder_is_found_exactly():
     assert found["c"] == 999 and found["a"] == 1 and 1 <= found["b"] <= 37
 
 
-def test_one_that_holds_a_little_less_is_told_apart():
+def test_slightly_shorter_hit_is_distinguished():
     index = PrefixIndex()
     keys = list(range(750))
     index.stored("prefill", keys[:600])
@@ -54,7 +54,7 @@ def test_a_replayed_batch_changes_nothing():
     assert index.match([1]) == {}
 
 
-def test_lost_events_drop_what_was_believed_until_a_resync():
+def test_lost_events_clear_worker_until_resync():
     index = PrefixIndex()
     index.apply(PrefixEvents("a", 1, stored=[1, 2]))
     assert not index.apply(PrefixEvents("a", 3, stored=[7]))  # batch 2 said that 1 and 2 were removed
@@ -64,7 +64,7 @@ def test_lost_events_drop_what_was_believed_until_a_resync():
     assert index.apply(PrefixEvents("a", 10, stored=[2]))
 
 
-def test_memory_is_bounded_and_forgetting_is_not_a_false_hit():
+def test_eviction_gives_no_false_hit():
     index = PrefixIndex(max_keys=100)
     for start in range(0, 1000, 10):
         index.stored("a", range(start, start + 10))
@@ -72,7 +72,7 @@ def test_memory_is_bounded_and_forgetting_is_not_a_false_hit():
     assert index.match(list(range(10))) == {} and index.match(list(range(990, 1000))) == {"a": 10}
 
 
-def test_workers_that_come_and_go_leave_nothing_behind():
+def test_removed_workers_leave_nothing_behind():
     index = PrefixIndex()
     for n in range(1000):
         index.stored(f"w{n}", [1, 2])
@@ -82,7 +82,7 @@ def test_workers_that_come_and_go_leave_nothing_behind():
     assert max(mask.bit_length() for mask in index._holders.values()) <= 130
 
 
-def test_a_look_up_is_bounded_whatever_is_held():
+def test_look_up_cost_is_bounded():
     index = PrefixIndex()
     keys = list(range(8192))
     for n in range(200):

@@ -7,7 +7,7 @@ from orchestrator.policy.prefix_keys import EventTranslator, key_of_beginning, p
 TOKENS = list(range(40))
 
 
-def test_engine_events_and_prompts_meet_in_the_same_keys():
+def test_engine_events_and_prompts_have_same_keys():
     translator = EventTranslator(block_size=16)
     first = translator.stored([b"x"], None, TOKENS[:16])
     second = translator.stored([b"y"], b"x", TOKENS[16:32])
@@ -17,7 +17,7 @@ def test_engine_events_and_prompts_meet_in_the_same_keys():
     assert prefix_keys([9, *TOKENS[1:]], 16)[1] != second[0]
 
 
-def test_an_equal_block_cached_twice_is_held_until_both_have_gone():
+def test_block_cached_twice_is_held_until_both_are_removed():
     translator = EventTranslator(block_size=4)
     stored = translator.stored([b"x"], None, TOKENS[:4])
     assert translator.stored([b"x"], None, TOKENS[:4]) == []
@@ -26,7 +26,7 @@ def test_an_equal_block_cached_twice_is_held_until_both_have_gone():
     assert translator.stored([b"x"], None, TOKENS[:4]) == stored
 
 
-def test_what_must_not_share_kv_shares_no_key():
+def test_different_salts_share_no_key():
     salts = [salt_of(*names) for names in ((None, None), ("a", None), (None, "a"), ("a", "b"), ("ab", None))]
     keys = [set(prefix_keys(TOKENS, 16, salt)) for salt in salts]
     assert len(set.union(*keys)) == sum(map(len, keys))
@@ -62,7 +62,7 @@ def test_a_salt_may_be_any_text_that_json_can_hold():
     assert salt_of(None, "\ud800") not in (0, salt_of(None, "?"))
 
 
-def test_prompts_that_begin_alike_have_one_key_for_it():
+def test_same_beginning_gives_same_key():
     same, other = list(range(256)), list(range(1, 257))
     for block_tokens in (16, 128, 256):
         keys = [prefix_keys(begin + [end] * 512, block_tokens) for begin in (same, other) for end in (1, 2)]

@@ -34,7 +34,7 @@ def mismatches():
     return counted("pd_first_token_mismatches")
 
 
-async def test_prefills_token_goes_out_at_once_and_decodes_own_is_dropped():
+async def test_prefill_token_is_sent_and_decode_duplicate_dropped():
     bench, decode = await transferring()
     prefilled(bench)
     active = bench.router.requests["r"]
@@ -49,7 +49,7 @@ async def test_prefills_token_goes_out_at_once_and_decodes_own_is_dropped():
     bench.assert_no_leaks()
 
 
-async def test_several_tokens_in_decodes_first_step_lose_the_first_one():
+async def test_first_of_several_decode_tokens_is_dropped():
     bench, decode = await transferring()
     prefilled(bench)
     bench.tokens(decode, "r", [5, 6, 7], finish=LENGTH)
@@ -57,7 +57,7 @@ async def test_several_tokens_in_decodes_first_step_lose_the_first_one():
     bench.assert_no_leaks()
 
 
-async def test_an_end_that_comes_with_the_dropped_token_is_still_told():
+async def test_finish_with_dropped_token_is_delivered():
     bench, decode = await transferring()
     prefilled(bench)
     bench.tokens(decode, "r", [5], finish=LENGTH)
@@ -65,7 +65,7 @@ async def test_an_end_that_comes_with_the_dropped_token_is_still_told():
     bench.assert_no_leaks()
 
 
-async def test_decode_that_is_first_answers_alone():
+async def test_earlier_decode_token_wins():
     bench, decode = await transferring()
     bench.tokens(decode, "r", [5])
     prefilled(bench)
@@ -75,7 +75,7 @@ async def test_decode_that_is_first_answers_alone():
     bench.assert_no_leaks()
 
 
-async def test_a_repeated_message_hands_over_once():
+async def test_repeated_prefilled_message_is_used_once():
     bench, decode = await transferring()
     prefilled(bench)
     prefilled(bench)
@@ -92,7 +92,7 @@ async def test_a_repeated_message_hands_over_once():
         {"max_new_tokens": 1},  # decode's answer is complete with it
     ],
 )
-async def test_what_is_not_certain_or_not_wanted_waits_for_decode(request_):
+async def test_uncertain_token_waits_for_decode(request_):
     bench, decode = await transferring(**request_)
     prefilled(bench)
     assert bench.received() == []
@@ -102,7 +102,7 @@ async def test_what_is_not_certain_or_not_wanted_waits_for_decode(request_):
 
 
 @pytest.mark.parametrize("payload", [[], [b"\xc1 not outputs"]], ids=["none", "unreadable"])
-async def test_a_token_that_cannot_be_read_waits_for_decode(payload):
+async def test_unreadable_token_waits_for_decode(payload):
     bench, decode = await transferring()
     prefilled(bench, payload=payload)
     bench.tokens(decode, "r", [5], finish=LENGTH)
@@ -110,7 +110,7 @@ async def test_a_token_that_cannot_be_read_waits_for_decode(payload):
     bench.assert_no_leaks()
 
 
-async def test_a_token_that_ends_the_answer_is_left_to_decode():
+async def test_final_token_waits_for_decode():
     bench, decode = await transferring()
     prefilled(bench, token=2, finish=STOP)
     assert bench.received() == []
@@ -119,7 +119,7 @@ async def test_a_token_that_ends_the_answer_is_left_to_decode():
     bench.assert_no_leaks()
 
 
-async def test_another_worker_than_the_one_decode_listens_to_is_not_believed():
+async def test_token_of_other_prefill_worker_is_ignored():
     bench, decode = await transferring()
     prefilled(bench, token=9, worker="p1")
     bench.tokens(decode, "r", [5], finish=LENGTH)
@@ -128,7 +128,7 @@ async def test_another_worker_than_the_one_decode_listens_to_is_not_believed():
     assert bench.received() == [("r", [5], LENGTH)]
 
 
-async def test_where_decode_differs_the_answer_goes_on_after_what_was_sent_on_the_same_worker():
+async def test_diverged_answer_continues_on_same_worker():
     bench, decode = await transferring(routing={"max_attempts": 1})
     before = mismatches()
     prefilled(bench)
@@ -146,7 +146,7 @@ async def test_where_decode_differs_the_answer_goes_on_after_what_was_sent_on_th
 
 
 @pytest.mark.parametrize("gone", ["unreachable", "left"])
-async def test_where_decode_differs_and_is_gone_another_goes_on(gone):
+async def test_diverged_answer_continues_on_other_worker(gone):
     bench, decode = await transferring()
     prefilled(bench)
     if gone == "left":
@@ -162,7 +162,7 @@ async def test_where_decode_differs_and_is_gone_another_goes_on(gone):
     bench.assert_no_leaks()
 
 
-async def test_a_decode_worker_that_dies_after_the_hand_over_is_replaced_from_there():
+async def test_dead_decode_worker_is_replaced_after_hand_over():
     bench, decode = await transferring()
     prefilled(bench)
     bench.fleet.remove(decode)
@@ -202,7 +202,7 @@ async def test_a_prefill_worker_that_dies_after_the_hand_over_changes_nothing():
 
 
 @pytest.mark.parametrize("to", [State.ABORTED, State.FINISHED])
-async def test_an_end_by_the_client_between_the_two_frees_both_sides(to):
+async def test_client_abort_between_tokens_frees_both_sides(to):
     bench, decode = await transferring()
     prefilled(bench)
     bench.router.abort(["r"], to=to)
@@ -212,7 +212,7 @@ async def test_an_end_by_the_client_between_the_two_frees_both_sides(to):
     bench.assert_no_leaks()
 
 
-async def test_the_transfer_and_the_time_between_tokens_are_measured_by_decodes_own_tokens():
+async def test_decode_tokens_measure_transfer_and_itl():
     bench, decode = await transferring()
     prefilled(bench)
     await asyncio.sleep(0.05)
@@ -225,7 +225,7 @@ async def test_the_transfer_and_the_time_between_tokens_are_measured_by_decodes_
     assert fitted.itl_s[decode] <= time.monotonic() - began  # from that to the second
 
 
-async def test_what_prefill_had_cached_is_known_before_the_answer_begins():
+async def test_cached_tokens_are_known_before_first_output():
     bench, decode = await transferring(early=False)
     bench.tokens(decode, "r", [5])  # over another connection, and sooner
     bench.tokens(decode, "r", [6], finish=LENGTH)
@@ -236,7 +236,7 @@ async def test_what_prefill_had_cached_is_known_before_the_answer_begins():
     bench.assert_no_leaks()
 
 
-async def test_a_prefill_that_stays_silent_is_not_waited_for_and_nothing_is_said_of_its_cache():
+async def test_silent_prefill_delays_nothing_and_reports_no_cache():
     bench, decode = await transferring(early=False)
     bench.tokens(decode, "r", [5])
     bench.router.check(time.monotonic() + HELD_S / 2)
@@ -249,7 +249,7 @@ async def test_a_prefill_that_stays_silent_is_not_waited_for_and_nothing_is_said
     bench.assert_no_leaks()
 
 
-async def test_what_was_held_of_an_attempt_that_is_given_up_is_not_told():
+async def test_held_outputs_of_old_attempt_are_dropped():
     bench, decode = await transferring(early=False)
     bench.tokens(decode, "r", [5])
     bench.fleet.remove(decode)

@@ -22,7 +22,7 @@ def measured(bench, tokens_per_s):
     bench.fleet.take_load(load, time.monotonic())
 
 
-async def test_prompts_that_are_computed_together_do_not_understate_the_pool():
+async def test_batched_prompts_do_not_understate_prefill_speed():
     bench = Bench()
     measured(bench, tokens_per_s=4000.0)
     await prefilled_together(bench, "abcd", seconds=1.0)  # four of 1000 tokens in one second
@@ -31,7 +31,7 @@ async def test_prompts_that_are_computed_together_do_not_understate_the_pool():
     assert predictor.backlog_s(QueueDepth(8, 8000, 0), 2) == pytest.approx(1.0)
 
 
-async def test_a_prefix_that_many_prompts_bring_at_once_is_offered_once():
+async def test_simultaneous_shared_prefix_counts_once():
     bench = Bench()
     bench.prefixes.take_events(PrefixEvents("d0", 1, stored=[999]), 0.0)  # without any, nobody looks at keys
     for name in "abcd":
@@ -39,7 +39,7 @@ async def test_a_prefix_that_many_prompts_bring_at_once_is_offered_once():
     assert bench.router.learning.offered.prefill_tokens == 5000 + 3 * (5000 - 4096)
 
 
-async def test_nothing_is_learned_of_a_worker_that_has_measured_nothing():
+async def test_unmeasured_worker_teaches_nothing():
     bench = Bench()
     before = bench.router.learning.predictor.prefill_s(1000)
     await prefilled_together(bench, "ab", seconds=1.0)

@@ -57,7 +57,7 @@ def only(bench, worker_id):
         bench.fleet.workers[name].connected = name == worker_id
 
 
-async def test_after_a_crash_suspects_are_tried_by_as_many_workers_as_there_are():
+async def test_each_worker_tries_one_suspect():
     """So nobody waits for more than a share of the others; that no two meet on a worker, the worker sees to."""
     bench = CrashBench()
     names = "abcdefgh"
@@ -78,7 +78,7 @@ async def test_after_a_crash_suspects_are_tried_by_as_many_workers_as_there_are(
     bench.assert_no_leaks()
 
 
-async def test_after_a_crash_each_goes_on_alone_until_it_has_a_token():
+async def test_suspect_runs_alone_until_its_first_token():
     bench = CrashBench()
     await all_on_one_worker(bench, "a", "b", "c")
     only(bench, "d1")
@@ -95,7 +95,7 @@ async def test_after_a_crash_each_goes_on_alone_until_it_has_a_token():
     bench.assert_no_leaks()
 
 
-async def test_what_crashes_its_engine_while_alone_fails_and_the_others_go_on():
+async def test_suspect_that_crashes_alone_fails_and_others_continue():
     bench = CrashBench()
     await all_on_one_worker(bench, "poison", "a", "b")
     await bench.crash("d0")
@@ -113,7 +113,7 @@ async def test_what_crashes_its_engine_while_alone_fails_and_the_others_go_on():
     assert set(bench.router.requests) == {"a", "b", "new"}
 
 
-async def test_the_only_one_in_two_crashes_is_guilty_even_when_not_alone():
+async def test_only_request_of_two_crashes_is_guilty():
     bench = CrashBench()
     await all_on_one_worker(bench, "poison")
     bench.tokens("d0", "poison", [1])
@@ -128,7 +128,7 @@ async def test_the_only_one_in_two_crashes_is_guilty_even_when_not_alone():
     assert bystanders <= set(bench.router.requests)
 
 
-async def test_a_prompt_that_another_engine_has_computed_is_no_suspect():
+async def test_prompt_computed_elsewhere_is_no_suspect():
     bench = CrashBench()
     for name in ("one", "two"):
         await bench.router.submit(FakeRequest(name))
@@ -140,7 +140,7 @@ async def test_a_prompt_that_another_engine_has_computed_is_no_suspect():
     assert not any(active.suspect for active in bench.router.requests.values())
 
 
-async def test_nothing_is_sent_to_a_worker_whose_engine_has_crashed():
+async def test_crashed_worker_gets_no_requests():
     bench = CrashBench()
     await all_on_one_worker(bench, "a")
     for name in ("d1", "d2", "d3"):
@@ -153,7 +153,7 @@ async def test_nothing_is_sent_to_a_worker_whose_engine_has_crashed():
     assert bench.on("d0") == set(), "though it is still in the registry"
 
 
-async def test_crashes_are_not_counted_against_the_attempts_of_bystanders():
+async def test_crash_costs_bystanders_no_attempt():
     bench = CrashBench(max_attempts=1)
     await all_on_one_worker(bench, "a", "b")
     await bench.crash("d0")
@@ -164,7 +164,7 @@ async def test_crashes_are_not_counted_against_the_attempts_of_bystanders():
     bench.assert_no_leaks()
 
 
-async def test_one_that_is_alone_and_slow_does_not_hold_the_others_up_for_ever():
+async def test_slow_trial_does_not_block_other_suspects():
     bench = CrashBench()
     await all_on_one_worker(bench, "slow", "a")
     only(bench, "d1")
@@ -177,7 +177,7 @@ async def test_one_that_is_alone_and_slow_does_not_hold_the_others_up_for_ever()
     assert bench.where("a") is not None
 
 
-async def test_a_crash_of_the_prefill_engine_counts_for_what_it_computed():
+async def test_prefill_crash_suspects_its_prompts():
     bench = CrashBench()
     await bench.router.submit(FakeRequest("poison"))
     bench.claim("poison")
@@ -188,7 +188,7 @@ async def test_a_crash_of_the_prefill_engine_counts_for_what_it_computed():
     bench.assert_no_leaks()
 
 
-async def test_who_is_repeated_is_not_guilty_where_a_request_of_another_frontend_may_be():
+async def test_repeated_suspect_is_not_guilty_if_another_frontend_may_be():
     bench = CrashBench()
     await all_on_one_worker(bench, "a")
     for attempt in (2, 3):
@@ -199,7 +199,7 @@ async def test_who_is_repeated_is_not_guilty_where_a_request_of_another_frontend
     bench.assert_no_leaks()
 
 
-async def test_nobody_is_suspected_of_a_crash_whose_cause_is_a_suspect_of_another_frontend():
+async def test_suspect_of_another_frontend_clears_ours():
     bench = CrashBench()
     await all_on_one_worker(bench, "a", "b")
     for name in "ab":
@@ -209,7 +209,7 @@ async def test_nobody_is_suspected_of_a_crash_whose_cause_is_a_suspect_of_anothe
     assert not any(active.crashes or active.suspect for active in bench.router.requests.values())
 
 
-async def test_who_had_answered_goes_on_at_once_and_is_a_suspect_of_a_second_crash():
+async def test_answering_request_continues_and_is_suspect_of_second_crash():
     bench = CrashBench()
     await all_on_one_worker(bench, "a", "b", "new")
     for name in "ab":
@@ -234,7 +234,7 @@ async def test_who_had_answered_goes_on_at_once_and_is_a_suspect_of_a_second_cra
     assert [bench.where(name) is not None for name in "ab"] == [True, False], "one after the other"
 
 
-async def test_who_crashes_an_engine_where_nobody_else_may_be_the_cause_is_guilty_then():
+async def test_sole_possible_cause_is_guilty():
     bench = CrashBench()
     await all_on_one_worker(bench, "poison")
     await bench.crash("d0", others=1)

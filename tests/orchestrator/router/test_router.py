@@ -49,7 +49,7 @@ async def test_a_long_prompt_is_queued_and_bound_only_when_claimed():
 @pytest.mark.parametrize(
     ("error", "reason"), [(RedisAway("gone"), "queue_unavailable"), (QueueFull("full"), "queue_full")]
 )
-async def test_a_queue_that_refuses_means_local(error, reason):
+async def test_refused_enqueue_prefills_locally(error, reason):
     bench = Bench()
     bench.queue.error = error
     await bench.router.submit(FakeRequest("r"))
@@ -63,7 +63,7 @@ async def test_requests_that_cannot_go_remote_stay_local():
     assert bench.router.requests["r"].placed.reason == "prompt_logprobs" and not bench.queue.jobs
 
 
-async def test_a_claim_that_does_not_come_ends_in_local_prefill():
+async def test_claim_timeout_prefills_locally():
     bench = Bench(claim_timeout_s=0.05)
     await bench.router.submit(FakeRequest("r"))
     bench.router.check(time.monotonic())
@@ -77,7 +77,7 @@ async def test_a_claim_that_does_not_come_ends_in_local_prefill():
     assert len(bench.submits()) == 1
 
 
-async def test_losing_redis_moves_what_is_queued_to_local():
+async def test_lost_redis_moves_queued_requests_to_local():
     bench = Bench()
     await bench.router.submit(FakeRequest("r"))
     bench.queue.depth = None
@@ -87,7 +87,7 @@ async def test_losing_redis_moves_what_is_queued_to_local():
     assert bench.router.requests["r"].retries == ["queue_unavailable"]
 
 
-async def test_losing_the_last_prefill_worker_moves_what_is_queued_to_local():
+async def test_lost_prefill_workers_move_queued_requests_to_local():
     bench = Bench()
     bench.add_worker("p1", Role.PREFILL)
     await bench.router.submit(FakeRequest("r"))
@@ -103,7 +103,7 @@ async def test_losing_the_last_prefill_worker_moves_what_is_queued_to_local():
 
 
 @pytest.mark.parametrize("gone", [{"state": WorkerState.DRAINING}, {"role": Role.DECODE}])
-async def test_what_is_queued_for_a_worker_that_claims_no_more_goes_local(gone, monkeypatch):
+async def test_queued_requests_go_local_when_no_worker_claims(gone, monkeypatch):
     monkeypatch.setattr("orchestrator.router.router.CHECK_S", 0.01)
     bench = Bench()
     await bench.router.submit(FakeRequest("r"))
@@ -134,7 +134,7 @@ async def test_duplicate_claims_bind_once():
     assert len(bench.submits()) == 1
 
 
-async def test_failed_prefill_is_done_locally_and_the_old_attempt_fenced():
+async def test_failed_prefill_is_retried_locally_and_fenced():
     bench = Bench()
     await bench.router.submit(FakeRequest("r"))
     bench.claim("r")
@@ -160,7 +160,7 @@ async def test_a_rejected_submission_goes_to_another_worker():
     assert bench.bound_to() != first
 
 
-async def test_workers_that_leave_cost_a_request_no_attempt_and_are_asked_in_turns():
+async def test_leaving_workers_cost_no_attempt_and_take_turns():
     bench = Bench()
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
     asked = []
@@ -176,7 +176,7 @@ async def test_workers_that_leave_cost_a_request_no_attempt_and_are_asked_in_tur
     bench.assert_no_leaks()
 
 
-async def test_an_invalid_request_fails_at_once_instead_of_touring_the_fleet():
+async def test_invalid_request_fails_at_once():
     bench = Bench()
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
     bench.say(bench.bound_to(), Rejected("r", 1, bench.bound_to(), "no such parameter", final=True))
@@ -185,7 +185,7 @@ async def test_an_invalid_request_fails_at_once_instead_of_touring_the_fleet():
     bench.assert_no_leaks()
 
 
-async def test_a_dead_decode_worker_is_continued_elsewhere_from_the_tokens_sent():
+async def test_dead_decode_worker_request_continues_from_sent_tokens():
     bench = Bench()
     await bench.router.submit(FakeRequest("r"))
     bench.claim("r")
@@ -202,7 +202,7 @@ async def test_a_dead_decode_worker_is_continued_elsewhere_from_the_tokens_sent(
     bench.assert_no_leaks()
 
 
-async def test_a_stop_string_that_is_met_while_another_worker_is_looked_for_ends_the_answer():
+async def test_stop_string_ends_answer_during_retry():
     """The token that completed it was on its way to the client when its worker was lost."""
     bench = Bench()
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
@@ -217,7 +217,7 @@ async def test_a_stop_string_that_is_met_while_another_worker_is_looked_for_ends
     bench.assert_no_leaks()
 
 
-async def test_what_cannot_be_continued_fails_visibly():
+async def test_non_resumable_request_fails_visibly():
     bench = Bench()
     await bench.router.submit(FakeRequest("r", prompt_tokens=10, resumable=False))
     first = bench.bound_to()
@@ -229,7 +229,7 @@ async def test_what_cannot_be_continued_fails_visibly():
 
 
 @pytest.mark.parametrize("computed", [False, True])
-async def test_a_dead_prefill_worker_is_not_waited_for(computed):
+async def test_request_does_not_wait_for_dead_prefill_worker(computed):
     bench = Bench()
     await bench.router.submit(FakeRequest("r"))
     bench.claim("r")
@@ -249,7 +249,7 @@ async def test_a_dead_prefill_worker_is_not_waited_for(computed):
 
 
 @pytest.mark.parametrize("computed", [False, True])
-async def test_a_prefill_worker_that_is_quiet_is_not_waited_for(computed):
+async def test_request_does_not_wait_for_quiet_prefill_worker(computed):
     bench = Bench()
     await bench.router.submit(FakeRequest("r"))
     bench.claim("r")
@@ -265,7 +265,7 @@ async def test_a_prefill_worker_that_is_quiet_is_not_waited_for(computed):
     assert "p0" in bench.fleet.workers  # silence is no death
 
 
-async def test_what_waits_in_the_queue_does_not_wait_for_prefill_workers_that_are_all_quiet():
+async def test_queued_requests_go_local_when_all_prefill_workers_are_quiet():
     bench = Bench()
     await bench.router.submit(FakeRequest("r"))
     bench.fleet.workers["p0"].mark_quiet()
@@ -277,7 +277,7 @@ async def test_what_waits_in_the_queue_does_not_wait_for_prefill_workers_that_ar
 
 
 @pytest.mark.parametrize("resumable", [True, False])
-async def test_a_quiet_decode_worker_is_left_by_whom_another_can_continue(resumable):
+async def test_resumable_requests_leave_quiet_decode_worker(resumable):
     bench = Bench()
     await bench.router.submit(FakeRequest("r", prompt_tokens=10, resumable=resumable))
     quiet = bench.bound_to()
@@ -291,7 +291,7 @@ async def test_a_quiet_decode_worker_is_left_by_whom_another_can_continue(resuma
     assert bench.submits()[-1][1].resume_tokens == [1, 2] and len(bench.submits()) == 1 + resumable
 
 
-async def test_a_quiet_worker_takes_no_request_until_it_is_heard():
+async def test_quiet_worker_gets_no_request_until_it_reports():
     bench = Bench()
     bench.fleet.workers["d0"].mark_quiet()
     for name in "abc":
@@ -302,7 +302,7 @@ async def test_a_quiet_worker_takes_no_request_until_it_is_heard():
     assert bench.bound_to() == "d0"
 
 
-async def test_where_all_decode_workers_are_quiet_nobody_moves_and_new_requests_are_taken():
+async def test_requests_stay_when_all_decode_workers_are_quiet():
     bench = Bench()
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
     for worker_id in ("d0", "d1"):
@@ -314,7 +314,7 @@ async def test_where_all_decode_workers_are_quiet_nobody_moves_and_new_requests_
     assert bench.fleet.ready(Role.DECODE) == 2
 
 
-async def test_what_a_connection_that_broke_may_have_lost_is_begun_anew():
+async def test_reset_connection_restarts_its_requests():
     """A token that was on its way is nowhere: the answer goes on from those that came."""
     bench = Bench()
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
@@ -328,7 +328,7 @@ async def test_what_a_connection_that_broke_may_have_lost_is_begun_anew():
 
 
 @pytest.mark.parametrize("full", [False, True])
-async def test_kv_that_does_not_come_though_there_is_room_is_not_waited_for(full):
+async def test_late_kv_is_retried_when_there_is_room(full):
     bench = Bench()
     await bench.router.submit(FakeRequest("r"))
     bench.claim("r")
@@ -347,7 +347,7 @@ async def test_kv_that_does_not_come_though_there_is_room_is_not_waited_for(full
 @pytest.mark.parametrize(
     ("state", "why"), [(JobState.ABSENT, "job_lost"), (JobState.CLAIMED, "claimer_unheard"), (JobState.WAITING, None)]
 )
-async def test_jobs_that_are_lost_or_whose_claimer_is_not_heard_are_not_waited_for(state, why):
+async def test_lost_jobs_and_unreported_claims_are_retried(state, why):
     bench = Bench()
     await bench.router.submit(FakeRequest("r"))
     bench.queue.known["r"] = state
@@ -360,7 +360,7 @@ async def test_jobs_that_are_lost_or_whose_claimer_is_not_heard_are_not_waited_f
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
-async def test_an_engine_that_gives_up_is_not_the_clients_problem(reason):
+async def test_engine_abort_is_retried(reason):
     bench = Bench()
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
     bench.tokens(bench.bound_to(), "r", [], finish=reason)
@@ -368,7 +368,7 @@ async def test_an_engine_that_gives_up_is_not_the_clients_problem(reason):
     assert bench.received() == [] and bench.submits()[-1][1].attempt == 2
 
 
-async def test_outputs_that_cannot_be_read_leave_no_gap_in_anybodys_answer(monkeypatch):
+async def test_unreadable_outputs_leave_no_gap_in_answers(monkeypatch):
     bench = Bench()
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
     worker = bench.bound_to()
@@ -388,7 +388,7 @@ async def test_outputs_that_cannot_be_read_leave_no_gap_in_anybodys_answer(monke
     bench.assert_no_leaks()
 
 
-async def test_a_defect_while_moving_a_request_ends_it_visibly(monkeypatch):
+async def test_defect_in_retry_fails_request(monkeypatch):
     bench = Bench()
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
 
@@ -404,7 +404,7 @@ async def test_a_defect_while_moving_a_request_ends_it_visibly(monkeypatch):
     bench.assert_no_leaks()
 
 
-async def test_attempts_are_bounded():
+async def test_max_attempts_bounds_retries():
     bench = Bench(max_attempts=2)
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
     for attempt in (1, 2):
@@ -426,7 +426,7 @@ async def test_an_accepted_request_waits_for_a_worker_to_come_back():
     assert bench.submits()[-1][1].attempt == 2
 
 
-async def test_waiting_for_a_worker_has_an_end():
+async def test_wait_for_worker_times_out():
     bench = Bench(placement_timeout_s=0.01)
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
     for name in ("d0", "d1"):
@@ -456,7 +456,7 @@ async def test_no_decode_worker_refuses_with_503_and_a_full_fleet_with_429():
     bench.assert_no_leaks()
 
 
-async def test_without_a_decode_worker_requests_wait_for_the_prefill_worker_that_becomes_one():
+async def test_requests_wait_for_prefill_worker_that_becomes_decode():
     bench = Bench()
     for name in ("d0", "d1"):
         bench.fleet.remove(name)
@@ -475,7 +475,7 @@ async def test_without_a_decode_worker_requests_wait_for_the_prefill_worker_that
     bench.assert_no_leaks()
 
 
-async def test_the_wait_for_a_decode_worker_has_an_end_too():
+async def test_wait_for_decode_worker_times_out():
     bench = Bench(placement_timeout_s=0.15)
     for name in ("d0", "d1"):
         bench.fleet.remove(name)
@@ -486,7 +486,7 @@ async def test_the_wait_for_a_decode_worker_has_an_end_too():
     bench.assert_no_leaks()
 
 
-async def test_an_engine_that_cannot_decode_is_not_waited_for():
+async def test_request_does_not_wait_for_engine_that_cannot_decode():
     bench = Bench()
     for name in ("d0", "d1"):
         bench.fleet.remove(name)
@@ -496,7 +496,7 @@ async def test_an_engine_that_cannot_decode_is_not_waited_for():
         bench.router.check_admission()
 
 
-async def test_an_unreachable_worker_is_passed_over():
+async def test_unreachable_worker_is_skipped():
     bench = Bench()
     bench.transport.unreachable = {"d0"}
     for i in range(4):
@@ -504,7 +504,7 @@ async def test_an_unreachable_worker_is_passed_over():
     assert {worker for worker, _ in bench.submits()} == {"d1"}
 
 
-async def test_what_could_not_be_sent_is_not_counted_against_a_worker():
+async def test_unsent_request_is_not_counted_as_load():
     bench = Bench()
     bench.transport.unreachable = {"d0"}
     for number in range(3):
@@ -514,7 +514,7 @@ async def test_what_could_not_be_sent_is_not_counted_against_a_worker():
     assert bench.fleet.workers["d1"].candidate.waiting == 3
 
 
-async def test_an_abort_reaches_everybody_who_holds_something():
+async def test_abort_reaches_queue_and_both_workers():
     bench = Bench()
     await bench.router.submit(FakeRequest("queued"))
     await bench.router.submit(FakeRequest("bound"))
@@ -541,7 +541,7 @@ async def test_a_request_that_stalls_is_started_elsewhere():
     assert bench.bound_to() != first
 
 
-async def test_a_burst_does_not_herd_onto_the_worker_that_looked_emptiest():
+async def test_burst_spreads_over_workers():
     bench = Bench()
     for name, free in (("d0", 1000), ("d1", 990)):
         load = WorkerLoad(name, 1, 1000, free, running=0, waiting=0, waiting_tokens=0, step_ms=1.0)
@@ -552,7 +552,7 @@ async def test_a_burst_does_not_herd_onto_the_worker_that_looked_emptiest():
     assert 7 <= placed.count("d1") <= 13
 
 
-async def test_stages_are_learned_from(monkeypatch):
+async def test_stage_times_are_learned(monkeypatch):
     bench = Bench()
     predictor = bench.router.learning.predictor
     bench.fleet.take_load(WorkerLoad("p0", 1, 1000, 1000, 0, 0, 0, 1.0, prefill_tokens_per_s=250.0), time.monotonic())
@@ -568,7 +568,7 @@ async def test_stages_are_learned_from(monkeypatch):
     assert "p0" not in predictor.coefficients().prefill_s
 
 
-async def test_cost_placement_keeps_a_prompt_from_a_queue_that_would_take_longer():
+async def test_cost_placement_avoids_slow_queue():
     bench = Bench(remote_prefill_min_tokens=None)
     bench.queue.depth = QueueDepth(50, 20_000, 1)
     await bench.router.submit(FakeRequest("r"))
@@ -604,7 +604,7 @@ async def test_a_queued_request_is_prefilled_locally_once_that_is_sooner():
     bench.assert_no_leaks()
 
 
-async def test_requests_that_are_recalled_together_share_the_decode_workers():
+async def test_recalled_requests_share_decode_workers():
     bench = Bench(remote_prefill_min_tokens=None)
     _transfers_are_quick(bench)
     for number in range(5):
@@ -618,7 +618,7 @@ async def test_requests_that_are_recalled_together_share_the_decode_workers():
 
 
 @pytest.mark.parametrize("admission", ["reject", "queue"])
-async def test_a_request_that_cannot_be_in_time_is_refused_or_deferred_as_configured(admission):
+async def test_late_request_is_refused_or_deferred_as_configured(admission):
     bench = Bench(slo={"ttft_s": 0.5, "admission": admission})
     bench.queue.depth = QueueDepth(50, 20_000, 1)
     if admission == "reject":
@@ -631,7 +631,7 @@ async def test_a_request_that_cannot_be_in_time_is_refused_or_deferred_as_config
         assert bench.queue.jobs[0].delay_s > LATE_OBJECTIVES * 0.5
 
 
-async def test_offered_load_counts_each_request_once_and_those_refused_too():
+async def test_offered_load_counts_every_request_once():
     bench = Bench(max_waiting_per_worker=1)
     await bench.router.submit(FakeRequest("a", 300, max_new_tokens=40))
     bench.claim("a")
@@ -651,7 +651,7 @@ async def test_offered_load_counts_each_request_once_and_those_refused_too():
     assert offered.prefill_tokens2 == 300.0**2 + 500**2 + 100**2 + 300**2
 
 
-async def test_length_and_priority_decide_the_place_in_the_queue():
+async def test_length_and_priority_set_queue_score():
     bench = Bench(slo={"ttft_s": 3.0, "admission": "off"}, queue={"weight": 4.0, "seconds_per_token": 0.001})
     for request_id, prompt_tokens, priority in (("a", 1000, 0), ("b", 1000, -2), ("c", 3000, 0)):
         await bench.router.submit(FakeRequest(request_id, prompt_tokens, priority=priority))
@@ -660,7 +660,7 @@ async def test_length_and_priority_decide_the_place_in_the_queue():
     assert c - a == pytest.approx(8.0)
 
 
-async def test_length_and_priority_decide_the_place_in_an_engine_and_received_kv_has_the_first():
+async def test_length_and_priority_set_engine_delay():
     bench = Bench(slo={"ttft_s": 3.0, "admission": "off"}, queue={"seconds_per_token": 0.001})
     for request_id, prompt_tokens, priority in (("a", 20, 0), ("b", 20, -2), ("c", 90, 0)):
         await bench.router.submit(FakeRequest(request_id, prompt_tokens, priority=priority))
@@ -678,7 +678,7 @@ def test_every_state_can_be_left_or_is_an_end():
     assert reached == set(State) and set(SUCCESSORS) == set(State)
 
 
-async def test_no_deadline_runs_while_a_pause_has_frozen_the_fleet():
+async def test_frozen_fleet_stops_deadlines():
     bench = Bench(stall_timeout_s=5.0, claim_timeout_s=5.0)
     await bench.router.submit(FakeRequest("frozen", prompt_tokens=10))
     await bench.router.submit(FakeRequest("queued"))
@@ -694,7 +694,7 @@ async def test_no_deadline_runs_while_a_pause_has_frozen_the_fleet():
     assert [active.attempt for active in bench.router.requests.values()] == [2, 2]
 
 
-async def test_deadlines_run_while_a_pause_waits_for_what_runs():
+async def test_waiting_pause_keeps_deadlines():
     bench = Bench(stall_timeout_s=5.0)
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
     bench.fleet.pause.note("d0", PauseState(1, "wait"))

@@ -21,7 +21,7 @@ def hit_tokens(side):
     return counted("pd_prefix_hit_tokens", side=side)
 
 
-async def test_a_prompt_that_a_decode_worker_holds_is_short():
+async def test_prompt_cached_at_decode_is_short():
     bench = bench_with({"d1": 60})
     before = hit_tokens("local")
     await bench.router.submit(FakeRequest("r", keys=KEYS))
@@ -34,7 +34,7 @@ async def test_a_prompt_that_a_decode_worker_holds_is_short():
     assert candidate.placed_tokens == 40 and candidate.blocks_free == 1000 - 63
 
 
-async def test_a_prompt_that_only_prefill_workers_hold_goes_where_they_are_with_what_they_hold():
+async def test_prompt_cached_at_prefill_goes_remote_with_its_hits():
     held = {"p0": 40, "p1": 50, "p2": 10, "p3": 40, "p4": 40}
     bench = bench_with(held | {"d0": 10})
     for name in ("p1", "p2", "p3", "p4"):
@@ -50,7 +50,7 @@ async def test_a_prompt_that_only_prefill_workers_hold_goes_where_they_are_with_
     assert bench.router.requests["r"].cached_tokens == 784 and hit_tokens("prefill") == before + 784
 
 
-async def test_what_is_cached_on_workers_that_left_counts_nothing():
+async def test_caches_of_departed_workers_count_nothing():
     bench = bench_with({"d1": 60, "p0": 60})
     bench.fleet.remove("p0")
     bench.prefixes.forget("d1")
@@ -70,7 +70,7 @@ async def test_hits_are_looked_up_again_when_a_job_is_claimed():
     assert bench.fleet.workers["d1"].candidate.placed_tokens == 0
 
 
-async def test_a_retry_believes_nothing_of_the_worker_it_left():
+async def test_retry_ignores_cache_of_failed_worker():
     bench = bench_with({"d1": 60})
     await bench.router.submit(FakeRequest("r", keys=KEYS))
     bench.say("d1", Rejected("r", 1, "d1", "draining"))
@@ -79,7 +79,7 @@ async def test_a_retry_believes_nothing_of_the_worker_it_left():
     assert worker == "d0" and submit.cached_tokens == 0
 
 
-async def test_of_a_large_fleet_the_workers_with_a_hit_are_considered():
+async def test_large_fleet_considers_workers_with_hit():
     bench = Bench(decode_choice="kv_prefix")
     for number in range(200):
         name = f"n{number}"
@@ -91,13 +91,13 @@ async def test_of_a_large_fleet_the_workers_with_a_hit_are_considered():
     assert bench.bound_to() == "n170" and bench.submits()[0][1].cached_tokens == 62 * 16
 
 
-async def test_without_anything_cached_no_keys_are_computed():
+async def test_empty_index_computes_no_keys():
     bench = Bench()
     await bench.router.submit(FakeRequest("r", keys=KEYS))
     assert bench.router.requests["r"].parsed.prefix_keys == []
 
 
-async def test_the_expected_output_follows_what_requests_put_out():
+async def test_expected_output_follows_ended_requests():
     bench = Bench()
     assert isinstance(bench.choose, KVBlocks)
     before = bench.choose.expected_output_tokens
@@ -107,7 +107,7 @@ async def test_the_expected_output_follows_what_requests_put_out():
     assert bench.choose.expected_output_tokens < before / 4
 
 
-async def test_what_prompts_share_with_those_before_is_counted_for_the_ratio():
+async def test_shared_prefixes_are_counted_for_ratio():
     bench = bench_with({"d1": 1})
     await bench.router.submit(FakeRequest("a", keys=KEYS))
     await bench.router.submit(FakeRequest("b", keys=KEYS[:40] + list(range(100, 122))))

@@ -24,7 +24,7 @@ def question(load=PROMPTS) -> Question:
     return Question(load, CPU, SLOConfig(ttft_s=8.0, tpot_s=0.2), SHIPPED)
 
 
-def test_every_split_the_automatic_one_and_the_fields_ways_are_tried():
+def test_every_split_and_every_policy_is_tried():
     assert splits(4) == [0, 1, 2, 3] and splits(1) == [0]
     assert len(splits(64)) == 17 and (splits(64)[0], splits(64)[-1]) == (0, 63)
     named = [str(option) for option in fleet_options(4)]
@@ -33,7 +33,7 @@ def test_every_split_the_automatic_one_and_the_fields_ways_are_tried():
     assert [str(option) for option in fleet_options(1)] == ["0P1D (aggregated)", "automatic, from 0P1D"]
 
 
-def test_the_best_way_is_ours_and_of_equal_ones_the_automatic():
+def test_best_option_is_ours_and_automatic_wins_ties():
     found = [outcome(question(), option, 0.5) for option in fleet_options(2)]
     assert {one.score for one in found if one.option.policy.startswith("ours")} == {1.0}
     assert best(found).option.policy == "ours"
@@ -44,7 +44,7 @@ def test_a_goodput_is_found_for_each_share():
     assert list(found.goodput) == [0.9, 0.95, 0.99] and found.score > 0
 
 
-def test_the_least_number_of_workers_attains_and_one_less_does_not():
+def test_fewest_workers_attain_and_one_fewer_does_not():
     simulated = []
     option = fewest(question(), 1.0, 0.9, 16, 0.0, lambda: simulated.append(1))
     assert option is not None and option.prefill == 0 and 1 < option.decode < 16 and len(simulated) <= 5

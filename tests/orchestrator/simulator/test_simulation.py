@@ -50,7 +50,7 @@ def test_one_request_alone_takes_what_the_formula_says():
     assert_no_leaks(sim)
 
 
-def test_prefills_token_comes_before_the_transfer_and_ends_nothing_later():
+def test_prefill_token_comes_before_transfer():
     load = Load("one", [Arrival(0.0, 1000, 101)])
     early, late = [
         simulate(load, "field:round_robin", 1, 1, kv={"transfer": "whole"}, routing={"first_token": way}).run()
@@ -119,7 +119,7 @@ def test_a_killed_worker_loses_no_request(victim):
     assert_no_leaks(sim)
 
 
-def test_a_fleet_that_has_fallen_behind_keeps_what_it_has_cached_and_catches_up():
+def test_overloaded_fleet_keeps_caches_and_catches_up():
     attained = []
     for seed in range(5):  # with engines in order of arrival these attain 0, 74 and 97 to 99%
         load = at_rate(synthetic("agents", 3500, seed), 31.0)
@@ -137,7 +137,7 @@ def test_the_ratio_follows_the_load():
     assert_no_leaks(sim)
 
 
-def test_nobody_waits_for_one_prefill_worker_while_decode_workers_have_room():
+def test_requests_use_free_decode_workers():
     """The load is eight times what the one prefill worker can serve, but the whole fleet can serve it."""
     load = at_rate(Load("long", [Arrival(float(n), 4000, 50) for n in range(400)]), 8)
     sim = simulate(load, "ours:fixed", prefill=1, decode=15).run()

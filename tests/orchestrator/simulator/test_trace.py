@@ -83,7 +83,7 @@ def test_a_piece_of_a_longer_trace_begins_with_its_first_request(tmp_path):
     assert twice[10].at - twice[9].at < 10
 
 
-def test_made_loads_stay_what_they_are_when_they_are_cut_or_scaled():
+def test_synthetic_loads_can_be_cut_and_scaled():
     """Think times and bursts have the same seconds at every rate."""
     load = synthetic("chat", 400)
     changed = first(scaled(load, 0.5), 300)
@@ -96,7 +96,7 @@ def test_made_loads_stay_what_they_are_when_they_are_cut_or_scaled():
     assert [a.at for a in fast.arrivals] != [a.at for a in squeezed.arrivals]
 
 
-def test_a_made_load_without_requests_is_refused():
+def test_synthetic_load_without_requests_is_refused():
     """With only four calls of agents, some seeds have none within the load's time."""
     made, refused = [], []
     for seed in range(40):
@@ -120,7 +120,7 @@ def test_bursts_last_as_long_at_any_rate():
 
 
 @pytest.mark.parametrize("name", ["chat", "agents"])
-def test_sessions_grow_by_what_was_said(name):
+def test_sessions_grow_by_prompt_and_answer(name):
     load = at_rate(synthetic(name, 2000, seed=1), 20)
     assert len(load.arrivals) == 2000 and load.rate == pytest.approx(20, rel=0.15)
     # The rate does not squeeze think times, so most requests continue an earlier one.

@@ -16,7 +16,7 @@ from orchestrator.types import Role
 SENT = {"ping", "info", "fcall", "function|load", "subscribe", "hget", "hgetall"}
 
 
-def test_the_documented_rule_allows_what_is_used_and_no_more():
+def test_documented_acl_allows_only_used_commands():
     functions = QUEUE.text + REGISTRY.text
     called = {name.lower() for name in re.findall(r"(?:call|try)\('([A-Z]+)'", functions)}
     allowed = {word[1:] for word in documented_rule("n", "p") if word.startswith("+")}
@@ -40,7 +40,7 @@ async def fleet(server):
     await admin.aclose()
 
 
-async def test_a_job_and_a_member_live_under_it(fleet):
+async def test_queue_and_registry_work_under_acl(fleet):
     queue, registry = PrefillQueue(fleet, "mine", queue_config(max_deliveries=1)), Registry(fleet, "mine")
     await registry.refresh_frontend(Frontend("f1", "http://h", "1"), 5.0)
     await registry.set_desired(1, 1, "test")
@@ -72,7 +72,7 @@ async def test_a_job_and_a_member_live_under_it(fleet):
     ],
     ids=lambda command: command[0],
 )
-async def test_nothing_else_is_allowed(fleet, command):
+async def test_acl_allows_nothing_else(fleet, command):
     await PrefillQueue(fleet, "mine", queue_config()).depth()  # the functions are there
     with pytest.raises(RedisAway, match="permission|NOPERM|No permissions"):
         await fleet.execute_command(*command)

@@ -63,7 +63,7 @@ def gone(pid: int) -> bool:
 # ---- the client ------------------------------------------------------------------------------------------------
 
 
-async def test_every_answer_goes_to_its_own_caller(redis):
+async def test_answers_reach_their_callers(redis):
     async def one(number: int) -> None:
         await redis.set(f"k{number}", number)
         assert await redis.get(f"k{number}") == str(number).encode()
@@ -72,7 +72,7 @@ async def test_every_answer_goes_to_its_own_caller(redis):
     assert (await redis.info("clients"))["connected_clients"] == 1
 
 
-async def test_a_command_is_out_before_a_busy_process_computes_on(redis, server):
+async def test_command_is_sent_before_busy_loop_continues(redis, server):
     asking = asyncio.create_task(redis.set("k", "v"))
     for _ in range(2):  # turns of the loop
         await asyncio.sleep(0)
@@ -128,7 +128,7 @@ async def test_two_releases_on_one_server_call_their_own_functions(redis):
     assert await redis.call(QUEUE, "depth", "pd:{x}:") == [0, 0, 0]
 
 
-async def test_a_user_that_may_not_load_functions_is_told_what_to_allow(redis, server):
+async def test_missing_function_permission_names_acl(redis, server):
     await redis.execute_command("ACL SETUSER", "weak", "on", ">pw", "~*", "+@all", "-function")
     weak = await connect(server.url.replace("redis://", "redis://weak:pw@"), 2.0)
     with pytest.raises(RedisAway, match=r"refused FUNCTION LOAD: .*\+fcall and \+function\|load") as caught:
@@ -201,7 +201,7 @@ async def test_after_a_fail_over_the_new_primary_is_found_and_gets_the_functions
 
 
 @pytest.mark.parametrize("refusal", ["MOVED 1 h:1", "CLUSTERDOWN down", "MASTERDOWN no", "READONLY no", "LOADING it"])
-async def test_a_server_that_is_not_the_one_is_left(refusal):
+async def test_replaced_server_is_left(refusal):
     """One connection for each attempt; other refusals keep the connection."""
     connections = 0
 
@@ -311,7 +311,7 @@ async def test_passwords_are_masked_and_wrong_ones_refused(redis, server):
 ODD = ("redis://:seCr#eT@127.0.0.1:1", "redis://:seCr?eT@127.0.0.1:1", "redis://:s@seCr/eT@127.0.0.1:1")
 
 
-async def test_no_piece_of_a_password_with_a_slash_is_shown():
+async def test_password_with_slash_is_masked():
     """The mend is said: it is easily forgotten, and what base64 makes has slashes."""
     for url in ("redis://:seCr/eT@127.0.0.1:1", "redis+sentinel://u:12/eT@127.0.0.1:1/name", *ODD):
         with pytest.raises(RedisAway, match="a password's / is written %2F") as caught:
@@ -391,7 +391,7 @@ async def test_old_servers_are_refused():
 # ---- subscriptions ---------------------------------------------------------------------------------------------
 
 
-async def test_whoever_listens_can_be_cancelled_at_any_moment(redis):
+async def test_listener_can_be_cancelled_at_any_moment(redis):
     async def listen():
         async for _ in redis.listen("news"):
             pass
@@ -405,7 +405,7 @@ async def test_whoever_listens_can_be_cancelled_at_any_moment(redis):
         assert not left, f"cancelled after {turns} turns, it still listens"
 
 
-async def test_a_subscription_survives_restarts_and_says_when_it_missed_something(redis, server):
+async def test_subscription_survives_restart_and_reports_gap(redis, server):
     received = []
 
     async def listen():
@@ -461,7 +461,7 @@ async def test_the_embedded_server_starts_and_leaves_nothing(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"redis.log"}
 
 
-async def test_on_a_socket_it_has_no_port_and_nobody_else_may_open_it():
+async def test_embedded_server_socket_is_private():
     """Functions, the subscription and INFO work as over TCP."""
     folder = Path(tempfile.mkdtemp(prefix="pd-"))  # a path short enough for a socket
     embedded = EmbeddedRedis(on_socket=True)
@@ -486,7 +486,7 @@ async def test_on_a_socket_it_has_no_port_and_nobody_else_may_open_it():
         shutil.rmtree(folder)
 
 
-async def test_where_a_path_is_too_long_for_a_socket_it_takes_a_port(tmp_path):
+async def test_too_long_socket_path_falls_back_to_port(tmp_path):
     embedded = EmbeddedRedis(on_socket=True)
     url = await embedded.start(tmp_path / ("x" * 100))
     assert url.startswith("redis://127.0.0.1:") and embedded.reachable
@@ -502,7 +502,7 @@ async def test_a_taken_port_is_named(tmp_path):
             await EmbeddedRedis().start(tmp_path, port)
 
 
-async def test_somebody_elses_server_is_not_taken_for_ours(tmp_path):
+async def test_foreign_server_is_not_ours(tmp_path):
     other = EmbeddedRedis()
     url = await other.start(tmp_path)
     with pytest.raises(EmbeddedRedisError):
@@ -510,7 +510,7 @@ async def test_somebody_elses_server_is_not_taken_for_ours(tmp_path):
     await other.stop()
 
 
-async def test_the_embedded_server_dies_with_its_parent(tmp_path):
+async def test_embedded_server_dies_with_its_parent(tmp_path):
     program = (
         "import asyncio, pathlib, sys, time\n"
         "from orchestrator.launch.host.redis_server import EmbeddedRedis\n"

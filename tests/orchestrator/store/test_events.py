@@ -29,7 +29,7 @@ async def told(log: EventLog) -> list[tuple[str, str]]:
     return [(event.type, event.fields.get("id", "")) for event in await log.read()]
 
 
-async def test_the_registry_notes_who_comes_flips_and_goes(redis):
+async def test_registry_logs_join_flip_and_leave(redis):
     namespace = fresh_namespace()
     registry, log = Registry(redis, namespace), EventLog(redis, namespace)
     info = worker("w1")
@@ -56,7 +56,7 @@ async def test_a_worker_that_falls_silent_is_lost(redis):
     assert await told(log) == [("joined", "w1"), ("lost", "w1")]
 
 
-async def test_readers_go_on_where_they_were_and_the_stream_is_bounded(redis):
+async def test_readers_continue_and_stream_is_bounded(redis):
     namespace = fresh_namespace()
     log = EventLog(redis, namespace)
     assert await log.read() == []

@@ -218,7 +218,7 @@ async def test_a_cluster_whose_primary_dies_is_followed(cluster):
         await redis.aclose()
 
 
-async def test_who_waits_for_work_is_woken_where_the_keys_are(cluster):
+async def test_waiting_worker_is_woken_after_move(cluster):
     """One worker for each job: the queue counts who has heard it, and a node counts its own listeners only."""
     primary, replica = cluster
     redis = await connect(f"redis+cluster://{replica.address},{primary.address}", TIMEOUT_S)
@@ -258,7 +258,7 @@ async def test_one_address_of_a_cluster_leads_to_the_others(cluster):
         ("redis+sentinel://u:secret@h:port/s", "Port could not be cast"),
     ],
 )
-async def test_a_url_that_means_no_server_is_refused_by_its_part(url, why):
+async def test_invalid_url_is_refused_by_part(url, why):
     with pytest.raises(RedisAway, match=why) as caught:
         await connect(url, 1.0)
     assert "secret" not in str(caught.value)

@@ -21,7 +21,7 @@ async def levels(tmp_path):
         await redis.aclose()
 
 
-async def test_a_level_of_all_replaces_those_of_single_processes(levels):
+async def test_level_for_all_replaces_single_levels(levels):
     assert await levels.of("decode-0") is None
     await levels.set("WARNING")
     await levels.set("DEBUG", "decode-0")

@@ -144,7 +144,7 @@ async def test_a_body_of_any_length_and_bytes_comes_back(make, length):
     assert claim.job.body == body
 
 
-async def test_a_server_out_of_memory_refuses_jobs_but_lets_go_of_those_it_has(make, redis):
+async def test_full_server_refuses_jobs_and_releases_old_ones(make, redis):
     queue = make()
     for request_id in "abcd":
         await queue.enqueue(job(request_id))
@@ -166,7 +166,7 @@ async def test_a_server_out_of_memory_refuses_jobs_but_lets_go_of_those_it_has(m
 
 @pytest.mark.parametrize("lost", ["queue", "leases"])
 @pytest.mark.parametrize("damage", [lambda redis, key: redis.delete(key), lambda redis, key: redis.set(key, "x")])
-async def test_a_job_whose_place_or_lease_was_lost_is_absent_and_can_be_queued_again(make, redis, lost, damage):
+async def test_job_without_place_or_lease_is_absent(make, redis, lost, damage):
     queue = make()
     for name in ("claimed", "waiting"):
         await queue.enqueue(job(name))
@@ -217,7 +217,7 @@ async def test_without_a_cached_prefix_in_the_window_jobs_are_claimed_at_once(ma
     assert claims == [] and [job.request_id for job in window] == ["r2", "r3", "r4"]
 
 
-async def test_a_window_says_what_is_cached_here_and_most_elsewhere(make, claimers, redis):
+async def test_window_has_cached_tokens_here_and_elsewhere(make, claimers, redis):
     queue = make()
     await claimers("w", "w2", "w3")
     await claimers("drains", state="draining")
@@ -238,7 +238,7 @@ async def test_a_window_says_what_is_cached_here_and_most_elsewhere(make, claime
     assert await queue.depth() == QueueDepth(3, 2050, 0), "looking takes nothing"
 
 
-async def test_where_nobody_claims_what_is_cached_jobs_are_claimed_in_order(make):
+async def test_unclaimed_cached_jobs_are_claimed_in_order(make):
     queue = make()
     await queue.enqueue(cached_job("a", gone=80))
     claims, window = await queue.claim("w", ALL, 9, 32, idle=True)
@@ -259,7 +259,7 @@ async def test_chosen_jobs_are_claimed_once_and_the_rest_stays(make):
     assert await ids(queue) == ["a"]
 
 
-async def test_an_idle_worker_that_lost_every_race_takes_the_head(make, redis):
+async def test_idle_worker_takes_head_after_lost_races(make, redis):
     queue = make()
     for request_id in "abcd":
         await queue.enqueue(job(request_id))
@@ -276,7 +276,7 @@ async def test_an_idle_worker_that_lost_every_race_takes_the_head(make, redis):
     assert await queue.depth() == QueueDepth(0, 0, 3)
 
 
-async def test_a_head_that_does_not_fit_is_shown_with_what_is_behind_it(make):
+async def test_window_shows_head_that_does_not_fit(make):
     queue = make()
     for request_id, tokens in (("a", 10), ("big", 500), ("b", 10), ("c", 10)):
         await queue.enqueue(job(request_id, tokens))
@@ -291,7 +291,7 @@ async def test_a_head_that_does_not_fit_is_shown_with_what_is_behind_it(make):
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("affine", [False, True])
-async def test_claims_are_those_of_the_policy_whatever_waits(make, claimers, redis, seed, affine):
+async def test_lua_claims_equal_policy(make, claimers, redis, seed, affine):
     """The simulator asks the policy for every claim; here the script alone makes most of them."""
     # So many seconds a token that what passes while this runs changes no order.
     random_, s_per_token, queue, seen = random.Random(seed), 1.0, make(), {}
@@ -354,7 +354,7 @@ async def test_a_window_drops_what_is_corrupt_or_orphaned(make, claimers, redis)
     assert await dropped(redis, queue) == {"corrupt": 1, "orphaned": 1}
 
 
-async def test_a_window_with_an_id_that_is_no_text_is_claimed_in_order_which_drops_it(make, claimers, redis):
+async def test_window_with_binary_id_drops_it(make, claimers, redis):
     queue, strange = make(), b"\xff\xfe"
     await claimers("w")
     await queue.enqueue(cached_job("a", w=50))
@@ -425,7 +425,7 @@ async def test_ack_forgets_the_job_for_good(make, redis):
     assert await queue.depth() == QueueDepth(0, 0, 0)
 
 
-async def test_claims_that_their_worker_never_heard_of_are_given_back(make):
+async def test_unreported_claims_are_released(make):
     queue = make()
     for name in ("known", "unheard", "others"):
         await queue.enqueue(job(name))
@@ -454,7 +454,7 @@ async def test_release_goes_back_to_the_old_place_and_costs_no_delivery(make):
     assert not await queue.release("w", "a", 1)
 
 
-async def test_what_goes_back_keeps_its_score(make, redis):
+async def test_returned_job_keeps_its_score(make, redis):
     queue = make()
     for request_id, delay_s in (("long", 900.0), ("short", 10.0)):
         await queue.enqueue(job(request_id, delay_s=delay_s))
@@ -467,7 +467,7 @@ async def test_what_goes_back_keeps_its_score(make, redis):
     assert before[0][0] == "short"
 
 
-async def test_renew_extends_and_names_what_is_lost(make, redis):
+async def test_renew_extends_leases_and_names_lost_ones(make, redis):
     queue = make(lease_s=30.0)
     await queue.enqueue(job("a"))
     await queue.enqueue(job("b"))
@@ -479,7 +479,7 @@ async def test_renew_extends_and_names_what_is_lost(make, redis):
     assert (await queue.sweep()).returned == ["b"]
 
 
-async def test_cancel_says_what_it_was(make):
+async def test_cancel_returns_job_state(make):
     queue = make()
     await queue.enqueue(job("a"))
     await queue.enqueue(job("b", attempt=2))
@@ -561,7 +561,7 @@ async def test_one_sweep_clears_many_orphans_of_a_long_queue(make, redis):
 
 @pytest.mark.parametrize("value", ["abc", "1.5", "", "-7"])
 @pytest.mark.parametrize("verb", ["enqueue", "claim", "cancel", "release"])
-async def test_a_counter_that_is_no_number_is_counted_afresh(make, redis, value, verb):
+async def test_invalid_counter_is_recounted(make, redis, value, verb):
     queue = make()
     for name in ("a", "b"):
         await queue.enqueue(job(name, tokens=100))
@@ -705,7 +705,7 @@ async def test_a_person_with_redis_cli_can_read_it(make, redis):
     assert fields[b"state"] == b"claimed" and fields[b"tokens"] == b"100" and fields[b"claimed_by"] == b"w"
 
 
-async def test_everything_is_in_one_cluster_slot_and_ends_by_itself(make, redis):
+async def test_keys_share_slot_and_expire(make, redis):
     queue = make()
     await queue.enqueue(job("a"))
     await queue.enqueue(job("b"))

@@ -201,7 +201,7 @@ async def test_waiting_ends_when_a_job_comes(queues):
     assert [claim.job.request_id for claim in await claim_head(queue, "w", ALL, 1)] == ["a"]
 
 
-async def test_a_job_that_comes_between_claiming_and_waiting_is_not_slept_through(queues):
+async def test_job_between_claim_and_wait_wakes_worker(queues):
     queue, other = await queues(), await queues()
     await queue.wait_for_work(10)
     assert await claim_head(queue, "w", ALL, 1) == []
@@ -209,7 +209,7 @@ async def test_a_job_that_comes_between_claiming_and_waiting_is_not_slept_throug
     assert await waits(queue, 30) < 15
 
 
-async def test_whoever_claims_all_and_has_room_waits_from_then_on(queues):
+async def test_claimer_with_room_is_registered_as_waiting(queues):
     queue, other = await queues(), await queues()
     await queue.wait_for_work(10)
     await other.enqueue(job("a", tokens=5))
@@ -222,7 +222,7 @@ async def test_whoever_claims_all_and_has_room_waits_from_then_on(queues):
 
 
 @pytest.mark.parametrize(("tokens", "jobs"), [(5, 2), (10, 1)])
-async def test_whoever_has_no_room_left_after_a_claim_takes_nobodys_wake_up(queues, tokens, jobs):
+async def test_claimer_without_room_takes_no_wake_up(queues, tokens, jobs):
     queue = await queues()
     await queue.enqueue(job("a", tokens=5))
     claims, _ = await queue.claim("w", tokens, jobs, 32, True, 60)
@@ -230,7 +230,7 @@ async def test_whoever_has_no_room_left_after_a_claim_takes_nobodys_wake_up(queu
     assert not queue.waits and await waiters(queues) == 0
 
 
-async def test_whoever_leaves_a_job_after_a_claim_does_not_wait_for_the_next(queues):
+async def test_claimer_that_left_jobs_is_not_waiting(queues):
     queue = await queues()
     for name in ("a", "b"):
         await queue.enqueue(job(name, tokens=7))
@@ -280,7 +280,7 @@ async def end(tasks):
     await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
-async def test_idle_workers_are_woken_before_busy_ones_and_those_with_the_prefix_first(queues):
+async def test_idle_workers_with_prefix_are_woken_first(queues):
     tasks = await wakes(queues, ("busy", "busy"), ("idle", "idle"), ("home", "busy"), ("second", "idle"))
     producer = await queues()
     await producer.enqueue(msgspec.structs.replace(job("a"), cached={"second": 10, "absent": 90, "home": 80}))
@@ -293,7 +293,7 @@ async def test_idle_workers_are_woken_before_busy_ones_and_those_with_the_prefix
     assert await first_of(tasks) == "busy"
 
 
-async def test_what_a_busy_worker_leaves_an_idle_one_is_told_of(queues):
+async def test_job_left_by_busy_worker_wakes_idle_one(queues):
     leaver, producer = await queues(), await queues()
     await producer.enqueue(job("a"))
     tasks = await wakes(queues, ("busy", "left"), ("other", "left"))
@@ -326,7 +326,7 @@ async def test_a_wave_is_shared_among_idle_workers(queues):
     assert [claim.job.request_id for claim in claims] == ["r4", "r5"] and last.share_tokens is None
 
 
-async def test_what_a_claim_leaves_of_a_wave_wakes_an_idle_worker(queues):
+async def test_rest_of_wave_wakes_idle_worker(queues):
     queue = await queues(waiter="a")
     tasks = await wakes(queues, ("idler", "idle"))
     await queues.redis.zadd(queue.keys.queue, {"r0": 1.0, "r1": 2.0})
@@ -382,7 +382,7 @@ async def test_a_returned_job_wakes_too(queues):
     assert await waiting < 15
 
 
-async def test_a_worker_that_claims_takes_nobodys_wake_up(queues):
+async def test_claiming_worker_takes_no_wake_up(queues):
     busy, idler, other = await queues(), await queues(), await queues()
     await busy.wait_for_work(10)  # ended by its new subscription, still registered as idle
     assert await claim_head(busy, "w", ALL, 1) == []
@@ -393,7 +393,7 @@ async def test_a_worker_that_claims_takes_nobodys_wake_up(queues):
     assert await waiting < 15
 
 
-async def test_waiting_without_work_ends_after_its_time(queues):
+async def test_wait_without_work_times_out(queues):
     queue = await queues()
     await queue.wait_for_work(10)
     assert await waits(queue, 0.2) >= 0.19
@@ -455,7 +455,7 @@ async def test_a_killed_and_restarted_server(mortal):
     await redis.aclose()
 
 
-async def test_a_server_killed_under_load_loses_no_call_for_ever(mortal):
+async def test_killed_server_leaves_no_call_hanging(mortal):
     """Every call ends, with an answer or RedisAway, while the server is killed and restarted under it."""
     namespace, ended, stop = "load", collections.Counter(), False
 

@@ -74,7 +74,7 @@ async def watcher(registry):
 # ---- workers ---------------------------------------------------------------------------------------------------
 
 
-def test_fields_are_flat_text_and_back():
+def test_fields_survive_round_trip():
     info = worker("w1", Role.DECODE)
     fields = worker_to_fields(info)
     assert all(isinstance(value, str) for value in fields.values())
@@ -123,12 +123,12 @@ def test_a_missing_field_may_have_a_default(field):
         st.sampled_from(sorted(worker_to_fields(worker("w")))), st.text(max_size=20), min_size=1, max_size=4
     )
 )
-def test_any_values_are_read_or_refused(damage):
+def test_arbitrary_fields_are_read_or_refused(damage):
     with contextlib.suppress(ValueError):
         worker_from_fields("w", worker_to_fields(worker("w")) | damage)
 
 
-async def test_who_joined_is_listed_until_it_leaves(registry):
+async def test_worker_is_listed_until_it_leaves(registry):
     a, b = worker("a"), worker("b", Role.DECODE)
     await registry.join(a, TTL_S)
     await registry.join(b, TTL_S)
@@ -155,7 +155,7 @@ async def test_refreshing_keeps_a_worker_and_updates_it(registry, redis):
     assert await registry.workers() == {"a": draining}
 
 
-async def test_refreshing_enters_again_after_redis_lost_everything(registry, redis):
+async def test_refresh_registers_again_after_data_loss(registry, redis):
     await registry.join(worker("a"), TTL_S)
     await redis.flushall()
     await registry.refresh(worker("a"), TTL_S)
@@ -206,7 +206,7 @@ async def test_a_different_engine_is_refused(registry, field):
 
 
 @pytest.mark.parametrize("field", EngineIdentity.__struct_fields__)
-async def test_another_generation_may_differ_but_in_what_frontends_depend_on(registry, field):
+async def test_other_generation_may_differ_except_for_frontends(registry, field):
     await registry.join(worker("a"), TTL_S)
     other = msgspec.structs.replace(worker("b", **{field: IDENTITY_CHANGES[field]}), generation=1)
     if field not in ALWAYS_EQUAL:
@@ -216,7 +216,7 @@ async def test_another_generation_may_differ_but_in_what_frontends_depend_on(reg
         await registry.join(other, TTL_S)
 
 
-async def test_a_rollout_is_changed_by_who_saw_what_it_is(registry):
+async def test_rollout_changes_by_compare_and_set(registry):
     configuration = registry.configuration
     assert await configuration.rollout() is None
     first = Rollout(Version(0, {"a": 1}), Version(1, {"a": 2}))
@@ -239,7 +239,7 @@ async def test_a_frontend_is_told_to_drain(registry):
     await registry.order_frontend_drain("gone")
 
 
-async def test_engines_of_other_ranks_and_stages_are_welcome(registry):
+async def test_engines_with_other_ranks_and_stages_join(registry):
     await registry.join(worker("a"), TTL_S)
     b = worker("b")
     await registry.join(msgspec.structs.replace(b, kv=msgspec.structs.replace(b.kv, tp_size=4, pp_size=2)), TTL_S)
@@ -252,7 +252,7 @@ def of_ranks(worker_id, tp_size):
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 3), (3, 2), (4, 6)])
-async def test_ranks_of_which_neither_number_divides_the_other_are_refused(registry, first, second):
+async def test_indivisible_rank_counts_are_refused(registry, first, second):
     await registry.join(of_ranks("a", first), TTL_S)
     with pytest.raises(IncompatibleWorker) as caught:
         await registry.join(of_ranks("b", second), TTL_S)
@@ -264,7 +264,7 @@ async def test_ranks_of_which_neither_number_divides_the_other_are_refused(regis
     await registry.join(of_ranks("b", second), TTL_S)
 
 
-async def test_of_many_different_engines_that_join_at_once_one_kind_gets_in(server, registry):
+async def test_simultaneous_joins_admit_one_identity(server, registry):
     clients = [await connect(server.url, 5.0) for _ in range(8)]
     registries = [Registry(client, registry.keys.prefix[4:-2]) for client in clients]
     results = await asyncio.gather(
@@ -300,7 +300,7 @@ async def test_a_corrupt_hash_is_left_out_and_mends_itself(registry, redis, capl
     assert set(await registry.workers()) == {"a", "ok"}
 
 
-async def test_an_id_that_another_took_is_not_taken_back_from_one_that_may_live(registry):
+async def test_taken_id_is_not_taken_back(registry):
     stopped, moved = worker("a"), msgspec.structs.replace(worker("a"), request_address="tcp://10.0.0.9:1")
     successor = msgspec.structs.replace(moved, kv=msgspec.structs.replace(moved.kv, engine_id="successor"))
     asked = []
@@ -322,7 +322,7 @@ async def test_an_id_that_another_took_is_not_taken_back_from_one_that_may_live(
     assert await registry.workers() == {"a": stopped}
 
 
-async def test_a_damaged_engine_id_is_no_other_engine(registry, redis):
+async def test_damaged_engine_id_is_repaired(registry, redis):
     await registry.join(worker("a"), TTL_S)
     await redis.hset(registry.keys.worker("a"), "kv_engine_id", "damaged")
 
@@ -334,7 +334,7 @@ async def test_a_damaged_engine_id_is_no_other_engine(registry, redis):
 
 
 @pytest.mark.parametrize("number", ["\u00b2", "9" * 5000, "-1", ""], ids=["superscript", "long", "negative", "empty"])
-async def test_what_is_no_count_ends_neither_a_heartbeat_nor_a_launcher(registry, redis, number):
+async def test_invalid_counts_break_no_heartbeat(registry, redis, number):
     await registry.join(worker("a"), TTL_S)
     await redis.hset(registry.keys.worker("a"), mapping={"order_role": "prefill", "order_sequence": number})
     assert (await registry.refresh(worker("a"), TTL_S)).orders == WorkerOrders(Role.PREFILL)
@@ -368,7 +368,7 @@ async def executed_by(redis, call):
     return {name: calls - before.get(name, 0) for name, calls in (await commands(redis)).items()}
 
 
-async def test_joining_and_staying_cost_the_same_in_a_fleet_of_any_size(registry, redis):
+async def test_join_and_heartbeat_cost_is_independent_of_fleet_size(registry, redis):
     async def cost(number):
         me = worker(f"w{number}")
         return [
@@ -384,7 +384,7 @@ async def test_joining_and_staying_cost_the_same_in_a_fleet_of_any_size(registry
     assert sum(sum(commands.values()) for commands in small) > 20, "counted at all"
 
 
-async def test_no_worker_hears_of_another_that_joins(registry, redis):
+async def test_workers_receive_no_join_events(registry, redis):
     """Not by a message. What each needs to know it is told with its heartbeat."""
     listening = asyncio.create_task(anext(registry.ordered("a")))
     await listening
@@ -432,7 +432,7 @@ async def test_only_workers_that_changed_are_read_again(registry, redis):
     ],
     ids=["entry", "type", "engine", "index", "everything"],
 )
-async def test_a_heartbeat_writes_the_entry_again_where_it_does_not_stand(registry, redis, lost):
+async def test_heartbeat_rewrites_damaged_entry(registry, redis, lost):
     await registry.join(worker("a"), TTL_S)
     for _ in range(2):
         await registry.refresh(worker("a"), TTL_S)
@@ -441,7 +441,7 @@ async def test_a_heartbeat_writes_the_entry_again_where_it_does_not_stand(regist
     assert await registry.workers() == {"a": worker("a")} and await redis.pttl(registry.keys.worker("a")) > 0
 
 
-async def test_most_heartbeats_write_nothing_but_the_expiry(registry, redis):
+async def test_most_heartbeats_write_only_expiry(registry, redis):
     me = worker("a")
     await registry.join(me, TTL_S)
     await redis.set(f"{registry.keys.prefix}pruned", 1)
@@ -461,7 +461,7 @@ def departed(info, claims=False):
     return Departed(info.id, info.kv.engine_id, info.request_address, info.kv.host, info.kv.port, claims)
 
 
-async def test_a_heartbeat_tells_who_departed_since(registry, redis):
+async def test_heartbeat_returns_departed_workers(registry, redis):
     me, left, lost, restarted = (worker(name) for name in ("me", "left", "lost", "restarted"))
     for info in (me, left, restarted):
         await registry.join(info, TTL_S)
@@ -487,7 +487,7 @@ async def test_a_heartbeat_tells_who_departed_since(registry, redis):
 
 
 @pytest.mark.slow
-async def test_many_departures_are_told_in_several_heartbeats(registry):
+async def test_many_departures_take_several_heartbeats(registry):
     await registry.join(worker("me"), TTL_S)
     told = await registry.refresh(worker("me"), TTL_S)
     for number in range(1200):
@@ -500,7 +500,7 @@ async def test_many_departures_are_told_in_several_heartbeats(registry):
     assert heard == [f"w{number}" for number in range(1200)]
 
 
-async def test_a_heartbeat_says_whether_anybody_decodes_this_generation(registry):
+async def test_heartbeat_reports_decode_of_generation(registry):
     async def decodes(info):
         return (await registry.refresh(info, TTL_S)).decodes
 
@@ -572,7 +572,7 @@ async def test_corrupt_orders_are_no_orders(registry, redis):
     assert (await registry.refresh(worker("a"), TTL_S)).orders == WorkerOrders()
 
 
-async def test_orders_for_nobody(registry):
+async def test_orders_for_unknown_worker_are_refused(registry):
     for order in (registry.order_role("ghost", Role.DECODE), registry.order_drain("ghost")):
         with pytest.raises(UnknownWorker, match="'ghost' is not in the fleet"):
             await order
@@ -580,7 +580,7 @@ async def test_orders_for_nobody(registry):
     assert await registry.workers() == {}
 
 
-async def test_orders_that_follow_from_a_reading_are_given_while_it_is_true(registry):
+async def test_orders_require_current_reading(registry):
     """All of them, or none: whoever comes, goes or changes meanwhile may be why they would be others."""
     other = {"a": WorkerOrders(role=Role.DECODE), "b": WorkerOrders(drain=True)}
 
@@ -612,7 +612,7 @@ async def test_orders_that_follow_from_a_reading_are_given_while_it_is_true(regi
     assert (await told())["b"].restart
 
 
-async def test_who_has_fallen_silent_is_a_change_too(registry, redis):
+async def test_silent_worker_changes_version(registry, redis):
     for name in ("a", "b"):
         await registry.join(worker(name), TTL_S)
     await registry.workers_and_orders()
@@ -661,7 +661,7 @@ async def test_a_person_with_redis_cli_can_read_it(registry, redis):
 # ---- events ----------------------------------------------------------------------------------------------------
 
 
-async def test_every_change_is_told_once(registry, watcher):
+async def test_every_change_is_published_once(registry, watcher):
     await registry.join(worker("a"), TTL_S)
     await registry.refresh(worker("a"), TTL_S)
     await registry.refresh(worker("a", Role.DECODE), TTL_S)
@@ -684,7 +684,7 @@ async def test_every_change_is_told_once(registry, watcher):
     ]
 
 
-async def test_silence_is_told_without_anybody_asking(registry, watcher):
+async def test_expiry_is_published_without_a_call(registry, watcher):
     await registry.join(worker("a"), 0.05)
     await registry.refresh_frontend(Frontend("f", "http://x", "1"), 0.05)
     await watcher.until(Left("a"))

@@ -7,7 +7,7 @@ from orchestrator.store.registry import Frontend
 from orchestrator.store.seen import rollout_status
 
 
-def test_frontends_that_a_rollout_left_behind_are_named_once_it_has_ended():
+def test_rollout_status_names_frontends_left_behind():
     frontends = {
         "a": Frontend("a", "http://launchers-own", "1", generation=0),
         "b": Frontend("b", "http://behind", "2", generation=0, by_hand=True),

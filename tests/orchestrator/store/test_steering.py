@@ -11,7 +11,7 @@ def seen(name: str, role: Role = Role.DECODE, ready: bool = True) -> PlannedWork
     return PlannedWorker(name, role, ready, owned=False)
 
 
-def test_scale_drains_what_was_started_by_hand_and_is_too_many():
+def test_scale_drains_surplus_started_by_hand():
     there = [seen("decode-0"), seen("hand-a"), seen("hand-b"), seen("hand-p", Role.PREFILL)]
     launched = {"decode-0"}
     assert surplus(DesiredRatio(1, 3), there, launched) == []

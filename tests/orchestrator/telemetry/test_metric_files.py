@@ -7,7 +7,7 @@ from orchestrator.telemetry import metric_files
 
 
 @pytest.mark.parametrize("outlives", [True, False])
-def test_the_first_value_of_a_kind_may_come_after_the_folder_was_removed(tmp_path, monkeypatch, outlives):
+def test_metric_survives_removed_folder(tmp_path, monkeypatch, outlives):
     folder = tmp_path / "run" / "metrics-1"
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(folder))
     monkeypatch.setattr(values, "MmapedDict", values.MmapedDict)  # as it was, afterwards

@@ -34,7 +34,7 @@ def test_a_frontend_that_has_ended_leaves_its_counts_and_no_gauge(tmp_path):
     assert 'pd_requests_total{outcome="finished"} 5.0' in lines
 
 
-def test_a_first_failure_is_an_increase(tmp_path):
+def test_first_failure_counts_as_increase(tmp_path):
     """`rate` and `increase` of Prometheus see none in a figure that was not there before."""
     run("import orchestrator.telemetry.metrics", tmp_path)
     told = run(_SCRAPE, tmp_path)

@@ -23,7 +23,7 @@ LOGS = (
 )
 
 
-def test_a_process_whose_log_nobody_reads_goes_on():
+def test_process_with_unread_log_continues():
     """4 MB, many times as much as a pipe holds."""
     command = [sys.executable, "-c", LOGS, "10000"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -69,7 +69,7 @@ def test_lines_that_were_dropped_are_counted():
 
 
 @pytest.mark.parametrize("where", ["file", "closed"])
-def test_what_is_no_pipe_is_written_as_ever(where, tmp_path):
+def test_regular_file_is_written_normally(where, tmp_path):
     file = tmp_path / "log"
     file.write_text("before\n")
     redirect = f"2>>{file}" if where == "file" else "2>&-"

@@ -97,7 +97,7 @@ def host_and_port(address):
 
 
 @pytest.mark.parametrize("wrong", ["no key", "an unregistered key", "a wrong key of the worker"])
-async def test_whoever_is_not_a_member_is_neither_heard_nor_told_anything(fleet, wrong):
+async def test_strangers_send_and_receive_nothing(fleet, wrong):
     if wrong == "a wrong key of the worker":
         keys = KeyPair.new()
         fleet.registered[keys.public] = "intruder"
@@ -238,7 +238,7 @@ def resident_bytes():
 
 @pytest.mark.parametrize("port", ["requests", "loads"])
 @pytest.mark.parametrize("opening", [b"", GREETING % b"NULL", GREETING % b"CURVE", b"GET / HTTP/1.1\r\n\r\n"])
-async def test_connections_without_a_key_cost_nothing_that_lasts(fleet, monkeypatch, port, opening):
+async def test_connections_without_key_leave_nothing(fleet, monkeypatch, port, opening):
     """Frames of 256 MiB are announced, and a part is sent: neither descriptors nor memory stay behind."""
     fleet.worker.close()
     monkeypatch.setattr("orchestrator.wire.sockets.HANDSHAKE_TIMEOUT_MS", 500)

@@ -51,7 +51,7 @@ def test_messages_survive_the_wire(decode: Callable[[bytes], Any], kind: Any, da
 @pytest.mark.parametrize(("decode", "kind"), MESSAGES, ids=TAGS)
 @settings(max_examples=EACH)
 @given(data=st.data(), at=st.integers(0, 1000), byte=st.integers(0, 255), cut=st.integers(0, 2))
-def test_messages_that_were_damaged(
+def test_damaged_messages_are_read_or_refused(
     decode: Callable[[bytes], Any], kind: Any, data: st.DataObject, at: int, byte: int, cut: int
 ) -> None:
     sound = messages.encode(data.draw(any_of(kind)))
@@ -61,7 +61,7 @@ def test_messages_that_were_damaged(
 
 @pytest.mark.parametrize("decode", DECODERS, ids=lambda decode: decode.__name__)
 @given(data=st.binary(max_size=200))
-def test_any_bytes(decode: Callable[[bytes], Any], data: bytes) -> None:
+def test_arbitrary_bytes_are_read_or_refused(decode: Callable[[bytes], Any], data: bytes) -> None:
     is_refused_or_read(decode, data)
 
 

@@ -55,7 +55,7 @@ async def until(true: Callable[[], object]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_messages_arrive_in_order_also_those_of_before_the_connection_stood(pair: tuple[End, End]) -> None:
+async def test_messages_sent_before_connection_arrive_in_order(pair: tuple[End, End]) -> None:
     one, other = pair
     sent: list[wire.Message] = [wire.Landed(f"r{index}") for index in range(100)]
     one.connections.connect(other.endpoint())
@@ -69,7 +69,7 @@ async def test_messages_arrive_in_order_also_those_of_before_the_connection_stoo
     assert one.events == [("connected", "other")] * 2
 
 
-async def test_a_process_that_ends_is_told_and_takes_no_message(pair: tuple[End, End]) -> None:
+async def test_ended_process_is_reported(pair: tuple[End, End]) -> None:
     one, other = pair
     one.connections.connect(other.endpoint())
     await until(lambda: one.events)
@@ -82,7 +82,7 @@ async def test_a_process_that_ends_is_told_and_takes_no_message(pair: tuple[End,
     assert one.events[2][:2] == ("unreachable", "other")
 
 
-async def test_another_engine_at_the_address_is_not_the_one_meant(pair: tuple[End, End]) -> None:
+async def test_other_engine_at_address_is_refused(pair: tuple[End, End]) -> None:
     one, other = pair
     one.connections.connect(other.endpoint("an-earlier-process"))
     await until(lambda: one.events)
@@ -90,9 +90,7 @@ async def test_another_engine_at_the_address_is_not_the_one_meant(pair: tuple[En
     assert (event, engine) == ("unreachable", "an-earlier-process") and "engine other is here now" in why
 
 
-async def test_a_peer_that_never_says_a_word_is_given_up(
-    pair: tuple[End, End], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silent_peer_is_given_up(pair: tuple[End, End], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "CONNECT_TIMEOUT_S", 0.05)
     accepted: list[asyncio.StreamWriter] = []
     silent = await asyncio.start_server(lambda reader, writer: accepted.append(writer), "127.0.0.1", 0)
@@ -107,7 +105,7 @@ async def test_a_peer_that_never_says_a_word_is_given_up(
 
 
 @pytest.mark.parametrize(("frame", "bad_messages"), [(b"\0\0\0\7garbage", 1), (b"\xff\xff\xff\xff", 0)])
-async def test_garbage_is_counted_and_costs_nobody_else_anything(frame: bytes, bad_messages: int) -> None:
+async def test_garbage_is_counted_and_harms_no_other_peer(frame: bytes, bad_messages: int) -> None:
     sims = SimFixture()
     engine, info = await sims.start()
     reader, writer = await asyncio.open_connection(info.kv.host, info.kv.port)

@@ -38,7 +38,7 @@ async def test_generates_the_tokens_of_its_prompt(sims: SimFixture) -> None:
     await sims.assert_no_leaks()
 
 
-async def test_steps_say_how_much_of_a_prompt_is_left(sims: SimFixture) -> None:
+async def test_steps_report_remaining_prompt_tokens(sims: SimFixture) -> None:
     engine, _ = await sims.start(SimConfig(speed=20, max_num_batched_tokens=100))
     await engine.submit(request_of("a#1", list(range(350)), max_tokens=2))
     steps = [await engine.next_step() for _ in range(5)]
@@ -118,7 +118,7 @@ async def test_decode_recomputes_what_does_not_arrive_in_time(sims: SimFixture) 
     assert (await decode.load()).kv.failures == 1
 
 
-async def test_a_prefill_longer_than_the_time_out_is_waited_for_while_it_computes(sims: SimFixture) -> None:
+async def test_decode_waits_for_long_running_prefill(sims: SimFixture) -> None:
     slow = SimConfig(prefill_us_per_token=10_000.0, max_num_batched_tokens=8)  # 80 tokens: ten steps of 82 ms
     prefill, p_info = await sims.start(slow)
     decode, _ = await sims.start(kv=KVConfig(transfer_timeout_s=0.25))

@@ -24,7 +24,7 @@ async def sims() -> AsyncIterator[SimFixture]:
     await fixture.close()
 
 
-def test_the_least_recently_used_go_first() -> None:
+def test_least_recently_used_blocks_are_evicted() -> None:
     cache = SimPrefixCache(blocks=4)
     cache.store([1, 2])
     cache.store([3, 4])
@@ -61,7 +61,7 @@ async def test_a_repeated_prompt_is_computed_once(sims: SimFixture) -> None:
     await sims.assert_no_leaks()
 
 
-async def test_steps_say_what_was_stored_and_what_the_keys_of_the_prompt_are(sims: SimFixture) -> None:
+async def test_steps_report_stored_keys(sims: SimFixture) -> None:
     engine, _ = await sims.start()
     await engine.submit(request_of("a#1", PROMPT, max_tokens=1))
     stored: set[int] = set()
@@ -85,7 +85,7 @@ async def test_received_kv_is_cached_as_well(sims: SimFixture) -> None:
     await sims.assert_no_leaks()
 
 
-async def test_a_cache_salt_shares_with_its_own_only_and_a_lora_with_nobody(sims: SimFixture) -> None:
+async def test_salt_and_lora_separate_caches(sims: SimFixture) -> None:
     engine, _ = await sims.start()
 
     stored: set[int] = set()
@@ -103,7 +103,7 @@ async def test_a_cache_salt_shares_with_its_own_only_and_a_lora_with_nobody(sims
     assert prefix_keys(PROMPT, 16, salt_of(None, "s"))[0] in stored
 
 
-async def test_a_reset_is_told_with_the_next_step(sims: SimFixture) -> None:
+async def test_reset_is_reported_with_next_step(sims: SimFixture) -> None:
     engine, _ = await sims.start()
     await engine.submit(request_of("a#1", PROMPT))
     await collect(engine, "a#1")
@@ -114,7 +114,7 @@ async def test_a_reset_is_told_with_the_next_step(sims: SimFixture) -> None:
     assert set(step.prefix.stored) == set(prefix_keys([7] * 40, 16))
 
 
-async def test_without_caching_or_listeners_nothing_is_said(sims: SimFixture) -> None:
+async def test_disabled_cache_reports_nothing(sims: SimFixture) -> None:
     off, _ = await sims.start(SimConfig(speed=20, prefix_caching=False))
     for key in ("a#1", "b#1"):
         await off.submit(request_of(key, PROMPT))

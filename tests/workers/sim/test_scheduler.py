@@ -146,7 +146,7 @@ def test_a_stop_token_ends_it_only_after_min_tokens() -> None:
     assert request.generated == appears[1] + 1 and finish is FinishReason.STOP
 
 
-def test_what_could_never_run_is_refused() -> None:
+def test_impossible_request_is_refused() -> None:
     scheduler = SimScheduler(SimConfig(blocks=4, max_model_len=64))
     for request, why in [
         (request_of("a", 64), "longest sequence is 64"),

@@ -73,7 +73,7 @@ async def assert_no_leaks(*drivers: Driver) -> None:
         assert not driver.engine.kv_totals["pd_corrupt"]
 
 
-async def test_steps_say_how_much_of_a_prompt_is_left(pair) -> None:
+async def test_steps_report_remaining_prompt_tokens(pair) -> None:
     """In chunks of 256 tokens; what is cached is not left, and a prompt of one chunk ends with its first step."""
     prefill, _ = pair
     tokens = prompt(1000, next(COUNT) + 500)
@@ -101,7 +101,7 @@ async def test_remote_prefill_gives_the_tokens_of_a_local_one(pair, reference, l
     await assert_no_leaks(prefill, decode)
 
 
-async def test_the_kv_came_by_transfer_and_is_not_called_cached(pair) -> None:
+async def test_transferred_kv_is_not_reported_as_cached(pair) -> None:
     prefill, decode = pair
     sent = (await prefill.engine.load()).kv.bytes_sent
     await transfer(prefill, decode, "counted", frames(prompt(320, 1)))
@@ -157,7 +157,7 @@ async def test_a_decode_aborted_while_it_waits_gives_its_blocks_back(pair) -> No
     await assert_no_leaks(prefill)
 
 
-async def test_blocks_that_wait_for_a_stopped_engine_are_counted_and_come_back_with_it(pair) -> None:
+async def test_blocks_waiting_for_stopped_engine_are_counted(pair) -> None:
     prefill, decode = pair
     await transfer(prefill, decode, "before", frames(prompt(100)))  # they are connected
     await decode.done("before")
@@ -247,7 +247,7 @@ async def test_a_prefill_that_never_runs_ends_in_recompute_after_the_timeout(pai
     await assert_no_leaks(prefill, decode)
 
 
-async def test_prefilled_blocks_that_nobody_asks_for_are_freed_after_the_lease(pair) -> None:
+async def test_unclaimed_blocks_are_freed_after_lease(pair) -> None:
     prefill, _ = pair
     await prefill.prefill("unwanted", frames(prompt(300, 6)))
     await prefill.done("unwanted")
@@ -303,7 +303,7 @@ async def test_a_continuation_goes_on_where_the_tokens_end(pair, reference) -> N
     await assert_no_leaks(prefill, decode)
 
 
-async def test_what_waits_is_computed_in_the_order_that_the_frontends_made(pair, reference) -> None:
+async def test_waiting_requests_follow_frontend_order(pair, reference) -> None:
     _, decode = pair
     for number in range(16):  # as many as it runs
         await decode.decode(f"runs-{number}", frames(prompt(10, number), 60))
@@ -317,7 +317,7 @@ async def test_what_waits_is_computed_in_the_order_that_the_frontends_made(pair,
     await assert_no_leaks(decode)
 
 
-async def test_what_cannot_be_run_is_refused_by_name(pair) -> None:
+async def test_unsupported_request_is_refused_by_name(pair) -> None:
     _, decode = pair
     with pytest.raises(InvalidEngineRequest, match="broken: undecodable"):
         await decode.decode("broken", [b"\x93junk"])

@@ -54,13 +54,13 @@ SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 1234}
         ("logprobs", SEEDED | {"logprobs": 3}),
     ],
 )
-async def test_it_is_decodes_first_token(pair, name: str, length: int, sampling: dict[str, Any]) -> None:
+async def test_prefill_token_equals_decode_token(pair, name: str, length: int, sampling: dict[str, Any]) -> None:
     early, answer = await both(pair, f"{name}-{length}", frames(prompt(length), 5, **sampling))
     assert early == answer[:1] and len(answer) == 5
     assert str(pair[0].finished[f"{name}-{length}"]) == "length"
 
 
-async def test_seeded_prompts_in_chunks_beside_others_give_what_they_give_alone(pair) -> None:
+async def test_seeded_prompts_sample_same_token_in_batch(pair) -> None:
     """vLLM's engine would end: a step that samples for one request rewinds the generators of those still in chunks."""
     _, decode = pair
     bodies = {f"seeded-{seed}": frames(prompt(1100 + seed), 12, temperature=1.0, seed=seed) for seed in range(6)}
@@ -74,7 +74,7 @@ async def test_seeded_prompts_in_chunks_beside_others_give_what_they_give_alone(
     await decode.idle()
 
 
-async def test_what_forbids_a_token_forbids_it_in_prefill_too(pair) -> None:
+async def test_forbidden_tokens_are_forbidden_in_prefill(pair) -> None:
     _, (would, *_) = await both(pair, "free", frames(prompt(100), 5))
     bad = frames(prompt(100), 5, bad_words=["x"], _bad_words_token_ids=[[would]])
     early, answer = await both(pair, "bad-words", bad)
@@ -84,7 +84,7 @@ async def test_what_forbids_a_token_forbids_it_in_prefill_too(pair) -> None:
     assert early == answer[:1] != [would]
 
 
-async def test_a_token_that_ends_the_answer_is_said_to_and_its_kv_is_pushed_all_the_same(pair) -> None:
+async def test_final_prefill_token_is_marked_and_kv_is_pushed(pair) -> None:
     _, decode = pair
     _, (would, *_) = await both(pair, "goes-on", frames(prompt(200), 5))
     for driver in pair:

@@ -11,6 +11,6 @@ LOG = """
 """
 
 
-def test_each_is_named_once():
+def test_each_transport_is_named_once():
     assert transports(LOG + LOG) == ["cma/memory", "rc_mlx5/mlx5_0:1", "tcp/eth0"]
     assert transports("") == []

@@ -19,7 +19,7 @@ PROMPT = random.Random(1).choices(range(3, 500), k=5 * BLOCK_SIZE + 7)
 TOKENS = 12
 
 
-async def test_an_adapter_is_used_on_both_ends_and_told_apart_in_caches(tmp_path: Path) -> None:
+async def test_lora_is_used_on_both_ends_and_separates_caches(tmp_path: Path) -> None:
     from vllm.lora.request import LoRARequest
 
     model = tiny_model(tmp_path / "model")

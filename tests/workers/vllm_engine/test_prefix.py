@@ -75,7 +75,7 @@ def test_a_lora_and_a_cache_salt_have_keys_of_their_own(collector: Any) -> None:
     assert publish(collector, plain).stored == prefix_keys(TOKENS, 16, salt_of("l", None))[:1]
 
 
-def test_from_an_image_or_embedding_on_there_are_no_keys(collector: Any) -> None:
+def test_blocks_from_first_image_or_embedding_have_no_keys(collector: Any) -> None:
     image = stored([b"a", b"b", b"c"], extra_keys=[None, ("picture", 3), None])
     assert publish(collector, image).stored == prefix_keys(TOKENS, 16)[:1]
     assert publish(collector, stored([b"d"], b"c", 48)).stored == []
@@ -91,7 +91,7 @@ def test_only_whole_blocks_of_the_full_attention_cache_count(collector: Any) -> 
     assert publish(collector, stored([b"b", b"c"], b"a", 16, token_ids=TOKENS[16:64])).stored == []
 
 
-def test_the_publisher_that_was_there_gets_every_batch() -> None:
+def test_previous_publisher_gets_every_batch() -> None:
     from vllm.distributed.kv_events import EventPublisher
 
     from workers.vllm_engine.prefix import PrefixCollector

@@ -28,12 +28,12 @@ def build(model: Path, **engine_args: Any) -> Any:
     )
 
 
-def test_what_is_supported_is_built(model: Path) -> None:
+def test_supported_configuration_is_built(model: Path) -> None:
     for ranks in (1, 3, 12):
         assert build(model, tensor_parallel_size=ranks).parallel_config.tensor_parallel_size == ranks
 
 
-def test_a_section_of_vllms_configuration_is_read_as_its_command_line_reads_it(model: Path) -> None:
+def test_config_section_is_read_like_command_line(model: Path) -> None:
     sections = {"structured_outputs_config": {"backend": "guidance"}, "profiler_config": {"profiler": None}}
     assert build(model, **sections).structured_outputs_config.backend == "guidance"
     with pytest.raises(ValueError, match="backend"):
@@ -62,14 +62,14 @@ def test_sleep_mode_is_refused(model: Path) -> None:
         PushConnector.refuse_unsupported(config)
 
 
-def test_a_block_that_a_step_in_flight_may_write_is_not_given_to_a_transfer(model: Path) -> None:
+def test_block_in_use_by_running_step_is_not_reserved(model: Path) -> None:
     """With asynchronous scheduling a step may still write the blocks of a request that has ended. vLLM keeps them back
     where this holds: a WRITE from another engine is in no order with the device's work."""
     assert build(model).kv_transfer_config.is_kv_consumer
 
 
 @pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
-def test_sequences_that_are_spread_over_ranks_are_refused(model: Path, name: str) -> None:
+def test_context_parallel_is_refused(model: Path, name: str) -> None:
     from connectors.push.connector import PushConnector
 
     config = build(model)
@@ -102,7 +102,7 @@ def test_insecure_serialization_is_refused(model: Path, monkeypatch: pytest.Monk
         ("xpu", "xpu", "device xpu: KV can be pushed from CUDA devices and CPUs only"),
     ],
 )
-def test_devices_and_buffers_that_kv_is_not_pushed_from_are_refused(
+def test_unsupported_devices_and_buffers_are_refused(
     model: Path, monkeypatch: pytest.MonkeyPatch, device: str, buffer: str, line: str
 ) -> None:
     from connectors.push import connector

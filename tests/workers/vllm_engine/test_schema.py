@@ -34,7 +34,7 @@ def request(*fields: object, **options: bool) -> type:
     return msgspec.defstruct("Request", [("id", str), *fields], **options)  # type: ignore[list-item, call-overload]
 
 
-def test_it_is_the_same_in_every_process_of_one_version():
+def test_schema_is_equal_in_every_process():
     command = "from workers.vllm_engine.schema import vllm_schema; print(vllm_schema())"
     done = subprocess.run([sys.executable, "-c", command], text=True, capture_output=True, timeout=120)
     assert done.stdout.strip() == vllm_schema(), done.stderr
@@ -50,12 +50,12 @@ def test_it_is_the_same_in_every_process_of_one_version():
         request(("outputs", list[Output], []), ("priority", int, 0), array_like=True),
     ],
 )
-def test_a_field_that_moves_changes_or_comes_is_another(changed: type):
+def test_changed_field_changes_schema(changed: type):
     assert schema(changed) != schema(request(("outputs", list[Output], []), ("priority", int, 0)))
 
 
 @pytest.mark.parametrize("part", [Output, Statistics, Reason])
-def test_classes_that_fields_name_count(part: type, monkeypatch: pytest.MonkeyPatch):
+def test_schema_covers_nested_classes(part: type, monkeypatch: pytest.MonkeyPatch):
     message = request(("outputs", list[Output] | None, None))
     before = schema(message)
     assert schema(request(("outputs", list[Output] | None, None))) == before

@@ -57,7 +57,7 @@ class Engine:
         self.calls.append((method, args, kwargs))
 
 
-async def test_it_finds_what_a_prompt_and_a_step_take(monkeypatch) -> None:
+async def test_measurement_finds_prompt_and_step_time(monkeypatch) -> None:
     engine = Engine(monkeypatch)
     found = await measure_speed(engine, 500, 8192, 256)
     assert (found.prefill_s, found.prefill_s_per_token) == pytest.approx((STEP_S, TOKEN_S))
@@ -65,7 +65,7 @@ async def test_it_finds_what_a_prompt_and_a_step_take(monkeypatch) -> None:
     assert engine.calls == [("abort", []), ("reset_prefix_cache", [], {})]
 
 
-async def test_the_slower_an_engine_is_the_shorter_are_its_prompts(monkeypatch) -> None:
+async def test_slow_engine_measures_shorter_prompts(monkeypatch) -> None:
     engine = Engine(monkeypatch, slower=40.0)  # a prompt of 8,192 tokens would take 13 s
     found = await measure_speed(engine, 500, 8192, 256)
     assert found.prefill_s_per_token == pytest.approx(40 * TOKEN_S)
@@ -78,7 +78,7 @@ async def test_an_engine_of_one_sequence_and_few_tokens(monkeypatch) -> None:
     assert found.prefill_s_per_token > 0
 
 
-async def test_an_engine_that_does_not_answer_in_time_says_nothing(monkeypatch) -> None:
+async def test_slow_engine_reports_no_speed(monkeypatch) -> None:
     engine = Engine(monkeypatch)
 
     async def never() -> EngineStep:
@@ -98,7 +98,7 @@ async def test_first_steps_are_taken_alone_and_together(monkeypatch, most: int, 
     assert engine.calls == [("reset_prefix_cache", [], {})]
 
 
-async def test_an_engine_has_taken_its_first_steps_when_it_says_that_it_is_ready(tmp_path: Path) -> None:
+async def test_ready_engine_is_warmed_up(tmp_path: Path) -> None:
     engine = await Driver.start(tiny_model(tmp_path / "tiny"), warm=True)
     try:
         assert (await engine.engine.load()).step_ms > 0

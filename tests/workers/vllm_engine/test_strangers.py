@@ -50,7 +50,7 @@ async def right(decode: Driver, *keys: str) -> bool:
     return all([await decode.done(key) == decode.tokens["right"] for key in keys])
 
 
-async def test_garbled_messages_are_counted_and_cost_only_their_own_request_its_transfer(
+async def test_garbled_messages_fail_only_their_transfer(
     model: Path, decode: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from connectors.push import wire
@@ -77,9 +77,7 @@ async def test_garbled_messages_are_counted_and_cost_only_their_own_request_its_
     await babbler.stop()
 
 
-async def test_a_prefill_that_takes_longer_than_the_time_out_is_waited_for(
-    model: Path, decode: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_decode_waits_for_long_prefill(model: Path, decode: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     from connectors.push.worker import PushWorker
 
     on_computed = PushWorker.on_computed
@@ -142,7 +140,7 @@ async def test_an_engine_that_restarted_at_the_same_address_is_another_one(model
     await second.stop()
 
 
-async def test_kv_whose_lease_has_run_out_is_computed_again(model: Path, decode: Driver) -> None:
+async def test_expired_kv_is_recomputed(model: Path, decode: Driver) -> None:
     prefill = await start(model, "prefill")
     await prefill.prefill("expired", BODY)
     await prefill.done("expired")

@@ -13,9 +13,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 BACKOFF_TOKENS = 3
 
 
-async def test_decode_computes_the_rest_and_nobody_gets_a_guess(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_decode_computes_rest_of_truncated_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler
 
     # Inherited by the engine processes, which are forked. A tiny Llama stands for a hybrid: the protocol is the same.

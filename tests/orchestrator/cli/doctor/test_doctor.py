@@ -23,7 +23,7 @@ from orchestrator.types import Role
 ROOT = Path(__file__).parents[4]
 
 
-def test_bounds_decide_and_only_what_is_wrong_has_a_mend():
+def test_checks_have_bounds_and_fixes():
     levels = [at_least("x", value, 10, 5, "said", "fix") for value in (10, 9, 4)]
     assert [(check.level, check.fix) for check in levels] == [("ok", ""), ("warn", "fix"), ("fail", "fix")]
     assert [at_most("x", value, 5, 10, "", "").level for value in (5, 6, 11)] == ["ok", "warn", "fail"]
@@ -45,7 +45,7 @@ def test_rdma_ports_are_read_from_the_kernel(tmp_path: Path):
     assert host._rdma(tmp_path) == Check("RDMA", "ok", "mlx5_0 port 1 active, 400 Gb/sec (4X NDR)")
 
 
-def test_a_missing_package_fails_with_its_mend():
+def test_missing_package_fails_with_fix():
     check = host._package("X", ("no-such-package",), "1", "pip install X")
     assert (check.level, check.fix) == ("fail", "pip install X")
     assert host._package("msgspec", ("msgspec",), "0.0", "m").level == "warn"
@@ -56,7 +56,7 @@ async def test_a_redis_that_is_away_fails():
     assert check.level == "fail" and "cannot be used" in check.said and check.fix
 
 
-async def test_a_fleet_is_looked_at(tmp_path: Path):
+async def test_doctor_checks_a_fleet(tmp_path: Path):
     with running_server(tmp_path) as server:
         redis, namespace = await connect(server.url, 2.0), fresh_namespace()
         registry, handle = Registry(redis, namespace), FleetHandle(namespace, server.url, None, None)
@@ -77,7 +77,7 @@ async def test_a_fleet_is_looked_at(tmp_path: Path):
 
 
 @pytest.mark.vllm
-def test_this_host_by_the_command():
+def test_doctor_command_checks_this_host():
     command = [sys.executable, "-m", "orchestrator.cli.main", "doctor", "--host", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     checks = {check["name"]: check for check in json.loads(done.stdout)}

@@ -19,7 +19,7 @@ from orchestrator.store.registry import Frontend, Registry
 from orchestrator.wire.addresses import address_towards
 
 
-def test_a_fleet_elsewhere_is_not_taken_for_the_one_that_runs_here(tmp_path: Path, monkeypatch):
+def test_remote_fleet_is_not_taken_for_local_one(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     folder = RunFolder("default")
     folder.claim()
@@ -41,7 +41,7 @@ def test_the_loopback_address_of_another_host_is_not_asked(redis_url: str, asked
     assert reachable([there, here, there], redis_url) == ([there, here] if asked else [there])
 
 
-def test_the_key_of_the_fleet_here_is_used_at_every_address_of_this_machine_and_nowhere_else(tmp_path, monkeypatch):
+def test_local_operator_key_is_used_on_this_machine_only(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("PD_OPERATOR_KEY", raising=False)
     own = address_towards("192.0.2.200")  # or loopback, where this machine has no network
@@ -87,7 +87,7 @@ async def test_a_registered_frontend_is_asked(tmp_path: Path):
             await redis.aclose()
 
 
-async def test_a_frontend_that_is_known_is_asked_though_redis_is_away():
+async def test_known_frontend_is_asked_while_redis_is_away():
     async with frontend() as url:
         handle = FleetHandle("default", "redis://127.0.0.1:1", url, None)
         assert (await fleet_status(handle))["model"] == "m1"

@@ -94,7 +94,7 @@ def test_following_events_outlives_a_redis_that_is_away_for_a_moment(tmp_path: P
     assert len(limits) == 4
 
 
-def test_events_are_told(tmp_path: Path):
+def test_events_are_shown(tmp_path: Path):
     namespace = fresh_namespace()
 
     async def happen(url: str) -> None:
@@ -126,5 +126,5 @@ def test_events_are_told(tmp_path: Path):
         (Event("1", 0.0, "left", {"kind": "frontend", "id": "f"}), "frontend f left"),
     ],
 )
-def test_each_kind_has_its_words(event: Event, said: str):
+def test_each_event_type_has_its_text(event: Event, said: str):
     assert describe_event(event) == said

@@ -146,7 +146,7 @@ async def test_a_sample_of_nothing_is_refused_in_one_line(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:999999", "http://[::1", "http://", "127.0.0.1:8000"])
-def test_an_address_that_is_none_is_refused_in_one_line(url: str):
+def test_invalid_address_is_refused_in_one_line(url: str):
     with pytest.raises(Refused, match=r"--url: expected http://HOST:PORT"):
         top(url=url, as_json=True)
 
@@ -168,7 +168,7 @@ async def test_a_stream_of_something_else_is_refused_in_one_line():
     await serving
 
 
-def test_without_a_terminal_it_says_what_to_use():
+def test_top_without_terminal_names_alternative():
     command = [sys.executable, "-m", "orchestrator.cli.main", "top", "--url", "http://127.0.0.1:1"]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "") and "top needs a terminal" in done.stderr

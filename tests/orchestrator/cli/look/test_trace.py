@@ -33,7 +33,7 @@ def shown(request: RequestLine, width: int = 100) -> list[str]:
     return [row.rstrip() for row in console.export_text().splitlines()]
 
 
-def test_the_stages_lie_where_they_were():
+def test_waterfall_shows_stages_in_place():
     head, *rows = shown(LINE)[:8]
     assert "abc-1  finished, remote (cost), 400 + 8 tokens, 805.0 ms, first token after 565.0 ms" in " ".join(
         [head, *rows]
@@ -61,7 +61,7 @@ def test_lines_are_read_from_a_log_that_others_write_to(tmp_path: Path):
     assert list(request_lines(tmp_path / "gone.log")) == []
 
 
-def test_the_request_meant_is_chosen():
+def test_requested_trace_is_chosen():
     lines = [line("abc-1", 5), line("abc", 9), line("xyz", 7)]
     assert [found.id for found in _chosen(lines, "abc", 0)] == ["abc"]
     assert [found.id for found in _chosen(lines, "xy", 0)] == ["xyz"]

@@ -32,7 +32,7 @@ def test_a_rate_is_answered_by_a_table_a_sentence_and_a_picture(tmp_path):
 
 
 @pytest.mark.slow
-def test_goodput_is_told_for_each_way(tmp_path):
+def test_goodput_is_shown_for_each_option(tmp_path):
     result = run(*LOAD, "--rate", "goodput", "--plot", str(tmp_path / "plan.png"), "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
@@ -92,7 +92,7 @@ def frontend():
         server.shutdown()
 
 
-def test_a_running_fleet_gives_its_timing_and_what_it_was_asked(frontend, tmp_path):
+def test_plan_uses_profile_and_load_of_running_fleet(frontend, tmp_path):
     pages, url = frontend
     args = ["--workers", "2", "--live", url, "--plot", str(tmp_path / "plan.png"), "--json"]
     found = json.loads(run(*args).stdout)

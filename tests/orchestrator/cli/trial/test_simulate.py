@@ -35,7 +35,7 @@ def test_a_table_and_a_plot(tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_simulated_is_what_the_file_configures(tmp_path):
+def test_simulation_uses_configured_policies(tmp_path):
     """The fleet, the policies and the objectives of one file, changed by `--set` as `orchestrator up` would."""
     file = tmp_path / "served.yaml"
     file.write_text(
@@ -73,7 +73,7 @@ def test_a_plot_without_matplotlib_names_the_mend(tmp_path, monkeypatch):
     assert isinstance(result.exception, ConfigError) and "pip install matplotlib" in str(result.exception)
 
 
-def test_workers_can_be_killed_on_the_way():
+def test_workers_can_be_killed_during_simulation():
     args = ["--trace", "heavy_tailed", "--requests", "200", "--fleet", "2P2D", "--rate", "10", "--json"]
     args += ["--set", "ratio.mode=off"]
     calm, killed = (run(*args, *more) for more in ([], ["--kill", "d0@5:5", "--kill", "p1@8:5"]))
@@ -99,7 +99,7 @@ def test_workers_can_be_killed_on_the_way():
         (["--ttft", "-2"], "more than 0 seconds"),
     ],
 )
-def test_what_is_impossible_is_refused_in_one_line(args, word):
+def test_impossible_fleet_is_refused_in_one_line(args, word):
     result = run("--trace", "bursty", *args)
     assert isinstance(result.exception, ConfigError), result.output
     assert word in str(result.exception) and "\n" not in str(result.exception)

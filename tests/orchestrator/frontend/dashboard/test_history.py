@@ -41,7 +41,7 @@ def history(recent: Recent) -> History:
     return History("m", "f", 1, fleet, recent, lambda: QueueDepth(3, 4000, 1), lambda: DesiredRatio(1, 2, "scale"))
 
 
-def test_a_point_says_what_happened_since_the_last(history: History, recent: Recent):
+def test_point_counts_since_previous_point(history: History, recent: Recent):
     history.take(100.0)
     for seconds in (0.1, 0.2, 0.4):
         recent.ttft.add(seconds)
@@ -60,7 +60,7 @@ def test_a_point_says_what_happened_since_the_last(history: History, recent: Rec
     assert (third.prefill_kv, third.decode_kv) == (None, 0.75)
 
 
-def test_an_hour_is_kept_and_no_more(history: History):
+def test_history_keeps_one_hour(history: History):
     for second in range(HOUR_S + 10):
         history.take(float(second))
     columns = history.columns()
@@ -68,7 +68,7 @@ def test_an_hour_is_kept_and_no_more(history: History):
     assert {len(column) for column in columns.values()} == {HOUR_S}
 
 
-async def test_watchers_get_samples_with_what_was_transferred(history: History, recent: Recent, monkeypatch):
+async def test_watchers_get_samples_with_transfers(history: History, recent: Recent, monkeypatch):
     monkeypatch.setattr(module, "INTERVAL_S", 0.01)
     ended = False
     with history.watching() as watcher:
@@ -85,7 +85,7 @@ async def test_watchers_get_samples_with_what_was_transferred(history: History, 
         assert [sample async for sample in stream] == []
 
 
-async def test_there_are_at_most_so_many_watchers(history: History):
+async def test_watchers_are_limited(history: History):
     watching = [history.watching() for _ in range(MAX_WATCHERS)]
     assert not history.full
     queues = [one.__enter__() for one in watching]

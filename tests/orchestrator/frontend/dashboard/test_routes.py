@@ -27,7 +27,7 @@ def made() -> tuple[FastAPI, History, Recent]:
     return app, history, recent
 
 
-async def test_a_watcher_that_has_gone_before_its_stream_begins_takes_no_place() -> None:
+async def test_disconnected_watcher_takes_no_place() -> None:
     app, history, _ = made()
     scope: dict[str, Any] = {"type": "http", "asgi": {"spec_version": "2.3"}, "method": "GET", "headers": []}
     scope |= {"path": "/fleet/stream", "raw_path": b"/fleet/stream", "query_string": b"", "root_path": ""}
@@ -44,7 +44,7 @@ async def test_a_watcher_that_has_gone_before_its_stream_begins_takes_no_place()
 
 
 @pytest.mark.parametrize("name", ["a/b", "a?b#c", "100%25 \N{SNOWMAN}", "/"])
-async def test_a_request_is_found_by_whatever_its_client_called_it(name: str) -> None:
+async def test_request_is_found_by_client_id(name: str) -> None:
     app, _, recent = made()
     recent.ended(RequestLine(name, "finished", "local", "short_prompt", 9, 2, 1, "decode-0", None, 12.5), 1.0)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://f") as asked:
@@ -65,7 +65,7 @@ async def test_a_request_is_found_by_whatever_its_client_called_it(name: str) ->
         ("http://127.0.0.1:8000", {"origin": "null"}, 403),
     ],
 )
-async def test_orders_come_from_our_own_pages(page: str, headers: dict[str, str], status: int) -> None:
+async def test_cross_site_orders_are_refused(page: str, headers: dict[str, str], status: int) -> None:
     app, steering = FastAPI(), AsyncMock()
     steering.drain.return_value = True
     app.include_router(operator_routes(steering))

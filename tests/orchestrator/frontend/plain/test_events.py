@@ -101,9 +101,9 @@ def test_usage_counts_on(details: dict) -> None:
         sent({"error": {"message": "m", "type": "t", "param": None, "code": 500}}),
     ],
 )
-def test_an_event_that_is_more_than_text_is_not_imitated(event: bytes) -> None:
+def test_event_with_more_than_text_makes_no_template(event: bytes) -> None:
     assert EventTemplate.of(event) is None
 
 
-def test_text_that_is_written_otherwise_is_not_imitated() -> None:
+def test_unusual_text_encoding_makes_no_template() -> None:
     assert EventTemplate.of(sent(changed(COMPLETION, text="é"))) is None  # escaped by json, not by vLLM

@@ -57,7 +57,7 @@ async def both_ways(
 @ENDPOINTS
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("more", [*PLAIN, *UNUSUAL[:-1]], ids=json.dumps)
-async def test_sound_requests_go_past_vllms_route(served, monkeypatch, taken, endpoint, stream, more) -> None:
+async def test_valid_requests_bypass_vllm_route(served, monkeypatch, taken, endpoint, stream, more) -> None:
     path, body = endpoint
     if not stream:
         more = {name: value for name, value in more.items() if name != "stream_options"}
@@ -68,7 +68,7 @@ async def test_sound_requests_go_past_vllms_route(served, monkeypatch, taken, en
 
 @ENDPOINTS
 @pytest.mark.parametrize("end", ENDS)
-async def test_an_answer_that_is_not_streamed_ends_as_vllms(served, monkeypatch, taken, endpoint, end) -> None:
+async def test_unstreamed_answer_equals_vllm_answer(served, monkeypatch, taken, endpoint, end) -> None:
     path, body = endpoint
     served.core.script = script(served.tokens(TEXT), ONE_BY_ONE, ENDS[end])
     await both_ways(served, monkeypatch, path, {**body, "max_tokens": 400, "stream": False})
@@ -92,7 +92,7 @@ REFUSED = [
 
 @ENDPOINTS
 @pytest.mark.parametrize("content", REFUSED, ids=lambda content: repr(content)[2:42])
-async def test_what_is_refused_is_vllms_to_refuse(served, monkeypatch, taken, endpoint, content) -> None:
+async def test_invalid_requests_get_vllm_error(served, monkeypatch, taken, endpoint, content) -> None:
     answer = await both_ways(served, monkeypatch, endpoint[0], content)
     assert answer.startswith(b"HTTP/1.1 4") and not taken
 
@@ -114,7 +114,7 @@ ODD = [
 
 
 @pytest.mark.parametrize("more", ODD, ids=lambda more: more.decode())
-async def test_odd_numbers_and_texts_mean_what_they_mean_to_vllms_route(served, monkeypatch, more) -> None:
+async def test_odd_values_mean_same_as_in_vllm_route(served, monkeypatch, more) -> None:
     """Two parsers read JSON here, and what they make of it is given to the engine."""
     served.core.script = [ENDS["length"]]
     given: list[Any] = []
@@ -132,14 +132,14 @@ async def test_odd_numbers_and_texts_mean_what_they_mean_to_vllms_route(served, 
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/json; charset=latin-1", "APPLICATION/JSON", ""])
-async def test_other_content_types_are_vllms(served, monkeypatch, taken, content_type) -> None:
+async def test_other_content_types_use_vllm_route(served, monkeypatch, taken, content_type) -> None:
     served.core.script = [ENDS["length"]]
     content = json.dumps({"model": "demo", "prompt": "Say it"}).encode()
     await both_ways(served, monkeypatch, "/v1/completions", content, content_type=content_type)
     assert not taken
 
 
-async def test_other_methods_are_vllms(served, monkeypatch, taken) -> None:
+async def test_other_methods_use_vllm_route(served, monkeypatch, taken) -> None:
     answer = await both_ways(served, monkeypatch, "/v1/completions", b"{}", method="GET")
     assert answer.startswith(b"HTTP/1.1 405") and not taken
 
@@ -163,7 +163,7 @@ async def test_a_client_that_leaves_is_noticed(served, taken, stream, begun) -> 
     assert len(taken) == 1 and not served.engine.output_processor.request_states
 
 
-def test_a_route_that_is_not_as_known_stays_vllms() -> None:
+def test_changed_route_stays_vllm_route() -> None:
     def installed(**args: bool) -> int:
         route.install(app, Namespace(**{"enable_server_load_tracking": False} | args))
         return sum(isinstance(found, route.PlainRoute) for found in app.router.routes)

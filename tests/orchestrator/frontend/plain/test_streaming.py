@@ -100,14 +100,14 @@ async def test_prompts_of_every_shape(served, monkeypatch, endpoint, more, end) 
 
 @pytest.mark.parametrize("endpoint", [CHAT, COMPLETION], ids=["chat", "completion"])
 @pytest.mark.parametrize("more", [*UNUSUAL, *UNANSWERED], ids=json.dumps)
-async def test_unusual_requests_are_vllms_servers(served, monkeypatch, sent_straight, endpoint, more) -> None:
+async def test_unusual_requests_use_vllm_path(served, monkeypatch, sent_straight, endpoint, more) -> None:
     path, body = endpoint
     served.core.script = script(served.tokens(TEXT), ONE_BY_ONE, ENDS["length"])
     await both_ways(served, monkeypatch, path, {**body, "max_tokens": 400, **more})
     assert not sent_straight
 
 
-async def test_several_prompts_are_vllms_servers(served, monkeypatch, sent_straight) -> None:
+async def test_several_prompts_use_vllm_path(served, monkeypatch, sent_straight) -> None:
     served.core.script = script(served.tokens("some words"), ONE_BY_ONE, ENDS["length"])
     got = await served.ask("/v1/completions", {"prompt": ["a", "b"], "stream": True})
     assert b"".join(got).count(b'"finish_reason":"length"') == 2
@@ -137,7 +137,7 @@ async def test_deltas_that_come_together_are_one_event(served, sent_straight) ->
     assert len(events) < len(tokens)
 
 
-async def test_a_client_that_does_not_read_gets_everything_later(served, monkeypatch) -> None:
+async def test_slow_client_gets_everything_later(served, monkeypatch) -> None:
     refused = 0
     send_now = edge.Reply.send_now
 
@@ -195,7 +195,7 @@ class _Middleware:
         self.app = app
 
 
-def test_with_middleware_of_its_own_everything_is_vllms_servers() -> None:
+def test_custom_middleware_uses_vllm_path() -> None:
     app, args = FastAPI(), SimpleNamespace(sse_keep_alive_interval=0)
     generator = object()
     serving = SimpleNamespace(completion_stream_generator=generator)

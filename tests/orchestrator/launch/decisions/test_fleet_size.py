@@ -34,7 +34,7 @@ def test_it_grows_on_the_side_whose_objective_is_missed():
     assert size(0, 4, samples(20, 10, late_first=3)) == (0, 5), "without prefill workers decode workers prefill"
 
 
-def test_it_says_why_with_the_numbers():
+def test_resize_reports_its_numbers():
     resize = resized(samples(20, 10, late_first=3, late_tokens=1), DesiredRatio(2, 2), SCALE, {}, NOW)
     assert resize is not None and resize.why == "30 first tokens and 10 answers were late, of 100 requests in 10 s"
 
@@ -52,7 +52,7 @@ def test_a_request_that_misses_both_objectives_is_late_once():
     assert size(2, 2, samples(20, 100, late_first=8, late_tokens=8, both=8)) is None, "92% on time"
 
 
-def test_few_requests_or_a_short_time_say_nothing():
+def test_few_requests_or_short_time_change_nothing():
     assert size(2, 2, samples(20, 1, late_first=1)) is None
     assert size(2, 2, samples(5, 10, late_first=9)) is None, "since it has this size"
 
@@ -68,7 +68,7 @@ def test_it_shrinks_by_one_after_a_long_time_far_above_the_objective():
     assert size(1, 1, samples(100, 10), ScaleConfig(min_workers=1, shrink_after_s=100)) is None
 
 
-def test_a_size_that_was_too_small_is_not_gone_back_to_for_long():
+def test_size_that_was_too_small_is_avoided():
     assert size(2, 2, samples(100, 10), late_at={3: NOW - 500}) is None
     assert size(2, 2, samples(100, 10), late_at={3: NOW - 601}) == (1, 2)
 
@@ -87,7 +87,7 @@ def fleet_size() -> FleetSize:
     return FleetSize(SCALE)
 
 
-def test_what_was_counted_at_another_size_or_while_a_worker_was_missing_does_not_count(fleet_size):
+def test_samples_of_incomplete_fleet_do_not_count(fleet_size):
     two, three = DesiredRatio(2, 2, set_at=1.0), DesiredRatio(3, 2, set_at=2.0)
     resizes = [fleet_size.observe(snapshot(float(n), two, 1000 + 10 * n, 500 + 5 * n)) for n in range(12)]
     assert [n for n, resize in enumerate(resizes) if resize] == [10, 11], "what came before it looked is not counted"
@@ -96,7 +96,7 @@ def test_what_was_counted_at_another_size_or_while_a_worker_was_missing_does_not
     assert not any(later)
 
 
-def test_a_fleet_that_waits_in_vain_for_a_worker_does_not_grow_and_still_shrinks(fleet_size):
+def test_fleet_waiting_for_room_can_only_shrink(fleet_size):
     """The last one that was asked for has no room anywhere."""
     desired, sizes, ended = DesiredRatio(2, 3, set_at=1.0), [], 0
     for now in range(450):

@@ -27,7 +27,7 @@ def test_busy_frontends_get_help_within_seconds():
     assert run(8, cpu=8.0) == (8, 100.0), "no more than allowed"
 
 
-def test_a_busy_moment_is_nothing():
+def test_short_load_peak_adds_no_frontend():
     busy = [FrontendSample(float(at), 1, 0.9 if at % 3 else 0.2, 0) for at in range(30)]
     assert all(frontends_wanted(busy[: n + 1], 1, 8, float(n)) is None for n in range(30))
 

@@ -110,7 +110,7 @@ ordered = st.integers(1, 3)
 
 @settings(max_examples=400)
 @given(ordered, ordered, launchers, histories(LIFE | DEATHS))
-def test_whatever_happens_the_fleet_comes_to_the_ordered_ratio(prefill, decode, count, history):
+def test_fleet_reaches_desired_ratio_after_any_faults(prefill, decode, count, history):
     world = settled(prefill, decode, count)
     for name, n in history:
         (LIFE | DEATHS)[name](world, n)
@@ -121,7 +121,7 @@ def test_whatever_happens_the_fleet_comes_to_the_ordered_ratio(prefill, decode, 
 
 @settings(max_examples=400)
 @given(ordered, ordered, launchers, histories(LIFE))
-def test_no_role_is_without_a_worker_unless_one_dies(prefill, decode, count, history):
+def test_roles_keep_a_worker_unless_it_dies(prefill, decode, count, history):
     world = settled(prefill, decode, count)
     for name, n in history:
         LIFE[name](world, n)

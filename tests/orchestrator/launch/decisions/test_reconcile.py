@@ -29,7 +29,7 @@ def do(prefill: int, decode: int, workers: list[PlannedWorker]) -> list[Action]:
     return plan(DesiredRatio(prefill, decode), workers)
 
 
-def test_nothing_to_do_when_it_is_as_desired():
+def test_desired_ratio_needs_no_action():
     assert do(1, 2, seen("p0", "d0", "d1")) == []
 
 
@@ -58,14 +58,14 @@ def test_a_difference_of_both_kinds_flips_and_then_starts_or_drains():
     assert do(0, 2, seen("p0", "p1", "d0")) == [Flip("prefill-1", D), Drain("prefill-0")]
 
 
-def test_the_last_ready_decode_worker_stays_until_another_is_ready():
+def test_last_ready_decode_worker_stays_until_another_is_ready():
     swapping = [*seen("d0"), *seen("d1", ready=False)]
     assert do(1, 1, swapping) == []
     assert do(1, 1, seen("d0", "d1")) == [Flip("decode-1", P)]
     assert do(0, 1, swapping) == [Drain("decode-1")]
 
 
-def test_so_does_the_last_ready_prefill_worker():
+def test_last_ready_prefill_worker_stays_until_another_is_ready():
     loading = seen("p1", ready=False)
     assert do(1, 2, [*seen("p0", "d0"), *loading]) == [], "prefill-1 is not there yet"
     assert do(1, 2, seen("p0", "p1", "d0")) == [Flip("prefill-1", D)]
@@ -119,14 +119,14 @@ def views(owners: list[tuple[Role, str]]) -> dict[str, list[PlannedWorker]]:
     }
 
 
-def test_of_two_launchers_one_drains_what_is_too_many():
+def test_only_one_of_two_launchers_drains_surplus():
     seen_by = views([(P, "a"), (P, "b"), (P, "a"), (P, "b"), (D, "a")])
     assert do(3, 1, seen_by["a"]) == []
     assert do(3, 1, seen_by["b"]) == [Drain("prefill-3")]
 
 
 @given(st.lists(st.tuples(st.sampled_from([P, D]), st.sampled_from(["a", "b", "hand"])), max_size=8), counts, counts)
-def test_two_launchers_come_to_one_plan(owners, prefill, decode):
+def test_two_launchers_make_same_plan(owners, prefill, decode):
     seen_by = views(owners)
     plans = {launcher: do(prefill, decode, seen_by[launcher]) for launcher in seen_by}
     flips = {launcher: [a for a in plans[launcher] if isinstance(a, Flip)] for launcher in plans}
@@ -159,7 +159,7 @@ def test_one_stand_in_is_enough():
     assert stand_in([*seen("p0"), becoming, *seen("d0", ready=False)]) is None
 
 
-def test_a_stand_in_is_not_called_back_before_it_stands_there():
+def test_flipping_stand_in_is_not_called_back():
     """decode-1 loads, and a launcher that died still claims the others: they count, and would make a prefill worker of
     the one that is about to decode, again and again."""
     becoming = PlannedWorker("prefill-1", D, False, flipping=True)
@@ -169,7 +169,7 @@ def test_a_stand_in_is_not_called_back_before_it_stands_there():
     assert do(2, 2, [becoming, *seen("d1"), *claimed]) == [Flip("prefill-1", P)], "another decodes: it need not move"
 
 
-def test_a_decode_worker_that_was_about_to_prefill_stays_what_it_is():
+def test_flipping_decode_worker_is_called_back():
     leaving_the_role = PlannedWorker("decode-0", P, False, flipping=True)
     assert stand_in([*seen("p0"), leaving_the_role, *seen("d1", ready=False)]) == Flip("decode-0", D, stands_in=True)
     info = worker("decode-0", D)
@@ -217,7 +217,7 @@ def carry_out(actions: list[Action], workers: list[PlannedWorker]) -> list[Plann
 
 
 @given(fleets, counts, counts)
-def test_no_plan_takes_the_last_ready_decode_worker_or_drains_what_is_not_ours(workers, prefill, decode):
+def test_plan_keeps_last_decode_worker_and_foreign_workers(workers, prefill, decode):
     actions = do(prefill, decode, workers)
     owned = {w.id for w in workers if w.owned}
     assert all(action.worker_id in owned for action in actions if isinstance(action, Drain))

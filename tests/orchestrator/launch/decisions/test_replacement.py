@@ -28,7 +28,7 @@ def test_roles_are_replaced_at_the_same_pace_and_decode_first():
     assert order == ["decode-0", "prefill-0", "decode-1", "decode-2", "prefill-1", "decode-3"]
 
 
-def test_whoever_is_away_already_counts():
+def test_missing_workers_count_as_unavailable():
     workers = fleet(2, 2)
     assert len(to_replace(workers, (), 0, 1, max_unavailable=2)) == 2
     assert to_replace(workers, {"decode-1"}, 0, 1, max_unavailable=1) == [], "it has orders"
@@ -38,14 +38,14 @@ def test_whoever_is_away_already_counts():
     assert to_replace(workers, (), 0, 1, max_unavailable=2) == ["decode-0"]
 
 
-def test_more_at_once_than_there_are_leaves_one_that_serves():
+def test_max_unavailable_above_fleet_size_keeps_one_serving():
     assert sorted(to_replace(fleet(1, 2), (), 0, 1, max_unavailable=9)) == ["decode-0", "prefill-0"]
     assert to_replace(fleet(0, 2), {"decode-0"}, 0, 1, max_unavailable=9) == []
     assert to_replace(fleet(0, 1), (), 1, 1, max_unavailable=9) == [], "another one loads"
     assert to_replace(fleet(0, 1), (), 0, 1, max_unavailable=9) == ["decode-0"], "there is no other"
 
 
-def test_it_is_over_when_all_that_are_there_or_coming_are_new():
+def test_rollout_ends_when_all_workers_are_new():
     workers = fleet(1, 1)
     renew(workers, "decode-0")
     assert not replaced(workers, 0, 1)
@@ -53,7 +53,7 @@ def test_it_is_over_when_all_that_are_there_or_coming_are_new():
     assert replaced(workers, 0, 1) and not replaced(workers, 1, 1) and not replaced({}, 0, 1)
 
 
-def test_workers_that_nobody_has_started_again_are_missed_whatever_their_ids():
+def test_unrestarted_workers_count_as_missing():
     by_hand = MissingByHand()
     assert by_hand.missing({"a", "b", "c"}, (), ()) == 0
     assert by_hand.missing({"b", "c"}, (), ()) == 1, "a has ended"

@@ -49,7 +49,7 @@ def test_a_worker_with_fewer_ranks_than_another_has_as_many_cores_for_each():
     assert [small.take("two", ranks=2), small.take("one")] == [[], []], "more ranks than cores: nobody is pinned"
 
 
-def test_where_there_are_more_ranks_than_cores_each_has_one_thread(monkeypatch):
+def test_more_ranks_than_cores_get_one_thread_each(monkeypatch):
     monkeypatch.setattr("orchestrator.launch.host.machine.find_gpus", list)
     monkeypatch.setattr("orchestrator.launch.host.machine.find_cores", lambda: [0, 1])
     config = parse_config({"model": "m", "workers": {"decode": {"engine_args": {"tensor_parallel_size": 2}}}})
@@ -68,7 +68,7 @@ def test_gpus_are_neighbours_and_exclusive():
     assert shares.take("c", 1) == ["0"]
 
 
-def test_gpus_are_shared_where_the_configured_utilization_allows():
+def test_gpus_are_shared_when_utilization_allows():
     shares = GpuShares(["0"])
     assert shares.take("a", 1, 0.45) == shares.take("b", 1, 0.45) == ["0"]
     with pytest.raises(ConfigError, match="gpu_memory_utilization"):
@@ -110,7 +110,7 @@ def test_simulated_workers_are_not_pinned():
     assert MachineShares(config_of(engine="sim")).take("a", Role.PREFILL) == Share()
 
 
-def test_command_lines_carry_what_was_resolved(tmp_path):
+def test_command_lines_have_resolved_values(tmp_path):
     config = resolve(config_of(model="demo", workers={"env": {"A": "1"}}), "/models/demo", "redis://h:1", 1234)
     assert (config.model, config.served_model_name, config.frontend.port) == ("/models/demo", "demo", 1234)
     spec = worker_spec(
@@ -126,14 +126,14 @@ def test_command_lines_carry_what_was_resolved(tmp_path):
     assert frontend_spec(Setup(0, config, tmp_path / "c.yaml"), "frontend-2", 2).name == "frontend-2"
 
 
-def test_frontends_on_a_cluster_have_an_operators_key_that_the_launcher_knows(tmp_path):
+def test_cluster_frontends_get_operator_key_of_launcher(tmp_path):
     """They listen at the addresses of their nodes, also where `frontend.host` says nothing."""
     ray = {"launcher": {"kind": "ray"}, "redis": {"url": "redis://h:1"}}
     made = resolve(config_of(**ray), "m", "redis://h:1", 8000).security.operator_key
     assert made and resolve(config_of(), "m", "redis://h:1", 8000).security.operator_key is None
 
 
-def test_frontends_that_outlived_their_launcher_keep_their_operators_key(tmp_path, monkeypatch):
+def test_surviving_frontends_keep_operator_key(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     ray = config_of(launcher={"kind": "ray"}, redis={"url": "redis://h:1"})
     killed, next_one = RunFolder("default"), RunFolder("default")
@@ -147,7 +147,7 @@ def test_frontends_that_outlived_their_launcher_keep_their_operators_key(tmp_pat
     assert _with_previous_operator_key(config_of(), next_one) == config_of(), "here they die with it"
 
 
-def test_another_environments_python_runs_its_own_code(tmp_path):
+def test_configured_python_runs_its_own_code(tmp_path):
     config = config_of(python="/opt/new/bin/python", workers={"env": {"PYTHONPATH": "/opt/more"}})
     setup = Setup(1, resolve(config, "/models/demo", "redis://h:1", 1234), tmp_path / "c.yaml")
     worker, frontend = worker_spec(setup, Role.DECODE, "decode-0", Share()), frontend_spec(setup, "frontend-0", 0)

@@ -47,7 +47,7 @@ def test_one_launcher_per_namespace():
     assert not first.path.exists() and held_namespaces() == []
 
 
-def test_what_is_written_is_what_others_read():
+def test_written_files_are_readable():
     folder = RunFolder("a")
     folder.claim()
     config = parse_config({"model": "m", "namespace": "a", "redis": {"url": "redis://:secret@h:1"}})
@@ -63,7 +63,7 @@ def test_what_is_written_is_what_others_read():
 
 
 @pytest.mark.parametrize("lost", ["all", "one file", "the lock"])
-def test_what_a_cleaner_of_temporary_files_took_is_put_back(tmp_path, lost):
+def test_deleted_files_are_written_again(tmp_path, lost):
     folder = RunFolder("a")
     folder.claim()
     folder.write_config(parse_config({"model": "m", "namespace": "a", "redis": {"url": "redis://h:1"}}))
@@ -84,7 +84,7 @@ def test_what_a_cleaner_of_temporary_files_took_is_put_back(tmp_path, lost):
     assert not folder.path.exists()
 
 
-def test_a_folder_that_another_launcher_took_meanwhile_is_left_to_it(caplog):
+def test_folder_taken_by_another_launcher_is_left_alone(caplog):
     first, second = RunFolder("a"), RunFolder("a")
     first.claim()
     shutil.rmtree(first.path)
@@ -132,7 +132,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_a_killed_launcher_left_is_recognised_and_ended():
+def test_processes_of_killed_launcher_are_ended():
     killed = subprocess.run([sys.executable, "-c", CLAIM_AND_DIE], capture_output=True, text=True, timeout=30)
     orphan = int(killed.stdout)
     assert started_ticks(orphan) is not None
@@ -147,7 +147,7 @@ def test_what_a_killed_launcher_left_is_recognised_and_ended():
     folder.remove()
 
 
-def test_a_process_that_only_has_the_same_number_is_left_alone():
+def test_reused_pid_is_left_alone():
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     try:
         place, pid, ticks = identity_of(bystander.pid).split("/")
@@ -159,7 +159,7 @@ def test_a_process_that_only_has_the_same_number_is_left_alone():
         bystander.wait()
 
 
-def test_shared_memory_is_removed_only_when_it_is_noted_and_unused(tmp_path):
+def test_only_recorded_unused_shared_memory_is_removed(tmp_path):
     """Another container may have made the rest: nobody here sees who maps it."""
     for name in ("psm_dead", "psm_used", "psm_of_another_container"):
         (tmp_path / name).write_bytes(b"x")
@@ -176,7 +176,7 @@ def wait_until_ended(group: int) -> None:
         time.sleep(0.01)
 
 
-def test_the_shared_memory_of_a_process_group_is_what_its_processes_map_or_hold(tmp_path):
+def test_shared_memory_of_group_is_mapped_or_open(tmp_path):
     code = (
         "import mmap, subprocess, sys, time; f = open('psm_mapped', 'r+b'); m = mmap.mmap(f.fileno(), 1); f.close();"
         "h = open('notes.txt'); subprocess.Popen([sys.executable, '-c', 'import time; f = open(\"psm_of_child\");"
@@ -204,7 +204,7 @@ def test_the_shared_memory_of_a_process_group_is_what_its_processes_map_or_hold(
     assert (tmp_path / "psm_of_nobody").exists(), "another container's, for all that can be known here"
 
 
-def test_what_a_living_process_was_seen_with_is_not_removed_for_a_dead_one(tmp_path):
+def test_shared_memory_of_living_process_is_kept(tmp_path):
     """Between two processes that hand it over, a file may be mapped by nobody for a moment."""
     (tmp_path / "psm_shared").write_bytes(b"x")
     seen = SharedMemory(tmp_path)

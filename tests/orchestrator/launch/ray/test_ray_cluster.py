@@ -43,7 +43,7 @@ async def test_nodes_stay_known_while_the_head_does_not_answer(monkeypatch):
     assert cluster.frontend_nodes() == ["10.0.0.2"]
 
 
-async def test_a_group_that_is_made_once_nobody_wants_it_is_removed(monkeypatch):
+async def test_unwanted_placement_group_is_removed(monkeypatch):
     cluster, group = module.RayCluster(CONFIG), Group(has_place=False)
     asked, answered, removed = threading.Event(), threading.Event(), threading.Event()
 
@@ -65,7 +65,7 @@ async def test_a_group_that_is_made_once_nobody_wants_it_is_removed(monkeypatch)
     assert await asyncio.to_thread(removed.wait, DEADLINE_S)
 
 
-async def test_a_cluster_that_fails_to_place_is_asked_again(monkeypatch):
+async def test_failed_placement_is_retried(monkeypatch):
     cluster = module.RayCluster(CONFIG)
     answers = [ray.exceptions.RaySystemError("no head"), Group(has_place=True)]
 

@@ -51,7 +51,7 @@ def best(traffic: Traffic, workers: int = 8, slo: SLOConfig = SLO) -> int:
     return max(range(workers), key=lambda prefill: (bears(traffic, prefill, workers - prefill, slo), -prefill))
 
 
-def test_a_decode_step_is_as_long_as_littles_law_says():
+def test_decode_step_follows_littles_law():
     # 2000 tokens/s on one worker: TPOT = 0.01 + 0.0001 * (2000 * TPOT)
     assert tpot_s(EVEN, 1.0, taken=1.0, decode=1) == pytest.approx(0.0125)
     assert tpot_s(EVEN, 1.0, taken=0.0, decode=1) > 0.0125 / (1 - 0.5), "prefill takes half of its time"
@@ -60,7 +60,7 @@ def test_a_decode_step_is_as_long_as_littles_law_says():
     assert tpot_s(full, 1.0, taken=1.0, decode=1) == math.inf
 
 
-def test_the_number_of_sequences_may_be_above_its_mean():
+def test_sequence_count_varies_above_its_mean():
     """The mean number is ten, so sixteen is no rare number: a worker that holds only twelve would often be full."""
     steady = of_prompts(0.0, 0.0, step_s_per_sequence=0.0, output_tokens=100.0)
     for most, bears_it in ((12, False), (16, True)):
@@ -68,7 +68,7 @@ def test_the_number_of_sequences_may_be_above_its_mean():
         assert (tpot_s(fits, 1.0, taken=1.0, decode=1) < math.inf) == bears_it
 
 
-def test_workers_take_along_what_they_have_cached():
+def test_workers_keep_caches_when_they_move():
     apart = msgspec.structs.replace(EVEN, prefill_s=0.3, prefill_s2=0.09, local_s=0.5, local_s2=0.25)
     half = after_moves(apart, 4, 4, -2)
     assert (half.local_s, half.local_s2) == (pytest.approx(0.275), pytest.approx(0.12625))
@@ -78,20 +78,20 @@ def test_workers_take_along_what_they_have_cached():
     assert after_moves(apart, 4, 4, 0) == apart
 
 
-def test_longer_prompts_are_longer_everywhere():
+def test_scaled_prompts_scale_all_prefill_times():
     longer = scale_prefill_times(EVEN, 2.0)
     assert (longer.prefill_s, longer.local_s, longer.least_s) == (0.1, 0.1, 0.1)
     assert (longer.prefill_s2, longer.local_s2, longer.least_s2) == (0.01, 0.01, 0.01)
     assert bears(longer, 4, 4) < bears(EVEN, 4, 4)
 
 
-def test_more_workers_bear_more_and_nobody_decodes_without_decode_workers():
+def test_more_workers_give_headroom_and_0_decode_gives_none():
     assert bears(EVEN, 4, 0) == 0
     assert bears(EVEN, 2, 6) > bears(EVEN, 2, 3) > bears(EVEN, 1, 1) > 0
     assert bears(msgspec.structs.replace(EVEN, requests_per_s=0.0), 4, 4) == MAX_HEADROOM
 
 
-def test_long_prompts_want_prefill_workers_and_long_answers_want_none():
+def test_long_prompts_need_prefill_workers_and_long_answers_none():
     code = of_prompts(0.1, 0.02, output_tokens=20.0)
     stories = of_prompts(0.005, 0.00005, output_tokens=2000.0)
     assert best(code) >= 5
@@ -99,13 +99,13 @@ def test_long_prompts_want_prefill_workers_and_long_answers_want_none():
     assert best(stories, workers=2) == 0, "a whole worker for prompts would be half of two"
 
 
-def test_what_decode_workers_have_cached_is_best_prefilled_there():
+def test_prompts_cached_at_decode_are_best_prefilled_there():
     code = of_prompts(0.1, 0.02, output_tokens=20.0)
     sessions = msgspec.structs.replace(code, local_s=0.01, local_s2=0.0002)
     assert best(sessions) == 0 < best(code)
 
 
-def test_prefill_workers_get_the_longest_prompts_so_that_few_of_them_take_most_of_the_lumps():
+def test_few_prefill_workers_take_most_long_prompts():
     steady = msgspec.structs.replace(EVEN, local_s2=0.0)
 
     def lumps_s(taken: float) -> float:
@@ -115,7 +115,7 @@ def test_prefill_workers_get_the_longest_prompts_so_that_few_of_them_take_most_o
     assert lumps_s(0.5) == 0
 
 
-def test_what_a_prefill_worker_may_be_busy_falls_with_the_spread_of_lengths_and_rises_with_their_number():
+def test_max_utilization_falls_with_spread_and_rises_with_workers():
     wild = msgspec.structs.replace(EVEN, prefill_s2=0.1)
     assert max_utilization(1, wild, 1.0) < max_utilization(1, EVEN, 1.0) <= 0.95
     assert max_utilization(1, wild, 1.0) < max_utilization(8, wild, 1.0)

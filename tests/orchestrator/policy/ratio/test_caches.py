@@ -38,7 +38,7 @@ def caches(reuse: Reuse, prefill: int, decode: int, worker_tokens: float, **chan
     return Caches(of=curve([reuse]), prefill=prefill, decode=decode, **(settings | changes))
 
 
-def test_what_is_used_again_is_found_by_caches_that_are_large_enough():
+def test_large_caches_find_reused_blocks():
     """400 documents of 6,000 tokens in turn: 2.4 million tokens."""
     fleet = caches(documents(400), 0, 8, 400_000)
     assert fleet.misses(8, 1.0)[0] == pytest.approx(0, abs=300), "3.2 million"
@@ -47,7 +47,7 @@ def test_what_is_used_again_is_found_by_caches_that_are_large_enough():
     assert fleet.misses(8, 1.0, taken_tokens=1_600_000)[0] == PROMPT, "answers take half of it"
 
 
-def test_how_much_of_the_memory_holds_distinct_prefixes_is_what_prompts_leave_to_compute():
+def test_distinct_share_follows_from_uncached_tokens():
     fleet = caches(documents(400), 4, 4, 800_000)
     for copies in (1.3, 1.5, 2.0):
         left = fleet.misses(4, 1 / copies)[0]
@@ -57,7 +57,7 @@ def test_how_much_of_the_memory_holds_distinct_prefixes_is_what_prompts_leave_to
     assert fleet.distinct_share(100 * PROMPT, 4) == pytest.approx(0.25, rel=0.01), "at least what one worker holds"
 
 
-def test_prompts_cost_less_where_more_workers_cache_and_more_where_fewer_do():
+def test_prompts_cost_less_with_more_caching_workers():
     moments = (("s", 0.3), ("s2", 0.09))
     cost = {f"{where}_{name}": value for where in ("prefill", "local", "least") for name, value in moments}
     arriving = Traffic(
@@ -89,7 +89,7 @@ def sample(reuse: Reuse, prefill_tokens: int, local_tokens: int, worker_tokens: 
     )
 
 
-def test_the_split_goes_to_no_prefill_worker_where_only_all_workers_cache_what_is_used_again():
+def test_split_goes_to_0_prefill_when_only_all_caches_suffice():
     even = DesiredRatio(4, 4, set_at=-1000.0)
     seen = sample(documents(400), PROMPT, PROMPT)
     decision = desired_ratio([seen, seen], even, CONFIG, SLO)
@@ -101,7 +101,7 @@ def test_the_split_goes_to_no_prefill_worker_where_only_all_workers_cache_what_i
     assert apart is None or apart.after.prefill > 0, "nothing comes back: no cache helps"
 
 
-def test_the_split_stays_without_prefill_workers_where_fewer_would_cache_too_little():
+def test_split_stays_at_0_prefill_when_fewer_caches_miss():
     none = DesiredRatio(0, 8, set_at=-1000.0)
     for documents_there, moves in ((400, False), (4000, True)):
         left = 300 if documents_there == 400 else PROMPT
@@ -109,7 +109,7 @@ def test_the_split_stays_without_prefill_workers_where_fewer_would_cache_too_lit
         assert (desired_ratio([seen] * 3, none, CONFIG, SLO) is not None) == moves
 
 
-def test_without_prompts_or_a_worker_that_told_its_memory_nothing_is_said_of_caches():
+def test_caches_are_unknown_without_prompts_or_memory():
     known = sample(documents(400), PROMPT, PROMPT)
     current = DesiredRatio(4, 4)
     assert caches_of([known], traffic([known]), current) is not None

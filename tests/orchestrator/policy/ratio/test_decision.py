@@ -48,7 +48,7 @@ def decide(*window: LoadSample, current=EVEN, config=CONFIG, **more):
     return desired_ratio(list(window), current, config, SLO, **more)
 
 
-def test_traffic_is_rates_moments_and_what_they_cost():
+def test_traffic_has_rates_moments_and_costs():
     found = traffic([SAMPLE])
     assert (found.requests_per_s, found.output_tokens) == (60.0, pytest.approx(22.2, rel=0.01))
     assert (found.prefill_s, found.prefill_s2) == (pytest.approx(0.05), pytest.approx(0.0025))
@@ -57,13 +57,13 @@ def test_traffic_is_rates_moments_and_what_they_cost():
     assert traffic([offering(10, 1000, 20)]) is None, "too few to tell"
 
 
-def test_answers_that_have_not_ended_count_by_what_decodes():
+def test_unfinished_answers_count_by_decoding_sequences():
     assert traffic([msgspec.structs.replace(SAMPLE, sequences=900)]).output_tokens == pytest.approx(1000)
     filling = [msgspec.structs.replace(SAMPLE, sequences=count) for count in (300, 900)]
     assert traffic(filling).output_tokens == pytest.approx(1200 * 10 / (600 * 0.015)), "half of those that came ended"
 
 
-def test_the_split_follows_what_arrives_in_bounded_steps_and_down_to_no_prefill_worker():
+def test_split_follows_load_in_bounded_steps_down_to_0_prefill():
     to_prefill = decide(CODE, CODE, CODE)
     assert (to_prefill.after.prefill, to_prefill.after.decode) == (6, 2), "a quarter of the fleet at a time, to prefill"
     assert decide(CODE, CODE, CODE, max_step=8).after.prefill == 7
@@ -72,7 +72,7 @@ def test_the_split_follows_what_arrives_in_bounded_steps_and_down_to_no_prefill_
     assert decide(STORIES, STORIES, max_step=8, config=RatioConfig(min_prefill=2)).after.prefill == 2
 
 
-def test_of_those_that_drain_for_long_few_go_to_prefill_at_once():
+def test_few_workers_go_to_prefill_when_drain_is_slow():
     staying = msgspec.structs.replace(offering(300, 4000, 100), sequences=150)  # for 5 s each
     assert decide(staying, staying, staying).after.prefill == 6
     after = decide(staying, staying, staying, config=msgspec.structs.replace(CONFIG, cool_down_s=4.0)).after
@@ -94,7 +94,7 @@ def test_hysteresis_and_cool_down():
     assert decide() is None
 
 
-def test_a_fleet_that_bears_more_than_enough_is_left_alone():
+def test_split_stays_when_headroom_is_large():
     light = offering(300, 1000, 20)
     assert decide(light, light, light) is None
     assert decide(light, light, light, config=RatioConfig(busy=0.1)) is not None
@@ -111,12 +111,12 @@ def test_workers_go_to_decode_earlier_than_to_prefill():
         assert (decision.after.prefill if decision else EVEN.prefill) == prefill
 
 
-def test_prompts_that_are_cached_where_they_decode_want_no_prefill_workers():
+def test_prompts_cached_at_decode_need_no_prefill_workers():
     agents = offering(600, 15_000, 80, local_tokens=1200)
     assert decide(agents, agents, max_step=8).after.prefill == 0
 
 
-def test_what_prefill_workers_have_cached_goes_with_them():
+def test_prefill_workers_keep_caches_when_they_change_role():
     """Half of the conversations are cached on decode workers, half on prefill workers, which take their caches along to
     decode."""
     both = Offered()
@@ -129,7 +129,7 @@ def test_what_prefill_workers_have_cached_goes_with_them():
     assert after is None or after.after.prefill > 0
 
 
-def test_no_prefill_worker_is_left_only_where_that_bears_the_prompts_that_arrive():
+def test_zero_prefill_requires_capacity_for_all_prompts():
     """Without prefill workers no queue holds prompts back. If the answers overload the fleet a queue does not help."""
     for requests, left in ((600, 0), (950, 0), (3000, 1)):
         agents = offering(requests, 15_000, 80, local_tokens=1200)
@@ -138,7 +138,7 @@ def test_no_prefill_worker_is_left_only_where_that_bears_the_prompts_that_arrive
     assert decide(stories, stories, max_step=8).after.prefill == 0
 
 
-def test_nobody_goes_to_prefill_while_caches_fill():
+def test_no_worker_goes_to_prefill_while_caches_fill():
     cold, warm = offering(1000, 2000, 20), CODE
     assert decide(cold, warm) is None
     assert decide(warm, warm) is not None
@@ -147,25 +147,25 @@ def test_nobody_goes_to_prefill_while_caches_fill():
     assert decide(*few).after.prefill < 4, "that cold caches say more than is true of prompts is no reason to wait"
 
 
-def test_what_decodes_fits_on_the_workers_that_go_on_decoding():
+def test_decoding_sequences_fit_on_remaining_decode_workers():
     for sequences, prefill in ((20, 7), (600, 5)):
         slow = msgspec.structs.replace(CODE, sequences=sequences, itl_s=1.0)
         assert decide(slow, slow, max_step=8).after.prefill == prefill
 
 
-def test_where_nothing_could_hold_what_decodes_each_worker_more_helps():
+def test_each_decode_worker_helps_overloaded_fleet():
     full = msgspec.structs.replace(STORIES, sequences=20 * 256)
     assert decide(full, full, full, max_step=8).after.prefill < 4
 
 
-def test_a_split_that_does_not_hold_what_decodes_is_left_whatever_others_bear():
+def test_split_without_room_for_sequences_is_left():
     code = [msgspec.structs.replace(CODE, sequences=count, itl_s=1.0) for count in (4 * 256, 4 * 256 + 1)]
     assert decide(code[0], code[0]) is None, "more would prefill, by what arrives, and have no room"
     assert decide(code[1], code[1]).after.prefill == 3, "five workers hold it"
     assert decide(code[0], code[1]) is None, "it may pass"
 
 
-def test_workers_stay_at_decode_while_ever_more_decodes():
+def test_workers_stay_at_decode_while_sequences_grow():
     few, more = (msgspec.structs.replace(CODE, sequences=count, itl_s=1.0) for count in (20, 60))
     assert decide(few, few, few) is not None and decide(more, more, more) is not None
     assert decide(few, few, more) is None
@@ -173,7 +173,7 @@ def test_workers_stay_at_decode_while_ever_more_decodes():
     assert decide(STORIES, STORIES, story).after.prefill < 4, "they may come"
 
 
-def test_a_burst_is_no_reason_to_move():
+def test_burst_moves_no_worker():
     calm = offering(400, 400, 150)
     assert decide(CODE, CODE, CODE) is not None
     assert decide(calm, CODE) is None
@@ -190,7 +190,7 @@ def test_workers_go_to_decode_for_two_samples_and_to_prefill_for_ten_seconds():
     assert decide(*[code] * 5, config=quick).after.prefill == 6
 
 
-def test_what_a_few_huge_prompts_make_of_the_mean_is_chance_where_requests_stay_for_long():
+def test_few_huge_prompts_count_as_chance():
     """Two loads of as many prompts with the same mean: in one, a few prompts carry most of the work; in the other all
     are equal."""
     tailed = Offered.one(90_000, 90_000, 120)
@@ -207,13 +207,13 @@ def test_what_a_few_huge_prompts_make_of_the_mean_is_chance_where_requests_stay_
         assert (decide(load, load, config=stays_for_a_cool_down) is not None) == moved
 
 
-def test_a_window_is_as_short_as_what_arrives_allows():
+def test_window_is_shortest_with_enough_requests():
     few = offering(30, 1000, 20)
     assert list(recent([STORIES, CODE, CODE], CONFIG)) == [CODE, CODE]
     assert recent([few] * 3, CONFIG) == (), "not enough yet"
     assert len(recent([few] * 6, CONFIG)) == 6, "all that there is"
 
 
-def test_a_decision_tells_its_numbers():
+def test_decision_prints_its_numbers():
     line = str(decide(CODE, CODE, CODE))
     assert line.startswith("4P4D -> 6P2D: bears ") and "130 requests/s" in line and "50 ms of prefill" in line

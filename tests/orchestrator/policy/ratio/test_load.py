@@ -23,7 +23,7 @@ def later(seconds=10.0, **changes):
     return msgspec.structs.replace(FIRST, at=FIRST.at + seconds, offered=offered, **changes)
 
 
-def test_a_sample_is_what_came_between_two_observations():
+def test_sample_is_difference_of_two_observations():
     sampler = LoadSampler()
     assert sampler.sample(FIRST, Predictor(0.0005)) is None
     sample = sampler.sample(later(), Predictor(0.0005))
@@ -53,7 +53,7 @@ def test_a_worker_is_full_by_its_batch_or_its_memory(changes, sequences):
     assert sampler.sample(later(**changes), Predictor()).max_sequences == pytest.approx(sequences)
 
 
-def test_steps_are_learned_and_begin_with_what_the_engine_measured():
+def test_step_times_are_learned_from_engine_measurement_on():
     sampler, predictor = LoadSampler(), Predictor(prior_itl_s=0.03)
     sampler.sample(FIRST, predictor)
     assert sampler.sample(later(1.0), predictor).step == (0.03, 0.0), "nothing is known"
@@ -63,7 +63,7 @@ def test_steps_are_learned_and_begin_with_what_the_engine_measured():
     assert sampler.sample(later(2.0), predictor).step == (pytest.approx(0.01, rel=0.02), pytest.approx(0.002, rel=0.02))
 
 
-def test_what_a_sequence_adds_to_a_step_is_told_from_what_the_engine_takes_without_any():
+def test_step_time_per_sequence_excludes_fixed_time():
     """The number of sequences varies little, and their contexts vary much: a line fitted to both would be wrong."""
     sampler, predictor = LoadSampler(), Predictor()
     predictor.set_prior(EngineSpeed(0.01, 0.0001, 0.01, 0.001))

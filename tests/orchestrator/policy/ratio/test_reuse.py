@@ -46,7 +46,7 @@ def sessions(rng: random.Random, prompts: int, rate: float):
 
 
 @pytest.mark.parametrize("cache_tokens", [100_000, 300_000, 1_000_000, 3_000_000])
-def test_it_says_what_a_cache_of_any_size_finds(cache_tokens):
+def test_reuse_curve_gives_hits_of_any_cache_size(cache_tokens):
     rng, counter, cache = random.Random(1), ReuseCounter(), LRU(cache_tokens)
     rate, left, squares, prompts = 20.0, 0, 0, 0
     for n, (now, keys) in enumerate(sessions(rng, 12_000, rate)):
@@ -62,7 +62,7 @@ def test_it_says_what_a_cache_of_any_size_finds(cache_tokens):
     assert math.sqrt(mean2) == pytest.approx(math.sqrt(squares / prompts), rel=0.2)
 
 
-def test_what_comes_back_is_counted_by_its_age_once():
+def test_reused_key_is_counted_once_by_its_age():
     counter = ReuseCounter()
     counter.arrived(2100, [1, 2, 3, 4], KEY_TOKENS, 100.0)
     assert counter.take().saved == NONE
@@ -78,14 +78,14 @@ def test_what_comes_back_is_counted_by_its_age_once():
     assert counter.take() == Reuse(), "once"
 
 
-def test_what_another_prompt_has_just_brought_is_being_computed():
+def test_recent_key_counts_as_being_computed():
     counter = ReuseCounter()
     assert counter.arrived(2100, [1, 2, 3, 4], KEY_TOKENS, 100.0) == 0
     assert counter.arrived(2100, [1, 2, 3, 5], KEY_TOKENS, 100.1) == 3 * KEY_TOKENS
     assert counter.arrived(2100, [1, 2, 3, 5], KEY_TOKENS, 103.0) == 0, "computed long since, and cached or not"
 
 
-def test_of_small_blocks_one_key_in_so_many_is_looked_at():
+def test_small_blocks_are_sampled():
     counter = ReuseCounter()
     keys = list(range(1, 101))  # of 16 tokens each
     for now in (0.0, 1.0):
@@ -93,7 +93,7 @@ def test_of_small_blocks_one_key_in_so_many_is_looked_at():
     assert sum(counter.take().saved) == 6 * SAMPLED_TOKENS, "of 1600 tokens 1536"
 
 
-def test_memory_is_bounded_and_the_ends_of_old_prompts_are_forgotten_first():
+def test_counter_forgets_ends_of_old_prompts_first():
     counter = ReuseCounter()
     counter.arrived(10 * KEY_TOKENS, list(range(10)), KEY_TOKENS, 0.0)
     for n in range(1, 200):

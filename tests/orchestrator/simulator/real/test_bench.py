@@ -43,7 +43,7 @@ async def test_tokens_are_counted_however_the_stream_is_cut(cut):
     assert (timing.output_tokens, len(timing.gaps_s), timing.cached_tokens) == (5, 4, 3)
 
 
-async def test_of_a_usage_with_every_event_the_last_counts():
+async def test_last_usage_of_stream_counts():
     """vLLM sends the usage with every event if started with `--enable-force-include-usage`."""
     async with Server() as server, Target(server.url) as target:
         server.telling = True
@@ -59,7 +59,7 @@ async def test_times_are_the_servers():
 
 
 @pytest.mark.parametrize(("broken", "said"), [("status", "429"), ("stream", "broke off"), ("event", "engine died")])
-async def test_what_is_no_complete_answer_is_an_error(broken, said):
+async def test_incomplete_answer_is_an_error(broken, said):
     async with Server(broken=broken) as server, Target(server.url) as target:
         with pytest.raises(MeasureError, match=said):
             await target.complete([1], 3)
@@ -86,7 +86,7 @@ class SlowPrompts:
         return [1] * tokens
 
 
-async def test_in_an_open_loop_users_wait_from_when_they_came_however_late_they_are_sent():
+async def test_open_loop_latency_counts_from_scheduled_arrival():
     async with Server() as server, Target(server.url) as target:
         run = await open_loop(target, Load("at once", [Arrival(0.0, 8, 2)] * 5), SlowPrompts())
     waited = sorted(sent.timing.ttft_s for sent in run.sent if sent.timing)
@@ -123,7 +123,7 @@ def test_each_rate_is_compared_by_itself():
     assert found == [(1.0, 4.0, True), (2.0, 0.5, True)]
 
 
-def test_who_answers_nothing_has_no_latency_and_is_not_the_faster_one():
+def test_server_without_answers_has_no_latency():
     dead, alive = figures(made([], errors=10), 9.0, 9.0), figures(made([0.1]), 9.0, 9.0)
     assert math.isnan(dead.ttft.p50) and msgspec.json.decode(msgspec.json.encode(dead))["ttft"]["p50"] is None
     compared = {r.name: r.median for r in ratios([dead, alive], [alive, alive])}
@@ -177,7 +177,7 @@ def test_the_command_tries_several_rates(servers):
     assert "20/s" in done.output and "40/s" in done.output
 
 
-def test_what_was_measured_before_a_server_went_away_is_shown(servers, tmp_path):
+def test_results_before_server_loss_are_shown(servers, tmp_path):
     slow, fast = servers
     fast.gone_after = 2
     size = ["--requests", "4", "--users", "4", "--prompt-tokens", "20", "--output-tokens", "3", "--turns", "4"]

@@ -37,7 +37,7 @@ def test_noise_never_makes_a_coefficient_negative():
     assert profile.prefill_s_per_token > 0 and profile.step_s > 0
 
 
-async def test_a_load_is_replayed_and_laid_beside_its_simulation():
+async def test_replayed_load_is_compared_with_simulation():
     load = Load("tiny", [Arrival(i / 50, 600, 5, (i % 2,)) for i in range(10)], unit_tokens=512)
     async with Server() as server, Target(server.url) as target:
         run = await open_loop(target, load, Prompts())
