@@ -103,7 +103,7 @@ def cpu_s(pid: int) -> float:
 
 
 def token_ids(count: int) -> list[int]:
-    number = next(NUMBERS)  # a prompt sent before would be prefilled where it is cached
+    number = next(NUMBERS)  # a repeated prompt would be prefilled where it is cached
     return [1000 + (number * 7919 + i) % 30000 for i in range(count)]
 
 

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_scheduler, ba
 # In the environment of an engine's processes, as Z85 text (RFC 32). None: nothing is encrypted.
 SECRET_KEY = "PD_KV_SECRET_KEY"
 _MAX_QUESTION_BYTES = 4096
-_TIMEOUT_MS = 5000  # a peer that does not get through with its handshake loses its connection
+_TIMEOUT_MS = 5000  # a peer that does not complete its handshake in time loses its connection
 _expected: ContextVar[str] = ContextVar("pd_kv_key", default="")
 
 

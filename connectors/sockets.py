@@ -130,7 +130,7 @@ class PeerAddresses:
             self.tear_down(engine)
             return settled or not (_FABRICS.is_dir() and any(_FABRICS.iterdir())) or self.has_ended(engine)
         if not self.has_ended(engine):
-            return False  # it needs no connection: a process that was stopped within a copy may go on with it
+            return False  # it needs no connection: a process that was stopped during a copy may continue it
         self.tear_down(engine)
         return True
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-PARENT = "PD_PARENT"  # environment variable: the parent's pid, to notice a parent that died before this one looked
+PARENT = "PD_PARENT"  # environment variable: the parent's pid, to notice a parent that died before this process checked
 # Environment variable: the file for the reason of the exit, like a container's termination message.
 EXIT_REASON_FILE = "PD_EXIT_REASON_FILE"
 _FINAL, _PASSING = "final", "passing"  # the first word in that file
@@ -85,7 +85,7 @@ def die_with_parent(stop_timeout_s: float = 0.0) -> None:
         _wait_for_end(parent)
         if stop_timeout_s > 0:
             times = max(2, round(stop_timeout_s / _INSIST_S))
-            for _ in range(times):  # repeated, since a worker drains after the first, and nobody is left to drain for
+            for _ in range(times):  # repeated, since a worker drains after the first signal, and no one needs the drain
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(stop_timeout_s / times)
         os.kill(os.getpid(), signal.SIGKILL)

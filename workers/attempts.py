@@ -28,7 +28,7 @@ class Attempt:
     phase: Phase
     tokens: int
     since: float  # monotonic seconds
-    computed: bool = False  # its first output has been seen
+    computed: bool = False  # it has produced its first output
     submitted: bool = False  # the engine knows it
     leased: bool = False  # it has a lease in the queue
     trial_until: float = 0.0  # monotonic seconds; see `Submit.trial_s`

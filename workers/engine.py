@@ -177,7 +177,7 @@ async def submit(engine: Engine, request: EngineRequest) -> Refusal | None:
         return Refusal(f"invalid: {error}", final=True)
     except EngineDead:
         raise
-    except Exception as error:  # a defect met by one request must not end all the others
+    except Exception as error:  # a defect in one request must not end all others
         log.exception("the engine could not take %s", request.key)
         return Refusal(f"error: {type(error).__name__}: {error}")
     return None

@@ -56,7 +56,7 @@ class Frontends:
         """`send` never waits. It returns False if the frontend is not connected."""
         self._worker_id, self._send = worker_id, send
         self._greetings: dict[str, asyncio.Event] = {}
-        self._reached: set[str] = set()  # the last that they were sent went out; since `gone` was asked
+        self._reached: set[str] = set()  # their last message was sent; since the last call of `gone`
         self._unreachable_since: dict[str, float] = {}
         self._lost: dict[str, list[tuple[str, int]]] = {}
 
@@ -85,7 +85,7 @@ class Frontends:
 
     def on_hello(self, frontend_id: str, hello: Hello) -> None:
         if hello.protocol != PROTOCOL_VERSION:
-            # Without an answer it never sends a request.
+            # It sends no request before it has an answer.
             log.error(
                 "frontend %s speaks protocol %d, this worker %d; run the same version everywhere",
                 frontend_id,
@@ -197,7 +197,7 @@ class Peers:
             elif unreachable_s > self._timeout_s:
                 break
             await asyncio.sleep(PROBE_INTERVAL_S)
-            # A longer time means that this process did not run, which proves nothing.
+            # If it took longer, this process did not run, which proves nothing.
             unreachable_s += min(time.monotonic() - began, 2 * PROBE_TIMEOUT_S + PROBE_INTERVAL_S)
         log.warning("worker %s is dead: ending KV transfers with its engine %s", departed.worker_id, departed.engine_id)
         self.sources.discard(departed.engine_id)

@@ -85,7 +85,7 @@ class Prefills:
         self._start(self._prefill(attempt, job, claim.queued_s, older))
 
     async def _prefill(self, attempt: Attempt, job: PrefillJob, queued_s: float, older: Attempt | None) -> None:
-        if older is not None:  # an earlier attempt, for which no frontend waits any more
+        if older is not None:  # an earlier attempt, which no frontend waits for
             self._attempts.remove(older)
             await self._engine.abort([older.key])
         try:

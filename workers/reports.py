@@ -206,7 +206,7 @@ class LoadReporter:
             while not (await asyncio.wait({asking}, timeout=IDLE_REPORT_S))[0]:
                 if time.monotonic() > deadline:
                     raise EngineDead(f"the engine has not answered for {ENGINE_HUNG_S:g} s")
-                self.publish_soon()  # a sign of life through a long step
+                self.publish_soon()  # shows that the worker lives during a long step
         finally:
             asking.cancel()
         return asking.result()
@@ -255,7 +255,7 @@ class PrefixReporter:
         self._worker_id, self._publish, self._send, self._load = worker_id, publish, send, load
         self._keys: dict[int, None] = {}  # as large as the engine's cache, oldest first
         self._changes = PrefixChanges()
-        self._sequence = int(time.time() * 1e6)  # so that a restarted worker does not continue its predecessor's
+        self._sequence = int(time.time() * 1e6)  # so that a restarted worker does not continue the old sequence
         self._published_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 

@@ -166,10 +166,10 @@ class Serving:
             self._frontends.send(frontend_id, reply)
             if call.method == "reset_prefix_cache" and result:
                 self._prefix.cleared()
-        except Exception as error:  # whatever the engine says of it is the caller's
+        except Exception as error:  # every error of the engine goes to the caller
             why = "no answer in time" if isinstance(error, TimeoutError) else f"{error or type(error).__name__}"
             if call.method == "set_pause":
-                log.error("could not follow the fleet's pause: %s", why)  # nobody may wait for the answer
+                log.error("could not follow the fleet's pause: %s", why)  # the caller may have left
             failed = CallReply(call.call_id, self._worker_id, error=f"{call.method}: {why}")
             self._frontends.send(frontend_id, failed)
 
@@ -188,7 +188,7 @@ class Serving:
             before, now = self._engine_pause, self._load.pause
             if before == now:
                 return
-            self._engine_pause = now  # also where the call fails: it may have worked
+            self._engine_pause = now  # also if the call fails: it may have had an effect
             if now.engines:
                 await self._engine.call("pause_scheduler", [], {"mode": now.mode, "clear_cache": now.clear_cache})
                 if now.clear_cache:

@@ -39,7 +39,7 @@ COMMON = (
     "routing.remote_prefill_min_tokens=100",
     "routing.prefix_index=false",  # so that prompts sent again are prefilled remotely again
     "ratio.mode=off",  # so that there are workers of each role to be hit
-    "launcher.restart_backoff_max_s=1",  # there are many faults in a row, and each restart is to be quick
+    "launcher.restart_backoff_max_s=1",  # there are many faults in a row, and each restart must be quick
 )
 # Slow enough for every phase to last: a prefill 0.2 s, a push 0.2 s, an answer 0.7 s.
 SIMULATED = (

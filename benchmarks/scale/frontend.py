@@ -95,7 +95,7 @@ class Counted:
             async with asyncio.timeout(ANSWER_DEADLINE_S):
                 await self.client.ask(prompt, OUTPUT_TOKENS)
             self.counts["answered"] += 1
-        except Exception as error:  # whatever it is, the client has no answer
+        except Exception as error:  # on any error the client has no answer
             self.counts["failed"] += 1
             self.failures.append(f"{type(error).__name__}: {error}")
 

@@ -67,7 +67,7 @@ class Connections(NixlPushConnectorWorker):
         self._endpoints: dict[str, wire.Endpoint] = {}  # of engines that are connected, or being so
         self._lost: set[str] = set()  # connected anew as soon as no WRITE uses the old connection
         self._undelivered: dict[str, list[tuple[str | None, wire.Message]]] = {}
-        self._looked_at = time.monotonic()  # for messages: what is read next may have come since
+        self._looked_at = time.monotonic()  # messages read next may have arrived since then
         self._abandoned: list[tuple[str, Any]] = []  # (engine, NIXL handle) of WRITEs that do not end
         self._shipments = verify.Shipments() if self.options.verify else None
         self._signing: set[str] = set()  # decode requests whose KV is here, while its checksum is computed
@@ -109,7 +109,7 @@ class Connections(NixlPushConnectorWorker):
             case do.Send(engine=engine, peer=peer, message=message):
                 self._send(engine, peer, message)
             case do.Tell(engine=engine, message=message, peer=peer):
-                if message.request not in self._signing:  # else the answer is on its way
+                if message.request not in self._signing:  # else its answer follows with the checksum
                     self._tell(engine, message, peer)
             case _:
                 raise TypeError(f"{type(self).__name__} carries out no {type(action).__name__}")
@@ -205,7 +205,7 @@ class Connections(NixlPushConnectorWorker):
         self, request: str, agent: str, expected: int, blocks: list[list[int]], found: int, now: float
     ) -> Iterable[Any]:
         if self._inbound.blocks_of(request) != blocks:
-            return ()  # it was given up, and its blocks may be others' by now
+            return ()  # it was given up, and its blocks may belong to other requests by now
         if found == expected:
             self._records.put(lambda s: s.record(PushStats.VERIFIED))
             return self._inbound.landed(request, agent, now)

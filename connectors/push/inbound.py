@@ -21,7 +21,7 @@ from connectors.push.wire import Endpoint, Message, Register, Unregister
 Action = Union[Connect, Send, Cut, Finish]
 
 _RESEND_MAX_S = 4.0
-_CUT_AGAIN_S = 1.0  # between two attempts to show that a peer cannot write here any more
+_CUT_AGAIN_S = 1.0  # between two attempts to make sure that a peer cannot write here
 _REMEMBERED = 4096  # peers
 _REPEATS = 8  # of an unanswered registration within its validity: a cut link may have lost it, or the answer
 

@@ -156,7 +156,7 @@ class Outbound:
         stream = self._streams.get(key)
         answer = Register(key, order.request, order.decode, [], 0)
         if stream is None and key not in self._ended:
-            # Remembered for a registration that this message has overtaken, and for a prefill that has not begun.
+            # Remembered for a registration that arrives after this message, and for a prefill that has not begun.
             self._ended.add(key, EndedStream(Stream.DROPPED, "withdrawn by decode"))
         if (ended := self._end_and_describe(key)) is not None:
             return self._answer_late(answer, peer, ended)
@@ -222,7 +222,7 @@ class Outbound:
         actions: list[Action] = []
         for stream in list(self._streams.values()):
             if stream.deadline is not None and now >= stream.deadline:
-                leased = stream.state is Stream.LEASED  # nothing happens to one that drains: it only hurries no more
+                leased = stream.state is Stream.LEASED  # a draining stream stays as it is
                 why = f"decode did not register within {self._lease_s:g} s" if leased else "the prefill never came"
                 stream.deadline = None
                 actions += self._apply(stream, StreamEvent.GIVE_UP, now, why)

@@ -120,7 +120,7 @@ class PushScheduler(NixlPushConnectorScheduler):
             if request.request_id not in self._prefills:
                 self._begin(request)
         elif params.get("do_remote_prefill"):
-            # Once only: after a failed transfer vLLM allocates for the request again, and prefills it here.
+            # Only once: after a failed transfer vLLM allocates for the request again, and prefills it here.
             params["do_remote_prefill"] = False
             if num_external_tokens > 0:
                 self._reserve(request, blocks)

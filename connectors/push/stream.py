@@ -50,7 +50,7 @@ class PushStream:
     deadline: float | None = None  # of the state
     valid_until: float | None = None  # of the registration
     registered_at: float = 0.0
-    renew_at: float = 0.0  # then decode is told that the prefill goes on, and registers again
+    renew_at: float = 0.0  # then decode gets `Computing`, and registers again
     abandon_at: float | None = None  # until then WRITEs to an engine declared dead are waited for
     order: Register | None = None
     registered: dict[str, int] = field(default_factory=dict)  # peer -> the connection that it has registered for
@@ -112,7 +112,7 @@ class PushStream:
     def validate(self, order: Register, since: float) -> None:
         """`order` is valid for `valid_s` from then. A late one does not shorten the validity of a newer one."""
         if self.valid_until is None and self.order is not order:
-            return  # it ran out, and the stream was given up for that
+            return  # it expired, and the stream was given up for that
         self.valid_until = max(self.valid_until or 0.0, since + order.valid_s)
         if self.order is None or order.valid_s >= self.order.valid_s:  # a repeat postpones nothing
             self.registered_at, self.renew_at = since, since + _RENEW_AFTER * order.valid_s

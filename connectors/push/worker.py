@@ -262,7 +262,7 @@ class PushWorker(Connections):
         if not done.result():
             logger.warning_once("KV blocks stay reserved until engine %s has answered or ended", cut.engine)
             return ()
-        self._receive()  # what another thread was taking in is in by now
+        self._receive()  # what another thread was reading has been read by now
         return self._inbound.cut_off(cut.requests, now)
 
     # ---- WRITEs ------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ class PushWorker(Connections):
                 self._lose(engine, f"a WRITE ended as {state}")
             telemetry = self._telemetry(handle) if state == "DONE" else None
             if not self._let_go(handle):
-                continue  # not proven to be over: it counts as in flight until then
+                continue  # not proven to have ended: until then it counts as in flight
             del self._writes[number]
             ok = state == "DONE"
             if ok:

@@ -113,7 +113,7 @@ def post_chunks(worker: NixlPushConnectorWorker, post: Post) -> list[Any]:
     try:
         worker.nixl_wrapper.transfer(handle)
     except Exception:
-        # Part of it may be under way: the handle's own state says when it is over, and how.
+        # Part of it may be in flight: the handle's own state shows when it ends, and how.
         logger.exception("NIXL could not post a WRITE of %s", post.stream)
     return [handle]
 

@@ -54,7 +54,7 @@ def start_detached(config: Config, arguments: list[str], as_json: bool = False) 
 def _show_until_ready(launcher: subprocess.Popen[bytes], folder: RunFolder, shown: IO[bytes], quiet: bool) -> Ready:
     last = rest = b""
     while True:
-        # Asked before the output is read, so that all of what was written before is shown.
+        # Asked before the output is read, so that everything written before the exit is shown.
         ended, ready = launcher.poll() is not None, folder.ready()
         *lines, rest = (rest + (shown.read() or b"")).split(b"\n")
         for line in lines:

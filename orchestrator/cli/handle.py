@@ -73,7 +73,7 @@ class FleetHandle(msgspec.Struct, frozen=True):
 
     namespace: str
     redis_url: str | None  # None where only a frontend was named
-    url: str | None  # of its endpoint; None unless it was named, or a launcher on this machine runs it
+    url: str | None  # of its endpoint; None unless an option names it, or a launcher on this machine runs it
     config: Config | None
 
 

@@ -143,7 +143,7 @@ def main() -> None:
             setattr(sys, name, open(os.devnull, "w"))
     try:
         code = app(standalone_mode=False) or 0
-        sys.stdout.flush()  # here, where one that is full or closed is told of
+        sys.stdout.flush()  # here, so that a full or closed output is reported
         sys.exit(code)
     except ConfigError as error:
         _fail(str(error))

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY_S = 0.2
 _LOOKS = 25  # at a Redis that has lost what launchers tell it again within a second or two
-_WENT_BACK = 1  # the exit code when the fleet went back by itself
+_WENT_BACK = 1  # the exit code when the fleet rolled back by itself
 # Whose values are the running fleet's: one host's, or what clients and processes that stay rely on.
 _KEPT = ("engine", "redis", "frontend", "launcher", "limits", "security", "workers.bind", "workers.advertise")
-_FOUND = (("frontend.port", 0), ("redis.url", "embedded"))  # these mean whatever the running fleet has found
+_FOUND = (("frontend.port", 0), ("redis.url", "embedded"))  # these mean the values that the running fleet has found
 app = typer.Typer()
 
 
@@ -178,7 +178,7 @@ def changed(running: Version, config: Config | None, tree: dict[str, Any]) -> di
         raise Refused(f"served_model_name: clients know the model as {name_now!r}, not {name!r}; set it to that name")
     _check_length(parse_config(dict(running.config)), new)
     result = shared(new)
-    for role in Role:  # how many there are is said by `scale`
+    for role in Role:  # `scale` sets how many there are
         result["workers"][role.value]["replicas"] = running.config["workers"][role.value]["replicas"]
     return result | {"namespace": running.config["namespace"], "served_model_name": name_now}
 

@@ -20,12 +20,12 @@ REDIS_URL = "PD_REDIS_URL"  # may hold a password; used where neither an option 
 class SecurityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Who may talk to the fleet's processes; see docs/security.md."""
 
-    # Frontends, workers and KV handshakes: encrypted, for members of the fleet only; none: open to whoever connects.
+    # Frontends, workers and KV handshakes: encrypted, for members of the fleet only; none: open to everybody.
     mesh: Literal["curve", "none"] = "curve"
     trust_network: bool = False  # needed for mesh: none where workers listen on more than loopback
     # With either, clients must send one of the keys: `Authorization: Bearer KEY` or `x-api-key: KEY`.
     api_keys: list[str] = []
-    api_keys_file: str | None = None  # one key per line, # begins a comment; read anew when it changes
+    api_keys_file: str | None = None  # one key per line, # begins a comment; reloaded when it changes
     # For /metrics, /fleet and control calls. `up` makes one where there are API keys or frontends listen on a network.
     operator_key: str | None = None
 

@@ -23,7 +23,7 @@ def convert(gguf: Path, folder: Path) -> None:
     say(f"reading {gguf.name} ({gguf.stat().st_size / 1e6:.0f} MB) and dequantizing its weights")
     quantized = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
     config = quantized.config
-    # The configuration still says that the model is quantized, and would be saved so.
+    # The configuration still marks the model as quantized, and would be saved that way.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.architectures = ["LlamaForCausalLM"]

@@ -76,7 +76,7 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     heartbeat_s: Seconds = 1.0
     timeout_s: Seconds = 4.0  # a worker that is silent for this long is gone
     start_timeout_s: Seconds = 900.0
-    drain_timeout_s: Seconds = 120.0  # after it the requests that are left continue elsewhere
+    drain_timeout_s: Seconds = 120.0  # after it the remaining requests continue on other workers
     # A vLLM worker measures its engine's speed when it starts, in at most 3 s. `ratio.mode: auto` and placement use it
     # until the first requests have been measured.
     profile: bool = False

@@ -51,7 +51,7 @@ class ControlCalls:
             return row.combine(list(results.values()))
         why = "; ".join(f"worker {worker_id}: {error}" for worker_id, error in failures.items())
         if row.undo is not None and results:
-            # What did not answer may have succeeded; to undo what was not done does no harm.
+            # A call without an answer may have succeeded; undoing a call that did not happen does no harm.
             await self._undo([*results, *failures], method, row.undo, args)
             why += f" (undone on {', '.join(results)})"
         raise CallFailed(f"{method}: {why}")

@@ -59,7 +59,7 @@ class Membership:
         self._on_lost, self._on_quiet, self._on_reset = on_lost, on_quiet, on_reset
         self._registry_changed = asyncio.Event()
         self._unregistered: set[str] = set()
-        self._bad_addresses: dict[str, str] = {}  # what was said of a worker's, to say it once
+        self._bad_addresses: dict[str, str] = {}  # the logged reason by worker, so that it is logged once
         self.synced = asyncio.Event()  # the registry has been asked once
 
     async def run(self) -> None:
@@ -108,7 +108,7 @@ class Membership:
             if late_s > LATE_S:
                 self._fleet.discount_stall(late_s, time.monotonic())
             if late_s > TICK_S:
-                continue  # what was said meanwhile is still to be read
+                continue  # reports that came meanwhile are not read yet
             now = time.monotonic()
             for worker_id in self._fleet.mark_silent_quiet(now, min(QUIET_S, self._silence_s / 2)):
                 log.warning("worker %s has become quiet: others take its place for now", worker_id)
@@ -116,7 +116,7 @@ class Membership:
             for worker_id in self._fleet.silent(now, self._silence_s, RECONNECT_S):
                 self._remove_worker(worker_id, "it fell silent or its connection stayed broken")
             for worker_id in self._unregistered & self._fleet.workers.keys():
-                # A Redis that lost its data must not take the fleet down with it: believe what is still heard.
+                # Redis may have lost its data: keep the workers that still report.
                 if now - self._fleet.workers[worker_id].last_heard_at > 2 * TICK_S + self._heartbeat_slack():
                     self._remove_worker(worker_id, "it left the registry")
 
@@ -129,7 +129,7 @@ class Membership:
             for message in messages:
                 view = views.get(message.worker_id)
                 if view is None:
-                    continue  # gone: the last that it said
+                    continue  # the last message of a worker that is gone
                 if isinstance(message, WorkerLoad):
                     take_load(message, now)
                     if view.greeted and not view.connected:

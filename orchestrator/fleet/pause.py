@@ -22,10 +22,10 @@ class Pause:
     """`note` takes the states that workers report; new requests wait for `wait_ended`."""
 
     def __init__(self) -> None:
-        self.state = PauseState()  # the newest that was heard
-        self.on_abort: Callable[[], None] = lambda: None  # a pause began that ends what runs
-        self.on_outdated: Callable[[str], None] = lambda _: None  # this worker does not know `state`
-        self.ended_at = 0.0  # this process's monotonic clock: what was frozen could not go on before
+        self.state = PauseState()  # the newest reported one
+        self.on_abort: Callable[[], None] = lambda: None  # called when a pause begins that ends running requests
+        self.on_outdated: Callable[[str], None] = lambda _: None  # called with a worker that does not know `state`
+        self.ended_at = 0.0  # monotonic; frozen requests could not continue before
         self._ended = asyncio.Event()
         self._ended.set()
 

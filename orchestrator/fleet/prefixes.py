@@ -16,7 +16,7 @@ from orchestrator.types import PrefixEvents, WorkerLoad
 from orchestrator.wire.messages import PrefixResync, PrefixSnapshot
 
 RESYNC_RETRY_S = 2.0
-# Batches kept for when the snapshot is here. Beyond it the oldest go, and the gap that they leave asks for another one.
+# Batches kept until the snapshot is complete. Beyond it the oldest are dropped, and the gap asks for another snapshot.
 MAX_HELD = 256
 
 

@@ -33,7 +33,7 @@ class QueueView:
         self._depth: QueueDepth | None = None
         self._away_since: float | None = None
         self._server_run: str | None = None  # of the server that was polled last
-        self.polled = asyncio.Event()  # asked once, whatever the answer
+        self.polled = asyncio.Event()  # asked once, whether it answered or not
 
     @property
     def depth(self) -> QueueDepth | None:
@@ -83,7 +83,7 @@ class QueueView:
                     given_up, self._away_since = False, None
                 self._depth = depth
                 if time.monotonic() >= next_sweep_at:
-                    # Everybody sweeps: jitter spreads it.
+                    # All frontends sweep: jitter spreads the sweeps.
                     next_sweep_at = time.monotonic() + self._sweep_s * random.uniform(0.75, 1.25)
                     for request_id, attempt, reply_to in (await self._queue.sweep()).failed:
                         if reply_to == self._frontend_id:

@@ -95,7 +95,7 @@ class RatioController:
 
     async def _decide(self) -> None:
         current = await self._registry.desired()
-        # Those that drain are no reason to wait: that may take minutes, and one that changes its role may keep it.
+        # Draining workers are no reason to wait: a drain may take minutes, and a role change can still be cancelled.
         loading = any(view.info.state is WorkerState.STARTING for view in self._fleet.workers.values())
         if current is None or loading:
             return

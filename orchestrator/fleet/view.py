@@ -55,9 +55,9 @@ class WorkerView:
         submitted."""
         self.last_heard_at = last_heard_at
         self.load: WorkerLoad | None = None
-        self.greeted = False  # it has answered the greeting
+        self.greeted = False  # it has answered `Hello`
         self.disconnected_at: float | None = None
-        self.quiet = False  # not heard for longer than a worker is silent that works: slow, stopped or cut off
+        self.quiet = False  # silent for longer than a working one: slow, stopped or cut off
         self._info, self._changed, self._numbers, self._connected = info, changed, numbers, False
         self._placed: deque[_Placed] = deque()
         self._placed_blocks = self._placed_tokens = 0
@@ -138,7 +138,7 @@ class WorkerView:
         self.load = load
         while self._placed and self._placed[0].sequence <= seen:
             self._uncount(self._placed.popleft())
-        if changed:  # most reports of a large fleet say what the one before said
+        if changed:  # in a large fleet most reports repeat the one before
             self._touch()
 
     @property
@@ -264,7 +264,7 @@ class Fleet:
     def _leave_generation(self, worker_id: str) -> None:
         if (view := self.workers.get(worker_id)) is not None:
             self._generations[view.info.generation] -= 1
-            self._generations += Counter()  # without those that have nobody left
+            self._generations += Counter()  # without generations that have no worker left
 
     def is_quiet(self, worker_id: str | None) -> bool:
         """Whether the worker is quiet; False for an unknown one."""

@@ -116,7 +116,7 @@ class FleetCore:
     async def _next_batch(self) -> Batch | None:
         """The next batch of outputs; None if there was none for STATS_INTERVAL_S."""
         batches = self._router.batches
-        if not batches.empty():  # there are thousands, and a timer for each would cost too much
+        if not batches.empty():  # a timer for each of thousands would cost too much
             return batches.get_nowait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STATS_INTERVAL_S):

@@ -88,7 +88,7 @@ def server_arguments(config: Config, parser: argparse.ArgumentParser) -> list[st
     }
     if config.engine == "sim":
         options.setdefault("max_model_len", config.sim.max_model_len)
-    # Only argparse's list of actions says how an option takes several values.
+    # Only argparse's list of actions shows how an option takes several values.
     spread = {action.dest for action in parser._actions if action.nargs in ("+", "*")}
     repeated = {action.dest for action in parser._actions if isinstance(action, argparse._AppendAction)}
     return to_command_line(options, spread, repeated)

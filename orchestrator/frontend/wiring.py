@@ -186,7 +186,7 @@ class FleetConnection:
                 try:
                     self.router.handle(worker_id, message, payload, time.monotonic())
                 except Exception:
-                    # A defect that one message meets must not end every other request with this process.
+                    # A defect in the handling of one message must not end this process and all its requests.
                     dropped.labels("error").inc()
                     log.exception("could not handle %s from worker %s", type(message).__name__, worker_id)
 

@@ -122,7 +122,7 @@ class Outlet:
         while data:
             try:
                 data = data[os.write(self.fileno(), data) :]
-            except BlockingIOError:  # somebody who shares the terminal set it to not block
+            except BlockingIOError:  # another process that shares the terminal made it non-blocking
                 select.select([], [self.fileno()], [])
 
 

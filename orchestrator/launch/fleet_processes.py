@@ -36,7 +36,7 @@ _LOOK_EVERY_S = 30.0
 _MACHINES_EVERY_S = 1.0
 _POLL_S = 0.1
 _READY_REQUEST_TIMEOUT_S = 2.0
-_CONNECT_S = 10.0  # that frontends have for greeting all workers; one that they cannot reach does not hold up the rest
+_CONNECT_S = 10.0  # for frontends to connect to all workers; an unreachable worker does not delay the others
 _SHOWN = {
     Stage.PLACING: "waiting for room",
     Stage.STARTING: "loading",
@@ -104,7 +104,7 @@ class FleetProcesses:
                 except ConfigError:
                     if not there:
                         raise
-                    break  # what does not fit here may fit there
+                    break  # a worker that does not fit here may fit there
         await self._frontends.update(self.watch.snapshot)
         self._looking = asyncio.create_task(self._refresh_machines(), name="machines")
 
@@ -131,7 +131,7 @@ class FleetProcesses:
 
     async def _answers(self, client: httpx.AsyncClient) -> bool:
         if needs_client_certificate(self.config):
-            return True  # nobody knows: there is none to ask with
+            return True  # not known: there is no client certificate to ask with
         with contextlib.suppress(httpx.HTTPError):
             return (await client.get(f"{self.url}/ready")).status_code == httpx.codes.OK
         return False

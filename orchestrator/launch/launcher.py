@@ -69,7 +69,7 @@ def launch(config: Config, console: Console) -> None:
             console.stop_progress()
             console.say("Stopped before anything was started")
         finally:
-            for number in _end_signals():  # what is left takes a moment, and another signal would leave it undone
+            for number in _end_signals():  # the rest takes a moment, and another signal would interrupt it
                 signal.signal(number, signal.SIG_IGN)
             console.close()
             remove_shared_memory(folder.shared_memory)

@@ -18,7 +18,7 @@ from orchestrator.store.fields import Launcher, WorkerOrders
 from orchestrator.store.registry import Frontend, Registry
 from orchestrator.types import DesiredRatio, WorkerInfo, WorkerState
 
-# Changes come in bursts. An order and the desired ratio that goes with it are two writes: read after both.
+# Changes come in bursts. An order and its desired ratio are two writes: read after both.
 _SETTLE_S = 0.1
 _READ_EVERY_S = 1.0
 

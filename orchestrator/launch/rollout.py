@@ -125,7 +125,7 @@ class RolloutRunner:
                 why = f"launcher {behind[0]} is not prepared" if behind else "a worker told to restart is not back"
                 await self._roll_back(rollout, f"nothing has changed for {self._patience_s:g} s: {why}")
                 return
-            self._by_hand = MissingByHand()  # nobody is waited for any more
+            self._by_hand = MissingByHand()  # no worker is waited for any more
         elif behind:
             return  # what it starts again would have the old configuration
         managed = {name for launcher in launchers.values() for name in launcher.workers}

@@ -20,8 +20,8 @@ from orchestrator.parent import EXIT_AGAIN
 
 log = logging.getLogger("pd.launcher")
 
-_HEALTHY_S = 60.0  # a process that was ready for this long has made up for its crashes
-_PLACED_AT_ONCE_S = 0.5  # where room is there, nobody is told that it was waited for
+_HEALTHY_S = 60.0  # a process that was ready for this long has its earlier crashes forgotten
+_PLACED_AT_ONCE_S = 0.5  # a shorter wait for room is not reported
 _NOT_STARTED = 127  # the exit code that a shell gives to a program that cannot be started
 
 
@@ -168,7 +168,7 @@ class Supervised:
                 if not self._wanted or (code == 0 and self._ready.is_set()):
                     break  # it left in order; reconcile.py decides whether another is needed
                 if self._process is not None and self._process.lost:
-                    # It may run on out of our sight: another takes its place under a name of its own.
+                    # It may still run, unseen: another process takes its place under another name.
                     log.error("%s: its machine is gone (%s)", self.name, describe(self.last_exit))
                     break
                 if code == EXIT_AGAIN and self._ready.is_set():
@@ -238,7 +238,7 @@ class Supervised:
         healthy_s = time.monotonic() - self._ready_at if self._ready.is_set() else 0.0
         self.crashes = 1 if healthy_s > min(_HEALTHY_S, self._config.restart_backoff_max_s) else self.crashes + 1
         assert self.last_exit is not None
-        # What ended for good may work once its surroundings have changed: a folder was mounted, a worker has left.
+        # A process that cannot run now may run after its surroundings change: a folder is mounted, a worker leaves.
         final = self.last_exit.final
         pause_s = self._config.restart_backoff_max_s if final else backoff_s(self.crashes, self._config)
         then = "the next try is" if final else "starting it again"

@@ -133,7 +133,7 @@ class WorkerPool:
         if snapshot.desired is not None:
             actions = self.actions(snapshot.desired, self.planned(snapshot))
             if not await self._order(actions, snapshot):
-                return  # the fleet has changed since it was read: what to do is decided anew, from the next reading
+                return  # the fleet has changed since it was read: the next reading decides
             for action in actions:
                 if self._closed:
                     return

@@ -20,7 +20,7 @@ from orchestrator.types import QueueDepth, RequestInfo
 
 Job = TypeVar("Job")
 LATE_OBJECTIVES = 5.0  # TTFT objectives by which a job that will be late goes behind the others
-ENGINE_WEIGHT = 30.0  # seconds behind its arrival per second of prefill; `engine_delay_s` says why so many
+ENGINE_WEIGHT = 30.0  # seconds behind its arrival per second of prefill; `engine_delay_s` explains why
 MAX_STEPS = 10  # of priority: clients choose it, and none may overtake without bound
 # Between two recalls. More frequent ones would move jobs for advantages that soon pass.
 RECALL_S = 1.0

@@ -156,5 +156,5 @@ def llm_d_bypass(prompt_tokens: int, cached_tokens: int) -> bool:
     return prompt_tokens - cached_tokens < LLM_D_NON_CACHED_TOKENS
 
 
-# Rules by name: given prompt tokens and cached tokens, whether the decode worker that was chosen also prefills.
+# Rules by name: from prompt tokens and cached tokens, whether the chosen decode worker also prefills.
 BYPASSES: Mapping[str, Callable[[int, int], bool]] = MappingProxyType({"dynamo": dynamo_bypass, "llm_d": llm_d_bypass})

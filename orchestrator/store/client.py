@@ -37,7 +37,7 @@ log = logging.getLogger("pd.redis")
 
 OLDEST_VERSION = (7, 0)  # the first with functions
 _OLDEST = ".".join(map(str, OLDEST_VERSION))
-# What a server says that is not, or not yet, the one to talk to. Another may be behind the same address by now: after
+# Errors of a server that is not, or not yet, the right one. Another may be behind the same address by now: after
 # a fail-over old connections still lead to the old one. (LOADING, the last of them, is a ConnectionError of redis-py.)
 _ELSEWHERE = (ReadOnlyError, MovedError, ClusterDownError, MasterDownError)
 _MAX_MOVES = 3  # of one command, from node to node of a cluster
@@ -175,7 +175,7 @@ class Redis(redis.asyncio.Redis):
         except (RedisError, OSError) as error:
             await self._break(self._pipe, str(error) or type(error).__name__)
         except BaseException as error:
-            # Nobody may be left waiting for an answer.
+            # No caller may be left waiting for an answer.
             await self._break(self._pipe, f"the client stopped ({type(error).__name__}: {error})")
             raise
 

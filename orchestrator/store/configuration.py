@@ -17,7 +17,7 @@ from orchestrator.store.keys import REGISTRY, Keys
 
 class Phase(str, enum.Enum):
     FORWARD = "forward"  # to the new configuration
-    BACK = "back"  # to the old one: somebody aborted it, or a new worker cannot start
+    BACK = "back"  # to the old one: an operator aborted it, or a new worker cannot start
     DONE = "done"
     UNDONE = "undone"
 
@@ -47,7 +47,7 @@ class Rollout(msgspec.Struct, frozen=True):
     new: Version
     max_unavailable: int = 1
     phase: Phase = Phase.FORWARD
-    why: str = ""  # it goes, or went, back
+    why: str = ""  # it rolls back, or has rolled back
 
     @property
     def target(self) -> Version:

@@ -101,7 +101,7 @@ class Registry:
 
         Registers again with `join` if Redis has lost this worker, or with `replace` if another one took its id.
         """
-        (written, times), self._written = self._written, (None, 0)  # where this fails, nobody knows what is there
+        (written, times), self._written = self._written, (None, 0)  # if this fails, the stored entries are not known
         reply = None
         if written == info and times < STAYS:
             reply = await self._call("stay", heard, info.id, milliseconds(ttl_s), info.kv.engine_id)
@@ -132,7 +132,7 @@ class Registry:
             names, seen = [text(name) for name in ids], self._seen
             seen |= {(name := text(row[0])): self._parse_worker(name, fields_of(row[1])) for row in rows}
             self._seen = {name: seen[name] for name in names if name in seen}
-            if len(self._seen) == len(names):  # else somebody was away for a while, and came back unchanged
+            if len(self._seen) == len(names):  # else a member was away for a while, and came back unchanged
                 break
         workers = {name: info for name, (info, _) in self._seen.items() if info is not None}
         told = {name: orders for name, (_, orders) in self._seen.items()}

@@ -42,7 +42,7 @@ class Servers:
             raise ValueError(f"{url.partition('://')[0]!r} is no scheme of a Redis URL")
         parts = urlsplit(url)
         ended_early = "@" in parts.path + parts.fragment or ("@" in parts.query and "@" not in parts.netloc)
-        if scheme != "unix" and ended_early:  # a parser would take a piece of the password for a port or a host
+        if scheme != "unix" and ended_early:  # a parser could take part of the password for a port or a host
             raise ValueError("a password's / is written %2F, its ? %3F and its # %23")
         self._sentinel: Sentinel | None = None
         self._nodes: list[tuple[str, int]] = []  # of a cluster; the first is where connections go

@@ -30,7 +30,7 @@ class RequestLine(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens: int = 0  # of the prompt, at the worker that prefilled it: estimated if local, counted if remote
     retries: list[str] = []
     arrived_at: float = 0.0  # at the frontend, unix seconds
-    frontend_ms: float | None = None  # from there to the router: parsing, the chat template, tokenizing
+    frontend_ms: float | None = None  # from arrival to the router: parsing, the chat template, tokenizing
     sent_ms: float | None = None  # from arrival at the router until a decode worker was given the last attempt
     chunks_ms: list[float] = []  # ends of a remote prefill's chunks, from its begin; the last one's is `prefill_ms`
 

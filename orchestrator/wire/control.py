@@ -36,7 +36,7 @@ class ControlMethod(msgspec.Struct, frozen=True):
     target: CallTarget = CallTarget.ALL
     combine: Callable[[Sequence[Any]], Any] = _first
     undo: str | None = None  # called on the workers that succeeded when another one failed
-    retried_on_return: bool = False  # a worker that is lost during the call is told when it comes back: no failure
+    retried_on_return: bool = False  # a worker that is lost during the call gets it when it comes back: no failure
 
 
 METHODS: dict[str, ControlMethod] = {

@@ -52,7 +52,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
     cached_tokens: int = 0  # prompt tokens that the frontend believes are cached there
     trial_s: float = 0.0  # its last engine crashed: until its first output, for so long at most, it is on trial
     suspect: bool = False  # it may have been the cause: on trial alone
-    behind_s: float = 0.0  # its place among those that wait there: so far behind one that comes now, or before it
+    behind_s: float = 0.0  # its place in the queue there: seconds behind one that arrives now (negative: before)
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -131,7 +131,7 @@ class Rejected(msgspec.Struct, tag="rejected", frozen=True):
     worker_id: str
     why: str
     final: bool = False  # every worker would refuse this request: it cannot be decoded, or is too long
-    leaving: bool = False  # it drains, has another role, or tries a suspect: nobody's fault, counts as no attempt
+    leaving: bool = False  # it drains, has another role, or tries a suspect: does not count as an attempt
 
 
 class EngineCrashed(msgspec.Struct, tag="engine_crashed", frozen=True):

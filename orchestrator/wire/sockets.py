@@ -100,7 +100,7 @@ class Reader:
 
         With `pause_s` what comes is not looked at before: of many senders each message would wake the process by
         itself."""
-        if not self._left:  # as many were there as are read at once
+        if not self._left:  # a full batch was read
             self._left = READ_BATCH
             await asyncio.sleep(0)
         while not (found := self._take()):
@@ -127,7 +127,7 @@ class Reader:
 
     def look(self) -> None:
         """Whoever waits goes on if a message has come. Call it when something was done with the socket."""
-        # Asked also when nobody waits: until somebody asks, the descriptor stays readable.
+        # Read also when no task waits: until then the descriptor stays readable.
         events = cast(int, self._socket.getsockopt(zmq.EVENTS))
         if events & zmq.POLLIN and self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
@@ -221,7 +221,7 @@ def bind(socket: Socket, listening: Listening) -> int:
         try:
             socket.bind(f"tcp://{in_url(host)}:{port}")
         except zmq.ZMQError as error:
-            if error.errno != errno.EADDRINUSE:  # else somebody was quicker
+            if error.errno != errno.EADDRINUSE:  # else another process was faster
                 raise
             continue
         return port

@@ -341,7 +341,7 @@ async def _log_refused(events: zmq.asyncio.Socket) -> None:
     while True:
         event = await recv_monitor_message(events)
         if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL or time.monotonic() < silent_until:
-            continue  # it connected and left, as probes of other workers do
+            continue  # it connected and disconnected, as probes of other workers do
         silent_until = time.monotonic() + LOG_REFUSED_EVERY_S
         log.warning(
             "refused a connection to %s: whoever connects has no key of this fleet. If it is a frontend, start it with "

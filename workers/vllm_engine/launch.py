@@ -82,7 +82,7 @@ def build_config(
             "kv_transfer_timeout_s": kv.transfer_timeout_s,
             "verify": kv.verify,
             "advertise": kv_advertise,
-            # On CPU the thread that posts a WRITE copies the data: off the cores that compute, if others are idle.
+            # On CPU the thread that posts a WRITE copies the data. It runs on idle cores, if there are any.
             "writer_cores": sorted(os.sched_getaffinity(0)) if current_platform.is_cpu() else [],
         },
     )

@@ -140,7 +140,7 @@ def _process_engine_step(engine: Any) -> bool:
     if wake_event is not None:
         if wake_event.is_set():
             engine._pd_empty_steps = 0
-            wake_event.clear()  # before the step collects: what comes later wakes the wait below at once
+            wake_event.clear()  # before the step collects: a later event ends the wait below at once
     prefix = _prefix_changes(engine)
     began = time.monotonic()
     outputs, executed = engine.step_fn()

@@ -94,7 +94,7 @@ async def measure_speed(
 async def _prefill(test: _SpeedTest, most_tokens: int) -> tuple[float, float]:
     """The fixed time of a prompt in seconds, and seconds per token."""
     short = long = min(SHORT_TOKENS, max(1, most_tokens // 2))
-    await test.prompt_s(short)  # the first one includes one-time set-up
+    await test.prompt_s(short)  # the first prompt includes one-time set-up
     short_s = long_s = await test.prompt_s(short)
     while long < most_tokens and (long == short or long_s * GROWTH < PROMPT_S):
         long = min(most_tokens, long * GROWTH)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pd.cli")
 
 _TIMEOUT_S = 2.0
-_QUIET_S = 5.0  # a frontend whose stream says nothing for longer is gone
+_QUIET_S = 5.0  # a frontend whose stream is silent for longer is gone
 _UNANSWERED = (OSError, http.client.HTTPException, ValueError)  # ValueError: no URL, or no JSON
 
 

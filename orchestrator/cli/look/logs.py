@@ -161,7 +161,7 @@ def _following(path: Path) -> Iterator[str]:
         except FileNotFoundError:
             replaced = False
         if replaced:
-            yield from filter(None, (rest + file.read()).split("\n"))  # what came before it was replaced
+            yield from filter(None, (rest + file.read()).split("\n"))  # lines written before the file was replaced
             file.close()
             file, rest = path.open(errors="replace"), ""
         sys.stdout.flush()

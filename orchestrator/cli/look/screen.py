@@ -89,7 +89,7 @@ class Top(App[None]):
         self._points: list[dict[str, Any]] = []
         self._sort = "role"
         self._filter = ""
-        # Kept, since a query searches the screen in front, which may be a question.
+        # Kept, since a query searches the screen in front, which may be a dialog.
         self._head = Static("connecting ...", id="head")
         self._values = {field: Static() for field, _, _ in _SPARKS}
         self._sparks = {field: Sparkline([]) for field, _, _ in _SPARKS}

@@ -43,7 +43,7 @@ def status(
     elif not OUT.is_terminal:
         asyncio.run(_repeat(handle, lambda seen: OUT.print(fleet_view(seen))))
     else:
-        from rich.live import Live  # brings what draws progress
+        from rich.live import Live  # imports the progress bars
 
         with Live(console=OUT, auto_refresh=False) as live:
             asyncio.run(_repeat(handle, lambda seen: live.update(fleet_view(seen), refresh=True)))

@@ -32,7 +32,7 @@ from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
 from orchestrator.telemetry.logs import request_in
 from orchestrator.telemetry.request_line import RequestLine, Stage, stages
 
-_ASK_TIMES = 4  # per frontend: those that share a port answer by chance
+_ASK_TIMES = 4  # per frontend: any of those that share a port may answer
 _NAMES_WIDTH = 10
 _COLOURS = {
     "frontend": "bright_black",

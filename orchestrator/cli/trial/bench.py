@@ -178,7 +178,7 @@ def _rows(seen: Sequence[Figures]) -> list[list[str]]:
 
 def _time(seconds: float) -> str:
     if math.isnan(seconds):
-        return "-"  # nothing was answered
+        return "-"  # no request was answered
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 

@@ -15,8 +15,8 @@ from orchestrator.simulator.trace import Arrival, Load
 
 _TIMEOUT_S = 10.0
 LATEST = 1000  # requests asked for
-MIN_REQUESTS = 20  # fewer say too little
-_ASK_TIMES = 4  # per frontend: those that share a port answer by chance
+MIN_REQUESTS = 20  # fewer give no useful figures
+_ASK_TIMES = 4  # per frontend: any of those that share a port may answer
 
 
 class LiveError(ValueError):

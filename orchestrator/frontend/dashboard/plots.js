@@ -1,4 +1,4 @@
-// The plots: columns of points in, plotly figures out. Which lines there are is said in PLOTS, and nowhere else.
+// The plots: columns of points in, plotly figures out. PLOTS is the only list of the lines.
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const MAX_DRAWN = 400; // points of one line; what lies between is shown by its maximum

@@ -69,7 +69,7 @@ class PlainRoute(BaseRoute):
 
 def install(app: FastAPI, args: Namespace) -> None:
     """Put a plain route before each of vLLM's, if those are as this file expects them."""
-    if args.enable_server_load_tracking:  # the decorators that are left out here do the counting
+    if args.enable_server_load_tracking:  # the decorators that are left out here count load
         return
     routes = app.router.routes
     for route in [route for route in routes if isinstance(route, APIRoute) and route.path in PATHS]:

@@ -49,8 +49,8 @@ class PlainStream:
         self._event: EventTemplate | None = None
         self._idle = False  # whether vLLM's server has sent all that it was given, and waits
         self._came = self._listed = False  # whether outputs are not sent yet; whether `flush` will be called
-        self._unseen: list[int] = []  # tokens that vLLM's server was not given
-        self._tokens = 0  # tokens that it was given since the event that `_event` was made of
+        self._unseen: list[int] = []  # tokens that vLLM's server did not get
+        self._tokens = 0  # tokens that it got since the event from which `_event` was made
         self._unsent = b""  # an event that waits until the client reads
 
     def begin(self) -> None:

@@ -15,7 +15,7 @@ from orchestrator.config.settings import ScaleConfig
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.types import DesiredRatio, Offered, WorkerState
 
-_LEAST_REQUESTS = 20  # that say something about the share that is on time
+_LEAST_REQUESTS = 20  # fewer give no useful share of requests on time
 # A size at which too many were late is not gone back to for this many times `shrink_after_s`.
 _REMEMBERED_WINDOWS = 6
 _STEP_SHARE = 8  # at most an eighth of the fleet comes at once, and at least one worker

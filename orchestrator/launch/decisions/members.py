@@ -30,7 +30,7 @@ def members(snapshot: Snapshot, own: Mapping[str, OwnWorker], launcher_id: str) 
         mine = own.get(worker_id)
         owned = mine is not None and mine.process == info.process
         if mine is not None and not owned:
-            continue  # left by its dead predecessor; what is said below stands for the worker
+            continue  # left by its dead predecessor; the entry below stands for the worker
         worker = planned_worker(info, snapshot.orders.get(worker_id), owned, managed=worker_id in others)
         if mine is not None and mine.leaving:
             worker = PlannedWorker(worker.id, worker.role, False, True, True)
