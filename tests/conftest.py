@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -20,6 +21,9 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("busy")
 
+# Loading all test files and vLLM makes millions of objects, hardly one of them garbage.
+gc.disable()
+
 _ALL_VLLM = re.compile(r"^pytestmark = \[?pytest\.mark\.vllm\b", re.MULTILINE)
 
 
@@ -28,6 +32,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path.suffix != ".py" or "not vllm" not in config.getoption("markexpr"):
         return None
     return True if _ALL_VLLM.search(collection_path.read_text()) else None
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # engine processes, which are forked from this one, share what is loaded
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

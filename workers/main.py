@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import os
 import signal
@@ -212,8 +213,12 @@ def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engin
         log.info("simulated engine: times and tokens are made up")
         return SimEngine(config.sim, config.model, **common)
     from orchestrator.config.model import resolve_model
+
+    gc.disable()  # loading vLLM makes a million objects, hardly one of them garbage
     from workers.vllm_engine.engine import VllmEngine
 
+    gc.freeze()  # an engine process that is forked shares them
+    gc.enable()
     if config.workers.ports is not None:
         os.environ.setdefault("UCX_TCP_PORT_RANGE", config.workers.ports)
     common |= {"cores": parsed.cores or None, "encrypted": config.security.mesh == "curve"}

@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # loading vLLM makes a million objects, hardly one of them garbage
+
 import argparse
 import asyncio
-import gc
 import ipaddress
 import logging
 import os
@@ -308,4 +312,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    gc.freeze()
+    gc.enable()
     main()
