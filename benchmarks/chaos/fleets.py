@@ -24,7 +24,7 @@ from typing import IO
 import httpx
 import msgspec
 import yaml
-from support_client import FleetClient
+from support_client import FleetClient, FleetFailed
 from support_fleet import ROOT, RunningFleet, small_model, token_prompt
 
 from benchmarks.chaos.load import Questions
@@ -193,7 +193,7 @@ def _network_fleet() -> Iterator[NetworkFleet]:
         command = ["-m", "orchestrator.frontend.server", "--port", str(HTTP_PORT), *common]
         _spawn(stack, network, "frontend", [sys.executable, *command], log)
         url = f"http://{network.address('frontend')}:{HTTP_PORT}"
-        _wait_ready(url)
+        wait_ready(url)
         fleet = NetworkFleet(network, url, namespace, redis_url, folder / "fleet.log")
         fleet.until(lambda: fleet.shape() == (2, 2), "two workers of each role")
         yield fleet
@@ -205,15 +205,18 @@ def _spawn(stack: contextlib.ExitStack, network: Network, name: str, command: li
     stack.callback(process.kill)
 
 
-def _wait_ready(url: str) -> None:
-    """Wait until the fleet is ready, for START_TIMEOUT_S. Raises httpx.TransportError if nothing answers then."""
-    transport = httpx.HTTPTransport(retries=0)
-    with httpx.Client(transport=transport, timeout=5.0) as client:
-        for left in range(int(START_TIMEOUT_S * 5), -1, -1):
+def wait_ready(url: str, timeout_s: float = START_TIMEOUT_S) -> None:
+    """Wait until the fleet is ready. Raises FleetFailed with what its frontend said last."""
+    deadline = time.monotonic() + timeout_s
+    with httpx.Client(timeout=5.0) as client:
+        while True:
             try:
-                if client.get(f"{url}/ready").status_code == httpx.codes.OK:
+                answer = client.get(f"{url}/ready")
+                if answer.status_code == httpx.codes.OK:
                     return
-            except httpx.TransportError:
-                if not left:
-                    raise
+                last = f"answered {answer.status_code}: {answer.text[:200]}"
+            except httpx.TransportError as error:
+                last = f"did not answer: {error!r}"
+            if time.monotonic() > deadline:
+                raise FleetFailed(f"after {timeout_s:g} s {url}/ready {last}")
             time.sleep(0.2)

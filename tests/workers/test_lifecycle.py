@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from typing import cast
+
 import pytest
 
 from orchestrator.config.settings import parse_config
 from orchestrator.store.fields import WorkerOrders
 from orchestrator.types import Role, WorkerState
+from workers.engine import Engine, EngineLoad
 from workers.lifecycle import LEGAL, REGISTERED, Drain, IllegalMove, Lifecycle, LifecycleState, Moves
 
 
@@ -24,6 +29,26 @@ def test_gone_is_final_and_every_state_has_registered_state() -> None:
     assert (life.refusal(), life.claims) == (None, False)
     with pytest.raises(IllegalMove, match="ready cannot become starting"):
         life.enter(LifecycleState.STARTING)
+
+
+class Holding:
+    """An engine whose blocks are freed one by one."""
+
+    def __init__(self, held: int) -> None:
+        self.held = held
+
+    async def load(self) -> EngineLoad:
+        self.held -= 1
+        return EngineLoad(10 - self.held, running=0, waiting=0, step_ms=0.0)
+
+
+@pytest.mark.parametrize(("held", "told"), [(3, ""), (1000, "KV blocks are still held")])
+async def test_blocks_held_at_drain_deadline_are_logged(held: int, told: str, caplog: pytest.LogCaptureFixture) -> None:
+    drain = Drain.__new__(Drain)
+    drain._engine, drain._blocks_total = cast(Engine, Holding(held)), 10
+    async with asyncio.timeout(30):
+        await drain.end_pushes(time.monotonic() + (0.5 if told else 30))
+    assert (told in caplog.text) if told else not caplog.text
 
 
 async def test_a_role_that_the_engine_cannot_take_is_refused_and_the_order_cleared(

@@ -6,6 +6,7 @@ A launcher's children end by themselves when it dies. This is for those that cou
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import time
@@ -14,6 +15,8 @@ from pathlib import Path
 
 from orchestrator.launch.host.run_folder import StartedProcess
 from orchestrator.parent import has_ended, local_pid
+
+log = logging.getLogger("pd.launcher")
 
 _SHARED_MEMORY = Path("/dev/shm")
 # Engines make these: Python's shared memory, POSIX semaphores, vLLM's CPU collectives, UCX and NIXL.
@@ -36,6 +39,13 @@ def end_processes(left: Iterable[StartedProcess], patience_s: float = _PATIENCE_
         while alive and time.monotonic() < deadline:
             time.sleep(_POLL_S)
             alive = [process for process in alive if _runs(process)]
+    for process in alive:
+        log.warning(
+            "%s (%s) has not ended within %g s of SIGKILL: it may still hold memory and devices",
+            process.name,
+            process.identity,
+            patience_s,
+        )
     return names
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config.settings import ConfigError, parse_config
+from orchestrator.launch.host import leftovers
 from orchestrator.launch.host.leftovers import SharedMemory, end_processes, remove_shared_memory, shared_memory_of
 from orchestrator.launch.host.process import group_alive
 from orchestrator.launch.host.run_folder import (
@@ -157,6 +158,20 @@ def test_reused_pid_is_left_alone():
     finally:
         bystander.kill()
         bystander.wait()
+
+
+def test_process_that_outlives_sigkill_is_logged(monkeypatch, caplog):
+    """One that waits for a device or a network file system."""
+    monkeypatch.setattr(leftovers.os, "killpg", lambda group, number: None)
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    try:
+        left = [StartedProcess("decode-0", identity_of(sleeper.pid))]
+        assert end_processes(left, patience_s=0.1) == ["decode-0"]
+        assert "decode-0 (" in caplog.text and "has not ended within 0.1 s of SIGKILL" in caplog.text
+    finally:
+        monkeypatch.undo()
+        sleeper.kill()
+        sleeper.wait()
 
 
 def test_only_recorded_unused_shared_memory_is_removed(tmp_path):
