@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 Positive = Annotated[int, Meta(ge=1)]
+Key = Annotated[str, Meta(min_length=1)]  # an empty one, as of a variable that is not set, would open what it protects
 # Environment variables. The first overrides security.operator_key; the second, vLLM's own, is one more API key.
 OPERATOR_KEY, API_KEY = "PD_OPERATOR_KEY", "VLLM_API_KEY"
 REDIS_URL = "PD_REDIS_URL"  # may hold a password; used where neither an option nor the file names a Redis
@@ -24,10 +25,10 @@ class SecurityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     mesh: Literal["curve", "none"] = "curve"
     trust_network: bool = False  # needed for mesh: none where workers listen on more than loopback
     # With either, clients must send one of the keys: `Authorization: Bearer KEY` or `x-api-key: KEY`.
-    api_keys: list[str] = []
+    api_keys: list[Key] = []
     api_keys_file: str | None = None  # one key per line, # begins a comment; reloaded when it changes
     # For /metrics, /fleet and control calls. `up` makes one where there are API keys or frontends listen on a network.
-    operator_key: str | None = None
+    operator_key: Key | None = None
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -33,7 +33,17 @@ def _loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        pass
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            """Refuses a key that is there twice: YAML forbids it, and the last would silently replace the first."""
+            names = set()
+            for name, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+                if isinstance(name, yaml.ScalarNode):
+                    if (name.tag, name.value) in names and name.tag != "tag:yaml.org,2002:merge":
+                        raise yaml.constructor.ConstructorError(
+                            None, None, f"{name.value!r} is there twice", name.start_mark
+                        )
+                    names.add((name.tag, name.value))
+            return super().construct_mapping(node, deep)
 
     boolean = "tag:yaml.org,2002:bool"
     Loader.yaml_implicit_resolvers = {

@@ -86,6 +86,13 @@ def test_there_are_examples_for_each_topology():
         ("model: demo\nworkers: {env: {A: 1}}", "workers.env: expected text for each name in it"),
         ("[1, 2]", "expected a mapping of keys to values, got a section or list"),
         ("model: demo\nworkers: ]", "line 2: not valid YAML"),
+        ("model: demo\nqueue: {}\nmodel: other", "line 3: not valid YAML: 'model' is there twice"),
+        ("model: demo\nqueue:\n  lease_s: 1\n  lease_s: 2", "line 4: not valid YAML: 'lease_s' is there twice"),
+        (
+            "model: demo\nsecurity: {operator_key: ''}",
+            "security.operator_key: expected text of length >= 1, got ''",
+        ),
+        ("model: demo\nsecurity: {api_keys: [a, '']}", "security.api_keys[1]: expected text of length >= 1, got ''"),
     ],
 )
 def test_mistakes_are_named(tmp_path, text, line):
@@ -103,6 +110,12 @@ def test_overrides_reach_into_sections_and_are_checked_like_the_file(tmp_path):
     for override in ("frontend.port=70000", "frontend", "model.a=1", "nonsense.key=1"):
         with pytest.raises(ConfigError, match=override.partition("=")[0].split(".")[0]):
             load(tmp_path, "model: demo", override)
+
+
+def test_what_a_section_takes_over_from_another_may_be_said_anew(tmp_path):
+    text = "model: demo\nworkers:\n  prefill: &p {replicas: 2}\n  decode:\n    <<: *p\n    replicas: 3"
+    workers = load(tmp_path, text).workers
+    assert (workers.prefill.replicas, workers.decode.replicas) == (2, 3)
 
 
 def test_a_missing_file_is_named(tmp_path):
