@@ -197,3 +197,24 @@ async def test_scale_ends_an_engine_and_starts_one_in_its_place(fleet: RayFleet,
     assert await fleet.ask(PROMPTS, MAX_TOKENS) == [tokens[:MAX_TOKENS] for tokens in truth]
     assert fleet.placed("remote") == remote + len(PROMPTS)
     frontend.assert_no_leaks()
+
+
+async def test_node_added_while_requests_stream_is_used(
+    fleet: RayFleet, cluster: FakeCluster, truth: list[list[int]]
+) -> None:
+    frontend, before = fleet.frontend, fleet.where()
+    async with frontend.under_load(PROMPTS, concurrency=3, max_tokens=LONG) as answers:
+        await asyncio.to_thread(fleet.launcher.cli, "scale", "decode=2")
+        added = cluster.add(GPUS)
+        await asyncio.to_thread(frontend.until, lambda: frontend.shape() == (1, 2), "it has a decode worker", 120)
+        (new,) = (worker for worker in frontend.workers() if worker["id"] not in before)
+        assert new["host"] == added
+        running = {"worker": new["id"], "state": "running"}
+        await asyncio.to_thread(
+            frontend.until, lambda: frontend.metric("pd_worker_requests", **running) > 0, "it decodes"
+        )
+    assert [(answer.status, answer.error) for answer in answers if not answer.ok] == []
+    assert all(answer.tokens in truth for answer in answers)
+    await asyncio.to_thread(fleet.launcher.cli, "scale", "decode=1")
+    await asyncio.to_thread(frontend.until, lambda: frontend.shape() == (1, 1), "one is drained")
+    frontend.assert_no_leaks()
