@@ -182,4 +182,4 @@ class Bench:
             await self.router.settled()
 
     def assert_no_leaks(self):
-        assert not self.router.requests
+        assert not self.router.requests and not self.prefixes.index.expected

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
+from orchestrator.policy.expected_prefixes import ExpectedPrefixes
 from orchestrator.types import PrefixEvents
 
 # Probes of one look-up, beyond the bisection for its deepest holder, that find the depths of the other holders. Each
@@ -17,6 +18,7 @@ from orchestrator.types import PrefixEvents
 MORE_PROBES = 6
 # At most so many holders of one depth are searched for workers of one kind.
 MAX_HOLDERS = 64
+EXPECTED_STEP = 16  # keys: of prompts that are not computed yet, one in so many is remembered
 
 
 class Hits:
@@ -30,6 +32,12 @@ class Hits:
 
     def __bool__(self) -> bool:
         return bool(self._levels)
+
+    def with_depth(self, worker: int, depth: int) -> Hits:
+        """The same, with so many blocks for one worker, which is given by its mask."""
+        others = [(blocks, mask & ~worker) for blocks, mask in self._levels if mask & ~worker]
+        at = sum(blocks > depth for blocks, _ in others)
+        return Hits(self._index, self._all | worker, [*others[:at], (depth, worker), *others[at:]])
 
     def blocks(self, worker_id: str) -> int:
         return self.blocks_of((worker_id,)).get(worker_id, 0)
@@ -83,12 +91,15 @@ class PrefixIndex:
 
     A gap in a worker's sequence numbers means lost events. Then the index drops all keys of that worker, and learns
     them anew from `resync` or from later events.
+
+    What a worker is `expected` to compute counts as held.
     """
 
-    def __init__(self, max_keys: int = 1_000_000) -> None:
+    def __init__(self, max_keys: int = 1_000_000, expected_step: int = EXPECTED_STEP) -> None:
         if max_keys < 1:
             raise ValueError(f"max_keys: expected at least 1, got {max_keys}")
         self.max_keys = max_keys
+        self.expected = ExpectedPrefixes(expected_step)
         # One integer per key, one bit per worker: a thousand workers cost 128 bytes, and one `&` selects the live ones.
         self._holders: dict[int, int] = {}
         self.bits: dict[str, int] = {}
@@ -163,6 +174,15 @@ class PrefixIndex:
                     del holders[key]
 
     def look_up(self, keys: Sequence[int]) -> Hits:
+        """How many leading blocks each worker holds, or will hold by what it is expected to compute."""
+        hits = self._held(keys)
+        if (expected := self.expected.deepest(keys)) is not None:
+            worker_id, depth = expected
+            if (bit := self.bits.get(worker_id)) is not None and hits.blocks(worker_id) < depth:
+                return hits.with_depth(1 << bit, depth)
+        return hits
+
+    def _held(self, keys: Sequence[int]) -> Hits:
         """How many leading blocks each worker holds. One probe is enough if no worker holds the first block.
 
         Otherwise one bisection finds the depths of all holders: each probe separates the workers that hold this block

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 
+from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.router.codec import Batch, Codec
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, Failure, State
@@ -17,8 +18,8 @@ log = logging.getLogger("pd.router")
 
 
 class ActiveRequests:
-    def __init__(self, codec: Codec, learning: Learning, recent: Recent) -> None:
-        self._codec, self._learning, self._recent = codec, learning, recent
+    def __init__(self, codec: Codec, learning: Learning, recent: Recent, prefixes: PrefixView) -> None:
+        self._codec, self._learning, self._recent, self._prefixes = codec, learning, recent, prefixes
         self.by_id: dict[str, ActiveRequest] = {}
         self.batches: asyncio.Queue[Batch] = asyncio.Queue()
 
@@ -53,6 +54,7 @@ class ActiveRequests:
         self._learning.ended(active, state, now)
         active.move(state)
         del self.by_id[active.id]
+        self._prefixes.index.expected.settled(active.id)
         metrics.requests.labels(state.value).inc()
         line = describe(active, now)
         self._recent.ended(line, now)

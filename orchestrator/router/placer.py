@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.policy.placement import Reject
 from orchestrator.router.decider import Decider
 from orchestrator.router.dispatch import Dispatch
@@ -19,13 +20,14 @@ PLACE_AGAIN_INTERVAL_S = 0.1
 
 
 class Placer:
-    def __init__(self, decider: Decider, dispatch: Dispatch, timeout_s: float) -> None:
+    def __init__(self, decider: Decider, dispatch: Dispatch, prefixes: PrefixView, timeout_s: float) -> None:
         """`timeout_s`: the longest wait of a request."""
-        self._decider, self._dispatch, self._timeout_s = decider, dispatch, timeout_s
+        self._decider, self._dispatch, self._prefixes, self._timeout_s = decider, dispatch, prefixes, timeout_s
 
     async def place(self, active: ActiveRequest, wait_for_room: bool = False) -> Reject | None:
         """Returns why it could not be placed; None once it is not PLACING any more, for whatever reason."""
         deadline = time.monotonic() + self._timeout_s
+        self._prefixes.index.expected.settled(active.id)  # an attempt before this one computes nothing any more
         while active.state is State.PLACING:
             placed = self._decider.decide(active)
             if isinstance(placed, Placed):
@@ -42,6 +44,8 @@ class Placer:
         """False if the queue or the worker did not take it. The next decision takes that into account."""
         if placed.job is None:
             sent = self._dispatch.send(active, placed.worker_id, State.LOCAL)
+            if sent:
+                self._prefixes.index.expected.sent(active.id, placed.worker_id, active.parsed.prefix_keys)
             metrics.prefix_hit_tokens.labels("local").inc(placed.cached_tokens if sent else 0)
             return sent
         active.move(State.QUEUED)  # before the enqueue returns: a worker's claim may be here first

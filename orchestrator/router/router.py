@@ -72,8 +72,8 @@ class Router:
         self._decider = Decider(transport.frontend_id, config, fleet, queue, prefixes, choose, self.learning)
         self._dispatch = Dispatch(fleet, transport, queue)
         self.recent = Recent()
-        self._requests = ActiveRequests(codec, self.learning, self.recent)
-        self._placer = Placer(self._decider, self._dispatch, config.routing.placement_timeout_s)
+        self._requests = ActiveRequests(codec, self.learning, self.recent, prefixes)
+        self._placer = Placer(self._decider, self._dispatch, prefixes, config.routing.placement_timeout_s)
         self._recovery = Recovery(config.routing, fleet, self._requests, self._dispatch, self._placer)
         self._overdue = Overdue(config.routing, fleet, queue, self._requests, self._recovery, self.learning.predictor)
         self.requests, self.batches = self._requests.by_id, self._requests.batches
@@ -272,6 +272,7 @@ class Router:
             self.recent.ttft.add(now - active.accepted_at)
         self.recent.output_tokens += len(output.new_token_ids)
         if first:
+            self._prefixes.index.expected.settled(active.id)
             self.learning.first_token(active, now)
             if active.prefill is not None and active.prefill.ended_at is not None:
                 metrics.kv_exposed_s.observe(now - active.prefill.ended_at)

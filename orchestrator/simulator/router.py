@@ -49,7 +49,8 @@ class Router:
         self.policies = Policies(msgspec.structs.replace(config, slo=self.slo), self.choose, self.predictor)
         self.decode = PoolView(self.choose)
         self.prefill = PoolView(self.choose_prefill)
-        self.index = PrefixIndex() if config.routing.prefix_index and unit_tokens else None
+        # The keys of a load are of units that are long already, so each is remembered.
+        self.index = PrefixIndex(expected_step=1) if config.routing.prefix_index and unit_tokens else None
         self._claim_timeout_s = config.routing.claim_timeout_s
         self._window = config.queue.affinity_window
         self._claim_batches = config.workers.claim_batches
@@ -71,6 +72,7 @@ class Router:
         """
         if self.stack.dispatch == "push":
             return self._push(job) or self._refuse(job, again)
+        self.settled(job)
         hits = self.look_up(job)
         request = job.info()
         candidates = self.decode.candidates(hits)
@@ -106,6 +108,8 @@ class Router:
         job.placed_at = self._clock.now
         job.beside = candidate.running + candidate.waiting
         order = job.arrival.at + self.policies.engine_delay_s(job.info(), compute, late)
+        if self.index is not None:
+            self.index.expected.sent(str(job.id), decision.worker_id, job.arrival.keys)
         self._submit(job, decision.worker_id, "local", compute, order)
 
     def _push(self, job: Job) -> bool:
@@ -292,6 +296,11 @@ class Router:
             removed = [key for key in dirty if not worker.kv.holds(key)]
             self._index_sequence[worker.name] += 1
             self.index.apply(PrefixEvents(worker.name, self._index_sequence[worker.name], stored, removed))
+
+    def settled(self, job: Job) -> None:
+        """The worker of the job has computed its prompt, or will not."""
+        if self.index is not None:
+            self.index.expected.settled(str(job.id))
 
     def ended(self, job: Job, worker: Worker) -> None:
         """Feed the predictor with a request whose last token its decode worker has generated."""

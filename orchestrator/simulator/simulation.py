@@ -222,6 +222,7 @@ class Simulation:
             self.at(self.now + PLACE_AGAIN_S, self.place_again, job)
 
     def on_first(self, worker: Worker, stay: Stay, at: float) -> None:
+        self.router.settled(stay.job)
         if self._first(stay.job, at) and stay.phase == "local":
             job = stay.job
             self.router.predictor.observe_local(worker.name, job.local_tokens, at - job.placed_at)

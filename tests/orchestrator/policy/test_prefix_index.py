@@ -124,3 +124,56 @@ def test_equal_holders_take_turns():
     for _ in range(100):
         seen |= index.look_up([1]).longest_hits(2).keys()
     assert len(seen) == 100
+
+
+def test_expected_prefix_counts_until_settled():
+    index = PrefixIndex(expected_step=4)
+    keys = list(range(40))
+    index.stored("a", keys[:10])
+    index.stored("b", keys[:3])
+    index.expected.sent("r", "b", keys[:30])
+    assert index.match(keys) == {"b": 28, "a": 10}  # every fourth key is remembered
+    assert index.match(keys[:3]) == {"a": 3, "b": 3}
+    index.expected.settled("r")
+    assert index.match(keys) == {"a": 10, "b": 3}
+    assert not index.expected
+
+
+def test_prefix_is_expected_until_all_its_prompts_are_settled():
+    index = PrefixIndex(expected_step=1)
+    keys = list(range(10))
+    for worker_id in ("a", "b"):
+        index.stored(worker_id, [999])
+    index.expected.sent("first", "a", keys[:6])
+    index.expected.sent("second", "b", [*keys[:4], 77])
+    assert index.match(keys) == {"a": 6}
+    assert index.match(keys[:4]) == {"b": 4}  # where it was sent last
+    index.expected.settled("first")
+    assert index.match(keys) == {"b": 4}
+    index.expected.sent("second", "a", keys[:2])  # another attempt
+    assert index.match(keys) == {"a": 2}
+    index.expected.settled("second")
+    assert index.match(keys) == {} and index.match([999]) == {"a": 1, "b": 1}
+
+
+def test_nothing_is_expected_of_gone_worker():
+    index = PrefixIndex(expected_step=1)
+    index.stored("a", [1])
+    index.expected.sent("r", "a", [1, 2, 3])
+    index.forget("a")
+    assert index.match([1, 2, 3]) == {}
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.booleans()), max_size=12), st.integers(1, 40))
+def test_expected_prefixes_are_those_of_unsettled_prompts(prompts, asked):
+    index, keys = PrefixIndex(expected_step=1), list(range(40))
+    for n in range(4):
+        index.stored(f"w{n}", [1000 + n])
+    for number, (worker, depth, _) in enumerate(prompts):
+        index.expected.sent(f"r{number}", f"w{worker}", keys[:depth])
+    for number, (_, _, settled) in enumerate(prompts):
+        if settled:
+            index.expected.settled(f"r{number}")
+    deepest = max((depth for _, depth, settled in prompts if not settled), default=0)
+    found = index.match(keys[:asked])
+    assert list(found.values()) == [min(deepest, asked)] * bool(deepest)

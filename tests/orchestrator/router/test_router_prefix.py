@@ -1,5 +1,7 @@
 """What the prefix index changes in a request's life: where it is prefilled, who decodes it, and what it counts as."""
 
+import asyncio
+
 from support_bench import Bench, FakeRequest, counted
 
 from orchestrator.policy.decode_choice import KVBlocks
@@ -59,6 +61,18 @@ async def test_caches_of_departed_workers_count_nothing():
     assert bench.queue.jobs[0].cached == {} and bench.queue.jobs[0].uncached_tokens == 1000
 
 
+async def test_prompt_goes_where_its_prefix_is_being_computed():
+    bench = bench_with({"d0": 1, "d1": 10, "p0": 1}, remote_prefill_min_tokens=2000, decode_choice="kv_prefix")
+    await bench.router.submit(FakeRequest("first", keys=KEYS))
+    await bench.router.submit(FakeRequest("next", keys=KEYS))
+    (_, first), (worker, submit) = bench.submits()
+    assert (first.cached_tokens, worker, submit.cached_tokens) == (160, "d1", 48 * 16)
+    bench.tokens("d1", "first", [7], finish="stop")
+    assert len(bench.prefixes.index.expected) == 1
+    bench.router.abort(["next"])
+    bench.assert_no_leaks()
+
+
 async def test_hits_are_looked_up_again_when_a_job_is_claimed():
     bench = bench_with({"d0": 3}, decode_choice="kv_prefix")
     await bench.router.submit(FakeRequest("r", keys=KEYS))
@@ -77,6 +91,18 @@ async def test_retry_ignores_cache_of_failed_worker():
     await bench.settle()
     worker, submit = bench.submits()[-1]
     assert worker == "d0" and submit.cached_tokens == 0
+
+
+async def test_retry_expects_nothing_of_failed_worker():
+    bench = bench_with({"d1": 60})
+    await bench.router.submit(FakeRequest("r", keys=KEYS))
+    assert bench.prefixes.index.expected
+    bench.fleet.remove("d0")
+    bench.fleet.remove("d1")
+    bench.say("d1", Rejected("r", 1, "d1", "draining"))
+    await asyncio.sleep(0.01)  # it waits for a decode worker now
+    assert "r" in bench.router.requests and not bench.prefixes.index.expected
+    bench.router.abort(["r"])
 
 
 async def test_large_fleet_considers_workers_with_hit():

@@ -1,7 +1,5 @@
 """Whole simulated fleets: exact where a formula exists, complete and without leaks where not."""
 
-import statistics
-
 import msgspec
 import pytest
 
@@ -121,13 +119,14 @@ def test_a_killed_worker_loses_no_request(victim):
 
 def test_overloaded_fleet_keeps_caches_and_catches_up():
     attained = []
-    for seed in range(5):  # with engines in order of arrival these attain 0, 74 and 97 to 99%
+    # With engines in order of arrival these attain 0, 74 and 97 to 99%; without expected prefixes 85 and 98 to 99%.
+    for seed in range(5):
         load = at_rate(synthetic("agents", 3500, seed), 31.0)
         profile = load_profile(PROFILES / "h100-llama-8b.json")
         slo = SLOConfig(ttft_s=1.0, tpot_s=0.05)
         settings = Settings(prefill=4, decode=4, profile=profile, stack=stack("ours"), slo=slo)
         attained.append(report(Simulation(settings, load).run(), warm_up=0.25).attained)
-    assert statistics.mean(attained) > 0.9
+    assert min(attained) > 0.95
 
 
 def test_the_ratio_follows_the_load():
