@@ -1,4 +1,4 @@
-"""Faults of links between two workers, or between a frontend and a worker: packets are lost, or late."""
+"""Faults of links between workers, frontends and Redis: packets are lost, or late."""
 
 from __future__ import annotations
 
@@ -19,9 +19,16 @@ def _on(world: World) -> NetworkFleet:
     return world.fleet
 
 
+async def _mended_after(fleet: NetworkFleet, seconds: float) -> None:
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        fleet.network.mend()
+
+
 def cut(one: str, other: str, forth: bool = True, back: bool = True) -> Make:
     """Cut the link between two machines: `forth` from `one` to `other`, `back` the other way. `one` and `other` are
-    "frontend", "prefill" or "decode"; of several workers a random one is taken."""
+    "redis", "frontend", "prefill" or "decode"; of several workers a random one is taken."""
 
     async def make(world: World) -> None:
         fleet = _on(world)
@@ -30,10 +37,7 @@ def cut(one: str, other: str, forth: bool = True, back: bool = True) -> Make:
             fleet.network.cut(source, target)
         if back:
             fleet.network.cut(target, source)
-        try:
-            await asyncio.sleep(world.random.uniform(*CUT_S))
-        finally:
-            fleet.network.mend()
+        await _mended_after(fleet, world.random.uniform(*CUT_S))
 
     return make
 
@@ -48,10 +52,7 @@ def cut_off(kind: str) -> Make:
             if other != victim:
                 fleet.network.cut(victim, other)
                 fleet.network.cut(other, victim)
-        try:
-            await asyncio.sleep(world.random.uniform(*CUT_S))
-        finally:
-            fleet.network.mend()
+        await _mended_after(fleet, world.random.uniform(*CUT_S))
 
     return make
 
@@ -62,9 +63,6 @@ def slow(kind: str) -> Make:
     async def make(world: World) -> None:
         fleet = _on(world)
         fleet.network.slow(world.random.choice(fleet.machines_of(kind)))
-        try:
-            await asyncio.sleep(SLOW_S)
-        finally:
-            fleet.network.mend()
+        await _mended_after(fleet, SLOW_S)
 
     return make
