@@ -21,13 +21,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.environments import PEERS, PeerError
 from benchmarks.peers.processes import Processes, running
 from benchmarks.peers.report import write
-from benchmarks.peers.systems import FRONTENDS, OURS, SYSTEMS, Model, Serving, System
+from benchmarks.peers.systems import AGGREGATED, FRONTENDS, OURS, SYSTEMS, Model, Serving, System, ours
 from benchmarks.peers.texts import Texts
 from orchestrator.config.model import resolve_model
 from orchestrator.simulator.real.client import MeasureError, Target
@@ -45,7 +46,8 @@ PROMPT_TOKENS, OUTPUT_TOKENS, USERS = 512, 64, (1, 8, 32)
 # Prompt and output tokens of the mixed load.
 CHAT, DOCUMENT = (48, 160), (1800, 8)
 OBJECTIVES = {"ttft_s": 3.0, "tpot_s": 0.15}
-
+# The mixed load tries what ships: predicted times decide on remote prefill, not the demo's rule by length.
+SHIPPED = {"routing.remote_prefill_min_tokens": None} | {f"slo.{key}": value for key, value in OBJECTIVES.items()}
 
 Note = Callable[[dict[str, Any]], None]  # takes what a part has found so far
 
@@ -135,8 +137,8 @@ def mixed(options: argparse.Namespace, model: Model, logs: Path, note: Note) -> 
                 run = await open_loop(target, chats_and_documents(rate, options.seconds), prompts)
                 found.setdefault(system.name, {}).setdefault(rate, []).append(_of_mixed(run))
 
-    systems = [s for s in SYSTEMS if s.name in (OURS, "two aggregated")]
-    turns = Turns(systems, model, options.rounds, logs)
+    system = System(OURS, "this project, one prefill and one decode worker", partial(ours, more=SHIPPED))
+    turns = Turns([system, AGGREGATED], model, options.rounds, logs)
     turns.run(
         measure,
         lambda: note(

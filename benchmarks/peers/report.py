@@ -47,7 +47,7 @@ def _serving(found: Mapping[str, Any]) -> list[str]:
             more = _ratio(ours, f, "requests_per_s"), _ratio(ours, f, "ttft_p50_s"), _ratio(ours, f, "cpu_s")
             rows.append([*row, *more] if name != OURS else [*row, "", "", ""])
     head += ["ours / it: requests/s", "TTFT P50", "CPU"]
-    return [*lines, *_table(head, rows), "", *_who(found), ""]
+    return [*lines, *_table(head, rows), "", *_descriptions(found), ""]
 
 
 def _mixed(found: Mapping[str, Any]) -> list[str]:
@@ -68,7 +68,7 @@ def _mixed(found: Mapping[str, Any]) -> list[str]:
             row += [f"{f['errors']:g}", f"{f['goodput']:.2f}"]
             more = [_ratio(ours, f, "chat_itl_p99_s"), _ratio(ours, f, "goodput")] if name != OURS else ["", ""]
             rows.append([*row, *more])
-    return [*lines, *_table(head, rows), "", *_who(found), ""]
+    return [*lines, *_table(head, rows), "", *_descriptions(found), ""]
 
 
 def _frontend(found: Mapping[str, Any]) -> list[str]:
@@ -86,10 +86,10 @@ def _frontend(found: Mapping[str, Any]) -> list[str]:
             row = [name, tokens, f"{f['cpu_s'] * 1e3:.2f}", f"{f['requests_per_s']:.1f}"]
             rows.append([*row, _ratio(ours, f, "cpu_s") if system != OURS else ""])
     head = ["frontend", "prompt tokens", "CPU, ms", "requests/s, 16 users", "ours / it: CPU"]
-    return [*lines, *_table(head, rows), "", *_who(found, FRONTENDS), ""]
+    return [*lines, *_table(head, rows), "", *_descriptions(found, FRONTENDS), ""]
 
 
-def _who(found: Mapping[str, Any], systems: Sequence[System] = SYSTEMS) -> list[str]:
+def _descriptions(found: Mapping[str, Any], systems: Sequence[System] = SYSTEMS) -> list[str]:
     what = {system.name: system.what for system in systems}
     lines = [f"- {name}: {what.get(name, name)}" for name in found["systems"]]
     return lines + [f"- {name}: not measured. {why}" for name, why in found["failed"].items()]

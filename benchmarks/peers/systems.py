@@ -92,7 +92,8 @@ def _router(processes: Processes, name: str, command: list[str]) -> Serving:
     return Serving(url, (name, ""))
 
 
-def _ours(processes: Processes, model: Model) -> Serving:
+def ours(processes: Processes, model: Model, more: Mapping[str, Any] = {}) -> Serving:
+    """The demo's fleet; `more` are configuration keys and values beside the demo's."""
     port = next(free_ports(HOST))
     args = {f"workers.engine_args.{key}": value for key, value in model.engine_args.items()}
     settings = {
@@ -100,10 +101,11 @@ def _ours(processes: Processes, model: Model) -> Serving:
         "frontend.port": port,
         "ratio.mode": "off",  # one worker of each role, as in the other systems
         **args,
+        **more,
     }
     command = [sys.executable, "-m", "orchestrator.cli.main", "up", str(ROOT / "configs" / "demo-1p1d-cpu.yaml")]
     for key, value in {"model": model.path, **settings}.items():
-        command += ["--set", f"{key}={json.dumps(value) if isinstance(value, (dict, bool)) else value}"]
+        command += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
     processes.start("orchestrator", command, {"PYTHONPATH": str(ROOT)})
     url = f"http://{HOST}:{port}"
     processes.wait(f"{url}/ready")
@@ -144,12 +146,13 @@ def _plain(processes: Processes, model: Model) -> Serving:
 
 
 OURS = "orchestrator"
+AGGREGATED = System("two aggregated", "vllm-router's round robin over two vLLM", _aggregated)
 SYSTEMS = [
-    System(OURS, "this project, one prefill and one decode worker", _ours),
+    System(OURS, "this project, one prefill and one decode worker", ours),
     System("vllm-router", "vllm-router, one prefill and one decode vLLM with NixlConnector", _vllm_router(STOCK)),
     System("vllm-router, repaired", "the same without NixlConnector's spinning thread", _vllm_router(REPAIRED)),
     System("smg", "smg, one prefill and one decode vLLM with NixlConnector", _smg),
-    System("two aggregated", "vllm-router's round robin over two vLLM", _aggregated),
+    AGGREGATED,
     System("one vLLM", "one vLLM on all cores, no router", _plain),
 ]
 
