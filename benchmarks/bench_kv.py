@@ -32,7 +32,7 @@ def random_prompt(tokens: int) -> list[int]:
     return [random.randrange(3, 500) for _ in range(tokens)]
 
 
-def together(variants: list[Variant], at_once: int) -> list[list[Variant]]:
+def grouped(variants: list[Variant], at_once: int) -> list[list[Variant]]:
     """Groups of variants that take turns: at most `at_once`, since memory is limited. Variants that spin are alone."""
     quiet = [variant for variant in variants if not variant.spins]
     groups = [quiet[at : at + at_once] for at in range(0, len(quiet), at_once)]
@@ -47,7 +47,7 @@ async def measure(model: str, path: str, args: dict[str, Any], options: argparse
     raw: dict[int, list[float]] = {}
     per_token = 0
     for number in range(options.rounds):
-        groups = [g for g in together(options.variants, options.at_once) if number == 0 or not g[0].spins]
+        groups = [g for g in grouped(options.variants, options.at_once) if number == 0 or not g[0].spins]
         first = number % len(groups) if groups else 0
         for group in groups[first:] + groups[:first]:
             pairs: list[Pair] = []

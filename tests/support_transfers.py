@@ -376,10 +376,10 @@ class DecodeEngine:
             rank.run(rank.inbound.register(order, source.endpoint, self.world.now))
         return True
 
-    def disown(self, request: str, stream: str, source: PrefillEngine) -> None:
+    def release_unused(self, request: str, stream: str, source: PrefillEngine) -> None:
         order = Unregister(stream, request, self.endpoint)
         for rank in self.ranks:
-            rank.run(rank.inbound.disown(order, source.endpoint, self.world.now))
+            rank.run(rank.inbound.release_unused(order, source.endpoint, self.world.now))
 
     def abort(self, request: str) -> None:
         for rank in self.ranks:

@@ -25,8 +25,8 @@ from orchestrator.parent import EXIT_AGAIN, die_with_parent, has_ended, own_iden
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.configuration import Version
 from orchestrator.store.fields import Launcher
+from orchestrator.store.planned import BY_HAND
 from orchestrator.store.registry import IncompatibleWorker, Registry
-from orchestrator.store.seen import BY_HAND
 from orchestrator.telemetry.logs import set_up as set_up_logging
 from orchestrator.types import Role
 from orchestrator.wire.addresses import Listening, hold_port

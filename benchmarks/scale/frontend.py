@@ -119,7 +119,7 @@ async def run(config: Config, url: str) -> None:
     counted, process = Counted(client), psutil.Process()
     await client.start()
     sending = asyncio.create_task(counted.send())
-    commands = asyncio.create_task(_obey(counted))
+    commands = asyncio.create_task(_read_rates(counted))
     measured, measured_at = dict[str, int](), -MEASURE_S
     while not sending.done() and not commands.done():
         if time.monotonic() - measured_at > MEASURE_S:
@@ -131,7 +131,7 @@ async def run(config: Config, url: str) -> None:
     await client.close()
 
 
-async def _obey(counted: Counted) -> None:
+async def _read_rates(counted: Counted) -> None:
     while line := await asyncio.to_thread(sys.stdin.readline):
         counted.rate = float(line)
 

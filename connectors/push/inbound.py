@@ -93,7 +93,7 @@ class Inbound:
         self._waiting[order.request] = waiting
         return self._open(waiting, now)
 
-    def disown(self, order: Unregister, source: Endpoint, now: float) -> list[Action]:
+    def release_unused(self, order: Unregister, source: Endpoint, now: float) -> list[Action]:
         """No blocks are reserved for it and none will be: let the prefill engine free the KV that it keeps."""
         if order.request in self._waiting or self._is_dead(source.engine_id, now):
             return []

@@ -104,7 +104,7 @@ class Reserved:
 
 
 @dataclass(frozen=True)
-class Disowned:
+class Unused:
     """A decode request ended before it reserved blocks: `source` need not keep anything for it."""
 
     order: Unregister
@@ -121,7 +121,7 @@ class PushMetadata(NixlConnectorMetadata):
         self.unwanted: list[str] = []  # prefills that ended well
         self.reserved: list[Reserved] = []
         self.withdrawn: dict[str, str] = {}  # and why
-        self.disowned: list[Disowned] = []
+        self.unused: list[Unused] = []
         self.dead_engines: list[str] = []
 
     def has_news(self) -> bool:
@@ -133,7 +133,7 @@ class PushMetadata(NixlConnectorMetadata):
             or self.unwanted
             or self.reserved
             or self.withdrawn
-            or self.disowned
+            or self.unused
             or self.dead_engines
         )
 

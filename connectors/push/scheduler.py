@@ -21,7 +21,6 @@ from vllm.v1.request import RequestStatus
 from connectors import handshake
 from connectors.push.metadata import (
     Computed,
-    Disowned,
     Finished,
     Preempted,
     PushMetadata,
@@ -30,6 +29,7 @@ from connectors.push.metadata import (
     RankReport,
     Reserved,
     Started,
+    Unused,
 )
 from connectors.push.wire import Endpoint, Register, Source, Unregister
 
@@ -125,7 +125,7 @@ class PushScheduler(NixlPushConnectorScheduler):
             if num_external_tokens > 0:
                 self._reserve(request, blocks)
             else:
-                self._disown(request)
+                self._release_unused(request)
 
     def _reserve(self, request: Request, blocks: KVCacheBlocks) -> None:
         params = request.kv_transfer_params
@@ -154,12 +154,12 @@ class PushScheduler(NixlPushConnectorScheduler):
         }
         self._reqs_need_recv[request.request_id] = (request, ids, (), False)
 
-    def _disown(self, request: Request) -> None:
+    def _release_unused(self, request: Request) -> None:
         params = request.kv_transfer_params
         assert params is not None
         source = _source(params)
         order = Unregister(source.key, request.request_id, self._endpoint)
-        self._next.disowned.append(Disowned(order, source.endpoint))
+        self._next.unused.append(Unused(order, source.endpoint))
 
     # ---- prefill: while it computes ----------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class PushScheduler(NixlPushConnectorScheduler):
             return False, None
         if params.get("do_remote_prefill"):
             params["do_remote_prefill"] = False
-            self._disown(request)
+            self._release_unused(request)
             return False, None
         if not params.get("do_remote_decode"):
             return False, None

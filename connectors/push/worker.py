@@ -69,8 +69,8 @@ class PushWorker(Connections):
         self._ship_whole(metadata)
         for reserved in metadata.reserved:
             self._submit(functools.partial(self._inbound.register, reserved.order, reserved.source))
-        for disowned in metadata.disowned:
-            self._submit(functools.partial(self._inbound.disown, disowned.order, disowned.source))
+        for unused in metadata.unused:
+            self._submit(functools.partial(self._inbound.release_unused, unused.order, unused.source))
         for request, why in metadata.withdrawn.items():
             self._submit(functools.partial(self._inbound.withdraw, request, why))
         for finished in metadata.finished:

@@ -126,7 +126,7 @@ async def _abort(fleet: OpenFleet, show: Callable[[Event], None]) -> Rollout:
 async def _follow(fleet: OpenFleet, generation: int, show: Callable[[Event], None]) -> Rollout:
     """Until the rollout to this generation has ended, either way. Raises Refused."""
     from orchestrator.store.configuration import Phase
-    from orchestrator.store.seen import rollout_status
+    from orchestrator.store.planned import rollout_status
 
     registry = fleet.registry
     seen: dict[str, tuple[str, int]] = {}

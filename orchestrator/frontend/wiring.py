@@ -30,9 +30,9 @@ from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.configuration import RolloutStatus
 from orchestrator.store.events import EventLog, RatioHistory
 from orchestrator.store.log_levels import LogLevels, follow_log_level
+from orchestrator.store.planned import rollout_status
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Frontend, Registry
-from orchestrator.store.seen import rollout_status
 from orchestrator.store.steering import Steering
 from orchestrator.telemetry.metrics import counts, dropped, retries
 from orchestrator.types import DesiredRatio

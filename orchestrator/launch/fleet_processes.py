@@ -26,8 +26,8 @@ from orchestrator.launch.rollout import RolloutRunner, cannot_start
 from orchestrator.launch.supervise import Stage, Supervised, describe
 from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.parent import has_ended, local_pid
+from orchestrator.store.planned import BY_HAND, of_launchers
 from orchestrator.store.registry import Registry
-from orchestrator.store.seen import BY_HAND, of_launchers
 from orchestrator.types import DesiredRatio, Role
 
 log = logging.getLogger("pd.launcher")

@@ -21,8 +21,8 @@ from orchestrator.launch.supervise import Supervised, describe
 from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.fields import WorkerOrders
+from orchestrator.store.planned import loading_by_hand, of_launchers
 from orchestrator.store.registry import Registry
-from orchestrator.store.seen import loading_by_hand, of_launchers
 
 log = logging.getLogger("pd.launcher")
 

@@ -22,8 +22,8 @@ from orchestrator.launch.supervise import Stage, Supervised
 from orchestrator.parent import own_identity
 from orchestrator.store.client import RedisAway
 from orchestrator.store.fields import Launcher, WorkerOrders
+from orchestrator.store.planned import PlannedWorker
 from orchestrator.store.registry import Registry
-from orchestrator.store.seen import PlannedWorker
 from orchestrator.types import DesiredRatio, Role, WorkerInfo, WorkerState
 
 log = logging.getLogger("pd.launcher")

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from orchestrator.config.settings import Refused
+from orchestrator.store.planned import PlannedWorker, is_last_decode, of_launchers, planned_worker
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry
-from orchestrator.store.seen import PlannedWorker, is_last_decode, of_launchers, planned_worker
 from orchestrator.types import DesiredRatio, Role
 
 _MAX_WORKERS = 10_000
@@ -34,7 +34,7 @@ class Steering:
             if not 0 <= count <= _MAX_WORKERS:
                 raise Refused(f"{name}={count}: expected an integer from 0 to {_MAX_WORKERS}")
         await self._registry.set_desired(wanted.prefill, wanted.decode, wanted.set_by)
-        for worker_id in surplus(wanted, await self._seen(), await self._launched()):
+        for worker_id in surplus(wanted, await self._workers(), await self._launched()):
             await self._registry.order_drain(worker_id)
         return wanted
 
@@ -45,7 +45,7 @@ class Steering:
 
     async def change_role(self, worker_id: str, role: Role, force: bool) -> bool:
         """Order a role, and move the desired ratio with it. False when it has, or was told to take, that role."""
-        workers = await self._seen()
+        workers = await self._workers()
         worker = self._find_worker(worker_id, workers)
         if worker.leaving:
             raise Refused(f"{worker_id}: is draining and takes no role any more; `orchestrator scale` starts another")
@@ -64,7 +64,7 @@ class Steering:
 
     async def drain(self, worker_id: str, force: bool) -> bool:
         """Order a drain, and lower the desired ratio with it. False when it drains already."""
-        workers = await self._seen()
+        workers = await self._workers()
         worker = self._find_worker(worker_id, workers)
         if worker.leaving:
             return False
@@ -76,7 +76,7 @@ class Steering:
         await self._registry.set_desired(max(0, prefill), max(0 if force else 1, decode), "drain")
         return True
 
-    async def _seen(self) -> list[PlannedWorker]:
+    async def _workers(self) -> list[PlannedWorker]:
         workers, orders = await self._registry.workers_and_orders()
         return [planned_worker(info, orders.get(worker_id), owned=False) for worker_id, info in workers.items()]
 
@@ -84,7 +84,7 @@ class Steering:
         """The ratio that was set; in a fleet without a launcher, the ratio that is there."""
         desired = await self._registry.desired()
         if desired is None:
-            roles = [worker.role for worker in await self._seen() if not worker.leaving]
+            roles = [worker.role for worker in await self._workers() if not worker.leaving]
             desired = DesiredRatio(roles.count(Role.PREFILL), roles.count(Role.DECODE))
         return desired
 

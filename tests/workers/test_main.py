@@ -20,7 +20,7 @@ from orchestrator.config.shared import shared
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.parent import EXIT_AGAIN, own_identity
 from orchestrator.store.configuration import Phase, Rollout, Version
-from orchestrator.store.seen import BY_HAND
+from orchestrator.store.planned import BY_HAND
 from orchestrator.types import Role, WorkerState
 from orchestrator.wire.addresses import hold_port
 from workers.main import main

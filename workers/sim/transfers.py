@@ -125,7 +125,7 @@ class SimTransfers:
             self._scheduler.free(request)
             if source is not None:
                 order = wire.Unregister(source.key, request.key, self._here)
-                self._carry_out(self._inbound.disown(order, _endpoint(source), now))
+                self._carry_out(self._inbound.release_unused(order, _endpoint(source), now))
 
     def fail_peer(self, engine: str) -> None:
         """Called when the fleet has found `engine` dead."""

@@ -99,7 +99,7 @@ async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
         return dict(seen)
     if handle.redis_url is None:
         raise Refused(f"{handle.url}: no frontend of a fleet answers there; see `orchestrator status --redis URL`")
-    from orchestrator.store.seen import rollout_status
+    from orchestrator.store.planned import rollout_status
 
     async with open_fleet(handle) as fleet:
         registered = (await fleet.registry.frontends()).values()

@@ -8,7 +8,7 @@ import msgspec
 
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.store.fields import Launcher
-from orchestrator.store.seen import PlannedWorker, loading_by_hand, of_launchers, planned_worker
+from orchestrator.store.planned import PlannedWorker, loading_by_hand, of_launchers, planned_worker
 from orchestrator.types import Role
 
 

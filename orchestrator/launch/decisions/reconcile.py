@@ -11,7 +11,7 @@ from typing import Union
 
 import msgspec
 
-from orchestrator.store.seen import PlannedWorker
+from orchestrator.store.planned import PlannedWorker
 from orchestrator.types import DesiredRatio, Role
 
 

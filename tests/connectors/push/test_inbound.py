@@ -205,13 +205,13 @@ def test_refused_kv_is_released_at_prefill() -> None:
     assert actions == [Finish("r", False, "other blocks"), Send("P", "P/0", BACK)]
 
 
-def test_disowned_request_releases_kv_at_prefill() -> None:
+def test_unused_request_releases_kv_at_prefill() -> None:
     end = Inbound(timeout_s=10, resend_s=1, silent_s=5)
-    assert end.disown(BACK, SOURCE, 0.0) == [Connect(SOURCE)]
+    assert end.release_unused(BACK, SOURCE, 0.0) == [Connect(SOURCE)]
     assert end.connected("P", ("P/0",), 0.1) == [Send("P", "P/0", BACK)]
     assert end.gone("r", "P/0", "withdrawn", 0.2) == []
     assert not end.busy
-    end.disown(BACK, SOURCE, 1.0)
+    end.release_unused(BACK, SOURCE, 1.0)
     assert end.tick(6.5) == []  # nobody answers: forgotten, since nothing is held for it
     assert not end.busy
 

@@ -28,7 +28,7 @@ class History:
         self.waiting: list[tuple[str, str]] = []  # (decode engine, request)
         self.log: list[str] = []
         troubles = [
-            self.decode_disowns,
+            self.decode_releases_unused,
             self.decode_aborts,
             self.prefill_aborts,
             self.a_message_is_lost,
@@ -109,12 +109,12 @@ class History:
         if decode.reserve(f"r{self.count}", stream, total, cached, engine):
             self.waiting.append((decode.name, f"r{self.count}"))
 
-    def decode_disowns(self) -> None:
+    def decode_releases_unused(self) -> None:
         if self.streams and self.world.decodes:
             self.count += 1
             name, stream = self.random.choice(self.streams[-8:])
             decode = self.random.choice(list(self.world.decodes.values()))
-            decode.disown(f"r{self.count}", stream, self.world.prefills[name])
+            decode.release_unused(f"r{self.count}", stream, self.world.prefills[name])
 
     def decode_aborts(self) -> None:
         if self.waiting:

@@ -21,8 +21,8 @@ from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.parent import own_identity
 from orchestrator.store.client import connect
 from orchestrator.store.fields import Launcher
+from orchestrator.store.planned import BY_HAND
 from orchestrator.store.registry import Registry
-from orchestrator.store.seen import BY_HAND
 from orchestrator.types import Role, WorkerInfo
 
 pytestmark = pytest.mark.slow  # a server of its own

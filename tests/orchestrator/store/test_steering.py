@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.store.seen import PlannedWorker
+from orchestrator.store.planned import PlannedWorker
 from orchestrator.store.steering import surplus
 from orchestrator.types import DesiredRatio, Role
 

@@ -10,7 +10,7 @@ from support_redis import worker
 
 from orchestrator.launch.decisions.reconcile import Action, Drain, Flip, Start, plan, stand_in
 from orchestrator.store.fields import WorkerOrders
-from orchestrator.store.seen import PlannedWorker, is_last_decode, planned_worker
+from orchestrator.store.planned import PlannedWorker, is_last_decode, planned_worker
 from orchestrator.types import DesiredRatio, Role, WorkerState
 
 P, D = Role.PREFILL, Role.DECODE

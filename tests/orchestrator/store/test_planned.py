@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from orchestrator.store.configuration import Phase, Rollout, Version
+from orchestrator.store.planned import rollout_status
 from orchestrator.store.registry import Frontend
-from orchestrator.store.seen import rollout_status
 
 
 def test_rollout_status_names_frontends_left_behind():

@@ -1,4 +1,4 @@
-"""Members as planning and operators go by them: a worker with its orders, who runs whom, what a rollout left behind."""
+"""What planning and operators read from the registry: workers with their orders, who runs them, the rollout."""
 
 from __future__ import annotations
 
