@@ -1,6 +1,6 @@
 """Engines of several ranks and pipeline stages, on a CPU: whatever their numbers, tokens are those of one engine.
 
-Slow: each rank is a process that loads vLLM. `make test-topology` runs it, `make test` does not.
+Slow: each rank is a process. `make test-topology` runs it, `make test` does not.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ pytestmark = [
 TP2 = {"tensor_parallel_size": 2}
 PP2 = {"pipeline_parallel_size": 2}
 TOPOLOGIES = {"TP2-TP2": (TP2, TP2), "TP1-TP2": ({}, TP2), "TP2-TP1": (TP2, {}), "PP2-PP1": (PP2, {})}
+CORES = sorted(os.sched_getaffinity(0))[:2]
 TIMEOUT_S = 10.0
 COUNT = itertools.count()
 
@@ -128,6 +129,19 @@ async def test_a_killed_rank_ends_its_engine_and_no_request(pair, reference) -> 
     if survivor is decode:
         assert await decode.done(key, 60) == await expected(reference, body), "decode computes it"
     await assert_no_leaks(survivor)
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="a core for each of two ranks")
+async def test_ranks_are_forked_and_compute_on_their_own_cores(model: Path) -> None:
+    engine = await Driver.start(model, name="pinned", cores=CORES, **TP2)
+    assert [psutil.Process(rank).cpu_affinity() for rank in ranks(engine)] == [[core] for core in CORES]
+    # A program that is executed is mapped at an address of its own, a forked process at that of its parent.
+    family = [os.getpid(), engine_pid(engine), *ranks(engine)]
+    assert len({Path(f"/proc/{pid}/maps").read_text().partition("-")[0] for pid in family}) == 1
+    key, body = f"pinned-{next(COUNT)}", frames(prompt(700))
+    await engine.decode(key, body)
+    assert len(await engine.done(key, 60)) == 8
+    await engine.stop()
 
 
 async def test_workers_of_several_ranks_hear_each_other_on_few_cores(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Builds vLLM's configuration for a worker, and starts its engine process.
 
-On CPU an engine of one rank is a forked process that computes itself (11 s to ready instead of 29 s on two cores). On
-accelerators vLLM's own choices hold.
+On CPU an engine's processes are forked, so that none of them loads vLLM anew, and an engine of one rank computes in one
+process (11 s to ready instead of 29 s on two cores). On accelerators vLLM's own choices hold.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor import Executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from orchestrator.config.settings import KVConfig, check_environment
@@ -32,6 +33,7 @@ from workers.vllm_engine.plugin import SOCKETS, engine_process
 _CPU_KV_CACHE_BYTES = 1 << 30
 # vLLM reads much of its start-up configuration from the environment, which all threads share.
 _environment = threading.Lock()
+_BIND = "VLLM_CPU_OMP_THREADS_BIND"  # the cores of each rank's threads; "nobind": whichever the process may use
 _KV_SECRET = "PD_KV_SECRET_KEY"  # read by connectors/handshake.py in the engine's processes
 
 
@@ -110,16 +112,16 @@ def start_client(
     environment = {**_connector_env(kv_host, kv_port), _KV_SECRET: kv_secret}
     if not os.environ.get(SOCKETS):
         environment[SOCKETS] = _own_folder()
-    parallel = config.parallel_config
     executor = Executor.get_class(config)
+    shares: list[list[int]] = []
     if current_platform.is_cpu():
-        if issubclass(executor, UniProcExecutor):
+        if cores:
+            shares = split_cores(cores, config.parallel_config.local_world_size)
+        # Otherwise vLLM binds the ranks' threads, by variables that only a program that is executed reads.
+        environment[_BIND] = bind = "nobind" if cores else os.environ.get(_BIND, "nobind")
+        if issubclass(executor, UniProcExecutor) or (bind == "nobind" and issubclass(executor, MultiprocExecutor)):
             environment["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        elif cores:
-            environment["VLLM_CPU_OMP_THREADS_BIND"] = _split_cores(cores, parallel.local_world_size)
-        else:
-            environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    with _environment, _set_env(environment), engine_process(cores if current_platform.is_cpu() else None):
+    with _environment, _set_env(environment), engine_process(shares):
         return EngineCoreClient.make_async_mp_client(config, executor, log_stats=True)
 
 
@@ -145,13 +147,12 @@ def _connector_env(kv_host: str, kv_port: int) -> dict[str, str]:
     }
 
 
-def _split_cores(cores: list[int], ranks: int) -> str:
-    """Cores by rank as vLLM writes them: "0,1|2,3" gives rank 0 cores 0 and 1. Raises ValueError for fewer cores than
-    ranks."""
+def split_cores(cores: list[int], ranks: int) -> list[list[int]]:
+    """The cores of each rank. Raises ValueError for fewer cores than ranks."""
     share = len(cores) // ranks
     if not share:
         raise ValueError(f"{len(cores)} cores for {ranks} ranks; give each rank at least one")
-    return "|".join(",".join(map(str, cores[rank * share : (rank + 1) * share])) for rank in range(ranks))
+    return [cores[rank * share : (rank + 1) * share] for rank in range(ranks)]
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Our code inside vLLM's engine process: engine utilities, its loop, and its end with the process that started it.
 
-`run_engine_core` replaces vLLM's process target, for fork and for spawn. `register` is the entry point that vLLM loads
-as a general plugin, for engines started by other means.
+`run_engine_core` replaces the target of vLLM's engine process, for fork and for spawn, `run_rank` that of its ranks on
+CPU. `register` is the entry point that vLLM loads as a general plugin, for engines started by other means.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor import multiproc_executor, uniproc_executor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from orchestrator.parent import PARENT, die_with_parent
 from workers.engine import PrefixChanges
@@ -27,22 +29,23 @@ from workers.vllm_engine.prefix import PrefixCollector
 # If batches are queued, one step collects KV that has arrived, the next notes it and the third schedules it.
 _SETTLING_STEPS = 3
 _KV_POLL_S = 0.02  # an engine with nothing to compute checks its waiting requests this often, unless woken
-_CORES = "PD_ENGINE_CORES"  # "0,1": cores the engine computes on
+_CORES = "PD_ENGINE_CORES"  # "0,1|2,3": cores that each rank computes on
 SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's own name: the folder for its local sockets
 # Keys for further fields of `EngineStep` in the connector's statistics, the only dictionary in an engine's statistics.
 PREFIX_STATS = "pd_prefix"
 TOKENS_LEFT_STATS = "pd_tokens_left"
 _patched = False  # whether this process has the fixes of `patches`
 _vllm_target = EngineCoreProc.run_engine_core
+_vllm_rank = multiproc_executor.WorkerProc.worker_main
 _vllm_abort = EngineCore.abort_requests
 
 
 @contextmanager
-def engine_process(cores: list[int] | None) -> Iterator[None]:
-    """In this context, engine processes that vLLM starts run `run_engine_core`."""
+def engine_process(cores: list[list[int]]) -> Iterator[None]:
+    """In this context, engine processes that vLLM starts run `run_engine_core`. `cores`: each rank's; empty for any."""
     before = {name: os.environ.get(name) for name in (PARENT, _CORES)}
     os.environ[PARENT] = str(os.getpid())
-    os.environ[_CORES] = ",".join(map(str, cores or []))
+    os.environ[_CORES] = "|".join(",".join(map(str, share)) for share in cores)
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
     try:
         yield
@@ -58,12 +61,26 @@ def engine_process(cores: list[int] | None) -> Iterator[None]:
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
     """Target of the engine process."""
     die_with_parent()
-    _use_cores([int(core) for core in os.environ.get(_CORES, "").split(",") if core])
+    if (shares := _shares()) and issubclass(kwargs["executor_class"], UniProcExecutor):
+        _use_cores(shares[0])
+    elif shares:
+        os.sched_setaffinity(0, sum(shares, []))
+    if current_platform.is_cpu():
+        os.environ[PARENT] = str(os.getpid())
+        multiproc_executor.WorkerProc.worker_main = staticmethod(run_rank)
     register()
     if folder := os.environ.get(SOCKETS):
         _set_rendezvous_folder(folder)
     EngineCoreProc._process_engine_step = _process_engine_step
     _vllm_target(*args, **kwargs)
+
+
+def run_rank(*args: Any, **kwargs: Any) -> None:
+    """Target of the process of a rank."""
+    die_with_parent()
+    if shares := _shares():
+        _use_cores(shares[kwargs["local_rank"]])
+    _vllm_rank(*args, **kwargs)
 
 
 def register() -> None:
@@ -235,10 +252,14 @@ def _set_rendezvous_folder(folder: str) -> None:
 # ---- the process -------------------------------------------------------------------------------------------------
 
 
+def _shares() -> list[list[int]]:
+    """The cores of each rank; empty if they compute on any."""
+    shares = os.environ.get(_CORES, "")
+    return [[int(core) for core in share.split(",")] for share in shares.split("|")] if shares else []
+
+
 def _use_cores(cores: list[int]) -> None:
     """Pin this process, before any compute thread exists, so that all of them inherit it."""
-    if not cores:
-        return
     import torch
 
     os.sched_setaffinity(0, cores)
