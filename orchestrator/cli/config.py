@@ -13,11 +13,13 @@ from rich.text import Text
 
 from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, SetOption, find_fleet, print_json
 from orchestrator.cli.look.views import config_keys, keys_view, plain
+from orchestrator.config.access import masked
 from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.settings import Config, Refused, load_config, read_tree
 from orchestrator.launch.host.machine import find_cores, find_gpus
 
 app = typer.Typer()
+_SECRET = ("security.api_keys", "security.operator_key")
 config_app = typer.Typer(help="Check, show and start configuration files.")
 app.add_typer(config_app, name="config")
 
@@ -88,7 +90,8 @@ def _effective(config: Config, origins: dict[str, str], otherwise: str) -> Itera
     for key, _, _ in config_keys(Config):
         value, usual = (_at(part, key) for part in (tree, defaults))
         named = [origin for given, origin in origins.items() if given == key or given.startswith(key + ".")]
-        yield {"key": key, "value": value, "from": named[-1] if named else "default" if value == usual else otherwise}
+        origin = named[-1] if named else "default" if value == usual else otherwise
+        yield {"key": key, "value": _shown(key, value), "from": origin}
 
 
 def given_keys(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -104,6 +107,13 @@ def _at(tree: Any, key: str) -> Any:
     for name in key.split("."):
         tree = tree[name]
     return tree
+
+
+def _shown(key: str, value: Any) -> Any:
+    """The value without what lets somebody in: a key, or the password in a URL."""
+    if key in _SECRET and value:
+        return ["***"] * len(value) if isinstance(value, list) else "***"
+    return masked(value) if isinstance(value, str) else value
 
 
 @config_app.command("init")

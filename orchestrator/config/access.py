@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import secrets
-from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+
+from orchestrator.config.files import KEYS_BYTES, read_plain_file
 
 Positive = Annotated[int, Meta(ge=1)]
 Key = Annotated[str, Meta(min_length=1)]  # an empty one, as of a variable that is not set, would open what it protects
@@ -41,6 +43,11 @@ class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     per_minute_per_key: Positive | None = None  # more completions, after a burst of as many, are answered with 429
 
 
+def masked(url: str) -> str:
+    """The URL without its password, for messages; also without one that is written wrongly."""
+    return re.sub(r"(?<=password=)[^&]*", "***", re.sub(r"(?<=://)([^/@:]*):.*@", r"\1:***@", url))
+
+
 def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -52,7 +59,7 @@ def read_api_keys(security: SecurityConfig) -> frozenset[str]:
     """The keys of the configuration and of the present content of its file. Raises OSError, UnicodeDecodeError."""
     keys = set(security.api_keys)
     if security.api_keys_file is not None:
-        lines = Path(security.api_keys_file).read_text().splitlines()
+        lines = read_plain_file(security.api_keys_file, KEYS_BYTES).splitlines()
         keys |= {line.partition("#")[0].strip() for line in lines}
     return frozenset(keys - {""})
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 from typing import Any, get_args
 
 import msgspec
 
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = 120
 _KINDS = {"int": "an integer", "str": "text", "float": "a number", "bool": "true or false", "object": "a section"}
 
 
 def kind_of(value: object) -> str:
-    return "nothing" if value is None else f"{value!r}" if not isinstance(value, (dict, list)) else "a section or list"
+    if isinstance(value, (dict, list)):
+        return "a section or list"
+    if isinstance(value, int) and value.bit_length() > 64:  # Python refuses to write the longest ones
+        return f"an integer of {value.bit_length()} bits"
+    return "nothing" if value is None else _BRIEF.repr(value)
 
 
 def find_unserializable(value: Any, key: str = "the file", depth: int = 0) -> str | None:
@@ -48,9 +55,11 @@ _GONE = {
 
 def explain(error: str, tree: dict[str, Any], root: Any) -> str:
     """Turn msgspec's error about a tree that does not fit `root` into `a.b.c: expected ..., got ...`."""
-    message, _, at = error.partition(" - at `$")
-    path = at.rstrip("`").lstrip(".")
-    if unknown := re.match(r"Object contains unknown field `(.+)`", message):
+    message, _, at = error.partition(" - at `")
+    path = at.removeprefix("key` in `").removeprefix("$").rstrip("`").lstrip(".")
+    if at.startswith("key"):
+        return f"{path or 'the file'}: expected a name, as text, before each ':'"
+    if unknown := re.match(r"Object contains unknown field `(.*)`", message):
         key = _join(path, unknown[1])
         return f"{key}: unknown key; {_GONE.get(key, '`orchestrator config keys` lists the known ones')}"
     if missing := re.match(r"Object missing required field `(.+)`", message):
@@ -73,7 +82,7 @@ def _choices(root: Any, path: str) -> tuple[str, ...]:
     kind = root
     for name in path.split("."):
         kind = next(field.type for field in msgspec.structs.fields(kind) if field.name == name)
-    return get_args(kind)
+    return tuple(choice for part in get_args(kind) for choice in (get_args(part) or (part,)) if isinstance(choice, str))
 
 
 def _join(path: str, name: str) -> str:

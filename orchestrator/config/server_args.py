@@ -57,7 +57,7 @@ def check_server_args(config: Config) -> None:
         )
     for name in _TLS_FILES:
         path = arguments.get(name)
-        if path is not None and not (isinstance(path, str) and os.access(path, os.R_OK)):
+        if path is not None and not (isinstance(path, str) and os.access(path, os.R_OK) and os.path.isfile(path)):
             raise ConfigError(f"frontend.server_args.{name}: expected a file that can be read, got {path!r}")
     others = [name for name in arguments if name.startswith("ssl_") and name != "ssl_certfile"]
     if others and not uses_tls(config):

@@ -15,15 +15,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from orchestrator.config.access import LimitsConfig, Positive, SecurityConfig, is_loopback
+from orchestrator.config.access import LimitsConfig, Positive, SecurityConfig, is_loopback, masked
 from orchestrator.config.explain import explain, find_unserializable, kind_of
+from orchestrator.config.files import CONFIG_BYTES, read_plain_file
 from orchestrator.config.frontends import FrontendConfig
 from orchestrator.config.yaml_text import NotYaml, load_yaml
 
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
-
+MAX_WORKERS = 10_000  # of a role
 
 # Names that may become part of a Redis key and of a file's name: never a path.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*\Z"
@@ -56,7 +57,7 @@ class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The workers of one role; `engine_args` and `env` override those of `workers`."""
 
-    replicas: Count = 1
+    replicas: Annotated[int, Meta(ge=0, le=MAX_WORKERS)] = 1
     engine_args: dict[str, Any] = {}
     env: dict[str, str] = {}
 
@@ -205,7 +206,7 @@ class LoggingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model: str  # "demo", a folder, or a Hugging Face name
     served_model_name: str | None = None
-    namespace: Annotated[str, Meta(pattern=NAME_PATTERN)] = "default"
+    namespace: Annotated[str, Meta(pattern=NAME_PATTERN, max_length=64)] = "default"
     engine: Literal["vllm", "sim"] = "vllm"
     # The Python of workers and frontends on every host; default: the launcher's own. A rollout to another virtual
     # environment rolls its software out.
@@ -239,7 +240,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
 def read_tree(path: Path) -> dict[str, Any]:
     """The content of a YAML file, not validated. Raises ConfigError."""
     try:
-        text = path.read_text()
+        text = read_plain_file(path, CONFIG_BYTES)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); name an existing YAML file") from None
     except UnicodeDecodeError as error:
@@ -274,7 +275,7 @@ def parse_config(tree: dict[str, Any]) -> Config:
             raise ConfigError(f"workers.env: expected names of variables, got {name!r}")
     if not re.match(r"^(embedded$|rediss?(\+sentinel|\+cluster)?://|unix://)", config.redis.url):
         expected = "'embedded', redis://, rediss:// or unix://, redis+sentinel:// or redis+cluster://"
-        raise ConfigError(f"redis.url: expected {expected}, got {config.redis.url!r}")
+        raise ConfigError(f"redis.url: expected {expected}, got {masked(config.redis.url)!r}")
     if config.launcher.kind == "ray" and config.redis.url == "embedded":
         raise ConfigError(
             "redis.url: launcher.kind: ray needs a Redis that every node reaches, got 'embedded'; start one and name it"

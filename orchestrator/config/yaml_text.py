@@ -20,11 +20,33 @@ def load_yaml(text: str) -> Any:
     import yaml
 
     try:
-        return yaml.load(text, _loader())
+        loader = _loader()(text)
+        node = loader.get_single_node()
+        if _values(node, {}) > _MOST_VALUES:
+            raise NotYaml(f"it has more than {_MOST_VALUES} values, with what its aliases (*) repeat", 0)
+        return loader.construct_document(node) if node is not None else None
     # A date in the thirteenth month is a ValueError, and a thousand open brackets are a RecursionError.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         where = getattr(error, "problem_mark", None)
-        raise NotYaml(str(getattr(error, "problem", error)), where.line + 1 if where else 0) from None
+        why = " ".join(str(getattr(error, "problem", error)).split())
+        raise NotYaml(why, where.line + 1 if where else 0) from None
+
+
+_MOST_VALUES = 100_000
+
+
+def _values(node: Any, seen: dict[int, float]) -> float:
+    """How many values a node has once its aliases are written out, which a few lines of them can make billions.
+
+    `seen` has the counts so far, by node; it is infinite for a node that contains itself.
+    """
+    if node is None or isinstance(node.value, str):
+        return 1
+    if id(node) not in seen:
+        seen[id(node)] = float("inf")
+        parts = (part for item in node.value for part in (item if isinstance(item, tuple) else (item,)))
+        seen[id(node)] = 1 + sum(_values(part, seen) for part in parts)
+    return seen[id(node)]
 
 
 @functools.cache

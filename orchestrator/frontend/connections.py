@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import logging
 import select
 import socket
@@ -56,8 +57,9 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
+        key = "port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
         raise ConfigError(
-            f"frontend.port: {host}:{port} cannot be listened on ({error.strerror}); free it or choose another"
+            f"frontend.{key}: {host}:{port} cannot be listened on ({error.strerror}); free it or choose another"
         ) from None
     return listener
 

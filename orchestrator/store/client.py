@@ -30,13 +30,13 @@ from redis.exceptions import (
     ResponseError,
 )
 
+from orchestrator.config.access import masked
 from orchestrator.store.keys import Library
-from orchestrator.store.servers import EXPECTED, Servers, masked
+from orchestrator.store.servers import EXPECTED, Servers
 
 log = logging.getLogger("pd.redis")
 
-OLDEST_VERSION = (7, 0)  # the first with functions
-_OLDEST = ".".join(map(str, OLDEST_VERSION))
+OLDEST_VERSION, _OLDEST = (7, 0), "7.0"  # the first with functions
 # Errors of a server that is not, or not yet, the right one. Another may be behind the same address by now: after
 # a fail-over old connections still lead to the old one. (LOADING, the last of them, is a ConnectionError of redis-py.)
 _ELSEWHERE = (ReadOnlyError, MovedError, ClusterDownError, MasterDownError)

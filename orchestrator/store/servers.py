@@ -6,7 +6,6 @@ Makes connections to it and keeps none. All keys of a namespace are in one slot,
 from __future__ import annotations
 
 import os
-import re
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
@@ -120,11 +119,6 @@ def _host(text: str, default_port: int) -> tuple[str, int]:
     if not parts.hostname:
         raise ValueError(f"{text!r} is no HOST:PORT")
     return parts.hostname, parts.port or default_port
-
-
-def masked(url: str) -> str:
-    """The URL without its password, for messages; also without one that is written wrongly."""
-    return re.sub(r"(?<=password=)[^&]*", "***", re.sub(r"(?<=://)([^/@:]*):.*@", r"\1:***@", url))
 
 
 def redis_elsewhere(config: Config) -> str:

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from orchestrator.config.settings import Refused
+from orchestrator.config.settings import MAX_WORKERS, Refused
 from orchestrator.store.planned import PlannedWorker, is_last_decode, of_launchers, planned_worker
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry
 from orchestrator.types import DesiredRatio, Role
-
-_MAX_WORKERS = 10_000
 
 
 class Steering:
@@ -31,8 +29,8 @@ class Steering:
         if wanted.decode < 1:
             raise Refused(f"decode={wanted.decode}: expected an integer >= 1 (decode workers answer requests)")
         for name, count in (("prefill", wanted.prefill), ("decode", wanted.decode)):
-            if not 0 <= count <= _MAX_WORKERS:
-                raise Refused(f"{name}={count}: expected an integer from 0 to {_MAX_WORKERS}")
+            if not 0 <= count <= MAX_WORKERS:
+                raise Refused(f"{name}={count}: expected an integer from 0 to {MAX_WORKERS}")
         await self._registry.set_desired(wanted.prefill, wanted.decode, wanted.set_by)
         for worker_id in surplus(wanted, await self._workers(), await self._launched()):
             await self._registry.order_drain(worker_id)

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from orchestrator.cli.doctor.check import Check, at_least, at_most
 from orchestrator.cli.handle import FleetHandle, OpenFleet, open_fleet
 from orchestrator.cli.look.frontend import get_text, reachable
+from orchestrator.config.access import masked
 from orchestrator.config.settings import Refused
 from orchestrator.types import Role, WorkerInfo
 from orchestrator.wire.addresses import in_url, resolve
@@ -22,7 +23,6 @@ _CONNECT_S = 2.0
 
 async def redis_checks(handle: FleetHandle) -> AsyncIterator[Check]:
     """Version, latency, and how far its clock is from this host's."""
-    from orchestrator.store.servers import masked
 
     try:
         async with open_fleet(handle) as fleet:

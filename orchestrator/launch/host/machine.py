@@ -17,11 +17,13 @@ from pathlib import Path
 import msgspec
 
 from orchestrator.config.engine_args import engine_args, environment, pool, ranks
-from orchestrator.config.settings import Config, ConfigError
+from orchestrator.config.settings import Config, ConfigError, port_range
 from orchestrator.types import Role
 
 # vLLM's default for gpu_memory_utilization is near 1: a worker that does not set it has its GPUs to itself.
 _WHOLE_GPU = 1.0
+_WORKER_BYTES = 24 << 20  # a worker takes more than this for its imports alone
+_WORKER_PORTS = 3
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # for each rank of an engine on CPU
 
 
@@ -39,6 +41,7 @@ class MachineShares:
         self._config = config
         self._gpus: GpuShares | None = None
         self._cores: CoreShares | None = None
+        self._workers: set[str] = set()
         self.device = "simulated"
         if config.engine == "sim":
             return
@@ -55,6 +58,15 @@ class MachineShares:
         """A worker's share, which stays the same until it is given back. `config`: the worker's, if it is not the one
         that this was constructed with. Raises ConfigError if there is no room."""
         config = config or self._config
+        self._workers.add(owner)
+        try:
+            _check_count(config, len(self._workers))
+            return self._share(owner, role, config)
+        except ConfigError:
+            self._workers.discard(owner)
+            raise
+
+    def _share(self, owner: str, role: Role, config: Config) -> Share:
         if self._gpus is not None and "CUDA_VISIBLE_DEVICES" not in environment(config, role):
             utilization = engine_args(config, role).get("gpu_memory_utilization")
             gpus = self._gpus.take(owner, ranks(config, role), utilization)
@@ -65,6 +77,7 @@ class MachineShares:
         return Share()
 
     def give_back(self, owner: str) -> None:
+        self._workers.discard(owner)
         for shares in (self._gpus, self._cores):
             if shares is not None:
                 shares.give_back(owner)
@@ -182,7 +195,11 @@ def hold_port(host: str, port: int) -> tuple[socket.socket, int]:
                 f"frontend.port: port {port} on {host} is in use; stop what listens there, or choose another: "
                 "--set frontend.port=0 takes a free one"
             ) from None
-        raise ConfigError(f"frontend.host: {host}:{port} cannot be listened on ({error.strerror})") from None
+        key = "port" if error.errno == errno.EACCES else "host"
+        raise ConfigError(
+            f"frontend.{key}: {host}:{port} cannot be listened on ({error.strerror}); name an address of this host, "
+            "and a port that you may use"
+        ) from None
     return held, held.getsockname()[1]
 
 
@@ -192,6 +209,20 @@ def has_cuda_vllm() -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+def _check_count(config: Config, workers: int) -> None:
+    """Raises ConfigError for more workers than the machine has memory and ports for, whatever their engine is."""
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _WORKER_BYTES
+    if workers > most:
+        size = f"{_WORKER_BYTES >> 20} MiB"
+        raise ConfigError(f"workers: this machine's memory holds at most {most} processes of {size}; lower replicas")
+    ports = port_range(config)
+    if ports is not None and workers * _WORKER_PORTS > len(ports):
+        raise ConfigError(
+            f"workers.ports: {config.workers.ports} are {len(ports)} ports, enough for {len(ports) // _WORKER_PORTS} "
+            f"workers of {_WORKER_PORTS} each; name more, or lower replicas"
+        )
 
 
 def _check_memory(config: Config) -> None:

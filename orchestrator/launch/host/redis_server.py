@@ -18,11 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from orchestrator.config.access import masked
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.supervise import backoff_s
 from orchestrator.parent import kill_with
 from orchestrator.store.client import Redis, RedisAway, connect
-from orchestrator.store.servers import masked
 
 log = logging.getLogger("pd.launcher")
 

@@ -53,3 +53,15 @@ def test_existing_file_is_kept(tmp_path: Path):
     before = file.read_text()
     assert isinstance(runner.invoke(app, ["config", "init", str(file)]).exception, Refused)
     assert file.read_text() == before
+
+
+def test_keys_and_passwords_are_not_shown(tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "model: demo\nredis: {url: 'redis://user:hidden@10.0.0.1:6379'}\n"
+        "security: {operator_key: hidden, api_keys: [hidden, hidden]}\n"
+    )
+    rows = shown(str(file))
+    assert rows["redis.url"][0] == "redis://user:***@10.0.0.1:6379"
+    assert (rows["security.operator_key"][0], rows["security.api_keys"][0]) == ("***", ["***", "***"])
+    assert "hidden" not in runner.invoke(app, ["config", "show", str(file)]).output

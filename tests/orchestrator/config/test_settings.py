@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 import msgspec
@@ -55,6 +56,13 @@ def test_there_are_examples_for_each_topology():
             "model: demo\nworkers: {decode: {replicas: 0}}",
             "workers.decode.replicas: expected an integer >= 1 (decode workers answer requests), got 0",
         ),
+        ("model: demo\nworkers: {prefill: {replicas: 10000000}}", "expected an integer <= 10000, got 10000000"),
+        ("model: demo\nfrontend: {replicas: some}", "frontend.replicas: expected one of auto, got 'some'"),
+        ("model: demo\nfrontend: {replicas: 1000000}", "frontend.replicas: expected an integer <= 1000, got 1000000"),
+        ("model: demo\nnamespace: " + "a" * 65, "namespace: expected text of length <= 64, got 'aaa"),
+        ("model: demo\nqueue: {1: 2}", "queue: expected a name, as text, before each ':'"),
+        ("model: demo\nqueue: {'': 2}", "queue.: unknown key"),
+        ("model: \x01", "not valid YAML: unacceptable character #x0001"),
         (
             "model: demo\nrouting: {remote_prefil_min_tokens: 3}",
             "routing.remote_prefil_min_tokens: unknown key; `orchestrator config keys` lists the known ones",
@@ -80,7 +88,10 @@ def test_there_are_examples_for_each_topology():
         ("model: demo\nlimits: {max_body_bytes: 1" + "0" * 30 + "}", "max_body_bytes: expected an integer of 64 bits"),
         ('model: "a\\0b"', "model: expected text, got '\\x00' in it"),
         ('model: demo\nworkers: {engine_args: {"\\0": 1}}', "workers.engine_args: a name in it: expected text"),
-        ("model: demo\nworkers: {engine_args: {a: &a [*a]}}", "workers.engine_args.a: expected at most 30 sections"),
+        (
+            "model: demo\nworkers: {engine_args: {a: &a [*a]}}",
+            "it has more than 100000 values",
+        ),
         ("model: demo\nworkers: {decode: {env: {A=B: c}}}", "workers.env: expected names of variables, got 'A=B'"),
         ("model: demo\nworkers: {env: {'': c}}", "workers.env: expected names of variables, got ''"),
         ("model: demo\nworkers: {env: {A: 1}}", "workers.env: expected text for each name in it"),
@@ -133,7 +144,7 @@ def test_workers_whose_kv_could_not_be_exchanged_are_refused(tmp_path):
 def test_the_list_of_keys_has_each_with_type_and_default():
     keys = {key: (kind, default) for key, kind, default in config_keys(Config)}
     assert keys["model"] == ("text", "required")
-    assert keys["workers.prefill.replicas"] == ("integer >= 0", "1")
+    assert keys["workers.prefill.replicas"] == ("integer >= 0 <= 10000", "1")
     assert keys["engine"] == ("vllm | sim", "vllm")
     assert keys["redis.timeout_s"][0] == "number > 0"
     assert all(kind for kind, _ in keys.values())
@@ -205,3 +216,46 @@ def test_any_file_is_a_configuration_or_refused(tmp_path, content):
     file.write_bytes(content)
     with contextlib.suppress(ConfigError):
         load_config(file)
+
+
+@pytest.fixture
+def fifo(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    return tmp_path / "fifo"
+
+
+def test_what_is_no_plain_file_is_refused_unread(tmp_path, fifo):
+    """Nobody writes into the FIFO, and /dev/zero has no end."""
+    for path in (fifo, Path("/dev/zero"), tmp_path):
+        with pytest.raises(ConfigError, match=rf"^{path}: cannot be read \((Not a regular file|Is a directory)\)"):
+            load_config(path)
+        for section in (f"security: {{api_keys_file: {path}}}", f"frontend: {{server_args: {{ssl_certfile: {path}}}}}"):
+            with pytest.raises(ConfigError, match="expected a file"):
+                check_engine_args(load(tmp_path, f"model: demo\n{section}"))
+
+
+def test_a_huge_file_is_refused(tmp_path):
+    with (tmp_path / "huge.yaml").open("wb") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(ConfigError, match=r"huge\.yaml: cannot be read \(It has more than 262144 bytes\)"):
+        load_config(tmp_path / "huge.yaml")
+
+
+@pytest.mark.parametrize("repeat", ["[{}]", "{{<<: [{}]}}"], ids=["lists", "merges"])
+def test_aliases_cannot_multiply_a_file(tmp_path, repeat):
+    """Nine of nine, eleven times over, are 31 billion values."""
+    lines = ["a0: &a0 {x: 1}"]
+    lines += [f"a{i}: &a{i} {repeat.format(','.join([f'*a{i - 1}'] * 9))}" for i in range(1, 12)]
+    for bomb in (lines, ["a0: &a0 {b: *a0}"]):
+        with pytest.raises(ConfigError, match="more than 100000 values, with what its aliases"):
+            load(tmp_path, "model: demo\nworkers:\n  engine_args:\n" + "\n".join(f"    {line}" for line in bomb))
+
+
+def test_a_refused_value_is_shown_in_short_and_without_its_password(tmp_path):
+    for value, got in (("a" * 100_000, "aaa"), ("0x" + "f" * 20_000, "an integer of 80000 bits")):
+        with pytest.raises(ConfigError, match=got) as caught:
+            load(tmp_path, f"model: demo\nfrontend: {{port: {value}}}")
+        assert len(str(caught.value)) < 300
+    with pytest.raises(ConfigError, match=r"^redis\.url: .*got 'redix://:\*\*\*@10\.0\.0\.1'") as caught:
+        load(tmp_path, "model: demo\nredis: {url: 'redix://:hidden@10.0.0.1'}")
+    assert "hidden" not in str(caught.value)

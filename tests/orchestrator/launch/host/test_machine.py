@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from orchestrator.config.engine_args import ranks
 from orchestrator.config.settings import ConfigError, parse_config
+from orchestrator.frontend.connections import listen
 from orchestrator.launch.commands import frontend_spec, resolve, worker_spec
 from orchestrator.launch.host.machine import CoreShares, GpuShares, MachineShares, Share, find_gpus, hold_port
 from orchestrator.launch.host.run_folder import RunFolder
@@ -168,3 +170,31 @@ def test_a_port_is_held_and_one_in_use_is_refused():
     with pytest.raises(ConfigError, match=rf"frontend.port: port {port} on 127.0.0.1 is in use"):
         hold_port("127.0.0.1", port)
     held.close()
+
+
+def test_a_wrong_host_is_reported_as_the_host_and_a_port_in_use_as_the_port():
+    with pytest.raises(ConfigError, match=r"^frontend\.host: 203\.0\.113\.7:0 .*name an address of this host"):
+        hold_port("203.0.113.7", 0)
+    with pytest.raises(ConfigError, match=r"^frontend\.host: 203\.0\.113\.7:0 "):
+        listen("203.0.113.7", 0)
+    held, port = hold_port("127.0.0.1", 0)
+    held.listen()
+    with held, pytest.raises(ConfigError, match=rf"^frontend\.port: port {port} "):
+        hold_port("127.0.0.1", port)
+
+
+def test_more_workers_than_memory_or_ports_are_refused():
+    shares = MachineShares(parse_config({"model": "demo", "engine": "sim", "workers": {"ports": "20000-20007"}}))
+    shares.take("prefill-0", Role.PREFILL)
+    shares.take("decode-0", Role.DECODE)
+    with pytest.raises(ConfigError, match=r"^workers\.ports: 20000-20007 are 8 ports, enough for 2 workers of 3 each"):
+        shares.take("decode-1", Role.DECODE)
+    shares.give_back("prefill-0")
+    shares.take("decode-1", Role.DECODE)  # what was refused holds nothing
+
+
+def test_ten_thousand_workers_on_a_small_machine_are_refused(monkeypatch):
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 << 15)  # a GiB in pages
+    pools = {"prefill": {"replicas": 10_000}, "decode": {"replicas": 10_000}}
+    with pytest.raises(ConfigError, match=r"^workers: this machine's memory holds at most 42 processes of 24 MiB"):
+        MachineShares(parse_config({"model": "demo", "engine": "sim", "workers": pools})).check_room()
