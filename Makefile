@@ -46,8 +46,10 @@ test: test-fast test-slow
 test-fast: venv
 	$(BIN)/pytest -m "not vllm and not slow" -n 4 --dist worksteal -p no:schemathesis
 
+# In the order of the folders, fleets first: by their number of tests, files of one long test would come last, and one
+# core idle meanwhile.
 test-slow: model
-	$(BIN)/pytest -m "(vllm or slow) and not topology" -n 2 --dist loadfile
+	$(BIN)/pytest -m "(vllm or slow) and not topology" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-vllm-api: model
 	cd tests && ../$(BIN)/python -m vllm_api --output ../benchmarks/results/vllm_api.txt
