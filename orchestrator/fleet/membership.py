@@ -19,12 +19,14 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry
 from orchestrator.types import WorkerInfo, WorkerLoad
+from orchestrator.wire.sockets import AddressError
 from orchestrator.wire.ticks import ticks
-from orchestrator.wire.transport import AddressError, FrontendTransport
+from orchestrator.wire.transport import FrontendTransport
 
 log = logging.getLogger("pd.membership")
 
-# A reset connection of a living worker is back within ZMQ's first retries; a dead one's never.
+# A living worker's kernel accepts a new connection within ZMQ's first retries, a dead one's never. The handshake that
+# follows may wait for those of others.
 RECONNECT_S = 0.5
 # A worker reports after each engine step, and four times a second through a long one or while idle.
 QUIET_S = 1.25
@@ -113,6 +115,9 @@ class Membership:
             for worker_id in self._fleet.mark_silent_quiet(now, min(QUIET_S, self._silence_s / 2)):
                 log.warning("worker %s has become quiet: others take its place for now", worker_id)
                 self._on_quiet(worker_id)
+            for worker_id, view in self._fleet.workers.items():
+                if view.disconnected_at is not None and self._transport.is_coming(worker_id):
+                    view.disconnected_at = now
             for worker_id in self._fleet.silent(now, self._silence_s, RECONNECT_S):
                 self._remove_worker(worker_id, "it fell silent or its connection stayed broken")
             for worker_id in self._unregistered & self._fleet.workers.keys():

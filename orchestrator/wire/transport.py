@@ -11,8 +11,6 @@ is cut off). It is reported as `Disconnected`, and ZMQ makes it again.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import logging
 import time
 from collections import deque
@@ -26,18 +24,16 @@ from zmq.utils.monitor import recv_monitor_message
 
 from orchestrator.wire import messages
 from orchestrator.wire.addresses import Listening, in_url
+from orchestrator.wire.connections import Connections
 from orchestrator.wire.curve import FindFrontend, Gate, KeyPair, use_as_client, use_as_server
 from orchestrator.wire.messages import Hello, MessageError, Published, ToFrontend, ToWorker
 from orchestrator.wire.sockets import (
     EVENTS_REFUSED,
-    AddressError,
     Reader,
     Woken,
     ask_peers,
     bind,
-    check_address,
     configure,
-    connect,
     make,
     monitor,
     send,
@@ -45,8 +41,6 @@ from orchestrator.wire.sockets import (
 
 log = logging.getLogger("pd.transport")
 
-DENIED_RETRY_S = 0.5  # ZMQ does not connect again by itself after it was denied
-FAILURES_BEFORE_LOG = 3
 LOG_REFUSED_EVERY_S = 60.0
 
 
@@ -135,18 +129,6 @@ class WorkerTransport:
         self._context.destroy(linger=200)
 
 
-class _Connection(msgspec.Struct):
-    """A frontend's connection to one worker. `route` is its unique routing id on the frontend's socket."""
-
-    worker_id: str
-    request_address: str
-    load_address: str
-    key: str  # the worker's; empty where it is not encrypted
-    route: bytes
-    open: bool = False
-    failures: int = 0  # handshakes that failed, one after the other
-
-
 class FrontendTransport:
     """The frontend's end of the mesh."""
 
@@ -158,7 +140,6 @@ class FrontendTransport:
         `on_corrupt` is called for each message that cannot be read, which is logged and skipped.
         """
         self.frontend_id = frontend_id
-        self._encrypted = keys is not None
         self._on_corrupt = on_corrupt
         self._context = zmq.asyncio.Context()
         self._requests = make(self._context, zmq.ROUTER)
@@ -171,71 +152,47 @@ class FrontendTransport:
             self._requests.setsockopt(zmq.IDENTITY, frontend_id.encode())
         self._requests.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._published.setsockopt(zmq.SUBSCRIBE, b"")
-        self._numbers = itertools.count(1)
-        self._by_worker: dict[str, _Connection] = {}
-        self._by_route: dict[bytes, _Connection] = {}
-        self._by_address: dict[str, _Connection] = {}  # by both addresses, which ZMQ's monitor reports
+        self._connections = Connections(
+            self._context,
+            self._requests,
+            self._published,
+            encrypted=keys is not None,
+            on_open=lambda connection: self._greet(connection.worker_id),
+            on_broken=lambda connection: self._note_broken(connection.worker_id),
+        )
         self._broken: deque[str] = deque()  # workers whose `Disconnected` has not been received yet
         self._reader, self._reports = Reader(self._requests), Reader(self._published)
-        self._tasks: list[asyncio.Task[None]] = []
 
     def connect(self, worker_id: str, request_address: str, load_address: str, key: str) -> None:
-        """Connect, or reconnect when the addresses changed. Sends `Hello` after each connection.
-
-        Another worker with the same address is disconnected, since an address has one process. Raises AddressError,
-        also if only one of the two ends has a key.
+        """Connect, or reconnect when the addresses changed; now, or when others have been connected. Sends `Hello`
+        after each connection. Raises AddressError.
         """
-        known = self._by_worker.get(worker_id)
-        given = (request_address, load_address, key)
-        if known is not None and (known.request_address, known.load_address, known.key) == given:
-            return
-        for address in (request_address, load_address):
-            check_address(address)
-        if bool(key) != self._encrypted:
-            raise AddressError(
-                f"{request_address} is {'encrypted' if key else 'not encrypted'}, unlike this frontend's connections; "
-                "start both with the same security.mesh"
-            )
-        self.disconnect(worker_id)
-        for address in (request_address, load_address):
-            if (other := self._by_address.get(address)) is not None:
-                self._note_broken(other)
-                self.disconnect(other.worker_id)
-        self._start()
-        connection = _Connection(worker_id, request_address, load_address, key, b"%d" % next(self._numbers))
-        self._by_worker[worker_id] = connection
-        self._by_route[connection.route] = connection
-        self._by_address[request_address] = self._by_address[load_address] = connection
-        if key:
-            for socket in (self._requests, self._published):
-                socket.setsockopt(zmq.CURVE_SERVERKEY, key.encode())
-        self._requests.setsockopt(zmq.CONNECT_ROUTING_ID, connection.route)
-        connect(self._requests, request_address)
-        connect(self._published, load_address)
+        self._connections.connect(worker_id, request_address, load_address, key)
         self._look()
 
     def disconnect(self, worker_id: str) -> None:
-        connection = self._by_worker.pop(worker_id, None)
-        if connection is None:
-            return
-        del self._by_route[connection.route]
-        for address in (connection.request_address, connection.load_address):
-            self._by_address.pop(address, None)
-        for zmq_socket, address in (
-            (self._requests, connection.request_address),
-            (self._published, connection.load_address),
-        ):
-            with contextlib.suppress(zmq.ZMQError):  # ZMQ has given it up where it was denied
-                zmq_socket.disconnect(address)
+        self._connections.disconnect(worker_id)
         self._look()
+
+    def is_coming(self, worker_id: str) -> bool:
+        """Whether a worker that is not connected lives for all that is known: its connection is being made."""
+        return self._connections.is_coming(worker_id)
 
     def _look(self) -> None:
         self._reader.look()
         self._reports.look()
 
+    def _greet(self, worker_id: str) -> None:
+        self.send(worker_id, Hello())
+        self._look()
+
+    def _note_broken(self, worker_id: str) -> None:
+        self._broken.append(worker_id)
+        self._reader.wake()
+
     def send(self, worker_id: str, message: ToWorker, payload: Sequence[bytes] = ()) -> bool:
         """False when that worker is not connected right now."""
-        connection = self._by_worker.get(worker_id)
+        connection = self._connections.by_worker.get(worker_id)
         if connection is None or not connection.open:
             return False
         failed = send(self._requests, [messages.encode(message), *payload], connection.route)
@@ -252,7 +209,7 @@ class FrontendTransport:
                 route, frames = await self._reader.next()
             except Woken:
                 continue
-            connection = self._by_route.get(route.bytes)
+            connection = self._connections.by_route.get(route.bytes)
             if connection is None:
                 continue  # a late message of a worker that is gone
             try:
@@ -276,63 +233,10 @@ class FrontendTransport:
         return found
 
     def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        self._tasks = []
+        self._connections.close()
         self._reader.close()
         self._reports.close()
         self._context.destroy(linger=0)
-
-    def _start(self) -> None:
-        if self._tasks:
-            return
-        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | EVENTS_REFUSED
-        noticed = monitor(self._requests, self._context, events)
-        denied = monitor(self._published, self._context, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-        loops = (self._notice(noticed), self._notice(denied))
-        self._tasks = [asyncio.create_task(loop) for loop in loops]
-
-    async def _notice(self, events: zmq.asyncio.Socket) -> None:
-        while True:
-            event = await recv_monitor_message(events)
-            connection = self._by_address.get(event["endpoint"].decode())
-            if connection is None:
-                continue
-            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                connection.open, connection.failures = True, 0
-                self.send(connection.worker_id, Hello())
-            elif event["event"] == zmq.EVENT_DISCONNECTED:
-                self._note_broken(connection)
-            else:
-                self._refused(connection, event["event"])
-
-    def _refused(self, connection: _Connection, event: int) -> None:
-        connection.failures += 1
-        if connection.failures == FAILURES_BEFORE_LOG:  # a single one may be a process that is ending
-            log.warning(
-                "worker %s at %s and this frontend do not accept each other's keys (%s): both must use the same Redis, "
-                "namespace and security.mesh; if they do, something else listens there",
-                connection.worker_id,
-                connection.request_address,
-                zmq.Event(event).name,
-            )
-        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            asyncio.get_running_loop().call_later(DENIED_RETRY_S, self._retry, connection)
-
-    def _retry(self, connection: _Connection) -> None:
-        if self._by_worker.get(connection.worker_id) is not connection or not self._tasks:
-            return
-        self._note_broken(connection)
-        self.disconnect(connection.worker_id)
-        self.connect(connection.worker_id, connection.request_address, connection.load_address, connection.key)
-        self._by_worker[connection.worker_id].failures = connection.failures
-
-    def _note_broken(self, connection: _Connection) -> None:
-        if not connection.open:
-            return
-        connection.open = False
-        self._broken.append(connection.worker_id)
-        self._reader.wake()
 
 
 async def _log_refused(events: zmq.asyncio.Socket) -> None:

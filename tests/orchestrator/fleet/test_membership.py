@@ -5,8 +5,9 @@ import time
 
 import msgspec
 import pytest
+from support_doors import Doors
 
-from orchestrator.fleet.membership import Membership
+from orchestrator.fleet.membership import RECONNECT_S, Membership
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
 from orchestrator.store.client import RedisAway
@@ -287,3 +288,22 @@ async def test_reports_of_many_workers_are_applied_before_requests(workers, befo
     assert (len(ranked) == workers) is before_a_request_asks
     assert fleet.ready(Role.DECODE) == workers and len(ranked) == workers and lost == []
     hearing.cancel()
+
+
+async def test_a_worker_that_is_slow_to_connect_again_is_not_lost(scene):
+    doors = Doors()
+    doors.open_all()
+    worker = LivingWorker("d", "e1")
+    scene.living.append(worker)
+    worker.info = msgspec.structs.replace(worker.info, request_address=await doors.to(worker.info.request_address))
+    scene.registry.registered["d"] = worker.info
+    await scene.changed()
+    await scene.heard("d")
+    doors.break_all()
+    await scene.until(lambda: doors.shut)
+    await asyncio.sleep(3 * RECONNECT_S)
+    assert scene.lost == [] and not scene.fleet.ready(Role.DECODE)
+    doors.open_all()
+    await scene.until(lambda: scene.fleet.ready(Role.DECODE))
+    assert scene.reset == ["d"] and scene.lost == []
+    await doors.close()

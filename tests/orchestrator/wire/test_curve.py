@@ -10,7 +10,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from orchestrator.wire import messages, transport
+from orchestrator.wire import messages
 from orchestrator.wire.addresses import Listening
 from orchestrator.wire.curve import KeyPair, use_as_client
 from orchestrator.wire.messages import MAX_FRAME_BYTES, Abort, Call, Hello, Welcome
@@ -279,8 +279,7 @@ async def test_a_wrong_key_is_logged_once_on_both_sides_with_what_to_do(fleet, c
     assert fleet.keys.secret not in caplog.text
 
 
-async def test_a_frontend_that_registers_late_is_let_in_when_it_tries_again(fleet, monkeypatch):
-    monkeypatch.setattr(transport, "DENIED_RETRY_S", 0.05)
+async def test_a_frontend_that_registers_late_is_let_in_when_it_tries_again(fleet):
     late = fleet.frontend("late", register=False)
     await silent(fleet.worker.receive())
     fleet.registered[late.keys.public] = "late"
