@@ -300,10 +300,11 @@ async def test_members_are_known_while_redis_is_away(fleet):
 
 
 async def test_encrypted_and_open_processes_do_not_talk(fleet):
-    with pytest.raises(AddressError, match="same security.mesh"):
-        FrontendTransport("f", keys=None).connect("w", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", fleet.keys.public)
-    with pytest.raises(AddressError, match="is not encrypted.*same security.mesh"):
-        FrontendTransport("f", keys=KeyPair.new()).connect("w", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "")
+    for keys, key, error in ((None, fleet.keys.public, ""), (KeyPair.new(), "", "is not encrypted.*")):
+        frontend = FrontendTransport("f", keys=keys)
+        fleet.frontends.append(frontend)
+        with pytest.raises(AddressError, match=f"{error}same security.mesh"):
+            frontend.connect("w", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", key)
 
 
 def test_secrets_are_in_no_repr():
