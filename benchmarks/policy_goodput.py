@@ -1,8 +1,8 @@
 """Goodput at 90, 95 and 99% of our default policies, of fixed splits, of an aggregated fleet and of others' policies.
 
 Our defaults begin at an even split and may change roles. Each fixed split is tried at a rate a step above the best so
-far, so that the search costs little more than one run for each split. Each load has a process. Not responsible for
-tables (`policy_tables`).
+far, and a run ends when too many of its requests are late, so that the search costs little more than one run for each
+split. Each load has a process. Not responsible for tables (`policy_tables`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.config.settings import SLOConfig
+from orchestrator.simulator.job import Job
 from orchestrator.simulator.loads import LOADS, PHASES, synthetic
 from orchestrator.simulator.plan import AUTO, FIELD_POLICIES, FIXED, WARM_UP
 from orchestrator.simulator.profile import PROFILES, load_profile
@@ -31,7 +32,8 @@ SPLITS = (2, 4, 8, 10, 14)  # prefill workers of 16, besides the aggregated flee
 STEP = 1.03  # ratio of two rates that are distinguished
 FIELD_TOLERANCE, FIELD_START = 0.1, 0.4  # of others' policies, whose search begins at this share of `Case.rate`
 LEAST_OF_AUTO = 0.92  # the search for the best split begins at this share of the automatic split's goodput
-PHASE_S = 180.0  # of the load that changes
+LOOK_SHARE = 0.02  # of the requests: after so many more have ended, the late ones are counted again
+PHASE_S = 600.0  # of the load that changes
 NICE = 19
 
 
@@ -75,7 +77,43 @@ def simulate(case: Case, load: Load, prefill: int, decode: int, policy: str, rat
     return report(_run(case, load, prefill, decode, policy, rate), WARM_UP)
 
 
+def simulate_while(
+    share: float, case: Case, load: Load, prefill: int, decode: int, policy: str, rate: float
+) -> Report | None:
+    """The same; None as soon as fewer than this share of the requests that count can meet both objectives."""
+    last_looked = 0
+
+    def look(ended: int) -> None:
+        nonlocal last_looked
+        if ended - last_looked < LOOK_SHARE * len(sim.jobs):
+            return
+        last_looked = ended
+        counted = [job for job in sim.jobs if job.arrival.at >= WARM_UP * sim.jobs[-1].arrival.at]
+        if sum(_late(job, sim) for job in counted) > (1 - share) * len(counted):
+            raise TooManyLateError
+
+    sim = _simulation(case, load, prefill, decode, policy, rate)
+    try:
+        return report(sim.run(look), WARM_UP)
+    except TooManyLateError:
+        return None
+
+
+class TooManyLateError(Exception):
+    """Ends a simulation: see `simulate_while`."""
+
+
+def _late(job: Job, sim: Simulation) -> bool:
+    """Whether the request has missed its objectives by now, whatever comes."""
+    first_s = (sim.now if job.first_at is None else job.first_at) - job.arrival.at
+    return first_s > sim.router.slo.ttft_s or (job.done_at is not None and not _met(job, sim))
+
+
 def _run(case: Case, load: Load, prefill: int, decode: int, policy: str, rate: float) -> Simulation:
+    return _simulation(case, load, prefill, decode, policy, rate).run()
+
+
+def _simulation(case: Case, load: Load, prefill: int, decode: int, policy: str, rate: float) -> Simulation:
     settings = Settings(
         prefill=prefill,
         decode=decode,
@@ -83,7 +121,7 @@ def _run(case: Case, load: Load, prefill: int, decode: int, policy: str, rate: f
         stack=stack(policy),
         slo=SLOConfig(ttft_s=case.ttft_s, tpot_s=case.tpot_s),
     )
-    return Simulation(settings, at_rate(load, rate)).run()
+    return Simulation(settings, at_rate(load, rate))
 
 
 # ---- one load --------------------------------------------------------------------------------------------------
@@ -114,7 +152,7 @@ def measure(case: Case, traces: Path, half: int, share_of_requests: float) -> di
 
     ways = {"ours": goodput_of(half, AUTO, STEP - 1), "aggregated": goodput_of(0, FIXED, STEP - 1)}
     ways["best split"] = _best_split(
-        lambda prefill, rate: simulate(case, load, prefill, workers - prefill, FIXED, rate),
+        lambda prefill, rate, share: simulate_while(share, case, load, prefill, workers - prefill, FIXED, rate),
         [prefill * workers // 16 for prefill in SPLITS],
         ways["ours"]["goodput"],
         ways["aggregated"],
@@ -132,11 +170,16 @@ def measure(case: Case, traces: Path, half: int, share_of_requests: float) -> di
 
 
 def _best_split(
-    run: Callable[[int, float], Report], prefills: list[int], automatic: dict[str, float], aggregated: dict[str, Any]
+    run: Callable[[int, float, float], Report | None],
+    prefills: list[int],
+    automatic: dict[str, float],
+    aggregated: dict[str, Any],
 ) -> dict[str, Any]:
     """The fixed split with the highest goodput at each share, the aggregated fleet included. If no split reaches
-    `LEAST_OF_AUTO` of the automatic split's goodput, the rate is 0."""
-    tried: dict[tuple[int, float], Report] = {}
+    `LEAST_OF_AUTO` of the automatic split's goodput, the rate is 0.
+
+    `run` takes the number of prefill workers, the rate and the share, and returns None if fewer are in time."""
+    tried: dict[tuple[int, float], Report | None] = {}
     found: dict[str, Any] = {"goodput": {}, "at": {}, "split": {}}
     for share in map(str, SHARES):
         floor = LEAST_OF_AUTO * automatic[share]
@@ -147,10 +190,10 @@ def _best_split(
             while True:
                 key = prefill, rate * STEP
                 if key not in tried:
-                    tried[key] = run(*key)
-                if tried[key].attained < float(share):
+                    tried[key] = run(*key, float(share))
+                if (seen := tried[key]) is None or seen.attained < float(share):
                     break
-                rate, at, split = key[1], msgspec.to_builtins(tried[key]), prefill
+                rate, at, split = key[1], msgspec.to_builtins(seen), prefill
         found["goodput"][share], found["at"][share], found["split"][share] = rate if split >= 0 else 0.0, at, split
     return found
 
@@ -187,12 +230,13 @@ def measure_changing(half: int = 4, rate: float = 50.0) -> dict[str, dict[str, l
 
 
 def _attained(sim: Simulation, begin: float, end: float) -> float:
-    slo = sim.router.slo
     jobs = [job for job in sim.jobs if begin <= job.arrival.at < end]
-    met = 0
-    for job in jobs:
-        if job.first_at is None or job.done_at is None or job.outcome != "ok":
-            continue
-        tpot_s = (job.done_at - job.first_at) / max(1, job.arrival.output_tokens - 1)
-        met += job.first_at - job.arrival.at <= slo.ttft_s and tpot_s <= slo.tpot_s
-    return met / max(1, len(jobs))
+    return sum(_met(job, sim) for job in jobs) / max(1, len(jobs))
+
+
+def _met(job: Job, sim: Simulation) -> bool:
+    """Whether the request has ended and has met both objectives."""
+    if job.first_at is None or job.done_at is None or job.outcome != "ok":
+        return False
+    slo, tpot_s = sim.router.slo, (job.done_at - job.first_at) / max(1, job.arrival.output_tokens - 1)
+    return job.first_at - job.arrival.at <= slo.ttft_s and tpot_s <= slo.tpot_s

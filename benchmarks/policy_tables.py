@@ -93,7 +93,7 @@ def _changing(results: dict[str, Any]) -> Iterable[str]:
         return
     yield "## A load that changes"
     yield (
-        "Conversation at 50 requests/s, code at 35, agents at 20, three minutes each, on eight H100 Llama-8B workers; "
+        "Conversation at 50 requests/s, code at 35, agents at 20, ten minutes each, on eight H100 Llama-8B workers; "
         "`automatic` is what ships, from 4P4D. Shares of requests within both objectives, of each phase and of its "
         "first minute (aimed at: 0.9x of the best split of the phase, 0.7x in the first minute)."
     )
