@@ -17,8 +17,9 @@ FULL_MEMORY_SHARE = 0.8
 CONTEXT_WEIGHT = 0.3  # of an observation in the running mean of a sequence's context
 MIN_ENDED_SHARE = 0.25  # lower bound of ended requests over arrived ones, in the mean length of answers
 MIN_REQUESTS = 20  # in half a window: fewer tell too little about lengths
-# A window is the shortest one that has one of these lengths (s) and this many requests.
-MIN_WINDOWS_S, ENOUGH_REQUESTS = (10.0, 20.0, 40.0), 200
+# A window is the shortest one that has one of these lengths (s) and this many requests, which tell the mean of
+# exponential sizes to a tenth. A shorter window may be one burst, and needs more requests.
+MIN_WINDOWS_S, ENOUGH_REQUESTS, ENOUGH_OF_A_BURST = (10.0, 20.0, 40.0), 100, 200
 
 
 class Observation(msgspec.Struct, frozen=True):
@@ -125,16 +126,18 @@ def samples_in_window(config: RatioConfig) -> int:
 def recent(
     window: Sequence[LoadSample], config: RatioConfig = RatioConfig(), least_s: float = MIN_WINDOWS_S[0]
 ) -> Sequence[LoadSample]:
-    """The fewest latest samples, at least two, that cover `least_s` seconds and `ENOUGH_REQUESTS` requests.
+    """The fewest latest samples, at least two, that cover `least_s` seconds and `ENOUGH_REQUESTS` requests
+    (`ENOUGH_OF_A_BURST` where `least_s` is below `MIN_WINDOWS_S`).
 
     If none do, the whole window once it is full; until then, no samples.
     """
     seconds, requests = 0.0, 0
+    enough = ENOUGH_REQUESTS if least_s >= MIN_WINDOWS_S[0] else ENOUGH_OF_A_BURST
     least_s = min(least_s, config.window_s)
     for start in range(len(window) - 1, -1, -1):
         seconds += window[start].period_s
         requests += window[start].offered.requests
-        if seconds >= 0.95 * least_s and requests >= ENOUGH_REQUESTS and start <= len(window) - 2:
+        if seconds >= 0.95 * least_s and requests >= enough and start <= len(window) - 2:
             return window[start:]
     return window if len(window) >= samples_in_window(config) else ()
 

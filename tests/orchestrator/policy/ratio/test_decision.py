@@ -208,10 +208,16 @@ def test_few_huge_prompts_count_as_chance():
 
 
 def test_window_is_shortest_with_enough_requests():
-    few = offering(30, 1000, 20)
+    few = offering(15, 1000, 20)
     assert list(recent([STORIES, CODE, CODE], CONFIG)) == [CODE, CODE]
     assert recent([few] * 3, CONFIG) == (), "not enough yet"
     assert len(recent([few] * 6, CONFIG)) == 6, "all that there is"
+
+
+def test_shorter_windows_need_more_requests():
+    some = offering(60, 1000, 20)
+    assert len(recent([some] * 6, CONFIG)) == 2, "10 s and 100 requests"
+    assert len(recent([some] * 6, CONFIG, least_s=0.0)) == 4, "200 requests, which may be one burst"
 
 
 def test_decision_prints_its_numbers():
