@@ -53,13 +53,16 @@ class Measured(Protocol):
 async def warm_up(engine: Measured, vocabulary: int, most_sequences: int) -> None:
     """Run a few short requests, so that the engine does its one-time set-up. Raises EngineDead."""
     test = _SpeedTest(engine, vocabulary)
-    # vLLM compiles code for log-probabilities: without a compiler the engine ends when a request asks for them.
-    logprobs = 1 if shutil.which(os.environ.get("CXX", "g++")) else None
+    # vLLM compiles log-probabilities, and on a CPU the sampling of requests without a seed. Without a compiler the
+    # engine ends when a request asks for them.
+    compiles = shutil.which(os.environ.get("CXX", "g++")) is not None
+    logprobs, temperatures = (1, (0.0, 1.0)) if compiles else (None, (0.0,))
     began = time.monotonic()
     for sequences in WARM_SEQUENCES:
-        for _ in range(min(sequences, most_sequences)):
-            await test.add(WARM_TOKENS, WARM_STEPS, logprobs)
-        await test.end()
+        for temperature in temperatures:
+            for _ in range(min(sequences, most_sequences)):
+                await test.add(WARM_TOKENS, WARM_STEPS, logprobs, temperature)
+            await test.end()
     await engine.call("reset_prefix_cache", [], {})
     log.info("its first steps took %.1f s", time.monotonic() - began)
 
@@ -149,10 +152,10 @@ class _SpeedTest:
         while self.running:
             self._note(await self._engine.next_step())
 
-    async def add(self, tokens: int, output_tokens: int, logprobs: int | None = None) -> None:
+    async def add(self, tokens: int, output_tokens: int, logprobs: int | None = None, temperature: float = 0.0) -> None:
         key = f"pd-speed-{next(self._numbers)}"
         sampling = SamplingParams(
-            temperature=0.0,
+            temperature=temperature,
             max_tokens=output_tokens,
             ignore_eos=True,
             logprobs=logprobs,
