@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from urllib.parse import urlsplit
 
 from benchmarks.chaos.fleets import MACHINES, NetworkFleet
 from benchmarks.chaos.world import World
@@ -37,6 +38,23 @@ def cut(one: str, other: str, forth: bool = True, back: bool = True) -> Make:
             fleet.network.cut(source, target)
         if back:
             fleet.network.cut(target, source)
+        await _mended_after(fleet, world.random.uniform(*CUT_S))
+
+    return make
+
+
+def requests_cut(kind: str) -> Make:
+    """Cut the connections by which a frontend sends requests to a random worker of this kind, and gets its outputs; the
+    worker's load reports still arrive."""
+
+    async def make(world: World) -> None:
+        fleet = _on(world)
+        victim = world.random.choice(fleet.machines_of(kind))
+        worker = (await world.reports.workers())[victim]
+        port = urlsplit(worker.request_address).port
+        assert port is not None
+        fleet.network.cut("frontend", victim, ("dport", port))
+        fleet.network.cut(victim, "frontend", ("sport", port))
         await _mended_after(fleet, world.random.uniform(*CUT_S))
 
     return make

@@ -23,7 +23,7 @@ class Network:
         self._prefix = f"pd{os.getpid()}"
         self._switch = f"{self._prefix}-switch"
         self._numbers = {name: number for number, name in enumerate(names, start=1)}
-        self._cut: set[tuple[str, str]] = set()
+        self._cut: set[tuple[str, str, tuple[str, int] | None]] = set()
         try:
             self._make()
         except BaseException:
@@ -61,10 +61,11 @@ class Network:
         """The prefix of a command that runs on that machine."""
         return ["ip", "netns", "exec", self._machine(name)]
 
-    def cut(self, source: str, target: str) -> None:
-        """Drop all packets from one machine to the other."""
-        self._cut.add((source, target))
-        self._rule("add", source, target)
+    def cut(self, source: str, target: str, at: tuple[str, int] | None = None) -> None:
+        """Drop all packets from one machine to the other. `at`: only those of the connections to this port, "dport"
+        where the target listens at it, "sport" where the source does."""
+        self._cut.add((source, target, at))
+        self._rule("add", source, target, at)
 
     def slow(self, name: str) -> None:
         """Slow all links of a machine, both ways."""
@@ -74,8 +75,8 @@ class Network:
 
     def mend(self) -> None:
         """Restore every link that was cut or slow."""
-        for source, target in self._cut:
-            self._rule("del", source, target)
+        for source, target, at in self._cut:
+            self._rule("del", source, target, at)
         self._cut.clear()
         for name, number in self._numbers.items():
             for machine, device in self._ends(name, number):
@@ -85,8 +86,10 @@ class Network:
     def _ends(self, name: str, number: int) -> tuple[tuple[str, str], tuple[str, str]]:
         return (self._switch, f"{self._prefix}s{number}"), (self._machine(name), f"{self._prefix}m{number}")
 
-    def _rule(self, verb: str, source: str, target: str) -> None:
+    def _rule(self, verb: str, source: str, target: str, at: tuple[str, int] | None) -> None:
         towards = ["from", self.address(source), "to", self.address(target)]
+        if at is not None:
+            towards += ["ipproto", "tcp", at[0], str(at[1])]
         _ip("-n", self._switch, "rule", verb, *towards, "blackhole")
 
     def close(self) -> None:

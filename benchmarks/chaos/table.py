@@ -57,6 +57,10 @@ _LINKS = [
     )
     for way, forth, back in (("", True, True), ("_forth", True, False), ("_back", False, True))
 ]
+_LINKS += [
+    Fault(f"link_frontend_{kind}_requests_cut", link_faults.requests_cut(kind), LINK_GAP_S, fleet="network", real=False)
+    for kind in ("prefill", "decode")
+]
 _MACHINES = [
     Fault(f"{name}_of_{kind}_{how}", make(kind), LINK_GAP_S, fleet="network", real=False)
     for name, how, make in (("links", "slow", link_faults.slow), ("machine", "cut_off", link_faults.cut_off))
