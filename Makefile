@@ -42,14 +42,14 @@ check: lint test-fast
 
 test: test-fast test-slow
 
-# Together they keep two cores busy; with one process half of the time passes in waits.
+# More processes than two cores: half of the time of each passes in waits.
 test-fast: venv
 	$(BIN)/pytest -m "not vllm and not slow" -n 4 --dist worksteal -p no:schemathesis
 
 # In the order of the folders, fleets first: by their number of tests, files of one long test would come last, and one
 # core idle meanwhile.
 test-slow: model
-	$(BIN)/pytest -m "(vllm or slow) and not topology" -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -m "(vllm or slow) and not topology" -n 3 --dist loadfile --no-loadscope-reorder
 
 test-vllm-api: model
 	cd tests && ../$(BIN)/python -m vllm_api --output ../benchmarks/results/vllm_api.txt
