@@ -110,9 +110,10 @@ class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # A prompt with at least this many uncached tokens is prefilled remotely. Default: predicted times decide.
     remote_prefill_min_tokens: Count | None = None
     itl_weight: NonNegative = 0.02  # with predicted times: weight of the delay for requests that decode there
-    # With more tokens in the queue, prompts are prefilled locally. Default: what is claimed within claim_timeout_s.
+    # With more tokens in the queue, prompts are prefilled locally. Default: what is claimed within the claim timeout.
     max_queued_prefill_tokens: Count | None = None
-    claim_timeout_s: Seconds = 15.0  # a job that no worker claims for this long is prefilled locally
+    # A job that no worker claims for this long is prefilled locally. Default: 15 times slo.ttft_s, at least 15 s.
+    claim_timeout_s: Seconds | None = None
     max_waiting_per_worker: Positive = 128  # a decode engine with this many waiting requests is full
     # The engine whose first token the client gets after a remote prefill. `prefill` is sent earlier, and only where
     # decode would sample the same token.

@@ -16,6 +16,11 @@ from orchestrator.policy.candidate import Candidate, DecodeChoice, blocks_for
 from orchestrator.policy.predict import Predictor
 from orchestrator.types import QueueDepth, RequestInfo
 
+# The default claim timeout in TTFT objectives. A job that waits in the queue is late alone, and goes behind those that
+# can be in time; prefilled locally it delays all sequences that decode there. So a queue far longer than the objective
+# is better than none, and only a wait that no user bears ends it.
+CLAIM_TIMEOUT_IN_OBJECTIVES = 15.0
+MIN_CLAIM_TIMEOUT_S = 15.0
 RETRY_AFTER_S = 1.0  # of a rejection without a predicted time
 # The decode choice picks among the workers whose local cost exceeds the lowest by at most this factor, or by one ITL.
 TTFT_TOLERANCE = 1.1
@@ -80,14 +85,18 @@ def place(
     if routing.max_queued_prefill_tokens is not None:
         cached = max(prefill.cached_tokens, max([c.cached_tokens for c in candidates]))
         uncached = max(0, request.prompt_tokens - cached)
-    blocker = request.local_only or _queue_closed_reason(prefill, uncached, routing, predictor)
+    blocker = request.local_only or _queue_closed_reason(prefill, uncached, routing, predictor, slo)
     if min_tokens is not None:
         return _by_threshold(request, open_ones, blocker, min_tokens, choose)
     return _by_cost(request, open_ones, prefill, blocker, routing, choose, predictor, slo)
 
 
 def reject_all(
-    candidates: Sequence[Candidate], prefill: PrefillView, routing: RoutingConfig, predictor: Predictor
+    candidates: Sequence[Candidate],
+    prefill: PrefillView,
+    routing: RoutingConfig,
+    predictor: Predictor,
+    slo: SLOConfig,
 ) -> Reject | None:
     """A rejection if the fleet can take no request now, however short; else None.
 
@@ -99,9 +108,16 @@ def reject_all(
         c.waiting < routing.max_waiting_per_worker or (c.blocks_free > 0 and not _is_batch_full(c, routing))
         for c in candidates
     )
-    if open_to_some or _queue_closed_reason(prefill, 0, routing, predictor) is None:
+    if open_to_some or _queue_closed_reason(prefill, 0, routing, predictor, slo) is None:
         return None
     return Reject("decode_full", RETRY_AFTER_S)
+
+
+def claim_timeout_s(routing: RoutingConfig, slo: SLOConfig) -> float:
+    """Seconds after which a job that no worker has claimed is prefilled locally. A queue with longer waits is full."""
+    if routing.claim_timeout_s is not None:
+        return routing.claim_timeout_s
+    return max(MIN_CLAIM_TIMEOUT_S, CLAIM_TIMEOUT_IN_OBJECTIVES * slo.ttft_s)
 
 
 def is_full(request: RequestInfo, candidate: Candidate, routing: RoutingConfig) -> bool:
@@ -238,7 +254,7 @@ def _lateness(
 
 
 def _queue_closed_reason(
-    prefill: PrefillView, uncached_tokens: int, routing: RoutingConfig, predictor: Predictor
+    prefill: PrefillView, uncached_tokens: int, routing: RoutingConfig, predictor: Predictor, slo: SLOConfig
 ) -> str | None:
     """The reason why no job can be queued now, or None.
 
@@ -251,7 +267,7 @@ def _queue_closed_reason(
     limit = routing.max_queued_prefill_tokens
     if limit is not None:
         return "queue_full" if prefill.queue.tokens + uncached_tokens > limit else None
-    full = predictor.backlog_s(prefill.queue, prefill.workers_ready) > routing.claim_timeout_s
+    full = predictor.backlog_s(prefill.queue, prefill.workers_ready) > claim_timeout_s(routing, slo)
     return "queue_full" if full else None
 
 

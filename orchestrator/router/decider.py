@@ -35,13 +35,15 @@ class Decider:
         learning: Learning,
     ) -> None:
         self._frontend_id = frontend_id
-        self._routing = config.routing
+        self._routing, self._slo = config.routing, config.slo
         self._fleet, self._queue, self._prefixes = fleet, queue, prefixes
         self._policies, self._predictor = Policies(config, choose, learning.predictor), learning.predictor
 
     def fleet_rejection(self) -> Reject | None:
         """Why no request at all can be taken now; None if one can."""
-        return reject_all(self._fleet.candidates().decode, self._prefill_pool(), self._routing, self._predictor)
+        return reject_all(
+            self._fleet.candidates().decode, self._prefill_pool(), self._routing, self._predictor, self._slo
+        )
 
     def is_temporary(self, rejected: Reject) -> bool:
         """Whether the rejection will pass by itself: the launcher gives a live worker the decode role."""

@@ -6,9 +6,10 @@ attempt.
 
 from __future__ import annotations
 
-from orchestrator.config.settings import RoutingConfig
+from orchestrator.config.settings import Config
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
+from orchestrator.policy.placement import claim_timeout_s
 from orchestrator.policy.predict import Predictor
 from orchestrator.router.active_requests import ActiveRequests
 from orchestrator.router.recovery import Recovery
@@ -27,15 +28,16 @@ LATE_KV_S = 3.5
 class Overdue:
     def __init__(
         self,
-        routing: RoutingConfig,
+        config: Config,
         fleet: Fleet,
         queue: QueueView,
         requests: ActiveRequests,
         recovery: Recovery,
         predictor: Predictor,
     ) -> None:
-        self._routing, self._fleet, self._queue = routing, fleet, queue
+        self._routing, self._fleet, self._queue = config.routing, fleet, queue
         self._requests, self._recovery, self._predictor = requests, recovery, predictor
+        self._claim_timeout_s = claim_timeout_s(config.routing, config.slo)
         self._claimed: set[str] = set()  # request ids whose jobs had an unreported claim at the last look
 
     def check(self, now: float, resumed_at: float = 0.0) -> None:
@@ -43,7 +45,7 @@ class Overdue:
         count."""
         for active in self._requests.all():
             last_output_at = max(active.last_output_at, resumed_at)
-            if active.state is State.QUEUED and now - max(active.moved_at, resumed_at) > self._routing.claim_timeout_s:
+            if active.state is State.QUEUED and now - max(active.moved_at, resumed_at) > self._claim_timeout_s:
                 self._recovery.retry(active, "claim_timeout")
             elif active.state is State.TRANSFERRING and self._fleet.is_quiet(active.prefill_worker):
                 self._recovery.retry(active, "prefill_worker_quiet", charge=False)

@@ -75,7 +75,7 @@ class Router:
         self._requests = ActiveRequests(codec, self.learning, self.recent, prefixes)
         self._placer = Placer(self._decider, self._dispatch, prefixes, config.routing.placement_timeout_s)
         self._recovery = Recovery(config.routing, fleet, self._requests, self._dispatch, self._placer)
-        self._overdue = Overdue(config.routing, fleet, queue, self._requests, self._recovery, self.learning.predictor)
+        self._overdue = Overdue(config, fleet, queue, self._requests, self._recovery, self.learning.predictor)
         self.requests, self.batches = self._requests.by_id, self._requests.batches
         self._recall_at = 0.0
 

@@ -13,7 +13,7 @@ from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.candidate import Candidate
 from orchestrator.policy.claims import choose_claims, claim_budget, fair_share_tokens
 from orchestrator.policy.decode_choice import decode_choice
-from orchestrator.policy.placement import Local, PrefillView, Reject
+from orchestrator.policy.placement import Local, PrefillView, Reject, claim_timeout_s
 from orchestrator.policy.policies import Policies, Waiting
 from orchestrator.policy.predict import Predictor
 from orchestrator.policy.prefix_index import PrefixIndex
@@ -51,7 +51,7 @@ class Router:
         self.prefill = PoolView(self.choose_prefill)
         # The keys of a load are of units that are long already, so each is remembered.
         self.index = PrefixIndex(expected_step=1) if config.routing.prefix_index and unit_tokens else None
-        self._claim_timeout_s = config.routing.claim_timeout_s
+        self._claim_timeout_s = claim_timeout_s(config.routing, self.slo)
         self._window = config.queue.affinity_window
         self._claim_batches = config.workers.claim_batches
         self._claim_tokens = int(self._claim_batches * profile.max_num_batched_tokens)

@@ -147,7 +147,7 @@ def test_worker_is_full_when_batch_and_waiting_are_full(running, waiting, full):
     routing = RoutingConfig(max_waiting_per_worker=4)
     assert is_full(request(100), candidate, routing) is full
     away = PrefillView(0, None)
-    assert (reject_all([candidate], away, routing, Predictor()) is not None) is full
+    assert (reject_all([candidate], away, routing, Predictor(), SLOConfig()) is not None) is full
 
 
 def stay_local(predictor: Predictor, tokens: int, *workers: Candidate) -> str:

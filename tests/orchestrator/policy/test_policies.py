@@ -85,10 +85,12 @@ def test_jobs_of_other_routers_count_as_ahead():
 
 
 def test_queue_is_full_when_jobs_would_reach_claim_deadline():
-    full, busy = queue_of(20_000), msgspec.structs.replace(IDLE_DECODE, running=3, waiting_tokens=50_000)
+    full, busy = queue_of(40_000), msgspec.structs.replace(IDLE_DECODE, running=3, waiting_tokens=50_000)
     assert policies().decide(request(1000), [busy], full).decision == Local("d0", "queue_full")
     patient = policies(routing={"claim_timeout_s": 60.0})
     assert isinstance(patient.decide(request(1000), [busy], full).decision, Remote)
+    # By default the deadline follows the objective.
+    assert isinstance(policies(slo={"ttft_s": 30.0}).decide(request(1000), [busy], full).decision, Remote)
 
 
 def test_measurements_replace_prior():

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from orchestrator.config.settings import SLOConfig
+from orchestrator.policy.placement import claim_timeout_s
 from orchestrator.simulator.faults import Faults
 from orchestrator.simulator.loads import synthetic
 from orchestrator.simulator.profile import PROFILES, Profile, load_profile
@@ -156,7 +157,7 @@ def test_queued_requests_are_recalled_as_in_the_router():
     waited = {entry[2].id for entry in router.queue}
     router.recall()
     assert recalled and waited - {entry[2].id for entry in router.queue} == set(recalled)
-    sim.now = 1.0 + SHIPPED.routing.claim_timeout_s
+    sim.now = 1.0 + claim_timeout_s(SHIPPED.routing, router.slo)
     router.recall()  # jobs past their claim deadline leave at once
     assert router.queue == [] and router.queue_tokens == 0
 
