@@ -42,8 +42,8 @@ local function version_now(prefix) return redis.call('GET', typed(prefix .. 'ver
 
 -- The workers are others than before, or something of one is. Returns the version that this is.
 local function bump(prefix)
-  -- From the clock, so that it grows even when Redis has lost the earlier ones.
-  local version = math.max((tonumber(version_now(prefix)) or 0) + 1, math.floor(clock() * 1000))
+  -- Microseconds of the clock, so that it grows even when Redis has lost the earlier ones: changes are fewer than those.
+  local version = math.max((tonumber(version_now(prefix)) or 0) + 1, math.floor(clock() * 1000000))
   redis.call('SET', prefix .. 'version', ('%.0f'):format(version), 'EX', INDEX_S)
   return version
 end
