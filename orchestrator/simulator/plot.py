@@ -35,7 +35,8 @@ def line_chart(
     for number, (name, points) in enumerate(series.items()):
         xs, ys = zip(*sorted(points), strict=True)
         marker = "o" if len(points) <= MAX_MARKED_POINTS else ""
-        axes.plot(xs, ys, color=COLOURS[number % len(COLOURS)], marker=marker, markersize=4, label=name)
+        colour, dashed = COLOURS[number % len(COLOURS)], number >= len(COLOURS)  # the second of a colour is dashed
+        axes.plot(xs, ys, "--" if dashed else "-", color=colour, marker=marker, markersize=4, label=name)
     if mark_y is not None:
         axes.axhline(mark_y, color="#888888", linestyle="--", linewidth=1)
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
