@@ -175,21 +175,27 @@ def find_gpus(devices: Path = Path("/dev")) -> list[str]:
 
 
 def hold_port(host: str, port: int) -> tuple[socket.socket, int]:
-    """Reserve the frontends' port until the socket is closed; it does not listen. Raises ConfigError."""
+    """Reserve the frontends' port until the socket is closed; it does not listen. Raises ConfigError.
+
+    Frontends share it, since all set SO_REUSEPORT and SO_REUSEADDR. Another launcher is refused: it binds without
+    SO_REUSEPORT first, and what it meets listens or has no SO_REUSEADDR.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    address = (host, port)
+    held = None
     try:
-        if port:
-            # First without SO_REUSEPORT, with which we would share the port of another fleet's frontends.
-            with socket.socket(family) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-                probe.listen(1)
-        held = socket.socket(family)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind(address)
+        with socket.socket(family) as exclusive:
+            exclusive.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections in TIME_WAIT are no obstacle
+            exclusive.bind((host, port))
+            exclusive.listen(1)
+            exclusive.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held = socket.socket(family)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held.bind(exclusive.getsockname())
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
+        if held is not None:
+            held.close()
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
                 f"frontend.port: port {port} on {host} is in use; stop what listens there, or choose another: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -161,15 +162,23 @@ def test_configured_python_runs_its_own_code(tmp_path):
     assert same.command[:2] == [sys.executable, "-m"] and "PYTHONPATH" not in same.env
 
 
-def test_a_port_is_held_and_one_in_use_is_refused():
+def test_port_is_held_for_own_frontends():
+    """From the moment that it is held, also while nobody listens yet: models load for minutes."""
     held, port = hold_port("127.0.0.1", 0)
-    again, same = hold_port("127.0.0.1", port)  # frontends share it; nobody listens yet
-    assert same == port
-    again.close()
-    held.listen()
-    with pytest.raises(ConfigError, match=rf"frontend.port: port {port} on 127.0.0.1 is in use"):
-        hold_port("127.0.0.1", port)
-    held.close()
+    with held:
+        for host in ("127.0.0.1", "0.0.0.0"):
+            with pytest.raises(ConfigError, match=rf"frontend.port: port {port} on {host} is in use"):
+                hold_port(host, port)
+        for _ in range(2):  # they come, go, and come again
+            frontends = [listen("127.0.0.1", port) for _ in range(2)]
+            for frontend in frontends:
+                frontend.listen()
+            with pytest.raises(ConfigError, match=rf"frontend.port: port {port} on 127.0.0.1 is in use"):
+                hold_port("127.0.0.1", port)
+            client = socket.create_connection(("127.0.0.1", port))
+            for each in (*frontends, client):
+                each.close()
+    hold_port("127.0.0.1", port)[0].close()
 
 
 def test_a_wrong_host_is_reported_as_the_host_and_a_port_in_use_as_the_port():
