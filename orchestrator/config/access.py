@@ -14,6 +14,7 @@ from msgspec import Meta
 from orchestrator.config.files import KEYS_BYTES, read_plain_file
 
 Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0)]
 Key = Annotated[str, Meta(min_length=1)]  # an empty one, as of a variable that is not set, would open what it protects
 # Environment variables. The first overrides security.operator_key; the second, vLLM's own, is one more API key.
 OPERATOR_KEY, API_KEY = "PD_OPERATOR_KEY", "VLLM_API_KEY"
@@ -39,6 +40,8 @@ class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     max_body_bytes: Positive = 67_108_864  # a request with a larger body is answered with 413
     max_n: Positive = 128  # a request for more choices (n), or more beams, is answered with 400
+    # A client that for this long does not send what it has begun, or does not read its answer, is disconnected.
+    client_timeout_s: Seconds = 300.0
     concurrent_per_key: Positive | None = None  # more completions at once are answered with 429
     per_minute_per_key: Positive | None = None  # more completions, after a burst of as many, are answered with 429
 

@@ -15,14 +15,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from orchestrator.config.access import LimitsConfig, Positive, SecurityConfig, is_loopback, masked
+from orchestrator.config.access import LimitsConfig, Positive, Seconds, SecurityConfig, is_loopback, masked
 from orchestrator.config.explain import explain, find_unserializable, kind_of
 from orchestrator.config.files import CONFIG_BYTES, read_plain_file
 from orchestrator.config.frontends import FrontendConfig
 from orchestrator.config.yaml_text import NotYaml, load_yaml
 
 Count = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 MAX_WORKERS = 10_000  # of a role
 

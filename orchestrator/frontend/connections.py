@@ -1,25 +1,29 @@
-"""Connections of clients: where they arrive, what head a request may have, and how a server that drains ends them.
+"""Connections of clients: where they arrive, what head a request may have, and when they end.
 
 A head is bounded because it is kept until it is complete, before anybody has asked for a key or counted a body's bytes;
-so is what follows a body.
+so is what follows a body. A client that does not go on with its request, or does not read its answer, is left.
 """
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextlib
 import ctypes
 import errno
+import fcntl
 import logging
 import select
 import socket
 import struct
+import termios
 import time
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus
+from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from orchestrator.config.settings import ConfigError
 
@@ -31,6 +35,7 @@ _HANDSHAKE_S = 0.2  # a connection that has begun is made within this time: a fe
 _ACCEPT_S = 2.0  # and accepted within this time more
 _IDLE_END_S = 2.0  # after which a server that drains closes connections that have no request
 _LOOK_S = 0.1
+_LOOK_PART = 0.1  # of the time that clients have: how often they are looked at
 _SO_ATTACH_FILTER = 26  # asm-generic/socket.h
 # struct sock_filter (linux/filter.h): the flags of a TCP header; those that only ask for a connection are dropped.
 _NO_SYN = b"".join(
@@ -83,10 +88,27 @@ def _waiting(listeners: Sequence[socket.socket]) -> bool:
     return bool(poll.poll(0))
 
 
-class DrainingServer(uvicorn.Server):
-    """A uvicorn server that can drain. It has no signal handlers: uvicorn's own would end the process at once."""
+class FrontendServer(uvicorn.Server):
+    """A uvicorn server that can drain, and closes the connections of clients that make it wait for `client_timeout_s`.
+
+    It has no signal handlers: uvicorn's own would end the process at once.
+    """
 
     draining = False
+
+    def __init__(self, config: uvicorn.Config, client_timeout_s: float) -> None:
+        super().__init__(config)
+        self._client_timeout_s, self._looked_at = client_timeout_s, 0.0
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second."""
+        now = time.monotonic()
+        if now - self._looked_at > self._client_timeout_s * _LOOK_PART:
+            self._looked_at = now
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, BoundedHttp) and connection.waits_s(now) > self._client_timeout_s:
+                    connection.transport.abort()  # to close it would wait until the client has read
+        return await super().on_tick(counter)
 
     async def drain(self, listeners: Sequence[socket.socket]) -> None:
         """Take no new connections, close each connection after its response, and return when none is left.
@@ -124,9 +146,44 @@ class DrainingServer(uvicorn.Server):
 
 class BoundedHttp(HttpToolsProtocol):
     _unfinished = 0  # bytes since a head, a piece of a body or a request was complete
+    _received = _drained = 0  # bytes received; times that the client has read what filled the buffer
+    _awaited: tuple[int, ...] = ()  # what the client had to do and how far it was, as `waits_s` saw it last
+    _since = 0.0  # when it was seen like that first, monotonic
+    _running: RequestResponseCycle | None = None
+
+    def waits_s(self, now: float) -> float:
+        """How long the client was seen not to send what it has begun, or not to read what it is sent; 0 while it need
+        not. A head must be complete in that time; of a body or an answer any progress begins it anew."""
+        cycle = self.cycle
+        awaited: tuple[int, ...] = ()
+        if unsent := self.transport.get_write_buffer_size():
+            awaited = (1, unsent, self._drained, _unacknowledged(self.transport))
+        elif cycle is None or (self._unfinished and cycle.response_complete):
+            awaited = (2,)
+        elif cycle.more_body and not self.flow.read_paused:
+            awaited = (3, self._received)
+        if awaited != self._awaited:
+            self._awaited, self._since = awaited, now
+        return now - self._since if awaited else 0.0
+
+    def resume_writing(self) -> None:
+        self._drained += 1
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        running = self._running  # uvicorn has told the last request, which may wait behind this one
+        if running is not None and not running.response_complete:
+            running.disconnected = True
+            running.message_event.set()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         self._unfinished += len(data)
+        self._received += len(data)
         super().data_received(data)
         if self._unfinished > MAX_HEAD_BYTES and not self.transport.is_closing():
             if self.cycle is None or self.cycle.response_complete:
@@ -148,3 +205,11 @@ class BoundedHttp(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._unfinished = 0
+
+
+def _unacknowledged(transport: asyncio.Transport) -> int:
+    """Bytes that the kernel has sent or is to send, and the client has not taken (tcp(7), SIOCOUTQ)."""
+    count = array.array("i", [0])
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, count)
+    return count[0]

@@ -44,7 +44,7 @@ from orchestrator.config.settings import Config, ConfigError, check_environment,
 from orchestrator.config.shared import differences, merged
 from orchestrator.frontend import tracing
 from orchestrator.frontend.access import Access
-from orchestrator.frontend.connections import BoundedHttp, DrainingServer, listen
+from orchestrator.frontend.connections import BoundedHttp, FrontendServer, listen
 from orchestrator.frontend.dashboard.routes import operator_routes, page_routes, stream_routes
 from orchestrator.frontend.detokenizer import use_backend
 from orchestrator.frontend.edge import EdgeMiddleware
@@ -223,7 +223,7 @@ async def serve(
     app = await unless_ended(connected, build_server_app(args, vllm_config, config, connection))
     enable_envs_cache()  # vLLM reads some of its environment variables at each token
     collect_garbage_seldom()
-    server = DrainingServer(
+    server = FrontendServer(
         uvicorn.Config(
             app,
             access_log=False,
@@ -232,7 +232,8 @@ async def serve(
             timeout_keep_alive=65,
             timeout_graceful_shutdown=drain_s,  # type: ignore[arg-type]  # a fraction will do
             **uvicorn_options(config),
-        )
+        ),
+        config.limits.client_timeout_s,
     )
     app.app.state.server = server  # vLLM's error handlers read it
     loop = asyncio.get_running_loop()

@@ -1,6 +1,6 @@
 """A client that never ends what it sends before or after a body is refused; whoever does is served.
 
-So is whoever connects while one of two frontends of a port ends."""
+So is whoever connects while one of two frontends of a port ends. A client that waits for nothing is disconnected."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ import uvicorn
 import uvloop
 
 from orchestrator.frontend import connections
-from orchestrator.frontend.connections import MAX_HEAD_BYTES, BoundedHttp, DrainingServer, listen, stop_accepting
+from orchestrator.frontend.connections import MAX_HEAD_BYTES, BoundedHttp, FrontendServer, listen, stop_accepting
 
 ENDLESS = 16 * MAX_HEAD_BYTES
 HEAD = b"POST / HTTP/1.1\r\nhost: h\r\n"
+ASKED_TO_STAY = HEAD + b"content-length: 0\r\n\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
 
 
@@ -41,9 +42,12 @@ async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
 
 
 @contextlib.asynccontextmanager
-async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def connected(
+    app: Any = app, client_timeout_s: float = 60.0
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, http=BoundedHttp, lifespan="off", log_config=None, access_log=False))
+    config = uvicorn.Config(app, http=BoundedHttp, lifespan="off", log_config=None, access_log=False)
+    server = FrontendServer(config, client_timeout_s)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     reader, writer = await asyncio.open_connection(*listener.getsockname())
     try:
@@ -94,6 +98,96 @@ async def test_request_within_limits_is_served() -> None:
             assert await reader.readexactly(len(length)) == length
 
 
+CLIENT_S = 0.5
+WITH_BODY = HEAD + b"content-length: 1000\r\n\r\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("begin", "again"),
+    [(b"", b""), (b"GET / HT", b""), (b"GET /", b"a"), (WITH_BODY + b"a", b""), (ASKED_TO_STAY + b"GET /", b"a")],
+    ids=["nothing", "line", "drops of a head", "body", "second head"],
+)
+async def test_client_that_does_not_go_on_is_disconnected(begin: bytes, again: bytes) -> None:
+    async def drip(writer: asyncio.StreamWriter) -> None:
+        while again:
+            await send(writer, again)
+            await asyncio.sleep(CLIENT_S / 5)
+
+    async with asyncio.timeout(30), connected(client_timeout_s=CLIENT_S) as (reader, writer):
+        await send(writer, begin)
+        dripping = asyncio.create_task(drip(writer))
+        with contextlib.suppress(ConnectionError):
+            await reader.read()  # it ends
+        dripping.cancel()
+
+
+def endless(begun: asyncio.Event, left: asyncio.Event) -> Any:
+    """An app that streams until it is told that the client has left."""
+
+    async def stream(send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while True:
+            await send({"type": "http.response.body", "body": b"a" * 65536, "more_body": True})
+            await asyncio.sleep(0.01)
+
+    async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        await receive()
+        streaming = asyncio.create_task(stream(send))
+        begun.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        streaming.cancel()
+        left.set()
+
+    return app
+
+
+@pytest.mark.slow
+async def test_client_that_does_not_read_is_disconnected() -> None:
+    begun, left = asyncio.Event(), asyncio.Event()
+    async with asyncio.timeout(30), connected(endless(begun, left), CLIENT_S) as (_, writer):
+        await send(writer, ASKED_TO_STAY)
+        await left.wait()
+
+
+async def test_client_that_leaves_with_a_second_request_waiting_is_noticed() -> None:
+    begun, left = asyncio.Event(), asyncio.Event()
+    async with asyncio.timeout(30), connected(endless(begun, left)) as (reader, writer):
+        await send(writer, ASKED_TO_STAY, ASKED_TO_STAY)
+        await begun.wait()
+        await reader.readexactly(1 << 17)
+        writer.transport.abort()
+        await left.wait()
+
+
+@pytest.mark.slow
+async def test_slow_clients_are_served() -> None:
+    """Also when the answer takes longer than a client may, or the client reads and writes a little at a time."""
+    pieces = 300
+
+    async def late(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        length, more = 0, True
+        while more:
+            message = await receive()
+            length, more = length + len(message["body"]), message["more_body"]
+        await asyncio.sleep(3 * CLIENT_S)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-got", b"%d" % length)]})
+        for left in reversed(range(pieces)):
+            await send({"type": "http.response.body", "body": b"a" * 65536, "more_body": left > 0})
+
+    async with asyncio.timeout(60), connected(late, CLIENT_S) as (reader, writer):
+        writer.write(HEAD + b"content-length: 20\r\n\r\n")
+        for _ in range(20):
+            writer.write(b"a")
+            await asyncio.sleep(CLIENT_S / 5)
+        assert b"x-got: 20\r\n" in await reader.readuntil(b"\r\n\r\n")
+        got = 0
+        while got < pieces * 65536:
+            got += (await reader.read(1 << 20)).count(b"a")
+            await asyncio.sleep(CLIENT_S / 20)
+
+
 ENOUGH = 50
 ASKED = HEAD + b"connection: close\r\ncontent-length: 0\r\n\r\n"
 
@@ -124,7 +218,7 @@ def test_clients_are_served_while_one_frontend_drains(crowd: int) -> None:
         port = listeners[0].getsockname()[1]
         listeners.append(listen("127.0.0.1", port))
         config = dict[str, Any](http=BoundedHttp, lifespan="off", log_config=None, access_log=False)
-        servers = [DrainingServer(uvicorn.Config(app, **config)) for _ in listeners]
+        servers = [FrontendServer(uvicorn.Config(app, **config), 60.0) for _ in listeners]
         serving = [
             asyncio.create_task(server.serve(sockets=[listener]))
             for server, listener in zip(servers, listeners, strict=True)
