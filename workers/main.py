@@ -18,8 +18,8 @@ from typing import Any
 import uvloop
 
 from orchestrator.config.command_line import CommandLine
-from orchestrator.config.engine_args import environment
-from orchestrator.config.settings import ConfigError, check_environment
+from orchestrator.config.engine_args import check_environment, environment
+from orchestrator.config.settings import ConfigError
 from orchestrator.config.shared import differences
 from orchestrator.parent import EXIT_AGAIN, die_with_parent, has_ended, own_identity, report_exit
 from orchestrator.store.client import RedisAway, connect

@@ -13,13 +13,13 @@ from rich.text import Text
 
 from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, SetOption, find_fleet, print_json
 from orchestrator.cli.look.views import config_keys, keys_view, plain
-from orchestrator.config.access import masked
+from orchestrator.config.access import SECRETS
 from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.settings import Config, Refused, load_config, read_tree
+from orchestrator.config.values import masked
 from orchestrator.launch.host.machine import find_cores, find_gpus
 
 app = typer.Typer()
-_SECRET = ("security.api_keys", "security.operator_key")
 config_app = typer.Typer(help="Check, show and start configuration files.")
 app.add_typer(config_app, name="config")
 
@@ -111,7 +111,7 @@ def _at(tree: Any, key: str) -> Any:
 
 def _shown(key: str, value: Any) -> Any:
     """The value without what lets somebody in: a key, or the password in a URL."""
-    if key in _SECRET and value:
+    if key in SECRETS and value:
         return ["***"] * len(value) if isinstance(value, list) else "***"
     return masked(value) if isinstance(value, str) else value
 

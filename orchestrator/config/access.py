@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import re
 import secrets
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Meta
 
 from orchestrator.config.files import KEYS_BYTES, read_plain_file
+from orchestrator.config.values import KEY_IS, Bytes, Key, Positive, Seconds, Text, is_key
 
-Positive = Annotated[int, Meta(ge=1)]
-Seconds = Annotated[float, Meta(gt=0)]
-Key = Annotated[str, Meta(min_length=1)]  # an empty one, as of a variable that is not set, would open what it protects
 # Environment variables. The first overrides security.operator_key; the second, vLLM's own, is one more API key.
 OPERATOR_KEY, API_KEY = "PD_OPERATOR_KEY", "VLLM_API_KEY"
+SECRETS = ("security.api_keys", "security.operator_key")  # keys of the configuration whose values are never shown
 REDIS_URL = "PD_REDIS_URL"  # may hold a password; used where neither an option nor the file names a Redis
 
 
@@ -29,7 +26,7 @@ class SecurityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     trust_network: bool = False  # needed for mesh: none where workers listen on more than loopback
     # With either, clients must send one of the keys: `Authorization: Bearer KEY` or `x-api-key: KEY`.
     api_keys: list[Key] = []
-    api_keys_file: str | None = None  # one key per line, # begins a comment; reloaded when it changes
+    api_keys_file: Text | None = None  # one key per line, # begins a comment; reloaded when it changes
     # For /metrics, /fleet and control calls. `up` makes one where there are API keys or frontends listen on a network.
     operator_key: Key | None = None
 
@@ -38,17 +35,12 @@ class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Bounds on requests. *Per key* counts one API key at one frontend; without API keys, all clients together. A
     request counts for its completions there: its prompts times `n`."""
 
-    max_body_bytes: Positive = 67_108_864  # a request with a larger body is answered with 413
+    max_body_bytes: Bytes = 67_108_864  # a request with a larger body is answered with 413
     max_n: Positive = 128  # a request for more choices (n), or more beams, is answered with 400
     # A client that for this long does not send what it has begun, or does not read its answer, is disconnected.
     client_timeout_s: Seconds = 300.0
     concurrent_per_key: Positive | None = None  # more completions at once are answered with 429
     per_minute_per_key: Positive | None = None  # more completions, after a burst of as many, are answered with 429
-
-
-def masked(url: str) -> str:
-    """The URL without its password, for messages; also without one that is written wrongly."""
-    return re.sub(r"(?<=password=)[^&]*", "***", re.sub(r"(?<=://)([^/@:]*):.*@", r"\1:***@", url))
 
 
 def is_loopback(host: str) -> bool:
@@ -59,11 +51,15 @@ def is_loopback(host: str) -> bool:
 
 
 def read_api_keys(security: SecurityConfig) -> frozenset[str]:
-    """The keys of the configuration and of the present content of its file. Raises OSError, UnicodeDecodeError."""
+    """The keys of the configuration and of the present content of its file. Raises OSError, and ValueError for one
+    that no client can send."""
     keys = set(security.api_keys)
     if security.api_keys_file is not None:
-        lines = read_plain_file(security.api_keys_file, KEYS_BYTES).splitlines()
-        keys |= {line.partition("#")[0].strip() for line in lines}
+        for number, line in enumerate(read_plain_file(security.api_keys_file, KEYS_BYTES).split("\n"), 1):
+            key = line.partition("#")[0].strip(" \t\r")
+            if not is_key(key):
+                raise ValueError(f"{security.api_keys_file}, line {number}: expected a key {KEY_IS}")
+            keys.add(key)
     return frozenset(keys - {""})
 
 

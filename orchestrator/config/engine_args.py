@@ -9,20 +9,24 @@ import ast
 import difflib
 import functools
 import importlib.util
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from orchestrator.config.access import API_KEY, OPERATOR_KEY
 from orchestrator.config.server_args import check_server_args
 from orchestrator.config.settings import Config, ConfigError, PoolConfig
+from orchestrator.config.values import KEY_IS, is_key
 from orchestrator.types import Role
 
 # Where vLLM 0.32 defines the arguments, relative to its package, and the dataclasses that hold them.
 _ENGINE_FILE, _ENGINE_CLASSES = "engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")
 _SERVER_FILE = "entrypoints/launchers/cli_args.py"
 _SERVER_CLASSES = ("BaseFrontendArgs", "FrontendArgs")
+_UNPICKLES = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 # The workers set these themselves.
 _RESERVED = {"model": "model", "kv_transfer_config": "kv.transfer", "served_model_name": "served_model_name"}
 # An engine's KV blocks can be read by another engine only when these agree.
@@ -42,6 +46,16 @@ def engine_args(config: Config, role: Role) -> dict[str, Any]:
 def environment(config: Config, role: Role) -> dict[str, str]:
     """Environment variables for the workers of this role; an engine reads many of them when it is imported."""
     return {**config.workers.env, **pool(config, role).env}
+
+
+def check_environment(changes: Mapping[str, str] | None = None) -> None:
+    """Check this process's environment, with `changes`. Raises ConfigError where vLLM would unpickle messages, which
+    could then run code, and for a key that no client can send."""
+    if {**os.environ, **(changes or {})}.get(_UNPICKLES, "0") not in ("", "0"):
+        raise ConfigError(f"{_UNPICKLES}: messages between hosts are never unpickled; unset it, and in workers.env")
+    for name in (OPERATOR_KEY, API_KEY):
+        if not is_key(os.environ.get(name, "")):
+            raise ConfigError(f"{name}: expected text {KEY_IS}; see whether it ends with a line break")
 
 
 def ranks(config: Config, role: Role) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 import reprlib
@@ -9,9 +10,19 @@ from typing import Any, get_args
 
 import msgspec
 
+from orchestrator.config.access import SECRETS
+from orchestrator.config.values import PATTERNS, masked
+
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 120
-_KINDS = {"int": "an integer", "str": "text", "float": "a number", "bool": "true or false", "object": "a section"}
+_KINDS = {
+    "int": "an integer",
+    "str": "text",
+    "float": "a number",
+    "bool": "true or false",
+    "object": "a section",
+    "array": "a list",
+}
 
 
 def kind_of(value: object) -> str:
@@ -67,15 +78,23 @@ def explain(error: str, tree: dict[str, Any], root: Any) -> str:
     value: Any = tree
     for part in re.findall(r"[^.\[\]]+", path):
         value = value[int(part)] if isinstance(value, list) else value.get(part) if isinstance(value, dict) else None
+    got = "***" if value and path.startswith(SECRETS) else kind_of(masked(value) if isinstance(value, str) else value)
     if message.startswith("Invalid enum value"):
-        return f"{path}: expected one of {', '.join(_choices(root, path))}, got {kind_of(value)}"
+        return f"{path}: expected one of {', '.join(_choices(root, path))}, got {got}"
     expected = re.match(r"Expected `([^`]+)`(.*?)(, got .*)?$", message)
     if expected:
         kind = " or ".join(_KINDS.get(k.strip(), k.strip()) for k in expected[1].split("|"))
         if path.endswith("[...]"):
             return f"{path.removesuffix('[...]')}: expected {kind}{expected[2]} for each name in it"
-        return f"{path or 'the file'}: expected {kind}{expected[2]}, got {kind_of(value)}"
-    return f"{path or 'the file'}: {message[0].lower()}{message[1:]}, got {kind_of(value)}"
+        return f"{path or 'the file'}: expected {kind}{_in_words(expected[2])}, got {got}"
+    return f"{path or 'the file'}: {message[0].lower()}{message[1:]}, got {got}"
+
+
+def _in_words(bound: str) -> str:
+    """What msgspec says that a value must be, as ` matching regex '^a'`, without the pattern."""
+    if matching := re.match(r" matching regex (.*)", bound):
+        return f" {PATTERNS[ast.literal_eval(matching[1])]}"
+    return bound
 
 
 def _choices(root: Any, path: str) -> tuple[str, ...]:

@@ -7,19 +7,21 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from orchestrator.config.values import Text
+
 Processes = Annotated[int, Meta(ge=1, le=1000)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
 class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    host: str = "127.0.0.1"
+    host: Text = "127.0.0.1"
     port: Port = 8000  # 0 picks a free one
     # Processes that share the port. auto: by their CPU time and requests in flight, within the two limits below.
     replicas: Processes | Literal["auto"] = 1
     min_replicas: Processes = 1
     max_replicas: Processes = 8
     dashboard: bool = True  # the page /dashboard, and orders under /operator/
-    otlp_endpoint: str | None = None  # http://COLLECTOR:4317: OpenTelemetry spans of requests go there
+    otlp_endpoint: Text | None = None  # http://COLLECTOR:4317: OpenTelemetry spans of requests go there
     trace_share: Annotated[float, Meta(ge=0, le=1)] = 1.0  # of the requests whose client does not say whether to trace
     # What turns text into tokens. fastokens (`pip install fastokens`) gives the same for a small part of the CPU time.
     tokenizer_backend: Literal["huggingface", "fastokens"] = "huggingface"

@@ -66,7 +66,7 @@ def check_server_args(config: Config) -> None:
         _check_tls(arguments)
     try:
         read_api_keys(config.security)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"security.api_keys_file: expected a file of keys, one per line: {error}") from None
 
 

@@ -6,30 +6,34 @@ fix. Defaults are defined here only; docs/configuration.md lists them, and a tes
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from orchestrator.config.access import LimitsConfig, Positive, Seconds, SecurityConfig, is_loopback, masked
+from orchestrator.config.access import LimitsConfig, SecurityConfig, is_loopback
 from orchestrator.config.explain import explain, find_unserializable, kind_of
 from orchestrator.config.files import CONFIG_BYTES, read_plain_file
 from orchestrator.config.frontends import FrontendConfig
+from orchestrator.config.values import (
+    NAME_PATTERN,
+    PATTERNS,
+    Amount,
+    Count,
+    Factor,
+    Name,
+    Ports,
+    Positive,
+    Seconds,
+    Share,
+    SomeWorkers,
+    Text,
+    Workers,
+    find_wrong_address,
+)
 from orchestrator.config.yaml_text import NotYaml, load_yaml
-
-Count = Annotated[int, Meta(ge=0)]
-NonNegative = Annotated[float, Meta(ge=0)]
-MAX_WORKERS = 10_000  # of a role
-
-# Names that may become part of a Redis key and of a file's name: never a path.
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*\Z"
-
-
-_UNPICKLES = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 
 
 class ConfigError(ValueError):
@@ -43,20 +47,20 @@ class Refused(ConfigError):
 def check_name(key: str, name: str) -> str:
     """Returns `name`. Raises ConfigError for a name that may not become part of a Redis key or of a file's name."""
     if not re.search(NAME_PATTERN, name):
-        raise ConfigError(f"{key}: expected letters, digits, '_', '.' and '-', a letter or digit first, got {name!r}")
+        raise ConfigError(f"{key}: expected text {PATTERNS[NAME_PATTERN]}, got {name!r}")
     return name
 
 
 class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     # embedded: a server for this host only. Else redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://
-    url: str = "embedded"
+    url: Text = "embedded"
     timeout_s: Seconds = 0.5  # of one command; after it Redis counts as away
 
 
 class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The workers of one role; `engine_args` and `env` override those of `workers`."""
 
-    replicas: Annotated[int, Meta(ge=0, le=MAX_WORKERS)] = 1
+    replicas: Workers = 1
     engine_args: dict[str, Any] = {}
     env: dict[str, str] = {}
 
@@ -67,12 +71,12 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # vLLM engine arguments for every worker: {tensor_parallel_size: 2, max_model_len: 8192}
     engine_args: dict[str, Any] = {}
     env: dict[str, str] = {}
-    bind: str = "127.0.0.1"  # address that workers listen at; auto: the one that leads to Redis; 0.0.0.0, "::": all
+    bind: Text = "127.0.0.1"  # address that workers listen at; auto: the one that leads to Redis; 0.0.0.0, "::": all
     # Where frontends and other workers reach them, an address or a name. Default: `bind`, or, where that is all
     # addresses, the one that leads to Redis.
-    advertise: str | None = None
+    advertise: Text | None = None
     # The ports that workers listen at, as 20000-20999; three for each, and those of UCX. Default: any that are free.
-    ports: Annotated[str, Meta(pattern=r"^\d{1,5}-\d{1,5}\Z")] | None = None
+    ports: Ports | None = None
     heartbeat_s: Seconds = 1.0
     timeout_s: Seconds = 4.0  # a worker that is silent for this long is gone
     start_timeout_s: Seconds = 900.0
@@ -81,7 +85,7 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # until the first requests have been measured.
     profile: bool = False
     # How many prompt tokens a prefill worker may have claimed at once, in engine batches (max_num_batched_tokens).
-    claim_batches: Annotated[float, Meta(ge=1)] = 2.0
+    claim_batches: Annotated[float, Meta(ge=1, le=1_000_000)] = 2.0
 
 
 class SLOConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -91,7 +95,7 @@ class SLOConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     tpot_s: Seconds = 0.1
     # For a request whose predicted TTFT misses the objective: serve it as usual, answer 429, or queue it last.
     admission: Literal["off", "reject", "queue"] = "queue"
-    admission_slack: Annotated[float, Meta(gt=0)] = 1.0  # in objectives: 2 tolerates a predicted TTFT twice as long
+    admission_slack: Factor = 1.0  # in objectives: 2 tolerates a predicted TTFT twice as long
 
 
 class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -108,7 +112,7 @@ class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ] = "kv_prefix"
     # A prompt with at least this many uncached tokens is prefilled remotely. Default: predicted times decide.
     remote_prefill_min_tokens: Count | None = None
-    itl_weight: NonNegative = 0.02  # with predicted times: weight of the delay for requests that decode there
+    itl_weight: Amount = 0.02  # with predicted times: weight of the delay for requests that decode there
     # With more tokens in the queue, prompts are prefilled locally. Default: what is claimed within the claim timeout.
     max_queued_prefill_tokens: Count | None = None
     # A job that no worker claims for this long is prefilled locally. Default: 15 times slo.ttft_s, at least 15 s.
@@ -128,8 +132,8 @@ class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 class QueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     # score = arrival + weight * predicted seconds of its prefill. 0 is FCFS, large is shortest-first.
     # A request's `priority` moves it one slo.ttft_s per step, lower numbers forward, up to ten.
-    weight: NonNegative = 1.0
-    seconds_per_token: NonNegative = 0.0005  # of prefill, until the first one has been measured
+    weight: Amount = 1.0
+    seconds_per_token: Amount = 0.0005  # of prefill, until the first one has been measured
     max_requests: Positive = 10_000
     # A prefill worker looks at this many jobs at the head and claims one whose prefix it has cached. 0: in order.
     affinity_window: Annotated[int, Meta(ge=0, le=256)] = 32
@@ -144,19 +148,19 @@ class RatioConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     interval_s: Seconds = 2.0  # between two samples of the load
     window_s: Seconds = 60.0  # samples of this time must agree; of a shorter time where many requests arrive
     cool_down_s: Seconds = 10.0  # no change for this long after any change, an operator's included
-    gain: Annotated[float, Meta(gt=0, lt=1)] = 0.02  # another split must bear more load by this share
-    busy: NonNegative = 0.8  # no change while the load is below this share of the fleet's capacity
-    min_prefill: Count = 0  # 0: decode workers may prefill everything
-    min_decode: Positive = 1
+    gain: Share = 0.02  # another split must bear more load by this share
+    busy: Amount = 0.8  # no change while the load is below this share of the fleet's capacity
+    min_prefill: Workers = 0  # 0: decode workers may prefill everything
+    min_decode: SomeWorkers = 1
 
 
 class ScaleConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Whether the launcher changes the total number of workers, within the limits that are given."""
 
-    min_workers: Annotated[int, Meta(ge=1)] | None = None
-    max_workers: Annotated[int, Meta(ge=1)] | None = None
+    min_workers: SomeWorkers | None = None
+    max_workers: SomeWorkers | None = None
     # The share of requests that should meet slo.ttft_s and slo.tpot_s.
-    attainment: Annotated[float, Meta(gt=0, lt=1)] = 0.95
+    attainment: Share = 0.95
     grow_after_s: Seconds = 60.0  # workers are added when fewer met them over this time
     shrink_after_s: Seconds = 600.0  # one worker is removed when nearly all met them over this time
 
@@ -176,23 +180,23 @@ class SimConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     max_num_seqs: Positive = 256
     max_num_batched_tokens: Positive = 2048
     prefix_caching: bool = True
-    step_base_ms: NonNegative = 2.0
-    prefill_us_per_token: NonNegative = 20.0
-    decode_us_per_seq: NonNegative = 20.0
+    step_base_ms: Amount = 2.0
+    prefill_us_per_token: Amount = 20.0
+    decode_us_per_seq: Amount = 20.0
     kv_bytes_per_token: Positive = 131_072
-    link_gb_per_s: Annotated[float, Meta(gt=0)] = 10.0
-    speed: Annotated[float, Meta(gt=0)] = 1.0  # 2 runs twice as fast as the times above
-    crash_token: int | None = None  # a prompt with this token id crashes the engine that computes it, for tests
+    link_gb_per_s: Factor = 10.0
+    speed: Factor = 1.0  # 2 runs twice as fast as the times above
+    crash_token: Count | None = None  # a prompt with this token id crashes the engine that computes it, for tests
 
 
 class LauncherConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where the fleet's processes run: on the launcher's machine, or on the nodes of a Ray cluster."""
 
     kind: Literal["local", "ray"] = "local"
-    address: str | None = None  # of the Ray cluster; default: RAY_ADDRESS, or the one that runs on this machine
+    address: Text | None = None  # of the Ray cluster; default: RAY_ADDRESS, or the one that runs on this machine
     ray_auth: Literal["token", "none"] = "token"  # none: anybody who reaches the cluster can run programs on its nodes
-    cpus_per_worker: NonNegative = 1.0  # cores that Ray reserves for a worker
-    gpus_per_rank: NonNegative | None = None  # default: 1 where vLLM's CUDA build is installed
+    cpus_per_worker: Amount = 1.0  # cores that Ray reserves for a worker
+    gpus_per_rank: Amount | None = None  # default: 1 where vLLM's CUDA build is installed
     restart_backoff_s: Seconds = 0.5  # doubles with each crash in a row
     restart_backoff_max_s: Seconds = 30.0
     stop_timeout_s: Seconds = 10.0  # a process that was told to stop is killed after this
@@ -204,13 +208,13 @@ class LoggingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    model: str  # "demo", a folder, or a Hugging Face name
-    served_model_name: str | None = None
-    namespace: Annotated[str, Meta(pattern=NAME_PATTERN, max_length=64)] = "default"
+    model: Text  # "demo", a folder, or a Hugging Face name
+    served_model_name: Text | None = None
+    namespace: Name = "default"
     engine: Literal["vllm", "sim"] = "vllm"
     # The Python of workers and frontends on every host; default: the launcher's own. A rollout to another virtual
     # environment rolls its software out.
-    python: str | None = None
+    python: Text | None = None
     redis: RedisConfig = RedisConfig()
     frontend: FrontendConfig = FrontendConfig()
     workers: WorkersConfig = WorkersConfig()
@@ -273,31 +277,27 @@ def parse_config(tree: dict[str, Any]) -> Config:
     for name in {**config.workers.env, **config.workers.prefill.env, **config.workers.decode.env}:
         if not name or "=" in name:
             raise ConfigError(f"workers.env: expected names of variables, got {name!r}")
-    if not re.match(r"^(embedded$|rediss?(\+sentinel|\+cluster)?://|unix://)", config.redis.url):
-        expected = "'embedded', redis://, rediss:// or unix://, redis+sentinel:// or redis+cluster://"
-        raise ConfigError(f"redis.url: expected {expected}, got {masked(config.redis.url)!r}")
+    hosts = {"frontend.host": config.frontend.host, "workers.advertise": config.workers.advertise}
+    if config.workers.bind != "auto":
+        hosts["workers.bind"] = config.workers.bind
+    if (why := find_wrong_address(config.redis.url, hosts)) is not None:
+        raise ConfigError(why)
     if config.launcher.kind == "ray" and config.redis.url == "embedded":
         raise ConfigError(
             "redis.url: launcher.kind: ray needs a Redis that every node reaches, got 'embedded'; start one and name it"
         )
     if config.workers.decode.replicas == 0:
         raise ConfigError("workers.decode.replicas: expected an integer >= 1 (decode workers answer requests), got 0")
-    if config.ratio.window_s < 2 * config.ratio.interval_s:
-        raise ConfigError(
-            f"ratio.window_s: expected at least two times ratio.interval_s ({config.ratio.interval_s:g}), "
-            f"got {config.ratio.window_s:g}"
-        )
-    if config.frontend.min_replicas > config.frontend.max_replicas:
-        few, many = config.frontend.min_replicas, config.frontend.max_replicas
-        raise ConfigError(f"frontend.max_replicas: expected at least frontend.min_replicas ({few}), got {many}")
-    least, most = config.scale.min_workers, config.scale.max_workers
-    if least is not None and most is not None and least > most:
-        raise ConfigError(f"scale.max_workers: expected at least scale.min_workers ({least}), got {most}")
-    if config.scale.shrink_after_s < config.scale.grow_after_s:
-        raise ConfigError(
-            f"scale.shrink_after_s: expected at least scale.grow_after_s ({config.scale.grow_after_s:g}), "
-            f"got {config.scale.shrink_after_s:g}"
-        )
+    frontend, workers, ratio, scale = config.frontend, config.workers, config.ratio, config.scale
+    for key, value, lower, least in (
+        ("ratio.window_s", ratio.window_s, "two times ratio.interval_s", 2 * ratio.interval_s),
+        ("workers.timeout_s", workers.timeout_s, "two times workers.heartbeat_s", 2 * workers.heartbeat_s),
+        ("frontend.max_replicas", frontend.max_replicas, "frontend.min_replicas", frontend.min_replicas),
+        ("scale.max_workers", scale.max_workers, "scale.min_workers", scale.min_workers),
+        ("scale.shrink_after_s", scale.shrink_after_s, "scale.grow_after_s", scale.grow_after_s),
+    ):
+        if value is not None and least is not None and value < least:
+            raise ConfigError(f"{key}: expected at least {lower} ({least:g}), got {value:g}")
     check_mesh(config, config.workers.bind)
     port_range(config)
     return config
@@ -311,13 +311,6 @@ def port_range(config: Config) -> range | None:
     if not 0 < first <= last < 65536:
         raise ConfigError(f"workers.ports: expected FIRST-LAST from 1 to 65535, got {config.workers.ports!r}")
     return range(first, last + 1)
-
-
-def check_environment(changes: Mapping[str, str] | None = None) -> None:
-    """Check this process's environment, with `changes`. Raises ConfigError where vLLM would unpickle messages: a
-    message could then run code."""
-    if {**os.environ, **(changes or {})}.get(_UNPICKLES, "0") not in ("", "0"):
-        raise ConfigError(f"{_UNPICKLES}: messages between hosts are never unpickled; unset it, and in workers.env")
 
 
 def check_mesh(config: Config, host: str) -> None:

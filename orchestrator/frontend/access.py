@@ -126,7 +126,7 @@ class Access:
         self._checked_at = -_FILE_CHECK_S
         try:
             self._read()
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(f"security.api_keys_file: expected a file of keys, one per line: {error}") from None
 
     def admit(self, scope: Mapping[str, Any], now: float) -> Refusal | Admission:
@@ -162,7 +162,7 @@ class Access:
         self._checked_at = now
         try:
             self._read()
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             if self._file_state is not None:
                 log.error("security.api_keys_file: %s; the keys of before stay valid", error)
             self._file_state = None

@@ -37,10 +37,10 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from orchestrator.config.access import API_KEY, secured
 from orchestrator.config.command_line import CommandLine
-from orchestrator.config.engine_args import engine_args, to_command_line
+from orchestrator.config.engine_args import check_environment, engine_args, to_command_line
 from orchestrator.config.model import resolve_model
 from orchestrator.config.server_args import uses_tls, uvicorn_options
-from orchestrator.config.settings import Config, ConfigError, check_environment, load_config
+from orchestrator.config.settings import Config, ConfigError, load_config
 from orchestrator.config.shared import differences, merged
 from orchestrator.frontend import tracing
 from orchestrator.frontend.access import Access

@@ -20,15 +20,15 @@ from typing import Any
 import msgspec
 
 from orchestrator.config.access import is_protected
-from orchestrator.config.engine_args import check_engine_args
+from orchestrator.config.engine_args import check_engine_args, check_environment
 from orchestrator.config.model import find_model
-from orchestrator.config.settings import Config, ConfigError, LoggingConfig, check_environment
+from orchestrator.config.settings import Config, ConfigError, LoggingConfig
 from orchestrator.launch.commands import resolve
 from orchestrator.launch.console import Console, ConsoleHandler, LogFile
 from orchestrator.launch.fleet_processes import FleetProcesses
 from orchestrator.launch.host.leftovers import end_processes, remove_shared_memory
 from orchestrator.launch.host.local_machine import LocalMachine
-from orchestrator.launch.host.machine import MachineShares, hold_port
+from orchestrator.launch.host.machine import MachineShares, check_bind, hold_port
 from orchestrator.launch.host.process import adopt_orphans, cannot_run
 from orchestrator.launch.host.redis_server import RedisServer
 from orchestrator.launch.host.run_folder import Ready, RunFolder, StartedProcess
@@ -61,6 +61,7 @@ def launch(config: Config, console: Console) -> None:
                 MachineShares(config).check_room()
                 # A port in use is refused now, not after minutes of loading; it is held once the fleet starts.
                 hold_port(config.frontend.host, config.frontend.port)[0].close()
+                check_bind(config.workers.bind)
             console.start_progress()
             _open_log(folder, config.logging.format, console)
             with _connected(config, console):

@@ -30,9 +30,9 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from orchestrator.config.access import masked
+from orchestrator.config.values import masked
 from orchestrator.store.keys import Library
-from orchestrator.store.servers import EXPECTED, Servers
+from orchestrator.store.servers import Servers
 
 log = logging.getLogger("pd.redis")
 
@@ -324,7 +324,7 @@ async def connect(url: str, timeout_s: float) -> Redis:
             driver_info=None,
         )
     except (ValueError, RedisError) as error:
-        raise RedisAway(f"redis.url {masked(url)!r} is not usable ({error}): expected {EXPECTED}") from None
+        raise RedisAway(f"redis.url {masked(url)!r} is not usable ({error})") from None
     client = Redis(connection_pool=servers.pool)
     client.url, client.servers = url, servers
     try:

@@ -21,8 +21,8 @@ from redis.exceptions import MovedError
 
 from orchestrator.config.access import REDIS_URL
 from orchestrator.config.settings import Config, ConfigError
+from orchestrator.config.values import check_redis_url
 
-EXPECTED = "redis://, rediss:// or unix://, or with several hosts redis+sentinel:// or redis+cluster://"
 _SENTINEL_PORT, _REDIS_PORT = 26379, 6379
 _SENTINEL_OPTION = "sentinel_"  # before the names of options that are for the Sentinels themselves
 
@@ -36,13 +36,8 @@ class Servers:
 
     def __init__(self, url: str, **options: Any) -> None:
         """`options` of redis-py for each connection. Raises ValueError, and RedisError."""
+        check_redis_url(url)
         scheme, _, kind = url.partition("://")[0].partition("+")
-        if scheme not in ("redis", "rediss", "unix") or kind not in ("", "sentinel", "cluster"):
-            raise ValueError(f"{url.partition('://')[0]!r} is no scheme of a Redis URL")
-        parts = urlsplit(url)
-        ended_early = "@" in parts.path + parts.fragment or ("@" in parts.query and "@" not in parts.netloc)
-        if scheme != "unix" and ended_early:  # a parser could take part of the password for a port or a host
-            raise ValueError("a password's / is written %2F, its ? %3F and its # %23")
         self._sentinel: Sentinel | None = None
         self._nodes: list[tuple[str, int]] = []  # of a cluster; the first is where connections go
         if not kind:
@@ -53,8 +48,6 @@ class Servers:
             self.pool = ConnectionPool.from_url(single, **options)
             self._nodes = hosts
             return
-        if not service:
-            raise ValueError("the service's name is missing: redis+sentinel://HOST:PORT/SERVICE")
         pool = ConnectionPool.from_url(single, **options)
         own = {name: value for name, value in pool.connection_kwargs.items() if name not in ("host", "port")}
         timeouts = {name: value for name, value in own.items() if name.startswith("socket_") and "timeout" in name}
@@ -96,7 +89,7 @@ class Servers:
 
 
 def _split(url: str, scheme: str, default_port: int) -> tuple[dict[str, str], list[tuple[str, int]], str, str]:
-    """The Sentinels' credentials, hosts, the service's name, and a URL of one host with the rest. Raises ValueError."""
+    """The Sentinels' credentials, hosts, the service's name, and a URL of one host with the rest."""
     parts = urlsplit(url)
     user, at, listed = parts.netloc.rpartition("@")
     hosts = [_host(part, default_port) for part in listed.split(",")]
@@ -116,9 +109,7 @@ def _split(url: str, scheme: str, default_port: int) -> tuple[dict[str, str], li
 
 def _host(text: str, default_port: int) -> tuple[str, int]:
     parts = urlsplit(f"//{text}")
-    if not parts.hostname:
-        raise ValueError(f"{text!r} is no HOST:PORT")
-    return parts.hostname, parts.port or default_port
+    return parts.hostname or "", parts.port or default_port
 
 
 def redis_elsewhere(config: Config) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from orchestrator.config.settings import MAX_WORKERS, Refused
+from orchestrator.config.settings import Refused
+from orchestrator.config.values import MAX_WORKERS
 from orchestrator.store.planned import PlannedWorker, is_last_decode, of_launchers, planned_worker
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry

@@ -36,7 +36,7 @@ from workers.main import main
         (["--redis", "redis://h"], "--model: required when no --config names one"),
         (["--redis", "redis://h", "--model", "m", "--engine", "tpu"], "engine: "),
         (["--redis", "redis://h", "--model", "m", "--namespace", "a b"], "namespace: "),
-        (["--redis", "redis://h", "--model", "m", "--id", "../x"], "--id: expected letters"),
+        (["--redis", "redis://h", "--model", "m", "--id", "../x"], "--id: expected text of letters"),
         (["--redis", "redis://h", "--config", "/no/such.yaml"], "/no/such.yaml: cannot be read"),
         (["--redis", "redis://h", "--model", "m", "--engine", "sim", "--enforce-eager"], "--enforce-eager: unknown"),
         (["--redis", "redis://h", "--model", "m", "--cores", "x"], "--cores: expected numbers like 0,1, got 'x'"),
@@ -439,3 +439,15 @@ def test_a_worker_that_would_unpickle_messages_does_not_start(
     assert main(Role.DECODE, ["--redis", "redis://127.0.0.1:1", "--config", str(file)]) == 2
     err = capsys.readouterr().err
     assert err == f"decode-worker: {name}: messages between hosts are never unpickled; unset it, and in workers.env\n"
+
+
+@pytest.mark.parametrize("name", ["PD_OPERATOR_KEY", "VLLM_API_KEY"])
+def test_key_that_no_client_can_send_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "secret\n")
+    assert main(Role.DECODE, ["--redis", "redis://127.0.0.1:1", "--model", "m", "--engine", "sim"]) == 2
+    expected = (
+        f"{name}: expected text of printable ASCII characters without spaces; see whether it ends with a line break"
+    )
+    assert capsys.readouterr().err == f"decode-worker: {expected}\n"

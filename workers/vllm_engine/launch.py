@@ -27,7 +27,8 @@ from vllm.v1.executor import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from orchestrator.config.settings import KVConfig, check_environment
+from orchestrator.config.engine_args import check_environment
+from orchestrator.config.settings import KVConfig
 from workers.vllm_engine.plugin import SOCKETS, engine_process
 
 _CPU_KV_CACHE_BYTES = 1 << 30

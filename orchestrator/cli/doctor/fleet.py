@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 from orchestrator.cli.doctor.check import Check, at_least, at_most
 from orchestrator.cli.handle import FleetHandle, OpenFleet, open_fleet
 from orchestrator.cli.look.frontend import get_text, reachable
-from orchestrator.config.access import masked
 from orchestrator.config.settings import Refused
+from orchestrator.config.values import masked
 from orchestrator.types import Role, WorkerInfo
 from orchestrator.wire.addresses import in_url, resolve
 

@@ -153,7 +153,12 @@ def _kind(kind: Any) -> str:
 
 def _bounds(meta: msgspec.Meta) -> str:
     signs = ((">=", meta.ge), (">", meta.gt), ("<=", meta.le), ("<", meta.lt))
-    return " ".join(f"{sign} {bound}" for sign, bound in signs if bound is not None)
+    return " ".join(f"{sign} {_short(bound)}" for sign, bound in signs if bound is not None)
+
+
+def _short(bound: float) -> str:
+    """1e6 instead of 1000000."""
+    return f"{bound:g}".replace("e+0", "e").replace("e+", "e")
 
 
 def _blocks(total: int, free: int | None) -> Text:

@@ -209,6 +209,20 @@ def hold_port(host: str, port: int) -> tuple[socket.socket, int]:
     return held, held.getsockname()[1]
 
 
+def check_bind(host: str) -> None:
+    """Raises ConfigError where workers could not listen at `host`, which workers.bind names."""
+    if host == "auto":
+        return
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+    except OSError as error:
+        raise ConfigError(
+            f"workers.bind: cannot listen at {host!r} ({error.strerror}); name an address of this host, 0.0.0.0 for "
+            "all, or auto"
+        ) from None
+
+
 def has_cuda_vllm() -> bool:
     try:
         importlib.metadata.version("vllm")

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from orchestrator.config.access import masked
 from orchestrator.config.settings import Config, ConfigError
+from orchestrator.config.values import masked
 from orchestrator.launch.supervise import backoff_s
 from orchestrator.parent import kill_with
 from orchestrator.store.client import Redis, RedisAway, connect

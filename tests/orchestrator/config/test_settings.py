@@ -80,13 +80,20 @@ def test_there_are_examples_for_each_topology():
         ("model: demo\nengine: tpu", "engine: expected one of vllm, sim, got 'tpu'"),
         ("workers: {}", "model: required, but not given"),
         ("model: demo\nredis: {url: localhost}", "redis.url: expected 'embedded', redis://, rediss:// or unix://"),
-        ("model: demo\nworkers: {timeout_s: .inf}", "workers.timeout_s: expected a finite number, got inf"),
+        ("model: demo\nworkers: {timeout_s: .inf}", "workers.timeout_s: expected a number <= 1000000.0, got inf"),
         (
             "model: demo\nworkers: {engine_args: {hf_overrides: {a: [1, .nan]}}}",
             "workers.engine_args.hf_overrides.a: expected a finite number, got nan",
         ),
-        ("model: demo\nlimits: {max_body_bytes: 1" + "0" * 30 + "}", "max_body_bytes: expected an integer of 64 bits"),
-        ('model: "a\\0b"', "model: expected text, got '\\x00' in it"),
+        ("model: demo\nlimits: {max_body_bytes: 1" + "0" * 30 + "}", "an integer <= 1000000000000, got an integer"),
+        ('model: "a\\0b"', "model: expected text of one line without control characters, got 'a\\x00b'"),
+        ('model: demo\nworkers: {engine_args: {a: "\\0"}}', "workers.engine_args.a: expected text, got '\\x00' in it"),
+        (
+            "model: demo\nworkers: {engine_args: {a: 1" + "0" * 30 + "}}",
+            "engine_args.a: expected an integer of 64 bits",
+        ),
+        ("model: demo\nsecurity: {operator_key: [secret]}", "security.operator_key: expected text or null, got ***"),
+        ("model: demo\nsecurity: {api_keys: secret}", "security.api_keys: expected a list, got ***"),
         ('model: demo\nworkers: {engine_args: {"\\0": 1}}', "workers.engine_args: a name in it: expected text"),
         (
             "model: demo\nworkers: {engine_args: {a: &a [*a]}}",
@@ -103,6 +110,14 @@ def test_there_are_examples_for_each_topology():
             "model: demo\nsecurity: {operator_key: ''}",
             "security.operator_key: expected text of length >= 1, got ''",
         ),
+        ("model: demo\nredis: {url: 'redis://h:99999'}", "redis.url: expected a port from 1 to 65535 in 'h:99999'"),
+        ("model: demo\nworkers: {bind: 300.1.1.1}", "workers.bind: expected an address or the name of a host, got"),
+        ("model: demo\nslo: {ttft_s: 1.0e+308}", "slo.ttft_s: expected a number <= 1000000.0, got 1e+308"),
+        (
+            "model: demo\nworkers: {heartbeat_s: 3}",
+            "workers.timeout_s: expected at least two times workers.heartbeat_s",
+        ),
+        ('model: demo\nsecurity: {operator_key: "a\\n"}', "expected text of printable ASCII characters without spaces"),
         ("model: demo\nsecurity: {api_keys: [a, '']}", "security.api_keys[1]: expected text of length >= 1, got ''"),
     ],
 )
@@ -146,8 +161,13 @@ def test_the_list_of_keys_has_each_with_type_and_default():
     assert keys["model"] == ("text", "required")
     assert keys["workers.prefill.replicas"] == ("integer >= 0 <= 10000", "1")
     assert keys["engine"] == ("vllm | sim", "vllm")
-    assert keys["redis.timeout_s"][0] == "number > 0"
+    assert keys["redis.timeout_s"][0] == "number >= 0.0001 <= 1e6"
     assert all(kind for kind, _ in keys.values())
+
+
+def test_every_number_has_a_lower_and_an_upper_bound():
+    kinds = {key: kind for key, kind, _ in config_keys(Config) if kind.startswith(("number", "integer"))}
+    assert [key for key, kind in kinds.items() if ">" not in kind or "<" not in kind] == []
 
 
 def test_pipeline_stages_are_for_prefill_workers(tmp_path):

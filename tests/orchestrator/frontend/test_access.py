@@ -138,6 +138,9 @@ async def test_key_file_is_reloaded_and_broken_file_keeps_old_keys(tmp_path, mon
         assert await status(asked, "/v1/models", "fixed") == 200
     with pytest.raises(ConfigError, match="security.api_keys_file: .*No such file"):
         Access(SecurityConfig(api_keys_file=str(tmp_path / "gone")), LimitsConfig())
+    file.write_text("first\nsecond key\n")  # no client could send it
+    with pytest.raises(ConfigError, match="keys, line 2: expected a key of printable ASCII characters without spaces"):
+        Access(SecurityConfig(api_keys_file=str(file)), LimitsConfig())
     empty = tmp_path / "empty"
     empty.touch()
     async with client(SecurityConfig(api_keys_file=str(empty))) as asked:

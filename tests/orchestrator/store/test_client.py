@@ -22,7 +22,7 @@ import pytest
 from support_redis import eventually, running_server
 from support_tls import make_certificate
 
-from orchestrator.config.access import masked
+from orchestrator.config.values import masked
 from orchestrator.launch.host.redis_server import EmbeddedRedis, EmbeddedRedisError, server_binary
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.events import DesiredChanged, Resync

@@ -253,9 +253,9 @@ async def test_one_address_of_a_cluster_leads_to_the_others(cluster):
     ("url", "why"),
     [
         ("redis+sentinel://h:1", "the service's name is missing"),
-        ("redis+cluster://,h:1", "is no HOST:PORT"),
-        ("redis+magic://h:1", "is no scheme"),
-        ("redis+sentinel://u:secret@h:port/s", "Port could not be cast"),
+        ("redis+cluster://,h:1", "expected HOST:PORT"),
+        ("redis+magic://h:1", "expected 'embedded', redis://"),
+        ("redis+sentinel://u:secret@h:port/s", "expected a port from 1 to 65535"),
     ],
 )
 async def test_invalid_url_is_refused_by_part(url, why):

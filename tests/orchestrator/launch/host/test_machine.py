@@ -13,7 +13,15 @@ from orchestrator.config.engine_args import ranks
 from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.frontend.connections import listen
 from orchestrator.launch.commands import frontend_spec, resolve, worker_spec
-from orchestrator.launch.host.machine import CoreShares, GpuShares, MachineShares, Share, find_gpus, hold_port
+from orchestrator.launch.host.machine import (
+    CoreShares,
+    GpuShares,
+    MachineShares,
+    Share,
+    check_bind,
+    find_gpus,
+    hold_port,
+)
 from orchestrator.launch.host.run_folder import RunFolder
 from orchestrator.launch.launcher import _with_previous_operator_key
 from orchestrator.launch.machines import Setup
@@ -207,3 +215,10 @@ def test_ten_thousand_workers_on_a_small_machine_are_refused(monkeypatch):
     pools = {"prefill": {"replicas": 10_000}, "decode": {"replicas": 10_000}}
     with pytest.raises(ConfigError, match=r"^workers: this machine's memory holds at most 42 processes of 24 MiB"):
         MachineShares(parse_config({"model": "demo", "engine": "sim", "workers": pools})).check_room()
+
+
+def test_workers_bind_must_be_an_address_of_this_host():
+    for host in ("auto", "127.0.0.1", "0.0.0.0"):
+        check_bind(host)
+    with pytest.raises(ConfigError, match="workers.bind: cannot listen at '203.0.113.7'"):
+        check_bind("203.0.113.7")
