@@ -122,6 +122,8 @@ def _picture(found: Mapping[str, Any], path: Path) -> None:
         axes.set_xticks([position + 0.4 - width / 2 for position in range(len(users))], [str(n) for n in users])
         axes.set_title(title)
         axes.set_xlabel("users")
+        if key != "requests_per_s":
+            axes.set_yscale("log")  # systems differ by a factor of a hundred
         axes.grid(axis="y", color="#e6e6e6")
         axes.set_axisbelow(True)
     handles, labels = figure.axes[0].get_legend_handles_labels()
