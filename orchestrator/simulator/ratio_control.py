@@ -56,6 +56,7 @@ class RatioControl:
         return Observation(
             at=now,
             offered=router.offered,
+            decoding=running,
             holding=running + sum(len(worker.receiving) + len(worker.arrived) for worker in workers),
             waiting=sum(len(worker.waiting) for worker in workers),
             held_tokens=sum(worker.used_blocks(now) for worker in workers) * profile.block_size,

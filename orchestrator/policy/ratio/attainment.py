@@ -7,6 +7,7 @@ splits by their headroom.
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 
 import msgspec
 
@@ -17,6 +18,7 @@ from orchestrator.config.settings import SLOConfig
 Z_95, LN_20 = 1.645, 3.0
 MAX_UTILIZATION = 0.95  # utilisation of prefill workers, at most
 MAX_HEADROOM = 64.0
+_NORMAL = NormalDist()
 STEPS = 24  # of a bisection: it halves its interval each time
 
 
@@ -123,8 +125,7 @@ def tpot_s(traffic: Traffic, factor: float, taken: float, decode: int) -> float:
     their time and stops their sequences for one whole prompt at a time. A request is delayed by a Poisson number of
     prompts, and by the prompts that arrive while these are computed. So its delay has the variance of a delay cycle of
     M/G/1: the rate of prompts, times the request's duration, times the second moment of a prompt's time, over the
-    square of the share of time left for decoding. Prefill workers take the longest prompts: if prefill times are
-    exponential, the share s of the work that decode workers do has about s squared of the second moment.
+    square of the share of time left for decoding. Prefill workers take the longest prompts (`short_prompts_share`).
     """
     rate = factor * traffic.requests_per_s
     work = rate * traffic.prefill_s
@@ -142,6 +143,18 @@ def tpot_s(traffic: Traffic, factor: float, taken: float, decode: int) -> float:
         return math.inf
     if overflow <= 0:
         return mean_s
-    second_moment = left_share * left_share * rate / decode * traffic.local_s2
+    second_moment = short_prompts_share(left_share, traffic) * rate / decode * traffic.local_s2
     variance = second_moment * traffic.output_tokens * mean_s / (left * left)
     return mean_s + Z_95 * math.sqrt(variance) / max(1.0, traffic.output_tokens)
+
+
+def short_prompts_share(work_share: float, traffic: Traffic) -> float:
+    """The share of the second moment of prefill times of the shortest prompts, which are `work_share` of the work.
+
+    Prefill times are taken to be log-normal, with the measured moments. Up to any x, such a distribution has the share
+    Phi((ln x - mu - k sigma^2) / sigma) of its moment k.
+    """
+    if not 0 < work_share < 1:
+        return work_share
+    sigma = math.sqrt(math.log(max(1.0, traffic.prefill_s2 / (traffic.prefill_s * traffic.prefill_s))))
+    return _NORMAL.cdf(_NORMAL.inv_cdf(work_share) - sigma)

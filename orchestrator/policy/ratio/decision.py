@@ -143,7 +143,7 @@ def _best_prefill(
     or the gain is below `config.gain`.
 
     With `overloaded` the current split is left even for one with less headroom, because the sequences that decode now
-    do not fit on its decode workers.
+    do not fit on its decode workers; but not for one without prefill workers.
     """
     total = current.prefill + current.decode
     arriving = traffic(window)
@@ -174,6 +174,8 @@ def _best_prefill(
         all_decode = msgspec.structs.replace(all_decode, max_sequences=math.inf)
         if headroom(all_decode, 0, total, msgspec.structs.replace(slo, tpot_s=NEVER_S)) < 1:
             gains[0] = 0.0  # it cannot compute all prompts, and without a queue to hold some back all would be late
+    if overloaded and gains.get(0, 1.0) < 1:
+        gains[0] = 0.0  # the last prefill worker holds back long prompts, which would delay all others
     best = max(gains, key=lambda prefill: (gains[prefill], -abs(prefill - current.prefill)))
     return best if gains[best] >= gains[current.prefill] * (1 + config.gain) else current.prefill
 

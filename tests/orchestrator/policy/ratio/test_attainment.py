@@ -1,6 +1,8 @@
 """The headroom of splits: the limits of prefill and of decode, and loads that want no prefill workers."""
 
 import math
+import random
+import statistics
 
 import msgspec
 import pytest
@@ -13,6 +15,7 @@ from orchestrator.policy.ratio.attainment import (
     headroom,
     max_utilization,
     scale_prefill_times,
+    short_prompts_share,
     tpot_s,
 )
 
@@ -105,14 +108,34 @@ def test_prompts_cached_at_decode_are_best_prefilled_there():
     assert best(sessions) == 0 < best(code)
 
 
-def test_few_prefill_workers_take_most_long_prompts():
-    steady = msgspec.structs.replace(EVEN, local_s2=0.0)
+@pytest.mark.parametrize(("sigma", "share"), [(0.05, 0.48), (0.833, 0.2024), (1.6, 0.0548)])
+def test_few_prefill_workers_take_most_long_prompts(sigma: float, share: float):
+    """Half of the work, done by prefill workers, leaves this share of the second moment: nearly half where all prompts
+    are alike, little where a few are long."""
+    spread = of_prompts(0.05, 0.0025 * math.exp(sigma * sigma))
+    steady = msgspec.structs.replace(spread, local_s2=0.0)
 
-    def lumps_s(taken: float) -> float:
-        return tpot_s(EVEN, 1.0, taken, decode=2) - tpot_s(steady, 1.0, taken, decode=2)
+    def lumps2(taken: float) -> float:
+        """The variance by prompts, but for what is common to all."""
+        mean_s = tpot_s(steady, 1.0, taken, decode=2)
+        lumps_s = tpot_s(spread, 1.0, taken, decode=2) - mean_s
+        left = EVEN.step_s / mean_s
+        return lumps_s * lumps_s * left * left / mean_s
 
-    assert 0 < lumps_s(0.25) < lumps_s(0.0) / 2 * 1.1, "half of the work is a quarter of the second moment"
-    assert lumps_s(0.5) == 0
+    assert lumps2(0.25) / lumps2(0.0) == pytest.approx(share, rel=0.01)
+    assert lumps2(0.5) == 0
+
+
+def test_log_normal_shares_are_those_of_log_normal_prompts():
+    rng = random.Random(0)
+    prompts_s = sorted(rng.lognormvariate(-3.0, 1.2) for _ in range(200_000))
+    moments = [statistics.fmean(x**k for x in prompts_s) for k in (1, 2)]
+    total_s, total_s2, work_s, work_s2 = sum(prompts_s), sum(x * x for x in prompts_s), 0.0, 0.0
+    for x in prompts_s:
+        work_s, work_s2 = work_s + x, work_s2 + x * x
+        if work_s >= 0.7 * total_s:
+            break
+    assert short_prompts_share(0.7, of_prompts(*moments)) == pytest.approx(work_s2 / total_s2, rel=0.1)
 
 
 def test_max_utilization_falls_with_spread_and_rises_with_workers():

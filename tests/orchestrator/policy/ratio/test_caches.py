@@ -80,6 +80,7 @@ def sample(reuse: Reuse, prefill_tokens: int, local_tokens: int, worker_tokens: 
         period_s=10.0,
         offered=offered,
         sequences=120,
+        decoding=120,
         prefill_s_per_token=0.00004,
         step=(0.01, 0.0001),
         itl_s=0.02,

@@ -26,6 +26,7 @@ SAMPLE = LoadSample(
         least_tokens2=6e8,
     ),
     sequences=20,
+    decoding=20,
     prefill_s_per_token=0.00005,
     step=(0.01, 0.0001),
     itl_s=0.015,
@@ -58,9 +59,11 @@ def test_traffic_has_rates_moments_and_costs():
 
 
 def test_unfinished_answers_count_by_decoding_sequences():
-    assert traffic([msgspec.structs.replace(SAMPLE, sequences=900)]).output_tokens == pytest.approx(1000)
-    filling = [msgspec.structs.replace(SAMPLE, sequences=count) for count in (300, 900)]
+    assert traffic([msgspec.structs.replace(SAMPLE, sequences=900, decoding=900)]).output_tokens == pytest.approx(1000)
+    filling = [msgspec.structs.replace(SAMPLE, sequences=count, decoding=count) for count in (300, 900)]
     assert traffic(filling).output_tokens == pytest.approx(1200 * 10 / (600 * 0.015)), "half of those that came ended"
+    waiting = msgspec.structs.replace(SAMPLE, sequences=1800, decoding=900)
+    assert traffic([waiting]).output_tokens == pytest.approx(1000), "those that wait generate nothing"
 
 
 def test_split_follows_load_in_bounded_steps_down_to_0_prefill():
@@ -149,27 +152,41 @@ def test_no_worker_goes_to_prefill_while_caches_fill():
 
 def test_decoding_sequences_fit_on_remaining_decode_workers():
     for sequences, prefill in ((20, 7), (600, 5)):
-        slow = msgspec.structs.replace(CODE, sequences=sequences, itl_s=1.0)
+        slow = msgspec.structs.replace(CODE, sequences=sequences, decoding=sequences, itl_s=1.0)
         assert decide(slow, slow, max_step=8).after.prefill == prefill
 
 
 def test_each_decode_worker_helps_overloaded_fleet():
-    full = msgspec.structs.replace(STORIES, sequences=20 * 256)
+    full = msgspec.structs.replace(STORIES, sequences=20 * 256, decoding=20 * 256)
     assert decide(full, full, full, max_step=8).after.prefill < 4
 
 
 def test_split_without_room_for_sequences_is_left():
-    code = [msgspec.structs.replace(CODE, sequences=count, itl_s=1.0) for count in (4 * 256, 4 * 256 + 1)]
+    code = [
+        msgspec.structs.replace(CODE, sequences=count, decoding=count, itl_s=1.0) for count in (4 * 256, 4 * 256 + 1)
+    ]
     assert decide(code[0], code[0]) is None, "more would prefill, by what arrives, and have no room"
     assert decide(code[1], code[1]).after.prefill == 3, "five workers hold it"
     assert decide(code[0], code[1]) is None, "it may pass"
 
 
+def test_last_prefill_worker_stays_in_overload():
+    """It holds back long prompts. Without it the split would have less headroom."""
+    last = DesiredRatio(1, 7, set_at=-1000.0)
+    mixed = offering(560, 1000, 500)
+    full = msgspec.structs.replace(mixed, sequences=7 * 256 + 1, decoding=7 * 256, itl_s=0.05)
+    found = traffic([full, full])
+    assert headroom(found, 0, 8, SLO) < headroom(found, 1, 7, SLO) < 1
+    assert decide(full, full, current=last) is None
+    stories = msgspec.structs.replace(STORIES, sequences=7 * 256 + 1, decoding=7 * 256)
+    assert decide(stories, stories, current=last).after.prefill == 0, "with more headroom it goes"
+
+
 def test_workers_stay_at_decode_while_sequences_grow():
-    few, more = (msgspec.structs.replace(CODE, sequences=count, itl_s=1.0) for count in (20, 60))
+    few, more = (msgspec.structs.replace(CODE, sequences=count, decoding=count, itl_s=1.0) for count in (20, 60))
     assert decide(few, few, few) is not None and decide(more, more, more) is not None
     assert decide(few, few, more) is None
-    story = msgspec.structs.replace(STORIES, sequences=60)
+    story = msgspec.structs.replace(STORIES, sequences=60, decoding=60)
     assert decide(STORIES, STORIES, story).after.prefill < 4, "they may come"
 
 
@@ -197,7 +214,7 @@ def test_few_huge_prompts_count_as_chance():
     for _ in range(149):
         tailed += Offered.one(300, 300, 120)
     wild, alike = (
-        msgspec.structs.replace(SAMPLE, period_s=1.0, offered=offered, sequences=2)  # for 13 ms each
+        msgspec.structs.replace(SAMPLE, period_s=1.0, offered=offered, sequences=2, decoding=2)  # for 13 ms each
         for offered in (tailed, offering(150, 898, 120).offered)
     )
     second = RatioConfig(interval_s=1.0, window_s=2.0)

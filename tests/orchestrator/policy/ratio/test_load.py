@@ -10,6 +10,7 @@ from orchestrator.types import EngineSpeed, Offered
 FIRST = Observation(
     at=100.0,
     offered=Offered(50, 9000, 900.0, prefill_tokens2=1.0e6),
+    decoding=3,
     holding=4,
     waiting=2,
     held_tokens=4000,
@@ -27,7 +28,7 @@ def test_sample_is_difference_of_two_observations():
     sampler = LoadSampler()
     assert sampler.sample(FIRST, Predictor(0.0005)) is None
     sample = sampler.sample(later(), Predictor(0.0005))
-    assert (sample.at, sample.period_s, sample.sequences) == (110.0, 10.0, 6)
+    assert (sample.at, sample.period_s, sample.sequences, sample.decoding) == (110.0, 10.0, 6, 3)
     assert sample.offered == Offered(10, 20_000, 1500.0, prefill_tokens2=4.0e7)
     assert sample.prefill_s_per_token == pytest.approx(0.0005)
 
