@@ -67,7 +67,7 @@ class Event(msgspec.Struct, frozen=True):
 
     id: str
     at: float
-    type: str  # joined, left, lost, flipped, scaled, retried
+    type: str  # joined, left, lost, flipped, scaled, retried, repaired
     fields: dict[str, str] = {}
 
 

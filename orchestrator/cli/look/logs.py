@@ -112,13 +112,15 @@ def describe_event(event: Event) -> str:
             return f"desired: {fields.get('prefill')} prefill, {fields.get('decode')} decode, by {fields.get('by')}"
         case "retried":
             return f"{fields.get('count')} requests retried by {fields.get('frontend')}: {fields.get('why')}"
+        case "repaired":
+            return f"Redis key {who} is removed: {fields.get('why', '')}"
         case _:
             return f"{who} {event.type}"
 
 
 def _print_event(event: Event) -> None:
     at = datetime.datetime.fromtimestamp(event.at).strftime("%Y-%m-%d %H:%M:%S")
-    colour = {"lost": "red", "retried": "yellow", "joined": "green"}.get(event.type, "default")
+    colour = {"lost": "red", "retried": "yellow", "repaired": "yellow", "joined": "green"}.get(event.type, "default")
     OUT.print(
         Text.assemble((at, "dim"), "  ", (f"{event.type:<8}", colour), f" {describe_event(event)}"), soft_wrap=True
     )

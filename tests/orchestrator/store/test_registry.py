@@ -9,13 +9,22 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support_redis import eventually, fresh_namespace, running_server, worker
+from support_redis import claim_head, eventually, fresh_namespace, job, queue_config, running_server, worker
 
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.configuration import Phase, Rollout, Version
-from orchestrator.store.events import Changed, DesiredChanged, Joined, Left, Ordered, Resync
+from orchestrator.store.events import (
+    Changed,
+    DesiredChanged,
+    EventLog,
+    Joined,
+    Left,
+    Ordered,
+    RatioHistory,
+    Resync,
+)
 from orchestrator.store.fields import Launcher, WorkerOrders, worker_from_fields, worker_to_fields
-from orchestrator.store.queue import read_cached
+from orchestrator.store.queue import PrefillQueue, read_cached
 from orchestrator.store.registry import STAYS, Frontend, IncompatibleWorker, Registry, UnknownWorker
 from orchestrator.types import ALWAYS_EQUAL, Departed, EngineIdentity, EngineSpeed, Role, WorkerState
 
@@ -352,6 +361,35 @@ async def test_a_key_of_the_wrong_type_is_left_out_and_replaced(registry, redis)
     await registry.join(worker("b"), TTL_S)  # the garbage does not keep it out
     await registry.refresh(worker("a"), TTL_S)
     assert set(await registry.workers()) == {"a", "b"}
+
+
+async def test_keys_of_another_type_are_removed_within_a_second(registry, redis):
+    """Those of the queue too. Else every call on them fails."""
+    namespace = registry.keys.prefix[4:-2]
+    queue, events = PrefillQueue(redis, namespace, queue_config()), EventLog(redis, namespace)
+    await registry.join(worker("a"), TTL_S)
+    strings = ("queued_tokens", "affine", "sweep_cursor", "version", "ratio_leader", "config", "rollout", "pruned")
+    others = ("queue", "leases", "idle", "busy", "told", "dropped", "claims:a", "workers", "frontends", "launchers")
+    others += ("endpoints", "kinds", "changed", "departed", "noted", "log_levels", "desired", "ratio_history")
+    for name in (*strings, *others):
+        await redis.delete(registry.keys.prefix + name)
+        await (redis.rpush if name in strings else redis.set)(registry.keys.prefix + name, "x")
+    with pytest.raises(RedisAway, match="WRONGTYPE"):
+        await registry.desired()
+    await registry.refresh(worker("a"), TTL_S)
+    await registry._call("prune")
+    await registry.refresh(worker("a"), TTL_S)
+    assert set(await registry.workers()) == {"a"}
+    assert await registry.desired() is None and await registry.frontends() == await registry.launchers() == {}
+    assert await RatioHistory(redis, namespace).read() == []
+    await redis.set(registry.keys.queued_tokens, 2233)  # of a queue that is gone
+    await queue.sweep()
+    assert (await queue.depth()).tokens == 0
+    await queue.enqueue(job("r"))
+    assert [claim.job.request_id for claim in await claim_head(queue, "a", 10**9, 1)] == ["r"]
+    await queue.sweep()
+    repaired = {event.fields["id"] for event in await events.read() if event.type == "repaired"}
+    assert {"queue", "desired", "leases", "claims:a"} <= repaired
 
 
 # ---- what a large fleet costs ------------------------------------------------------------------------------------

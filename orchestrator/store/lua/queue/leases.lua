@@ -131,6 +131,7 @@ local function sweep(keys, args)
       orphans[#orphans + 1] = id
     end
   end
+  if call('EXISTS', q.waiting) == 0 then q.damaged = true end -- its counter must be gone too, if the queue was removed
   settle(q)
   for _, key in ipairs({ q.waiting, q.waiting_tokens, q.leases }) do call('EXPIRE', key, ttl_s) end
   return { returned, failed, orphans }

@@ -58,10 +58,34 @@ local function live(prefix, kind)
   return ids
 end
 
--- Announces workers and frontends that fell silent, unless somebody did so just now: everybody asks.
+-- What the keys of a fleet hold, the queue's too; of workers, their entries and claims.
+local TYPES = {
+  queue = 'zset', queued_tokens = 'string', leases = 'zset', idle = 'zset', busy = 'zset', told = 'zset',
+  affine = 'string', sweep_cursor = 'string', dropped = 'hash',
+  workers = 'set', frontends = 'set', launchers = 'set', endpoints = 'hash', kinds = 'hash', version = 'string',
+  changed = 'zset', departed = 'stream', noted = 'stream', log_levels = 'hash',
+  desired = 'hash', ratio_leader = 'string', ratio_history = 'list', config = 'string', rollout = 'string'
+}
+
+-- Removes what is of another type: it makes every call fail that reads or writes it. What removed it before is made
+-- again by those whose it is, as after a loss of all data.
+local function repair(prefix)
+  local function check(name, wanted)
+    local found = redis.call('TYPE', prefix .. name).ok
+    if found ~= wanted and found ~= 'none' then
+      redis.call('DEL', prefix .. name)
+      note(prefix, 'type', 'repaired', 'id', name, 'why', 'it was a ' .. found .. ', not a ' .. wanted)
+    end
+  end
+  for name, wanted in pairs(TYPES) do check(name, wanted) end
+  for _, id in ipairs(redis.call('SMEMBERS', index_key(prefix, 'worker'))) do check('claims:' .. id, 'zset') end
+end
+
+-- Announces workers and frontends that fell silent, and repairs keys, unless somebody did so just now: everybody asks.
 local function prune(keys)
   local prefix = keys[1]
-  if redis.call('SET', prefix .. 'pruned', '1', 'NX', 'PX', PRUNED_MS) then
+  if redis.call('SET', typed(prefix .. 'pruned', 'string'), '1', 'NX', 'PX', PRUNED_MS) then
+    repair(prefix)
     live(prefix, 'worker')
     live(prefix, 'frontend')
   end

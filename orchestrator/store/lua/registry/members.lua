@@ -42,7 +42,7 @@ local function put_member(keys, args)
   end
   redis.call('HSET', key, 'since', since or SECONDS:format(clock()), unpack(args, first))
   redis.call('PEXPIRE', key, ttl_ms)
-  redis.call('SADD', index_key(prefix, kind), id)
+  redis.call('SADD', typed(index_key(prefix, kind), 'set'), id)
   redis.call('EXPIRE', index_key(prefix, kind), INDEX_S + math.ceil(ttl_ms / 1000))
   if kind == 'frontend' and (mine.mesh_key or '') ~= '' then
     redis.call('SET', frontend_key(prefix, mine.mesh_key), id, 'PX', ttl_ms)
