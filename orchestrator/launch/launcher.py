@@ -251,11 +251,22 @@ def _curl(ready: Ready, protected: bool, sentences: int = 0) -> str:
 
 
 def _clean_up_after_killed(folder: RunFolder, left: list[StartedProcess], console: Console) -> None:
-    """End and remove what a launcher of this namespace left when it was killed."""
-    ended = end_processes(left)
-    removed = remove_shared_memory(folder.shared_memory)
+    """End and remove what a launcher of this namespace left when it was killed.
+
+    A signal interrupts afterwards, because the folder, which names what is left, is then removed.
+    """
+    heard: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in _end_signals()}
+    try:
+        ended = end_processes(left)
+        removed = remove_shared_memory(folder.shared_memory)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if ended or removed:
         console.say(f"cleaned up after a launcher that was killed: {', '.join(ended + removed)}")
+    if heard:
+        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

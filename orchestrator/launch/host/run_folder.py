@@ -95,7 +95,8 @@ class RunFolder:
         left = self._read_list(_PROCESSES, list[StartedProcess])
         self.shared_memory = frozenset(self._read_list(_SHARED_MEMORY, list[str]))
         for path in self.path.iterdir():
-            if path.name != _LOCK and not path.is_dir():
+            # The lists of what is left stay until they are written anew: this launcher may be killed, too.
+            if path.name not in (_LOCK, _PROCESSES, _SHARED_MEMORY) and not path.is_dir():
                 path.unlink(missing_ok=True)
         self._hold(lock)
         return left

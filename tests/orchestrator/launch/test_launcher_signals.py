@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 from support_fleet import RunningFleet, running_fleet
 
+from orchestrator.launch import launcher
+from orchestrator.launch.console import Console
 from orchestrator.launch.host.run_folder import RunFolder
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -72,3 +75,20 @@ def test_a_signal_while_it_cleans_up_leaves_nothing_behind() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "cannot be used" in done.stderr
     assert not RunFolder(namespace).path.exists()
+
+
+def test_leftovers_are_ended_before_a_signal_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder, which names them, is removed after a signal."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    heard: list[str] = []
+
+    def end_processes(left: object) -> list[str]:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)  # a signal that is not held back interrupts here
+        heard.append("ended")
+        return []
+
+    monkeypatch.setattr(launcher, "end_processes", end_processes)
+    with pytest.raises(KeyboardInterrupt):
+        launcher._clean_up_after_killed(RunFolder("a"), [], Console())
+    assert heard == ["ended"]

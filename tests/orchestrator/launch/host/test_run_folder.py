@@ -148,6 +148,18 @@ def test_processes_of_killed_launcher_are_ended():
     folder.remove()
 
 
+def test_launcher_killed_while_it_cleans_up_leaves_the_list_to_the_next():
+    killed = subprocess.run([sys.executable, "-c", CLAIM_AND_DIE], capture_output=True, text=True, timeout=30)
+    claim = "from orchestrator.launch.host.run_folder import RunFolder; import os; RunFolder('a').claim(); os._exit(9)"
+    assert subprocess.run([sys.executable, "-c", claim], timeout=30).returncode == 9
+    folder = RunFolder("a")
+    left = folder.claim()
+    assert folder.shared_memory == {"psm_a"}
+    assert end_processes(left, patience_s=5) == ["worker"] and started_ticks(int(killed.stdout)) is None
+    folder.note_started([])
+    folder.remove()
+
+
 def test_reused_pid_is_left_alone():
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     try:
