@@ -105,10 +105,15 @@ def main() -> int:
     real = options.engine == "real"
     patterns = options.faults or [name for name in FAULTS if name not in BY_NAME]
     chosen = [fault for name, fault in FAULTS.items() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
-    chosen = [fault for fault in chosen if fault.real or not real]
     if options.list or not chosen:
         print("\n".join(FAULTS))
         return 0 if options.list else 2
+    left_out = [fault.name for fault in chosen if options.engine not in fault.engines]
+    if left_out:
+        print(f"left out with --engine {options.engine}: {', '.join(left_out)}", file=sys.stderr)
+    chosen = [fault for fault in chosen if options.engine in fault.engines]
+    if not chosen:
+        return 2
     begun = saved(options.out) if options.go_on else []
     starve_s = options.starve_minutes * 60
     rows = measure(chosen, options.runs, real, options.seed, starve_s, begun, note=lambda rows: save(rows, options.out))

@@ -38,14 +38,14 @@ _DECODE = [
     for how, make in (("killed", worker_faults.killed), ("stopped", worker_faults.stopped))
     for phase in ("awaiting_kv", "decoding")
 ]
-_RANKS = [Fault("tp_rank_killed", worker_faults.rank_killed, DECODE_GAP_S, fleet="ranks")]
+_RANKS = [Fault("tp_rank_killed", worker_faults.rank_killed, DECODE_GAP_S, fleet="ranks", engines=("real",))]
 _LINKS = [
     Fault(
         f"link_{one}_{other}_cut{way}",
         link_faults.cut(one, other, forth, back),
         LINK_GAP_S,
         fleet="network",
-        real=False,
+        engines=("sim",),
     )
     for one, other in (
         ("prefill", "decode"),
@@ -58,11 +58,17 @@ _LINKS = [
     for way, forth, back in (("", True, True), ("_forth", True, False), ("_back", False, True))
 ]
 _LINKS += [
-    Fault(f"link_frontend_{kind}_requests_cut", link_faults.requests_cut(kind), LINK_GAP_S, fleet="network", real=False)
+    Fault(
+        f"link_frontend_{kind}_requests_cut",
+        link_faults.requests_cut(kind),
+        LINK_GAP_S,
+        fleet="network",
+        engines=("sim",),
+    )
     for kind in ("prefill", "decode")
 ]
 _MACHINES = [
-    Fault(f"{name}_of_{kind}_{how}", make(kind), LINK_GAP_S, fleet="network", real=False)
+    Fault(f"{name}_of_{kind}_{how}", make(kind), LINK_GAP_S, fleet="network", engines=("sim",))
     for name, how, make in (("links", "slow", link_faults.slow), ("machine", "cut_off", link_faults.cut_off))
     for kind in ("prefill", "decode")
 ]
@@ -71,7 +77,7 @@ _FRONTENDS = [
     Fault("frontend_stopped", frontend_faults.stopped, FRONTEND_STOPPED_GAP_S, fleet="frontends"),
     Fault("launcher_killed", frontend_faults.launcher_killed, None, gone_s=GONE_S),
 ]
-_POISON = [Fault("poison", worker_faults.poisoned, DECODE_GAP_S, streams=10, once=True, real=False)]
+_POISON = [Fault("poison", worker_faults.poisoned, DECODE_GAP_S, streams=10, once=True, engines=("sim",))]
 _HOST = [
     Fault("disk_full", host_faults.disk_full, QUEUE_GAP_S, fleet="disk"),
     Fault("terminal_stopped", host_faults.terminal_stopped, QUEUE_GAP_S, fleet="terminal"),
@@ -80,7 +86,7 @@ _HOST = [
     Fault("cpu_starved", host_faults.starved, None),
 ]
 _OPERATOR = [
-    Fault(f"operator_{name}", make, DECODE_GAP_S, real=False)
+    Fault(f"operator_{name}", make, DECODE_GAP_S, engines=("sim",))
     for name, make in (
         ("scales", operator_faults.scaled),
         ("scales_one_killed", operator_faults.one_dies_during(operator_faults.scaled)),

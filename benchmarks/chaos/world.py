@@ -36,7 +36,7 @@ class Fault:
     gone_s: float | None = None  # until the work of a process that died is gone everywhere
     streams: int = 8
     once: bool = False  # whether each stream asks only one question
-    real: bool = True  # whether it is made with real engines too
+    engines: tuple[str, ...] = ("sim", "real")  # with which it can be made
 
 
 class World:
