@@ -178,9 +178,17 @@ def measure(
             views[-1].process.kill()
             views[-1].process.wait()
             failures = [failure for view in views for failure in view.failures]
+            others, before = views[:-1], [view.now for view in views[:-1]]
+            redis, used_s = server.counters(), cpu_s(groups)
             views[-1] = Frontend(file, url)
             result["restart_with_imports_s"] = wait(lambda: views[-1].sees(count - lost), "the new frontend sees all")
             result["restart_s"] = views[-1].now["age_s"]
+            result["restart_cpu_s"] = {
+                "workers": cpu_s(groups) - used_s,
+                "frontend": views[-1].now["cpu_s"],
+                "others": sum(view.now["cpu_s"] - old["cpu_s"] for view, old in zip(others, before, strict=True)),
+                "redis": server.counters()["cpu_s"] - redis["cpu_s"],
+            }
             for view in views:
                 view.ask(0)
             wait(lambda: all(v.now["sent"] == v.now["answered"] + v.now["failed"] for v in views), "all are answered")

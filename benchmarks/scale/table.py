@@ -36,6 +36,10 @@ FIGURES: list[Figure] = [
     ("a tenth lost: noticed after, s", "", lambda r: r["loss_noticed_s"]),
     ("requests without their answer", "0", lambda r: r["failed"]),
     ("a new frontend sees all, s", "5", lambda r: r["restart_s"]),
+    ("... its CPU time until then, s", "", lambda r: r["restart_cpu_s"]["frontend"]),
+    ("... that of all workers, s", "", lambda r: r["restart_cpu_s"]["workers"]),
+    ("... that of the other frontends, s", "", lambda r: r["restart_cpu_s"]["others"]),
+    ("... that of Redis, s", "", lambda r: r["restart_cpu_s"]["redis"]),
 ]
 
 
