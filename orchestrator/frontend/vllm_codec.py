@@ -58,6 +58,10 @@ class VllmCodec:
             return [bytes(frame) for frame in self._encoder.encode(request)]
         except OverflowError as error:  # vLLM's own engine core client raises it too, as a server error
             raise VLLMValidationError(f"a number in the request is out of range: {error}") from error
+        except UnicodeEncodeError as error:
+            raise VLLMValidationError(
+                f"text in the request is not Unicode, but has a lone surrogate: {error}"
+            ) from error
 
     def decode_outputs(self, frames: list[bytes], sent_at: float, now: float) -> Batch:
         try:

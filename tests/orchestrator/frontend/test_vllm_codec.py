@@ -130,3 +130,11 @@ def test_client_cannot_set_kv_transfer_params(codec) -> None:
     made = request(extra_args={"kv_transfer_params": {"a": 1}, "kv_cache_report_mode": "full", "own": 2})
     codec.read(made, 0)
     assert made.sampling_params.extra_args == {"own": 2}
+
+
+@pytest.mark.parametrize(("sampling", "why"), [({"stop": ["\udfff"]}, "lone surrogate"), ({"seed": 1 << 70}, "range")])
+def test_what_cannot_be_sent_is_the_clients_mistake(codec: Any, sampling: dict[str, Any], why: str) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(VLLMValidationError, match=why):
+        codec.read(request(**sampling), 16)
