@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 import msgspec
@@ -33,18 +34,13 @@ app.add_typer(queue_app, name="queue")
 
 @app.command()
 def scale(
-    targets: Annotated[list[str], typer.Argument(help="prefill=X, decode=Y, or both.")],
+    targets: Annotated[list[str], typer.Argument(help="prefill=X, decode=Y, or both; or both as 2P6D.")],
     namespace: NamespaceOption = None,
     redis: RedisOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Set how many workers of each role there should be."""
-    counts: dict[str, int] = {}
-    for target in targets:
-        name, _, value = target.partition("=")
-        if name not in ("prefill", "decode") or not value.isdecimal() or len(value) > 9:
-            raise Refused(f"{target}: expected prefill=X or decode=Y with an integer >= 0")
-        counts[name] = int(value)
+    counts = _counts(targets)
     wanted = ask(find_fleet(namespace, redis), lambda fleet: _steer(fleet).scale(**counts))
     _say({"prefill": wanted.prefill, "decode": wanted.decode}, as_json)
 
@@ -141,6 +137,21 @@ async def _set_level(fleet: OpenFleet, namespace: str, level: str | None, proces
         if process not in there:
             raise Refused(f"{process!r} is no process of the fleet; it has {', '.join([*there, 'launcher'])}")
     await LogLevels(fleet.redis, namespace).set(level, process)
+
+
+def _counts(targets: list[str]) -> dict[str, int]:
+    """How many workers of which role are asked for: `prefill=2`, `decode=6`, or both at once as `2P6D`."""
+    counts: dict[str, int] = {}
+    for target in targets:
+        split = re.fullmatch(r"([0-9]{1,9})P([0-9]{1,9})D", target, re.IGNORECASE)
+        single = re.fullmatch(r"(prefill|decode)=([0-9]{1,9})", target)
+        if split:
+            counts |= {"prefill": int(split[1]), "decode": int(split[2])}
+        elif single:
+            counts[single[1]] = int(single[2])
+        else:
+            raise Refused(f"{target}: expected prefill=X or decode=Y with an integer >= 0, or both as 2P6D")
+    return counts
 
 
 def _steer(fleet: OpenFleet) -> Steering:

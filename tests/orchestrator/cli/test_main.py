@@ -143,6 +143,7 @@ def test_the_version_is_the_packages():
         (["bench", "http://127.0.0.1:1", "--ttft", "inf"], "Invalid value for '--ttft': expected a finite number"),
         (["bench", "http://127.0.0.1:1", "--rate", "2,nan"], "--rate: expected numbers above 0"),
         (["scale", "prefill=\N{SUPERSCRIPT TWO}"], "expected prefill=X or decode=Y with an integer >= 0"),
+        (["scale", "2P"], "2P: expected prefill=X or decode=Y with an integer >= 0, or both as 2P6D"),
         (["config"], "Missing command. See `orchestrator config --help`."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -239,6 +240,11 @@ def test_commands_without_a_fleet_say_so():
     assert "no fleet runs in namespace 'nobody'" in refused("down", "--namespace", "nobody")
     assert "cannot be used" in refused("status", "--redis", "redis://127.0.0.1:1")
     assert "several: expected prefill=X or decode=Y" in refused("scale", "several", "--namespace", "nobody")
+
+
+def test_scale_reads_both_counts_in_one_word(redis_url):
+    said = orchestrator("scale", "2P6D", "--json", "--redis", redis_url).stdout
+    assert json.loads(said) == {"prefill": 2, "decode": 6}
 
 
 def test_an_empty_fleet_is_shown_from_its_redis(redis_url):
