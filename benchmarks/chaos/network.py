@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 _SLOW = "tbf rate 2mbit burst 16kb latency 1000ms"  # a fifth of a second for the reports of one
 
@@ -24,6 +26,7 @@ class Network:
         self._switch = f"{self._prefix}-switch"
         self._numbers = {name: number for number, name in enumerate(names, start=1)}
         self._cut: set[tuple[str, str, tuple[str, int] | None]] = set()
+        _delete_those_of_dead_processes()
         try:
             self._make()
         except BaseException:
@@ -99,9 +102,19 @@ class Network:
                 _ip("netns", "del", name)
 
 
-def _ip(*arguments: str) -> None:
-    _run("ip", *arguments)
+def _delete_those_of_dead_processes() -> None:
+    """Delete the networks of processes that were killed: their routes would be in the way of a new one."""
+    for name in _ip("netns", "list").split():
+        made_by = re.match(r"pd(\d+)-", name)
+        if made_by is not None and not Path(f"/proc/{made_by[1]}").exists():
+            with contextlib.suppress(subprocess.CalledProcessError):  # another process deletes it too
+                _ip("netns", "del", name)
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+def _ip(*arguments: str) -> str:
+    return _run("ip", *arguments)
+
+
+def _run(*command: str) -> str:
+    """Its standard output."""
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
