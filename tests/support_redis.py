@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from orchestrator.config.settings import QueueConfig
 from orchestrator.launch.host import redis_server
@@ -18,9 +16,6 @@ from orchestrator.store.client import Redis
 from orchestrator.store.keys import Keys
 from orchestrator.store.queue import Claim, PrefillQueue
 from orchestrator.types import EngineIdentity, KVEndpoint, PrefillJob, Role, WorkerInfo, WorkerState
-
-DEADLINE_S = 60.0
-T = TypeVar("T")
 
 # PD_TEST_REDIS_SERVER=/usr/bin/redis-server runs these tests against another server.
 if _other := os.environ.get("PD_TEST_REDIS_SERVER"):
@@ -72,16 +67,6 @@ def running_server(folder: Path) -> Iterator[Server]:
         yield server
     finally:
         server.stop()
-
-
-async def eventually(attempt: Callable[[], Awaitable[T]], what: str) -> T:
-    """Call until the result is truthy; fail after the deadline."""
-    deadline = time.monotonic() + DEADLINE_S
-    while True:
-        if result := await attempt():
-            return result
-        assert time.monotonic() < deadline, f"not within {DEADLINE_S:g} s: {what}"
-        await asyncio.sleep(0.01)
 
 
 def fresh_namespace() -> str:

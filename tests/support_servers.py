@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from support_redis import eventually
+from support_wait import until
 
 from orchestrator.launch.host.redis_server import server_binary
 from orchestrator.store.client import Redis, RedisAway, connect
@@ -58,7 +58,7 @@ class Node:
                 return await connect(f"redis://{self.address}", TIMEOUT_S)
             return None
 
-        client = await eventually(connected, f"{self.address} answers")
+        client = await until(connected, f"{self.address} answers")
         assert client is not None
         return client
 
@@ -108,7 +108,7 @@ async def watched_pair(start: Start) -> tuple[Node, Node, Node]:
     async def linked() -> bool:
         return b"slave0:" in await raw_info(sentinel) or b"slaves=1" in await raw_info(sentinel)
 
-    await eventually(linked, "the Sentinel knows the replica")
+    await until(linked, "the Sentinel knows the replica")
     return primary, replica, sentinel
 
 

@@ -7,9 +7,10 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+
+from support_wait import until
 
 from orchestrator.config.settings import KVConfig
 from orchestrator.types import KVSource
@@ -90,19 +91,6 @@ def frames(prompt: list[int], max_tokens: int = 8, *, lora: Any = None, **sampli
     params = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True} | sampling)
     request = EngineCoreRequest("from-the-frontend", prompt, None, params, None, time.time(), lora, None, None)
     return [bytes(frame) for frame in MsgpackEncoder().encode(request)]
-
-
-async def until(condition: Callable[[], Any], timeout_s: float = 20.0, what: str = "a condition") -> Any:
-    """Polls a function, plain or async, until it is true; its value is returned."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        value = condition()
-        if isinstance(value, Awaitable):
-            value = await value
-        if value:
-            return value
-        assert time.monotonic() < deadline, f"{what} did not come true within {timeout_s} s"
-        await asyncio.sleep(0.02)
 
 
 class Driver:

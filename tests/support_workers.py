@@ -12,12 +12,13 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
+from support_wait import DEADLINE_S, until
 
 from orchestrator.config.settings import Config, parse_config
 from orchestrator.launch.host.redis_server import EmbeddedRedis
@@ -57,22 +58,12 @@ from workers.sim.codec import SimCodec, WireRequest, WireSampling
 from workers.sim.engine import SimEngine
 from workers.sim.scheduler import TokenStream
 
-DEADLINE_S = 60.0
 ROOT = Path(__file__).parents[1]
 
 
 def expected(prompt: list[int], count: int, start: int = 0) -> list[int]:
     stream = TokenStream(prompt)
     return [stream.token(i) for i in range(start, start + count)]
-
-
-async def until(true: Callable[[], Any], what: str = "") -> Any:
-    """Poll until it is true; fails after DEADLINE_S."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not (value := true()):
-        assert time.monotonic() < deadline, f"not in time: {what or true}"
-        await asyncio.sleep(0.005)
-    return value
 
 
 @dataclass

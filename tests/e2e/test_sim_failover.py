@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from support_fleet import RunningFleet, running_fleet, token_prompt
-from support_redis import eventually
 from support_servers import SERVICE, Node, Start, nodes, watched_pair
+from support_wait import until
 
 from orchestrator.store.client import connect
 from orchestrator.store.keys import Keys
@@ -44,7 +44,7 @@ async def served_through_a_fail_over(start: Start) -> None:
         async with fleet.under_load(PROMPTS, concurrency=16, max_tokens=MAX_TOKENS) as answers:
             await more(fleet, answers, 40)
             primary.kill()
-            await eventually(lambda: is_primary(replica), "the Sentinel has promoted the replica")
+            await until(lambda: is_primary(replica), "the Sentinel has promoted the replica")
             await asyncio.to_thread(
                 fleet.until, lambda: fleet.metric("pd_queue_reachable") == 1, "the replica serves the fleet"
             )

@@ -14,8 +14,9 @@ import pytest
 import yaml
 from support_acl import add_user
 from support_fleet import ROOT, RunningFleet, descendants, token_prompt
-from support_redis import eventually, fresh_namespace, running_server
+from support_redis import fresh_namespace, running_server
 from support_tls import running_tls_server
+from support_wait import until
 
 from orchestrator.store.client import Redis, RedisAway, connect
 
@@ -37,7 +38,7 @@ async def administering(url: str) -> AsyncIterator[Redis]:
         except RedisAway:
             return None
 
-    redis = await eventually(connected, f"{url} answers")
+    redis = await until(connected, f"{url} answers")
     assert redis is not None
     try:
         yield redis

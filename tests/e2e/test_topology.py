@@ -17,7 +17,8 @@ import psutil
 import pytest
 import pytest_asyncio
 from support_fleet import running_fleet, small_model, token_prompt
-from support_vllm import Driver, engine_pid, frames, tiny_model, until
+from support_vllm import Driver, engine_pid, frames, tiny_model
+from support_wait import until
 
 from orchestrator.config.settings import KVConfig
 

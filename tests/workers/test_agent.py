@@ -8,7 +8,8 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from support_workers import Workers, expected, running_workers, until
+from support_wait import until
+from support_workers import Workers, expected, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.store.client import RedisAway
@@ -305,9 +306,7 @@ async def test_stopped_worker_leaves_its_taken_id(workers: Workers, alive: bool)
             await asyncio.wait_for(asyncio.shield(stopped.task), 10)
         assert (await workers.registry.workers())[stopped.id] == successor
     else:
-        async with asyncio.timeout(10):
-            while not await workers.registry.has_engine(stopped.id, stopped.info.kv.engine_id):
-                await asyncio.sleep(0.01)
+        await until(lambda: workers.registry.has_engine(stopped.id, stopped.info.kv.engine_id))
         assert not stopped.task.done()
 
 

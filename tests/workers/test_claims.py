@@ -9,7 +9,8 @@ import time
 
 import pytest
 from support_redis import claim_head
-from support_workers import Frontend, Workers, running_workers, until
+from support_wait import until
+from support_workers import Frontend, Workers, running_workers
 
 from orchestrator.config.settings import QueueConfig
 from orchestrator.launch.host.redis_server import EmbeddedRedis

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 from support_router import RouterClient
-from support_workers import LocalWorker, Workers, running_workers, until
+from support_wait import until
+from support_workers import LocalWorker, Workers, running_workers
 
 from orchestrator.fleet.control_calls import CallFailed
 from orchestrator.launch.host.redis_server import EmbeddedRedis
@@ -136,9 +137,7 @@ async def test_joining_worker_is_paused_and_resumed(redis_server: EmbeddedRedis)
         await until(lambda: other.connection.pause.active, "the other frontend knows")
         await client.close()
         joined = await workers.start(Role.DECODE)
-        async with asyncio.timeout(20):
-            while not await engine_paused(joined):
-                await asyncio.sleep(0.01)
+        await until(lambda: engine_paused(joined))
         for worker in first:
             worker.agent.request_stop(5.0)
             await worker.stopped()
@@ -146,9 +145,7 @@ async def test_joining_worker_is_paused_and_resumed(redis_server: EmbeddedRedis)
         assert other.connection.pause.active
         last = await workers.start(Role.DECODE)
         await until(lambda: last.id in known.workers and known.workers[last.id].connected, "the last has joined")
-        async with asyncio.timeout(20):
-            while not await engine_paused(last):
-                await asyncio.sleep(0.01)
+        await until(lambda: engine_paused(last))
         await other.connection.pause.end()
         assert not other.connection.pause.active
         assert not await engine_paused(joined) and not await engine_paused(last)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from support_bench import counted
 from support_router import RouterClient
-from support_workers import LocalWorker, Workers, expected, running_workers, until
+from support_wait import until
+from support_workers import LocalWorker, Workers, expected, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.types import Role

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 from support_fuzz import damaged, members
 from support_router import RouterClient
-from support_workers import Workers, running_workers, until
+from support_wait import until
+from support_workers import Workers, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.store.registry import RegistryEvent

@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from support_workers import ROOT, Workers, until
+from support_wait import until
+from support_workers import ROOT, Workers
 
 from orchestrator.config.settings import parse_config
 from orchestrator.config.shared import shared

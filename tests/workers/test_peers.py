@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
-from support_workers import until
+from support_wait import until
 
 from orchestrator.store.client import RedisAway
 from orchestrator.types import Departed

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 from support_router import RouterClient
-from support_workers import running_workers, until
+from support_wait import until
+from support_workers import running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.types import FinishReason, Role

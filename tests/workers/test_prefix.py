@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from support_wait import until
 
 from orchestrator.types import PrefixEvents
 from orchestrator.wire.messages import PrefixSnapshot
@@ -20,12 +21,6 @@ def world():
     reporter = PrefixReporter("w", published.append, lambda to, part: sent.append((to, part)) or True, load)
     yield reporter, published, sent, load
     reporter.close()
-
-
-async def until(true):
-    async with asyncio.timeout(DEADLINE_S):
-        while not true():
-            await asyncio.sleep(0.002)
 
 
 def test_changes_are_net():

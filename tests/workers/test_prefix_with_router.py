@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 import pytest
 from support_bench import counted
 from support_router import RouterClient
-from support_workers import LocalWorker, Workers, running_workers, until
+from support_wait import until
+from support_workers import LocalWorker, Workers, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.policy.prefix_keys import prefix_keys

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from support_workers import until
+from support_wait import until
 
 from workers.vllm_engine.ranks import RankWatch
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 import pytest
-from support_workers import until
+from support_wait import until
 
 from orchestrator.fleet.membership import QUIET_S
 from orchestrator.types import WorkerLoad

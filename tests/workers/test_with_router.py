@@ -8,7 +8,8 @@ import random
 import pytest
 from support_bench import counted
 from support_router import RouterClient
-from support_workers import WorkerProcess, running_workers, until
+from support_wait import until
+from support_workers import WorkerProcess, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.store.registry import UnknownWorker

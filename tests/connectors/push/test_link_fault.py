@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support_vllm import Driver, frames, tiny_model, until
+from support_vllm import Driver, frames, tiny_model
+from support_wait import until
 
 from orchestrator.config.settings import KVConfig
 

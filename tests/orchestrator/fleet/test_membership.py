@@ -6,6 +6,7 @@ import time
 import msgspec
 import pytest
 from support_doors import Doors
+from support_wait import until
 
 from orchestrator.fleet.membership import RECONNECT_S, Membership
 from orchestrator.fleet.prefixes import PrefixView
@@ -121,16 +122,11 @@ class Scene:
         """Its load, from now on."""
         if name in self.fleet.workers:
             self.fleet.workers[name].load = None
-        await self.until(lambda: name in self.fleet.workers and self.fleet.workers[name].load)
-        await self.until(lambda: self.fleet.workers[name].connected)
+        await until(lambda: name in self.fleet.workers and self.fleet.workers[name].load)
+        await until(lambda: self.fleet.workers[name].connected)
 
     async def changed(self):
         await self.registry.events.put(Resync())
-
-    async def until(self, condition):
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition():
-                await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -154,21 +150,21 @@ async def test_a_worker_is_usable_once_it_has_answered(scene):
 async def test_a_killed_worker_is_lost_though_the_registry_still_lists_it(scene):
     worker = await scene.start("d")
     worker.die()
-    await scene.until(lambda: scene.lost)
+    await until(lambda: scene.lost)
     assert scene.lost == ["d"] and scene.fleet.ready(Role.DECODE) == 0
 
 
 async def test_a_worker_that_hangs_is_lost(scene):
     worker = await scene.start("d")
     worker.mute()
-    await scene.until(lambda: scene.lost == ["d"])
+    await until(lambda: scene.lost == ["d"])
 
 
 async def test_a_worker_that_is_slow_becomes_quiet_and_is_usable_again_once_heard(scene):
     worker = await scene.start("d")
     assert scene.quiet == []
     worker.mute()
-    await scene.until(lambda: scene.quiet == ["d"])
+    await until(lambda: scene.quiet == ["d"])
     assert scene.fleet.workers["d"].quiet and scene.lost == []
     worker.speak()
     await scene.heard("d")
@@ -192,7 +188,7 @@ async def test_heard_workers_survive_lost_redis(scene):
     scene.registry.away = False
     scene.registry.registered.clear()
     await scene.changed()
-    await scene.until(scene.registry.events.empty)
+    await until(scene.registry.events.empty)
     for _ in range(20):  # longer than it takes to lose a dead one
         await asyncio.sleep(0.1)
         assert scene.fleet.ready(Role.DECODE) == 1
@@ -204,7 +200,7 @@ async def test_unregistered_silent_worker_has_left(scene):
     worker = await scene.start("d")
     del scene.registry.registered["d"]
     worker.mute()
-    await scene.until(lambda: scene.lost == ["d"])
+    await until(lambda: scene.lost == ["d"])
 
 
 async def test_restarted_worker_loses_requests_of_old_process(scene):
@@ -213,10 +209,10 @@ async def test_restarted_worker_loses_requests_of_old_process(scene):
     scene.living.append(fresh)
     scene.registry.registered["d"] = fresh.info
     await scene.changed()
-    await scene.until(lambda: scene.lost == ["d"] and scene.fleet.ready(Role.DECODE))
+    await until(lambda: scene.lost == ["d"] and scene.fleet.ready(Role.DECODE))
     assert scene.fleet.workers["d"].info.kv.engine_id == "e2"
     old.die()
-    await scene.until(lambda: scene.fleet.workers["d"].load)
+    await until(lambda: scene.fleet.workers["d"].load)
     assert scene.fleet.workers["d"].usable_as is Role.DECODE and scene.lost == ["d"]
 
 
@@ -230,7 +226,7 @@ async def test_blocked_loop_declares_no_worker_dead(scene):
         await scene.heard("d")
     assert scene.lost == [] and scene.fleet.ready(Role.DECODE) == 1
     worker.mute()
-    await scene.until(lambda: scene.lost == ["d"])
+    await until(lambda: scene.lost == ["d"])
 
 
 async def test_a_worker_whose_load_cannot_be_heard_is_never_used_and_given_up(scene):
@@ -239,7 +235,7 @@ async def test_a_worker_whose_load_cannot_be_heard_is_never_used_and_given_up(sc
     scene.registry.registered["d"] = worker.info
     await scene.changed()
     used = []
-    await scene.until(lambda: used.append(scene.fleet.ready(Role.DECODE)) or scene.lost == ["d"])
+    await until(lambda: used.append(scene.fleet.ready(Role.DECODE)) or scene.lost == ["d"])
     assert not any(used)
 
 
@@ -300,10 +296,10 @@ async def test_a_worker_that_is_slow_to_connect_again_is_not_lost(scene):
     await scene.changed()
     await scene.heard("d")
     doors.break_all()
-    await scene.until(lambda: doors.shut)
+    await until(lambda: doors.shut)
     await asyncio.sleep(3 * RECONNECT_S)
     assert scene.lost == [] and not scene.fleet.ready(Role.DECODE)
     doors.open_all()
-    await scene.until(lambda: scene.fleet.ready(Role.DECODE))
+    await until(lambda: scene.fleet.ready(Role.DECODE))
     assert scene.reset == ["d"] and scene.lost == []
     await doors.close()

@@ -7,6 +7,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from support_wait import until
 
 from orchestrator.fleet import queue_view
 from orchestrator.fleet.queue_view import QueueView
@@ -67,12 +68,6 @@ async def linked(monkeypatch):
     await until(lambda: view.depth is not None)
     yield queue, view, told
     task.cancel()
-
-
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_depth_includes_what_was_enqueued_since_the_last_poll(linked):

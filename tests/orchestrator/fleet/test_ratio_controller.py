@@ -6,7 +6,8 @@ import time
 
 import msgspec
 import pytest
-from support_redis import eventually, fresh_namespace, running_server, worker
+from support_redis import fresh_namespace, running_server, worker
+from support_wait import until
 
 from orchestrator.config.settings import parse_config
 from orchestrator.fleet import ratio_controller as controller
@@ -43,7 +44,7 @@ async def test_one_leads_until_its_lease_runs_out(registry):
     assert await registry.lead("a", 30.0) == pytest.approx(time.time(), abs=60)
     assert await registry.lead("b", 30.0) is None
     assert await registry.lead("a", 0.05) is not None, "its own lease is renewed"
-    await eventually(lambda: registry.lead("b", 30.0), "another leads once the lease is over")
+    await until(lambda: registry.lead("b", 30.0), "another leads once the lease is over")
     assert await registry.lead("a", 30.0) is None
 
 
@@ -137,7 +138,7 @@ async def observed(ratio_controller):
         async def full():
             return len(ratio_controller.window) == ratio_controller.window.maxlen
 
-        await eventually(full, "a full window")
+        await until(full, "a full window")
 
 
 @contextlib.asynccontextmanager
@@ -167,7 +168,7 @@ LONG_PROMPTS, LONG_ANSWERS = (4000, 1), (1, 4000)
 async def test_long_answers_move_all_prefill_workers_and_are_logged(registry):
     await registry.set_desired(3, 1, "launcher")
     async with running(registry, fleet_of(P, P, P, D, running=64, waiting=190)), offering(registry, *LONG_ANSWERS):
-        ratio = await eventually(lambda: is_desired(registry, 0, 4), "every worker prefills what it decodes")
+        ratio = await until(lambda: is_desired(registry, 0, 4), "every worker prefills what it decodes")
         assert ratio.set_by == "ratio"
     history = [noted.decision for noted in await registry.history.read()]
     assert [line.split(":")[0] for line in history] == ["3P1D -> 0P4D"]
@@ -180,7 +181,7 @@ async def test_shift_to_prefill_keeps_min_decode(registry):
         running(registry, fleet_of(P, D, D, D), min_decode=2) as mine,
         offering(registry, *LONG_PROMPTS),
     ):
-        await eventually(lambda: is_desired(registry, 2, 2), "prefill workers come back")
+        await until(lambda: is_desired(registry, 2, 2), "prefill workers come back")
         await observed(mine)
         assert await is_desired(registry, 2, 2)
 
@@ -214,7 +215,7 @@ async def test_when_the_leader_dies_another_goes_on(registry, monkeypatch):
         await observed(first)
     assert await is_desired(registry, 3, 1)
     async with running(registry, fleet, "second"), offering(registry, *LONG_ANSWERS):
-        await eventually(lambda: is_desired(registry, 0, 4), "the second decides")
+        await until(lambda: is_desired(registry, 0, 4), "the second decides")
     assert await registry.redis.get(f"{registry.keys.prefix}ratio_leader") in (b"second", None)
 
 

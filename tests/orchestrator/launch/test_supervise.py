@@ -6,9 +6,9 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
 
 import pytest
+from support_wait import until
 
 from orchestrator.config.settings import LauncherConfig
 from orchestrator.launch.host.process import (
@@ -31,12 +31,6 @@ def reaping():
 
 def python(code: str, name: str = "child") -> ProcessSpec:
     return ProcessSpec(name, [sys.executable, "-c", code])
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 class Child:

@@ -6,6 +6,7 @@ import time
 import msgspec
 import pytest
 from support_bench import Bench, FakeCodec, FakeRequest
+from support_wait import until
 
 from orchestrator.policy.policies import LATE_OBJECTIVES
 from orchestrator.router.decider import Decider
@@ -114,9 +115,7 @@ async def test_queued_requests_go_local_when_no_worker_claims(gone, monkeypatch)
         await asyncio.sleep(0.05)
         assert bench.router.requests["r"].state is State.QUEUED
         view.info = msgspec.structs.replace(view.info, **gone)
-        async with asyncio.timeout(5):
-            while not bench.submits():
-                await asyncio.sleep(0.01)
+        await until(bench.submits)
     finally:
         running.cancel()
     assert bench.router.requests["r"].retries == ["no_prefill_worker"]
@@ -534,9 +533,7 @@ async def test_a_request_that_stalls_is_started_elsewhere():
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
     first = bench.bound_to()
     watching = asyncio.create_task(bench.router.run())
-    async with asyncio.timeout(10):
-        while len(bench.submits()) < 2:
-            await asyncio.sleep(0.02)
+    await until(lambda: len(bench.submits()) == 2)
     watching.cancel()
     assert bench.bound_to() != first
 

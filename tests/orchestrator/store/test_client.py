@@ -19,8 +19,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support_redis import eventually, running_server
+from support_redis import running_server
 from support_tls import make_certificate
+from support_wait import until
 
 from orchestrator.config.values import masked
 from orchestrator.launch.host.redis_server import EmbeddedRedis, EmbeddedRedisError, server_binary
@@ -36,13 +37,6 @@ def server(tmp_path):
         yield server
 
 
-@pytest.fixture
-async def redis(server):
-    redis = await connect(server.url, 2.0)
-    yield redis
-    await redis.aclose()
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -51,6 +45,12 @@ def free_port() -> int:
 
 def spawn(*command: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.PIPE)
+
+
+async def answers(redis) -> bool:
+    with contextlib.suppress(RedisAway):
+        return bool(await redis.ping())
+    return False
 
 
 def gone(pid: int) -> bool:
@@ -184,7 +184,7 @@ async def test_after_a_fail_over_the_new_primary_is_found_and_gets_the_functions
                         return True
                     return False
 
-                await eventually(settable, "the desired ratio can be set")
+                await until(settable, "the desired ratio can be set")
                 assert (await Registry(new, "t").desired()).decode == 2
                 assert len(await new.execute_command("FUNCTION LIST")) == 1, "it came without functions"
 
@@ -192,7 +192,7 @@ async def test_after_a_fail_over_the_new_primary_is_found_and_gets_the_functions
                     return isinstance(await anext(events), Resync)
 
                 async with asyncio.timeout(10):
-                    await eventually(resynced, "the subscription leads to the new primary, too")
+                    await until(resynced, "the subscription leads to the new primary, too")
             finally:
                 await events.aclose()
                 await old.execute_command("REPLICAOF", "NO", "ONE")  # or its primary waits for it when it ends
@@ -226,13 +226,7 @@ async def test_replaced_server_is_left(refusal):
         for attempt in (1, 2):
             with pytest.raises(RedisAway):
                 await redis.get("k")
-
-            async def answers() -> bool:
-                with contextlib.suppress(RedisAway):
-                    return bool(await redis.ping())
-                return False
-
-            await eventually(answers, "the pause after a failure is over")
+            await until(lambda: answers(redis), "the pause after a failure is over")
             assert connections == 1 + attempt
     finally:
         await redis.aclose()
@@ -255,14 +249,7 @@ async def test_calls_fail_while_the_server_is_away_and_work_when_it_is_back(redi
     results = await asyncio.gather(*(redis.ping() for _ in range(100)), return_exceptions=True)
     assert all(isinstance(result, RedisAway) for result in results)
     server.start()
-
-    async def back():
-        try:
-            return await redis.ping()
-        except RedisAway:
-            return False
-
-    await eventually(back, "the client finds the server again")
+    await until(lambda: answers(redis), "the client finds the server again")
 
 
 async def test_a_server_that_hangs_is_away_within_the_timeout(server):
@@ -277,14 +264,7 @@ async def test_a_server_that_hangs_is_away_within_the_timeout(server):
             await redis.ping()
     finally:
         os.kill(server.pid, signal.SIGCONT)
-
-    async def back():
-        try:
-            return await redis.ping()
-        except RedisAway:
-            return False
-
-    await eventually(back, "the client recovers")
+    await until(lambda: answers(redis), "the client recovers")
     await redis.set("a", "right")
     assert await redis.get("a") == b"right", "no answer of an earlier command is taken for this one"
     await redis.aclose()
@@ -331,7 +311,7 @@ async def test_unix_sockets(tmp_path):
     path = tmp_path / "r.sock"
     process = spawn(server_binary(), "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(tmp_path))
     try:
-        await eventually(lambda: asyncio.sleep(0, path.exists()), "the socket is there")
+        await until(path.exists, "the socket is there")
         redis = await connect(f"unix://{path}", 2.0)
         assert await redis.set("a", 1)
         assert await redis.call(QUEUE, "depth", "pd:{x}:") == [0, 0, 0]
@@ -412,18 +392,15 @@ async def test_subscription_survives_restart_and_reports_gap(redis, server):
         async for payload in redis.listen("news"):
             received.append(payload)
 
-    async def count(n):
-        return len(received) >= n
-
     task = asyncio.create_task(listen())
-    await eventually(lambda: count(1), "subscribed")
+    await until(lambda: len(received) >= 1, "subscribed")
     await redis.publish("news", "one")
-    await eventually(lambda: count(2), "received")
+    await until(lambda: len(received) >= 2, "received")
     server.stop()
     server.start()
-    await eventually(lambda: count(3), "subscribed again")
+    await until(lambda: len(received) >= 3, "subscribed again")
     await redis.publish("news", "two")
-    await eventually(lambda: count(4), "received again")
+    await until(lambda: len(received) >= 4, "received again")
     assert received == [None, b"one", None, b"two"]
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -524,4 +501,4 @@ async def test_embedded_server_dies_with_its_parent(tmp_path):
     assert not gone(pid)
     parent.kill()
     parent.communicate()
-    await eventually(lambda: asyncio.sleep(0, gone(pid)), "the server is gone too")
+    await until(lambda: gone(pid), "the server is gone too")

@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
-from support_redis import fresh_namespace, keys_of, running_server, worker
+from support_redis import fresh_namespace, keys_of, worker
 
-from orchestrator.store.client import connect
 from orchestrator.store.events import EventLog
 from orchestrator.store.registry import Registry
 from orchestrator.types import Role
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with running_server(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture
-async def redis(server):
-    redis = await connect(server.url, 5.0)
-    yield redis
-    await redis.aclose()
 
 
 async def told(log: EventLog) -> list[tuple[str, str]]:

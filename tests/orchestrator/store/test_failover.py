@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from support_redis import eventually, fresh_namespace, job, queue_config
+from support_redis import fresh_namespace, job, queue_config
 from support_servers import TIMEOUT_S, Node, Start, free_port, nodes, watched_pair
+from support_wait import until
 
 from orchestrator.store.client import Redis, RedisAway, connect
 from orchestrator.store.events import Resync
@@ -63,7 +64,7 @@ class Load:
         async def reached() -> bool:
             return len(self.done) >= wanted
 
-        await eventually(reached, f"{jobs} more jobs are done")
+        await until(reached, f"{jobs} more jobs are done")
 
     async def _enqueue(self, client: int) -> None:
         number = 0
@@ -132,7 +133,7 @@ async def cluster(start) -> list[Node]:
         state = info if isinstance(info, dict) else {}
         return state.get("master_link_status") == "up"
 
-    await eventually(replicates, "the replica is in step")
+    await until(replicates, "the replica is in step")
     return [primary, replica]
 
 
@@ -149,7 +150,7 @@ async def test_a_move_within_a_cluster_is_followed_without_an_error(cluster):
             async def promoted() -> bool:
                 return (await ask(replica, "INFO", "replication"))["role"] == "master"
 
-            await eventually(promoted, "the replica is the primary")
+            await until(promoted, "the replica is the primary")
             await load.more(50)
             assert load.errors == 0, "a client noticed"
         assert await ask(replica, "FUNCTION LIST"), "the functions are on the new primary"
@@ -176,7 +177,7 @@ async def test_while_its_slot_migrates_redis_is_away_and_afterwards_nothing_is_l
         return int(await ask(node, "CLUSTER COUNTKEYSINSLOT", slot))
 
     try:
-        await eventually(met, "the nodes have met")
+        await until(met, "the nodes have met")
         await load.registry.set_desired(1, 2, "before")
         async with load.running():
             await load.more(50)
@@ -187,7 +188,7 @@ async def test_while_its_slot_migrates_redis_is_away_and_afterwards_nothing_is_l
             async def away() -> bool:
                 return load.errors > errors + 20
 
-            await eventually(away, "Redis is away for those who ask")
+            await until(away, "Redis is away for those who ask")
             assert await keys(new) == 0, "nothing was done where the keys are not yet"
             while there := await ask(old, "CLUSTER GETKEYSINSLOT", slot, 100):
                 await ask(old, "MIGRATE", "127.0.0.1", new.port, "", 0, 1000, "KEYS", *there)
@@ -230,7 +231,7 @@ async def test_waiting_worker_is_woken_after_move(cluster):
             ((_, listeners),) = await ask(primary, "PUBSUB NUMSUB", queue.keys.wake("w"))
             return listeners == 1
 
-        await eventually(heard, "the worker listens at the node that has the queue")
+        await until(heard, "the worker listens at the node that has the queue")
         await queue.enqueue(job("a"))
         async with asyncio.timeout(10):
             await waiting

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 from support_redis import fresh_namespace, running_server
-from support_workers import until
+from support_wait import until
 
 from orchestrator.store.client import connect
 from orchestrator.store.log_levels import LogLevels, follow_log_level

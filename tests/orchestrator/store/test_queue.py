@@ -15,28 +15,14 @@ from support_redis import (
     keys_of,
     make_old,
     queue_config,
-    running_server,
 )
 
 from orchestrator.policy.claims import choose_claims
-from orchestrator.store.client import RedisAway, connect
+from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import PrefillQueue, QueueFull, SweepResult
 from orchestrator.types import JobState, QueueDepth, WindowJob
 
 ALL = 10**9  # a budget that everything fits
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with running_server(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture
-async def redis(server):
-    redis = await connect(server.url, 5.0)
-    yield redis
-    await redis.aclose()
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from support_redis import (
     fresh_namespace,
     job,
     queue_config,
-    running_server,
 )
 
 from orchestrator.store.client import connect
@@ -190,12 +189,6 @@ class QueueMachine(RuleBasedStateMachine):
         self.do(assert_no_leaks(self.redis, self.namespace))
         self.do(self.redis.aclose())
         self.runner.close()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with running_server(tmp_path_factory.mktemp("redis")) as server:
-        yield server
 
 
 @pytest.mark.slow

@@ -12,13 +12,13 @@ import pytest
 from support_redis import (
     assert_no_leaks,
     claim_head,
-    eventually,
     expire_lease,
     fresh_namespace,
     job,
     queue_config,
     running_server,
 )
+from support_wait import until
 
 from orchestrator.policy.claims import choose_claims
 from orchestrator.store.client import RedisAway, connect
@@ -27,12 +27,6 @@ from orchestrator.store.queue import PrefillQueue
 from orchestrator.types import QueueDepth
 
 ALL = 10**9
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with running_server(tmp_path_factory.mktemp("redis")) as server:
-        yield server
 
 
 @pytest.fixture
@@ -182,7 +176,7 @@ async def waiting_are(queues, number):
     async def registered():
         return await waiters(queues) >= number
 
-    await eventually(registered, f"{number} waiters")
+    await until(registered, f"{number} waiters")
 
 
 async def test_waiting_ends_at_once_when_there_is_work(queues):
@@ -364,7 +358,7 @@ async def test_a_dead_waiter_is_passed_over(queues):
         channels = await queues.redis.execute_command("PUBSUB", "CHANNELS", f"pd:{{{queues.namespace}}}:wake:*")
         return len(channels) == 1
 
-    await eventually(unsubscribed, "the dead waiter's subscription is gone")
+    await until(unsubscribed, "the dead waiter's subscription is gone")
     await other.enqueue(job("a"))
     await asyncio.wait_for(tasks[1], 15)
     tasks[0].cancel()
@@ -441,7 +435,7 @@ async def test_a_killed_and_restarted_server(mortal):
         except RedisAway:
             return None
 
-    assert await eventually(depth, "the queue works again") == QueueDepth(0, 0, 0)
+    assert await until(depth, "the queue works again") == QueueDepth(0, 0, 0)
     # What Redis lost is unknown, not wrong: holders are told, and everything goes on.
     assert await queue.renew("w", ["a"]) == ["a"]
     assert not await queue.ack("w", "a", 1)
@@ -480,7 +474,7 @@ async def test_killed_server_leaves_no_call_hanging(mortal):
 
     async def until_more(kind):
         before = ended[kind]
-        await eventually(lambda: more_than(kind, before + 20), kind)
+        await until(lambda: more_than(kind, before + 20), kind)
 
     tasks = [asyncio.create_task(run(number)) for number in range(8)]
     for _ in range(3):

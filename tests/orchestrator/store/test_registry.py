@@ -9,7 +9,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support_redis import claim_head, eventually, fresh_namespace, job, queue_config, running_server, worker
+from support_redis import claim_head, fresh_namespace, job, queue_config, running_server, worker
+from support_wait import until
 
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.configuration import Phase, Rollout, Version
@@ -29,19 +30,6 @@ from orchestrator.store.registry import STAYS, Frontend, IncompatibleWorker, Reg
 from orchestrator.types import ALWAYS_EQUAL, Departed, EngineIdentity, EngineSpeed, Role, WorkerState
 
 TTL_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with running_server(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture
-async def redis(server):
-    redis = await connect(server.url, 5.0)
-    yield redis
-    await redis.aclose()
 
 
 @pytest.fixture
@@ -65,7 +53,7 @@ class Watcher:
             assert not self._task.done(), f"watching ended: {self._task}"
             return self.events.count(event) >= count
 
-        await eventually(seen, f"{event} in {self.events}")
+        await until(seen, f"{event} in {self.events}")
 
     async def close(self):
         self._task.cancel()
@@ -153,7 +141,7 @@ async def test_a_silent_worker_is_gone(registry):
     async def nobody():
         return not await registry.workers()
 
-    await eventually(nobody, "a is forgotten")
+    await until(nobody, "a is forgotten")
 
 
 async def test_refreshing_keeps_a_worker_and_updates_it(registry, redis):
@@ -518,7 +506,7 @@ async def test_heartbeat_returns_departed_workers(registry, redis):
     async def is_told():
         return (await registry.refresh(me, TTL_S, told.last_departure)).departed == [*heard, departed(lost)]
 
-    await eventually(is_told, "the silent one departed")
+    await until(is_told, "the silent one departed")
     now = await registry.refresh(me, TTL_S)
     assert now.departed == [] and now.workers == 2, "it does not ask"
     assert (await registry.refresh(me, TTL_S, now.last_departure)).departed == []
@@ -761,7 +749,7 @@ async def test_watching_survives_a_killed_server(tmp_path):
                 return False
             return True
 
-        await eventually(refreshed, "a is back")
+        await until(refreshed, "a is back")
         await watcher.until(Joined("a"), 2)
         await watcher.close()
         await redis.aclose()

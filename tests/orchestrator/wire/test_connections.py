@@ -6,6 +6,7 @@ import socket
 
 import pytest
 from support_doors import Doors
+from support_wait import until
 
 from orchestrator.wire import connections
 from orchestrator.wire.addresses import Listening
@@ -49,11 +50,6 @@ class Fleet:
             self._frontend = FrontendTransport("f", keys=None)
         return self._frontend
 
-    async def until(self, true):
-        async with asyncio.timeout(DEADLINE_S):
-            while not true():
-                await asyncio.sleep(0.01)
-
     async def close(self):
         for task in self.tasks:
             task.cancel()
@@ -67,21 +63,21 @@ async def test_the_next_connection_is_made_when_another_is_up(fleet):
     await fleet.add(WORKERS)
     for up in range(WORKERS):
         behind = min(MOST, WORKERS - up)
-        await fleet.until(lambda behind=behind: len(fleet.doors.shut) == behind)
+        await until(lambda behind=behind: len(fleet.doors.shut) == behind)
         await asyncio.sleep(2 * connections.ACCEPT_S if not up else 0.01)  # no more come
         assert len(fleet.doors.shut) == behind and len(fleet.greeted) <= up
         fleet.doors.shut[0].open()
-        await fleet.until(lambda up=up: len(fleet.greeted) == up + 1)
+        await until(lambda up=up: len(fleet.greeted) == up + 1)
     assert fleet.doors.tries == WORKERS  # each once
 
 
 async def test_handshakes_that_fail_are_tried_again_a_few_at_a_time(fleet, monkeypatch):
     monkeypatch.setattr("orchestrator.wire.sockets.HANDSHAKE_TIMEOUT_MS", 200)
     await fleet.add(WORKERS)
-    await fleet.until(lambda: fleet.doors.tries >= 2 * WORKERS)
+    await until(lambda: fleet.doors.tries >= 2 * WORKERS)
     assert fleet.doors.most_shut <= 2 * MOST  # the end of one may be seen after the beginning of the next
     fleet.doors.open_all()
-    await fleet.until(lambda: len(fleet.greeted) == WORKERS)
+    await until(lambda: len(fleet.greeted) == WORKERS)
 
 
 async def test_workers_that_are_cut_off_keep_none_waiting(fleet):
@@ -94,14 +90,14 @@ async def test_workers_that_are_cut_off_keep_none_waiting(fleet):
             fleet.frontend.connect(f"cut-{number}", f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.2:{port}", "")
         fleet.doors.open_all()
         await fleet.add(2)
-        await fleet.until(lambda: len(fleet.greeted) == 2)
+        await until(lambda: len(fleet.greeted) == 2)
 
 
 async def test_a_connection_that_is_given_up_lets_the_next_begin(fleet):
     await fleet.add(2 * MOST)
-    await fleet.until(lambda: len(fleet.doors.shut) == MOST)
+    await until(lambda: len(fleet.doors.shut) == MOST)
     for number in range(2 * MOST - 1):
         fleet.frontend.disconnect(f"w{number}")
     assert not fleet.frontend.is_coming("w0")
     fleet.doors.open_all()
-    await fleet.until(lambda: fleet.greeted == {2 * MOST - 1})
+    await until(lambda: fleet.greeted == {2 * MOST - 1})

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.asyncio
+from support_wait import until
 
 from orchestrator.wire import messages
 from orchestrator.wire.addresses import Listening
@@ -279,9 +280,7 @@ async def test_connections_without_key_leave_nothing(fleet, monkeypatch, port, o
 async def test_a_wrong_key_is_logged_once_on_both_sides_with_what_to_do(fleet, caplog):
     fleet.frontend("stranger", register=False)
     fleet.frontend("mistaken", worker_key=KeyPair.new().public)
-    async with asyncio.timeout(DEADLINE_S):
-        while caplog.text.count("do not accept each other's keys") < 2:
-            await asyncio.sleep(0.05)
+    await until(lambda: caplog.text.count("do not accept each other's keys") >= 2)
     await asyncio.sleep(SILENCE_S)
     assert caplog.text.count("do not accept each other's keys") == 2  # one of each frontend, however often it tries
     assert caplog.text.count(f"refused a connection to {fleet.worker.request_address}") == 1

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from support_wait import until
 
 from orchestrator.types import PrefixEvents, WorkerLoad
 from orchestrator.wire import messages
@@ -288,9 +289,7 @@ async def test_connections_come_and_go_without_a_trace(mesh):
         worker.close()
         if turn == 5:
             before = descriptors()
-    async with asyncio.timeout(DEADLINE_S):
-        while descriptors() > before + 5:
-            await asyncio.sleep(0.05)
+    await until(lambda: descriptors() <= before + 5)
     frontend.close()
 
 

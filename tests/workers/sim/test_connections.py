@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 from support_sim import DEADLINE_S, SimFixture, collect, request_of
+from support_wait import until
 
 from connectors.push import wire
 from workers.sim import connections
@@ -47,12 +48,6 @@ async def pair() -> AsyncIterator[tuple[End, End]]:
     yield ends
     for end in ends:
         await end.connections.close()
-
-
-async def until(true: Callable[[], object]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not true():
-            await asyncio.sleep(0.001)
 
 
 async def test_messages_sent_before_connection_arrive_in_order(pair: tuple[End, End]) -> None:

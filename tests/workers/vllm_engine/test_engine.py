@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from support_vllm import Driver, engine_pid, frames, tiny_model, until
+from support_vllm import Driver, engine_pid, frames, tiny_model
+from support_wait import until
 
 from orchestrator.config.settings import KVConfig
 from orchestrator.types import KVEndpoint, KVSource
@@ -405,6 +406,7 @@ ORPHAN = """
 import asyncio, sys
 from pathlib import Path
 from support_vllm import Driver, engine_pid
+from support_wait import until
 
 async def main(model, backend):
     args = {"distributed_executor_backend": backend} if backend else {}

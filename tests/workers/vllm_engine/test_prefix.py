@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support_vllm import BLOCK_SIZE, Driver, frames, tiny_model, until
+from support_vllm import BLOCK_SIZE, Driver, frames, tiny_model
+from support_wait import until
 
 from orchestrator.policy.prefix_keys import prefix_keys, reusable_keys, salt_of
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from support_vllm import Driver, engine_pid, frames, tiny_model, until
+from support_vllm import Driver, engine_pid, frames, tiny_model
+from support_wait import until
 
 from orchestrator.config.settings import KVConfig
 from orchestrator.wire.addresses import free_ports

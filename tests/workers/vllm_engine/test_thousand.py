@@ -9,7 +9,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from support_vllm import Driver, engine_pid, frames, tiny_model, until
+from support_vllm import Driver, engine_pid, frames, tiny_model
+from support_wait import until
 
 from orchestrator.config.settings import KVConfig
 

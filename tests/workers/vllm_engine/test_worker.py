@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from support_vllm import tiny_model
-from support_workers import Frontend, Request, WorkerProcess, Workers, running_workers, until
+from support_wait import until
+from support_workers import Frontend, Request, WorkerProcess, Workers, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.types import Role

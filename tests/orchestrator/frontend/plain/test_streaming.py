@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +31,7 @@ from support_served import (
     Served,
     script,
 )
+from support_wait import until
 from vllm.v1.engine import FinishReason
 
 from orchestrator.frontend import edge
@@ -157,9 +157,7 @@ async def test_slow_client_gets_everything_later(served, monkeypatch) -> None:
         path, body = COMPLETION
         usage = {"stream_options": {"include_usage": True}}
         reader, writer = await served.open(path, {**body, "max_tokens": 8000, **usage})
-        async with asyncio.timeout(60):
-            while not refused:
-                await asyncio.sleep(0.01)
+        await until(lambda: refused)
         await served.core.playing[-1]
         got = await reader.read()
     finally:
@@ -178,9 +176,7 @@ async def test_a_client_that_leaves_is_noticed(served) -> None:
         await reader.readuntil(b"data: ")
     served.core.cancelled.clear()
     writer.transport.abort()
-    async with asyncio.timeout(60):
-        while not served.core.cancelled:
-            await asyncio.sleep(0.01)
+    await until(lambda: served.core.cancelled)
     served.core.playing.pop().cancel()
     assert not served.engine.output_processor.request_states
 

@@ -1,0 +1,23 @@
+"""A real Redis for the files of this folder, each with its own; every test has a namespace of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from support_redis import Server, running_server
+
+from orchestrator.store.client import Redis, connect
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+async def redis(server: Server) -> AsyncIterator[Redis]:
+    redis = await connect(server.url, 5.0)
+    yield redis
+    await redis.aclose()
