@@ -105,10 +105,10 @@ def bench_adp(results: dict[str, Any]) -> None:
     save("adp", results)
 
 
-def bench_decision(results: dict[str, Any], workers: int = 1000) -> None:
+def bench_decision(results: dict[str, Any]) -> None:
     """The time of the router's decision for one request with prefix hits, among a thousand decode workers and half as
     many prefill workers, or none."""
-    rng = random.Random(0)
+    workers, rng = 1000, random.Random(0)
     identity = EngineIdentity("m", "bfloat16", "auto", 16, 32_768, "sim", "1", PROTOCOL_VERSION)
     modes: dict[str, tuple[dict[str, int], int]] = {
         "threshold": ({"remote_prefill_min_tokens": 256}, workers // 2),

@@ -213,8 +213,9 @@ def measure_all(
 # ---- a load that changes ---------------------------------------------------------------------------------------
 
 
-def measure_changing(half: int = 4, rate: float = 50.0) -> dict[str, dict[str, list[float]]]:
+def measure_changing() -> dict[str, dict[str, list[float]]]:
     """For each policy: the share of requests within both objectives, in each phase and in its first minute."""
+    half, rate = 4, 50.0
     case = Case("changing", "h100-llama-8b", 1.0, 0.05, rate, int(rate * PHASE_S * sum(PHASES.values())))
     load = synthetic(case.name, case.requests)
     ways = [(half, AUTO), *((prefill, FIXED) for prefill in range(2 * half - 2))]

@@ -68,14 +68,14 @@ async def _pid(world: World) -> int:
         return int((await server.info("server"))["process_id"])
 
 
-def set_for_a_while(name: str, value: str, usual: str) -> Callable[[World], Awaitable[None]]:
-    """Change a setting for LASTS_S, so that the server refuses writes."""
+def writes_refused_by(name: str) -> Callable[[World], Awaitable[None]]:
+    """Set this setting to 1, instead of 0, for LASTS_S: the server refuses writes."""
 
     async def make(world: World) -> None:
         async with _server(world) as server:
-            await server.config_set(name, value)
+            await server.config_set(name, "1")
             await asyncio.sleep(LASTS_S)
-            await server.config_set(name, usual)
+            await server.config_set(name, "0")
 
     return make
 

@@ -30,8 +30,8 @@ _QUEUE = [
     Fault("redis_emptied", redis_faults.emptied, QUEUE_GAP_S),
     Fault("redis_stopped_30_s", redis_faults.stopped, QUEUE_GAP_S),
     Fault("redis_read_only", redis_faults.read_only, QUEUE_GAP_S),
-    Fault("redis_without_replicas", redis_faults.set_for_a_while("min-replicas-to-write", "1", usual="0"), QUEUE_GAP_S),
-    Fault("redis_out_of_memory", redis_faults.set_for_a_while("maxmemory", "1", usual="0"), QUEUE_GAP_S),
+    Fault("redis_without_replicas", redis_faults.writes_refused_by("min-replicas-to-write"), QUEUE_GAP_S),
+    Fault("redis_out_of_memory", redis_faults.writes_refused_by("maxmemory"), QUEUE_GAP_S),
 ]
 _DECODE = [
     Fault(f"decode_{how}_{phase}", make(Role.DECODE, phase), DECODE_GAP_S)

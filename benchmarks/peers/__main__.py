@@ -147,9 +147,9 @@ def mixed(options: argparse.Namespace, model: Model, logs: Path, note: Note) -> 
     )
 
 
-def chats_and_documents(rate: float, seconds: float, seed: int = 1) -> Load:
+def chats_and_documents(rate: float, seconds: float) -> Load:
     """Three chats for each document, at random times, with `rate` requests per second in all."""
-    rng = random.Random(seed)
+    rng = random.Random(1)
     arrivals, at = [], 0.0
     while (at := at + rng.expovariate(rate)) < seconds:
         arrivals.append(Arrival(at, *(CHAT if len(arrivals) % 4 else DOCUMENT)))

@@ -18,7 +18,7 @@ _POLL_S = 0.1
 _SIGNAL_WAIT_S = 60.0
 
 
-def start_detached(config: Config, arguments: list[str], as_json: bool = False) -> None:
+def start_detached(config: Config, arguments: list[str], as_json: bool) -> None:
     """Start a launcher with these arguments of `up`, without --detach. `as_json` prints only where the fleet is.
 
     Raises ConfigError with the launcher's last line if it ends. Once it is ready nobody reads its output: it then

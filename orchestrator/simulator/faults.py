@@ -8,13 +8,14 @@ from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.view import PoolView
 from orchestrator.simulator.worker import Worker
 
+NOTICED_S = 1.0
+
 
 class Faults:
-    """Kills workers at given times and restarts them. The router learns of a death after `noticed_s` seconds."""
+    """Kills workers at given times and restarts them. The router learns of a death after `NOTICED_S`."""
 
-    def __init__(self, sim: Simulation, noticed_s: float = 1.0) -> None:
+    def __init__(self, sim: Simulation) -> None:
         self._sim = sim
-        self._noticed_s = noticed_s
 
     def kill(self, name: str, at: float, down_s: float) -> None:
         """Kill a worker at `at` seconds, for `down_s` seconds. Raises FleetError if the fleet has no such worker."""
@@ -33,8 +34,8 @@ class Faults:
         if sim.router.index is not None:
             sim.router.index.forget(name)
         lost = worker.fail()
-        sim.at(sim.now + self._noticed_s, self._noticed, worker, lost)
-        sim.at(sim.now + max(down_s, self._noticed_s), self._restart, worker, view)
+        sim.at(sim.now + NOTICED_S, self._noticed, worker, lost)
+        sim.at(sim.now + max(down_s, NOTICED_S), self._restart, worker, view)
 
     def _noticed(self, worker: Worker, lost: list[Stay]) -> None:
         """The receivers of its KV compute those prompts themselves; its other requests are placed again."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
@@ -165,10 +165,8 @@ def goodput(
     return Goodput(low if good else 0.0, runs[low] if good else None, ordered)
 
 
-def goodputs(
-    run: Callable[[float], Report], low: float, high: float, tolerance: float = 0.03, shares: Sequence[float] = SHARES
-) -> dict[float, Goodput]:
-    """`goodput` for each of `shares`, which ascend. No rate is simulated twice."""
+def goodputs(run: Callable[[float], Report], low: float, high: float, tolerance: float = 0.03) -> dict[float, Goodput]:
+    """`goodput` for each of `SHARES`, which ascend. No rate is simulated twice."""
     runs: dict[float, Report] = {}
 
     def once(rate: float) -> Report:
@@ -177,7 +175,7 @@ def goodputs(
         return runs[rate]
 
     found: dict[float, Goodput] = {}
-    for share in shares:
+    for share in SHARES:
         found[share] = goodput(once, low, high, tolerance, share)
         if found[share].rate:
             low, high = found[share].rate / 1.5, found[share].rate  # a larger share is met at lower rates only

@@ -19,6 +19,7 @@ from orchestrator.simulator.real.prompts import Prompts
 
 DECODE_TOKENS = 48
 SHORT_PROMPT = 32
+BATCHES, REPEATS = (1, 2, 4, 8), 3
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -30,14 +31,8 @@ class Measured(msgspec.Struct, frozen=True):
     contexts: list[tuple[int, float]]
 
 
-async def measure_profile(
-    target: Target,
-    lengths: Sequence[int],
-    batches: Sequence[int] = (1, 2, 4, 8),
-    repeats: int = 3,
-    say: Callable[[str], None] = lambda text: None,
-) -> Measured:
-    """Measure a server. Each TTFT is the median of `repeats` requests. Every prompt is new, so that none is cached.
+async def measure_profile(target: Target, lengths: Sequence[int], say: Callable[[str], None]) -> Measured:
+    """Measure a server. Each TTFT is the median of several requests. Every prompt is new, so that none is cached.
     Raises MeasureError."""
     seed, prompts = 0, Prompts()
 
@@ -49,11 +44,11 @@ async def measure_profile(
     await target.complete(fresh(SHORT_PROMPT), 4)  # lets the server compile, allocate and connect
     ttft = []
     for length in lengths:
-        times = [(await target.complete(fresh(length), 1)).ttft_s for _ in range(repeats)]
+        times = [(await target.complete(fresh(length), 1)).ttft_s for _ in range(REPEATS)]
         ttft.append((length, statistics.median(times)))
         say(f"prompt of {length} tokens: TTFT {ttft[-1][1] * 1e3:.1f} ms")
     by_batch = []
-    for batch in batches:
+    for batch in BATCHES:
         asked = [fresh(SHORT_PROMPT) for _ in range(batch)]
         timings = await asyncio.gather(*(target.complete(prompt, DECODE_TOKENS) for prompt in asked))
         # Without the first quarter of the gaps, which contains the prefills of the others.
@@ -89,7 +84,7 @@ def fit_profile(measured: Measured, base: Profile, name: str, origin: str) -> Pr
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Intercept and slope, neither negative."""
-    intercept, slope = _solve([[1.0, x] for x, _ in points], [y for _, y in points])
+    intercept, slope = _solve([((1.0, x), y) for x, y in points])
     if slope < 0:
         return statistics.median(y for _, y in points), 0.0
     return (intercept, slope) if intercept >= 0 else (0.0, statistics.median(y / x for x, y in points))
@@ -97,19 +92,19 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 def _quadratic(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
     if len(points) >= 3:
-        fixed, per_token, curve = _solve([[1.0, x, x * x] for x, _ in points], [y for _, y in points])
+        fixed, per_token, curve = _solve([((1.0, x, x * x), y) for x, y in points])
         if fixed >= 0 and per_token > 0 and curve >= 0:
             return fixed, per_token, curve
     return (*_line(points), 0.0)
 
 
-def _solve(rows: list[list[float]], values: list[float]) -> list[float]:
+def _solve(rows: list[tuple[tuple[float, ...], float]]) -> list[float]:
     """The coefficients of least squares of relative errors, by the normal equations; all 0 if these are singular."""
-    size = len(rows[0])
+    size = len(rows[0][0])
     left = [[0.0] * size for _ in range(size)]
     right = [0.0] * size
-    scale = [max(abs(row[i]) for row in rows) or 1.0 for i in range(size)]
-    for row, value in zip(rows, values, strict=True):
+    scale = [max(abs(row[i]) for row, _ in rows) or 1.0 for i in range(size)]
+    for row, value in rows:
         scaled = [x / s / max(value, 1e-9) for x, s in zip(row, scale, strict=True)]
         for i in range(size):
             right[i] += scaled[i]

@@ -17,7 +17,7 @@ _USAGE = re.compile(rb'"completion_tokens":\s*(\d+)')
 _PROMPT = re.compile(rb'"prompt_tokens":\s*(\d+)')
 _CACHED = re.compile(rb'"cached_tokens":\s*(\d+)')
 _ERROR = b'data: {"error"'
-_CONNECT_TIMEOUT_S = 10.0
+_TIMEOUT_S, _CONNECT_TIMEOUT_S = 600.0, 10.0
 
 
 class MeasureError(ValueError):
@@ -44,13 +44,13 @@ class Target:
     """A server. Use it as an async context manager: on entry it asks for the model, and raises MeasureError if no
     OpenAI server answers."""
 
-    def __init__(self, url: str, timeout_s: float = 600.0, api_key: str = "") -> None:
+    def __init__(self, url: str, api_key: str = "") -> None:
         self.url = url.rstrip("/")
         self.model = ""
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S),
+            timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S, sock_connect=_CONNECT_TIMEOUT_S),
             headers={"content-type": "application/json", **headers},
             read_bufsize=1 << 18,
         )

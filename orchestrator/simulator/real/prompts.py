@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Protocol
 
-_FIRST_ID = 100  # lower ids may be special tokens
+_FIRST_ID, _VOCABULARY = 100, 10_000  # lower ids may be special tokens
 _RING = 1 << 16  # length of the ring of random ids that prompts are cut from
 _MARK_IDS = 5  # ids at the start of a piece that differ from those of every other piece
 
@@ -16,11 +16,11 @@ class PromptSource(Protocol):
 
 
 class Prompts:
-    """Makes prompts of token ids below `vocabulary`. Equal seeds make equal prompts, different seeds different ones."""
+    """Makes prompts of token ids below 10,000. Equal seeds make equal prompts, different seeds different ones."""
 
-    def __init__(self, vocabulary: int = 10_000, seed: int = 0) -> None:
-        self._span = vocabulary - _FIRST_ID
-        ring = random.Random(seed).choices(range(_FIRST_ID, vocabulary), k=_RING)
+    def __init__(self, seed: int = 0) -> None:
+        self._span = _VOCABULARY - _FIRST_ID
+        ring = random.Random(seed).choices(range(_FIRST_ID, _VOCABULARY), k=_RING)
         self._ring = ring + ring
         self._seed = seed
 
