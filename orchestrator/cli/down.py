@@ -8,7 +8,7 @@ import time
 
 import typer
 
-from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, print_json
+from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, namespace_here, print_json
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.leftovers import end_processes, remove_shared_memory
 from orchestrator.launch.host.run_folder import RunFolder, abandoned_namespaces, held_namespaces
@@ -22,17 +22,14 @@ app = typer.Typer()
 @app.command()
 def down(namespace: NamespaceOption = None, as_json: JsonOption = False) -> None:
     """End the fleet that runs here, and wait until it is gone."""
-    held = held_namespaces()
-    if namespace is None and len(held) > 1:
-        raise Refused(f"several fleets run here ({', '.join(held)}); name one with --namespace")
-    if namespace is None and not held:
+    if namespace is None and not held_namespaces():
         abandoned = abandoned_namespaces()
         if not abandoned:
             raise Refused("no fleet runs here")
         for name in abandoned:
             _remove_killed(RunFolder(name), as_json)
         return
-    namespace = namespace or held[0]
+    namespace = namespace_here(namespace)
     folder = RunFolder(namespace)
     launcher = folder.launcher()
     if not folder.is_held:

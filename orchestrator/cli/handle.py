@@ -51,6 +51,10 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", help="Override a configuration key: a.b=value. Repeatable.", show_default=False),
 ]
+ForceOption = Annotated[bool, typer.Option("--force", help="Allow it when the fleet has only one worker.")]
+MaxUnavailableOption = Annotated[
+    int, typer.Option("--max-unavailable", min=1, help="How many workers may be down at a time.")
+]
 WorkerArgument = Annotated[str, typer.Argument(help="A worker's id, as `orchestrator status` shows it.")]
 
 
@@ -92,11 +96,7 @@ def find_fleet(namespace: str | None, redis_url: str | None, url: str | None = N
         if not _is_address(url):
             raise Refused(f"--url: expected http://HOST:PORT or https://HOST:PORT, got {url!r}")
         return FleetHandle(namespace or "default", redis_url, url.rstrip("/"), None)
-    if namespace is None:
-        held = held_namespaces()
-        if len(held) > 1:
-            raise Refused(f"several fleets run here ({', '.join(held)}); name one with --namespace")
-        namespace = held[0] if held else "default"
+    namespace = namespace_here(namespace)
     folder = RunFolder(namespace)
     running = folder.is_held
     redis = redis_url or (folder.redis_url() if running else None)
@@ -108,6 +108,14 @@ def find_fleet(namespace: str | None, redis_url: str | None, url: str | None = N
         return FleetHandle(namespace, redis, None, None)  # a fleet elsewhere may have the same name
     ready = folder.ready()
     return FleetHandle(namespace, redis, ready.url if ready else None, folder.config())
+
+
+def namespace_here(given: str | None) -> str:
+    """The given namespace, else that of the fleet on this machine. Raises Refused where several run."""
+    held = [given] if given is not None else held_namespaces()
+    if len(held) > 1:
+        raise Refused(f"several fleets run here ({', '.join(held)}); name one with --namespace")
+    return held[0] if held else "default"
 
 
 def fleet_at(port: int | None) -> Config | None:
@@ -170,6 +178,12 @@ async def retry_while_away(what: Callable[[], Awaitable[T]]) -> T:
             if time.monotonic() > deadline:
                 raise
         await asyncio.sleep(_ASK_AGAIN_S)
+
+
+def refuse_only_worker(ready: int, force: bool) -> None:
+    """Raises Refused where a worker that restarts would be the only one, unless forced."""
+    if ready < 2 and not force:
+        raise Refused("one worker alone serves this fleet: start another first (`orchestrator scale`), or use --force")
 
 
 def check_writable(*files: Path | None) -> None:

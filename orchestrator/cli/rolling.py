@@ -16,13 +16,16 @@ import typer
 
 from orchestrator.cli.handle import (
     OUT,
+    ForceOption,
     JsonOption,
+    MaxUnavailableOption,
     NamespaceOption,
     OpenFleet,
     RedisOption,
     ask,
     find_fleet,
     print_json,
+    refuse_only_worker,
     retry_while_away,
 )
 from orchestrator.config.settings import Refused, WorkersConfig
@@ -46,12 +49,10 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
 @app.command("restart")
 def restart_command(
     only: Annotated[Role | None, typer.Option("--role", metavar="prefill|decode", help="Only these workers.")] = None,
-    max_unavailable: Annotated[
-        int, typer.Option("--max-unavailable", min=1, help="How many workers may be down at a time.")
-    ] = 1,
+    max_unavailable: MaxUnavailableOption = 1,
     namespace: NamespaceOption = None,
     redis: RedisOption = None,
-    force: Annotated[bool, typer.Option("--force", help="Allow it when the fleet has only one worker.")] = False,
+    force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Restart workers, a few at a time, each after it has drained: no request fails."""
@@ -80,8 +81,7 @@ async def restart(
     targets = {name: info.process for name, info in there.items() if role in (None, info.role)}
     if not targets:
         raise Refused(f"the fleet has no {role.value + ' ' if role else ''}worker to restart")
-    if len(_ready(there)) < 2 and not force:
-        raise Refused("one worker alone serves this fleet: start another first (`orchestrator scale`), or use --force")
+    refuse_only_worker(len(_ready(there)), force)
     kept = min(1, len(_ready(there)) - 1)
     waiting, under_way = sorted(targets), set[str]()
     progress_at = time.monotonic()

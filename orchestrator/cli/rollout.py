@@ -16,7 +16,9 @@ import typer
 from orchestrator.cli.handle import (
     OUT,
     FleetHandle,
+    ForceOption,
     JsonOption,
+    MaxUnavailableOption,
     NamespaceOption,
     OpenFleet,
     RedisOption,
@@ -24,6 +26,7 @@ from orchestrator.cli.handle import (
     ask,
     find_fleet,
     print_json,
+    refuse_only_worker,
     retry_while_away,
 )
 from orchestrator.cli.look.views import restart_line
@@ -58,13 +61,11 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
 def rollout_command(
     config: Annotated[Path | None, typer.Argument(help="The new configuration, as for `orchestrator up`.")] = None,
     set_: SetOption = None,
-    max_unavailable: Annotated[
-        int, typer.Option("--max-unavailable", min=1, help="How many workers may be down at a time.")
-    ] = 1,
+    max_unavailable: MaxUnavailableOption = 1,
     abort: Annotated[bool, typer.Option("--abort", help="Go back to the previous configuration.")] = False,
     namespace: NamespaceOption = None,
     redis: RedisOption = None,
-    force: Annotated[bool, typer.Option("--force", help="Allow it when the fleet has only one worker.")] = False,
+    force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Roll a new configuration out to all workers, then all frontends: no request fails."""
@@ -99,8 +100,7 @@ async def _begin(
     if last is not None and last.under_way:
         raise Refused(f"a rollout to generation {last.new.generation} is under way; wait for it, or use --abort")
     workers = await fleet.registry.workers()
-    if sum(info.state is WorkerState.READY for info in workers.values()) < 2 and not force:
-        raise Refused("one worker alone serves this fleet: start another first (`orchestrator scale`), or use --force")
+    refuse_only_worker(sum(info.state is WorkerState.READY for info in workers.values()), force)
     new = changed(running, handle.config, tree)
     generation = 1 + max(running.generation, last.new.generation if last is not None else 0)
     wanted = Rollout(running, Version(generation, new), max_unavailable)

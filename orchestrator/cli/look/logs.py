@@ -25,12 +25,13 @@ from orchestrator.cli.handle import (
     NamespaceOption,
     RedisOption,
     find_fleet,
+    namespace_here,
     open_fleet,
     print_json,
     retry_while_away,
 )
 from orchestrator.config.settings import Refused
-from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
+from orchestrator.launch.host.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from orchestrator.store.events import Event
@@ -49,10 +50,7 @@ def logs(
     as_json: JsonOption = False,
 ) -> None:
     """Show the output of the fleet's processes on this machine."""
-    held = held_namespaces()
-    if namespace is None and len(held) > 1:
-        raise Refused(f"several fleets run here ({', '.join(held)}); name one with --namespace")
-    path = RunFolder(namespace or (held[0] if held else "default")).log_path
+    path = RunFolder(namespace_here(namespace)).log_path
     if not path.exists():
         raise Refused(f"{path}: no log file; start a fleet on this machine, or name its --namespace")
     mine = _of(process)
