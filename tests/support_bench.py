@@ -157,6 +157,14 @@ class Bench:
     def say(self, worker_id, message, payload=()):
         self.router.handle(worker_id, message, list(payload), time.monotonic())
 
+    def lose(self, worker_id):
+        self.fleet.remove(worker_id)
+        self.router.worker_lost(worker_id)
+
+    def silence(self, worker_id):
+        self.fleet.workers[worker_id].mark_quiet()
+        self.router.worker_quiet(worker_id)
+
     def claim(self, request_id, attempt=1, worker="p0"):
         source = KVSource(KVEndpoint(f"{worker}-engine", "127.0.0.1", 1), f"{request_id}#{attempt}")
         self.say(worker, Claimed(request_id, attempt, worker, source, 0.01))

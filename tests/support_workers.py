@@ -216,6 +216,12 @@ class Frontend:
         )
         await self.queue.enqueue(job)
 
+    async def claimed(self, request: Request, cached: dict[str, int] | None = None) -> Claimed:
+        """Enqueue it, and wait until a worker has claimed it."""
+        await self.enqueue(request, cached=cached)
+        found: Claimed = await until(lambda: request.got(Claimed), "a claim")
+        return found
+
     def abort(self, worker_id: str, request: Request) -> None:
         self.transport.send(worker_id, Abort(request.id, request.attempt))
 
@@ -320,12 +326,19 @@ class Workers:
             await self.registered(worker_id)
         return worker
 
-    async def frontend(self, *workers: LocalWorker | WorkerProcess, name: str = "") -> Frontend:
+    async def frontend(
+        self,
+        *workers: LocalWorker | WorkerProcess,
+        name: str = "",
+        binds_to: LocalWorker | WorkerProcess | None = None,
+    ) -> Frontend:
+        """A frontend that has met these workers. What is claimed it binds to the decode worker `binds_to`."""
         frontend = Frontend(self.redis, self.config, name)
         self.frontends.append(frontend)
         await frontend.start()
         registered = await self.registry.workers()
         await frontend.meet(*[registered[w.id] for w in workers])
+        frontend.decode = binds_to.id if binds_to is not None else None
         return frontend
 
     async def registered(

@@ -24,8 +24,7 @@ PROMPT = list(range(100, 400))
 async def pair(workers: Workers, **sim: object) -> tuple[Frontend, str, str]:
     """A prefill and a decode worker, and a frontend that binds what is claimed to the latter."""
     prefill, decode = await workers.start(Role.PREFILL, **sim), await workers.start(Role.DECODE, **sim)
-    frontend = await workers.frontend(prefill, decode)
-    frontend.decode = decode.id
+    frontend = await workers.frontend(prefill, decode, binds_to=decode)
     return frontend, prefill.id, decode.id
 
 
@@ -65,8 +64,7 @@ async def test_claims_only_what_its_budget_allows(redis_server: EmbeddedRedis) -
 
 async def test_jobs_go_to_worker_with_their_prefix(workers: Workers) -> None:
     one, two, decode = [await workers.start(role) for role in (Role.PREFILL, Role.PREFILL, Role.DECODE)]
-    frontend = await workers.frontend(one, two, decode)
-    frontend.decode = decode.id
+    frontend = await workers.frontend(one, two, decode, binds_to=decode)
     requests = [frontend.new([i, *PROMPT], max_tokens=1) for i in range(20)]
     for request in requests:
         await frontend.enqueue(request, cached={one.id: 16, two.id: 256})
@@ -82,10 +80,8 @@ async def test_cached_tokens_do_not_count_against_budget(redis_server: EmbeddedR
     async with running_workers(redis_server, sim=slow) as workers:
         frontend, prefill, _ = await pair(workers)
         first, second = frontend.new([1, *range(799)]), frontend.new([2, *range(499)])
-        await frontend.enqueue(first)
-        await until(lambda: first.got(Claimed))
-        await frontend.enqueue(second, cached={prefill: 480})
-        await until(lambda: second.got(Claimed))
+        await frontend.claimed(first)
+        await frontend.claimed(second, cached={prefill: 480})
         assert not first.got(Prefilled)
         await frontend.finished(first, second)
         await workers.assert_no_leaks()
@@ -99,16 +95,13 @@ async def test_idle_worker_leaves_job_cached_elsewhere(
     slow = {"speed": 1.0, "prefill_us_per_token": 2000.0, "max_num_batched_tokens": 150}
     async with running_workers(redis_server, sim=slow) as workers:
         home, decode = [await workers.start(role) for role in (Role.PREFILL, Role.DECODE)]
-        frontend = await workers.frontend(home, decode)
-        frontend.decode = decode.id
+        frontend = await workers.frontend(home, decode, binds_to=decode)
         first, wanted = frontend.new([1, *range(3999)]), frontend.new([2, *range(999)])
-        await frontend.enqueue(first)
-        await until(lambda: first.got(Claimed))
+        await frontend.claimed(first)
         idle = await workers.start(Role.PREFILL)
         await frontend.meet(idle.info)
         began = time.monotonic()
-        await frontend.enqueue(wanted, cached={home.id: 980})
-        await until(lambda: wanted.got(Claimed))
+        await frontend.claimed(wanted, cached={home.id: 980})
         assert wanted.got(Claimed).worker_id == idle.id
         assert time.monotonic() - began > 980 * QueueConfig().seconds_per_token
         await frontend.finished(first, wanted)
@@ -117,8 +110,7 @@ async def test_idle_worker_leaves_job_cached_elsewhere(
 
 async def test_jobs_cached_on_draining_worker_are_claimed(workers: Workers) -> None:
     home, other, decode = [await workers.start(role) for role in (Role.PREFILL, Role.PREFILL, Role.DECODE)]
-    frontend = await workers.frontend(home, other, decode)
-    frontend.decode = decode.id
+    frontend = await workers.frontend(home, other, decode, binds_to=decode)
     await workers.registry.order_drain(home.id)
     assert await home.stopped() == 0
     requests = [frontend.new([i, *PROMPT], max_tokens=1) for i in range(5)]
@@ -164,10 +156,8 @@ async def test_the_next_job_is_claimed_before_a_long_one_has_ended(
     async with running_workers(redis_server, sim=slow) as workers:
         frontend, _, _ = await pair(workers, **slow)
         long, fits = frontend.new([*range(3000)]), frontend.new(PROMPT[:150])
-        await frontend.enqueue(long)
-        await until(lambda: long.got(Claimed))
-        await frontend.enqueue(fits)
-        await until(lambda: fits.got(Claimed))
+        await frontend.claimed(long)
+        await frontend.claimed(fits)
         assert not long.got(Prefilled)
         await frontend.finished(long, fits)
         await workers.assert_no_leaks()
@@ -182,8 +172,7 @@ async def test_waiting_job_is_claimed_once_it_fits(
     async with running_workers(redis_server, sim=slow) as workers:
         frontend, _, _ = await pair(workers, **slow)
         first, second, third = [frontend.new([i, *PROMPT[:249]]) for i in range(3)]
-        await frontend.enqueue(first)
-        await until(lambda: first.got(Claimed))
+        await frontend.claimed(first)
         for request in (second, third):
             await frontend.enqueue(request)
         await until(lambda: second.got(Claimed))
@@ -238,8 +227,7 @@ async def test_abort_reaches_kv_that_nobody_has_fetched(redis_server: EmbeddedRe
 async def test_a_claim_for_an_unknown_frontend_is_released(workers: Workers) -> None:
     """The frontend is registered, but has not greeted this worker: its job waits for a worker that it knows."""
     prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
-    frontend = await workers.frontend(decode)
-    frontend.decode = decode.id
+    frontend = await workers.frontend(decode, binds_to=decode)
     request = frontend.new(PROMPT)
     await frontend.enqueue(request)
     async with asyncio.timeout(15):
@@ -254,8 +242,7 @@ async def test_kill_of_the_prefill_worker_while_decode_waits(redis_server: Embed
     slow = {"speed": 1.0, "prefill_us_per_token": 3000.0}
     async with running_workers(redis_server, sim=slow, kv={"transfer_timeout_s": 60.0}) as workers:
         prefill, decode = await workers.spawn(Role.PREFILL), await workers.start(Role.DECODE, speed=20.0)
-        frontend = await workers.frontend(prefill, decode)
-        frontend.decode = decode.id
+        frontend = await workers.frontend(prefill, decode, binds_to=decode)
         request = frontend.new(PROMPT)
         await frontend.enqueue(request)
         await until(lambda: request.got(Claimed) and frontend.loads[decode.id].waiting == 1)
@@ -277,8 +264,7 @@ async def test_claims_of_dead_worker_return_before_lease_end(
     """Killed between claiming a job and telling its frontend, which waits for a claim and knows of none."""
     async with running_workers(redis_server, queue={"lease_s": 600.0}) as workers:
         dies, decode = await workers.spawn(Role.PREFILL), await workers.start(Role.DECODE)
-        frontend = await workers.frontend(decode)
-        frontend.decode = decode.id
+        frontend = await workers.frontend(decode, binds_to=decode)
         request = frontend.new(PROMPT)
         dies.kill(signal.SIGSTOP)
         await frontend.enqueue(request)
@@ -300,8 +286,7 @@ async def test_a_stopped_prefill_worker_loses_its_claim_to_another(redis_server:
         decode = await workers.start(Role.DECODE, speed=20.0)
         frontend = await workers.frontend(first, decode)
         request = frontend.new(PROMPT)
-        await frontend.enqueue(request)
-        claim = await until(lambda: request.got(Claimed))
+        claim = await frontend.claimed(request)
         first.kill(signal.SIGSTOP)
         second = await workers.start(Role.PREFILL, speed=20.0)
         await frontend.meet(second.info)
@@ -319,8 +304,7 @@ async def test_a_stopped_prefill_worker_loses_its_claim_to_another(redis_server:
 
 async def test_role_flips_under_load_lose_nothing(workers: Workers) -> None:
     one, two, three = [await workers.start(role) for role in (Role.PREFILL, Role.PREFILL, Role.DECODE)]
-    frontend = await workers.frontend(one, two, three)
-    frontend.decode = three.id
+    frontend = await workers.frontend(one, two, three, binds_to=three)
     requests = []
 
     async def load() -> None:
@@ -343,11 +327,9 @@ async def test_role_flips_under_load_lose_nothing(workers: Workers) -> None:
 async def test_a_draining_prefill_worker_hands_over_what_it_computed(workers: Workers) -> None:
     slow = {"speed": 1.0, "kv_bytes_per_token": 1_000_000, "link_gb_per_s": 1.0}
     prefill, decode = await workers.start(Role.PREFILL, **slow), await workers.start(Role.DECODE)
-    frontend = await workers.frontend(prefill, decode)
-    frontend.decode = decode.id
+    frontend = await workers.frontend(prefill, decode, binds_to=decode)
     request = frontend.new(PROMPT)
-    await frontend.enqueue(request)
-    await until(lambda: request.got(Claimed))
+    await frontend.claimed(request)
     await workers.registry.order_drain(prefill.id)
     assert await prefill.stopped() == 0
     await frontend.finished(request)
@@ -360,11 +342,9 @@ async def test_prefills_left_at_drain_deadline_are_given_back(redis_server: Embe
     slow = {"speed": 1.0, "prefill_us_per_token": 20_000.0}
     async with running_workers(redis_server, workers={"drain_timeout_s": 0.2}) as workers:
         prefill, decode = await workers.start(Role.PREFILL, **slow), await workers.start(Role.DECODE)
-        frontend = await workers.frontend(prefill, decode)
-        frontend.decode = decode.id
+        frontend = await workers.frontend(prefill, decode, binds_to=decode)
         request = frontend.new(PROMPT)
-        await frontend.enqueue(request)
-        await until(lambda: request.got(Claimed))
+        await frontend.claimed(request)
         await workers.registry.order_role(prefill.id, Role.DECODE)
         failed = await until(lambda: request.got(PrefillFailed))
         assert failed.why == "drained"
@@ -407,8 +387,7 @@ async def test_redis_away_and_back(tmp_path_factory: pytest.TempPathFactory) -> 
 async def test_redis_lost_its_data_while_a_prefill_runs(workers: Workers) -> None:
     frontend, _, _ = await pair(workers, speed=1.0, prefill_us_per_token=2000.0)
     request = frontend.new(PROMPT)
-    await frontend.enqueue(request)
-    await until(lambda: request.got(Claimed))
+    await frontend.claimed(request)
     for key in await workers.redis.execute_command("KEYS", f"{workers.queue.keys.prefix}*"):
         await workers.redis.execute_command("DEL", key)
     await frontend.finished(request)
@@ -419,8 +398,7 @@ async def test_redis_lost_its_data_while_a_prefill_runs(workers: Workers) -> Non
 async def test_a_retried_request_is_prefilled_again(workers: Workers) -> None:
     frontend, _, decode = await pair(workers, speed=1.0, prefill_us_per_token=300.0)
     request = frontend.new(PROMPT)
-    await frontend.enqueue(request)
-    await until(lambda: request.got(Claimed))
+    await frontend.claimed(request)
     frontend.abort(decode, request)
     request.attempt, request.decode, request.events = 2, "", []
     await frontend.enqueue(request)  # replaces the first attempt, which still computes

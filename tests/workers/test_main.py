@@ -201,8 +201,7 @@ async def test_restarting_worker_drains_and_exits_with_restart_code(workers: Wor
 @pytest.mark.slow
 async def test_processes_hand_kv_over_and_leave_in_order(workers: Workers) -> None:
     prefill, decode = await workers.spawn(Role.PREFILL), await workers.spawn(Role.DECODE)
-    frontend = await workers.frontend(prefill, decode)
-    frontend.decode = decode.id
+    frontend = await workers.frontend(prefill, decode, binds_to=decode)
     requests = [frontend.new([i, *range(300)]) for i in range(10)]
     for request in requests:
         await frontend.enqueue(request)
@@ -394,8 +393,7 @@ async def test_ports_come_from_the_range_and_ipv6_works(workers: Workers) -> Non
             info.kv.port
         }
         assert listens <= set(ports)
-    frontend = await workers.frontend(prefill, decode)
-    frontend.decode = decode.id
+    frontend = await workers.frontend(prefill, decode, binds_to=decode)
     request = frontend.new([1, *range(300)])
     await frontend.enqueue(request)
     await frontend.finished(request)

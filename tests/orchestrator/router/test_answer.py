@@ -165,8 +165,7 @@ async def test_diverged_answer_continues_on_other_worker(gone):
 async def test_dead_decode_worker_is_replaced_after_hand_over():
     bench, decode = await transferring()
     prefilled(bench)
-    bench.fleet.remove(decode)
-    bench.router.worker_lost(decode)
+    bench.lose(decode)
     await bench.settle()
     worker, submit = bench.submits()[-1]
     assert worker != decode and submit.resume_tokens == [5] and submit.attempt == 2
@@ -195,8 +194,7 @@ async def test_a_failure_after_the_hand_over_continues_after_it(failure):
 async def test_a_prefill_worker_that_dies_after_the_hand_over_changes_nothing():
     bench, decode = await transferring()
     prefilled(bench)
-    bench.fleet.remove("p0")
-    bench.router.worker_lost("p0")
+    bench.lose("p0")
     bench.tokens(decode, "r", [5, 6], finish=LENGTH)  # recomputed there
     assert bench.received() == [("r", [5], None), ("r", [6], LENGTH)]
 
@@ -252,8 +250,7 @@ async def test_silent_prefill_delays_nothing_and_reports_no_cache():
 async def test_held_outputs_of_old_attempt_are_dropped():
     bench, decode = await transferring(early=False)
     bench.tokens(decode, "r", [5])
-    bench.fleet.remove(decode)
-    bench.router.worker_lost(decode)
+    bench.lose(decode)
     await bench.settle()
     worker, submit = bench.submits()[-1]
     assert (submit.attempt, submit.resume_tokens) == (2, [])

@@ -92,11 +92,9 @@ async def test_lost_prefill_workers_move_queued_requests_to_local():
     bench = Bench()
     bench.add_worker("p1", Role.PREFILL)
     await bench.router.submit(FakeRequest("r"))
-    bench.fleet.remove("p1")
-    bench.router.worker_lost("p1")
+    bench.lose("p1")
     assert bench.router.requests["r"].state is State.QUEUED  # p0 will claim it
-    bench.fleet.remove("p0")
-    bench.router.worker_lost("p0")
+    bench.lose("p0")
     await bench.settle()
     assert bench.queue.cancelled == [("r", 1)]
     assert bench.submits()[0][1].attempt == 2 and bench.submits()[0][1].kv_source is None
@@ -191,8 +189,7 @@ async def test_dead_decode_worker_request_continues_from_sent_tokens():
     first = bench.bound_to()
     bench.say("p0", Prefilled("r", 1, "p0", 0.2))
     bench.tokens(first, "r", [5, 6])
-    bench.fleet.remove(first)
-    bench.router.worker_lost(first)
+    bench.lose(first)
     await bench.settle()
     second, submit = bench.submits()[-1]
     assert second != first and submit.resume_tokens == [5, 6] and submit.attempt == 2 and submit.kv_source is None
@@ -207,8 +204,7 @@ async def test_stop_string_ends_answer_during_retry():
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
     worker = bench.bound_to()
     bench.tokens(worker, "r", [5])
-    bench.fleet.remove(worker)
-    bench.router.worker_lost(worker)
+    bench.lose(worker)
     assert bench.router.requests["r"].state is State.PLACING
     bench.router.abort(["r"], to=State.FINISHED)
     await bench.settle()
@@ -221,8 +217,7 @@ async def test_non_resumable_request_fails_visibly():
     await bench.router.submit(FakeRequest("r", prompt_tokens=10, resumable=False))
     first = bench.bound_to()
     bench.tokens(first, "r", [5])
-    bench.fleet.remove(first)
-    bench.router.worker_lost(first)
+    bench.lose(first)
     assert bench.received() == [("r", [5], None), ("r", [], FinishReason.ERROR)]
     bench.assert_no_leaks()
 
@@ -234,8 +229,7 @@ async def test_request_does_not_wait_for_dead_prefill_worker(computed):
     bench.claim("r")
     if computed:  # its KV may have been on its way
         bench.say("p0", Prefilled("r", 1, "p0", 0.2))
-    bench.fleet.remove("p0")
-    bench.router.worker_lost("p0")
+    bench.lose("p0")
     await bench.settle()
     assert bench.router.requests["r"].attempt == (1 if computed else 2)  # where it was computed KV may be there already
     bench.router.check(time.monotonic())
@@ -256,8 +250,7 @@ async def test_request_does_not_wait_for_quiet_prefill_worker(computed):
         bench.say("p0", Prefilled("r", 1, "p0", 0.2))
     bench.router.check(time.monotonic() + 1.0)
     assert bench.router.requests["r"].state is State.TRANSFERRING
-    bench.fleet.workers["p0"].mark_quiet()
-    bench.router.worker_quiet("p0")
+    bench.silence("p0")
     await bench.settle()
     assert bench.router.requests["r"].retries == ["prefill_worker_quiet"]
     assert bench.submits()[-1][1].attempt == 2 and bench.submits()[-1][1].kv_source is None
@@ -267,8 +260,7 @@ async def test_request_does_not_wait_for_quiet_prefill_worker(computed):
 async def test_queued_requests_go_local_when_all_prefill_workers_are_quiet():
     bench = Bench()
     await bench.router.submit(FakeRequest("r"))
-    bench.fleet.workers["p0"].mark_quiet()
-    bench.router.worker_quiet("p0")
+    bench.silence("p0")
     await bench.settle()
     assert bench.router.requests["r"].retries == ["no_prefill_worker"]
     await bench.router.submit(FakeRequest("s"))
@@ -281,8 +273,7 @@ async def test_resumable_requests_leave_quiet_decode_worker(resumable):
     await bench.router.submit(FakeRequest("r", prompt_tokens=10, resumable=resumable))
     quiet = bench.bound_to()
     bench.tokens(quiet, "r", [1, 2])
-    bench.fleet.workers[quiet].mark_quiet()
-    bench.router.worker_quiet(quiet)
+    bench.silence(quiet)
     await bench.settle()
     active = bench.router.requests["r"]
     assert active.retries == (["decode_worker_quiet"] if resumable else []) and active.charged == 0
@@ -417,8 +408,7 @@ async def test_an_accepted_request_waits_for_a_worker_to_come_back():
     bench = Bench()
     bench.fleet.remove("d1")
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
-    bench.fleet.remove("d0")
-    bench.router.worker_lost("d0")
+    bench.lose("d0")
     assert bench.router.requests["r"].state is State.PLACING
     bench.add_worker("d0", Role.DECODE)
     await asyncio.wait_for(bench.settle(), 5)

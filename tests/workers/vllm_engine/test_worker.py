@@ -85,8 +85,7 @@ async def test_a_pair_of_real_workers(redis_server: EmbeddedRedis, tmp_path_fact
         await workers.registered(prefill.id, timeout_s=START_S)
         info = await workers.registered(decode.id, timeout_s=START_S)
         assert info.identity.engine == "vllm" and info.max_num_seqs == 8  # the command line wins
-        frontend = await workers.frontend(prefill, decode)
-        frontend.decode = decode.id
+        frontend = await workers.frontend(prefill, decode, binds_to=decode)
 
         # Hand-over gives the tokens of a local prefill. Different prompts, so that no prefix cache helps.
         prompts = [[i + 3, *PROMPT[: 20 + 17 * i]] for i in range(8)]
