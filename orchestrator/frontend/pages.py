@@ -124,7 +124,7 @@ def fleet_routes(
 
     @routes.get("/predictions")
     async def show_predictions() -> dict[str, Any]:
-        """The coefficients of `routing.placement: cost`, in seconds, as fitted so far."""
+        """The coefficients of the predicted times, in seconds, as fitted so far."""
         shown: dict[str, Any] = msgspec.to_builtins(predictor.coefficients(), str_keys=True)
         return shown
 
