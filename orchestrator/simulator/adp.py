@@ -67,6 +67,30 @@ class _Rank:
     def active(self) -> int:
         return self.generating + len(self.waiting)
 
+    def end_iteration(self, iteration: int, chunk: int) -> tuple[int, list[float]]:
+        """`chunk` prompt tokens were computed. Returns how many requests have ended, and when those arrived that have
+        their first token."""
+        ended, first = 0, []
+        while self.finish and self.finish[0] <= iteration:
+            heapq.heappop(self.finish)
+            self.generating -= 1
+            ended += 1
+        self.backlog -= chunk
+        while self.waiting and chunk > 0:
+            prompt = self.waiting[0]
+            part = min(chunk, prompt[0])
+            prompt[0] -= part
+            chunk -= int(part)
+            if prompt[0] <= 0:
+                self.waiting.popleft()
+                first.append(prompt[2])
+                if prompt[1] <= 1:
+                    ended += 1
+                    continue
+                self.generating += 1
+                heapq.heappush(self.finish, iteration + int(prompt[1]) - 1)
+        return ended, first
+
 
 def simulate_adp(settings: AdpSettings) -> AdpResult:
     """Run a closed loop: when a request ends the next one is sent, until all have ended."""
@@ -101,24 +125,9 @@ def simulate_adp(settings: AdpSettings) -> AdpResult:
             prompt_iterations += 1
         balanced_s += seconds * balance
         for rank, chunk in zip(ranks, chunks, strict=True):
-            while rank.finish and rank.finish[0] <= iteration:
-                heapq.heappop(rank.finish)
-                rank.generating -= 1
-                done += 1
-            rank.backlog -= chunk
-            while rank.waiting and chunk > 0:
-                prompt = rank.waiting[0]
-                part = min(chunk, prompt[0])
-                prompt[0] -= part
-                chunk -= int(part)
-                if prompt[0] <= 0:
-                    rank.waiting.popleft()
-                    ttft.append(now - prompt[2])
-                    if prompt[1] <= 1:
-                        done += 1
-                        continue
-                    rank.generating += 1
-                    heapq.heappush(rank.finish, iteration + int(prompt[1]) - 1)
+            ended, arrived = rank.end_iteration(iteration, chunk)
+            done += ended
+            ttft += [now - at for at in arrived]
     ttft.sort()
     output = sum(out for _, out in lengths)
     return AdpResult(

@@ -59,19 +59,14 @@ def report(sim: Simulation, warm_up: float = 0.0) -> Report:
     slo, settings = sim.router.slo, sim.settings
     since = warm_up * sim.jobs[-1].arrival.at
     jobs = [job for job in sim.jobs if job.arrival.at >= since]
-    finished = [job for job in jobs if job.outcome == "ok" and job.first_at is not None and job.done_at is not None]
+    finished = [  # TTFT and TPOT of each request
+        (job.first_at - job.arrival.at, (job.done_at - job.first_at) / max(1, job.arrival.output_tokens - 1))
+        for job in jobs
+        if job.outcome == "ok" and job.first_at is not None and job.done_at is not None
+    ]
+    met = [(ttft_s <= slo.ttft_s, tpot_s <= slo.tpot_s) for ttft_s, tpot_s in finished]
     ttft = sorted(job.first_at - job.arrival.at for job in jobs if job.first_at is not None)
-    tpot = []
-    met = met_ttft = met_tpot = 0
-    for job in finished:
-        assert job.first_at is not None and job.done_at is not None
-        tpot_s = (job.done_at - job.first_at) / max(1, job.arrival.output_tokens - 1)
-        tpot.append(tpot_s)
-        in_ttft, in_tpot = job.first_at - job.arrival.at <= slo.ttft_s, tpot_s <= slo.tpot_s
-        met_ttft += in_ttft
-        met_tpot += in_tpot
-        met += in_ttft and in_tpot
-    tpot.sort()
+    tpot = sorted(tpot_s for _, tpot_s in finished)
     outcomes = Counter(job.outcome for job in jobs)
     total = len(jobs)
     # Block usage without the start, when the fleet fills, and without the drain at the end.
@@ -92,9 +87,9 @@ def report(sim: Simulation, warm_up: float = 0.0) -> Report:
         finished=len(finished),
         rejected=outcomes["rejected"] + outcomes["too_long"],
         unfinished=outcomes[""],
-        attained=met / total,
-        attained_ttft=met_ttft / total,
-        attained_tpot=met_tpot / total,
+        attained=sum(map(all, met)) / total,
+        attained_ttft=sum(in_ttft for in_ttft, _ in met) / total,
+        attained_tpot=sum(in_tpot for _, in_tpot in met) / total,
         ttft_p50_s=percentile(ttft, 0.5),
         ttft_p90_s=percentile(ttft, 0.9),
         ttft_p99_s=percentile(ttft, 0.99),
