@@ -116,13 +116,13 @@ class FakeQueue:
     depth: QueueDepth | None = field(default_factory=lambda: QueueDepth(0, 0, 0))
     jobs: list = field(default_factory=list)
     cancelled: list = field(default_factory=list)
-    error: Exception | None = None
+    refuses: str | None = None  # why it takes no job
     known: dict = field(default_factory=dict)  # what has become of jobs
 
     async def enqueue(self, job):
-        if self.error is not None:
-            raise self.error
-        self.jobs.append(job)
+        if self.refuses is None:
+            self.jobs.append(job)
+        return self.refuses
 
     async def states(self, request_ids):
         return {name: self.known[name] for name in request_ids}

@@ -23,7 +23,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "orchestrator.policy": ("types", "config"),
     "orchestrator.store": ("types", "config"),
     "orchestrator.fleet": ("types", "telemetry", "config", "wire", "policy", "store"),
-    "orchestrator.router": ("types", "telemetry", "config", "wire", "policy", "store", "fleet"),
+    "orchestrator.router": ("types", "telemetry", "config", "wire", "policy", "fleet"),
     "orchestrator.frontend": ("types", "telemetry", "parent", "config", "wire", "policy", "store", "fleet", "router"),
     "orchestrator.simulator": ("types", "config", "policy"),
     "orchestrator.simulator.real": ("simulator",),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from orchestrator.store.client import RedisAway
-from orchestrator.store.queue import PrefillQueue
+from orchestrator.store.queue import PrefillQueue, QueueFull
 from orchestrator.types import JobState, PrefillJob, QueueDepth
 
 log = logging.getLogger("pd.queue")
@@ -40,17 +40,20 @@ class QueueView:
         """The depth of the queue; None while it cannot be reached."""
         return self._depth
 
-    async def enqueue(self, job: PrefillJob) -> None:
-        """Raises RedisAway, queue.QueueFull."""
+    async def enqueue(self, job: PrefillJob) -> str | None:
+        """Returns None, or why the queue did not take the job."""
         try:
             await self._queue.enqueue(job)
+        except QueueFull:
+            return "queue_full"
         except RedisAway as error:
             self._note_away(error)
-            raise
+            return "queue_unavailable"
         if (depth := self._depth) is not None:
             self._depth = msgspec.structs.replace(
                 depth, requests=depth.requests + 1, tokens=depth.tokens + job.uncached_tokens
             )
+        return None
 
     async def cancel(self, request_id: str, attempt: int) -> None:
         """Remove a job, claimed or not. While Redis is away nothing is done: its lease or its age ends it."""

@@ -14,8 +14,6 @@ from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.router.quarantine import TRIAL_S
 from orchestrator.router.request import ActiveRequest, State, Submitted
-from orchestrator.store.client import RedisAway
-from orchestrator.store.queue import QueueFull
 from orchestrator.telemetry import metrics
 from orchestrator.types import PrefillJob
 from orchestrator.wire.messages import Abort, Submit
@@ -29,13 +27,7 @@ class Dispatch:
 
     async def enqueue(self, job: PrefillJob) -> str | None:
         """Put a job into the prefill queue. Returns None, or why the queue did not take it."""
-        try:
-            await self._queue.enqueue(job)
-        except QueueFull:
-            return "queue_full"
-        except RedisAway:
-            return "queue_unavailable"
-        return None
+        return await self._queue.enqueue(job)
 
     def send(self, active: ActiveRequest, worker_id: str, to: State) -> bool:
         """Submit the request to a decode worker, and move it to state `to`. False if the worker cannot be reached; the

@@ -12,7 +12,7 @@ from support_wait import until
 from orchestrator.fleet import queue_view
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.store.client import RedisAway
-from orchestrator.store.queue import SweepResult
+from orchestrator.store.queue import QueueFull, SweepResult
 from orchestrator.types import PrefillJob, QueueDepth
 
 
@@ -24,6 +24,7 @@ class ScriptedQueue:
         self.jobs = []
         self.failed = []
         self.run = "a"
+        self.most = 10
 
     async def server_run(self):
         self._check()
@@ -35,6 +36,8 @@ class ScriptedQueue:
 
     async def enqueue(self, job):
         self._check()
+        if len(self.jobs) == self.most:
+            raise QueueFull("full")
         self.jobs.append(job)
 
     async def cancel(self, request_id, attempt):
@@ -77,12 +80,17 @@ async def test_depth_includes_what_was_enqueued_since_the_last_poll(linked):
     assert view.depth == QueueDepth(2, 150, 0)
 
 
+async def test_full_queue_says_so_and_stays_reachable(linked):
+    queue, view, _ = linked
+    queue.most = 1
+    assert [await view.enqueue(job()), await view.enqueue(job())] == [None, "queue_full"]
+    assert view.depth is not None and view.depth.requests == 1
+
+
 async def test_one_failure_is_enough_and_recovery_is_noticed(linked):
     queue, view, told = linked
     queue.away = True
-    with pytest.raises(RedisAway):
-        await view.enqueue(job())
-    assert view.depth is None
+    assert await view.enqueue(job()) == "queue_unavailable" and view.depth is None
     await until(lambda: told.away)
     await view.cancel("r", 1)  # does not raise: leases and ages end what cannot be cancelled now
     queue.away = False
