@@ -40,7 +40,7 @@ async def killed(world: World) -> None:
         if time.monotonic() > deadline:
             raise NotSeen(f"no frontend came in place of {victim.id} within {HEAL_TIMEOUT_S:g} s")
         await asyncio.sleep(_POLL_S)
-    world.seen.gone_s.append(_last_aborted_s(_running(world), victim.id, began))
+    world.seen.gone_s.append(_last_aborted_s(world.launched, victim.id, began))
 
 
 @contextlib.asynccontextmanager
@@ -78,11 +78,6 @@ async def stopped(world: World) -> None:
     await world.stop(STOPPED_S, _pid(await _one_that_works(world)))
 
 
-def _running(world: World) -> RunningFleet:
-    assert isinstance(world.fleet, RunningFleet)
-    return world.fleet
-
-
 def _pid(frontend: Frontend) -> int:
     pid = local_pid(frontend.process)
     assert pid is not None, f"{frontend.id} runs on another machine"
@@ -107,7 +102,7 @@ async def _one_that_works(world: World) -> Frontend:
 
 async def launcher_killed(world: World) -> None:
     """Everything that it started ends with it, and another `up` of the same name takes over."""
-    fleet = _running(world)
+    fleet = world.launched
     family = [psutil.Process(pid) for pid in descendants(fleet.process.pid)]
     ports = set().union(*(world.client_ports(process.pid) for process in family))
     world.load.forgive(ports)

@@ -9,8 +9,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from support_fleet import RunningFleet
-
 from benchmarks.chaos.world import World
 from orchestrator.launch.host.run_folder import RunFolder, base_folder
 from orchestrator.types import Role
@@ -19,11 +17,6 @@ LASTS_S = 4.5
 BUSY_PER_CORE = 10
 _STOP, _GO_ON = b"\x13", b"\x11"  # Ctrl-S and Ctrl-Q
 _FILL_BYTES = 1 << 16
-
-
-def _running(world: World) -> RunningFleet:
-    assert isinstance(world.fleet, RunningFleet)
-    return world.fleet
 
 
 async def starved(world: World) -> None:
@@ -37,7 +30,7 @@ async def starved(world: World) -> None:
         for process in busy:
             process.kill()
             await process.wait()
-    world.seen.false_losses += sum("is gone: it fell silent" in line for line in _running(world).process_lines())
+    world.seen.false_losses += sum("is gone: it fell silent" in line for line in world.launched.process_lines())
     world.seen.false_losses += sum(sorted(world.pids(role)) != pids for role, pids in before.items())
 
 
@@ -56,7 +49,7 @@ async def disk_full(world: World) -> None:
 
 async def terminal_stopped(world: World) -> None:
     """Press Ctrl-S on the launcher's terminal."""
-    fleet = _running(world)
+    fleet = world.launched
     os.write(fleet.output, _STOP)
     fleet.reading.clear()
     try:
@@ -68,7 +61,7 @@ async def terminal_stopped(world: World) -> None:
 
 async def pipe_unread(world: World) -> None:
     """Stop reading the launcher's output."""
-    fleet = _running(world)
+    fleet = world.launched
     fleet.reading.clear()
     try:
         await _with_a_death(world)

@@ -5,20 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from support_fleet import RunningFleet
-
 from benchmarks.chaos.world import World
 from orchestrator.types import Role
 
 
-def _fleet(world: World) -> RunningFleet:
-    assert isinstance(world.fleet, RunningFleet)
-    return world.fleet
-
-
 async def _command(world: World, *arguments: str) -> None:
     """Run a command. Raises AssertionError with its output if it fails."""
-    await asyncio.to_thread(_fleet(world).cli, *arguments)
+    await asyncio.to_thread(world.launched.cli, *arguments)
 
 
 async def _shape(world: World, prefill: int, decode: int) -> None:

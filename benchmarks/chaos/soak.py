@@ -27,7 +27,6 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import psutil  # noqa: E402
-from support_fleet import RunningFleet  # noqa: E402
 
 from benchmarks.chaos.fleets import world  # noqa: E402
 from benchmarks.chaos.load import Seen, as_json  # noqa: E402
@@ -76,8 +75,7 @@ class Sampler:
     """Samples the launcher and its children. `spared`: pids of workers that no fault may kill."""
 
     def __init__(self, place: World) -> None:
-        assert isinstance(place.fleet, RunningFleet)
-        self._fleet = place.fleet
+        self._fleet = place.launched
         self._seen: dict[tuple[int, float], Growth] = {}
         self._samples = 0
         self.spared = {place.pids(role)[0] for role in Role}

@@ -63,6 +63,12 @@ class World:
         self._seen: Seen | None = None
 
     @property
+    def launched(self) -> RunningFleet:
+        """The fleet, of a kind that a launcher runs."""
+        assert isinstance(self.fleet, RunningFleet)
+        return self.fleet
+
+    @property
     def load(self) -> Load:
         assert self._load is not None, "no fault is being made"
         return self._load

@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.peers.environments import programs
 from benchmarks.peers.processes import Processes
+from orchestrator.config.engine_args import to_command_line
 from orchestrator.wire.addresses import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -57,12 +58,7 @@ def _engine(processes: Processes, name: str, model: Model, core: int | None, tra
     port = next(ports)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model.path]
     command += ["--served-model-name", "bench", "--host", HOST, "--port", str(port), "--disable-uvicorn-access-log"]
-    for key, value in model.engine_args.items():
-        flag = f"--{key.replace('_', '-')}"
-        if isinstance(value, bool):
-            command.append(flag if value else flag.replace("--", "--no-", 1))
-        else:
-            command += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    command += to_command_line(model.engine_args)
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
     if core is not None:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = str(core)
