@@ -1,6 +1,6 @@
 """The part of the system that decides: routing, queueing, membership, launching.
 
-One request enters through `frontend`, is walked through its states by `router`, waits in `queue`
-when it is prefilled remotely, and lives on workers that `registry` and `fleet` know. What decides is
-in `policy/` and is pure; what talks is at the edges.
+A request enters through `frontend`. `router` moves it from state to state, and `fleet` is what a frontend knows of the
+workers. A remote prefill waits in the queue of `store`, where all processes are registered too. Decisions are pure
+functions in `policy`; `launch` starts and supervises the processes.
 """
