@@ -21,7 +21,6 @@ class Keys:
         self.rollout = f"{self.prefix}rollout"
         self.ratio_history = f"{self.prefix}ratio_history"
         self.events = f"{self.prefix}events"
-        self.noted = f"{self.prefix}noted"
         self.log_levels = f"{self.prefix}log_levels"
 
     def job(self, request_id: str) -> str:

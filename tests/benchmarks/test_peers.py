@@ -90,11 +90,11 @@ def test_one_in_four_of_the_mixed_load_is_a_document():
 def test_the_mixed_load_tells_chats_from_documents_and_names_what_was_not_answered(tmp_path):
     def answered(prompt_tokens: int, gap_s: float) -> Sent:
         timing = Timing(prompt_tokens, 3, ttft_s=0.1, tpot_s=gap_s, gaps_s=[gap_s, gap_s])
-        return Sent(0.0, 1.0, timing)
+        return Sent(0.0, timing)
 
     def run(chat_gap_s: float) -> Run:
         sent = [answered(peers.CHAT[0] + 2, chat_gap_s), answered(peers.DOCUMENT[0] + 2, 0.9)]
-        return Run("u", "l", [*sent, Sent(0.0, 1.0, None, "answered 503")], 2.0, 0.1)
+        return Run("u", "l", [*sent, Sent(0.0, None, "answered 503")], 2.0, 0.1)
 
     systems = {
         name: {0.5: peers._of_mixed(run(gap))} for name, gap in (("orchestrator", 0.02), ("two aggregated", 0.08))

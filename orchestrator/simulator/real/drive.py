@@ -15,10 +15,9 @@ from orchestrator.simulator.trace import Arrival, Load
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """One request and its outcome. Times are seconds from the start of the run."""
+    """One request and its outcome. `at_s`: seconds from the start of the run."""
 
     at_s: float
-    done_s: float
     timing: Timing | None
     error: str = ""
 
@@ -86,7 +85,7 @@ async def _send(
         timing = await target.complete(prompt, output_tokens, clock.began + at_s)
     except MeasureError as failed:
         error = str(failed)
-    sent = Sent(at_s, clock.now, timing, error)
+    sent = Sent(at_s, timing, error)
     done(sent)
     return sent
 

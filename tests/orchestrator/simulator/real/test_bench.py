@@ -97,8 +97,8 @@ async def test_open_loop_latency_counts_from_scheduled_arrival():
 def made(ttfts: list[float], span_s: float = 10.0, errors: int = 0, rate: float | None = None) -> Run:
     from orchestrator.simulator.real.client import Timing
 
-    sent = [Sent(0.0, ttft, Timing(100, 11, ttft, 0.01, [0.01] * 10)) for ttft in ttfts]
-    return Run("u", "l", sent + [Sent(0.0, 1.0, None, "x")] * errors, span_s, client_cpu_s=1.0, rate=rate, users=1)
+    sent = [Sent(0.0, Timing(100, 11, ttft, 0.01, [0.01] * 10)) for ttft in ttfts]
+    return Run("u", "l", sent + [Sent(0.0, None, "x")] * errors, span_s, client_cpu_s=1.0, rate=rate, users=1)
 
 
 def test_goodput_counts_answers_within_both_objectives():
