@@ -26,13 +26,12 @@ from orchestrator.cli.handle import (
     find_fleet,
     print_json,
 )
-from orchestrator.cli.look.frontend import get
+from orchestrator.cli.look.frontend import all_frontends, get
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
 from orchestrator.telemetry.logs import request_in
 from orchestrator.telemetry.request_line import RequestLine, Stage, stages
 
-_ASK_TIMES = 4  # per frontend: any of those that share a port may answer
 _NAMES_WIDTH = 10
 _COLOURS = {
     "frontend": "bright_black",
@@ -149,18 +148,16 @@ def request_lines(path: Path) -> Iterator[RequestLine]:
 
 
 async def _recorded_requests(handle: FleetHandle, request_id: str | None, slowest: int) -> list[RequestLine]:
-    """What the frontends at this URL remember. Each answers for itself alone, so they are asked until all have."""
+    """What the frontends at this URL remember."""
     path = f"/requests?slowest={slowest}" if slowest else "/requests?latest=1"
     if request_id:
         path = f"/requests/{quote(request_id, safe='')}"  # its client named it
-    answered: dict[str, list[dict[str, Any]]] = {}
-    frontends, asked = 1, 0
-    while len(answered) < frontends and asked < _ASK_TIMES * frontends:
-        said = await get(handle, handle.url or "", path, (200, 404))
-        asked += 1
-        if said is None:
+
+    async def asked() -> dict[str, Any]:
+        if (said := await get(handle, handle.url or "", path, (200, 404))) is None:
             raise Refused(f"{handle.url}: no frontend of a fleet answers there")
-        frontends = said.get("frontends", 1)
-        answered[said.get("frontend", "")] = said.get("requests", [])
-    lines = [msgspec.convert(line, RequestLine) for found in answered.values() for line in found]
+        return dict(said)
+
+    answers = await all_frontends(asked)
+    lines = [msgspec.convert(line, RequestLine) for said in answers for line in said.get("requests", [])]
     return sorted(lines, key=lambda line: line.arrived_at + line.total_ms / 1e3)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
 import msgspec
 
 from orchestrator.cli.handle import find_fleet
-from orchestrator.cli.look.frontend import credentials, operator_key
+from orchestrator.cli.look.frontend import all_frontends, credentials, operator_key
 from orchestrator.config.access import OPERATOR_KEY
 from orchestrator.simulator.profile import PROFILES, Profile, load_profile
 from orchestrator.simulator.trace import Arrival, Load
@@ -16,7 +17,6 @@ from orchestrator.simulator.trace import Arrival, Load
 _TIMEOUT_S = 10.0
 LATEST = 1000  # requests asked for
 MIN_REQUESTS = 20  # fewer give no useful figures
-_ASK_TIMES = 4  # per frontend: any of those that share a port may answer
 
 
 class LiveError(ValueError):
@@ -50,17 +50,12 @@ def live_load(url: str) -> Load:
 
 
 def _ended(url: str) -> list[dict[str, Any]]:
-    """Of the time that all frontends remember. Each answers for itself alone, so they are asked until all have."""
-    told: dict[str, list[dict[str, Any]]] = {}
-    frontends, asked = 1, 0
-    while len(told) < frontends and asked < _ASK_TIMES * frontends:
-        said = _get(url, f"/requests?latest={LATEST}")
-        asked += 1
-        frontends = said.get("frontends", 1)
-        told[said.get("frontend", "")] = said["requests"]
-    full = [min(line["arrived_at"] for line in lines) for lines in told.values() if len(lines) >= LATEST]
+    """Of the time that all frontends remember."""
+    answers = asyncio.run(all_frontends(lambda: asyncio.to_thread(_get, url, f"/requests?latest={LATEST}")))
+    told = [said["requests"] for said in answers]
+    full = [min(line["arrived_at"] for line in lines) for lines in told if len(lines) >= LATEST]
     since = max(full, default=0.0)
-    return [line for lines in told.values() for line in lines if line["arrived_at"] >= since]
+    return [line for lines in told for line in lines if line["arrived_at"] >= since]
 
 
 def live_profile(url: str) -> Profile:
