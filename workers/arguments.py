@@ -59,7 +59,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(role: Role, arguments: list[str], fleets: Version | None = None) -> WorkerSettings:
-    """What is given here goes before what the fleet runs, and that before what the --config file says. Raises
+    """The arguments override the configuration that the fleet runs, and that overrides the --config file. Raises
     ConfigError; exits 0 after --help."""
     options, passed_through = _parser(role).parse_known_args(arguments)
     given = {name: getattr(options, name) for name in ("model", "namespace", "engine")}

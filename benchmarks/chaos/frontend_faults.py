@@ -1,4 +1,4 @@
-"""What happens to frontends and to the launcher: clients of theirs lose their connections, and nobody else anything."""
+"""Faults of frontends and of the launcher: their own clients lose their connections, and nobody else loses anything."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _last_aborted_s(fleet: RunningFleet, frontend_id: str, began: datetime) -> f
 
 
 async def stopped(world: World) -> None:
-    """Its own clients wait, and get the rest of their answers."""
+    """Stop a frontend for a while: its own clients wait, and get the rest of their answers."""
     await world.stop(STOPPED_S, _pid(await _one_that_works(world)))
 
 

@@ -116,5 +116,5 @@ def _ip(*arguments: str) -> str:
 
 
 def _run(*command: str) -> str:
-    """Its standard output."""
+    """Run it, and return its standard output."""
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -124,7 +124,7 @@ async def _abort(fleet: OpenFleet, show: Callable[[Event], None]) -> Rollout:
 
 
 async def _follow(fleet: OpenFleet, generation: int, show: Callable[[Event], None]) -> Rollout:
-    """Until the rollout to this generation has ended, either way. Raises Refused."""
+    """Show the steps of the rollout to this generation until it has ended, either way. Raises Refused."""
     from orchestrator.store.configuration import Phase
     from orchestrator.store.planned import rollout_status
 
@@ -184,8 +184,8 @@ def changed(running: Version, config: Config | None, tree: dict[str, Any]) -> di
 
 
 def changes(running: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    """What is another than now, `a.b: before -> after`: values of `up --set` that the new file does not have, too. The
-    values of environment variables, which may be secrets, are left out."""
+    """The keys that change, as `a.b: before -> after`, also those that `up --set` gave and the new file lacks. Of
+    environment variables, which may be secrets, only the names."""
     for key in differing(running, new):
         if key == "model" and new[key] == running["served_model_name"]:
             continue  # its name, of which the launcher made the folder

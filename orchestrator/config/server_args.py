@@ -80,7 +80,7 @@ def needs_client_certificate(config: Config) -> bool:
 
 
 def uvicorn_options(config: Config) -> dict[str, Any]:
-    """What of the server's arguments is uvicorn's, under uvicorn's names; `check_server_args` has passed them."""
+    """The arguments that are uvicorn's, under uvicorn's names. `check_server_args` has accepted them."""
     arguments = config.frontend.server_args
     tls = {name: value for name, value in arguments.items() if name.startswith("ssl_") and value is not None}
     return {"log_level": arguments.get("uvicorn_log_level", _DEFAULT_LOG_LEVEL), **tls}

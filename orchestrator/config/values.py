@@ -60,7 +60,7 @@ def is_host(text: str) -> bool:
 
 
 def find_wrong_address(redis_url: str, hosts: Mapping[str, str | None]) -> str | None:
-    """What can be no address on any host, by its key of the configuration, and what is expected; None: all can."""
+    """The first value that is no address on any host: its key, what is expected, and the value. None if all may be."""
     try:
         if redis_url != "embedded":
             check_redis_url(redis_url)

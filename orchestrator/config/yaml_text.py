@@ -51,7 +51,7 @@ def _values(node: Any, seen: dict[int, float]) -> float:
 
 @functools.cache
 def _loader() -> Any:
-    """Of YAML 1.2's booleans, which are `true` and `false`: in YAML 1.1 the `off` of `mode: off` is one too."""
+    """A loader whose booleans are `true` and `false`, as in YAML 1.2; in YAML 1.1 the `off` of `mode: off` is one."""
     import yaml
 
     class Loader(yaml.SafeLoader):

@@ -67,7 +67,7 @@ def worker_spec(setup: Setup, role: Role, worker_id: str, share: Share) -> Proce
 
 
 def frontend_spec(setup: Setup, name: str, index: int) -> ProcessSpec:
-    """With several frontends it makes the folder for the counters that they share."""
+    """How a frontend is started. With several frontends this also makes the folder for the counters that they share."""
     config, folder = setup.config, setup.config_file.parent
     command = [*_python(config), "-m", "orchestrator.frontend.server", "--index", str(index)]
     command += ["--config", str(setup.config_file), "--port", str(config.frontend.port)]

@@ -161,7 +161,7 @@ class FrontendPool:
             placed.process.expect_exit(0)
 
     def _start(self, node: str, number: int | None = None) -> None:
-        """By default with the first number that no other has there."""
+        """Start a frontend there, with this number or the first one that is free."""
         taken = {placed.index for placed in self._placed if placed.node == node}
         index = next(n for n in itertools.count() if n not in taken) if number is None else number
         name = f"{FRONTEND}{index}@{node}" if node else f"{FRONTEND}{index}"

@@ -30,7 +30,7 @@ STARTS_BEFORE_GIVING_UP = 3
 
 
 def cannot_start(process: Supervised) -> bool:
-    """It can never work, or died again and again."""
+    """Whether it can never work, or died again and again."""
     end = process.last_exit
     return end is not None and not end.was_ready and (end.final or process.crashes >= STARTS_BEFORE_GIVING_UP)
 
@@ -113,7 +113,8 @@ class RolloutRunner:
                 log.info("all run generation %d", target.generation)
 
     async def _replace(self, snapshot: Snapshot, rollout: Rollout, loading: int) -> None:
-        """As many as may be; turn back where nothing has changed for longer than any step takes. Raises RedisAway."""
+        """Restart as many workers as may be; turn back if nothing has changed for longer than any step takes. Raises
+        RedisAway."""
         generation, launchers = rollout.target.generation, of_launchers(snapshot.launchers)
         behind = sorted(name for name, launcher in launchers.items() if launcher.generation != generation)
         states = {name: (info.process, info.state) for name, info in snapshot.workers.items()}
@@ -140,7 +141,7 @@ class RolloutRunner:
                 log.info("%s: drains, and starts again with generation %d", worker_id, generation)
 
     async def _switch(self, rollout: Rollout) -> None:
-        """What starts from now on is of the target generation. Raises RedisAway."""
+        """Let what starts from now on be of the target generation. Raises RedisAway."""
         target = rollout.target
         if self._preparing is None or self._prepared_for != target.generation:
             if self._preparing is not None:

@@ -148,7 +148,7 @@ class Supervised:
         self._stopping.set()
 
     def restart_now(self) -> None:
-        """What it is started with is another: a pause after crashes has no meaning any more, nor have the crashes."""
+        """It is started with something else now, so its earlier crashes and the pause after them have no meaning."""
         self.crashes = 0
         self._restart_now.set()
 

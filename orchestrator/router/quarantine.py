@@ -62,7 +62,7 @@ class Quarantine:
         return len(self._tried) < before
 
     def cleared(self, active: ActiveRequest) -> bool:
-        """It has produced a token, or ended. Returns whether that makes room for the next suspect."""
+        """The request has produced a token or has ended. Returns whether that makes room for the next suspect."""
         active.suspect = False
         if active in self._waiting:
             self._waiting.remove(active)

@@ -99,7 +99,7 @@ class Recovery:
         self._release_next()
 
     def clear_suspect(self, active: ActiveRequest) -> None:
-        """It has produced a token or has ended, so it does not crash its engine."""
+        """The request has produced a token or has ended, so it does not crash its engine."""
         if active.crashes and self._quarantine.cleared(active):
             self._release_next()
 

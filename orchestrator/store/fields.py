@@ -81,14 +81,14 @@ def whole(value: str) -> int:
 def member(
     kind: str, member_id: str, ttl_s: float, fresh: bool, identity: list[str], fields: dict[str, str]
 ) -> list[Any]:
-    """What the registry's `put_member` is called with."""
+    """The arguments of the registry's function `put_member`."""
     how = ("join" if fresh else "refresh", len(identity), len(ALWAYS_EQUAL))
     pairs = (part for pair in fields.items() for part in pair)
     return [kind, member_id, milliseconds(ttl_s), *how, *identity, *pairs]
 
 
 def milliseconds(seconds: float) -> int:
-    """As a time to live has it."""
+    """A time to live as Redis takes it: whole, and not 0."""
     return max(1, round(seconds * 1000))
 
 
@@ -98,7 +98,7 @@ def launcher_to_fields(launcher: Launcher) -> dict[str, str]:
 
 
 def launcher_from_fields(fields: dict[str, str]) -> Launcher:
-    """What cannot be read is left out."""
+    """The launcher of a hash. Workers that cannot be read are left out."""
     pairs = (part.partition("=") for part in fields.get("ids", "").split())
     workers = {name: Role(role) for name, _, role in pairs if role in _ROLES}
     return Launcher(workers, whole(fields.get("generation", "")))
@@ -117,7 +117,7 @@ def orders_of(role: str | None, drain: str | None, sequence: str | None) -> Work
 
 
 def heartbeat(reply: list[Any]) -> Heartbeat:
-    """What `tell` of the registry's functions returns."""
+    """The heartbeat that `tell` of the registry's functions returns."""
     orders, departed = orders_of(*(text(part) for part in reply[1:4])), []
     for row in reply[7]:
         with contextlib.suppress(msgspec.DecodeError):  # of a later version

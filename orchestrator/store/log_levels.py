@@ -29,7 +29,7 @@ class LogLevels:
             await self._redis.hset(self._key, process, level)
 
     async def of(self, process: str) -> str | None:
-        """What was set for this process, else for all; None: nothing."""
+        """The level that was set for this process, else for all; None if none was."""
         own, common = await self._redis.hmget(self._key, [process, ALL])
         level = own or common
         return level.decode() if isinstance(level, bytes) else level

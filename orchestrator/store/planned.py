@@ -54,7 +54,7 @@ def planned_worker(info: WorkerInfo, orders: WorkerOrders | None, owned: bool, m
 
 
 def of_launchers(holders: Mapping[str, Launcher]) -> dict[str, Launcher]:
-    """Of those that hold ids of workers the launchers, which drain and replace them."""
+    """The launchers among those that hold ids of workers. A launcher drains and replaces its workers."""
     return {holder: held for holder, held in holders.items() if not holder.startswith(BY_HAND)}
 
 

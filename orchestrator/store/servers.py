@@ -28,7 +28,8 @@ _SENTINEL_OPTION = "sentinel_"  # before the names of options that are for the S
 
 
 class Servers:
-    """Of `redis://HOST:PORT`, `redis+cluster://HOST:PORT,HOST:PORT` or `redis+sentinel://HOST:PORT,HOST:PORT/SERVICE`.
+    """The servers that a URL means: `redis://HOST:PORT`, `redis+cluster://HOST:PORT,HOST:PORT` or
+    `redis+sentinel://HOST:PORT,HOST:PORT/SERVICE`.
 
     `rediss` instead of `redis` is TLS. A user, a password, a database and redis-py's options have their usual places;
     `?sentinel_username=U&sentinel_password=P` is for Sentinels, which have users of their own.
@@ -57,7 +58,7 @@ class Servers:
         self.pool = SentinelConnectionPool(service, self._sentinel, connection_class=connection_class, **own)
 
     def new_connection(self) -> AbstractConnection:
-        """Not yet connected."""
+        """A new connection, which is not connected yet."""
         if not self._nodes:
             connection: AbstractConnection = self.pool.make_connection()
             return connection

@@ -62,7 +62,7 @@ class Connection(msgspec.Struct):
 
 
 class Connections:
-    """By worker and by route. It tells of each connection that it is open, and that it broke."""
+    """All connections, by worker and by route. Calls `on_open` and `on_broken` for each."""
 
     def __init__(
         self,

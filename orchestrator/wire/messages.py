@@ -233,7 +233,7 @@ def split(frames: Sequence[bytes]) -> Sequence[bytes | memoryview]:
 
 
 def join(frames: list[bytes]) -> list[bytes]:
-    """What was given to `split`. Raises MessageError."""
+    """The frames that were given to `split`. Raises MessageError."""
     if not frames:
         raise MessageError("empty message")
     if frames[0] != _SPLIT or len(frames) == 1:

@@ -65,7 +65,7 @@ def send(socket: Socket, frames: list[bytes], *route: bytes) -> int:
 
 
 class Woken(Exception):
-    """Not by a message."""
+    """The wait was ended without a message."""
 
 
 class Reader:

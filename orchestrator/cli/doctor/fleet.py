@@ -129,7 +129,7 @@ async def _port(name: str, process: str, host: str, port: int) -> Check:
 
 
 async def _transferred(fleet: OpenFleet, handle: FleetHandle, source: WorkerInfo) -> Check:
-    """What the worker has pushed so far, by the metrics of a frontend."""
+    """What the worker has pushed so far, from the metrics of a frontend."""
     urls = [handle.url] if handle.url else []
     urls += [frontend.url for frontend in (await fleet.registry.frontends()).values()]
     for url in reachable(urls, handle.redis_url or ""):

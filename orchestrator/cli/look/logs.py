@@ -137,7 +137,7 @@ def _of(process: str | None) -> Callable[[str], bool]:
 
 
 def as_object(line: str) -> str:
-    """As JSON, which it is already where `logging.format` says so. A full disk leaves pieces of lines."""
+    """The line as JSON. With `logging.format: json` it is JSON already, but a full disk leaves pieces of lines."""
     if line.startswith("{"):
         with contextlib.suppress(msgspec.DecodeError):
             msgspec.json.decode(line, type=dict[str, msgspec.Raw])

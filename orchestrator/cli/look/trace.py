@@ -134,7 +134,7 @@ def _logged(namespace: str | None) -> Iterator[RequestLine]:
 
 
 def request_lines(path: Path) -> Iterator[RequestLine]:
-    """Those of a log file. A file that is not there has none."""
+    """The requests in a log file; none if there is no file."""
     try:
         with path.open(errors="replace") as file:
             for text in file:

@@ -93,8 +93,8 @@ def bench_command(
 
 
 def _all(plan: _Plan, servers: Sequence[str], rates: Sequence[float | None]) -> tuple[list[Run], str]:
-    """At each rate one run for each server, and why it ended before all were done. A server that dies after an hour
-    does not take with it what was measured. Raises ConfigError where nothing was."""
+    """Run the load on each server at each rate. Returns the runs, and why they ended early, or "": a server that dies
+    after an hour does not take with it what was measured. Raises ConfigError if nothing was."""
     runs: list[Run] = []
     for rate in rates:
         try:
@@ -133,7 +133,7 @@ class _Plan:
 
 
 async def _run_with_progress(load: Load, server: str, run: Callable[[Callable[[Sent], None]], Awaitable[Run]]) -> Run:
-    """With its progress on standard error."""
+    """Run it, and show its progress on standard error."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[now]}", markup=False), console=console(stderr=True)) as progress:
         task = progress.add_task(server, total=len(load.arrivals), now="")

@@ -50,7 +50,7 @@ def live_load(url: str) -> Load:
 
 
 def _ended(url: str) -> list[dict[str, Any]]:
-    """Of the time that all frontends remember."""
+    """The requests that ended in the time that all frontends remember."""
     answers = asyncio.run(all_frontends(lambda: asyncio.to_thread(_get, url, f"/requests?latest={LATEST}")))
     told = [said["requests"] for said in answers]
     full = [min(line["arrived_at"] for line in lines) for lines in told if len(lines) >= LATEST]

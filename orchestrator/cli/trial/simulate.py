@@ -228,13 +228,13 @@ def parse_profile(name: str) -> Profile:
 
 
 def parse_configuration(path: Path | None, sets: list[str] | None) -> Config:
-    """What ships, changed by a file and by `a.b=value`. Raises ConfigError."""
+    """The defaults, changed by a file and by `a.b=value`. Raises ConfigError."""
     overrides = sets or []
     return load_config(path, overrides) if path is not None else parse_config(overridden({"model": "demo"}, overrides))
 
 
 def objectives(served: Config | None, profile: Profile, ttft_s: float | None, tpot_s: float | None) -> SLOConfig:
-    """As asked for, else the configuration's, else the profile's."""
+    """The given objectives, else the configuration's, else the profile's."""
     default = served.slo if served else SLOConfig(ttft_s=profile.ttft_slo_s, tpot_s=profile.tpot_slo_s)
     return SLOConfig(ttft_s=ttft_s or default.ttft_s, tpot_s=tpot_s or default.tpot_s)
 

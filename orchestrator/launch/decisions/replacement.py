@@ -18,7 +18,7 @@ class MissingByHand:
         self._drained: set[str] = set()  # told to leave for good
 
     def missing(self, present: Collection[str], drained: Collection[str], loading: Collection[str]) -> int:
-        """Of as many as there ever were: `present` are registered, `loading` not yet."""
+        """How many are missing of the most that there ever were. `present` are registered, `loading` not yet."""
         self._drained |= {*drained} & {*present}
         accounted = {*present} | self._drained
         self._most = max(self._most, len(accounted))
