@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 from prometheus_client import REGISTRY
+from support_info import worker_info
 
 from orchestrator.config.settings import parse_config
 from orchestrator.fleet.prefixes import PrefixView
@@ -17,15 +18,12 @@ from orchestrator.router.codec import Batch
 from orchestrator.router.request import ParsedRequest
 from orchestrator.router.router import Router
 from orchestrator.types import (
-    EngineIdentity,
     FinishReason,
     KVEndpoint,
     KVSource,
     QueueDepth,
     RequestInfo,
     Role,
-    WorkerInfo,
-    WorkerState,
 )
 from orchestrator.wire.messages import Claimed, MessageError, Outputs, Submit
 
@@ -33,9 +31,6 @@ from orchestrator.wire.messages import Claimed, MessageError, Outputs, Submit
 def counted(name: str, **labels: str) -> float:
     """A counter of this process, as `/metrics` would show it; 0 where nothing was counted."""
     return REGISTRY.get_sample_value(f"{name}_total", labels) or 0.0
-
-
-IDENTITY = EngineIdentity("m", "float32", "auto", 16, 4096, "sim", "1", 1)
 
 
 @dataclass
@@ -147,11 +142,7 @@ class Bench:
             self.add_worker(name, role)
 
     def add_worker(self, name, role):
-        endpoint = KVEndpoint(f"{name}-engine", "127.0.0.1", 1)
-        info = WorkerInfo(
-            name, role, WorkerState.READY, "h", 1, "tcp://a", "tcp://b", IDENTITY, endpoint, 1000, 64, 2048, 100, 1.0
-        )
-        self.fleet.upsert(info, time.monotonic())
+        self.fleet.upsert(worker_info(name, role, blocks_total=1000), time.monotonic())
         self.fleet.workers[name].connected = True
 
     def say(self, worker_id, message, payload=()):

@@ -5,6 +5,7 @@ import time
 
 import msgspec
 import pytest
+import support_info
 from support_doors import Doors
 from support_wait import until
 
@@ -13,13 +14,12 @@ from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
 from orchestrator.store.client import RedisAway
 from orchestrator.store.events import Resync
-from orchestrator.types import EngineIdentity, KVEndpoint, Role, WorkerInfo, WorkerLoad, WorkerState
+from orchestrator.types import Role, WorkerLoad
 from orchestrator.wire.addresses import Listening
 from orchestrator.wire.messages import Hello, Welcome
 from orchestrator.wire.transport import Disconnected, FrontendTransport, WorkerTransport
 
 DEADLINE_S = 15
-IDENTITY = EngineIdentity("m", "float32", "auto", 16, 4096, "sim", "1", 1)
 
 
 class ScriptedRegistry:
@@ -43,10 +43,9 @@ def block_the_loop(pause_s):
 
 
 def worker_info(name, engine_id, request_address="tcp://127.0.0.1:1", load_address="tcp://127.0.0.1:2"):
-    return WorkerInfo(
-        name, Role.DECODE, WorkerState.READY, "h", 1, request_address, load_address,
-        IDENTITY, KVEndpoint(engine_id, "h", 1), 100, 8, 64, 1, 1.0,
-    )  # fmt: skip
+    return support_info.worker_info(
+        name, engine_id=engine_id, request_address=request_address, load_address=load_address
+    )
 
 
 class LivingWorker:

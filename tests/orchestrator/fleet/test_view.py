@@ -1,11 +1,12 @@
 """The live view: exact correction between load reports, new processes behind old names, and who counts as gone."""
 
 import msgspec
+from support_info import fleet_of
+from support_info import worker_info as worker
 
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.types import (
-    EngineIdentity,
     KVEndpoint,
     RequestInfo,
     Role,
@@ -14,24 +15,9 @@ from orchestrator.types import (
     WorkerState,
 )
 
-IDENTITY = EngineIdentity("m", "float32", "auto", 16, 4096, "sim", "1", 1)
-
-
-def worker(name, role=Role.DECODE, engine_id=None, state=WorkerState.READY):
-    endpoint = KVEndpoint(engine_id or f"{name}-engine", "127.0.0.1", 1)
-    return WorkerInfo(name, role, state, "h", 1, "tcp://a", "tcp://b", IDENTITY, endpoint, 100, 64, 2048, 100, 1.0)
-
 
 def load(name, sequence, free, seen=0):
     return WorkerLoad(name, sequence, 100, free, 1, 0, 0, 1.0, seen={"f": seen})
-
-
-def fleet_of(*infos):
-    fleet = Fleet("f")
-    for info in infos:
-        fleet.upsert(info, now=0.0)
-        fleet.workers[info.id].connected = True
-    return fleet
 
 
 def test_placements_count_until_a_report_has_seen_them():

@@ -14,25 +14,16 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
+from support_info import fleet_of, worker_info
 
 from orchestrator.cli.look.screen import Confirm, Top
 from orchestrator.cli.look.top import sample, top
 from orchestrator.config.settings import Refused
-from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard import history as history_module
 from orchestrator.frontend.dashboard.history import History
 from orchestrator.frontend.dashboard.routes import operator_routes, stream_routes
 from orchestrator.telemetry.recent import Recent
-from orchestrator.types import (
-    DesiredRatio,
-    EngineIdentity,
-    KVEndpoint,
-    QueueDepth,
-    Role,
-    WorkerInfo,
-    WorkerLoad,
-    WorkerState,
-)
+from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerLoad
 
 WITHIN_S = 30.0
 
@@ -54,13 +45,8 @@ class Steered:
 @contextlib.asynccontextmanager
 async def frontend(steered: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
     monkeypatch.setattr(history_module, "INTERVAL_S", 0.05)
-    identity = EngineIdentity("m", "float32", "auto", 16, 4096, "sim", "1", 1)
-    fleet = Fleet("f")
-    for name, role, free in (("p0", Role.PREFILL, 90), ("d0", Role.DECODE, 50), ("d1", Role.DECODE, 10)):
-        endpoint = KVEndpoint(name, "h", 1)
-        info = WorkerInfo(name, role, WorkerState.READY, "h", 42, "a", "b", identity, endpoint, 100, 8, 64, 1000, 1.0)
-        fleet.upsert(info, 0.0)
-        fleet.workers[name].connected = True
+    fleet = fleet_of(worker_info("p0", Role.PREFILL), worker_info("d0"), worker_info("d1"))
+    for name, free in (("p0", 90), ("d0", 50), ("d1", 10)):
         fleet.take_load(WorkerLoad(name, 1, 100, free, 2, 1, 30, 5.0), 0.0)
     recent = Recent()
     history = History("demo", "f", 1, fleet, recent, lambda: QueueDepth(3, 4000, 1), lambda: DesiredRatio(1, 2, "x"))

@@ -5,22 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from support_info import fleet_of, worker_info
 
-from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard import history as module
 from orchestrator.frontend.dashboard.history import HOUR_S, MAX_WATCHERS, History, samples
 from orchestrator.telemetry import metrics
 from orchestrator.telemetry.recent import Recent
-from orchestrator.types import (
-    DesiredRatio,
-    EngineIdentity,
-    KVEndpoint,
-    QueueDepth,
-    Role,
-    WorkerInfo,
-    WorkerLoad,
-    WorkerState,
-)
+from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerLoad
 
 
 @pytest.fixture
@@ -30,13 +21,7 @@ def recent() -> Recent:
 
 @pytest.fixture
 def history(recent: Recent) -> History:
-    identity = EngineIdentity("m", "float32", "auto", 16, 4096, "sim", "1", 1)
-    fleet = Fleet("f")
-    for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
-        endpoint = KVEndpoint(name, "h", 1)
-        info = WorkerInfo(name, role, WorkerState.READY, "h", 42, "a", "b", identity, endpoint, 100, 8, 64, 1000, 1.0)
-        fleet.upsert(info, 0.0)
-        fleet.workers[name].connected = True
+    fleet = fleet_of(worker_info("p0", Role.PREFILL), worker_info("d0"))
     fleet.take_load(WorkerLoad("d0", 1, 100, 25, 2, 1, 30, 5.0), 0.0)
     return History("m", "f", 1, fleet, recent, lambda: QueueDepth(3, 4000, 1), lambda: DesiredRatio(1, 2, "scale"))
 

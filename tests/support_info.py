@@ -1,0 +1,28 @@
+"""A worker as the registry describes it, for tests that need no process behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from orchestrator.fleet.view import Fleet
+from orchestrator.types import EngineIdentity, KVEndpoint, Role, WorkerInfo, WorkerState
+
+
+def worker_info(name: str, role: Role = Role.DECODE, engine_id: str = "", **changes: Any) -> WorkerInfo:
+    identity = EngineIdentity("m", "float32", "auto", 16, 4096, "sim", "1", 1)
+    endpoint = KVEndpoint(engine_id or f"{name}-engine", "127.0.0.1", 1)
+    info = WorkerInfo(
+        name, role, WorkerState.READY, "h", 1, "tcp://a", "tcp://b", identity, endpoint, 100, 64, 2048, 1000, 1.0
+    )
+    return msgspec.structs.replace(info, **changes)
+
+
+def fleet_of(*infos: WorkerInfo) -> Fleet:
+    """The view of a frontend "f" that is connected to these workers."""
+    fleet = Fleet("f")
+    for info in infos:
+        fleet.upsert(info, now=0.0)
+        fleet.workers[info.id].connected = True
+    return fleet
