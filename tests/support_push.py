@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -113,8 +112,7 @@ def _init_without_an_engine(self: Any, config: Any, engine_id: str, kv_cache_con
     self.src_xfer_handles_by_block_size, self.src_xfer_handles_by_tp_ratio = {BLOCK_TOKENS: "mine"}, {}
     self._sending_transfers, self._send_failures = defaultdict(list), set()
     self._sending_transfers_lock, self._handshake_lock = threading.Lock(), threading.RLock()
-    self._recving_metadata, self._recving_transfers, self._failed_recv_reqs = {}, {}, queue.Queue()
-    self._remote_agents, self._engine_by_address, self._engine_last_active = {}, {}, {}
+    self._recving_metadata, self._remote_agents, self._engine_by_address, self._engine_last_active = {}, {}, {}, {}
     self._engine_clock_offset, self._failed_remote_engines, self._invalid_remote_engines = {}, set(), set()
     self._engine_ttl, self.device_type = 0.0, "cpu"
     self._push_writer_stop = threading.Event()

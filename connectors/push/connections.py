@@ -274,12 +274,13 @@ class Connections(NixlPushConnectorWorker):
         chunkwise = writer.takes_chunks(self, engine)
         if not chunkwise and self.options.transfer != "whole":
             logger.info_once("KV for engine %s is pushed whole: its rank layout differs", engine)
-        theirs = self.transfer_topo.get_engine_info(engine).remote_block_size
-        if theirs == self.block_size:
+        info, ratio = self.transfer_topo.get_engine_info(engine), self._physical_blocks_per_logical_kv_block
+        if (info.remote_block_size, info.remote_physical_blocks_per_logical) == (self.block_size, ratio):
             receiving = self._inbound.connected(engine, agents, now)
         else:
             # vLLM's push cannot write to smaller blocks, nor sort out what comes in larger ones.
-            why = f"prefill engine {engine} has KV blocks of {theirs} tokens, this one of {self.block_size}"
+            theirs = f"{info.remote_physical_blocks_per_logical} x {info.remote_block_size}"
+            why = f"prefill engine {engine} has KV blocks of {theirs} tokens, this one of {ratio} x {self.block_size}"
             receiving = self._inbound.incompatible(engine, agents, why, now)
         return [*receiving, *self._outbound.connected(engine, chunkwise, agents, now)]
 
@@ -326,8 +327,7 @@ class Connections(NixlPushConnectorWorker):
                 self._cleanup_remote_engine(engine)
 
     def _engines_with_inflight_transfers(self) -> set[str]:
-        receiving = {meta.remote.engine_id for meta in list(self._recving_metadata.values()) if meta.remote is not None}
-        return receiving | self._inbound.engines() | self._outbound.engines()
+        return self._inbound.engines() | self._outbound.engines()
 
     def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
         super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)

@@ -71,7 +71,6 @@ class PushScheduler(NixlPushConnectorScheduler):
         self.by_position = (
             len(kv_cache_config.transfer_groups) == 1
             and not self._is_hma_required
-            and not self.use_host_buffer
             and self._prefill_backoff() == 0
             and vllm_config.parallel_config.pipeline_parallel_size == 1
         )
@@ -79,7 +78,7 @@ class PushScheduler(NixlPushConnectorScheduler):
             logger.info("This model or topology cannot stream its KV: each prompt is pushed whole (transfer: whole)")
         self._prefills: dict[str, _Prefill] = {}
         self._held: set[str] = set()  # prefills that have ended, and whose blocks are not given back yet
-        self._reserved: dict[str, Endpoint] = {}
+        self._reserved: set[str] = set()  # requests whose blocks wait for KV
         self._dead: dict[str, float] = {}  # engine -> until when its KV is not asked for
         self._withdrawing_blocks = self._withdrawing_told = 0
         self._next = PushMetadata()
@@ -139,20 +138,8 @@ class PushScheduler(NixlPushConnectorScheduler):
             blocks=[list(group) for group in ids],
             prompt_tokens=self._get_remote_prefill_token_count(request.num_prompt_tokens),
         )
-        endpoint = source.endpoint
-        self._reserved[request.request_id] = endpoint
-        self._next.reserved.append(Reserved(order, endpoint))
-        # vLLM's worker half keeps these, by its own names, to post-process what arrives.
-        params |= {
-            "remote_request_id": source.key,
-            "remote_engine_id": endpoint.engine_id,
-            "remote_host": endpoint.host,
-            "remote_port": endpoint.port,
-            "remote_block_ids": (),
-            "tp_size": endpoint.tp_size,
-            "pp_size": endpoint.pp_size,
-        }
-        self._reqs_need_recv[request.request_id] = (request, ids, (), False)
+        self._reserved.add(request.request_id)
+        self._next.reserved.append(Reserved(order, source.endpoint))
 
     def _release_unused(self, request: Request) -> None:
         params = request.kv_transfer_params
@@ -179,12 +166,6 @@ class PushScheduler(NixlPushConnectorScheduler):
                 if (prefill := self._prefills.get(key)) is not None and not prefill.closed:
                     self._ship(key, prefill, tokens, state)
         meta, self._next = self._next, PushMetadata()
-        for key, (request, ids, cached, awaiting) in self._reqs_need_recv.items():
-            assert request.kv_transfer_params is not None
-            meta.add_new_req_to_recv(key, ids, request.kv_transfer_params, cached, awaiting)
-        self._reqs_need_recv.clear()
-        if self.use_host_buffer:
-            self._build_save_meta(meta, scheduler_output)
         return meta
 
     def _ship(self, key: str, prefill: _Prefill, scheduled_tokens: int, state: Any) -> None:
@@ -229,7 +210,6 @@ class PushScheduler(NixlPushConnectorScheduler):
         held = any(len(group) > 0 for group in block_ids)
         ended_well = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         ok = ended_well and prefill is not None and held
-        self._reqs_need_save.pop(key, None)
         if ok and not self.by_position:
             assert prefill is not None
             of_prompt = self._of_prompt(block_ids, prefill.request.num_prompt_tokens)
@@ -256,13 +236,12 @@ class PushScheduler(NixlPushConnectorScheduler):
         self._next.unwanted.extend(unwanted)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        for key in connector_output.finished_recving or ():
-            self._reserved.pop(key, None)
+        self._reserved.difference_update(connector_output.finished_recving or ())
         self._held.difference_update(connector_output.finished_sending or ())
         if isinstance(report := connector_output.kv_connector_worker_meta, RankReport):
             self._withdrawing_blocks = report.withdrawing_blocks
             # What one rank has given up is of no use to the others, which may wait for that rank's peer.
-            given_up = self._reserved.keys() & report.unreceived
+            given_up = self._reserved & report.unreceived
             self._next.withdrawn |= dict.fromkeys(given_up - self._next.withdrawn.keys(), "another rank gave it up")
             self._next.unwanted.extend(report.unpushed & (self._held | self._prefills.keys()))
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
@@ -57,11 +56,6 @@ class PushWorker(Connections):
 
     def start_load_kv(self, metadata: PushMetadata) -> None:
         self._stepped = True
-        for request, meta in metadata.reqs_to_recv.items():
-            meta.local_physical_block_ids = self._logical_to_kernel_block_ids(
-                meta.local_block_ids, self._physical_blocks_per_logical_kv_block
-            )
-            self._recving_metadata[request] = meta
         self.handle_preemptions(metadata)
         for engine in metadata.dead_engines:
             self._submit(functools.partial(self._on_dead, engine))
@@ -146,24 +140,23 @@ class PushWorker(Connections):
             self._layers = {name: index for index, name in enumerate(self.region_names)}
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
+        """What has ended since the last call. Nothing of vLLM's own is used: it looks the other engine up, which may be
+        disconnected by now. Nor does it have to convert what has arrived, since both ends' layouts are the same."""
         while not self._records.empty():
             self._records.get()(self.xfer_stats)
-        # vLLM's base class collects the results. The bookkeeping of vLLM's push worker is not used here.
-        return NixlBaseConnectorWorker.get_transfer_results(self)
-
-    def _get_new_notifs(self) -> set[str]:
-        released: set[str] = set()
+        sent, received, failed = set[str](), set[str](), set[str]()
         while not self._results.empty():
             result = self._results.get()
             if isinstance(result, do.Release):
-                released.add(result.stream)
+                sent.add(result.stream)
             elif result.ok:
-                self._recving_transfers.setdefault(result.request, [])
+                received.add(result.request)
             else:
                 logger.warning("KV of %s will be computed here: %s", result.request, result.why)
-                self._failed_recv_reqs.put(result.request)
+                failed.add(result.request)
                 self.reports.unreceived.put(result.request)
-        return released
+        self._sync_device_after_direct_recv(received)
+        return KVConnectorTransferResults(sent, received | failed, failed)
 
     # ---- the writer thread -------------------------------------------------------------------------------------
 

@@ -46,7 +46,6 @@ def takes_chunks(worker: NixlPushConnectorWorker, engine: str) -> bool:
         and len(worker.kv_cache_config.transfer_groups) == 1
         and not worker._has_mamba
         and not worker._transfer_layer_group_ids
-        and not worker.use_host_buffer
     )
 
 

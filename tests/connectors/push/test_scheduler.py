@@ -27,8 +27,7 @@ def scheduler(*, mamba: bool, stages: int = 1) -> Any:
         self.engine_id, self.block_size, self.vllm_config = engine_id, 16, config
         self.side_channel_host, self.side_channel_port = "host", 1
         self._is_hma_required = self._has_mamba = mamba
-        self._bounded_replay = self.use_host_buffer = False
-        self._reqs_need_recv, self._reqs_need_save = {}, {}
+        self._bounded_replay = False
         self.kv_cache_config = kv_cache_config
         self.get_exchange_clipped_blocks = lambda blocks: blocks
 

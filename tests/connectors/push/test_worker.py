@@ -46,6 +46,14 @@ def prefill(worker: Any, stream: str, decode: wire.Endpoint = DECODE) -> None:
     worker.step()
 
 
+def ended(sent: str = "", received: str = "", failed: str = "") -> Any:
+    """What the engine is told of requests that have ended: at most one of each kind."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+    one = {sent} - {""}, {received, failed} - {""}, {failed} - {""}
+    return KVConnectorTransferResults(*one)
+
+
 @pytest.fixture
 def unequal(push: Any) -> Any:
     """Rank 0 of 2. Decode has 4: this rank writes to two of them."""
@@ -62,7 +70,7 @@ def test_whole_push_lands_on_every_rank(unequal: Any) -> None:
     assert unequal.nixl_wrapper.told() == []
     unequal.end_writes()
     assert unequal.nixl_wrapper.told() == [wire.Landed("r-s")] * 2
-    assert unequal._get_new_notifs() == {"s"}
+    assert unequal.get_transfer_results() == ended(sent="s")
 
 
 def test_several_ranks_push_to_one_of_a_decode_engine_with_fewer(push: Any) -> None:
@@ -76,7 +84,7 @@ def test_several_ranks_push_to_one_of_a_decode_engine_with_fewer(push: Any) -> N
     assert len(worker.nixl_wrapper.writes) == 1
     worker.end_writes()
     assert worker.nixl_wrapper.sent == [("D/1", wire.Landed("r-s"))]
-    assert worker._get_new_notifs() == {"s"}
+    assert worker.get_transfer_results() == ended(sent="s")
 
 
 def test_whole_push_failing_at_one_rank_is_gone(unequal: Any) -> None:
@@ -124,12 +132,10 @@ def test_vllms_own_completion_notice_ends_nothing(push: Any) -> None:
     assert len(worker.nixl_wrapper.told()) == 1
     worker.nixl_wrapper.heard["P2/0"] = [b"r-s:2"]
     worker.turn()
-    worker._get_new_notifs()
-    assert worker._recving_transfers == {} and worker._failed_recv_reqs.empty()
     assert worker._records.empty()  # not counted as a bad message
+    assert not worker.get_transfer_results().finished_recving
     worker.hear("P2/0", wire.Landed("r-s"))
-    worker._get_new_notifs()
-    assert worker._recving_transfers == {"r-s": []}
+    assert worker.get_transfer_results() == ended(received="r-s")
 
 
 def test_a_write_that_ends_after_a_preemption_does_not_count(push: Any) -> None:
@@ -227,17 +233,20 @@ def test_a_registration_that_never_left_goes_out_on_the_new_link(push: Any) -> N
     assert [message.stream for message in worker.nixl_wrapper.told()] == ["s", "t"]
 
 
-def test_a_registration_that_never_left_fails_with_its_peer(push: Any) -> None:
+def test_kv_that_has_arrived_counts_though_its_sender_is_disconnected_before_the_engine_looks(push: Any) -> None:
+    """An engine looks at the end of its step. Meanwhile another request found the link cut, or the sender dead."""
     worker = push.FakeWorker(0, 1)
     source = wire.Endpoint("P2", "host", 2, 1)
     worker.handshakes = [None]
     worker.step(reserved=[Reserved(order("s", 7, 8), source)])
+    worker.turn()
     worker.hear("P2/0", wire.Landed("r-s"))
     worker.nixl_wrapper.broken, worker.handshakes = {"P2/0"}, [zmq.Again()]
-    worker.step(reserved=[Reserved(order("t", 7, 8), source)])
+    worker.step(reserved=[Reserved(order("t", 9, 10), source)])
     worker.turn()
-    worker._get_new_notifs()
-    assert worker._failed_recv_reqs.get_nowait() == "r-t"
+    assert worker.nixl_wrapper.removed == ["P2/0"], "the registration that never left fails with its peer"
+    results = worker.get_transfer_results()
+    assert (results.finished_recving, results.failed_recving) == ({"r-s", "r-t"}, {"r-t"})
 
 
 def test_a_rank_reports_what_it_has_given_up_and_how_many_blocks_wait_for_a_silent_peer(push: Any) -> None:
@@ -245,7 +254,7 @@ def test_a_rank_reports_what_it_has_given_up_and_how_many_blocks_wait_for_a_sile
     worker.handshakes = [zmq.Again(), None]
     peer = wire.Endpoint("P2", "host", 2, 2)
     worker.step(reserved=[Reserved(order("s", 7, 8), peer)])
-    worker._get_new_notifs()
+    worker.get_transfer_results()
     assert worker.reports.take() == RankReport(unreceived=frozenset({"r-s"}))
     assert worker.reports.take() is None
 
@@ -253,7 +262,7 @@ def test_a_rank_reports_what_it_has_given_up_and_how_many_blocks_wait_for_a_sile
     worker.step(withdrawn={"r-t": "aborted"})
     assert [worker.reports.take() for _ in range(2)] == [RankReport(withdrawing_blocks=3)] * 2
     worker.hear("P2/0", wire.Gone("r-t", "withdrawn by decode"))
-    worker._get_new_notifs()
+    worker.get_transfer_results()
     assert worker.reports.take() == RankReport(unreceived=frozenset({"r-t"})), "none wait any more"
     assert worker.reports.take() is None
 
@@ -268,8 +277,7 @@ def test_a_handshake_that_raises_is_tried_again(push: Any) -> None:
     source = wire.Endpoint("P2", "host", 2, 1)
     worker.handshakes = []  # it will raise
     worker.step(reserved=[Reserved(order("s", 7, 8), source)])
-    worker._get_new_notifs()
-    assert worker._failed_recv_reqs.get_nowait() == "r-s"
+    assert worker.get_transfer_results() == ended(failed="r-s")
     worker.handshakes = [None]
     worker.step(reserved=[Reserved(order("t", 7, 8), source)])
     worker.turn()
@@ -325,13 +333,13 @@ def test_blocks_are_kept_and_landed_is_told_when_their_checksum_is_known(equal: 
     equal.end_writes()
     equal.hear("D/0", order("s", 7, 8, decode=NEAR))  # again: decode hears nothing
     assert late.of == [[[1, 2]]]
-    assert equal.nixl_wrapper.told() == [] and equal._get_new_notifs() == set()
+    assert equal.nixl_wrapper.told() == [] and equal.get_transfer_results() == ended()
     other = [Started("t", 2, 32)]
     equal.step(started=other)  # the writer is not held up
     assert "t" in equal._outbound._streams
     late.ready = True
     equal.turn()
-    assert equal.nixl_wrapper.told() == [wire.Landed("r-s", 7)] and equal._get_new_notifs() == {"s"}
+    assert equal.nixl_wrapper.told() == [wire.Landed("r-s", 7)] and equal.get_transfer_results() == ended(sent="s")
 
 
 @pytest.mark.parametrize("digest", [7, 8])
@@ -340,14 +348,11 @@ def test_decode_begins_when_the_checksum_of_what_came_is_known(push: Any, late: 
     worker.know("P2", 1, [0])
     worker.step(reserved=[Reserved(order("s", 8, 7), wire.Endpoint("P2", "host", 2, 1))])
     worker.hear("P2/0", wire.Landed("r-s", digest))
-    worker._get_new_notifs()
     assert late.of == [[[7, 8]]]
-    assert worker._recving_transfers == {} and worker._failed_recv_reqs.empty()
+    assert worker.get_transfer_results() == ended()
     late.ready = True
     worker.turn()
-    worker._get_new_notifs()
-    assert ("r-s" in worker._recving_transfers) is (digest == 7)
-    assert worker._failed_recv_reqs.empty() is (digest == 7)
+    assert worker.get_transfer_results() == (ended(received="r-s") if digest == 7 else ended(failed="r-s"))
 
 
 def test_checksum_of_freed_blocks_is_ignored(push: Any, late: Any) -> None:
@@ -359,8 +364,8 @@ def test_checksum_of_freed_blocks_is_ignored(push: Any, late: Any) -> None:
     worker.hear("P2/0", wire.Gone("r-s", "withdrawn by decode"))
     late.ready = True
     worker.turn()
-    worker._get_new_notifs()
-    assert worker._failed_recv_reqs.get_nowait() == "r-s" and worker._records.qsize() == 1  # of the failed receipt
+    assert worker._records.qsize() == 1  # of the failed receipt
+    assert worker.get_transfer_results() == ended(failed="r-s")
 
 
 def test_gpu_checksum_equals_cpu_checksum(push: Any, monkeypatch: Any) -> None:

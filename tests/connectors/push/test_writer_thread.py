@@ -198,7 +198,7 @@ def test_blocks_are_kept_while_write_reads_them(worker: Any, nixl: Any) -> None:
     step(worker, Computed("b", 0, 0, ((3, 4),), closed=True))
     worker.steps[1].happened.set()
     soon(lambda: worker._events.empty() and not worker._outbound.awaits_device, "the end of a later step")
-    assert worker._get_new_notifs() == set() and nixl.sent == []
+    assert not worker.get_transfer_results().finished_sending and nixl.sent == []
     nixl.check_xfer_state = lambda handle: "DONE"
-    soon(lambda: worker._get_new_notifs() == {"a"}, "the release of a's blocks")
+    soon(lambda: worker.get_transfer_results().finished_sending == {"a"}, "the release of a's blocks")
     assert (AGENT, wire.Landed("a-decode")) in nixl.sent
