@@ -129,8 +129,7 @@ def post_whole(worker: NixlPushConnectorWorker, post: Post) -> Iterator[Any]:
     for block in (block for group in post.order.blocks for block in group):
         if not 0 <= block < their_total:
             raise LayoutError(f"decode named block {block} of {their_total}")
-    groups = range(len(post.chunks[0].blocks))
-    local = tuple([block for chunk in post.chunks for block in chunk.blocks[group]] for group in groups)
+    local = _all_blocks(post)
     ratio = worker._physical_blocks_per_logical_kv_block
     meta = ReqMeta(
         local_block_ids=local,
@@ -152,6 +151,17 @@ def post_whole(worker: NixlPushConnectorWorker, post: Post) -> Iterator[Any]:
     yield from handles
     if failed:
         raise ConnectionError("vLLM could not post a WRITE; see the log above")
+
+
+def _all_blocks(post: Post) -> tuple[list[int], ...]:
+    """Local block ids of the whole prompt, by KV cache group, each once: a chunk may have come layer by layer."""
+    if is_whole(post):
+        (chunk,) = post.chunks
+        return tuple(list(group) for group in chunk.blocks)
+    blocks = {chunk.start + at: block for chunk in post.chunks for at, block in enumerate(chunk.blocks[0])}
+    if len(blocks) != post.total_blocks:
+        raise LayoutError(f"{len(blocks)} blocks of a prompt of {post.total_blocks}, which is sent whole")
+    return ([blocks[at] for at in sorted(blocks)],)
 
 
 def is_whole(post: Post) -> bool:

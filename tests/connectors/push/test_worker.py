@@ -73,6 +73,27 @@ def test_whole_push_lands_on_every_rank(unequal: Any) -> None:
     assert unequal.get_transfer_results() == ended(sent="s")
 
 
+def test_whole_push_of_what_came_layer_by_layer_has_each_block_once(unequal: Any) -> None:
+    """With `kv.transfer: layer` the last chunk comes once per layer, also for an engine that is sent whole prompts."""
+    unequal._layers, unequal.num_regions, unequal._outbound.layers = {"first": 0, "second": 1}, 2, 2
+    unequal.block_len_per_layer, unequal.region_group_ids = [1, 1], [0, 0]
+    unequal.dst_region_num_blocks |= {"P": [100, 100], "D": [100, 100]}
+    unequal.dst_region_group_ids["D"] = [0, 0]
+    unequal.step(started=[Started("s", 4, 64)], computed=[Computed("s", 0, 0, ((1, 2, 3),), False)])
+    for agent in ("D/0", "D/1"):
+        unequal.hear(agent, wire.Register("s", "r-s", DECODE, [[11, 12, 13, 14]], 64, valid_s=30.0))
+    last = PushMetadata()
+    last.computed = [Computed("s", 0, 3, ((4,),), True)]
+    for layer in unequal._layers:
+        unequal.on_layer(layer, last)
+    unequal.on_computed(last)
+    unequal.turn()
+    for mine, theirs in unequal.nixl_wrapper.posted:
+        assert mine.tolist() == [1, 2, 3, 4, 101, 102, 103, 104]
+        assert theirs.tolist() == [11, 12, 13, 14, 111, 112, 113, 114]
+    assert len(unequal.nixl_wrapper.posted) == 2
+
+
 def test_several_ranks_push_to_one_of_a_decode_engine_with_fewer(push: Any) -> None:
     """Rank 3 of 4 has half of the heads of decode's rank 1 of 2, which waits for rank 2 as well."""
     worker = push.FakeWorker(3, 4)
