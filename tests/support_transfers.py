@@ -66,6 +66,7 @@ class Rank:
         self.connected: set[str] = set()
         self.connecting: set[str] = set()
         self.lost: set[str] = set()
+        self.to_forget: set[str] = set()  # declared dead, rightly or not
         self.kept: list[do.Tell] = []
         self.sockets: dict[str, int] = {}  # by the other agent
 
@@ -133,6 +134,12 @@ class Rank:
                 self.lost.discard(engine)
                 self.world.handshakes.append((self, engine))
 
+    def forget_dead(self) -> None:
+        for engine in sorted(self.to_forget - self.end.engines() - self.connecting):
+            self.to_forget.discard(engine)
+            self.connected.discard(engine)
+            self.end.forget(engine)
+
     def writes_to(self, engine: str) -> bool:
         return False
 
@@ -165,9 +172,6 @@ class PrefillRank(Rank):
                     self._post(action)
                 case do.Release(stream=stream):
                     self.engine.released(stream, self.index)
-                case do.Abandon(handles=handles):
-                    for handle in handles:
-                        self.writes.pop(handle)
                 case do.Ended(stream=stream, ok=ok):
                     if not ok:
                         self.engine.given_up.append(stream)
@@ -475,6 +479,8 @@ class World:
         del self.network[index]
         if rank.engine.dead or socket in self.torn:
             return
+        if isinstance(message, Register | Unregister):
+            rank.to_forget.discard(sender.engine.name)
         match message:
             case Register():
                 rank.run(rank.end.register(message, sender.agent, self.now, since))
@@ -523,6 +529,7 @@ class World:
             if rank.engine.name != stopped:
                 rank.run(rank.end.tick(self.now))
                 rank.mend()
+                rank.forget_dead()
         for engine in self.engines():
             if engine.name != stopped:
                 engine.step()
@@ -560,6 +567,7 @@ class World:
     def announce(self, name: str, to: str = "PD") -> None:
         for rank in self.living():
             if rank.agent[0] in to and rank.engine.name != name:
+                rank.to_forget.add(name)
                 rank.run(rank.end.declared_dead(name, self.now))
 
     def settle(self) -> None:

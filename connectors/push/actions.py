@@ -89,14 +89,6 @@ class Release:
 
 
 @dataclass(frozen=True)
-class Abandon:
-    """Release the handles of WRITEs to a dead engine."""
-
-    engine: str
-    handles: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
 class Ended:
     """Statistics of an ended stream: `seconds` from its first WRITE to its last, `exposed` from its last chunk to
     landing."""

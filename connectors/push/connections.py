@@ -68,7 +68,6 @@ class Connections(NixlPushConnectorWorker):
         self._lost: set[str] = set()  # connected anew as soon as no WRITE uses the old connection
         self._undelivered: dict[str, list[tuple[str | None, wire.Message]]] = {}
         self._looked_at = time.monotonic()  # messages read next may have arrived since then
-        self._abandoned: list[tuple[str, Any]] = []  # (engine, NIXL handle) of WRITEs that do not end
         self._shipments = verify.Shipments() if self.options.verify else None
         self._signing: set[str] = set()  # decode requests whose KV is here, while its checksum is computed
         self._checks: list[tuple[verify.Checksum, Callable[[int], None]]] = []
@@ -306,7 +305,7 @@ class Connections(NixlPushConnectorWorker):
 
     def _reconnect_lost(self) -> None:
         """Drops NIXL's state of lost engines that no WRITE uses any more, and connects anew."""
-        for engine in [engine for engine in self._lost if not self._writes_to(engine)]:
+        for engine in [engine for engine in self._lost if not self._outbound.writes_to(engine)]:
             self._lost.discard(engine)
             self._connecting.discard(engine)
             peer = self._endpoints[engine]
@@ -314,13 +313,10 @@ class Connections(NixlPushConnectorWorker):
                 self._cleanup_remote_engine(engine)
             self._connect(peer)
 
-    def _writes_to(self, engine: str) -> bool:
-        return self._outbound.writes_to(engine) or any(owner == engine for owner, _ in self._abandoned)
-
     def _forget_dead(self) -> None:
         """Drops NIXL's state of dead engines once nothing refers to it."""
         for engine in self._to_forget - self._engines_with_inflight_transfers():
-            if engine in self._connecting or self._writes_to(engine):
+            if engine in self._connecting:
                 continue
             self._to_forget.discard(engine)
             if engine in self._remote_agents:

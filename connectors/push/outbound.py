@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Union
 
-from connectors.push.actions import Abandon, Chunk, Connect, Ended, Post, Release, Tell
+from connectors.push.actions import Chunk, Connect, Ended, Post, Release, Tell
 from connectors.push.states import STREAM, STREAM_ENDS, Stream, StreamEvent
 from connectors.push.stream import EndedStream, EndedStreams, Links, PushStream
 from connectors.push.wire import Computing, Gone, Hello, Landed, Message, Register, Unregister
@@ -18,17 +18,16 @@ _RENEW_AGAIN_S = 1.0  # while no answer comes
 _RUN_OUT = "decode has given up by now"
 _HURRY_S = 5.0  # a WRITE that lasts longer after its stream was given up may never end
 
-Action = Union[Connect, Post, Tell, Release, Abandon, Ended]
+Action = Union[Connect, Post, Tell, Release, Ended]
 
 
 class Outbound:
     """Streams of one prefill worker rank, by request id."""
 
-    def __init__(self, *, lease_s: float, expect_s: float, abandon_s: float = 60.0) -> None:
+    def __init__(self, *, lease_s: float, expect_s: float) -> None:
         self.layers = 0  # layers of a block, where chunks come layer by layer
         self._lease_s = lease_s
         self._expect_s = expect_s
-        self._abandon_s = abandon_s
         self._stepped_at = 0.0
         self._streams: dict[str, PushStream] = {}
         self._links = Links()
@@ -208,12 +207,12 @@ class Outbound:
     def declared_dead(self, engine: str, now: float) -> list[Action]:
         """The fleet says that this decode engine is dead.
 
-        `Gone` still waits until the WRITEs in flight have ended, in case the engine lives after all.
+        `Gone` still waits until the WRITEs in flight have ended, in case the engine lives after all: it may be cut off
+        from here only, and they land once it is not. Meanwhile they hold no blocks.
         """
         self._links.pop(engine, None)
         actions: list[Action] = []
         for stream in self._to(engine):
-            stream.abandon_at = now + self._abandon_s
             actions += self._apply(stream, StreamEvent.GIVE_UP, now, f"decode engine {engine} is dead")
         return actions
 
@@ -231,12 +230,6 @@ class Outbound:
                 actions += self._apply(stream, StreamEvent.GIVE_UP, now, _RUN_OUT)
             if stream.computing and stream.state is Stream.STREAMING and now >= stream.renew_at:
                 actions += self._renew(stream, now)
-            if stream.abandon_at is not None and now >= stream.abandon_at:
-                assert stream.order is not None
-                handles, stream.abandon_at = tuple(stream.inflight), None
-                stream.inflight.clear()
-                actions.append(Abandon(stream.order.decode.engine_id, handles))
-                actions += self._apply(stream, StreamEvent.PEER_DEAD, now, "")
         return actions
 
     # ---- inside ------------------------------------------------------------------------------------------------
@@ -319,9 +312,7 @@ class Outbound:
         actions: list[Action] = []
         if (order := stream.order) is not None:
             message: Message = Landed(order.request) if ok else Gone(order.request, stream.why)
-            if event is not StreamEvent.PEER_DEAD:
-                actions.append(Tell(order.decode.engine_id, message))
-            actions.append(stream.account(ok, now))
+            actions += [Tell(order.decode.engine_id, message), stream.account(ok, now)]
         return actions + ([] if stream.computing else self._end(stream))
 
     def _release_early(self, stream: PushStream) -> list[Action]:

@@ -65,7 +65,6 @@ class StreamEvent(enum.Enum):
     FLUSHED = "flushed"  # no chunk is pending and no WRITE is in flight
     GIVE_UP = "give_up"  # withdrawn, aborted, a WRITE failed, or the lease expired
     DRAINED = "drained"  # given up, and no WRITE is in flight
-    PEER_DEAD = "peer_dead"  # the peer was declared dead, and its WRITEs do not end
 
 
 STREAM: dict[tuple[Stream, StreamEvent], Stream] = {
@@ -83,7 +82,6 @@ STREAM: dict[tuple[Stream, StreamEvent], Stream] = {
     (Stream.FLUSHING, StreamEvent.PREEMPTED): Stream.STREAMING,
     (Stream.FLUSHING, StreamEvent.GIVE_UP): Stream.DRAINING,
     (Stream.DRAINING, StreamEvent.DRAINED): Stream.DROPPED,
-    (Stream.DRAINING, StreamEvent.PEER_DEAD): Stream.DROPPED,
 }
 
 INBOX_ENDS = frozenset({Inbox.RECEIVED, Inbox.FAILED})

@@ -51,7 +51,6 @@ class PushStream:
     valid_until: float | None = None  # of the registration
     registered_at: float = 0.0
     renew_at: float = 0.0  # then decode gets `Computing`, and registers again
-    abandon_at: float | None = None  # until then WRITEs to an engine declared dead are waited for
     order: Register | None = None
     registered: dict[str, int] = field(default_factory=dict)  # peer -> the connection that it has registered for
     epoch: int = 0

@@ -219,9 +219,6 @@ class PushWorker(Connections):
                 self._report(action)
             case do.Post():
                 self._post(action)
-            case do.Abandon(engine=engine, handles=handles):
-                for number in handles:
-                    self._abandoned.append((engine, self._writes.pop(number)[2]))
             case do.Ended():
                 self._account(action)
             case do.Cut():
@@ -305,7 +302,6 @@ class PushWorker(Connections):
                 self._records.put(lambda s: s.record_failed_transfer())
             # Behind a preemption that came in first: what it has read since may be another request's.
             self._submit(functools.partial(self._outbound.written, stream, number, ok))
-        self._abandoned = [(engine, handle) for engine, handle in self._abandoned if not self._let_go(handle)]
 
     def _finish_checks(self) -> None:
         done = [check for check in self._checks if check[0].ready]

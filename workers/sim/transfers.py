@@ -186,9 +186,6 @@ class SimTransfers:
                     self._connections.send(engine, message)
                 case do.Post():
                     self._post(action, writes_from)
-                case do.Abandon(handles=handles):
-                    for handle in handles:
-                        self._writes.pop(handle).cancel()
                 case do.Ended():
                     self._account(action)
                 case do.Cut(requests=requests):  # simulated WRITEs touch no memory

@@ -7,7 +7,7 @@ import gc
 import msgspec
 import pytest
 
-from connectors.push.actions import Abandon, Chunk, Connect, Ended, Post, Release, Tell
+from connectors.push.actions import Chunk, Connect, Ended, Post, Release, Tell
 from connectors.push.outbound import Outbound
 from connectors.push.states import STREAM, STREAM_ENDS, Stream, StreamEvent
 from connectors.push.wire import Computing, Endpoint, Gone, Hello, Landed, Register, Unregister
@@ -230,13 +230,16 @@ def test_dead_decode_engine_gets_gone_after_its_writes(end) -> None:
     assert not end.busy
 
 
-def test_writes_to_a_dead_engine_that_never_end_are_abandoned(end: Outbound) -> None:
+def test_a_write_to_a_dead_engine_that_lasts_keeps_no_block_and_is_not_denied(end: Outbound) -> None:
+    """Both engines may live, and the link between them be silent: when it heals, the WRITE lands."""
     end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
     end.posted("s", 1, 1.0)
     assert end.declared_dead("D", 3.0) == []
     assert end.abort("s", True, "aborted", 4.0) == [Release("s")]
-    assert end.tick(62.9) == []
-    assert end.tick(63.1)[0] == Abandon("D", (1,))
+    assert end.tick(900.0) == [] and not end.awaits_writes
+    assert told(end.unregister(BACK, "D", 901.0)) == []
+    end.connected("D", True, ("D",), 901.0)
+    assert told(end.written("s", 1, False, 902.0)) == [Gone("r", "decode engine D is dead")]
     assert not end.busy
 
 
