@@ -9,16 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
+import msgspec
 import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_scheduler, base_worker, utils
+from vllm.logger import init_logger
+from vllm.utils.network_utils import make_zmq_path
+
+logger = init_logger("vllm.pd.push")
 
 # In the environment of an engine's processes, as Z85 text (RFC 32). None: nothing is encrypted.
 SECRET_KEY = "PD_KV_SECRET_KEY"
 _MAX_QUESTION_BYTES = 4096
+_LOOK_AGAIN_MS = 1000  # whether to stop
 _TIMEOUT_MS = 5000  # a peer that does not complete its handshake in time loses its connection
 _expected: ContextVar[str] = ContextVar("pd_kv_key", default="")
 
@@ -42,6 +50,33 @@ def expecting(key: str) -> Iterator[None]:
 def install() -> None:
     """In this process: vLLM's two functions that open such sockets open ours. Harmless to repeat."""
     base_scheduler.zmq_ctx = base_worker.zmq_ctx = _opened
+
+
+def listen(
+    answers: Mapping[tuple[int, int], bytes], ready: threading.Event, stop: threading.Event, host: str, port: int
+) -> None:
+    """Answer handshakes until `stop` is set.
+
+    Instead of vLLM's own loop: a question that has no answer ends it, and no handshake succeeds from then on. A peer
+    asks one where an engine with more ranks had this port before.
+
+    `answers`: by pipeline stage and rank, what NIXL must know of it.
+    """
+    with _opened(zmq.ROUTER, make_zmq_path("tcp", host, port)) as socket:
+        socket.setsockopt(zmq.RCVTIMEO, _LOOK_AGAIN_MS)
+        ready.set()
+        while not stop.is_set():
+            try:
+                peer, _, question = socket.recv_multipart()
+                _, stage, rank = msgspec.msgpack.decode(question, type=tuple[bytes, int, int])
+                answer = answers[stage, rank]
+            except zmq.Again:
+                continue
+            except (ValueError, msgspec.MsgspecError, KeyError) as error:
+                logger.warning("a KV handshake was not answered: %s: %s", type(error).__name__, error)
+                continue
+            # The clock is of use to KV that is pulled only.
+            socket.send_multipart((peer, b"", answer, msgspec.msgpack.encode(time.perf_counter())))
 
 
 @contextlib.contextmanager

@@ -60,6 +60,8 @@ class _Prefill:
 class PushScheduler(NixlPushConnectorScheduler):
     """Hooks in the order vLLM calls them; see `KVConnectorBase_V1`."""
 
+    _nixl_handshake_listener = staticmethod(handshake.listen)
+
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self.options = PushOptions.of(vllm_config)

@@ -1,4 +1,4 @@
-"""vLLM's own listener and its own client of KV handshakes over our sockets: who gets an answer."""
+"""The listener of KV handshakes, and vLLM's own client over our sockets: who gets an answer."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def public_and_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, s
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_scheduler, base_worker
 
     from connectors import handshake
+    from connectors.push.scheduler import PushScheduler
 
     public, secret = zmq.curve_keypair()
     for module in (base_scheduler, base_worker):
@@ -36,7 +37,7 @@ def public_and_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, s
     handshake.install()
     assert handshake.public_key() == public.decode()
     port, ready, stop = next(free_ports("127.0.0.1")), threading.Event(), threading.Event()
-    listen = base_scheduler.NixlBaseConnectorScheduler._nixl_handshake_listener
+    listen = PushScheduler._nixl_handshake_listener
     arguments = ({(0, 0): METADATA}, ready, stop, "127.0.0.1", port)
     listener = threading.Thread(target=listen, args=arguments, daemon=True)
     listener.start()
@@ -47,14 +48,14 @@ def public_and_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, s
     assert not listener.is_alive()
 
 
-def asked(address: str, key: str, timeout_ms: int) -> list[bytes]:
+def asked(address: str, key: str, timeout_ms: int, question: bytes = QUESTION) -> list[bytes]:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
     from connectors import handshake
 
     with handshake.expecting(key), base_worker.zmq_ctx(zmq.REQ, address) as client:
         client.setsockopt(zmq.RCVTIMEO, timeout_ms)
-        client.send(QUESTION)
+        client.send(question)
         return client.recv_multipart()
 
 
@@ -81,6 +82,19 @@ def test_strangers_cannot_read_end_or_fill_listener(public_and_address: tuple[st
     while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(os.listdir("/proc/self/fd")) <= before
+    assert asked(address, public, 5000)[0] == METADATA
+
+
+@pytest.mark.parametrize(
+    "question",
+    [msgspec.msgpack.encode((b"get_meta_msg", 0, 3)), msgspec.msgpack.encode(7), b"", b"\xc1"],
+    ids=["of another rank", "of another kind", "empty", "garbled"],
+)
+def test_question_without_an_answer_ends_no_listener(public_and_address: tuple[str, str], question: bytes) -> None:
+    """A peer asks for a rank of the engine that had this port before: all others are still answered."""
+    public, address = public_and_address
+    with pytest.raises(zmq.Again):
+        asked(address, public, 500, question)
     assert asked(address, public, 5000)[0] == METADATA
 
 
