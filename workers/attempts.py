@@ -150,6 +150,11 @@ class Attempts:
         if len(self._pushing) > MAX_PUSHING:
             self._pushing.popitem(last=False)
 
+    def was_prefilled(self, attempt: Attempt) -> bool:
+        """Whether an attempt of the same key has ended well, so that its KV and its key may still be in the engine."""
+        ended = self._pushing.get(attempt.request_id)
+        return ended is not None and ended.key == attempt.key
+
     def end_pushing(self, request_id: str, number: int) -> list[str]:
         """Forget this attempt's prefill, or an older one's, and return its engine key for an abort."""
         attempt = self._pushing.get(request_id)

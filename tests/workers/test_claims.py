@@ -14,7 +14,7 @@ from support_workers import Frontend, Workers, running_workers
 
 from orchestrator.config.settings import QueueConfig
 from orchestrator.launch.host.redis_server import EmbeddedRedis
-from orchestrator.types import Role
+from orchestrator.types import JobState, Role
 from orchestrator.wire.messages import Claimed, Prefilled, PrefillFailed, Rejected
 from workers.claims import claim_budget
 
@@ -393,6 +393,25 @@ async def test_redis_lost_its_data_while_a_prefill_runs(workers: Workers) -> Non
     await frontend.finished(request)
     assert request.got(Prefilled)  # 0.6 s of work, across renewals that found nothing, were not thrown away
     await workers.assert_no_leaks()
+
+
+async def test_prefilled_job_that_redis_hands_out_again_is_acknowledged(redis_server: EmbeddedRedis) -> None:
+    """A replica that took over knows neither the claim nor its end. The engine has the key while it holds the KV."""
+    async with running_workers(redis_server, kv={"transfer_timeout_s": 600.0}) as workers:
+        prefill = await workers.start(Role.PREFILL)
+        frontend = await workers.frontend(prefill)
+        request, other = frontend.new(PROMPT), frontend.new([1, *PROMPT])
+        for _ in range(2):
+            await frontend.enqueue(request)
+            await until(lambda: request.got(Prefilled))
+            while (await workers.queue.states([request.id]))[request.id] is not JobState.ABSENT:
+                await asyncio.sleep(0.01)
+        await frontend.enqueue(other)
+        await until(lambda: other.got(Prefilled))
+        assert [type(event) for event in request.events] == [Claimed, Prefilled]
+        for done in (request, other):
+            frontend.abort(prefill.id, done)
+        await workers.assert_no_leaks()
 
 
 async def test_a_retried_request_is_prefilled_again(workers: Workers) -> None:
