@@ -132,10 +132,9 @@ class Supervised:
     def expect_exit(self, within_s: float) -> None:
         """It was told to leave: do not start it again, and stop it if it still runs after `within_s`."""
         if self.stage in (Stage.PLACING, Stage.STARTING, Stage.READY, Stage.PAUSING):
-            runs = self.stage in (Stage.STARTING, Stage.READY)
             self._wanted = False
             self._enter(Stage.LEAVING)
-            if not runs:
+            if self.pid == 0:  # nothing runs that could have been told
                 self._stopping.set()
             else:
                 asyncio.get_running_loop().call_later(within_s, self._stopping.set)

@@ -11,6 +11,7 @@ import pytest
 from support_wait import until
 
 from orchestrator.config.settings import LauncherConfig
+from orchestrator.launch import supervise as supervise_module
 from orchestrator.launch.host.process import (
     LocalProcess,
     ProcessSpec,
@@ -290,6 +291,26 @@ async def test_a_process_without_room_waits_and_can_be_told_to_leave():
         await asyncio.gather(task, its_task)
     assert len(exits) == 1, "the one without a process had nothing to leave"
     assert stages[-1] is Stage.ENDED
+
+
+async def test_one_that_has_no_process_yet_leaves_at_once(monkeypatch: pytest.MonkeyPatch):
+    """Before it is known whether it has to wait for room, too."""
+    monkeypatch.setattr(supervise_module, "_PLACED_AT_ONCE_S", 0.2)
+    stages: list[Stage] = []
+
+    async def left(process: Supervised) -> None:
+        raise AssertionError("nothing ran")
+
+    def make() -> LocalProcess:
+        raise AssertionError("nothing is to run")
+
+    child = Supervised("child", make, FAST, 30.0, lambda p: stages.append(p.stage), left, asyncio.Event().wait)
+    task = asyncio.create_task(child.run())
+    await until(lambda: stages == [Stage.STARTING])
+    child.expect_exit(within_s=60)
+    async with asyncio.timeout(DEADLINE_S):
+        await task
+    assert stages == [Stage.STARTING, Stage.LEAVING, Stage.ENDED]
 
 
 def test_every_stage_has_successors_and_an_end():
