@@ -26,7 +26,7 @@ from orchestrator.wire import messages
 from orchestrator.wire.addresses import Listening, in_url
 from orchestrator.wire.connections import Connections
 from orchestrator.wire.curve import FindFrontend, Gate, KeyPair, use_as_client, use_as_server
-from orchestrator.wire.messages import Hello, MessageError, Published, ToFrontend, ToWorker
+from orchestrator.wire.messages import Hello, MessageError, Published, ToFrontend, ToWorker, Welcome
 from orchestrator.wire.sockets import (
     EVENTS_REFUSED,
     Reader,
@@ -214,10 +214,13 @@ class FrontendTransport:
                 continue  # a late message of a worker that is gone
             try:
                 header, *payload = messages.join(frames)
-                return connection.worker_id, messages.decode_to_frontend(header), payload
+                message = messages.decode_to_frontend(header)
             except MessageError as error:
                 self._on_corrupt()
                 log.warning("dropped a corrupt message from worker %s: %s", connection.worker_id, error)
+                continue
+            if not isinstance(message, Welcome) or connection.open:  # else of the connection that broke
+                return connection.worker_id, message, payload
 
     async def receive_published(self, pause_s: float = 0.0) -> list[Published]:
         """All load reports and prefix events that have arrived, each worker's in order. Waits for the first one.

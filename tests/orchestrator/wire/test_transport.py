@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import ctypes
 import fcntl
+import itertools
 import os
+import random
 import socket
 import struct
 import termios
@@ -14,6 +16,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from support_doors import Doors
 from support_wait import until
 
 from orchestrator.types import PrefixEvents, WorkerLoad
@@ -207,6 +210,87 @@ async def test_a_dead_worker_is_noticed_and_a_new_one_greeted(mesh, pair):
 
 
 @pytest.mark.slow
+async def test_a_welcome_of_a_broken_connection_is_not_one_of_the_next(mesh):
+    """What a worker said last may be read after the news that its connection broke."""
+    worker, frontend, doors = mesh.worker(), mesh.frontend("f"), Doors()
+    doors.open_all()
+    connect(frontend, worker, request_address=await doors.to(worker.request_address))
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await worker.receive()
+            assert worker.send("f", Welcome("w"))
+            assert await frontend.receive() == ("w", Welcome("w"), [])
+            assert worker.send("f", Welcome("w"))
+            assert worker.send("f", Rejected("r", 1, "w", "the last word"))
+            while not frontend._requests.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)  # for the second one
+            doors.break_all()
+            while frontend.send("w", Abort("r", 1)):
+                await asyncio.sleep(0.01)
+            assert await frontend.receive() == ("w", Disconnected("w"), [])
+            _, message, _ = await frontend.receive()
+            assert message == Rejected("r", 1, "w", "the last word"), "what is fenced otherwise is not lost"
+            doors.open_all()
+            while (await worker.receive())[1] != Hello():
+                pass
+            assert worker.send("f", Welcome("w"))
+            assert await frontend.receive() == ("w", Welcome("w"), [])
+    finally:
+        frontend.close()
+        worker.close()
+        await doors.close()
+
+
+@pytest.mark.slow
+async def test_no_message_comes_twice_or_late_and_none_is_missing_without_news(mesh):
+    """Outputs have no sequence number: what a router takes for the next tokens of an attempt is that, because they come
+    in order, once, and after a gap only behind a `Disconnected`, on which every attempt there is started again."""
+    worker, frontend, doors = mesh.worker(), mesh.frontend("f"), Doors()
+    doors.open_all()
+    connect(frontend, worker, request_address=await doors.to(worker.request_address))
+    sent = itertools.count()
+
+    async def greet():
+        while True:
+            await worker.receive()
+
+    async def say():
+        while True:
+            if not worker.send("f", Rejected(str(next(sent)), 1, "w", ""), [os.urandom(20_000)]):
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
+
+    async def tear():
+        while True:
+            await asyncio.sleep(random.uniform(0.05, 0.25))
+            doors.break_all()  # in the middle of a message, most times
+            doors.open_all()
+
+    tasks = [asyncio.create_task(work()) for work in (greet, say, tear)]
+    try:
+        last, gaps, breaks = -1, 0, 0
+        async with asyncio.timeout(6 * DEADLINE_S):
+            while breaks < 20:
+                _, message, _ = await frontend.receive()
+                if isinstance(message, Disconnected):
+                    breaks += 1
+                    continue
+                number = int(message.request_id)
+                assert number > last, "twice, or late"
+                gaps += 0 <= last < number - 1
+                assert gaps <= breaks, "one was lost, and nobody said so"
+                last = number
+        assert gaps > 5, "nothing was lost: the test tears too little"
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        frontend.close()
+        worker.close()
+        await doors.close()
+
+
 async def test_cut_off_host_is_noticed_and_reconnected(mesh):
     worker, frontend, link = mesh.worker(), mesh.frontend("f"), Link()
     connect(frontend, worker, request_address=await link.to(worker.request_address))
