@@ -34,7 +34,6 @@ IDLE_FRONTENDS_CHECK_S = 5.0
 PROBE_TIMEOUT_S = 1.0
 PROBE_INTERVAL_S = 0.5
 NOBODYS_PORT = 9  # nothing listens there: a live host refuses the connection
-MAX_LOST = 10_000  # attempts of one frontend that are remembered until it connects again
 
 
 class IdInUse(RuntimeError):
@@ -50,7 +49,11 @@ async def refuse_duplicate_id(other: WorkerInfo | None) -> None:
 
 
 class Frontends:
-    """The frontends that are connected to this worker, and the attempts whose outputs could not be sent to them."""
+    """The frontends that are connected to this worker.
+
+    What cannot be sent is lost, and need not be remembered: a frontend starts all its requests here again when its
+    connection was made again (`fleet/membership.py`).
+    """
 
     def __init__(self, worker_id: str, send: Callable[[str, ToFrontend, Sequence[bytes]], bool]) -> None:
         """`send` never waits. It returns False if the frontend is not connected."""
@@ -58,7 +61,6 @@ class Frontends:
         self._greetings: dict[str, asyncio.Event] = {}
         self._reached: set[str] = set()  # their last message was sent; since the last call of `gone`
         self._unreachable_since: dict[str, float] = {}
-        self._lost: dict[str, list[tuple[str, int]]] = {}
 
     def send(self, frontend_id: str, message: ToFrontend, payload: Sequence[bytes] = ()) -> bool:
         """Send a message. False if the frontend is not connected."""
@@ -70,18 +72,11 @@ class Frontends:
         return self.send(frontend_id, Welcome(self._worker_id))
 
     def reject(self, frontend_id: str, request_id: str, number: int, refusal: Refusal) -> None:
-        """Give an attempt back to its frontend, now or when it is connected again."""
+        """Give an attempt back to its frontend."""
         level = logging.DEBUG if refusal.why == "draining" else logging.WARNING
         log.log(level, "rejected %s#%d: %s", request_id, number, refusal.why)
         rejected = Rejected(request_id, number, self._worker_id, refusal.why, refusal.final, refusal.leaving)
-        if not self.send(frontend_id, rejected):
-            self.lost(frontend_id, request_id, number)
-
-    def lost(self, frontend_id: str, request_id: str, number: int) -> None:
-        """Remember that a message about this attempt could not be sent."""
-        lost = self._lost.setdefault(frontend_id, [])
-        if len(lost) < MAX_LOST:
-            lost.append((request_id, number))
+        self.send(frontend_id, rejected)
 
     def on_hello(self, frontend_id: str, hello: Hello) -> None:
         if hello.protocol != PROTOCOL_VERSION:
@@ -97,8 +92,6 @@ class Frontends:
         self._unreachable_since.pop(frontend_id, None)
         if event := self._greetings.pop(frontend_id, None):
             event.set()
-        for request_id, number in self._lost.pop(frontend_id, []):
-            self.reject(frontend_id, request_id, number, Refusal("its outputs were lost with the connection"))
 
     async def wait_for_hello(self, frontend_id: str, timeout_s: float) -> bool:
         """Wait for the next `Hello` of that frontend. False at the time-out."""
@@ -111,10 +104,10 @@ class Frontends:
         return True
 
     def gone(self, known: set[str], timeout_s: float, now: float, late_s: float = 0.0) -> list[str]:
-        """The frontends that could not be reached for `timeout_s`, among `known` and those with unsent messages.
-        `late_s`: how much of the time since the last call this process did not run, which does not count."""
+        """The frontends among `known` that could not be reached for `timeout_s`. `late_s`: how much of the time since
+        the last call this process did not run, which does not count."""
         gone = []
-        for frontend_id in known | self._lost.keys():
+        for frontend_id in known:
             if frontend_id in self._reached or self.reachable(frontend_id):
                 self._unreachable_since.pop(frontend_id, None)
                 continue
@@ -126,7 +119,7 @@ class Frontends:
         return gone
 
     def forget(self, frontend_id: str) -> None:
-        for known in (self._greetings, self._unreachable_since, self._lost):
+        for known in (self._greetings, self._unreachable_since):
             known.pop(frontend_id, None)
 
 

@@ -230,12 +230,10 @@ class Serving:
         for attempt, output in batch:
             if output.finish_reason is not None:
                 self._attempts.remove(attempt)
-            elif not sent:
+            else:
                 unfinished.append(attempt)
-            if not sent:
-                self._frontends.lost(frontend_id, attempt.request_id, attempt.number)
-        if unfinished:
-            # A lost token cannot be sent again. The frontend is told when it reconnects, and starts another attempt.
+        if unfinished and not sent:
+            # A lost token cannot be sent again. The frontend starts another attempt when it has reconnected.
             log.warning("frontend %s is not connected: gave up %d of its requests", frontend_id, len(unfinished))
             await self._drop(unfinished)
 

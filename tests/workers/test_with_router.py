@@ -7,6 +7,7 @@ import random
 
 import pytest
 from support_bench import counted
+from support_doors import Doors
 from support_router import RouterClient
 from support_wait import until
 from support_workers import WorkerProcess, running_workers
@@ -89,6 +90,42 @@ async def test_kills_and_flips_lose_no_request(redis_server: EmbeddedRedis) -> N
         assert watcher.id  # keeps hearing the loads that the line above judges by
         for client in clients:
             await client.close()
+
+
+@pytest.mark.timeout(180)
+async def test_connections_that_break_leave_no_gap_and_no_token_twice(redis_server: EmbeddedRedis) -> None:
+    """In the middle of messages, again and again, both ways: an answer is whole, or goes on elsewhere."""
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        started = [await workers.start(role) for role in (Role.PREFILL, Role.DECODE, Role.DECODE)]
+        doors, client = Doors(), RouterClient(workers.redis, workers.config)
+        doors.open_all()
+        ways = {worker.info.request_address: await doors.to(worker.info.request_address) for worker in started}
+        transport = client.connection.transport
+        connect = transport.connect
+        transport.connect = lambda name, address, *more: connect(name, ways[address], *more)  # type: ignore[method-assign]
+        await client.start()
+        watcher = await workers.frontend(*started)
+        await until(lambda: client.connection.fleet.ready(Role.DECODE) == 2, "greetings")
+        breaks = 0
+
+        async def tear() -> None:
+            nonlocal breaks
+            while True:
+                await asyncio.sleep(random.uniform(0.1, 0.6))
+                doors.break_all()
+                doors.open_all()
+                breaks += 1
+
+        before, reset = finished(), counted("pd_retries", why="connection_reset")
+        tearing = asyncio.create_task(tear())
+        await ask_many([client], 400, at_once=16)
+        tearing.cancel()
+        assert finished() - before == 400 and client.unexpected == 0
+        assert breaks > 5 and counted("pd_retries", why="connection_reset") > reset
+        await workers.assert_no_leaks()
+        assert watcher.id  # keeps hearing the loads that the line above judges by
+        await client.close()
+        await doors.close()
 
 
 def finished() -> float:
