@@ -43,7 +43,8 @@ class Steering:
         return {worker_id for launcher in held for worker_id in launcher.workers}
 
     async def change_role(self, worker_id: str, role: Role, force: bool) -> bool:
-        """Order a role, and move the desired ratio with it. False when it has, or was told to take, that role."""
+        """Order a role, and move the desired ratio with it, unless it `comes_on_top`. False when it has, or was told to
+        take, that role."""
         workers = await self._workers()
         worker = self._find_worker(worker_id, workers)
         if worker.leaving:
@@ -54,22 +55,29 @@ class Steering:
             raise Refused(f"{worker_id}: its engine has several pipeline stages and stays a {worker.role.value} worker")
         await self._refuse_last_of_role(worker_id, workers, force, "role")
         current = await self._desired()
+        on_top = comes_on_top(worker, current, workers, await self._launched())
         step = 1 if role is Role.DECODE else -1
         # The order goes first: the launcher reads both together, and must not pick another worker for the new ratio.
         await self._registry.order_role(worker_id, role)
+        if on_top:
+            return True
         decode = max(0 if force else 1, current.decode + step)
         await self._registry.set_desired(max(0, current.prefill - step), decode, "role")
         return True
 
     async def drain(self, worker_id: str, force: bool) -> bool:
-        """Order a drain, and lower the desired ratio with it. False when it drains already."""
+        """Order a drain, and lower the desired ratio with it, unless the worker `comes_on_top`. False when it drains
+        already."""
         workers = await self._workers()
         worker = self._find_worker(worker_id, workers)
         if worker.leaving:
             return False
         await self._refuse_last_of_role(worker_id, workers, force, "drain")
         current = await self._desired()
+        on_top = comes_on_top(worker, current, workers, await self._launched())
         await self._registry.order_drain(worker_id)
+        if on_top:
+            return True
         prefill = current.prefill - (worker.role is Role.PREFILL)
         decode = current.decode - (worker.role is Role.DECODE)
         await self._registry.set_desired(max(0, prefill), max(0 if force else 1, decode), "drain")
@@ -114,16 +122,29 @@ class Steering:
             )
 
 
+def comes_on_top(
+    worker: PlannedWorker, wanted: DesiredRatio, workers: Sequence[PlannedWorker], launched: Collection[str]
+) -> bool:
+    """Whether no launcher runs it, and its role has more workers than wanted: one of a launcher's would have to leave
+    if the desired ratio followed it."""
+    return worker.id not in launched and _too_many(wanted, workers)[worker.role] > 0
+
+
+def _too_many(wanted: DesiredRatio, workers: Sequence[PlannedWorker]) -> dict[Role, int]:
+    staying = [worker.role for worker in workers if not worker.leaving]
+    return {
+        Role.PREFILL: staying.count(Role.PREFILL) - wanted.prefill,
+        Role.DECODE: staying.count(Role.DECODE) - wanted.decode,
+    }
+
+
 def surplus(wanted: DesiredRatio, workers: Sequence[PlannedWorker], launched: Collection[str]) -> list[str]:
     """Which workers that no launcher runs are to leave, so that no more are there than wanted.
 
     Roles are the launchers' to change: of the role that is too many first, and always all but one ready decode worker.
     """
     staying = [worker for worker in workers if not worker.leaving]
-    too_many = {
-        Role.PREFILL: sum(worker.role is Role.PREFILL for worker in staying) - wanted.prefill,
-        Role.DECODE: sum(worker.role is Role.DECODE for worker in staying) - wanted.decode,
-    }
+    too_many = _too_many(wanted, workers)
     by_hand = [worker for worker in staying if worker.id not in launched]
     by_hand.sort(key=lambda worker: (too_many[worker.role] <= 0, worker.id))
     leaving = []

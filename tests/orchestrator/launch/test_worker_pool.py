@@ -252,6 +252,23 @@ async def test_workers_started_by_hand_come_on_top_until_scale_drains_them(tmp_p
         assert running.pids() == before
 
 
+async def test_role_and_drain_of_one_that_comes_on_top_end_no_other(tmp_path):
+    async with running_pool(tmp_path, 1, 2) as running, hand_started(running, Role.DECODE, "by-hand") as process:
+        before, desired = running.pids(), await running.registry.desired()
+        await running.until(lambda: "by-hand" in running.roles(), "it has joined")
+        for role in (Role.PREFILL, Role.DECODE):
+            assert await running.fleet.change_role("by-hand", role, force=False)
+            await running.until(lambda role=role: running.roles()["by-hand"] == role.value, "its role is another")
+        assert await running.fleet.drain("by-hand", force=False)
+        async with asyncio.timeout(DEADLINE_S):
+            assert await process.wait() == 0
+        for _ in range(5):
+            await running.watch.read()
+            await asyncio.sleep(0.1)
+        assert running.pids() == before and await running.registry.desired() == desired
+        await running.until_ratio(1, 2)
+
+
 async def test_two_launchers_share_a_fleet(tmp_path):
     """Ids are used once, and what both started too many is drained again."""
     async with running_pool(tmp_path, 1, 1) as first:

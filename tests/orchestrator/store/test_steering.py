@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.store.planned import PlannedWorker
-from orchestrator.store.steering import surplus
+from orchestrator.store.steering import comes_on_top, surplus
 from orchestrator.types import DesiredRatio, Role
 
 
@@ -20,6 +20,14 @@ def test_scale_drains_surplus_started_by_hand():
     assert surplus(DesiredRatio(3, 1), there, launched) == [], "roles are changed, nobody leaves"
     assert surplus(DesiredRatio(0, 1), there, launched) == ["hand-a", "hand-b", "hand-p"]
     assert surplus(DesiredRatio(0, 1), there[:1], launched) == [], "a launcher drains its own"
+
+
+def test_only_a_surplus_that_no_launcher_runs_comes_on_top():
+    there = [seen("decode-0"), seen("hand-a"), seen("hand-p", Role.PREFILL)]
+    cases = [(DesiredRatio(1, 1), ["hand-a"]), (DesiredRatio(0, 2), ["hand-p"]), (DesiredRatio(1, 2), [])]
+    for wanted, on_top in cases:
+        assert [w.id for w in there if comes_on_top(w, wanted, there, {"decode-0"})] == on_top, wanted
+    assert not comes_on_top(there[0], DesiredRatio(1, 1), there, {"decode-0"}), "its launcher would start another"
 
 
 def test_the_last_ready_decode_worker_is_not_drained():
