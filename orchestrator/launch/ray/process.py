@@ -89,9 +89,9 @@ class RayProcess:
         return code
 
     async def stop(self, timeout_s: float) -> None:
-        if self._runner is not None:
+        if (runner := self._runner) is not None:
             with contextlib.suppress(RayError):
-                await self._runner.stop.remote(timeout_s)
+                await self._asked(lambda: runner.stop.remote(timeout_s))
 
     def kill(self) -> None:
         if self._runner is not None and self.running:

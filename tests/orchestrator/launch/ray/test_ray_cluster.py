@@ -14,6 +14,9 @@ pytestmark = pytest.mark.slow  # imports Ray
 
 ray = pytest.importorskip("ray")
 from orchestrator.launch.ray import cluster as module  # noqa: E402
+from orchestrator.launch.ray import process as process_module  # noqa: E402
+from orchestrator.launch.ray.process import RayProcess  # noqa: E402
+from orchestrator.launch.ray.wire import RunWorker  # noqa: E402
 
 CONFIG = parse_config(
     {"model": "m", "engine": "sim", "redis": {"url": "redis://h"}, "launcher": {"kind": "ray", "gpus_per_rank": 2}}
@@ -80,3 +83,24 @@ async def test_failed_placement_is_retried(monkeypatch):
     async with asyncio.timeout(DEADLINE_S):
         await cluster.placed("prefill-0")
     assert answers == []
+
+
+async def test_a_runner_that_is_only_unavailable_is_told_again_to_stop(monkeypatch):
+    """Else its process runs on, and whoever has told it waits for its end."""
+    monkeypatch.setattr(process_module, "_ASK_AGAIN_S", 0.01)
+    told: list[float] = []
+
+    class Stop:
+        async def remote(self, timeout_s: float) -> None:
+            told.append(timeout_s)
+            if len(told) == 1:
+                raise ray.exceptions.ActorUnavailableError("the network is away", b"a" * 16)
+
+    class Runner:
+        stop = Stop()
+
+    process = RayProcess(RunWorker(CONFIG, "decode-0", Role.DECODE), dict, lambda name, line: None)
+    process._runner = Runner()
+    async with asyncio.timeout(DEADLINE_S):
+        await process.stop(3.0)
+    assert told == [3.0, 3.0]
