@@ -1,11 +1,12 @@
 """Compares the desired ratio with the present workers and decides what to do. Pure: no clock, no I/O.
 
-Running workers change their roles before any process is started or drained: a change of role costs a drain, a new
-process costs loading the model.
+Running workers change their roles before any process is started or drained, also in place of one that loads: a change
+of role costs a drain, a new process costs loading the model.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Union
 
@@ -73,10 +74,10 @@ def plan(desired: DesiredRatio, workers: Sequence[PlannedWorker]) -> list[Action
             if chosen is None:
                 break
             actions.append(Flip(chosen.id, role))
-            staying[chosen.id] = msgspec.structs.replace(chosen, role=role, ready=False)
+            staying[chosen.id] = msgspec.structs.replace(chosen, role=role, ready=False, flipping=True)
         # A spare worker of the other role will be flipped, now or when more are ready: it needs no new process.
         actions += [Start(role)] * max(0, short - max(0, spare))
-    for role in Role:
+    for serves, role in itertools.product((False, True), Role):  # of both roles those first that serve none yet
         spare = _count(staying.values(), role) - _wanted(desired, role)
         # Spare workers that the other role still waits for are flipped into it, not drained.
         waiting = max(0, _wanted(desired, role.other) - _count(staying.values(), role.other))
@@ -84,8 +85,13 @@ def plan(desired: DesiredRatio, workers: Sequence[PlannedWorker]) -> list[Action
         managed = sum(worker.managed and worker.role is role for worker in staying.values())
         for _ in range(min(spare - waiting, managed - _wanted(desired, role))):
             chosen = _to_drain(desired, role, list(staying.values()))
-            if chosen is None:
+            if chosen is None or not (serves or _loads(chosen)):
                 break
+            loading = _newest_loading(role.other, staying.values())
+            if chosen.ready and not chosen.fixed and loading is not None:  # it serves there before that one does
+                actions.append(Flip(chosen.id, role.other))
+                staying[chosen.id] = msgspec.structs.replace(chosen, role=role.other, ready=False, flipping=True)
+                chosen = loading
             if chosen.owned:  # else its launcher drains it
                 actions.append(Drain(chosen.id))
             del staying[chosen.id]
@@ -147,9 +153,19 @@ def _to_flip(desired: DesiredRatio, role: Role, workers: Sequence[PlannedWorker]
 
 
 def _to_drain(desired: DesiredRatio, role: Role, workers: Sequence[PlannedWorker]) -> PlannedWorker | None:
-    """One that does not serve yet before one that does, then one that cannot change its role, then the newest."""
+    """One that loads, then one that changes to this role, then one that cannot change its role, then the newest."""
     able = [w for w in workers if w.role is role and w.managed and _expendable(w, desired, workers)]
-    return max(able, key=lambda w: (not w.ready, w.fixed, _age_order(w.id)), default=None)
+    return max(able, key=lambda w: (_loads(w), not w.ready, w.fixed, _age_order(w.id)), default=None)
+
+
+def _newest_loading(role: Role, workers: Iterable[PlannedWorker]) -> PlannedWorker | None:
+    loading = [worker for worker in workers if worker.role is role and worker.managed and _loads(worker)]
+    return max(loading, key=lambda worker: _age_order(worker.id), default=None)
+
+
+def _loads(worker: PlannedWorker) -> bool:
+    """Whether it serves no role, now or until it changes."""
+    return not worker.ready and not worker.flipping
 
 
 def _age_order(worker_id: str) -> tuple[int, str]:

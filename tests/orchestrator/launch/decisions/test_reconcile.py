@@ -58,6 +58,23 @@ def test_a_difference_of_both_kinds_flips_and_then_starts_or_drains():
     assert do(0, 2, seen("p0", "p1", "d0")) == [Flip("prefill-1", D), Drain("prefill-0")]
 
 
+def test_one_that_serves_is_not_drained_while_one_of_the_other_role_loads():
+    there = [*seen("p0", "p1", "d0", "d1"), *seen("d2", ready=False)]
+    assert do(2, 3, there) == [], "it is awaited"
+    assert do(1, 3, there) == [Flip("prefill-1", D), Drain("decode-2")]
+    assert do(1, 2, there) == [Drain("decode-2"), Drain("prefill-1")]
+    assert do(1, 2, [*there, *seen("d3", ready=False)]) == [Drain("decode-3"), Drain("decode-2"), Drain("prefill-1")]
+    assert do(1, 3, [*there, *seen("d3", ready=False)]) == [Drain("decode-3"), Flip("prefill-1", D), Drain("decode-2")]
+    fixed = [msgspec.structs.replace(worker, fixed=True) for worker in there]
+    assert do(1, 3, fixed) == [Drain("prefill-1")], "it could not take its place"
+    elsewhere = [*there[:4], msgspec.structs.replace(there[4], owned=False)]
+    assert do(1, 3, elsewhere) == [Flip("prefill-1", D)], "its own launcher gives it up"
+    by_hand = [*there[:4], msgspec.structs.replace(there[4], owned=False, managed=False)]
+    assert do(1, 3, by_hand) == [Drain("prefill-1")]
+    told = [*there[:1], msgspec.structs.replace(there[1], role=D, ready=False, flipping=True), *there[2:]]
+    assert do(1, 3, told) == [Drain("decode-2")], "the one that takes its place stays"
+
+
 def test_last_ready_decode_worker_stays_until_another_is_ready():
     swapping = [*seen("d0"), *seen("d1", ready=False)]
     assert do(1, 1, swapping) == []
