@@ -211,6 +211,9 @@ class FleetProcesses:
 
     async def _update(self, snapshot: Snapshot) -> None:
         """Act on a new reading of the registry. Raises RedisAway."""
+        if snapshot.was_away:  # of which processes die, too: that says nothing about them
+            for process in self._processes():
+                process.restart_now()
         await self._frontends.update(snapshot)
         if snapshot.desired is None:  # Redis was restarted, and has forgotten
             await self._begin_desired()

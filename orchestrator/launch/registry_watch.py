@@ -1,6 +1,6 @@
 """The launcher's view of the registry: members, orders and desired ratio, read again whenever something changes.
 
-Keeps the last reading while Redis is away, and says so. Decides nothing.
+Keeps the last reading while Redis is away; the next one says that it was. Decides nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _READ_EVERY_S = 1.0
 
 class Snapshot(msgspec.Struct, frozen=True):
     """One reading. `read_at` is monotonic; `version` is of the workers: orders that follow from this reading are given
-    as long as it is theirs."""
+    as long as it is theirs. `was_away`: Redis was, since the reading before."""
 
     workers: dict[str, WorkerInfo] = {}
     orders: dict[str, WorkerOrders] = {}
@@ -35,6 +35,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     rollout: Rollout | None = None
     read_at: float = 0.0
     version: bytes = b""
+    was_away: bool = False
 
     def connected(self) -> bool:
         """Whether each serving frontend is connected to as many workers as are ready."""
@@ -47,7 +48,7 @@ class RegistryWatch:
 
     def __init__(self, registry: Registry, on_read: Callable[[Snapshot], Awaitable[None]]) -> None:
         self.snapshot = Snapshot()
-        self.redis_away_since: float | None = None  # monotonic
+        self._away = False
         self._registry = registry
         self._on_read = on_read
         self._changed = asyncio.Event()
@@ -71,7 +72,7 @@ class RegistryWatch:
             await asyncio.gather(listener, return_exceptions=True)
 
     async def read(self) -> None:
-        """Read now, and hand the snapshot on. Redis being away changes nothing but `redis_away_since`."""
+        """Read now, and hand the snapshot on. While Redis is away nothing changes."""
         try:
             workers, orders = await self._registry.workers_and_orders()
             version = self._registry.version
@@ -84,11 +85,12 @@ class RegistryWatch:
                 rollout=await self._registry.configuration.rollout(),
                 read_at=time.monotonic(),
                 version=version,
+                was_away=self._away,
             )
-            self.redis_away_since = None
             await self._on_read(self.snapshot)
+            self._away = False
         except RedisAway:
-            self.redis_away_since = self.redis_away_since or time.monotonic()
+            self._away = True
 
     async def _listen(self) -> None:
         async for _ in self._registry.watch():

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import sys
 from pathlib import Path
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import pytest
-from support_redis import fresh_namespace, worker
+from support_redis import DEADLINE_S, fresh_namespace, worker
 
-from orchestrator.config.settings import Config, parse_config
+from orchestrator.config.settings import Config, LauncherConfig, parse_config
 from orchestrator.launch.console import Console
 from orchestrator.launch.fleet_processes import FleetProcesses
 from orchestrator.launch.frontend_pool import FrontendPool
 from orchestrator.launch.host.local_machine import LocalMachine
+from orchestrator.launch.host.process import LocalProcess, ProcessSpec
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.launch.machines import Setup
+from orchestrator.launch.rollout import cannot_start
+from orchestrator.launch.supervise import Supervised
 from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.parent import own_identity
 from orchestrator.store.client import connect
@@ -92,5 +97,37 @@ async def test_launcher_takes_over_workers_of_dead_launcher(tmp_path: Path, monk
         await fleet.end()
         assert taken == {"prefill-0": Role.PREFILL, "prefill-1": Role.DECODE}
     finally:
+        await redis.aclose()
+        await server.stop()
+
+
+async def test_crashes_while_redis_was_away_are_not_held_against_a_process(tmp_path: Path, monkeypatch):
+    """A rollout would go back for them."""
+    server = EmbeddedRedis()
+    redis = await connect(await server.start(tmp_path), 5)
+    config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
+    registry = Registry(redis, config.namespace)
+    fleet = processes_of(config, registry, LocalMachine(config), tmp_path)
+    monkeypatch.setattr(FrontendPool, "update", AsyncMock())
+    monkeypatch.setattr(WorkerPool, "update", AsyncMock())
+    launcher = LauncherConfig(restart_backoff_s=0.01, restart_backoff_max_s=600)
+    spec = ProcessSpec("w", [sys.executable, "-c", "raise SystemExit(75)"])
+    process = Supervised("w", lambda: LocalProcess(spec, Mock()), launcher, 60, Mock(), AsyncMock())
+    monkeypatch.setattr(fleet, "_processes", lambda: [process])
+    running = asyncio.create_task(process.run())
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            while not cannot_start(process):
+                await asyncio.sleep(0.01)
+            await fleet.watch.read()
+            assert cannot_start(process)
+            await server.stop()
+            await fleet.watch.read()
+            await server.start(tmp_path, int(redis.url.rpartition(":")[2]))
+            while cannot_start(process):
+                await fleet.watch.read()
+    finally:
+        process.request_stop()
+        await running
         await redis.aclose()
         await server.stop()

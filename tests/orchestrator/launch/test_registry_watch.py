@@ -1,15 +1,16 @@
 """What a launcher reads from one snapshot of the registry."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
-from support_redis import fresh_namespace, running_server, worker
+from support_redis import DEADLINE_S, fresh_namespace, running_server, worker
 
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
-from orchestrator.store.client import connect
+from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.registry import Frontend, Registry
 from orchestrator.types import WorkerState
 
@@ -50,4 +51,28 @@ async def test_a_worker_that_leaves_while_the_registry_is_read_is_there_with_its
         assert watch.snapshot.workers.keys() == {"a"} and watch.snapshot.orders["a"].restart
         await watch.read()
         assert watch.snapshot.workers == watch.snapshot.orders == {}
+        await redis.aclose()
+
+
+@pytest.mark.slow  # a server of its own
+async def test_the_reading_after_an_outage_says_so_once_it_was_acted_upon(tmp_path: Path):
+    with running_server(tmp_path) as server:
+        redis = await connect(server.url, 5)
+        seen: list[bool] = []
+
+        async def act(snapshot: Snapshot) -> None:
+            seen.append(snapshot.was_away)
+            if len(seen) == 2:
+                raise RedisAway("away again")
+
+        watch = RegistryWatch(Registry(redis, fresh_namespace()), act)
+        await watch.read()
+        server.stop()
+        await watch.read()
+        server.start()
+        async with asyncio.timeout(DEADLINE_S):
+            while len(seen) < 4:
+                await watch.read()
+                await asyncio.sleep(0.01)
+        assert seen == [False, True, True, False]
         await redis.aclose()
