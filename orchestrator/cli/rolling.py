@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -32,16 +33,18 @@ from orchestrator.config.settings import Refused, WorkersConfig
 from orchestrator.types import Role, WorkerInfo, WorkerState
 
 if TYPE_CHECKING:
+    from orchestrator.store.fields import Launcher, WorkerOrders
     from orchestrator.store.registry import Registry
 
 _LOOK_EVERY_S = 0.2
+_LOOKS = 25  # at a registry that may have lost what launchers tell it again within a second or two
 app = typer.Typer()
 
 
 class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     """One that was seen. `--json` prints each as a line."""
 
-    event: str  # draining, restarted, done
+    event: str  # draining, restarted, left, done
     id: str = ""
     workers: int = 0  # that were restarted
 
@@ -73,8 +76,9 @@ async def restart(
     show: Callable[[Step], None],
 ) -> int:
     """Restart the workers of `role`, or all. At most `max_unavailable` workers are down at a time; workers that died
-    meanwhile count. The last worker that is ready waits until another one is. Returns how many were restarted. Raises
-    Refused (also when no worker becomes ready for `patience_s` seconds), and RedisAway when Redis stays away.
+    meanwhile count. The last worker that is ready waits until another one is. One that leaves for good meanwhile is not
+    waited for. Returns how many were restarted. Raises Refused (also when no worker becomes ready for `patience_s`
+    seconds), and RedisAway when Redis stays away.
     """
     registry = fleet.registry
     there = await registry.workers()
@@ -83,10 +87,17 @@ async def restart(
         raise Refused(f"the fleet has no {role.value + ' ' if role else ''}worker to restart")
     refuse_only_worker(len(_ready(there)), force)
     kept = min(1, len(_ready(there)) - 1)
-    waiting, under_way = sorted(targets), set[str]()
+    waiting, under_way, departures = sorted(targets), set[str](), _Departures()
     progress_at = time.monotonic()
     while waiting or under_way:
-        there = await retry_while_away(registry.workers)
+        there, orders = await retry_while_away(registry.workers_and_orders)
+        held = await retry_while_away(registry.launchers)
+        for name in departures.look(targets, there, orders, held):
+            show(Step("left", name))
+            waiting = [other for other in waiting if other != name]
+            under_way.discard(name)
+            del targets[name]
+            progress_at = time.monotonic()
         ready = _ready(there)
         for name in sorted(under_way):
             if name in ready and there[name].process != targets[name]:
@@ -105,6 +116,30 @@ async def restart(
             raise Refused(f"{late}: not ready for {patience_s:g} s; a worker that no launcher runs needs a supervisor")
         await asyncio.sleep(_LOOK_EVERY_S)
     return len(targets)
+
+
+class _Departures:
+    """Who has left for good: a worker that was told so, or whose id its launcher does not hold any more."""
+
+    def __init__(self) -> None:
+        self._told, self._held, self._absent = set[str](), set[str](), Counter[str]()
+
+    def look(
+        self,
+        targets: Collection[str],
+        there: Collection[str],
+        orders: Mapping[str, WorkerOrders],
+        holders: Mapping[str, Launcher],
+    ) -> list[str]:
+        held = {name for holder in holders.values() for name in holder.workers}
+        self._told |= {name for name, order in orders.items() if order.drain}
+        self._held |= held
+        self._absent = Counter({name: self._absent[name] + 1 for name in {*targets} - {*there} - held})
+        return [
+            name
+            for name, looks in sorted(self._absent.items())
+            if name in self._told or (name in self._held and looks > _LOOKS)
+        ]
 
 
 def _ready(workers: dict[str, WorkerInfo]) -> set[str]:

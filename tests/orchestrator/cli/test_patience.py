@@ -6,14 +6,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import msgspec
 import pytest
-from support_redis import Server, fresh_namespace, running_server, worker
+from support_redis import DEADLINE_S, Server, fresh_namespace, running_server, worker
 from typer.testing import CliRunner
 
-from orchestrator.cli import handle
+from orchestrator.cli import handle, rolling
 from orchestrator.cli.handle import FleetHandle, OpenFleet, open_fleet, retry_while_away
 from orchestrator.cli.join import Token
 from orchestrator.cli.main import app
@@ -21,6 +21,7 @@ from orchestrator.cli.rolling import Step, restart
 from orchestrator.cli.rollout import Event, _follow
 from orchestrator.store.client import RedisAway
 from orchestrator.store.configuration import Phase, Rollout, Version
+from orchestrator.store.fields import Launcher
 from orchestrator.types import Role, WorkerState
 
 pytestmark = pytest.mark.slow  # a server of its own
@@ -74,6 +75,32 @@ async def test_restart_continues_after_redis_outage(server: Server, fleet: OpenF
     for info in infos:  # each comes back as another process, as a launcher has it
         await retry_while_away(lambda info=info: registry.join(msgspec.structs.replace(info, process="2"), 600))  # type: ignore[misc]
     assert await restarting == 2
+
+
+async def test_restart_does_not_wait_for_workers_that_leave_for_good(fleet: OpenFleet, monkeypatch) -> None:
+    """The fleet is scaled meanwhile: launchers drain what they run, and `scale` what was started by hand."""
+    monkeypatch.setattr(rolling, "_LOOKS", 3)
+    registry, launcher, show = fleet.registry, "host/1/1", Mock()
+    infos = [msgspec.structs.replace(worker(n), state=WorkerState.READY, process="1") for n in ("a", "b", "c", "hand")]
+    for info in infos:
+        await registry.join(info, 600)
+    await registry.refresh_launcher(launcher, Launcher(dict.fromkeys("abc", Role.PREFILL)), 600)
+    restarting = asyncio.create_task(restart(fleet, None, 1, False, 60, show))
+    async with asyncio.timeout(DEADLINE_S):
+        while show.mock_calls != [call(Step("draining", "a"))]:
+            await asyncio.sleep(0.01)
+        await registry.leave("a")  # to come back
+        await asyncio.sleep(2.0)
+        assert len(show.mock_calls) == 1
+        await registry.order_drain("hand")
+        await asyncio.sleep(0.5)
+        await registry.leave("hand")
+        await registry.leave("c")
+        await registry.refresh_launcher(launcher, Launcher(dict.fromkeys("ab", Role.PREFILL)), 600)
+        for info in infos[:2]:
+            await registry.join(msgspec.structs.replace(info, process="2"), 600)
+        assert await restarting == 2
+    assert call(Step("left", "hand")) in show.mock_calls and call(Step("left", "c")) in show.mock_calls
 
 
 async def test_max_unavailable_above_fleet_size_keeps_one_serving(fleet: OpenFleet) -> None:
