@@ -1,9 +1,10 @@
-"""ASGI middleware around vLLM's HTTP app: request ids, keys, the limit of a body, and the headers of a refusal."""
+"""ASGI middleware around vLLM's HTTP app: request ids, keys, what a body may be, and the headers of a refusal."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, MutableMapping
@@ -12,12 +13,18 @@ from http import HTTPStatus
 from typing import Any, Protocol
 
 import msgspec
+from starlette.requests import ClientDisconnect
 
 from orchestrator.frontend.access import Access, Admission, Refusal
 from orchestrator.telemetry.request_line import RequestLine
 
 MAX_REQUEST_ID_LENGTH = 200
 _POLICY_VIOLATION = 1008  # RFC 6455
+# Text of JSON up to the first escape of half a surrogate pair: no character, and tokenizers raise at it.
+_PAIRED = re.compile(
+    rb"""(?: [^\\]++ | \\u(?![dD][89a-fA-F]) | \\u[dD][89abAB]..\\u[dD][c-fC-F] | \\[^u] )*+""", re.DOTALL | re.VERBOSE
+)
+_ESCAPED = re.compile(rb"\\u[dD][89a-fA-F]")
 _ENDING = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "this frontend is ending: ask again", 1.0)
 
 
@@ -69,7 +76,8 @@ class EdgeMiddleware:
     The start of an event stream is held back until its first event. vLLM begins to answer with 200 before the request
     is placed; a request that is then refused still gets its 429 and `Retry-After`.
 
-    A body over the limit is answered with 413, as soon as its header says so or that much has arrived.
+    A body over the limit is answered with 413, as soon as its header says so or that much has arrived. A body with text
+    that is no Unicode is answered with 400: the app would raise wherever it first encodes that text.
     """
 
     def __init__(self, app: Any, max_body_bytes: int, access: Access, begin_trace: BeginTrace | None = None) -> None:
@@ -116,9 +124,11 @@ class EdgeMiddleware:
             if refusal is not None:
                 await reply.refuse(refusal)
             elif body.announced > self._max_body_bytes:
-                await body.refuse()
+                await body.refuse_size()
             else:
                 await self.app(scope, body, reply)
+        except ClientDisconnect:  # raised where the app reads the body: it was refused, or the client has left
+            pass
         except asyncio.CancelledError:  # uvicorn cancels requests that still run after its graceful shutdown
             if not await reply.refuse(_ENDING):
                 raise
@@ -134,22 +144,55 @@ class _Body:
 
     def __init__(self, headers: Iterable[tuple[bytes, bytes]], limit: int, receive: Any, reply: Reply) -> None:
         self._limit, self._receive, self._reply = limit, receive, reply
-        length = next((value for name, value in headers if name == b"content-length"), b"")
+        length, kind = b"", b""
+        for name, value in headers:
+            if name == b"content-length":
+                length = length or value
+            elif name == b"content-type":
+                kind = kind or value
         self.announced = int(length) if length.isdigit() else 0
         self._received = 0
+        # Of a body with files only parts are text.
+        self._parts: list[bytes] | None = None if kind.startswith(b"multipart/") else []
 
     async def __call__(self) -> MutableMapping[str, Any]:
         message: MutableMapping[str, Any] = await self._receive()
         if message["type"] == "http.request":
-            self._received += len(message.get("body", b""))
+            part = message.get("body", b"")
+            self._received += len(part)
             if self._received > self._limit:
-                await self.refuse()
+                await self.refuse_size()
                 return {"type": "http.disconnect"}
+            if (parts := self._parts) is not None:
+                parts.append(part)
+                if not message.get("more_body", False):
+                    self._parts = None
+                    if (why := why_no_unicode(b"".join(parts))) is not None:
+                        await self._reply.refuse(Refusal(HTTPStatus.BAD_REQUEST, why))
+                        return {"type": "http.disconnect"}
         return message
 
-    async def refuse(self) -> None:
+    async def refuse_size(self) -> None:
         message = f"the body is larger than {self._limit} bytes (limits.max_body_bytes)"
         await self._reply.refuse(Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message))
+
+
+def why_no_unicode(body: bytes) -> str | None:
+    """Why the text of a JSON body is no Unicode; None if it is."""
+    if b"\\" in body and _ESCAPED.search(body):
+        paired = _PAIRED.match(body)
+        at = paired.end() if paired else 0
+        if _ESCAPED.match(body, at):
+            half = body[at : at + 6].decode(errors="replace")
+            return f"the body has a lone surrogate, {half} at byte {at}: it is half of a character; send both, or none"
+    if (nul := body.find(0)) >= 0:  # Python's JSON parser would read UTF-16
+        return f"the body is no UTF-8 text: byte {nul} is 0"
+    if not body.isascii():
+        try:
+            body.decode()
+        except UnicodeDecodeError as error:
+            return f"the body is no UTF-8 text: byte {error.start} is 0x{body[error.start]:02x} ({error.reason})"
+    return None
 
 
 class Reply:

@@ -44,6 +44,7 @@ HOSTILE: list[Any] = [
     "",
     "x",
     "\x00\ud7ff\U0010ffff",
+    "half \ud83d",
     "x" * 10_000,
     0,
     -1,
@@ -160,6 +161,28 @@ async def test_a_body_that_is_no_json_object_is_answered_with_4xx(fleet: Running
         for body in BROKEN:
             answered = await client.post(path, content=body, headers={"content-type": "application/json"})
             assert 400 <= answered.status_code < 500, (body[:50], answered.status_code, answered.text[:300])
+
+
+HALF = "half \ud83d"
+HALVES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"bad_words": [HALF]}),
+    ("/v1/chat/completions", {"bad_words": [HALF], "stream": True}),
+    ("/v1/responses", {"metadata": {"a": HALF}, "stream": True}),
+    ("/v1/responses", {"tools": [{"type": "function", "name": HALF, "parameters": {}}], "stream": True}),
+    ("/v1/messages", {"system": HALF}),
+    ("/tokenize", {"prompt": HALF}),
+    ("/detokenize", {"model": HALF}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), HALVES)
+async def test_text_with_half_a_character_is_answered_with_400(
+    fleet: RunningFleet, path: str, fields: dict[str, Any]
+) -> None:
+    async with fleet.client() as client:
+        body = json.dumps({"model": fleet.model} | SOUND[path] | fields)
+        answered = await client.post(path, content=body, headers={"content-type": "application/json"})
+        assert answered.status_code == 400 and "lone surrogate, \\ud83d" in answered.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("number", [2**64, -(2**63) - 1])

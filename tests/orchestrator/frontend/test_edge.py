@@ -1,12 +1,13 @@
 """Request ids, Retry-After, and the pages about the fleet, over a real ASGI app."""
 
 import asyncio
+import json
 from typing import Annotated
 
 import httpx
 import pytest
 import uvicorn
-from fastapi import Body, FastAPI, Response
+from fastapi import Body, FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry
 
@@ -84,6 +85,10 @@ def app(fleet):
     async def length(body: Annotated[bytes, Body()]) -> int:
         return len(body)
 
+    @app.post("/read")
+    async def read(request: Request) -> int:
+        return len(await request.body())
+
     return edge.EdgeMiddleware(app, 1000, Access(SecurityConfig(), LimitsConfig()))
 
 
@@ -101,6 +106,51 @@ async def test_an_id_is_made_or_taken_and_always_returned(client):
     long = await client.get("/echo", headers={"x-request-id": "x" * 5000})
     assert len(long.headers["x-request-id"]) == edge.MAX_REQUEST_ID_LENGTH
     assert edge.current.get() is None
+
+
+HALF = b'{"a": ["x\\ud800y"]}'
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (HALF, "\\ud800 at byte 9"),
+        (b'{"\\uDFFF": 1}', "\\uDFFF at byte 2"),
+        (b'"\\ude00\\ud83d"', "\\ude00 at byte 1"),  # the halves of a character, in the wrong order
+        (b'"\\ud83d\\\\ude00"', "\\ud83d at byte 1"),  # the second is no escape
+        (b'"\\\\\\ud83d"', "\\ud83d at byte 3"),
+        (b'"\xed\xa0\x80"', "byte 1 is 0xed"),
+        (b"\xff\xfe", "byte 0 is 0xff"),
+        ('"\\ud800"'.encode("utf-16-le"), "byte 1 is 0"),
+    ],
+)
+@pytest.mark.parametrize("pieces", [1, 2, 99])
+async def test_text_that_is_no_unicode_is_refused_at_the_edge(client, body, why, pieces):
+    async def chunks():
+        step = -(-len(body) // pieces)
+        for at in range(0, len(body), step):
+            yield body[at : at + step]
+
+    refused = await client.post("/length", content=chunks())
+    assert refused.status_code == 400 and why in refused.json()["error"]["message"], refused.text
+
+
+async def test_a_handler_that_reads_a_refused_body_raises_nothing(client):
+    for body in (HALF, b"x" * 2000):
+
+        async def chunks(body=body):
+            yield body
+
+        assert (await client.post("/read", content=chunks())).status_code in (400, 413)
+
+
+async def test_every_character_of_unicode_comes_through(client):
+    for text in ("\u20ac \U0001f600 \ud7ff \ue000 \U0010ffff \0 \\ud800 \\\\ude00", "\\u", "\\", "\\ud8"):
+        for body in (json.dumps({"a": text}).encode(), json.dumps({"a": text}, ensure_ascii=False).encode()):
+            assert (await client.post("/length", content=body)).json() == len(body)
+    # A file is no text.
+    answered = await client.post("/length", content=HALF + b"\xff\0", headers={"content-type": "multipart/mixed"})
+    assert answered.json() == len(HALF) + 2
 
 
 async def test_a_refusal_says_when_to_come_back(client):
