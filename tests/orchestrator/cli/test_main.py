@@ -91,12 +91,31 @@ UNREAD = {"yaml"}  # no file is read
         (["config", "show", "configs/sim-2p2d.yaml", "--set", "model=m"], ENGINES | SLOW | {"httpx"}),
         (["config", "keys"], ENGINES | SLOW | UNREAD | {"httpx"}),
         (["scale", "decode=2"], ENGINES | SLOW - {"redis"} | UNREAD | {"httpx"}),
+        (["role", "w", "decode", "--redis", "redis://127.0.0.1:1"], ENGINES | SLOW - {"redis"} | UNREAD | {"httpx"}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_command_imports_what_it_needs(arguments: list[str], not_needed: set[str]):
     """Importing Redis's client, or pydantic, alone takes a third of the 0.3 s that a command may take."""
     assert imported(*arguments) & not_needed == set()
+
+
+def test_a_command_collects_no_garbage_while_it_imports_or_ends():
+    """Nothing of what commands import is garbage: to look for some took a quarter of their time. What a command makes
+    after that is collected, since some run for days."""
+    code = (
+        "import gc, sys\nfrom orchestrator.cli import main\nstarts, seen = [], []\n"
+        "gc.callbacks.append(lambda phase, info: phase == 'start' and starts.append(info))\n"
+        "before, load = len(starts), main.load\n"
+        "def watched(name):\n"
+        "    command = load(name)\n"
+        "    seen.append((len(starts) - before, gc.isenabled()))\n"
+        "    return command\n"
+        "main.load = watched\nsys.argv = ['orchestrator', 'queue', '--redis', 'redis://127.0.0.1:1']\n"
+        "try: main.main()\nexcept SystemExit: print(seen, len(gc.get_objects()) < 100)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.stdout == "[(0, True)] True\n", done
 
 
 def test_option_constraints_are_checked():
