@@ -104,6 +104,8 @@ def load(name: str) -> Any:
     group: Any = typer.main.get_group(module.app)
     gc.freeze()  # what was imported stays
     gc.enable()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     return group.commands[name]
 
 
@@ -145,9 +147,11 @@ def main() -> None:
     """The console script `orchestrator`.
 
     Most commands are short: to look for garbage while they import, and among all modules at their end, takes a quarter
-    of their time.
+    of their time. Ctrl-C ends the process meanwhile: an exception could be lost in an import.
     """
     gc.disable()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         _run()
     finally:

@@ -15,7 +15,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -37,6 +37,7 @@ from orchestrator.store.log_levels import LogLevels, follow_log_level
 from orchestrator.store.registry import Registry
 from orchestrator.telemetry.logs import LogFormat
 
+T = TypeVar("T")
 # One Ctrl-C can arrive twice: from the terminal, and from the program that started us.
 _SAME_SIGNAL_S = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -53,7 +54,7 @@ def launch(config: Config, console: Console) -> None:
     check_environment()
     check_engine_args(config)
     folder = RunFolder(config.namespace)
-    with _logging_to(console, config.logging), _signals_interrupt():
+    with _logging_to(console, config.logging), _signals_interrupt() as heard:
         try:
             config = _with_previous_operator_key(config, folder)
             _clean_up_after_killed(folder, folder.claim(), console)
@@ -65,7 +66,10 @@ def launch(config: Config, console: Console) -> None:
             console.start_progress()
             _open_log(folder, config.logging.format, console)
             with _connected(config, console):
-                asyncio.run(_run(config, _model(config, console), folder, console))
+                model = _model(config, console)
+                if heard:  # the exception was lost in a callback, such as those of imports
+                    raise KeyboardInterrupt
+                asyncio.run(_run(config, model, folder, console))
         except KeyboardInterrupt:
             console.stop_progress()
             console.say("Stopped before anything was started")
@@ -85,7 +89,9 @@ async def _run(config: Config, model: str, folder: RunFolder, console: Console) 
         server = RedisServer(config, folder.path)
         stack.push_async_callback(server.stop)
         console.stage("redis", "starting" if server.is_embedded else "connecting")
-        redis = await server.start()
+        redis = await stop.or_done(server.start())
+        if redis is None:
+            return
         stack.push_async_callback(redis.aclose)
         console.stage("redis", server.shown_url, done=True)
         port = config.frontend.port
@@ -108,14 +114,17 @@ async def _run(config: Config, model: str, folder: RunFolder, console: Console) 
         fleet = FleetProcesses(resolved, registry, machines, console, folder.note_started, setup, prepare)
         stop.at_once = fleet.kill
         stack.push_async_callback(fleet.end)
-        await fleet.start()
+        await stop.or_done(fleet.start())
+        if stop.came:
+            return
         watching = asyncio.create_task(fleet.watch.run(), name="fleet-watch")
         keeping = asyncio.create_task(server.keep_running(fleet.watch.read_soon), name="redis-keeper")
         levels = LogLevels(redis, config.namespace)
         following = asyncio.create_task(follow_log_level(levels, "launcher", logging.getLogger("pd")), name="log-level")
         for task in (watching, keeping, following):
             stack.push_async_callback(_cancel, task)
-        if await stop.or_done(fleet.until_ready(), watching):
+        await stop.or_done(fleet.until_ready(), watching)
+        if not stop.came:
             _announce(fleet, machines.device, folder, console)
             await stop.or_done(asyncio.Event().wait(), watching)
 
@@ -187,17 +196,19 @@ class _Stop:
             self._console.say("Stopping; again to stop at once")
             self._event.set()
 
-    async def or_done(self, doing: Coroutine[Any, Any, object], watching: asyncio.Task[None]) -> bool:
-        """Whether `doing` ended before a signal came. Raises what it, or `watching`, raised."""
+    @property
+    def came(self) -> bool:
+        return self._event.is_set()
+
+    async def or_done(self, doing: Coroutine[Any, Any, T], watching: asyncio.Task[None] | None = None) -> T | None:
+        """The result of `doing`; None if a signal came first. Raises what it, or `watching`, raised."""
         task = asyncio.create_task(doing)
         stopped = asyncio.create_task(self._event.wait())
         try:
-            await asyncio.wait({task, stopped, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if watching.done():
+            await asyncio.wait({task, stopped, *([watching] if watching else [])}, return_when=asyncio.FIRST_COMPLETED)
+            if watching is not None and watching.done():
                 watching.result()
-            if task.done():
-                task.result()
-            return task.done() and not self._event.is_set()
+            return task.result() if task.done() else None
         finally:
             await _cancel(task)
             await _cancel(stopped)
@@ -289,11 +300,17 @@ def _end_signals() -> list[signal.Signals]:
 
 
 @contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Outside of the event loop each of our signals raises KeyboardInterrupt, as Ctrl-C does."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in _end_signals()}
+def _signals_interrupt() -> Iterator[list[int]]:
+    """Outside of the event loop each of our signals raises KeyboardInterrupt, as Ctrl-C does. Yields what came."""
+    heard: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        heard.append(number)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in _end_signals()}
     try:
-        yield
+        yield heard
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -6,6 +6,7 @@ import asyncio
 import importlib.metadata
 import io
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -116,6 +117,22 @@ def test_a_command_collects_no_garbage_while_it_imports_or_ends():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.stdout == "[(0, True)] True\n", done
+
+
+def test_an_interrupt_is_not_lost_while_a_command_is_imported(tmp_path: Path):
+    """Python drops an exception that a signal raises in a callback, and imports have such callbacks."""
+    code = (
+        "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from orchestrator.cli import main\nimported = main.importlib.import_module\n"
+        "class Callback:\n"
+        "    def __del__(self): signal.raise_signal(signal.SIGINT)\n"
+        "def interrupted(name):\n"
+        "    Callback()\n"
+        "    return imported(name)\n"
+        "main.importlib.import_module = interrupted\nsys.argv = ['orchestrator', 'up', 'none.yaml']\nmain.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == -signal.SIGINT and done.stderr == "", done
 
 
 def test_option_constraints_are_checked():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from support_fleet import RunningFleet, running_fleet
 
+from orchestrator.config.settings import load_config
 from orchestrator.launch import launcher
 from orchestrator.launch.console import Console
 from orchestrator.launch.host.run_folder import RunFolder
@@ -57,6 +59,23 @@ def test_stopped_launcher_stops_no_process(fleet: RunningFleet) -> None:
     fleet.until(lambda: len(fleet.request_lines()) > UNREAD_REQUESTS, "the lines are in the log")
 
 
+def test_a_signal_while_redis_does_not_answer_ends_it() -> None:
+    namespace = f"early-{uuid.uuid4().hex[:6]}"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
+        sets = (f"namespace={namespace}", "frontend.port=0", f"redis.url={url}", "redis.timeout_s=600")
+        command = [sys.executable, "-m", "orchestrator.cli.main", "up", "configs/sim-2p2d.yaml"]
+        command += [part for each in sets for part in ("--set", each)]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as started:
+            connection, _ = silent.accept()
+            with connection:
+                started.send_signal(signal.SIGINT)
+                out, _ = started.communicate(timeout=60)
+    assert started.returncode == 0 and "Stopping" in out, out
+    assert not RunFolder(namespace).path.exists()
+
+
 def test_a_signal_while_it_cleans_up_leaves_nothing_behind() -> None:
     namespace = f"twice-{uuid.uuid4().hex[:6]}"
     program = (
@@ -75,6 +94,28 @@ def test_a_signal_while_it_cleans_up_leaves_nothing_behind() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "cannot be used" in done.stderr
     assert not RunFolder(namespace).path.exists()
+
+
+def test_a_signal_whose_exception_was_lost_stops_it_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+    class Callback:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    def model(*_: object) -> str:
+        Callback()
+        return "demo"
+
+    monkeypatch.setattr(launcher, "_model", model)
+    monkeypatch.setattr(launcher, "_run", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    console, said = Console(), []
+    monkeypatch.setattr(console, "say", said.append)
+    launcher.launch(load_config(ROOT / "configs/sim-2p2d.yaml", ["namespace=lost", "frontend.port=0"]), console)
+    assert said == ["Stopped before anything was started"]
 
 
 def test_leftovers_are_ended_before_a_signal_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
