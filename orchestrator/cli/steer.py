@@ -37,11 +37,12 @@ def scale(
     targets: Annotated[list[str], typer.Argument(help="prefill=X, decode=Y, or both; or both as 2P6D.")],
     namespace: NamespaceOption = None,
     redis: RedisOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Allow more than there is room for.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Set how many workers of each role there should be."""
     counts = _counts(targets)
-    wanted = ask(find_fleet(namespace, redis), lambda fleet: _steer(fleet).scale(**counts))
+    wanted = ask(find_fleet(namespace, redis), lambda fleet: _steer(fleet).scale(**counts, force=force))
     _say({"prefill": wanted.prefill, "decode": wanted.decode}, as_json)
 
 
@@ -146,11 +147,14 @@ def _counts(targets: list[str]) -> dict[str, int]:
         split = re.fullmatch(r"([0-9]{1,9})P([0-9]{1,9})D", target, re.IGNORECASE)
         single = re.fullmatch(r"(prefill|decode)=([0-9]{1,9})", target)
         if split:
-            counts |= {"prefill": int(split[1]), "decode": int(split[2])}
+            asked = {"prefill": int(split[1]), "decode": int(split[2])}
         elif single:
-            counts[single[1]] = int(single[2])
+            asked = {single[1]: int(single[2])}
         else:
             raise Refused(f"{target}: expected prefill=X or decode=Y with an integer >= 0, or both as 2P6D")
+        if twice := asked.keys() & counts.keys():
+            raise Refused(f"{target}: {' and '.join(sorted(twice))} is asked for twice; name each role once")
+        counts |= asked
     return counts
 
 

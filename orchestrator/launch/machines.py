@@ -30,6 +30,8 @@ class Machines(Protocol):
     device: str  # what the engines compute on, for the line that says that the fleet is ready
     remote: bool  # other machines, where processes run on when the launcher is killed, for the next one to take over
 
+    room: int | None  # the most workers that they hold; None where more machines may come
+
     async def refresh(self) -> None:
         """Read anew which machines there are. May take as long as they do not answer."""
 

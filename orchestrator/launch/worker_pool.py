@@ -117,7 +117,8 @@ class WorkerPool:
     async def hold_ids(self) -> None:
         """Tell the other launchers which workers are ours, and of which generation those are that we start; call it
         within `workers.timeout_s`. Raises RedisAway."""
-        me = Launcher({name: slot.role for name, slot in self.slots.items()}, self.setup.generation)
+        held = {name: slot.role for name, slot in self.slots.items()}
+        me = Launcher(held, self.setup.generation, self._machines.room)
         await self._registry.refresh_launcher(self.launcher_id, me, self._config.workers.timeout_s)
 
     async def update(self, snapshot: Snapshot) -> None:

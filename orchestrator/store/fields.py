@@ -28,6 +28,7 @@ class Launcher(msgspec.Struct, frozen=True):
 
     workers: dict[str, Role] = {}  # those that are not registered yet included
     generation: int = 0  # of the configuration that it starts workers with
+    room: int | None = None  # the most workers that its machine holds; None: not known, as of a cluster that grows
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
@@ -94,14 +95,16 @@ def milliseconds(seconds: float) -> int:
 
 def launcher_to_fields(launcher: Launcher) -> dict[str, str]:
     ids = " ".join(f"{worker_id}={role.value}" for worker_id, role in launcher.workers.items())
-    return {"ids": ids, "generation": str(launcher.generation)}
+    room = "" if launcher.room is None else str(launcher.room)
+    return {"ids": ids, "generation": str(launcher.generation), "room": room}
 
 
 def launcher_from_fields(fields: dict[str, str]) -> Launcher:
     """The launcher of a hash. Workers that cannot be read are left out."""
     pairs = (part.partition("=") for part in fields.get("ids", "").split())
     workers = {name: Role(role) for name, _, role in pairs if role in _ROLES}
-    return Launcher(workers, whole(fields.get("generation", "")))
+    room = fields.get("room", "")
+    return Launcher(workers, whole(fields.get("generation", "")), whole(room) if room.isdecimal() else None)
 
 
 def order_field(order: WorkerOrders) -> tuple[str, str]:

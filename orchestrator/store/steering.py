@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 
 from orchestrator.config.settings import Refused
 from orchestrator.config.values import MAX_WORKERS
+from orchestrator.store.fields import Launcher
 from orchestrator.store.planned import PlannedWorker, is_last_decode, of_launchers, planned_worker
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry
@@ -21,8 +22,9 @@ class Steering:
     def __init__(self, registry: Registry, queue: PrefillQueue) -> None:
         self._registry, self._queue = registry, queue
 
-    async def scale(self, prefill: int | None = None, decode: int | None = None) -> DesiredRatio:
-        """Set how many workers there should be; None leaves that role as it is. Returns the new ratio."""
+    async def scale(self, prefill: int | None = None, decode: int | None = None, force: bool = False) -> DesiredRatio:
+        """Set how many workers there should be; None leaves that role as it is. Returns the new ratio. `force`: also
+        more than there is room for."""
         current = await self._desired()
         wanted = DesiredRatio(
             current.prefill if prefill is None else prefill, current.decode if decode is None else decode, "scale"
@@ -32,15 +34,15 @@ class Steering:
         for name, count in (("prefill", wanted.prefill), ("decode", wanted.decode)):
             if not 0 <= count <= MAX_WORKERS:
                 raise Refused(f"{name}={count}: expected an integer from 0 to {MAX_WORKERS}")
+        workers, launchers = await self._workers(), await self._launchers()
+        launched = _launched(launchers)
+        if not force and wanted.prefill + wanted.decode > current.prefill + current.decode:
+            by_hand = sum(worker.id not in launched for worker in workers)
+            refuse_too_many(wanted, [launcher.room for launcher in launchers], by_hand)
         await self._registry.set_desired(wanted.prefill, wanted.decode, wanted.set_by)
-        for worker_id in surplus(wanted, await self._workers(), await self._launched()):
+        for worker_id in surplus(wanted, workers, launched):
             await self._registry.order_drain(worker_id)
         return wanted
-
-    async def _launched(self) -> set[str]:
-        """Workers that a launcher runs, and drains."""
-        held = of_launchers(await self._registry.launchers()).values()
-        return {worker_id for launcher in held for worker_id in launcher.workers}
 
     async def change_role(self, worker_id: str, role: Role, force: bool) -> bool:
         """Order a role, and move the desired ratio with it, unless it `comes_on_top`. False when it has, or was told to
@@ -55,7 +57,7 @@ class Steering:
             raise Refused(f"{worker_id}: its engine has several pipeline stages and stays a {worker.role.value} worker")
         await self._refuse_last_of_role(worker_id, workers, force, "role")
         current = await self._desired()
-        on_top = comes_on_top(worker, current, workers, await self._launched())
+        on_top = comes_on_top(worker, current, workers, _launched(await self._launchers()))
         step = 1 if role is Role.DECODE else -1
         # The order goes first: the launcher reads both together, and must not pick another worker for the new ratio.
         await self._registry.order_role(worker_id, role)
@@ -74,7 +76,7 @@ class Steering:
             return False
         await self._refuse_last_of_role(worker_id, workers, force, "drain")
         current = await self._desired()
-        on_top = comes_on_top(worker, current, workers, await self._launched())
+        on_top = comes_on_top(worker, current, workers, _launched(await self._launchers()))
         await self._registry.order_drain(worker_id)
         if on_top:
             return True
@@ -82,6 +84,9 @@ class Steering:
         decode = current.decode - (worker.role is Role.DECODE)
         await self._registry.set_desired(max(0, prefill), max(0 if force else 1, decode), "drain")
         return True
+
+    async def _launchers(self) -> list[Launcher]:
+        return list(of_launchers(await self._registry.launchers()).values())
 
     async def _workers(self) -> list[PlannedWorker]:
         workers, orders = await self._registry.workers_and_orders()
@@ -122,6 +127,11 @@ class Steering:
             )
 
 
+def _launched(launchers: Sequence[Launcher]) -> set[str]:
+    """Workers that a launcher runs, and drains."""
+    return {worker_id for launcher in launchers for worker_id in launcher.workers}
+
+
 def comes_on_top(
     worker: PlannedWorker, wanted: DesiredRatio, workers: Sequence[PlannedWorker], launched: Collection[str]
 ) -> bool:
@@ -136,6 +146,18 @@ def _too_many(wanted: DesiredRatio, workers: Sequence[PlannedWorker]) -> dict[Ro
         Role.PREFILL: staying.count(Role.PREFILL) - wanted.prefill,
         Role.DECODE: staying.count(Role.DECODE) - wanted.decode,
     }
+
+
+def refuse_too_many(wanted: DesiredRatio, rooms: Sequence[int | None], by_hand: int) -> None:
+    """Raises Refused for more workers than the launchers' machines hold, besides those that were started by hand.
+    `rooms`: of each launcher; None where that is not known."""
+    total, known = wanted.prefill + wanted.decode, [room for room in rooms if room is not None]
+    if rooms and len(known) == len(rooms) and total > sum(known) + by_hand:
+        raise Refused(
+            f"{wanted.prefill}P{wanted.decode}D: there is room for {sum(known) + by_hand} workers, by the memory, the "
+            f"ports and the GPUs where launchers run, not for {total}. Ask for fewer, or start a worker on another "
+            "host (`orchestrator join`), or repeat `orchestrator scale` with --force"
+        )
 
 
 def surplus(wanted: DesiredRatio, workers: Sequence[PlannedWorker], launched: Collection[str]) -> list[str]:

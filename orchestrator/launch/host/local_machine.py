@@ -20,6 +20,7 @@ class LocalMachine:
     def __init__(self, config: Config) -> None:
         self._shares = MachineShares(config)
         self.device = self._shares.device
+        self.room: int | None = self._shares.room
 
     async def refresh(self) -> None:
         """Does nothing: there is always this machine."""

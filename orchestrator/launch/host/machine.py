@@ -11,18 +11,19 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from orchestrator.config.engine_args import engine_args, environment, pool, ranks
 from orchestrator.config.settings import Config, ConfigError, port_range
+from orchestrator.config.values import MAX_WORKERS
 from orchestrator.types import Role
 
 # vLLM's default for gpu_memory_utilization is near 1: a worker that does not set it has its GPUs to itself.
 _WHOLE_GPU = 1.0
-_WORKER_BYTES = 24 << 20  # a worker takes more than this for its imports alone
+_WORKER_BYTES = {"sim": 28 << 20, "vllm": 256 << 20}  # a worker takes more than this for its imports alone
 _WORKER_PORTS = 3
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # for each rank of an engine on CPU
 
@@ -75,6 +76,14 @@ class MachineShares:
             cores = self._cores.take(owner, ranks(config, role))
             return Share(["--cores", ",".join(map(str, cores))]) if cores else Share(env=_ONE_THREAD)
         return Share()
+
+    @property
+    def room(self) -> int:
+        """The most workers that this machine holds, in the roles that take least."""
+        most = [most for most, _ in _limits(self._config)]
+        if self._gpus is not None:
+            most.append(max(_workers_on(len(self._gpus), self._config, role) for role in Role))
+        return min(most)
 
     def give_back(self, owner: str) -> None:
         self._workers.discard(owner)
@@ -133,6 +142,9 @@ class GpuShares:
     def __init__(self, gpus: Sequence[str]) -> None:
         self._free = dict.fromkeys(gpus, _WHOLE_GPU)
         self._held: dict[str, tuple[list[str], float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._free)
 
     def take(self, owner: str, ranks: int, utilization: float | None = None) -> list[str]:
         """As many distinct GPUs as `ranks`, those with most free memory first. Raises ConfigError if there are too
@@ -233,16 +245,32 @@ def has_cuda_vllm() -> bool:
 
 def _check_count(config: Config, workers: int) -> None:
     """Raises ConfigError for more workers than the machine has memory and ports for, whatever their engine is."""
-    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _WORKER_BYTES
-    if workers > most:
-        size = f"{_WORKER_BYTES >> 20} MiB"
-        raise ConfigError(f"workers: this machine's memory holds at most {most} processes of {size}; lower replicas")
+    for most, why in _limits(config):
+        if workers > most:
+            raise ConfigError(why)
+
+
+def _limits(config: Config) -> Iterator[tuple[int, str]]:
+    """How many workers the machine has memory and ports for at most, each with why there may be no more."""
+    each = _WORKER_BYTES[config.engine]
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // each
+    yield most, f"workers: this machine's memory holds at most {most} processes of {each >> 20} MiB; lower replicas"
     ports = port_range(config)
-    if ports is not None and workers * _WORKER_PORTS > len(ports):
-        raise ConfigError(
-            f"workers.ports: {config.workers.ports} are {len(ports)} ports, enough for {len(ports) // _WORKER_PORTS} "
-            f"workers of {_WORKER_PORTS} each; name more, or lower replicas"
+    if ports is not None:
+        most = len(ports) // _WORKER_PORTS
+        yield (
+            most,
+            f"workers.ports: {config.workers.ports} are {len(ports)} ports, enough for {most} workers of "
+            f"{_WORKER_PORTS} each; name more, or lower replicas",
         )
+
+
+def _workers_on(gpus: int, config: Config, role: Role) -> int:
+    """How many workers of a role so many GPUs hold; a role that names its GPUs itself is not limited."""
+    if "CUDA_VISIBLE_DEVICES" in environment(config, role):
+        return MAX_WORKERS
+    share = engine_args(config, role).get("gpu_memory_utilization") or _WHOLE_GPU
+    return gpus * int(_WHOLE_GPU / share + 1e-9) // ranks(config, role)
 
 
 def _check_memory(config: Config) -> None:

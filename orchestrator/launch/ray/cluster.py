@@ -42,6 +42,7 @@ class RayCluster:
     """See Machines. `config`: the operator's. Its model is not resolved, since each node finds its own path."""
 
     remote = True
+    room: int | None = None  # a cluster may grow: workers wait for nodes
 
     def __init__(self, config: Config) -> None:
         self.device = "a Ray cluster"

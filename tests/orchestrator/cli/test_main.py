@@ -21,6 +21,9 @@ from typer.testing import CliRunner
 from orchestrator.cli.main import COMMANDS, load, main
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.launch.host.run_folder import RunFolder, base_folder
+from orchestrator.store.client import connect
+from orchestrator.store.fields import Launcher
+from orchestrator.store.registry import Registry
 
 ROOT = Path(__file__).parents[3]
 SIM = str(ROOT / "configs" / "sim-2p2d.yaml")
@@ -281,6 +284,21 @@ def test_commands_without_a_fleet_say_so():
 def test_scale_reads_both_counts_in_one_word(redis_url):
     said = orchestrator("scale", "2P6D", "--json", "--redis", redis_url).stdout
     assert json.loads(said) == {"prefill": 2, "decode": 6}
+
+
+def test_scale_beyond_the_room_of_the_launchers_machine_needs_force(redis_url):
+    async def launcher() -> None:
+        redis = await connect(redis_url, 5)
+        await Registry(redis, "default").refresh_launcher("l", Launcher(room=8), 60)
+        await redis.aclose()
+
+    asyncio.run(launcher())
+    orchestrator("scale", "2P6D", "--redis", redis_url)
+    assert "500P6D: there is room for 8 workers" in refused("scale", "prefill=500", "--redis", redis_url)
+    assert "decode is asked for twice" in refused("scale", "decode=1", "2P6D", "--redis", redis_url)
+    orchestrator("scale", "500P500D", "--force", "--redis", redis_url)
+    fewer = orchestrator("scale", "decode=499", "--redis", redis_url)
+    assert fewer.stdout == "desired: 500 prefill, 499 decode\n", fewer
 
 
 def test_an_empty_fleet_is_shown_from_its_redis(redis_url):

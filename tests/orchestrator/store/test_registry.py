@@ -768,9 +768,9 @@ async def test_each_worker_id_is_claimed_once(registry):
     launchers = await registry.launchers()
     assert {*launchers["a"].workers, *launchers["b"].workers} == {*claimed, "decode-0"}
     assert launchers["a"].workers["decode-0"] is Role.DECODE
-    await registry.refresh_launcher("a", Launcher({"prefill-0": Role.DECODE}, 3), TTL_S)
+    await registry.refresh_launcher("a", Launcher({"prefill-0": Role.DECODE}, 3, 7), TTL_S)
     await registry.leave_launcher("b")
-    assert await registry.launchers() == {"a": Launcher({"prefill-0": Role.DECODE}, 3)}
+    assert await registry.launchers() == {"a": Launcher({"prefill-0": Role.DECODE}, 3, 7)}
     assert await registry.claim_id("c", Role.PREFILL, TTL_S) == "prefill-2", "what is held no more is free"
 
 

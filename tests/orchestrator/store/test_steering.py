@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from orchestrator.config.settings import Refused
 from orchestrator.store.planned import PlannedWorker
-from orchestrator.store.steering import comes_on_top, surplus
+from orchestrator.store.steering import comes_on_top, refuse_too_many, surplus
 from orchestrator.types import DesiredRatio, Role
 
 
@@ -28,6 +31,15 @@ def test_only_a_surplus_that_no_launcher_runs_comes_on_top():
     for wanted, on_top in cases:
         assert [w.id for w in there if comes_on_top(w, wanted, there, {"decode-0"})] == on_top, wanted
     assert not comes_on_top(there[0], DesiredRatio(1, 1), there, {"decode-0"}), "its launcher would start another"
+
+
+def test_more_workers_than_there_is_room_for_are_refused():
+    refuse_too_many(DesiredRatio(4, 6), [8], by_hand=2)
+    refuse_too_many(DesiredRatio(4, 6), [4, 6], by_hand=0)
+    refuse_too_many(DesiredRatio(500, 500), [8, None], by_hand=0)  # a cluster that grows is one of them
+    refuse_too_many(DesiredRatio(500, 500), [], by_hand=4)  # workers on other hosts may come
+    with pytest.raises(Refused, match="^4P7D: there is room for 10 workers, .* not for 11"):
+        refuse_too_many(DesiredRatio(4, 7), [4, 4], by_hand=2)
 
 
 def test_the_last_ready_decode_worker_is_not_drained():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -13,6 +14,7 @@ from orchestrator.config.engine_args import ranks
 from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.frontend.connections import listen
 from orchestrator.launch.commands import frontend_spec, resolve, worker_spec
+from orchestrator.launch.host import machine
 from orchestrator.launch.host.machine import (
     CoreShares,
     GpuShares,
@@ -112,8 +114,8 @@ def test_ranks_are_the_product_of_the_parallel_sizes():
 
 def test_a_fleet_that_needs_more_memory_than_there_is_is_refused(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    config = config_of(workers={"decode": {"replicas": 1000}, "engine_args": {"kv_cache_memory_bytes": 1 << 40}})
-    with pytest.raises(ConfigError, match="1000 decode replicas .* GiB; lower replicas"):
+    config = config_of(workers={"decode": {"replicas": 20}, "engine_args": {"kv_cache_memory_bytes": 1 << 40}})
+    with pytest.raises(ConfigError, match="20 decode replicas .* GiB; lower replicas"):
         MachineShares(config).check_room()
 
 
@@ -210,10 +212,32 @@ def test_more_workers_than_memory_or_ports_are_refused():
     shares.take("decode-1", Role.DECODE)  # what was refused holds nothing
 
 
+def test_a_machine_says_how_many_workers_it_holds(monkeypatch):
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 << 15)  # a GiB in pages
+
+    def room(gpus: str = "", **config: object) -> int:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+        monkeypatch.setattr(machine, "has_cuda_vllm", lambda: True)
+        return MachineShares(parse_config({"model": "demo"} | config)).room
+
+    assert room(engine="sim") == 36
+    assert room(engine="sim", workers={"ports": "20000-20007"}) == 2
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 << 22)
+    assert room("0,1,2,3") == 4
+    assert room("0,1,2,3", workers={"engine_args": {"gpu_memory_utilization": 0.45}}) == 8
+    of_two = {"engine_args": {"tensor_parallel_size": 2}}
+    assert room("0,1,2,3,4", workers={"prefill": of_two, "decode": of_two}) == 2
+    assert room("0,1,2,3", workers={"prefill": of_two}) == 4, "as many as fit with the role that takes less"
+    for count in (4, 5):  # what `up` allows
+        shares = MachineShares(parse_config({"model": "demo", "workers": {"decode": {"replicas": count - 1}}}))
+        with contextlib.nullcontext() if count <= shares.room else pytest.raises(ConfigError, match="needs 1 GPU"):
+            shares.check_room()
+
+
 def test_ten_thousand_workers_on_a_small_machine_are_refused(monkeypatch):
     monkeypatch.setattr(os, "sysconf", lambda name: 1 << 15)  # a GiB in pages
     pools = {"prefill": {"replicas": 10_000}, "decode": {"replicas": 10_000}}
-    with pytest.raises(ConfigError, match=r"^workers: this machine's memory holds at most 42 processes of 24 MiB"):
+    with pytest.raises(ConfigError, match=r"^workers: this machine's memory holds at most 36 processes of 28 MiB"):
         MachineShares(parse_config({"model": "demo", "engine": "sim", "workers": pools})).check_room()
 
 
