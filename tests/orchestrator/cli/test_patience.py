@@ -10,7 +10,8 @@ from unittest.mock import Mock, call
 
 import msgspec
 import pytest
-from support_redis import DEADLINE_S, Server, fresh_namespace, running_server, worker
+from support_redis import Server, fresh_namespace, running_server, worker
+from support_wait import DEADLINE_S
 from typer.testing import CliRunner
 
 from orchestrator.cli import handle, rolling

@@ -10,7 +10,8 @@ from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import pytest
-from support_redis import DEADLINE_S, fresh_namespace, worker
+from support_redis import fresh_namespace, worker
+from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import Config, LauncherConfig, parse_config
 from orchestrator.launch.console import Console

@@ -7,7 +7,8 @@ from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
-from support_redis import DEADLINE_S, fresh_namespace, running_server, worker
+from support_redis import fresh_namespace, running_server, worker
+from support_wait import DEADLINE_S
 
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.store.client import RedisAway, connect
