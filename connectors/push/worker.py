@@ -273,7 +273,7 @@ class PushWorker(Connections):
                 self._shipments.add(self, post)
         except Exception as error:
             why = f"the WRITE could not be posted: {error}"
-            if not isinstance(error, writer.LayoutError):
+            if not isinstance(error, writer.MISFITS):
                 self._lose(engine, why)
         if why:
             self._run(functools.partial(self._outbound.failed, post.stream, why))

@@ -24,6 +24,10 @@ class LayoutError(ValueError):
     """The two ends' blocks do not line up."""
 
 
+# What vLLM's own plans raise where the two ends' blocks do not fit. The connection is whole.
+MISFITS = (ValueError, AssertionError, LookupError, NotImplementedError)
+
+
 def same_layout(worker: NixlPushConnectorWorker, engine: str) -> bool:
     """Whether a connected engine has the same ranks, stages and blocks, so that a block of ours is a block there."""
     topology = worker.transfer_topo

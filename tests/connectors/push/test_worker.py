@@ -144,6 +144,22 @@ def test_whole_push_into_unknown_blocks_is_refused(unequal: Any, block: int) -> 
     assert f"block {block} of 100" in unequal.nixl_wrapper.told()[0].why
 
 
+def test_blocks_that_vllm_cannot_pair_cost_their_own_request_only(unequal: Any) -> None:
+    """It asserts that both ends name as many. The connection is whole, and others are written to over it."""
+    prefill(unequal, "other")
+    one, two = list(unequal.nixl_wrapper.writes)
+    unequal.step(started=[Started("s", 1, 16)])
+    for agent in ("D/0", "D/1"):
+        unequal.hear(agent, wire.Register("s", "r-s", DECODE, [[7, 8]], 16, valid_s=30.0))
+    unequal.step(computed=[Computed("s", 0, 0, ((1,),), True)], finished=[Finished("s", True, True)])
+    assert list(unequal.nixl_wrapper.writes) == [one, two]
+    unequal.end_writes()
+    assert unequal.nixl_wrapper.removed == [] and "D" not in unequal._connecting
+    told = unequal.nixl_wrapper.told()
+    assert {type(message) for message in told if message.request == "r-s"} == {wire.Gone}
+    assert [message for message in told if message.request == "r-other"] == [wire.Landed("r-other")] * 2
+
+
 def test_vllms_own_completion_notice_ends_nothing(push: Any) -> None:
     """It comes even when the prefill worker gave its blocks back with the WRITE in flight."""
     worker = push.FakeWorker(0, 2)
