@@ -46,6 +46,7 @@ class PushWorker(Connections):
         self.reports = RankReports()
         self._writes: dict[int, tuple[str, str, Any]] = {}  # handle number -> (engine, stream, NIXL handle)
         self._handle_count = 0
+        self._failed: set[int] = set()  # handle numbers of WRITEs that have failed, and may still be in flight
         self._layers: dict[str, int] = {}  # layer name -> region, in layer mode
         self._layers_seen: set[int] = set()
         self._stepped = False  # since the writer looked last
@@ -140,8 +141,8 @@ class PushWorker(Connections):
             self._layers = {name: index for index, name in enumerate(self.region_names)}
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
-        """What has ended since the last call. Nothing of vLLM's own is used: it looks the other engine up, which may be
-        disconnected by now. Nor does it have to convert what has arrived, since both ends' layouts are the same."""
+        """What has ended since the last call. vLLM's method would look the other engine up, which may be disconnected
+        by now, to convert what has arrived. There is nothing to convert: other block sizes and layouts are refused."""
         while not self._records.empty():
             self._records.get()(self.xfer_stats)
         sent, received, failed = set[str](), set[str](), set[str]()
@@ -285,16 +286,17 @@ class PushWorker(Connections):
             try:
                 state = self.nixl_wrapper.check_xfer_state(handle)
             except Exception as error:
-                logger.error("WRITE of %s: %s", stream, error)
-                state = "ERR"
+                state = f"ERR: {error}"
             if state == "PROC":
                 continue
-            if state != "DONE":
-                self._lose(engine, f"a WRITE ended as {state}")
+            if state != "DONE" and number not in self._failed:
+                self._failed.add(number)
+                self._lose(engine, f"a WRITE of {stream} ended as {state}")
             telemetry = self._telemetry(handle) if state == "DONE" else None
             if not self._let_go(handle):
                 continue  # not proven to have ended: until then it counts as in flight
             del self._writes[number]
+            self._failed.discard(number)
             ok = state == "DONE"
             if ok:
                 self._records.put(functools.partial(PushStats.record_transfer, res=telemetry))

@@ -256,6 +256,32 @@ def test_agents_stay_until_no_write_uses_them(equal: Any) -> None:
     assert {type(message) for message in nixl.told()} == {wire.Gone, wire.Landed}
 
 
+def test_a_failed_write_that_nixl_keeps_is_told_of_once(equal: Any, caplog: Any, monkeypatch: Any) -> None:
+    """It may still be in flight, so its state is asked for in each of the thread's turns, hundreds a second."""
+    import logging
+
+    caplog.set_level(logging.INFO, "vllm.pd.push")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    nixl, asked = equal.nixl_wrapper, []
+
+    def refuse(handle: int) -> None:
+        asked.append(handle)
+        raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
+
+    prefill(equal, "s", NEAR)
+    monkeypatch.setattr(nixl, "check_xfer_state", refuse)
+    monkeypatch.setattr(nixl, "release_xfer_handle", refuse)
+    for _ in range(20):
+        equal.turn()
+    assert len(asked) > 20 and nixl.removed == []
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+    monkeypatch.undo()
+    equal.handshakes = [None]
+    equal.end_writes("ERR")
+    equal.turn()
+    assert nixl.removed == ["D/0"] and equal._failed == set()
+
+
 def test_a_registration_that_never_left_goes_out_on_the_new_link(push: Any) -> None:
     worker = push.FakeWorker(0, 1)
     source = wire.Endpoint("P2", "host", 2, 1)
