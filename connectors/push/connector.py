@@ -104,7 +104,6 @@ class PushConnector(NixlPushConnector):
         self.connector_worker.on_layer(layer_name, self._metadata())
 
     def wait_for_save(self) -> None:
-        super().wait_for_save()
         assert self.connector_worker is not None
         self.connector_worker.on_computed(self._metadata())
 

@@ -11,8 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 
 from connectors.push.wire import Endpoint, Register, Unregister
@@ -111,9 +110,8 @@ class Unused:
     source: Endpoint
 
 
-class PushMetadata(NixlConnectorMetadata):
+class PushMetadata(KVConnectorMetadata):
     def __init__(self) -> None:
-        super().__init__()
         self.started: list[Started] = []
         self.computed: list[Computed] = []
         self.preempted: list[Preempted] = []
