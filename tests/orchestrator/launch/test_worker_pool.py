@@ -10,10 +10,11 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import pytest
+from support_redis import worker
 
 from orchestrator.cli.handle import FleetHandle, open_fleet
 from orchestrator.cli.look.frontend import fleet_status
@@ -25,7 +26,8 @@ from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.launch.host.run_folder import RunFolder
 from orchestrator.launch.machines import Setup
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
-from orchestrator.launch.worker_pool import WorkerPool
+from orchestrator.launch.supervise import Stage
+from orchestrator.launch.worker_pool import Slot, WorkerPool
 from orchestrator.parent import started_ticks
 from orchestrator.store.client import connect
 from orchestrator.store.registry import Registry
@@ -191,6 +193,28 @@ def test_only_a_fleet_that_has_had_decode_workers_needs_a_stand_in(tmp_path):
     assert pool.actions(DesiredRatio(1, 1), [msgspec.structs.replace(worker, ready=True) for worker in loading]) == []
     assert pool.actions(DesiredRatio(1, 1), loading) == [Flip("prefill-0", Role.DECODE, stands_in=True)]
     assert pool.actions(DesiredRatio(1, 0), loading) == [Drain("decode-0")], "none is wanted"
+
+
+@pytest.mark.parametrize(("every_s", "readings", "killed"), [(1.0, 20, True), (60.0, 1, False), (60.0, 8, False)])
+async def test_one_that_runs_is_hung_when_readings_miss_it_not_when_there_are_none(tmp_path, every_s, readings, killed):
+    """While Redis is away, or this process is starved, nobody looks: then all workers may be missing at first."""
+    config = parse_config({"model": "sim-model", "engine": "sim"})
+    pool = WorkerPool(
+        config, Registry(AsyncMock(), "none"), LocalMachine(config), Mock(), Mock(), Setup(0, config, tmp_path)
+    )
+    process = Mock(stage=Stage.READY, started_at=0.0, pid=1, runs_as=lambda identity: identity == "1")
+    pool.slots["decode-0"] = Slot(Role.DECODE, process, 0)
+    there = {"decode-0": msgspec.structs.replace(worker("decode-0", Role.DECODE), process="1")}
+    now = time.monotonic()
+    await pool.update(Snapshot(there, read_at=now))
+    for number in range(1, readings + 1):
+        await pool.update(Snapshot(read_at=now + number * every_s))
+    assert process.kill.called is killed
+    await pool.update(Snapshot(there, read_at=now + (readings + 1) * every_s))
+    process.kill.reset_mock()
+    for number in range(2, 10):
+        await pool.update(Snapshot(read_at=now + readings * every_s + number))
+    assert not process.kill.called, "it was back meanwhile"
 
 
 async def test_foreign_worker_stands_in_too(tmp_path):
