@@ -18,8 +18,7 @@ from orchestrator.store.fields import Launcher, WorkerOrders
 from orchestrator.store.registry import Frontend, Registry
 from orchestrator.types import DesiredRatio, WorkerInfo, WorkerState
 
-# Changes come in bursts. An order and its desired ratio are two writes: read after both.
-_SETTLE_S = 0.1
+_SETTLE_S = 0.1  # changes come in bursts
 _READ_EVERY_S = 1.0
 
 

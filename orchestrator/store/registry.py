@@ -154,13 +154,14 @@ class Registry:
             self._warn_once(worker_id, f"{type(error).__name__}: {error}")
             return None
 
-    async def order_role(self, worker_id: str, role: Role) -> None:
-        """Order a worker to take a role. The order stays until the worker clears it. Raises UnknownWorker."""
-        await self._order(worker_id, "order_role", role.value)
+    async def order_role(self, worker_id: str, role: Role, desired: DesiredRatio | None = None) -> None:
+        """Order a worker to take a role. The order stays until the worker clears it. Launchers see `desired` together
+        with it. Raises UnknownWorker."""
+        await self._order(worker_id, "order_role", role.value, desired)
 
-    async def order_drain(self, worker_id: str) -> None:
-        """Order a worker to finish its requests and stop. Raises UnknownWorker."""
-        await self._order(worker_id, "order_drain", "yes")
+    async def order_drain(self, worker_id: str, desired: DesiredRatio | None = None) -> None:
+        """Order a worker to finish its requests and stop; `desired` as above. Raises UnknownWorker."""
+        await self._order(worker_id, "order_drain", "yes", desired)
 
     async def order_restart(self, worker_id: str) -> None:
         """Order a worker to finish its requests and exit in order to be started again. Raises UnknownWorker."""
@@ -200,8 +201,10 @@ class Registry:
             raise IncompatibleWorker(f"worker {info.id}: {why}; {mend}, or under another namespace")
         return heartbeat(reply)
 
-    async def _order(self, worker_id: str, field: str, value: str) -> None:
-        if not await self._call("order", "worker", worker_id, field, value):
+    async def _order(self, worker_id: str, field: str, value: str, desired: DesiredRatio | None = None) -> None:
+        ratio = (desired.prefill, desired.decode, desired.set_by) if desired is not None else ()
+        verb = "order_and_desire" if ratio else "order"
+        if not await self._call(verb, "worker", worker_id, field, value, *ratio):
             raise UnknownWorker(f"worker {worker_id!r} is not in the fleet; `orchestrator status` lists those that are")
 
     # ---- frontends ---------------------------------------------------------------------------------------------

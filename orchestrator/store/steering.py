@@ -59,12 +59,9 @@ class Steering:
         current = await self._desired()
         on_top = comes_on_top(worker, current, workers, _launched(await self._launchers()))
         step = 1 if role is Role.DECODE else -1
-        # The order goes first: the launcher reads both together, and must not pick another worker for the new ratio.
-        await self._registry.order_role(worker_id, role)
-        if on_top:
-            return True
         decode = max(0 if force else 1, current.decode + step)
-        await self._registry.set_desired(max(0, current.prefill - step), decode, "role")
+        wanted = DesiredRatio(max(0, current.prefill - step), decode, "role")
+        await self._registry.order_role(worker_id, role, None if on_top else wanted)
         return True
 
     async def drain(self, worker_id: str, force: bool) -> bool:
@@ -77,12 +74,9 @@ class Steering:
         await self._refuse_last_of_role(worker_id, workers, force, "drain")
         current = await self._desired()
         on_top = comes_on_top(worker, current, workers, _launched(await self._launchers()))
-        await self._registry.order_drain(worker_id)
-        if on_top:
-            return True
-        prefill = current.prefill - (worker.role is Role.PREFILL)
-        decode = current.decode - (worker.role is Role.DECODE)
-        await self._registry.set_desired(max(0, prefill), max(0 if force else 1, decode), "drain")
+        decode = max(0 if force else 1, current.decode - (worker.role is Role.DECODE))
+        wanted = DesiredRatio(max(0, current.prefill - (worker.role is Role.PREFILL)), decode, "drain")
+        await self._registry.order_drain(worker_id, None if on_top else wanted)
         return True
 
     async def _launchers(self) -> list[Launcher]:

@@ -1,12 +1,20 @@
-"""What an operator's orders mean for workers that no launcher runs."""
+"""What an operator's orders mean for the fleet, and for workers that no launcher runs."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import msgspec
 import pytest
+from support_redis import fresh_namespace, queue_config, running_server, worker
 
 from orchestrator.config.settings import Refused
+from orchestrator.store.client import connect
 from orchestrator.store.planned import PlannedWorker
-from orchestrator.store.steering import comes_on_top, refuse_too_many, surplus
+from orchestrator.store.queue import PrefillQueue
+from orchestrator.store.registry import Registry
+from orchestrator.store.steering import Steering, comes_on_top, refuse_too_many, surplus
 from orchestrator.types import DesiredRatio, Role
 
 
@@ -44,3 +52,31 @@ def test_more_workers_than_there_is_room_for_are_refused():
 
 def test_the_last_ready_decode_worker_is_not_drained():
     assert surplus(DesiredRatio(0, 1), [seen("hand-a"), seen("decode-0", ready=False)], {"decode-0"}) == []
+
+
+@pytest.mark.slow  # a server of its own
+async def test_nobody_sees_an_order_without_its_desired_ratio(tmp_path: Path):
+    """A launcher that read between the two started a worker in place of the one that leaves."""
+    with running_server(tmp_path) as server:
+        redis, namespace = await connect(server.url, 5), fresh_namespace()
+        registry, another = Registry(redis, namespace), Registry(redis, namespace)
+        for name, role in (("d0", Role.DECODE), ("d1", Role.DECODE), ("d2", Role.DECODE), ("p0", Role.PREFILL)):
+            await registry.join(msgspec.structs.replace(worker(name, role)), 60)
+        await registry.set_desired(1, 3, "test")
+        call, seen = redis.call, list[tuple[set[str], int, int]]()
+
+        async def then_look(library: Any, verb: str, *args: Any) -> Any:
+            answer = await call(library, verb, *args)
+            if verb != "workers_since":
+                told, desired = (await another.workers_and_orders())[1], await another.desired()
+                assert desired is not None
+                seen.append(({*told}, desired.prefill, desired.decode))
+            return answer
+
+        redis.call = then_look  # type: ignore[method-assign]
+        steering = Steering(registry, PrefillQueue(redis, namespace, queue_config()))
+        assert await steering.drain("d2", force=False)
+        assert await steering.change_role("d1", Role.PREFILL, force=False)
+        states = [state for state, before in zip(seen, [None, *seen], strict=False) if state != before]
+        assert states == [(set(), 1, 3), ({"d2"}, 1, 2), ({"d1", "d2"}, 2, 1)]
+        await redis.aclose()

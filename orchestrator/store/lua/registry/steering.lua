@@ -59,6 +59,13 @@ local function begin_desired(keys, args)
   write_desired(prefix, args[1], args[2], args[3])
 end
 
+-- args: as for `order`, then prefill, decode, by. Nobody sees the order without the ratio that goes with it.
+local function order_and_desire(keys, args)
+  if order(keys, args) == 0 then return 0 end
+  write_desired(keys[1], args[5], args[6], args[7])
+  return 1
+end
+
 -- args: prefill, decode, by; who leads, and the prefill, decode and set_at that it decided upon. Returns 1, or 0 when
 -- it leads no more, or somebody else has set something meanwhile.
 local function propose_desired(keys, args)
