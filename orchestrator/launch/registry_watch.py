@@ -73,13 +73,15 @@ class RegistryWatch:
     async def read(self) -> None:
         """Read now, and hand the snapshot on. While Redis is away nothing changes."""
         try:
+            # First: whoever holds the id of a worker that loads gives it back once that is registered.
+            launchers = await self._registry.launchers()
             workers, orders = await self._registry.workers_and_orders()
             version = self._registry.version
             self.snapshot = Snapshot(
                 workers=workers,
                 orders=orders,
                 frontends=await self._registry.frontends(),
-                launchers=await self._registry.launchers(),
+                launchers=launchers,
                 desired=await self._registry.desired(),
                 rollout=await self._registry.configuration.rollout(),
                 read_at=time.monotonic(),

@@ -12,8 +12,9 @@ from support_wait import DEADLINE_S
 
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.store.client import RedisAway, connect
+from orchestrator.store.planned import loading_by_hand
 from orchestrator.store.registry import Frontend, Registry
-from orchestrator.types import WorkerState
+from orchestrator.types import Role, WorkerState
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,29 @@ async def test_a_worker_that_leaves_while_the_registry_is_read_is_there_with_its
         assert watch.snapshot.workers.keys() == {"a"} and watch.snapshot.orders["a"].restart
         await watch.read()
         assert watch.snapshot.workers == watch.snapshot.orders == {}
+        await redis.aclose()
+
+
+@pytest.mark.slow  # a server of its own
+async def test_a_worker_by_hand_that_joins_while_the_registry_is_read_is_not_missed(tmp_path: Path):
+    """Another would be started in its place."""
+    with running_server(tmp_path) as server:
+        redis = await connect(server.url, 5)
+        registry, other = (Registry(redis, namespace) for namespace in [fresh_namespace()] * 2)
+        assert await registry.claim_id("by-hand:h/1/1", Role.PREFILL, 60, "a")
+        call = redis.call
+
+        async def then_it_joins(library: Any, function: str, *args: Any) -> Any:
+            answer = await call(library, function, *args)
+            redis.call = call  # type: ignore[method-assign]
+            await other.join(worker("a"), 60)
+            await other.leave_launcher("by-hand:h/1/1")
+            return answer
+
+        redis.call = then_it_joins  # type: ignore[method-assign]
+        watch = RegistryWatch(registry, AsyncMock())
+        await watch.read()
+        assert "a" in {*watch.snapshot.workers, *loading_by_hand(watch.snapshot.launchers)}
         await redis.aclose()
 
 
