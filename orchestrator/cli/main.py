@@ -170,7 +170,8 @@ def _run() -> NoReturn:
         _fail(str(error))
     except TyperException as error:
         context = getattr(error, "ctx", None)
-        _fail(f"{error.format_message()} See `{context.command_path if context else 'orchestrator'} --help`.")
+        wrong, command = error.format_message().rstrip("."), context.command_path if context else "orchestrator"
+        _fail(f"{wrong}. See `{command} --help`.")
     except (KeyboardInterrupt, Abort):
         sys.exit(128 + signal.SIGINT)
     except BrokenPipeError:

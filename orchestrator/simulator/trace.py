@@ -64,7 +64,8 @@ def read_trace(path: Path, seed: int = 0) -> Load:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: cannot be read ({error}); name a Mooncake .jsonl or an Azure .csv file") from None
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise TraceError(f"{path}: cannot be read ({why}); name a Mooncake .jsonl or an Azure .csv file") from None
     lines = text.splitlines()
     first = next((line for line in lines if line.strip()), "")
     if first.lstrip().startswith("{"):

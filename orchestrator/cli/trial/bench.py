@@ -96,6 +96,10 @@ def _all(plan: _Plan, servers: Sequence[str], rates: Sequence[float | None]) -> 
     """Run the load on each server at each rate. Returns the runs, and why they ended early, or "": a server that dies
     after an hour does not take with it what was measured. Raises ConfigError if nothing was."""
     runs: list[Run] = []
+    try:
+        asyncio.run(plan.reach(servers))
+    except MeasureError as error:
+        raise ConfigError(str(error)) from None
     for rate in rates:
         try:
             runs += asyncio.run(plan.step(servers, rate))
@@ -111,6 +115,12 @@ class _Plan:
 
     def __init__(self, load: Load, users: int, seed: int) -> None:
         self._load, self._users, self._seed = load, users, seed
+
+    async def reach(self, servers: Sequence[str]) -> None:
+        """Ask each server once, before the first has been sent load for minutes. Raises MeasureError."""
+        for server in servers:
+            async with Target(server, api_key=os.environ.get(API_KEY, "")):
+                pass
 
     async def step(self, servers: Sequence[str], rate: float | None) -> list[Run]:
         """One run for each server, one after the other. Raises MeasureError, TraceError."""

@@ -172,7 +172,7 @@ def test_the_version_is_the_packages():
     ("arguments", "line"),
     [
         (["nonsense"], "No such command 'nonsense'. See `orchestrator --help`."),
-        (["status", "--nonsense"], "No such option: --nonsense See `orchestrator status --help`."),
+        (["status", "--nonsense"], "No such option: --nonsense. See `orchestrator status --help`."),
         (["role"], "Missing argument 'worker'. See `orchestrator role --help`."),
         (["role", "w", "boss"], "'boss' is not one of 'prefill', 'decode'. See `orchestrator role --help`."),
         (["queue", "--limit", "0"], "Invalid value for '--limit': Input should be greater than or equal to 1"),

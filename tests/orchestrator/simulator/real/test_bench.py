@@ -179,12 +179,18 @@ def test_the_command_tries_several_rates(servers):
 
 def test_results_before_server_loss_are_shown(servers, tmp_path):
     slow, fast = servers
-    fast.gone_after = 2
+    fast.gone_after = 3
     size = ["--requests", "4", "--users", "4", "--prompt-tokens", "20", "--output-tokens", "3", "--turns", "4"]
     saved = tmp_path / "b.json"
     done = CliRunner().invoke(app, [slow.url, "--against", fast.url, *size, "--json", str(saved)])
     assert isinstance(done.exception, ConfigError) and str(done.exception).startswith("stopped after 4 of 8 runs: ")
     assert "TTFT P50" in done.output and len(json.loads(saved.read_text())["runs"]) == 4
+
+
+def test_a_second_server_that_is_not_there_is_told_before_the_first_has_load(servers):
+    done = CliRunner().invoke(app, [servers[1].url, "--against", "http://127.0.0.1:1", "--requests", "4"])
+    assert isinstance(done.exception, ConfigError) and "127.0.0.1:1: no OpenAI server" in str(done.exception)
+    assert servers[1].prompts == []
 
 
 def test_a_profile_is_measured_and_compared_with_the_clients_key(servers, tmp_path, monkeypatch):
