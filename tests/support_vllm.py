@@ -171,7 +171,7 @@ class Driver:
         await self.engine.submit(EngineRequest(key, Phase.DECODE, body, source, **more))
 
     async def done(self, key: str, timeout_s: float = 30.0) -> list[int]:
-        await until(lambda: key in self.finished or self.error, timeout_s, f"the end of {key}")
+        await until(lambda: key in self.finished or self.error, f"the end of {key}", timeout_s)
         assert self.error is None, self.error
         return self.tokens[key]
 
@@ -182,7 +182,7 @@ class Driver:
             load = await self.engine.load()
             return (load.running, load.waiting, load.blocks_free) == (0, 0, self.info.blocks_total)
 
-        await until(empty, timeout_s, f"all blocks of {self.info.kv.engine_id} free")
+        await until(empty, f"all blocks of {self.info.kv.engine_id} free", timeout_s)
 
     async def stop(self) -> None:
         self._task.cancel()

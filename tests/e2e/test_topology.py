@@ -124,7 +124,7 @@ async def test_a_killed_rank_ends_its_engine_and_no_request(pair, reference) -> 
     key, body = f"orphan-{next(COUNT)}#1", frames(prompt(1500))
     await transfer(prefill, decode, key, body)
     os.kill(victim := ranks(doomed)[-1], signal.SIGKILL)
-    await until(lambda: doomed.error is not None, 20.0, "the news that the engine died")
+    await until(lambda: doomed.error is not None, "the news that the engine died", timeout_s=20.0)
     assert f"the process {victim} of one of its ranks" in str(doomed.error), "not only once vLLM has ended the others"
     await survivor.engine.fail_peer(doomed.info.kv.engine_id)
     if survivor is decode:
