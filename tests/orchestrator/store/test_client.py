@@ -13,13 +13,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 from support_redis import running_server
+from support_relay import Relay
 from support_tls import make_certificate
 from support_wait import until
 
@@ -45,6 +44,10 @@ async def answers(redis) -> bool:
     with contextlib.suppress(RedisAway):
         return bool(await redis.ping())
     return False
+
+
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
 
 
 def gone(pid: int) -> bool:
@@ -131,46 +134,19 @@ async def test_missing_function_permission_names_acl(redis, server):
     await weak.aclose()
 
 
-@asynccontextmanager
-async def movable_address(url: str) -> AsyncIterator[tuple[str, Callable[[str], None]]]:
-    """An address, as a name or a virtual IP is one, whose new connections lead to the server that it was moved to."""
-    target, pumps = [int(url.rpartition(":")[2])], set()
-
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(65536):
-                writer.write(data)
-                await writer.drain()
-        writer.close()
-
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        to_server = await asyncio.open_connection("127.0.0.1", target[0])
-        pumps.update({asyncio.create_task(pump(reader, to_server[1])), asyncio.create_task(pump(to_server[0], writer))})
-
-    server = await asyncio.start_server(connected, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    try:
-        yield f"redis://127.0.0.1:{port}", lambda url: target.__setitem__(0, int(url.rpartition(":")[2]))
-    finally:
-        server.close()
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
-
-
 async def test_after_a_fail_over_the_new_primary_is_found_and_gets_the_functions(server, tmp_path_factory):
     with running_server(tmp_path_factory.mktemp("replica")) as other:
-        async with movable_address(server.url) as (url, move_to):
-            redis = await connect(url, 2.0)
+        relay = Relay("127.0.0.1", port_of(server.url))  # an address, as a name or a virtual IP is one
+        async with relay.listening() as port:
+            redis = await connect(f"redis://127.0.0.1:{port}", 2.0)
             registry = Registry(redis, "t")
             old, new = await connect(server.url, 2.0), await connect(other.url, 2.0)
             events = registry.watch()
             try:
                 await registry.set_desired(1, 1, "before")
                 assert isinstance(await anext(events), Resync)
-                host, _, port = other.url.removeprefix("redis://").rpartition(":")
-                await old.execute_command("REPLICAOF", host, port)
-                move_to(other.url)
+                relay.target = "127.0.0.1", port_of(other.url)
+                await old.execute_command("REPLICAOF", *relay.target)
 
                 async def settable() -> bool:
                     with contextlib.suppress(RedisAway):
@@ -318,32 +294,21 @@ async def test_unix_sockets(tmp_path):
 async def test_tls(server, tmp_path):
     """Our side of it: the embedded server is built without TLS, so a proxy that has it stands before the server."""
     certificate, key = make_certificate(tmp_path, "DNS:localhost")
-
-    async def pump(reader, writer):
-        while data := await reader.read(65536):
-            writer.write(data)
-        writer.close()
-
-    async def serve(reader, writer):
-        upstream, downstream = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
-        await asyncio.gather(pump(reader, downstream), pump(upstream, writer), return_exceptions=True)
-
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
-    proxy = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
-    url = f"rediss://localhost:{proxy.sockets[0].getsockname()[1]}"
-    with pytest.raises(RedisAway, match="certificate verify failed"):
-        await connect(url, 2.0)
-    redis = await connect(f"{url}?ssl_ca_certs={certificate}", 2.0)
-    assert await redis.set("a", b"x" * 100_000) and len(await redis.get("a")) == 100_000
-    registry = Registry(redis, "tls")
-    events = registry.watch()
-    assert await anext(events) == Resync()
-    await registry.set_desired(1, 2, "test")
-    assert await anext(events) == DesiredChanged(), "functions and subscriptions too"
-    await events.aclose()
-    await redis.aclose()
-    proxy.close()
+    async with Relay("127.0.0.1", port_of(server.url)).listening(ssl=context) as port:
+        url = f"rediss://localhost:{port}"
+        with pytest.raises(RedisAway, match="certificate verify failed"):
+            await connect(url, 2.0)
+        redis = await connect(f"{url}?ssl_ca_certs={certificate}", 2.0)
+        assert await redis.set("a", b"x" * 100_000) and len(await redis.get("a")) == 100_000
+        registry = Registry(redis, "tls")
+        events = registry.watch()
+        assert await anext(events) == Resync()
+        await registry.set_desired(1, 2, "test")
+        assert await anext(events) == DesiredChanged(), "functions and subscriptions too"
+        await events.aclose()
+        await redis.aclose()
 
 
 async def test_old_servers_are_refused():

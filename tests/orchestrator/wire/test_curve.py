@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.asyncio
+from support_relay import Relay
 from support_wait import until
 
 from orchestrator.wire import messages
@@ -158,67 +159,40 @@ async def test_a_recorded_conversation_can_not_be_replayed(fleet):
     """Every byte that a member has sent is sent again: the worker answers with new keys, which the bytes do not fit."""
     recorded = bytearray()
     host, port = host_and_port(fleet.worker.request_address)
-    relays = []
 
-    async def relay(reader, writer):
-        there_reader, there = await asyncio.open_connection(host, port)
+    def record(data, forth):
+        recorded.extend(data if forth else b"")
+        return data
 
-        async def pump(source, target, keep):
-            with contextlib.suppress(OSError):
-                while data := await source.read(65536):
-                    recorded.extend(data if keep else b"")
-                    target.write(data)
-            target.close()
-
-        relays.append(asyncio.gather(pump(reader, there, True), pump(there_reader, writer, False)))
-
-    server = await asyncio.start_server(relay, "127.0.0.1", 0)
-    address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    keys = KeyPair.new()
-    fleet.registered[keys.public] = "member"
-    member = fleet.raw(zmq.DEALER, address, keys)
-    member.send_multipart([messages.encode(Hello())])
-    member.send_multipart([messages.encode(Abort("r", 1))])
-    assert [(await received(fleet.worker.receive()))[1] for _ in range(2)] == [Hello(), Abort("r", 1)]
-    assert b"abort" not in recorded  # nor can it be read
-    reader, writer = await asyncio.open_connection(host, port)
-    writer.write(recorded)
-    await silent(fleet.worker.receive())
-    writer.close()
-    server.close()
-    for pumps in relays:
-        pumps.cancel()
+    async with Relay(host, port, record).listening() as relayed:
+        keys = KeyPair.new()
+        fleet.registered[keys.public] = "member"
+        member = fleet.raw(zmq.DEALER, f"tcp://127.0.0.1:{relayed}", keys)
+        member.send_multipart([messages.encode(Hello())])
+        member.send_multipart([messages.encode(Abort("r", 1))])
+        assert [(await received(fleet.worker.receive()))[1] for _ in range(2)] == [Hello(), Abort("r", 1)]
+        assert len(recorded) > 100 and b"abort" not in recorded  # nor can it be read
+        _, writer = await asyncio.open_connection(host, port)
+        writer.write(recorded)
+        await silent(fleet.worker.receive())
+        writer.close()
 
 
 async def test_a_changed_byte_ends_the_connection_and_is_not_taken(fleet):
-    host, port = host_and_port(fleet.worker.request_address)
     forging = False
-    relays = []
 
-    async def relay(reader, writer):
-        there_reader, there = await asyncio.open_connection(host, port)
+    def forge(data, forth):
+        return data[:-1] + bytes([data[-1] ^ 1]) if forging and forth else data
 
-        async def pump(source, target, to_worker):
-            with contextlib.suppress(OSError):
-                while data := await source.read(65536):
-                    changed = forging and to_worker
-                    target.write(data[:-1] + bytes([data[-1] ^ 1]) if changed else data)
-            target.close()
-
-        relays.append(asyncio.gather(pump(reader, there, True), pump(there_reader, writer, False)))
-
-    server = await asyncio.start_server(relay, "127.0.0.1", 0)
-    keys = KeyPair.new()
-    fleet.registered[keys.public] = "member"
-    member = fleet.raw(zmq.DEALER, f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", keys)
-    member.send_multipart([messages.encode(Hello())])
-    await greeted(fleet, "member")
-    forging = True
-    member.send_multipart([messages.encode(Abort("r", 1))])
-    await silent(fleet.worker.receive())
-    server.close()
-    for pumps in relays:
-        pumps.cancel()
+    async with Relay(*host_and_port(fleet.worker.request_address), forge).listening() as relayed:
+        keys = KeyPair.new()
+        fleet.registered[keys.public] = "member"
+        member = fleet.raw(zmq.DEALER, f"tcp://127.0.0.1:{relayed}", keys)
+        member.send_multipart([messages.encode(Hello())])
+        await greeted(fleet, "member")
+        forging = True
+        member.send_multipart([messages.encode(Abort("r", 1))])
+        await silent(fleet.worker.receive())
 
 
 async def test_a_frame_above_the_limit_ends_its_connection_and_no_other(fleet):
