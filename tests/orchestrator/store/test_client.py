@@ -24,6 +24,7 @@ from support_wait import until
 
 from orchestrator.config.values import masked
 from orchestrator.launch.host.redis_server import EmbeddedRedis, EmbeddedRedisError, server_binary
+from orchestrator.parent import started_ticks
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.events import DesiredChanged, Resync
 from orchestrator.store.keys import QUEUE, Keys
@@ -48,13 +49,6 @@ async def answers(redis) -> bool:
 
 def port_of(url: str) -> int:
     return int(url.rpartition(":")[2])
-
-
-def gone(pid: int) -> bool:
-    try:
-        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return True
 
 
 # ---- the client ------------------------------------------------------------------------------------------------
@@ -393,7 +387,7 @@ async def test_the_embedded_server_starts_and_leaves_nothing(tmp_path):
     await redis.aclose()
     await embedded.stop()
     await embedded.stop()
-    assert gone(pid) and not embedded.alive
+    assert started_ticks(pid) is None and not embedded.alive
     assert {path.name for path in tmp_path.iterdir()} == {"redis.log"}
 
 
@@ -457,7 +451,7 @@ async def test_embedded_server_dies_with_its_parent(tmp_path):
     )
     parent = spawn(sys.executable, "-c", program)
     pid = int(parent.stdout.readline())
-    assert not gone(pid)
+    assert started_ticks(pid) is not None
     parent.kill()
     parent.communicate()
-    await until(lambda: gone(pid), "the server is gone too")
+    await until(lambda: started_ticks(pid) is None, "the server is gone too")

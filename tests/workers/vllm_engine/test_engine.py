@@ -19,6 +19,7 @@ from support_vllm import Driver, engine_pid, frames, tiny_model
 from support_wait import until
 
 from orchestrator.config.settings import KVConfig
+from orchestrator.parent import started_ticks
 from orchestrator.types import KVEndpoint, KVSource
 from workers.engine import EngineDead, EngineRequest, InvalidEngineRequest, Phase
 
@@ -426,13 +427,6 @@ def _descendants(pid: int) -> set[int]:
     return children.union(*(_descendants(child) for child in children))
 
 
-def _running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.parametrize("backend", ["", "mp"], ids=["computes-itself", "has-a-rank"])
 async def test_no_engine_process_outlives_its_parent(model: Path, tmp_path: Path, backend: str) -> None:
     script = tmp_path / "orphan.py"
@@ -455,7 +449,7 @@ async def test_no_engine_process_outlives_its_parent(model: Path, tmp_path: Path
         assert int(line.split()[1]) in family
     finally:
         parent.kill()
-    await until(lambda: not any(_running(pid) for pid in family), what="the end of every process")
+    await until(lambda: not any(started_ticks(pid) for pid in family), what="the end of every process")
 
 
 async def test_engines_that_differ_still_answer(model: Path, tmp_path: Path, pair, reference) -> None:

@@ -15,6 +15,7 @@ from support_wait import until
 from support_workers import Frontend, Request, WorkerProcess, Workers, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
+from orchestrator.parent import started_ticks
 from orchestrator.types import Role
 from orchestrator.wire.messages import Claimed, Prefilled, Rejected
 
@@ -52,13 +53,6 @@ def engine_pids(worker: WorkerProcess) -> list[int]:
     for task in path.iterdir():
         children += [int(pid) for pid in (task / "children").read_text().split()]
     return children
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 async def local_tokens(frontend: Frontend, worker_id: str, prompts: list[list[int]]) -> list[list[int]]:
@@ -130,7 +124,7 @@ async def test_a_pair_of_real_workers(redis_server: EmbeddedRedis, tmp_path_fact
         await until(lambda: orphaned.got(Claimed))
         decode.kill()
         await frontend.ended(orphaned)
-        await until(lambda: all(gone(pid) for pid in engines), "the engine of a killed worker")
+        await until(lambda: all(started_ticks(pid) is None for pid in engines), "the engine of a killed worker")
 
         # An engine that dies takes its worker with it, with an exit code that asks for a restart.
         for pid in engine_pids(prefill):
