@@ -32,7 +32,12 @@ pytestmark = [
 
 TP2 = {"tensor_parallel_size": 2}
 PP2 = {"pipeline_parallel_size": 2}
-TOPOLOGIES = {"TP2-TP2": (TP2, TP2), "TP1-TP2": ({}, TP2), "TP2-TP1": (TP2, {}), "PP2-PP1": (PP2, {})}
+TOPOLOGIES = {
+    "TP2-TP2": (TP2, TP2, "chunk"),
+    "TP1-TP2": ({}, TP2, "layer"),  # the last chunk comes by layer, and is sent with the others
+    "TP2-TP1": (TP2, {}, "layer"),
+    "PP2-PP1": (PP2, {}, "chunk"),
+}
 CORES = sorted(os.sched_getaffinity(0))[:2]
 TIMEOUT_S = 10.0
 COUNT = itertools.count()
@@ -57,8 +62,8 @@ async def reference(model: Path) -> AsyncIterator[Driver]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=TOPOLOGIES)
 async def pair(model: Path, request: pytest.FixtureRequest) -> AsyncIterator[tuple[Driver, Driver]]:
-    kv = KVConfig(transfer_timeout_s=TIMEOUT_S)
-    prefill_args, decode_args = TOPOLOGIES[request.param]
+    prefill_args, decode_args, by = TOPOLOGIES[request.param]
+    kv = KVConfig(transfer=by, transfer_timeout_s=TIMEOUT_S)
     prefill = await Driver.start(model, name="prefill", kv=kv, **prefill_args)
     decode = await Driver.start(model, name="decode", kv=kv, **decode_args)
     yield prefill, decode
