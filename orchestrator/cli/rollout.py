@@ -224,7 +224,8 @@ def _at(tree: Any, key: str) -> Any:
 def _steps(before: Mapping[str, tuple[str, int]], now: Mapping[str, tuple[str, int]]) -> Iterator[Event]:
     for name in before.keys() | now.keys():
         state, generation = now.get(name, ("gone", 0))
-        if now.get(name) != before.get(name):
+        starts = name not in before and state == "draining"  # a frontend takes no requests before it has started, too
+        if now.get(name) != before.get(name) and not starts:
             event = {"ready": "started", "draining": "draining"}.get(state, state)
             yield Event(event, name, generation)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cli.rollout import changed, changes
+from orchestrator.cli.rollout import Event, _steps, changed, changes
 from orchestrator.config.settings import ConfigError, Refused, parse_config
 from orchestrator.config.shared import merged, shared
 from orchestrator.launch.commands import resolve
@@ -88,3 +88,14 @@ def test_rollout_without_original_file_compares_shared_part():
 def test_mistake_in_file_is_configuration_error():
     with pytest.raises(ConfigError, match="workers.engine_args.max_num_seq: not an argument"):
         changed(VERSION, RUNNING, with_(workers={"engine_args": {"max_num_seq": 8}}))
+
+
+def test_a_frontend_that_starts_is_not_shown_as_draining():
+    looks: list[dict[str, tuple[str, int]]] = [
+        {"f0": ("ready", 0)},
+        {"f0": ("ready", 0), "f1": ("draining", 1)},
+        {"f0": ("draining", 0), "f1": ("ready", 1)},
+        {"f1": ("ready", 1)},
+    ]
+    steps = [sorted(_steps(*pair), key=lambda event: event.id) for pair in zip(looks, looks[1:], strict=False)]
+    assert steps == [[], [Event("draining", "f0", 0), Event("started", "f1", 1)], [Event("gone", "f0", 0)]]
