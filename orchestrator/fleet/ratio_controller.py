@@ -124,6 +124,7 @@ def observe(views: Iterable[WorkerView], at: float, offered: Offered) -> Observa
         held_tokens=sum(load.blocks_total - load.blocks_free for load in loads) * block_size,
         worker_tokens=sum(load.blocks_total for load in loads) * block_size // len(loads),
         worker_sequences=min(view.info.max_num_seqs for view in decoding),
+        decode_workers=tuple(view.info.id for view in decoding),
     )
 
 

@@ -190,10 +190,9 @@ class Predictor:
         """The prefill time of one prompt: fixed seconds, and seconds per uncached token."""
         return self._pool.intercept, self._pool.slope
 
-    @property
-    def mean_itl_s(self) -> float:
-        """The mean ITL of the decode workers that have been measured; the prior if none has."""
-        values = [smoothed.value for smoothed in self._itl.values()]
+    def mean_itl_s(self, worker_ids: Iterable[str]) -> float:
+        """The mean ITL of those of these workers that have been measured; the prior if none has."""
+        values = [self._itl[worker_id].value for worker_id in worker_ids if worker_id in self._itl]
         return sum(values) / len(values) if values else self._prior_itl_s
 
     def backlog_s(self, queue: QueueDepth, workers_ready: int) -> float:

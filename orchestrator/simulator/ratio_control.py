@@ -62,6 +62,7 @@ class RatioControl:
             held_tokens=sum(worker.used_blocks(now) for worker in workers) * profile.block_size,
             worker_tokens=profile.blocks * profile.block_size,
             worker_sequences=profile.max_num_seqs,
+            decode_workers=tuple(worker.name for worker in workers),
         )
 
     def _apply(self, desired: DesiredRatio, now: float) -> None:

@@ -33,6 +33,7 @@ class Observation(msgspec.Struct, frozen=True):
     held_tokens: int  # tokens whose KV is in use on decode workers
     worker_tokens: int  # size of one decode worker's KV pool
     worker_sequences: int  # in one decode worker's batch, at most
+    decode_workers: tuple[str, ...] = ()  # their ids; what others decoded before a role change tells nothing now
 
 
 class LoadSample(msgspec.Struct, frozen=True):
@@ -46,7 +47,7 @@ class LoadSample(msgspec.Struct, frozen=True):
     # Measured. The fixed time of a step is not charged to prompts: they share steps, and decode steps take it anyway.
     prefill_s_per_token: float
     step: tuple[float, float]  # a decode step, measured: fixed seconds, and seconds per sequence
-    itl_s: float  # measured, mean over the workers
+    itl_s: float  # measured, mean over the decode workers
     max_sequences: float  # on one decode worker, by batch size or memory
     worker_tokens: float = 0.0  # size of one worker's KV memory
     reuse: Reuse = Reuse()  # of the prompts that arrived
@@ -84,7 +85,7 @@ class LoadSampler:
             self._context_tokens += weight * (mean_tokens - self._context_tokens)
         if last is None or now.at <= last.at:
             return None
-        itl_s = predictor.mean_itl_s
+        itl_s = predictor.mean_itl_s(now.decode_workers)
         by_memory = FULL_MEMORY_SHARE * now.worker_tokens / max(1.0, self._context_tokens)
         return LoadSample(
             at=now.at,

@@ -96,10 +96,11 @@ P, D = Role.PREFILL, Role.DECODE
 
 
 def test_observation_sums_decode_workers():
-    views = fleet_of(P, D, D, running=5, waiting=2, free=412).workers.values()
-    look = observe(views, 9.0, Offered(1, 2, 3.0))
+    fleet = fleet_of(P, D, D, running=5, waiting=2, free=412)
+    look = observe(fleet.workers.values(), 9.0, Offered(1, 2, 3.0))
     assert (look.holding, look.waiting, look.held_tokens) == (10, 4, 2 * 100 * 16)
     assert (look.worker_tokens, look.worker_sequences) == (512 * 16, 64)
+    assert [fleet.workers[name].info.role for name in look.decode_workers] == [D, D]
 
 
 def test_nothing_is_observed_without_decode_workers():

@@ -54,6 +54,16 @@ def test_a_worker_is_full_by_its_batch_or_its_memory(changes, sequences):
     assert sampler.sample(later(**changes), Predictor()).max_sequences == pytest.approx(sequences)
 
 
+def test_itl_is_that_of_workers_that_decode_now():
+    """A worker that went to prefill keeps the ITL of the time when more workers shared its sequences. Counted along, it
+    would make answers seem longer than they are, and call the worker back."""
+    sampler, predictor = LoadSampler(), Predictor()
+    for worker_id, itl_s in (("d0", 0.03), ("d1", 0.05), ("prefills-now", 0.01)):
+        predictor.observe_itl(worker_id, itl_s)
+    sampler.sample(FIRST, predictor)
+    assert sampler.sample(later(decode_workers=("d0", "d1", "new")), predictor).itl_s == pytest.approx(0.04)
+
+
 def test_step_times_are_learned_from_engine_measurement_on():
     sampler, predictor = LoadSampler(), Predictor(prior_itl_s=0.03)
     sampler.sample(FIRST, predictor)
