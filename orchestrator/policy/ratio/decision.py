@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from orchestrator.config.settings import RatioConfig, SLOConfig
-from orchestrator.policy.ratio.attainment import Traffic, after_moves, headroom, scale_prefill_times
+from orchestrator.policy.ratio.attainment import Z_95, Traffic, after_moves, headroom, scale_prefill_times
 from orchestrator.policy.ratio.caches import Caches, caches_of
 from orchestrator.policy.ratio.load import MIN_WINDOWS_S, LoadSample, recent, residence_s, traffic
 from orchestrator.types import DesiredRatio
@@ -229,8 +229,12 @@ def _traffic_after(arriving: Traffic, caches: Caches | None, current: DesiredRat
 
 
 def _decode_overloaded(window: Sequence[LoadSample], current: DesiredRatio) -> bool:
-    """Whether the decode workers had more sequences than they can hold throughout the window."""
-    return all(sample.sequences > sample.max_sequences * current.decode for sample in window)
+    """Whether decode workers had more sequences than they can hold throughout the window, by more than chance: the
+    number is about Poisson."""
+    return all(
+        sample.sequences - Z_95 * math.sqrt(sample.sequences) > sample.max_sequences * current.decode
+        for sample in window
+    )
 
 
 def _decode_growing(window: Sequence[LoadSample]) -> bool:

@@ -162,23 +162,32 @@ def test_each_decode_worker_helps_overloaded_fleet():
 
 
 def test_split_without_room_for_sequences_is_left():
-    code = [
-        msgspec.structs.replace(CODE, sequences=count, decoding=count, itl_s=1.0) for count in (4 * 256, 4 * 256 + 1)
-    ]
+    by_chance, too_many = 4 * 256 + 50, 4 * 256 + 60  # a standard deviation is 33 sequences
+    code = [msgspec.structs.replace(CODE, sequences=n, decoding=n, itl_s=1.0) for n in (by_chance, too_many)]
     assert decide(code[0], code[0]) is None, "more would prefill, by what arrives, and have no room"
     assert decide(code[1], code[1]).after.prefill == 3, "five workers hold it"
     assert decide(code[0], code[1]) is None, "it may pass"
+
+
+def test_split_keeps_sequences_that_are_too_many_by_chance():
+    """Few sequences with long prompts fill the memory of decode workers. Another split would bear no more."""
+    for sequences, moved in ((140, False), (160, True)):
+        summaries = msgspec.structs.replace(
+            offering(110, 8000, 330), sequences=sequences, decoding=sequences, itl_s=0.03, step=(0.0084, 0.00057)
+        )
+        summaries = msgspec.structs.replace(summaries, max_sequences=32.0)
+        assert (decide(summaries, summaries, summaries) is not None) == moved
 
 
 def test_last_prefill_worker_stays_in_overload():
     """It holds back long prompts. Without it the split would have less headroom."""
     last = DesiredRatio(1, 7, set_at=-1000.0)
     mixed = offering(560, 1000, 500)
-    full = msgspec.structs.replace(mixed, sequences=7 * 256 + 1, decoding=7 * 256, itl_s=0.05)
+    full = msgspec.structs.replace(mixed, sequences=7 * 256 + 80, decoding=7 * 256, itl_s=0.05)
     found = traffic([full, full])
     assert headroom(found, 0, 8, SLO) < headroom(found, 1, 7, SLO) < 1
     assert decide(full, full, current=last) is None
-    stories = msgspec.structs.replace(STORIES, sequences=7 * 256 + 1, decoding=7 * 256)
+    stories = msgspec.structs.replace(STORIES, sequences=7 * 256 + 80, decoding=7 * 256)
     assert decide(stories, stories, current=last).after.prefill == 0, "with more headroom it goes"
 
 
