@@ -87,12 +87,16 @@ class FrontendPool:
     async def update(self, snapshot: Snapshot) -> None:
         """Note what is ready; start what is missing on the machines there are now, drain what is too many, end what is
         on others. Raises RedisAway."""
-        for frontend in snapshot.frontends.values():
-            for placed in self._placed:
-                if placed.process.runs_as(frontend.process):
-                    placed.id, placed.generation = frontend.id, frontend.generation
-                    if frontend.url:
-                        placed.process.mark_ready()
+        registered = {frontend.process: frontend for frontend in snapshot.frontends.values()}
+        for placed in self._placed:
+            frontend = registered.get(placed.process.last_identity)
+            if frontend is not None and placed.process.runs_as(frontend.process):
+                placed.id, placed.generation = frontend.id, frontend.generation
+                placed.process.seen()
+                if frontend.url:
+                    placed.process.mark_ready()
+            else:
+                placed.process.missed(snapshot.looked_s, self._config.workers.timeout_s)
         nodes = [] if self._closed else self._machines.frontend_nodes()
         for placed in self._placed:
             if placed.node not in nodes:

@@ -20,11 +20,13 @@ from orchestrator.types import DesiredRatio, WorkerInfo, WorkerState
 
 _SETTLE_S = 0.1  # changes come in bursts
 _READ_EVERY_S = 1.0
+_LOOKED_MOST_S = 2.0  # between two readings; nobody looked while Redis was away, or this process did not run
 
 
 class Snapshot(msgspec.Struct, frozen=True):
     """One reading. `read_at` is monotonic; `version` is of the workers: orders that follow from this reading are given
-    as long as it is theirs. `was_away`: Redis was, since the reading before."""
+    as long as it is theirs. `was_away`: Redis was, since the reading before. `looked_s`: for how long since then a
+    member that is not here can have been missed."""
 
     workers: dict[str, WorkerInfo] = {}
     orders: dict[str, WorkerOrders] = {}
@@ -35,6 +37,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     read_at: float = 0.0
     version: bytes = b""
     was_away: bool = False
+    looked_s: float = 0.0
 
     def connected(self) -> bool:
         """Whether each serving frontend is connected to as many workers as are ready."""
@@ -76,7 +79,7 @@ class RegistryWatch:
             # First: whoever holds the id of a worker that loads gives it back once that is registered.
             launchers = await self._registry.launchers()
             workers, orders = await self._registry.workers_and_orders()
-            version = self._registry.version
+            version, now = self._registry.version, time.monotonic()
             self.snapshot = Snapshot(
                 workers=workers,
                 orders=orders,
@@ -84,9 +87,10 @@ class RegistryWatch:
                 launchers=launchers,
                 desired=await self._registry.desired(),
                 rollout=await self._registry.configuration.rollout(),
-                read_at=time.monotonic(),
+                read_at=now,
                 version=version,
                 was_away=self._away,
+                looked_s=min(now - self.snapshot.read_at, _LOOKED_MOST_S),
             )
             await self._on_read(self.snapshot)
             self._away = False

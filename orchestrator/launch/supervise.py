@@ -22,6 +22,9 @@ log = logging.getLogger("pd.launcher")
 
 _HEALTHY_S = 60.0  # a process that was ready for this long has its earlier crashes forgotten
 _PLACED_AT_ONCE_S = 0.5  # a shorter wait for room is not reported
+# A process that was ready, still runs, and is not in a registry that works has hung: it has this many heartbeat
+# time-outs to come back.
+_HUNG_TIMEOUTS = 4.0
 _NOT_STARTED = 127  # the exit code that a shell gives to a program that cannot be started
 
 
@@ -98,6 +101,7 @@ class Supervised:
         self._process: Process | None = None
         self._not_started: OSError | None = None  # why not
         self._ready_at = 0.0
+        self._missed_s = 0.0  # for so long it has not been in the registry
         self._ready = asyncio.Event()
         self._wanted = True
         self._stopping = asyncio.Event()
@@ -128,6 +132,25 @@ class Supervised:
             self._ready_at = time.monotonic()
             self._ready.set()
             self._enter(Stage.READY)
+
+    def seen(self) -> None:
+        """The registry has it."""
+        self._missed_s = 0.0
+
+    def missed(self, looked_s: float, timeout_s: float) -> None:
+        """The registry, read for `looked_s` more, does not have it, though each member writes there within `timeout_s`.
+        Kills one that has hung."""
+        if self.stage is not Stage.READY:
+            return
+        self._missed_s += looked_s
+        if self._missed_s > _HUNG_TIMEOUTS * timeout_s:
+            log.error(
+                "%s: runs (process %d) but has not been in the registry for %.0f s: killing it",
+                self.name,
+                self.pid,
+                self._missed_s,
+            )
+            self.kill()
 
     def expect_exit(self, within_s: float) -> None:
         """It was told to leave: do not start it again, and stop it if it still runs after `within_s`."""

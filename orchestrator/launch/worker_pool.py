@@ -27,11 +27,6 @@ from orchestrator.types import DesiredRatio, Role, WorkerInfo, WorkerState
 
 log = logging.getLogger("pd.launcher")
 
-# A worker that was ready, still runs, and is not in a registry that works has hung: it has this many heartbeat
-# time-outs to come back.
-_HUNG_TIMEOUTS = 4.0
-# Between two readings counts this much at most: while Redis was away, or this process did not run, nobody looked.
-_MOST_S = 2.0
 _NEXT = "the next worker"  # who asks the machine for room
 
 
@@ -43,7 +38,6 @@ class Slot:
         self.process = process
         self.generation = generation
         self.task: asyncio.Task[None] | None = None
-        self.absent_s = 0.0  # for so long it has not been in the registry
 
     @property
     def own(self) -> OwnWorker:
@@ -75,7 +69,6 @@ class WorkerPool:
         self._on_stage = on_stage
         self._closed = False
         self._said = ""
-        self._read_at = 0.0  # monotonic; of the last snapshot
         self._decoded = False  # the fleet has had a decode worker that was ready
 
     async def start(self, role: Role) -> None:
@@ -126,14 +119,12 @@ class WorkerPool:
     async def update(self, snapshot: Snapshot) -> None:
         """Note what the registry says of our workers, then do what the desired ratio asks for. Raises RedisAway."""
         await self.hold_ids()
-        looked_s, self._read_at = min(snapshot.read_at - self._read_at, _MOST_S), snapshot.read_at
         for worker_id, slot in self.slots.items():
             info = snapshot.workers.get(worker_id)
             if info is not None and slot.process.runs_as(info.process):
                 self._follow_registration(slot, info, snapshot)
-            elif slot.process.stage is Stage.READY:
-                slot.absent_s += looked_s
-                self._kill_if_hung(slot)
+            else:
+                slot.process.missed(snapshot.looked_s, self._config.workers.timeout_s)
         if snapshot.desired is not None:
             actions = self.actions(snapshot.desired, self.planned(snapshot))
             if not await self._order(actions, snapshot):
@@ -169,7 +160,8 @@ class WorkerPool:
             await self._registry.leave_launcher(self.launcher_id)
 
     def _follow_registration(self, slot: Slot, info: WorkerInfo, snapshot: Snapshot) -> None:
-        slot.absent_s, slot.generation = 0.0, info.generation
+        slot.process.seen()
+        slot.generation = info.generation
         if info.state is not WorkerState.STARTING:
             slot.process.mark_ready()
         orders = snapshot.orders.get(info.id)
@@ -177,16 +169,6 @@ class WorkerPool:
         slot.role = (orders.role if orders else None) or info.role
         if orders is not None and orders.drain and slot.process.stage is Stage.READY:
             slot.process.expect_exit(self._leave_deadline_s())
-
-    def _kill_if_hung(self, slot: Slot) -> None:
-        if slot.absent_s > _HUNG_TIMEOUTS * self._config.workers.timeout_s:
-            log.error(
-                "%s: runs (process %d) but has not been in the registry for %.0f s: killing it",
-                slot.process.name,
-                slot.process.pid,
-                slot.absent_s,
-            )
-            slot.process.kill()
 
     async def _order(self, actions: list[Action], snapshot: Snapshot) -> bool:
         """Tell registered workers what they are to do, all or none: other launchers plan too, and what was planned

@@ -101,3 +101,19 @@ async def test_the_reading_after_an_outage_says_so_once_it_was_acted_upon(tmp_pa
                 await asyncio.sleep(0.01)
         assert seen == [False, True, True, False]
         await redis.aclose()
+
+
+@pytest.mark.slow  # a server of its own
+async def test_nobody_is_missed_while_the_registry_is_not_read(tmp_path: Path):
+    """Redis was away, or this process did not run: who is not there at first can have been there meanwhile."""
+    with running_server(tmp_path) as server:
+        redis = await connect(server.url, 5)
+        watch = RegistryWatch(Registry(redis, fresh_namespace()), AsyncMock())
+        await watch.read()
+        first = watch.snapshot
+        await watch.read()
+        assert 0 < watch.snapshot.looked_s == watch.snapshot.read_at - first.read_at
+        watch.snapshot = msgspec.structs.replace(watch.snapshot, read_at=watch.snapshot.read_at - 60)
+        await watch.read()
+        assert watch.snapshot.looked_s == 2.0
+        await redis.aclose()

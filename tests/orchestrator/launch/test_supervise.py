@@ -317,3 +317,21 @@ def test_every_stage_has_successors_and_an_end():
     assert set(SUCCESSORS) == set(Stage)
     assert [stage for stage in Stage if not SUCCESSORS[stage]] == [Stage.ENDED]
     assert all(Stage.ENDED in SUCCESSORS[stage] for stage in Stage if stage is not Stage.ENDED)
+
+
+async def test_one_that_readings_of_the_registry_miss_is_hung_and_started_again():
+    child = Child("import time; time.sleep(60)")
+    await until(lambda: child.process.pid)
+    first = child.process.pid
+    child.process.missed(100.0, timeout_s=1.0)  # it loads: it need not be there yet
+    child.process.mark_ready()
+    child.process.missed(3.0, timeout_s=1.0)
+    child.process.seen()
+    child.process.missed(3.0, timeout_s=1.0)
+    await asyncio.sleep(0.1)
+    assert child.process.pid == first and child.exits == []
+    child.process.missed(3.0, timeout_s=1.0)
+    await until(lambda: child.process.pid not in (0, first))
+    assert child.exits[0].code == -signal.SIGKILL
+    child.process.request_stop()
+    await child.ended()

@@ -1,0 +1,71 @@
+"""Frontends that hang are started again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from unittest.mock import AsyncMock
+
+from orchestrator.config.settings import parse_config
+from orchestrator.launch.frontend_pool import FrontendPool
+from orchestrator.launch.host.process import LocalProcess, ProcessSpec, adopt_orphans
+from orchestrator.launch.machines import OnLine, Setup
+from orchestrator.launch.registry_watch import Snapshot
+from orchestrator.launch.supervise import Stage
+from orchestrator.store.registry import Frontend
+
+DEADLINE_S = 30.0
+
+
+class Sleepers:
+    """A machine whose frontends only sleep."""
+
+    def frontend_nodes(self) -> Sequence[str]:
+        return ("",)
+
+    def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> LocalProcess:
+        return LocalProcess(ProcessSpec(name, [sys.executable, "-c", "import time; time.sleep(60)"]), on_line)
+
+
+async def test_a_frontend_that_is_silent_while_the_registry_works_is_started_again():
+    adopt_orphans()
+    config = parse_config(
+        {
+            "model": "demo",
+            "engine": "sim",
+            "workers": {"timeout_s": 0.2, "heartbeat_s": 0.05},
+            "launcher": {"restart_backoff_s": 0.01},
+        }
+    )
+    registry = AsyncMock()
+    registry.frontends.return_value = {}
+    pool = FrontendPool(
+        config,
+        registry,
+        Sleepers(),
+        lambda *_: None,
+        lambda _: None,
+        Setup(0, config, Path("none")),  # type: ignore[arg-type]
+    )
+
+    async def until_running(but: int = 0) -> int:
+        async with asyncio.timeout(DEADLINE_S):
+            while not (pid := pool.processes[0].pid) or pid == but:
+                await pool.update(Snapshot(looked_s=0.01))
+                await asyncio.sleep(0.01)
+        return pid
+
+    await pool.update(Snapshot())
+    first = await until_running()
+    there = Frontend("f", "http://x", pool.processes[0].last_identity)
+    for _ in range(20):
+        await pool.update(Snapshot(frontends={"f": there}))
+        await asyncio.sleep(0.05)
+    assert pool.processes[0].pid == first and pool.processes[0].stage is Stage.READY
+    os.kill(first, signal.SIGSTOP)  # it answers nobody, and is not in the registry any more
+    assert await until_running(but=first) != first
+    await pool.close()
