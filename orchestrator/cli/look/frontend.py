@@ -108,7 +108,8 @@ async def all_frontends(ask: Callable[[], Awaitable[dict[str, Any]]]) -> list[di
 
 
 async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
-    """The content of a frontend's `/fleet`. Where none answers, the registry's, with null for loads. Raises Refused."""
+    """The content of a frontend's `/fleet`. Where none answers, the registry's, with null for loads, and it says so as
+    `no_frontend`. Raises Refused."""
     if handle.url and (seen := await get(handle, handle.url, "/fleet")) is not None:
         return dict(seen)
     if handle.redis_url is None:
@@ -124,8 +125,10 @@ async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
         depth, desired = await fleet.queue.depth(), await fleet.registry.desired()
         rollout = await fleet.registry.configuration.rollout()
         rolled = rollout_status(rollout, await fleet.registry.frontends()) if rollout is not None else None
+    path = workers[0].identity.model if workers else None
     return {
-        "model": workers[0].identity.model if workers else None,
+        "model": handle.config.name_served if handle.config is not None else path,
+        "no_frontend": True,
         "workers": msgspec.to_builtins([WorkerStatus.of(info) for info in workers]),
         "queue": msgspec.to_builtins(depth),
         "desired": msgspec.to_builtins(desired),

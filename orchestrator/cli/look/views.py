@@ -47,6 +47,8 @@ def fleet_view(seen: dict[str, Any]) -> RenderableType:
     lines: list[RenderableType] = [Text(f"model {seen['model'] or 'unknown'}", style="bold"), table]
     if not seen["workers"]:
         lines.append(Text("no worker is registered", style="yellow"))
+    if seen.get("no_frontend"):
+        lines.append(Text("no frontend answers: loads are not known", style="yellow"))
     lines.append(Text(_queue_line(queue)))
     if desired:
         lines.append(Text(f"desired: {desired['prefill']} prefill, {desired['decode']} decode, by {desired['set_by']}"))
