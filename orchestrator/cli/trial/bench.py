@@ -200,13 +200,11 @@ def _show(rows: list[list[str]], compared: list[Ratio], seen: Sequence[Figures])
     OUT.print(table)
     if compared:
         table = Table(box=None, pad_edge=False, title="\nfirst server over second", title_justify="left")
-        for name in ("figure", "ratio", "least", "most", "better"):
+        for name in ("figure", "ratio", "least", "most", "better in every turn"):
             table.add_column(name)
         for r in compared:
-            clear = (r.least - 1) * (r.most - 1) > 0
-            better = ("first" if (r.median > 1) is r.more_is_better else "second") if clear else "-"
             name = r.name if r.rate is None else f"{r.name} at {r.rate:.3g}/s"
-            table.add_row(name, f"{r.median:.2f}", f"{r.least:.2f}", f"{r.most:.2f}", better)
+            table.add_row(name, f"{r.median:.2f}", f"{r.least:.2f}", f"{r.most:.2f}", r.better)
         OUT.print(table)
     for f in seen:
         for reason, count in f.reasons.items():

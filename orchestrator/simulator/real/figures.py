@@ -92,6 +92,9 @@ def figures(run: Run, ttft_s: float, tpot_s: float) -> Figures:
     )
 
 
+_SAME = 1.01  # a ratio up to this is none
+
+
 class Ratio(msgspec.Struct, frozen=True):
     """A figure of the first server over that of the second, at one rate: median, least and most over pairs of turns."""
 
@@ -101,6 +104,15 @@ class Ratio(msgspec.Struct, frozen=True):
     least: float
     most: float
     more_is_better: bool
+
+    @property
+    def better(self) -> str:
+        """The server that was better in every turn, by more than hundredths: first, second, or - for neither."""
+        if self.least > _SAME:
+            return "first" if self.more_is_better else "second"
+        if self.most < 1 / _SAME:
+            return "second" if self.more_is_better else "first"
+        return "-"
 
 
 # The figures by which two servers are compared: name, attribute path, whether more is better.

@@ -11,6 +11,7 @@ from orchestrator.simulator.real.figures import Figures, Ratio
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 560, 260, 56, 34  # pixels
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_DASH = 3  # pixels; longer dashes when the colours begin anew
 _POINTS = 200  # of one curve, at most
 _STYLE = """
 :root { color-scheme: light dark; --line: #8888; --text: #222; --back: #fff }
@@ -21,7 +22,8 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: 
 td, th { padding: .25rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap }
 td:first-child, th:first-child { text-align: left }
 figure { display: inline-block; margin: 1rem 1rem 0 0 }
-svg { max-width: 100%; height: auto } svg text { fill: var(--text); font-size: 12px }
+h1 { overflow-wrap: anywhere }
+svg { max-width: 100%; height: auto; overflow: visible } svg text { fill: var(--text); font-size: 12px }
 .warning { border-left: 4px solid #d55e00; padding-left: .7rem }
 """
 
@@ -30,7 +32,9 @@ Points = list[tuple[float, float]]
 
 def page(title: str, rows: Sequence[Sequence[str]], runs: Sequence[tuple[Run, Figures]], compared: list[Ratio]) -> str:
     """The page's HTML. `rows`: first the names of the figures, then for each run its figures as text."""
-    named = [(_name(figures), run, figures) for run, figures in runs]
+    named = [
+        (_name(figures, [before for _, before in runs[:n]]), run, figures) for n, (run, figures) in enumerate(runs)
+    ]
     timings = [(name, [sent.timing for sent in run.sent if sent.timing is not None]) for name, run, _ in named]
     ttft = [(name, _cdf([timing.ttft_s for timing in all_of])) for name, all_of in timings]
     itl = [(name, _cdf([gap for timing in all_of for gap in timing.gaps_s])) for name, all_of in timings]
@@ -43,10 +47,10 @@ def page(title: str, rows: Sequence[Sequence[str]], runs: Sequence[tuple[Run, Fi
         _chart("Time between tokens: share of gaps", "s", itl, log_x=True),
         _chart("Time to first token, s, over the run", "s since its start", over_time),
     ]
-    ratio_rows = [["figure", "ratio", "least", "most"]]
+    ratio_rows = [["figure", "ratio", "least", "most", "better in every turn"]]
     for r in compared:
         name = r.name if r.rate is None else f"{r.name} at {r.rate:.3g}/s"
-        ratio_rows.append([name, f"{r.median:.2f}", f"{r.least:.2f}", f"{r.most:.2f}"])
+        ratio_rows.append([name, f"{r.median:.2f}", f"{r.least:.2f}", f"{r.most:.2f}", r.better])
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>",
         "<meta name=viewport content='width=device-width, initial-scale=1'>",
@@ -60,9 +64,10 @@ def page(title: str, rows: Sequence[Sequence[str]], runs: Sequence[tuple[Run, Fi
     return "\n".join(parts)
 
 
-def _name(figures: Figures) -> str:
+def _name(figures: Figures, before: Sequence[Figures]) -> str:
     how = f"{figures.rate:.3g}/s" if figures.rate is not None else f"{figures.users} users"
-    return f"{figures.url} {how}"
+    turn = 1 + sum((each.url, each.rate) == (figures.url, figures.rate) for each in before)
+    return f"{figures.url} {how}{f', turn {turn}' if turn > 1 else ''}"
 
 
 def _warning(name: str, figures: Figures) -> str:
@@ -107,9 +112,10 @@ def _chart(title: str, unit: str, curves: Sequence[tuple[str, Points]], log_x: b
         parts.append(f"<path d='M{_LEFT} {y:.1f}H{_WIDTH - 10}' stroke='var(--line)' fill=none />")
     for number, (name, curve) in enumerate(curves):
         colour, y = _COLOURS[number % len(_COLOURS)], _HEIGHT + 16 * number + 4
+        dashes = f"stroke-dasharray='{_DASH * (number // len(_COLOURS))}'"  # none of 0
         line = " ".join(f"{x_at(max(x, low)):.1f},{y_at(value):.1f}" for x, value in curve)
-        parts.append(f"<polyline points='{line}' fill=none stroke='{colour}' stroke-width=1.6 />")
-        parts.append(f"<rect x={_LEFT} y={y - 9} width=10 height=10 fill='{colour}' />")
+        parts.append(f"<polyline points='{line}' fill=none stroke='{colour}' stroke-width=1.6 {dashes} />")
+        parts.append(f"<path d='M{_LEFT - 8} {y - 4}h20' stroke='{colour}' stroke-width=4 {dashes} />")
         parts.append(f"<text x={_LEFT + 16} y={y}>{html.escape(name)}</text>")
     parts.append(f"<text x={_WIDTH - 10} y={_HEIGHT - 2} text-anchor=end>{html.escape(unit)}</text></svg>")
     return f"<figcaption>{html.escape(title)}</figcaption>" + "".join(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 import time
 from asyncio import new_event_loop
@@ -18,7 +19,8 @@ from orchestrator.cli.trial.compare import app as compare_app
 from orchestrator.config.settings import ConfigError
 from orchestrator.simulator.real.client import MeasureError, Target
 from orchestrator.simulator.real.drive import Run, Sent, closed_loop, open_loop
-from orchestrator.simulator.real.figures import figures, ratios
+from orchestrator.simulator.real.figures import Ratio, figures, ratios
+from orchestrator.simulator.real.page import _chart, page
 from orchestrator.simulator.real.prompts import Prompts
 from orchestrator.simulator.trace import Arrival, Load, at_rate, steady
 
@@ -191,6 +193,32 @@ def test_a_second_server_that_is_not_there_is_told_before_the_first_has_load(ser
     done = CliRunner().invoke(app, [servers[1].url, "--against", "http://127.0.0.1:1", "--requests", "4"])
     assert isinstance(done.exception, ConfigError) and "127.0.0.1:1: no OpenAI server" in str(done.exception)
     assert servers[1].prompts == []
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "more_is_better", "better"),
+    [
+        (1.2, 1.5, True, "first"),
+        (1.2, 1.5, False, "second"),
+        (0.5, 0.9, True, "second"),
+        (0.5, 0.9, False, "first"),
+        (0.9, 1.2, True, "-"),
+        (1.001, 1.004, True, "-"),  # a server compared with itself, by luck
+        (0.995, 0.999, True, "-"),
+    ],
+)
+def test_a_server_is_better_where_every_turn_says_so(least, most, more_is_better, better):
+    assert Ratio("x", None, 1.0, least, most, more_is_better).better == better
+
+
+def test_each_curve_of_the_page_can_be_told_from_the_others():
+    run = made([0.1], rate=2.0)
+    runs = [(run, figures(run, 1.0, 1.0))] * 3
+    shown = page("t", [["server"], ["u"]], runs, [])
+    assert all(shown.count(f">{name}<") == 3 for name in ("u 2/s", "u 2/s, turn 2", "u 2/s, turn 3"))
+    curves = [(f"c{n}", [(1.0, 0.5), (2.0, 1.0)]) for n in range(14)]
+    lines = re.findall(r"<polyline [^>]*stroke='(\S+)' stroke-width=1.6 (\S+)", _chart("t", "s", curves))
+    assert len(set(lines)) == 14
 
 
 def test_a_profile_is_measured_and_compared_with_the_clients_key(servers, tmp_path, monkeypatch):
