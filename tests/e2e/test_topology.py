@@ -39,7 +39,7 @@ TOPOLOGIES = {
     "PP2-PP1": (PP2, {}, "chunk"),
 }
 CORES = sorted(os.sched_getaffinity(0))[:2]
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0  # an engine's first step may take 20 s here
 COUNT = itertools.count()
 
 
