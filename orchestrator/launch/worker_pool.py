@@ -69,6 +69,7 @@ class WorkerPool:
         self._on_stage = on_stage
         self._closed = False
         self._said = ""
+        self._complete_at = 0.0  # when all that live are in the registry again
         self._decoded = False  # the fleet has had a decode worker that was ready
 
     async def start(self, role: Role) -> None:
@@ -125,7 +126,9 @@ class WorkerPool:
                 self._follow_registration(slot, info, snapshot)
             else:
                 slot.process.missed(snapshot.looked_s, self._config.workers.timeout_s)
-        if snapshot.desired is not None:
+        if self.launcher_id not in snapshot.launchers:  # nor may others be: Redis came back empty, or after long
+            self._complete_at = snapshot.read_at + self._config.workers.timeout_s
+        if snapshot.desired is not None and snapshot.read_at >= self._complete_at:
             actions = self.actions(snapshot.desired, self.planned(snapshot))
             if not await self._order(actions, snapshot):
                 return  # the fleet has changed since it was read: the next reading decides

@@ -11,10 +11,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import pytest
+from support_redis import worker
 
 from orchestrator.cli.handle import FleetHandle, open_fleet
 from orchestrator.cli.look.frontend import fleet_status
@@ -29,6 +30,7 @@ from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.parent import started_ticks
 from orchestrator.store.client import RedisAway, connect
+from orchestrator.store.fields import Launcher
 from orchestrator.store.registry import Registry
 from orchestrator.store.steering import Steering
 from orchestrator.types import DesiredRatio, Role, WorkerState
@@ -116,6 +118,7 @@ async def running_pool(
     watch = RegistryWatch(registry, pool.update)
     async with open_fleet(FleetHandle(config.namespace, url, None, config)) as fleet:
         running = Pool(pool, watch, registry, Steering(fleet.registry, fleet.queue), config)
+        await pool.hold_ids()
         watching = asyncio.create_task(watch.run())
         try:
             await registry.set_desired(prefill, decode, "test")
@@ -215,6 +218,24 @@ def test_only_a_fleet_that_has_had_decode_workers_needs_a_stand_in(tmp_path):
     assert pool.actions(DesiredRatio(1, 1), [msgspec.structs.replace(worker, ready=True) for worker in loading]) == []
     assert pool.actions(DesiredRatio(1, 1), loading) == [Flip("prefill-0", Role.DECODE, stands_in=True)]
     assert pool.actions(DesiredRatio(1, 0), loading) == [Drain("decode-0")], "none is wanted"
+
+
+async def test_nothing_is_done_before_all_are_back_in_a_registry_that_has_lost_them(tmp_path):
+    """Another launcher's, or one by hand, is not missing: it has not said yet that it is there."""
+    config = parse_config({"model": "sim-model", "engine": "sim"})
+    pool = WorkerPool(
+        config, Registry(AsyncMock(), "none"), LocalMachine(config), Mock(), Mock(), Setup(0, config, tmp_path)
+    )
+    pool.start = AsyncMock()  # type: ignore[method-assign]
+    desired, now = DesiredRatio(1, 1, "test"), time.monotonic()
+    await pool.update(Snapshot(desired=desired, read_at=now))
+    there = Snapshot(launchers={pool.launcher_id: Launcher()}, desired=desired)
+    replace = msgspec.structs.replace
+    await pool.update(replace(there, read_at=now + config.workers.timeout_s - 0.1))
+    assert not pool.start.called
+    workers = {"d": worker("d", Role.DECODE)}
+    await pool.update(replace(there, workers=workers, read_at=now + config.workers.timeout_s))
+    pool.start.assert_called_once_with(Role.PREFILL)
 
 
 async def test_foreign_worker_stands_in_too(tmp_path):
