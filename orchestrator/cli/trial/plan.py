@@ -127,10 +127,14 @@ def _size_sentence(rate: float, workers: int, apart: FleetOption | None, togethe
     if apart is None:
         if together is None or together.decode > workers:
             return f"{workers} workers do not serve {rate:.3g} requests/s within the objectives; {aggregated}."
-        return f"{together.decode} workers, all aggregated, serve {rate:.3g} requests/s."
+        return f"{_all_together(together.decode)} {rate:.3g} requests/s."
     if together is not None and together.decode <= apart.prefill + apart.decode:
-        return f"{together.decode} workers, all aggregated, serve your load; disaggregation does not pay."
+        return f"{_all_together(together.decode)} your load; disaggregation does not pay."
     return f"{apart.prefill + apart.decode} workers as {apart.prefill}P{apart.decode}D serve your load; {aggregated}."
+
+
+def _all_together(workers: int) -> str:
+    return "1 worker serves" if workers == 1 else f"{workers} workers, all aggregated, serve"
 
 
 def _rates(found: Outcome) -> dict[str, float]:

@@ -9,9 +9,10 @@ import typer
 from typer.testing import CliRunner
 
 from orchestrator.cli.trial.live import live_load
-from orchestrator.cli.trial.plan import plan_command
+from orchestrator.cli.trial.plan import _size_sentence, plan_command
 from orchestrator.config.access import OPERATOR_KEY
 from orchestrator.config.settings import ConfigError
+from orchestrator.simulator.plan import FIXED, FleetOption
 
 app = typer.Typer(pretty_exceptions_enable=False)
 app.command()(plan_command)
@@ -22,12 +23,21 @@ def run(*args: str):
     return CliRunner().invoke(app, args)
 
 
+@pytest.mark.parametrize(
+    ("workers", "said"),
+    [(1, "1 worker serves your load; disaggregation"), (2, "2 workers, all aggregated, serve your load; disag")],
+)
+def test_one_worker_is_no_plural(workers, said):
+    apart, together = FleetOption(1, 1, FIXED), FleetOption(0, workers, FIXED)
+    assert _size_sentence(2.0, 4, apart, together).startswith(said)
+
+
 def test_a_rate_is_answered_by_a_table_a_sentence_and_a_picture(tmp_path):
     png = tmp_path / "plan.png"
     result = run(*LOAD, "--rate", "2", "--plot", str(png))
     assert result.exit_code == 0, result.output
     assert "0P2D (aggregated)" in result.stdout and "automatic, from 1P1D" in result.stdout
-    assert "dynamo_cost, 1P1D" in result.stdout and "serve your load" in result.stdout
+    assert "dynamo_cost, 1P1D" in result.stdout and "your load; " in result.stdout
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
