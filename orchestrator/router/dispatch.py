@@ -64,6 +64,8 @@ class Dispatch:
             there.waiting_tokens + there.placed_tokens,
             there.running + there.waiting,
         )
+        # Now, not at the next decision: what this changes was read a moment ago, and by then it is in no cache.
+        self._fleet.apply_changes()
         return True
 
     def withdraw(self, active: ActiveRequest) -> None:
