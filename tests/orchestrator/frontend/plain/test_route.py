@@ -113,22 +113,39 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("more", ODD, ids=lambda more: more.decode())
-async def test_odd_values_mean_same_as_in_vllm_route(served, monkeypatch, more) -> None:
-    """Two parsers read JSON here, and what they make of it is given to the engine."""
+async def given_both_ways(served: Served, monkeypatch: pytest.MonkeyPatch, content: bytes) -> tuple[bytes, list[str]]:
+    """The answer, and what the engine was given by either way."""
     served.core.script = [ENDS["length"]]
-    given: list[Any] = []
+    given: list[str] = []
     add = served.core.add_request_async
 
     async def noted(request: Any) -> None:
-        given.append(repr(request.sampling_params))
+        given.append(repr((request.prompt_token_ids, request.sampling_params)))
         await add(request)
 
     monkeypatch.setattr(served.core, "add_request_async", noted)
+    return await both_ways(served, monkeypatch, "/v1/completions", content), given
+
+
+@pytest.mark.parametrize("more", ODD, ids=lambda more: more.decode())
+async def test_odd_values_mean_same_as_in_vllm_route(served, monkeypatch, more) -> None:
+    """Two parsers read JSON here, and what they make of it is given to the engine."""
     content = b'{"model": "demo", "prompt": "Say it", ' + more + b"}"
-    answer = await both_ways(served, monkeypatch, "/v1/completions", content)
+    answer, given = await given_both_ways(served, monkeypatch, content)
     assert len(given) == (2 if answer.startswith(b"HTTP/1.1 200") else 0)
     assert len(set(given)) <= 1
+
+
+TOKEN_IDS = ["[7, 5, 9]", "[5]", "[]", "[5, true, 9]", "[5, 6.0]", "[5, 6.5]", '[5, "6"]', "[5, -6, 9]", "[5, null]"]
+TOKEN_IDS += ["[[5, 6], [7]]", "[5, 1" + "0" * 30 + "]", "[5, 999999]", json.dumps(list(range(1, 300)))]
+
+
+@pytest.mark.parametrize("prompt", TOKEN_IDS, ids=lambda prompt: prompt[:40])
+async def test_token_ids_mean_same_as_in_vllm_route(served, monkeypatch, prompt) -> None:
+    """Pydantic checks few of them here."""
+    answer, given = await given_both_ways(served, monkeypatch, b'{"model": "demo", "prompt": %s}' % prompt.encode())
+    assert bool(given) == answer.startswith(b"HTTP/1.1 200")
+    assert len(given) == 2 * len(set(given))
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/json; charset=latin-1", "APPLICATION/JSON", ""])
