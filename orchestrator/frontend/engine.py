@@ -29,6 +29,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from orchestrator.frontend import detokenizer, edge
 from orchestrator.frontend.plain import streaming
+from orchestrator.frontend.vllm_codec import join
 from orchestrator.frontend.wiring import FleetConnection
 from orchestrator.router.codec import Batch
 from orchestrator.router.request import Failure, Overloaded, State
@@ -114,14 +115,15 @@ class FleetCore:
             return EngineCoreOutputs(outputs=outputs, timestamp=timestamp, scheduler_stats=stats)
 
     async def _next_batch(self) -> Batch | None:
-        """The next batch of outputs; None if there was none for STATS_INTERVAL_S."""
-        batches = self._router.batches
-        if not batches.empty():  # a timer for each of thousands would cost too much
-            return batches.get_nowait()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STATS_INTERVAL_S):
-                return await batches.get()
-        return None
+        """All outputs that have come; None if there were none for STATS_INTERVAL_S."""
+        batches, found = self._router.batches, list[Batch]()
+        if batches.empty():  # else a timer for each of thousands would cost too much
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STATS_INTERVAL_S):
+                    found.append(await batches.get())
+        while not batches.empty():
+            found.append(batches.get_nowait())
+        return join(found) if len(found) > 1 else found[0] if found else None
 
     def check_admission(self) -> None:
         """Raises FleetRefused when no request can be taken now."""

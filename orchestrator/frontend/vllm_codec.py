@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter, is_
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
@@ -15,6 +16,11 @@ from orchestrator.router.codec import Batch
 from orchestrator.router.request import Failure, ParsedRequest
 from orchestrator.types import RequestInfo
 from orchestrator.wire.messages import MessageError
+
+_COMPLETED = (None, FinishReason.STOP, FinishReason.LENGTH)
+_TOKENS = {"request_id", "new_token_ids", "finish_reason", "stop_reason", "trace_headers", "num_nans_in_logits"}
+_MORE_THAN_TOKENS = [name for name in EngineCoreOutput.__struct_fields__ if name not in _TOKENS]
+_more_than_tokens, _NOTHING = attrgetter(*_MORE_THAN_TOKENS), [None] * len(_MORE_THAN_TOKENS)
 
 
 class VllmCodec:
@@ -103,6 +109,29 @@ class VllmCodec:
     def failure(self, request_id: str, failure: Failure) -> Any:
         # vLLM passes a stop reason on as it is; FleetLLM.generate makes an exception of this one.
         return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=failure)
+
+
+def join(batches: list[Batch]) -> Batch:
+    """One batch of several, oldest first, in which tokens that follow each other in an answer are one output.
+
+    So a frontend that has fallen behind has less to do for each token. vLLM takes several tokens in one output, as from
+    speculative decoding."""
+    outputs: list[EngineCoreOutput] = []
+    open_at: dict[str, int] = {}  # the place of each request's last output, if tokens may be added to it
+    for batch in batches:
+        for output in batch.outputs:
+            name, ended = output.request_id, output.finish_reason
+            is_plain = all(map(is_, _more_than_tokens(output), _NOTHING)) and not output.num_nans_in_logits
+            place = open_at.pop(name, None)
+            if place is not None and is_plain and ended in _COMPLETED:
+                output.new_token_ids = outputs[place].new_token_ids + output.new_token_ids
+                outputs[place] = output
+            else:
+                place = len(outputs)
+                outputs.append(output)
+            if is_plain and ended is None:
+                open_at[name] = place
+    return Batch(outputs, batches[-1].timestamp)
 
 
 def _local_only_reason(request: EngineCoreRequest) -> str | None:

@@ -79,3 +79,29 @@ async def test_load_is_reported_after_last_output() -> None:
     assert not done
     batches.put_nowait(Batch(["last"], 2.0))
     assert (await again).outputs == ["last"]
+
+
+async def test_outputs_that_have_come_are_taken_together() -> None:
+    """Also those that came while nothing was there and somebody waited."""
+    from vllm.v1.engine import EngineCoreOutput
+
+    batches = asyncio.Queue[Batch]()
+    fleet_core = core(fleet=Fleet("f"), router=SimpleNamespace(batches=batches))
+
+    def come(*tokens: int) -> None:
+        for token in tokens:
+            batches.put_nowait(Batch([EngineCoreOutput("a", [token])], float(token)))
+
+    async def taken() -> list[tuple[list[int], float]]:
+        async with asyncio.timeout(30):
+            told = await fleet_core.get_output_async()
+        return [(output.new_token_ids, told.timestamp) for output in told.outputs]
+
+    come(1)
+    assert await taken() == [([1], 1.0)]
+    come(2, 3, 4)
+    assert await taken() == [([2, 3, 4], 4.0)]
+    waits = asyncio.create_task(taken())
+    await asyncio.sleep(0.01)
+    come(5, 6)
+    assert await waits == [([5, 6], 6.0)]

@@ -138,3 +138,34 @@ def test_what_cannot_be_sent_is_the_clients_mistake(codec: Any, sampling: dict[s
 
     with pytest.raises(VLLMValidationError, match=why):
         codec.read(request(**sampling), 16)
+
+
+def test_outputs_that_wait_are_joined_by_answer() -> None:
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+    from vllm.v1.metrics.stats import PrefillStats
+
+    from orchestrator.frontend.vllm_codec import join
+    from orchestrator.router.codec import Batch
+
+    def made(name: str, tokens: list[int], **more: Any) -> Any:
+        return EngineCoreOutput(name, tokens, **more)
+
+    steps = [
+        [made("a", [1], prefill_stats=PrefillStats()), made("b", [11])],
+        [made("a", [2]), made("b", [12])],
+        [made("b", [13, 14]), made("a", [3]), output([21])],
+        [made("a", [4], finish_reason=FinishReason.LENGTH), output([22])],
+        [made("b", [], finish_reason=FinishReason.ERROR, stop_reason="its worker died")],
+    ]
+    told = join([Batch(outputs, float(number)) for number, outputs in enumerate(steps)])
+    assert told.timestamp == 4.0
+    found = [(o.request_id, o.new_token_ids, o.finish_reason) for o in told.outputs]
+    assert found == [
+        ("a", [1], None),  # the first tokens of an answer are counted by themselves
+        ("b", [11, 12, 13, 14], None),
+        ("a", [2, 3, 4], FinishReason.LENGTH),
+        ("r", [21], None),  # log-probabilities are not joined
+        ("r", [22], None),
+        ("b", [], FinishReason.ERROR),  # and what failed is told after the tokens before it
+    ]
+    assert told.outputs[-1].stop_reason == "its worker died"

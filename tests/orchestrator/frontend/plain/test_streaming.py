@@ -32,10 +32,12 @@ from support_served import (
     script,
 )
 from support_wait import until
-from vllm.v1.engine import FinishReason
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from orchestrator.frontend import edge
 from orchestrator.frontend.plain import streaming
+from orchestrator.frontend.vllm_codec import join
+from orchestrator.router.codec import Batch
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
 
@@ -204,3 +206,21 @@ def test_custom_middleware_uses_vllm_path() -> None:
     assert serving.completion_stream_generator is generator
     streaming.watch(app, args)
     assert serving.completion_stream_generator is not generator
+
+
+@pytest.mark.parametrize("stop", [[], ["quoted"], ["café", "The"], [". The end"]], ids=json.dumps)
+@pytest.mark.parametrize("included", [False, True])
+@pytest.mark.parametrize("end", ["length", "end of text", "stop token", "engine error"])
+async def test_joined_outputs_are_the_same_answer(served, stop, included, end) -> None:
+    """A whole response, with its usage, of outputs one by one and of all that came at once."""
+    body = COMPLETION[1] | {"max_tokens": 400, "stop": stop, "include_stop_str_in_output": included, "stream": False}
+    one_by_one = script(served.tokens(TEXT), ONE_BY_ONE, ENDS[end])
+    batches = [
+        Batch([EngineCoreOutput("r", tokens, finish_reason=f, stop_reason=s)], 1.0) for tokens, f, s in one_by_one
+    ]
+    joined = [(o.new_token_ids, o.finish_reason, o.stop_reason) for o in join(batches).outputs]
+    assert len(joined) <= 2 < len(one_by_one)
+    answers = []
+    for served.core.script in (one_by_one, joined):
+        answers.append(await served.ask(COMPLETION[0], body))
+    assert answers[0] == answers[1]
