@@ -37,7 +37,9 @@ class Network:
         _ip("netns", "add", self._switch)
         _run("ip", "netns", "exec", self._switch, "sysctl", "-qw", "net.ipv4.ip_forward=1")
         self._plug(0, None)
-        _ip("route", "add", f"{self._subnet}.0.0/16", "via", f"{self._subnet}.0.1")
+        # A network that was deleted just now may still have its link: the kernel ends it later, and its route with it.
+        route = f"{self._subnet}.0.0/16", "via", f"{self._subnet}.0.1", "dev", f"{self._prefix}m0"
+        _ip("route", "replace", *route)
         for name, number in self._numbers.items():
             _ip("netns", "add", self._machine(name))
             self._plug(number, self._machine(name))
