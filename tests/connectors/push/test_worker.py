@@ -274,7 +274,8 @@ def test_a_failed_write_that_nixl_keeps_is_told_of_once(equal: Any, caplog: Any,
     for _ in range(20):
         equal.turn()
     assert len(asked) > 20 and nixl.removed == []
-    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+    # A set: where vLLM's logger has the handler too, a record comes twice.
+    assert len({record for record in caplog.records if record.levelno >= logging.WARNING}) == 1
     monkeypatch.undo()
     equal.handshakes = [None]
     equal.end_writes("ERR")
