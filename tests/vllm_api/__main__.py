@@ -14,11 +14,13 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from vllm_api import hub, selection
-from vllm_api.source import VERSION, unpacked_tests
+_HERE = Path(__file__).parents[1]
+sys.path[:0] = [str(_HERE.parent)]  # else `orchestrator` is the folder of its tests
+
+from vllm_api import hub, selection  # noqa: E402
+from vllm_api.source import VERSION, unpacked_tests  # noqa: E402
 
 KINDS = ("plain", "fleet")
-_HERE = Path(__file__).parents[1]
 _TEST_TIMEOUT_S = 120
 
 
