@@ -58,7 +58,7 @@ class Frontends:
     def __init__(self, worker_id: str, send: Callable[[str, ToFrontend, Sequence[bytes]], bool]) -> None:
         """`send` never waits. It returns False if the frontend is not connected."""
         self._worker_id, self._send = worker_id, send
-        self._greetings: dict[str, asyncio.Event] = {}
+        self._greetings: dict[str, set[asyncio.Event]] = {}  # of those who wait for one
         self._reached: set[str] = set()  # their last message was sent; since the last call of `gone`
         self._unreachable_since: dict[str, float] = {}
 
@@ -90,17 +90,22 @@ class Frontends:
             return
         self.send(frontend_id, Welcome(self._worker_id))
         self._unreachable_since.pop(frontend_id, None)
-        if event := self._greetings.pop(frontend_id, None):
+        for event in self._greetings.get(frontend_id, ()):
             event.set()
 
     async def wait_for_hello(self, frontend_id: str, timeout_s: float) -> bool:
         """Wait for the next `Hello` of that frontend. False at the time-out."""
-        event = self._greetings.setdefault(frontend_id, asyncio.Event())
+        event, waiting = asyncio.Event(), self._greetings.setdefault(frontend_id, set())
+        waiting.add(event)
         try:
             async with asyncio.timeout(timeout_s):
                 await event.wait()
         except TimeoutError:
             return False
+        finally:
+            waiting.discard(event)
+            if not waiting:
+                self._greetings.pop(frontend_id, None)
         return True
 
     def gone(self, known: set[str], timeout_s: float, now: float, late_s: float = 0.0) -> list[str]:
@@ -119,8 +124,7 @@ class Frontends:
         return gone
 
     def forget(self, frontend_id: str) -> None:
-        for known in (self._greetings, self._unreachable_since):
-            known.pop(frontend_id, None)
+        self._unreachable_since.pop(frontend_id, None)
 
 
 class Peers:

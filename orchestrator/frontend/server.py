@@ -17,6 +17,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 import sys
 import uuid
 from pathlib import Path
@@ -223,6 +224,31 @@ async def serve(
     app = await unless_ended(connected, build_server_app(args, vllm_config, config, connection))
     enable_envs_cache()  # vLLM reads some of its environment variables at each token
     collect_garbage_seldom()
+    server = http_server(app, config, drain_s)
+    told_to_end = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, told_to_end.set)
+    served = asyncio.create_task(server.serve(sockets=[listener]))
+    url = advertised_url(config, listener.getsockname()[:2], redis_url)
+    while not (server.started or served.done()):  # once announced, it may replace a frontend that leaves
+        await asyncio.sleep(_LOOK_S)
+    await connection.announce(url)
+    log.info("listening on %s", url)
+    await until_told_to_end(server, listener, served, connected, connection, told_to_end, drain_s)
+    server.should_exit = True
+    await served
+    connected.cancel()
+    try:
+        await connected  # raises the error that ended it: the process ends with an error and is restarted
+    except asyncio.CancelledError:
+        log.info("stopped")
+    finally:
+        await connection.close()
+        await redis.aclose()
+
+
+def http_server(app: EdgeMiddleware, config: Config, drain_s: float) -> FrontendServer:
+    """The server of `app`. It is not started."""
     server = FrontendServer(
         uvicorn.Config(
             app,
@@ -236,16 +262,20 @@ async def serve(
         config.limits.client_timeout_s,
     )
     app.app.state.server = server  # vLLM's error handlers read it
-    loop = asyncio.get_running_loop()
-    told_to_end = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told_to_end.set)
-    served = asyncio.create_task(server.serve(sockets=[listener]))
-    url = advertised_url(config, listener.getsockname()[:2], redis_url)
-    while not (server.started or served.done()):  # once announced, it may replace a frontend that leaves
-        await asyncio.sleep(_LOOK_S)
-    await connection.announce(url)
-    log.info("listening on %s", url)
+    return server
+
+
+async def until_told_to_end(
+    server: FrontendServer,
+    listener: socket.socket,
+    served: asyncio.Task[None],
+    connected: asyncio.Task[None],
+    connection: FleetConnection,
+    told_to_end: asyncio.Event,
+    drain_s: float,
+) -> None:
+    """Returns when the server or the connection to the fleet has ended, after a signal, or after an order to drain:
+    then when the last client has left, or `drain_s` after a signal."""
     ordered, ending = (asyncio.create_task(told.wait()) for told in (connection.told_to_drain, told_to_end))
     await asyncio.wait({served, connected, ordered, ending}, return_when=asyncio.FIRST_COMPLETED)
     if not (served.done() or connected.done()):
@@ -259,16 +289,6 @@ async def serve(
         drained.cancel()
     ordered.cancel()
     ending.cancel()
-    server.should_exit = True
-    await served
-    connected.cancel()
-    try:
-        await connected  # raises the error that ended it: the process ends with an error and is restarted
-    except asyncio.CancelledError:
-        log.info("stopped")
-    finally:
-        await connection.close()
-        await redis.aclose()
 
 
 def collect_garbage_seldom() -> None:

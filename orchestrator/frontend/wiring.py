@@ -44,7 +44,8 @@ log = logging.getLogger("pd.frontend")
 
 HEARTBEAT_S = 1.0
 FRONTEND_TTL_S = 5.0
-
+# Until it serves, a frontend makes vLLM's app, which may take the loop for longer than a heartbeat may be late.
+STARTING_TTL_S = 60.0
 
 T = TypeVar("T")
 
@@ -123,6 +124,7 @@ class FleetConnection:
         self._beaten = asyncio.Event()
         self._cpu_at = time.process_time(), time.monotonic()
         self._url = ""
+        self._ttl_s = STARTING_TTL_S
 
     async def run(self) -> None:
         """Runs until cancelled."""
@@ -156,7 +158,7 @@ class FleetConnection:
 
     async def announce(self, url: str) -> None:
         """Register this frontend as serving at `url`."""
-        self._url = url
+        self._url, self._ttl_s = url, FRONTEND_TTL_S
         await self._send_heartbeat()
 
     def drain(self) -> None:
@@ -221,7 +223,7 @@ class FleetConnection:
                 in_flight=len(self.router.requests),
                 reaches=sum(view.connected for view in self.fleet.workers.values()),
             )
-            orders = await self.registry.refresh_frontend(me, FRONTEND_TTL_S)
+            orders = await self.registry.refresh_frontend(me, self._ttl_s)
             if orders.drain:
                 self.drain()
             self.desired = await self.registry.desired()

@@ -12,6 +12,7 @@ from support_wait import until
 
 from orchestrator.store.client import RedisAway
 from orchestrator.types import Departed
+from orchestrator.wire.messages import PROTOCOL_VERSION, Hello
 from workers import peers as peers_module
 from workers.attempts import Attempt, Attempts
 from workers.engine import Phase
@@ -217,6 +218,19 @@ def test_unreachable_frontend_is_gone_after_running_time() -> None:
     assert frontends.gone({"a", "b"}, 4.0, now=9.9) == []
     connected.clear()
     assert frontends.gone({"a", "b"}, 4.0, now=10.1) == ["a"]
+
+
+async def test_hello_that_never_comes_leaves_nothing() -> None:
+    frontends = Frontends("w", lambda *message: True)
+    assert not await frontends.wait_for_hello("dead", 0.01)
+    assert not frontends._greetings
+    first = asyncio.create_task(frontends.wait_for_hello("late", 0.05))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(frontends.wait_for_hello("late", 5.0))
+    assert not await first  # the other one still waits
+    frontends.on_hello("late", Hello(PROTOCOL_VERSION))
+    assert await second
+    assert not frontends._greetings
 
 
 async def test_probe(alive: tuple[Listener, Listener]) -> None:

@@ -70,14 +70,16 @@ def logs(
 @app.command()
 def events(
     follow: FollowOption = False,
-    limit: Annotated[int, typer.Option("--limit", min=1, max=5000, help="How many of the latest to print.")] = 50,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", "--limit", min=1, max=5000, help="How many of the latest to print.")
+    ] = 50,
     namespace: NamespaceOption = None,
     redis: RedisOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show workers that joined, left or were lost, role and ratio changes, and retries."""
     show = _print_event_json if as_json else _print_event
-    asyncio.run(_events(find_fleet(namespace, redis), limit, follow, show))
+    asyncio.run(_events(find_fleet(namespace, redis), lines, follow, show))
 
 
 async def _events(handle: FleetHandle, limit: int, follow: bool, show: Callable[[Event], None]) -> None:
