@@ -15,17 +15,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector, NixlPushConnector
 from vllm.platforms import current_platform
 
+from connectors.agent import patient
+
 
 @contextmanager
 def repaired() -> Iterator[None]:
     """In this context NIXL gets no progress thread, which would spin a core, and the compute thread keeps its cores."""
     cores = os.sched_getaffinity(0)
-    original = base_worker.nixl_agent_config
-    base_worker.nixl_agent_config = functools.partial(original, enable_prog_thread=False)
+    config, agent = base_worker.nixl_agent_config, base_worker.NixlWrapper
+    base_worker.nixl_agent_config = functools.partial(config, enable_prog_thread=False)
+    base_worker.NixlWrapper = patient(agent)
     try:
         yield
     finally:
-        base_worker.nixl_agent_config = original
+        base_worker.nixl_agent_config, base_worker.NixlWrapper = config, agent
         if current_platform.is_cpu():
             os.sched_setaffinity(0, cores)
 

@@ -32,9 +32,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("types", "telemetry", "parent", "config", "wire", "store", "launch"),
         *("simulator", "simulator.real"),
     ),
+    "connectors.agent": (),
     "connectors.handshake": (),
     "connectors.sockets": (),
-    "connectors.push": ("connectors.handshake", "connectors.sockets"),
+    "connectors.push": ("connectors.agent", "connectors.handshake", "connectors.sockets"),
     "workers": ("types", "telemetry", "parent", "config", "wire", "policy", "store"),
     "workers.sim": ("types", "config", "wire", "policy", "workers", "connectors.push"),
     "workers.vllm_engine": ("types", "parent", "config", "wire", "policy", "workers"),
@@ -47,7 +48,13 @@ MAKERS = {
 
 # Heavy, and present with an engine only: what does not need an engine runs, and is tested, without them.
 ENGINE_PACKAGES = {"vllm", "torch", "transformers", "nixl"}
-ENGINE_ROOMS = ("orchestrator.frontend", "workers.vllm_engine", "connectors.handshake", "connectors.push")
+ENGINE_ROOMS = (
+    "orchestrator.frontend",
+    "workers.vllm_engine",
+    "connectors.agent",
+    "connectors.handshake",
+    "connectors.push",
+)
 ENGINE_FILES = ("orchestrator.config.demo_convert",)  # a program of its own
 
 MAX_FILE_LINES = 350

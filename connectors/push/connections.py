@@ -16,15 +16,15 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import zmq
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.logger import init_logger
 
 from connectors import handshake, sockets
+from connectors.agent import agent_settings
 from connectors.push import actions as do
 from connectors.push import verify, wire, writer
 from connectors.push.inbound import Inbound
-from connectors.push.metadata import PushOptions, PushStats, quiet
+from connectors.push.metadata import PushOptions, PushStats
 from connectors.push.outbound import Outbound
 
 if TYPE_CHECKING:
@@ -48,12 +48,8 @@ class Connections(NixlPushConnectorWorker):
 
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
         cores = os.sched_getaffinity(0)
-        original = base_worker.nixl_agent_config
-        base_worker.nixl_agent_config = quiet(original)
-        try:
+        with agent_settings():
             super().__init__(vllm_config, engine_id, kv_cache_config)
-        finally:
-            base_worker.nixl_agent_config = original
         if self.device_type == "cpu":
             os.sched_setaffinity(0, cores)  # vLLM has just pinned the compute thread to the last core
         self.options = PushOptions.of(vllm_config)

@@ -5,11 +5,9 @@ Pickled when workers are separate processes, so plain data only.
 
 from __future__ import annotations
 
-import functools
 import queue
-import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
@@ -206,10 +204,3 @@ class PushStats(NixlKVConnectorStats):
 
     def is_empty(self) -> bool:
         return super().is_empty() and not any(self.data.get(name) for name in self.OURS)
-
-
-def quiet(config: Any) -> Any:
-    """NIXL's agent configuration without a progress thread, which spins a whole core per idle engine, and with
-    strict locking, since three threads call NIXL."""
-    strict = vars(sys.modules[config.__module__])["nixl_thread_sync_t"].NIXL_THREAD_SYNC_STRICT
-    return functools.partial(config, enable_prog_thread=False, sync_mode=strict)
