@@ -216,11 +216,14 @@ def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engin
 
     gc.disable()  # loading vLLM makes a million objects, hardly one of them garbage
     from workers.vllm_engine.engine import VllmEngine
+    from workers.vllm_engine.interfaces import interfaces_here, ucx_settings
 
     gc.freeze()  # an engine process that is forked shares them
     gc.enable()
+    settings = ucx_settings((listening.reached_at, listening.bind), interfaces_here())
     if config.workers.ports is not None:
-        os.environ.setdefault("UCX_TCP_PORT_RANGE", config.workers.ports)
+        settings["UCX_TCP_PORT_RANGE"] = config.workers.ports
+    os.environ.update({name: value for name, value in settings.items() if name not in os.environ})
     common |= {"cores": parsed.cores or None, "encrypted": config.security.mesh == "curve"}
     common["profile"] = config.workers.profile
     return VllmEngine(resolve_model(config.model), parsed.engine_args, **common)

@@ -1,0 +1,108 @@
+"""Two hosts as network namespaces, and NIXL agents there: `python support_two_hosts.py NAME FOLDER ADDRESS`.
+
+The agent `writer` WRITEs into the memory of `reader` over TCP, and each prints what came of it. With an address it has
+the settings of a worker that is reached there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+NAMES = ("writer", "reader")
+_BYTES, _DEADLINE_S = 1 << 20, 20.0
+_SWITCH = f"pd{os.getpid() % 100_000}"
+
+
+def ip(command: str) -> None:
+    done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
+
+
+@contextlib.contextmanager
+def two_hosts(addresses: tuple[str, str], others: tuple[str, str], route: str = "") -> Iterator[None]:
+    """Hosts that reach each other at `addresses`, each with one of `others` on a network that ends there. `route`: the
+    gateway of all other addresses."""
+    hosts = [f"{_SWITCH}-{name}" for name in NAMES]
+    try:
+        for host in hosts:
+            ip(f"netns add {host}")
+        ip(f"link add eth0 netns {hosts[0]} type veth peer name eth0 netns {hosts[1]}")
+        for host, address, other in zip(hosts, addresses, others, strict=True):
+            nodad = " nodad" if ":" in address else ""
+            ip(f"-n {host} link add eth1 type veth peer name end")
+            for device, has in (("lo", ""), ("eth0", address + nodad), ("eth1", other), ("end", "")):
+                if has:
+                    ip(f"-n {host} addr add {has} dev {device}")
+                ip(f"-n {host} link set {device} up")
+            if route:
+                ip(f"-n {host} route add default via {route}")
+        yield
+    finally:
+        for host in hosts:
+            subprocess.run(["ip", "netns", "del", host], capture_output=True, timeout=30)
+
+
+def transfer(folder: Path, reached_at: tuple[str, str]) -> list[str]:
+    """The last line that each of the two agents printed."""
+    started = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", f"{_SWITCH}-{name}", sys.executable, __file__, name, str(folder), address],
+            env=os.environ | {"UCX_TLS": "tcp"},  # they have one kernel, so UCX would share memory
+            cwd=Path(__file__).parents[1],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name, address in zip(NAMES, reached_at, strict=True)
+    ]
+    return [process.communicate(timeout=90)[0].split("\n")[-2] for process in started]
+
+
+def _take_part(name: str, folder: Path, address: str) -> str:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from workers.vllm_engine.interfaces import interfaces_here, ucx_settings
+
+    if address:
+        os.environ |= ucx_settings([address], interfaces_here())
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, num_threads=1))
+    memory = bytearray(b"k" * _BYTES if name == "writer" else _BYTES)
+    here = ctypes.addressof((ctypes.c_char * _BYTES).from_buffer(memory))
+    agent.register_memory([(here, _BYTES, 0, "")], "DRAM")
+    told = folder / f"{name}.new"
+    told.write_bytes(here.to_bytes(8, "big") + agent.get_agent_metadata())
+    told.rename(folder / name)
+    other, deadline = folder / next(each for each in NAMES if each != name), time.monotonic() + _DEADLINE_S
+    while not other.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    raw = other.read_bytes()
+    try:
+        peer = agent.add_remote_agent(raw[8:]).decode()
+        if name == "reader":
+            while not agent.get_new_notifs() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            return "read" if memory[-1] == ord("k") else "nothing came"
+        ends = [agent.get_xfer_descs([(at, _BYTES, 0)], "DRAM") for at in (here, int.from_bytes(raw[:8], "big"))]
+        writing = agent.initialize_xfer("WRITE", *ends, peer, b"written")
+        state = agent.transfer(writing)
+        while state == "PROC" and time.monotonic() < deadline:
+            state = agent.check_xfer_state(writing)
+        time.sleep(0.5)  # its last message is still to go out
+        return "written" if state == "DONE" else f"ended as {state}"
+    except Exception as error:
+        return type(error).__name__
+
+
+if __name__ == "__main__":
+    print(_take_part(sys.argv[1], Path(sys.argv[2]), sys.argv[3]), flush=True)
+    os._exit(0)

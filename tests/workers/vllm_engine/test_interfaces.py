@@ -1,0 +1,74 @@
+"""UCX uses the interface at which others reach a worker, whatever other networks the host has."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from support_two_hosts import transfer, two_hosts
+
+from workers.vllm_engine.interfaces import Interface, interfaces_here, ucx_settings
+
+LOOPBACK = Interface("lo", frozenset({"127.0.0.1", "::1"}))
+DATA = Interface("eth0", frozenset({"10.0.0.5", "fd00::5"}))
+OTHER = Interface("eth1", frozenset({"192.168.122.1"}))
+BRIDGE = Interface("br0", frozenset({"10.1.0.5"}), bridge=True)
+BARE = Interface("veth1", frozenset())  # a container's end: UCX does not offer it
+HOST = [LOOPBACK, OTHER, BARE, DATA, BRIDGE]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "settings"),
+    [
+        (["10.0.0.5"], {"UCX_NET_DEVICES": "^lo,eth1"}),
+        (["127.0.0.1"], {"UCX_NET_DEVICES": "^eth1,eth0"}),
+        (["fd00:0::5"], {"UCX_NET_DEVICES": "^lo,eth1", "UCX_TCP_AF_PRIO": "inet6,inet"}),
+        (["203.0.113.9", "10.0.0.5"], {"UCX_NET_DEVICES": "^lo,eth1"}),  # others reach it through a gateway
+        (["203.0.113.9", "0.0.0.0"], {}),
+        (["no.such.host.invalid"], {}),
+        (["10.1.0.5"], {"UCX_NET_DEVICES": "^lo,eth1,eth0", "UCX_TCP_BRIDGE_ENABLE": "y"}),
+    ],
+)
+def test_other_interfaces_are_left_out(hosts: list[str], settings: dict[str, str]) -> None:
+    assert ucx_settings(hosts, HOST) == settings
+
+
+def test_one_interface_needs_no_setting() -> None:
+    assert ucx_settings(["10.0.0.5"], [DATA]) == {}
+
+
+def test_loopback_is_found_here() -> None:
+    here = {interface.name: interface for interface in interfaces_here()}
+    assert "127.0.0.1" in here["lo"].addresses
+    assert {name for _, name in socket.if_nameindex()} >= set(here)
+    assert not any(address.startswith("fe80") for found in here.values() for address in found.addresses)
+
+
+NO_WAY = ("10.1.0.5/24", "10.2.0.5/24")  # each host's second network ends there
+SAME = ("192.168.122.1/24", "192.168.122.1/24")  # as for virtual machines
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("addresses", "others", "route"),
+    [
+        (("10.77.0.1", "10.77.0.2"), NO_WAY, "10.77.0.254"),
+        (("10.77.0.1", "10.77.0.2"), SAME, ""),
+        (("fd77::1", "fd77::2"), SAME, ""),
+    ],
+    ids=["no way", "same address", "IPv6"],
+)
+def test_hosts_with_other_networks_exchange_kv(
+    addresses: tuple[str, str], others: tuple[str, str], route: str, tmp_path: Path
+) -> None:
+    first, second = (f"{address}/{64 if ':' in address else 24}" for address in addresses)
+    for reached_at, expected in (
+        (("", ""), {"nixlBackendError"}),  # as UCX does by itself
+        (addresses, {"written", "read"}),
+    ):
+        folder = tmp_path / str(len(expected))
+        folder.mkdir()
+        with two_hosts((first, second), others, route):
+            found = transfer(folder, reached_at)
+        assert set(found) == expected

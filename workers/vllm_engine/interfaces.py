@@ -1,0 +1,70 @@
+"""Which network interface UCX's TCP uses: the one with the address at which others reach this worker.
+
+By default UCX listens on every interface and offers all of them to its peers. Some that it takes for reachable, by
+subnet or by route, may not be: a second network without a way between two hosts, or a private address that both hosts
+have. One failed connection then ends the whole connection of two engines. RDMA devices have other names, and stay.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import psutil
+
+_SYS = Path("/sys/class/net")
+
+
+class Interface(msgspec.Struct, frozen=True):
+    """One that is up. `addresses` are those of IPv4 and IPv6, without link-local ones."""
+
+    name: str
+    addresses: frozenset[str]
+    bridge: bool = False
+
+
+def ucx_settings(hosts: Iterable[str], interfaces: Iterable[Interface]) -> dict[str, str]:
+    """UCX's environment variables for the interface that has the first of `hosts` that one has; empty if none has any.
+
+    `hosts` are names and addresses, in the order of preference.
+    """
+    known = [interface for interface in interfaces if interface.addresses]
+    for address in (address for host in hosts for address in _resolved(host)):
+        for own in known:
+            if address in own.addresses:
+                return _settings_of(own, known, address)
+    return {}
+
+
+def _settings_of(own: Interface, known: list[Interface], address: str) -> dict[str, str]:
+    # UCX offers no bridge by itself, and warns of names that it does not offer.
+    others = [interface.name for interface in known if interface is not own and not interface.bridge]
+    settings = {"UCX_NET_DEVICES": "^" + ",".join(others)} if others else {}
+    if own.bridge:
+        settings["UCX_TCP_BRIDGE_ENABLE"] = "y"
+    if ":" in address:
+        settings["UCX_TCP_AF_PRIO"] = "inet6,inet"
+    return settings
+
+
+def _resolved(host: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [str(ipaddress.ip_address(str(address[0]).partition("%")[0])) for *_, address in found]
+
+
+def interfaces_here() -> list[Interface]:
+    """This host's, or this container's."""
+    states = psutil.net_if_stats()
+    found: dict[str, set[str]] = {}
+    for label, entries in psutil.net_if_addrs().items():
+        name = label.partition(":")[0]  # a second address may have a label of its own, such as eth0:1
+        if name in states and states[name].isup:
+            addresses = {str(entry.address) for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)}
+            found.setdefault(name, set()).update(address for address in addresses if "%" not in address)
+    return [Interface(name, frozenset(found[name]), (_SYS / name / "bridge").is_dir()) for name in found]
