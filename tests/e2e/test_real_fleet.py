@@ -9,8 +9,9 @@ import os
 import signal
 import time
 
+import psutil
 import pytest
-from support_fleet import RunningFleet, running_fleet, small_model, token_prompt
+from support_fleet import RunningFleet, descendants, running_fleet, small_model, token_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -109,6 +110,13 @@ async def test_remote_prefill_answers_as_one_engine_does_with_and_without_prefix
     assert fleet.metric("pd_kv_transfer_descriptors_total") > 0
     assert fleet.metric("pd_kv_bad_messages_total") == 0
     assert fleet.metric("pd_retries_total") == 0
+
+
+def test_a_fleet_on_one_machine_listens_on_loopback_only(fleet: RunningFleet):
+    family = descendants(fleet.process.pid)
+    ports = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN and each.pid in family]
+    assert len(ports) > 10  # UCX's of both engines among them
+    assert {each.laddr.ip for each in ports} == {"127.0.0.1"}
 
 
 async def test_first_tokens_come_from_prefill_once_and_are_those_of_one_engine(fleet: RunningFleet, aggregated):
