@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 NAMES = ("writer", "reader")
-_BYTES, _DEADLINE_S = 1 << 20, 20.0
-_SWITCH = f"pd{os.getpid() % 100_000}"
+_BYTES, _DEADLINE_S = 1 << 20, 60.0
+_HOSTS = f"pd{os.getpid()}"
 
 
 def ip(command: str) -> None:
@@ -32,7 +32,7 @@ def ip(command: str) -> None:
 def two_hosts(addresses: tuple[str, str], others: tuple[str, str], route: str = "") -> Iterator[None]:
     """Hosts that reach each other at `addresses`, each with one of `others` on a network that ends there. `route`: the
     gateway of all other addresses."""
-    hosts = [f"{_SWITCH}-{name}" for name in NAMES]
+    hosts = [f"{_HOSTS}-{name}" for name in NAMES]
     try:
         for host in hosts:
             ip(f"netns add {host}")
@@ -56,7 +56,7 @@ def transfer(folder: Path, reached_at: tuple[str, str]) -> list[str]:
     """The last line that each of the two agents printed."""
     started = [
         subprocess.Popen(
-            ["ip", "netns", "exec", f"{_SWITCH}-{name}", sys.executable, __file__, name, str(folder), address],
+            ["ip", "netns", "exec", f"{_HOSTS}-{name}", sys.executable, __file__, name, str(folder), address],
             env=os.environ | {"UCX_TLS": "tcp"},  # they have one kernel, so UCX would share memory
             cwd=Path(__file__).parents[1],
             stdout=subprocess.PIPE,
@@ -64,7 +64,7 @@ def transfer(folder: Path, reached_at: tuple[str, str]) -> list[str]:
         )
         for name, address in zip(NAMES, reached_at, strict=True)
     ]
-    return [process.communicate(timeout=90)[0].split("\n")[-2] for process in started]
+    return [process.communicate(timeout=120)[0].split("\n")[-2] for process in started]
 
 
 def _take_part(name: str, folder: Path, address: str) -> str:

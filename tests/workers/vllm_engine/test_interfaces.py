@@ -50,6 +50,7 @@ SAME = ("192.168.122.1/24", "192.168.122.1/24")  # as for virtual machines
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("addresses", "others", "route"),
     [
