@@ -22,10 +22,11 @@ _BYTES, _DEADLINE_S = 1 << 20, 60.0
 _HOSTS = f"pd{os.getpid()}"
 
 
-def ip(command: str) -> None:
+def ip(command: str) -> str:
     done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, timeout=30)
     if done.returncode:
         pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
+    return done.stdout
 
 
 @contextlib.contextmanager
@@ -46,6 +47,10 @@ def two_hosts(addresses: tuple[str, str], others: tuple[str, str], route: str = 
                 ip(f"-n {host} link set {device} up")
             if route:
                 ip(f"-n {host} route add default via {route}")
+        deadline = time.monotonic() + 10
+        while any(ip(f"-n {host} -br link show up").count(" UP ") < 3 for host in hosts):  # the kernel tells it late
+            assert time.monotonic() < deadline, "the links are not up"
+            time.sleep(0.05)
         yield
     finally:
         for host in hosts:

@@ -19,7 +19,7 @@ _SYS = Path("/sys/class/net")
 
 
 class Interface(msgspec.Struct, frozen=True):
-    """One that is up. `addresses` are those of IPv4 and IPv6, without link-local ones."""
+    """`addresses` are those of IPv4 and IPv6, without link-local ones."""
 
     name: str
     addresses: frozenset[str]
@@ -59,12 +59,10 @@ def _resolved(host: str) -> list[str]:
 
 
 def interfaces_here() -> list[Interface]:
-    """This host's, or this container's."""
-    states = psutil.net_if_stats()
+    """This host's, or this container's. One without a carrier is among them: it may have one when UCX looks."""
     found: dict[str, set[str]] = {}
     for label, entries in psutil.net_if_addrs().items():
         name = label.partition(":")[0]  # a second address may have a label of its own, such as eth0:1
-        if name in states and states[name].isup:
-            addresses = {str(entry.address) for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)}
-            found.setdefault(name, set()).update(address for address in addresses if "%" not in address)
+        addresses = {str(entry.address) for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)}
+        found.setdefault(name, set()).update(address for address in addresses if "%" not in address)
     return [Interface(name, frozenset(found[name]), (_SYS / name / "bridge").is_dir()) for name in found]
