@@ -27,9 +27,9 @@ class Interface(msgspec.Struct, frozen=True):
 
 
 def ucx_settings(hosts: Iterable[str], interfaces: Iterable[Interface]) -> dict[str, str]:
-    """UCX's environment variables for the interface that has the first of `hosts` that one has; empty if none has any.
+    """UCX's environment variables that leave out all interfaces but the one of this worker.
 
-    `hosts` are names and addresses, in the order of preference.
+    `hosts`: names and addresses of the worker, in the order of preference. Empty if no interface has any of them.
     """
     known = [interface for interface in interfaces if interface.addresses]
     for address in (address for host in hosts for address in _resolved(host)):
@@ -40,8 +40,8 @@ def ucx_settings(hosts: Iterable[str], interfaces: Iterable[Interface]) -> dict[
 
 
 def _settings_of(own: Interface, known: list[Interface], address: str) -> dict[str, str]:
-    # UCX offers no bridge by itself, and warns of names that it does not offer.
-    others = [interface.name for interface in known if interface is not own and not interface.bridge]
+    # UCX offers bridges only where one is asked for, and warns of names that it does not offer.
+    others = [each.name for each in known if each is not own and (own.bridge or not each.bridge)]
     settings = {"UCX_NET_DEVICES": "^" + ",".join(others)} if others else {}
     if own.bridge:
         settings["UCX_TCP_BRIDGE_ENABLE"] = "y"

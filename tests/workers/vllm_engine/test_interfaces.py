@@ -14,8 +14,9 @@ LOOPBACK = Interface("lo", frozenset({"127.0.0.1", "::1"}))
 DATA = Interface("eth0", frozenset({"10.0.0.5", "fd00::5"}))
 OTHER = Interface("eth1", frozenset({"192.168.122.1"}))
 BRIDGE = Interface("br0", frozenset({"10.1.0.5"}), bridge=True)
+CONTAINERS = Interface("docker0", frozenset({"172.17.0.1"}), bridge=True)
 BARE = Interface("veth1", frozenset())  # a container's end: UCX does not offer it
-HOST = [LOOPBACK, OTHER, BARE, DATA, BRIDGE]
+HOST = [LOOPBACK, OTHER, BARE, DATA, BRIDGE, CONTAINERS]
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ HOST = [LOOPBACK, OTHER, BARE, DATA, BRIDGE]
         (["203.0.113.9", "10.0.0.5"], {"UCX_NET_DEVICES": "^lo,eth1"}),  # others reach it through a gateway
         (["203.0.113.9", "0.0.0.0"], {}),
         (["no.such.host.invalid"], {}),
-        (["10.1.0.5"], {"UCX_NET_DEVICES": "^lo,eth1,eth0", "UCX_TCP_BRIDGE_ENABLE": "y"}),
+        (["10.1.0.5"], {"UCX_NET_DEVICES": "^lo,eth1,eth0,docker0", "UCX_TCP_BRIDGE_ENABLE": "y"}),
     ],
 )
 def test_other_interfaces_are_left_out(hosts: list[str], settings: dict[str, str]) -> None:
