@@ -112,6 +112,8 @@ class Driver:
     async def start(cls, model: Path, *, kv: KVConfig | None = None, name: str = "e", **args: Any) -> Driver:
         from workers.vllm_engine.engine import VllmEngine
 
+        # Its hooks lock around each mmap: a process that is forked meanwhile waits for that lock forever.
+        assert "libucm" not in Path("/proc/self/maps").read_text(), "a test has loaded UCX into this process"
         cores = args.pop("cores", None)
         profile, warm = args.pop("profile", False), args.pop("warm", False)
         kv_port = args.pop("kv_port", None) or next(free_ports("127.0.0.1"))

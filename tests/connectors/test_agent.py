@@ -53,11 +53,14 @@ def test_tries_end_and_other_errors_are_not_tried_again() -> None:
     assert len(FailingAgent.errors) == 1
 
 
-def test_settings_hold_in_their_context_only() -> None:
+def test_settings_hold_in_their_context_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an agent of its own: UCX must not be loaded in a process that forks engines."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
-    before = base_worker.nixl_agent_config, base_worker.NixlWrapper
+    monkeypatch.setattr(base_worker, "NixlWrapper", FailingAgent)
+    FailingAgent.errors += [backend_error()]
+    config = base_worker.nixl_agent_config
     with agent_module.agent_settings():
-        agent = base_worker.NixlWrapper("pd-test", base_worker.nixl_agent_config(num_threads=1))
-        assert isinstance(agent, nixl_api.nixl_agent)
-    assert (base_worker.nixl_agent_config, base_worker.NixlWrapper) == before
+        assert base_worker.NixlWrapper("a").name == "a"
+        assert base_worker.nixl_agent_config(num_threads=1).enable_pthread is False
+    assert (base_worker.nixl_agent_config, base_worker.NixlWrapper) == (config, FailingAgent)
