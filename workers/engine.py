@@ -16,6 +16,8 @@ from orchestrator.types import EngineIdentity, EngineSpeed, KVCounters, KVEndpoi
 
 log = logging.getLogger("pd.engine")
 
+_MIN_RATE_BYTES = 1 << 20  # a smaller WRITE takes mostly the link's latency
+
 
 class Phase(str, enum.Enum):
     PREFILL = "prefill"  # compute the prompt, keep and push its KV, sample one token
@@ -43,6 +45,11 @@ class EngineLoad(msgspec.Struct, frozen=True):
     waiting: int
     step_ms: float
     kv: KVCounters = KVCounters()
+
+
+def link_rate(size_bytes: float, seconds: float) -> float:
+    """What one WRITE tells of the link's rate (bytes/s); 0 if it is too small to tell anything."""
+    return size_bytes / seconds if size_bytes >= _MIN_RATE_BYTES and seconds > 0 else 0.0
 
 
 class EngineRequest(msgspec.Struct, frozen=True):

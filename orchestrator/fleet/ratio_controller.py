@@ -110,11 +110,14 @@ class RatioController:
 
 def observe(views: Iterable[WorkerView], at: float, offered: Offered) -> Observation | None:
     """A sample of the fleet's load; None while no decode worker has reported its load."""
+    views = list(views)
     decoding = _decoding(views)
     loads = [view.load for view in decoding if view.load is not None]
     if not loads:
         return None
     block_size = decoding[0].info.identity.block_size
+    # WRITEs that share a link are slower than the link, and the fastest of all workers hardly shared it.
+    fastest = max(view.load.kv.link_bytes_per_s for view in views if view.load is not None)
     return Observation(
         at=at,
         offered=offered,
@@ -125,6 +128,7 @@ def observe(views: Iterable[WorkerView], at: float, offered: Offered) -> Observa
         worker_tokens=sum(load.blocks_total for load in loads) * block_size // len(loads),
         worker_sequences=min(view.info.max_num_seqs for view in decoding),
         decode_workers=tuple(view.info.id for view in decoding),
+        link_s_per_token=decoding[0].info.kv_bytes_per_token / fastest if fastest > 0 else 0.0,
     )
 
 

@@ -63,6 +63,7 @@ class RatioControl:
             worker_tokens=profile.blocks * profile.block_size,
             worker_sequences=profile.max_num_seqs,
             decode_workers=tuple(worker.name for worker in workers),
+            link_s_per_token=profile.kv_bytes_per_token / profile.link_bytes_per_s,
         )
 
     def _apply(self, desired: DesiredRatio, now: float) -> None:

@@ -18,7 +18,7 @@ from connectors.push import actions as do
 from connectors.push import inbound, outbound, wire
 from orchestrator.config.settings import KVConfig
 from orchestrator.types import KVCounters, KVSource
-from workers.engine import Phase
+from workers.engine import Phase, link_rate
 from workers.sim.connections import SimConnections
 from workers.sim.scheduler import SimRequest, SimScheduler, SimState
 
@@ -42,7 +42,7 @@ class SimTransfers:
         self._writes: dict[int, asyncio.TimerHandle] = {}  # timers of the WRITEs in flight, by handle
         self._link_free_at = 0.0
         self._bytes_sent = self._transfers = self._failures = self._bad_messages = 0
-        self._transfer_s = 0.0
+        self._transfer_s = self._link_bytes_per_s = 0.0
 
     async def listen(self, host: str, port: int, advertise: str) -> int:
         """Listen for peers, which connect to `advertise`. Returns the port. Raises OSError."""
@@ -64,6 +64,7 @@ class SimTransfers:
             failures=self._failures,
             bad_messages=self._bad_messages,
             withdrawing_blocks=self._inbound.withdrawing_blocks,
+            link_bytes_per_s=self._link_bytes_per_s,
         )
 
     # ---- from the engine ---------------------------------------------------------------------------------------
@@ -204,8 +205,10 @@ class SimTransfers:
         size = config.block_size
         ranges = [(chunk.start * size, (chunk.start + len(chunk.blocks[0])) * size) for chunk in post.chunks]
         tokens = sum(min(end, post.order.prompt_tokens) - start for start, end in ranges)
-        self._bytes_sent += tokens * config.kv_bytes_per_token
-        seconds = tokens * config.kv_bytes_per_token / (config.link_gb_per_s * 1e9) / config.speed
+        size_bytes = tokens * config.kv_bytes_per_token
+        self._bytes_sent += size_bytes
+        seconds = size_bytes / (config.link_gb_per_s * 1e9) / config.speed
+        self._link_bytes_per_s = max(self._link_bytes_per_s, link_rate(size_bytes, seconds))
         self._link_free_at = max(self._link_free_at, writes_from or now) + seconds
         handle = next(self._handles)
         self._outbound.posted(post.stream, handle, now)

@@ -20,7 +20,7 @@ from orchestrator.config.settings import KVConfig
 from orchestrator.types import EngineSpeed, KVCounters, KVEndpoint
 from orchestrator.wire.control import ENGINE_METHODS
 from orchestrator.wire.curve import KeyPair
-from workers.engine import EngineDead, EngineInfo, EngineLoad, EngineRequest, EngineStep, PrefixDelta
+from workers.engine import EngineDead, EngineInfo, EngineLoad, EngineRequest, EngineStep, PrefixDelta, link_rate
 from workers.vllm_engine.identity import identity_of
 from workers.vllm_engine.launch import build_config, start_client
 from workers.vllm_engine.plugin import PREFIX_STATS, TOKENS_LEFT_STATS
@@ -76,6 +76,7 @@ class VllmEngine:
         self._last = EngineLoad(0, 0, 0, 0.0)
         # Sums of the connector's statistics: bytes_transferred, num_descriptors, pd_exposed_seconds ...
         self.kv_totals: Counter[str] = Counter()
+        self._all_ranks, self._link_bytes_per_s = 1, 0.0
 
     # ---- life --------------------------------------------------------------------------------------------------
 
@@ -113,7 +114,7 @@ class VllmEngine:
         facts = await self.call_engine("pd_describe")
         self._ranks = RankWatch(facts["rank_pids"], self._rank_ended)
         tasks = await self.call_engine("get_supported_tasks")
-        self._blocks_total = facts["blocks_total"]
+        self._blocks_total, self._all_ranks = facts["blocks_total"], config.parallel_config.world_size
         model = config.model_config
         self._codec = RequestCodec(model.max_model_len, model.get_vocab_size())
         parallel = config.parallel_config
@@ -289,9 +290,14 @@ class VllmEngine:
     def _account(self, stats: Any) -> EngineLoad:
         details = stats.iteration_details
         worked = details is not None and not details.is_dummy and details.elapsed_ms > 0
-        for name, values in (stats.kv_connector_stats or {}).items():
+        transfers = stats.kv_connector_stats or {}
+        for name, values in transfers.items():
             self.kv_totals[name] += sum(values)
             self.kv_totals[f"{name}_count"] += len(values)
+        for size, seconds in zip(
+            transfers.get("bytes_transferred", ()), transfers.get("transfer_duration", ()), strict=False
+        ):
+            self._link_bytes_per_s = max(self._link_bytes_per_s, self._all_ranks * link_rate(size, seconds))
         kv = self.kv_totals
         self._last = EngineLoad(
             blocks_free=round((1.0 - stats.kv_cache_usage) * self._blocks_total),
@@ -306,6 +312,7 @@ class VllmEngine:
                 failures=kv["pd_streams_failed_count"] + kv["pd_receives_failed_count"],
                 bad_messages=kv["pd_bad_messages_count"],
                 withdrawing_blocks=int(kv["pd_withdrawing_blocks"]),
+                link_bytes_per_s=self._link_bytes_per_s,
             ),
         )
         return self._last

@@ -36,6 +36,7 @@ class Traffic(msgspec.Struct, frozen=True):
     step_s: float  # a decode step without sequences
     step_s_per_sequence: float
     max_sequences: float  # on one decode worker, by batch size or memory
+    link_share: float = 0.0  # seconds in which a worker's link carries a token's KV, per second of its prefill
 
 
 def after_moves(traffic: Traffic, prefill: int, decode: int, more: int) -> Traffic:
@@ -76,13 +77,16 @@ def headroom(traffic: Traffic, prefill: int, decode: int, slo: SLOConfig) -> flo
     """The multiple of the arriving rate at which 95% of requests would still meet both objectives; at most 64.
 
     Above 1 the split can serve the arriving load. The `decode` workers compute the prompts that would wait too long for
-    the `prefill` workers, or all prompts if `prefill` is 0.
+    the `prefill` workers or for a link, or all prompts if `prefill` is 0.
     """
     if decode < 1:
         return 0.0
     if traffic.requests_per_s <= 0:
         return MAX_HEADROOM
-    taken = prefill * max_utilization(prefill, traffic, slo.ttft_s)
+    taken = min(
+        prefill * max_utilization(prefill, traffic, slo.ttft_s),
+        carried(min(prefill, decode), traffic, slo.ttft_s),
+    )
     low, high = 0.0, MAX_HEADROOM
     for _ in range(STEPS):
         middle = (low + high) / 2
@@ -116,6 +120,21 @@ def max_utilization(workers: int, traffic: Traffic, ttft_slo_s: float) -> float:
         else:
             high = busy
     return low
+
+
+def carried(links: int, traffic: Traffic, ttft_slo_s: float) -> float:
+    """The most prefill work, in workers, whose KV is in time over this many links; each has a queue of its own.
+
+    What a prompt's KV takes on a link follows from its uncached tokens on the decode worker, since only those are sent.
+    """
+    if traffic.link_share <= 0 or traffic.local_s <= 0:
+        return math.inf
+    kv = msgspec.structs.replace(
+        traffic,
+        prefill_s=traffic.link_share * traffic.local_s,
+        prefill_s2=traffic.link_share * traffic.link_share * traffic.local_s2,
+    )
+    return links * max_utilization(1, kv, ttft_slo_s) * traffic.prefill_s / kv.prefill_s
 
 
 def tpot_s(traffic: Traffic, factor: float, taken: float, decode: int) -> float:

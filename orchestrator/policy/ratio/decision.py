@@ -46,8 +46,12 @@ class RatioDecision(msgspec.Struct, frozen=True):
             f"bears {self.headroom_after:.2f} instead of {self.headroom_before:.2f} times what arrives: "
             f"{t.requests_per_s:.3g} requests/s, {t.prefill_s * 1e3:.3g} ms of prefill and "
             f"{t.output_tokens:.3g} tokens out each, steps of {t.step_s * 1e3:.3g} ms and "
-            f"{t.step_s_per_sequence * 1e3:.2g} ms a sequence{self._of_caches()}"
+            f"{t.step_s_per_sequence * 1e3:.2g} ms a sequence{self._of_links()}{self._of_caches()}"
         )
+
+    def _of_links(self) -> str:
+        link_s = self.traffic.link_share * self.traffic.local_s
+        return f", KV that takes a link {link_s * 1e3:.3g} ms each" if link_s else ""
 
     def _of_caches(self) -> str:
         if self.uncached is None or self.kept_s is None:

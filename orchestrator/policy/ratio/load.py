@@ -34,6 +34,7 @@ class Observation(msgspec.Struct, frozen=True):
     worker_tokens: int  # size of one decode worker's KV pool
     worker_sequences: int  # in one decode worker's batch, at most
     decode_workers: tuple[str, ...] = ()  # their ids; what others decoded before a role change tells nothing now
+    link_s_per_token: float = 0.0  # in which a worker's link carries a token's KV; 0: not known
 
 
 class LoadSample(msgspec.Struct, frozen=True):
@@ -51,6 +52,7 @@ class LoadSample(msgspec.Struct, frozen=True):
     max_sequences: float  # on one decode worker, by batch size or memory
     worker_tokens: float = 0.0  # size of one worker's KV memory
     reuse: Reuse = Reuse()  # of the prompts that arrived
+    link_s_per_token: float = 0.0  # `Observation`'s
 
 
 class LoadSampler:
@@ -99,6 +101,7 @@ class LoadSampler:
             max_sequences=max(1.0, min(now.worker_sequences, by_memory)),
             worker_tokens=now.worker_tokens,
             reuse=reuse,
+            link_s_per_token=now.link_s_per_token,
         )
 
     def _step(self, itl_s: float) -> tuple[float, float]:
@@ -170,6 +173,7 @@ def traffic(window: Sequence[LoadSample]) -> Traffic | None:
         step_s=last.step[0],
         step_s_per_sequence=last.step[1],
         max_sequences=last.max_sequences,
+        link_share=last.link_s_per_token / per_token if per_token > 0 else 0.0,
     )
 
 

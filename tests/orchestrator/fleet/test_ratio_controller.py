@@ -18,7 +18,7 @@ from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.store.client import connect
 from orchestrator.store.events import KEPT, RatioHistory
 from orchestrator.store.registry import Frontend, Registry
-from orchestrator.types import DesiredRatio, Offered, Role, WorkerLoad, WorkerState
+from orchestrator.types import DesiredRatio, KVCounters, Offered, Role, WorkerLoad, WorkerState
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +101,16 @@ def test_observation_sums_decode_workers():
     assert (look.holding, look.waiting, look.held_tokens) == (10, 4, 2 * 100 * 16)
     assert (look.worker_tokens, look.worker_sequences) == (512 * 16, 64)
     assert [fleet.workers[name].info.role for name in look.decode_workers] == [D, D]
+
+
+def test_link_is_as_fast_as_the_fastest_write_of_any_worker():
+    fleet = fleet_of(P, P, D)
+    assert observe(fleet.workers.values(), 9.0, Offered()).link_s_per_token == 0, "no KV has been sent"
+    for name, rate in (("w0", 2e9), ("w1", 8e9)):
+        kv = KVCounters(link_bytes_per_s=rate)
+        fleet.take_load(msgspec.structs.replace(fleet.workers[name].load, kv=kv, sequence=9), 0.0)
+    bytes_per_token = fleet.workers["w2"].info.kv_bytes_per_token
+    assert observe(fleet.workers.values(), 9.0, Offered()).link_s_per_token == pytest.approx(bytes_per_token / 8e9)
 
 
 def test_nothing_is_observed_without_decode_workers():

@@ -81,7 +81,9 @@ async def test_every_transfer_mode_sends_each_byte_once(sims: SimFixture, transf
     await decode.submit(request_of("a#1", prompt, max_tokens=2, source=sims.source(p_info, "a#1")))
     assert (await collect(decode, "a#1")).tokens == expected(prompt, 2)
     await sims.assert_no_leaks()
-    assert (await prefill.load()).kv.bytes_sent == 3000 * FAST.kv_bytes_per_token
+    kv_totals = (await prefill.load()).kv
+    assert kv_totals.bytes_sent == 3000 * FAST.kv_bytes_per_token
+    assert kv_totals.link_bytes_per_s == pytest.approx(FAST.link_gb_per_s * 1e9 * FAST.speed)
 
 
 async def test_registering_after_prefill_has_ended(sims: SimFixture) -> None:

@@ -103,8 +103,9 @@ async def test_remote_prefill_gives_the_tokens_of_a_local_one(pair, reference, l
     await assert_no_leaks(prefill, decode)
 
 
-async def test_transferred_kv_is_not_reported_as_cached(pair) -> None:
+async def test_transferred_kv_is_not_reported_as_cached(pair, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = pair
+    monkeypatch.setattr("workers.engine._MIN_RATE_BYTES", 1)  # the WRITEs of a tiny model are small
     sent = (await prefill.engine.load()).kv.bytes_sent
     await transfer(prefill, decode, "counted", frames(prompt(320, 1)))
     await decode.done("counted")
@@ -114,6 +115,7 @@ async def test_transferred_kv_is_not_reported_as_cached(pair) -> None:
     await until(lambda: prefill.loads[-1].kv.bytes_sent >= all_bytes, what="the count of all bytes")
     assert prefill.loads[-1].kv.bytes_sent == all_bytes
     assert prefill.loads[-1].kv.transfers > 0 and prefill.loads[-1].kv.transfer_s > 0
+    assert prefill.loads[-1].kv.link_bytes_per_s > 0
     await assert_no_leaks(prefill, decode)
 
 

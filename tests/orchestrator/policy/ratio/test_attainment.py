@@ -12,6 +12,7 @@ from orchestrator.policy.ratio.attainment import (
     MAX_HEADROOM,
     Traffic,
     after_moves,
+    carried,
     headroom,
     max_utilization,
     scale_prefill_times,
@@ -143,3 +144,17 @@ def test_max_utilization_falls_with_spread_and_rises_with_workers():
     assert max_utilization(1, wild, 1.0) < max_utilization(1, EVEN, 1.0) <= 0.95
     assert max_utilization(1, wild, 1.0) < max_utilization(8, wild, 1.0)
     assert max_utilization(2, wild, 0.2) < max_utilization(2, wild, 5.0)
+
+
+def test_links_bound_what_prefill_workers_can_hand_over():
+    """KV for which a link takes a fifth of the prefill's time: one decode worker takes that of less than five."""
+    code = of_prompts(0.1, 0.02, output_tokens=20.0, requests_per_s=60.0)
+    linked = msgspec.structs.replace(code, link_share=0.2)
+    assert bears(linked, 7, 1) < 0.75 * bears(code, 7, 1)
+    assert bears(linked, 4, 4) == bears(code, 4, 4), "four links carry all that four workers prefill"
+    assert best(linked) < best(code) == 7
+    # Half of each prompt is cached where it decodes: half of the KV is sent.
+    cached = msgspec.structs.replace(linked, local_s=0.05, local_s2=0.005)
+    assert 1.9 * carried(1, linked, SLO.ttft_s) < carried(1, cached, SLO.ttft_s)
+    assert 4 < carried(1, linked, SLO.ttft_s) < 5
+    assert carried(1, code, SLO.ttft_s) == math.inf, "as long as the link's rate is not known"

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from orchestrator.policy.predict import Predictor
-from orchestrator.policy.ratio.load import LoadSampler, Observation, offered_since
+from orchestrator.policy.ratio.load import LoadSampler, Observation, offered_since, traffic
 from orchestrator.types import EngineSpeed, Offered
 
 FIRST = Observation(
@@ -31,6 +31,19 @@ def test_sample_is_difference_of_two_observations():
     assert (sample.at, sample.period_s, sample.sequences, sample.decoding) == (110.0, 10.0, 6, 3)
     assert sample.offered == Offered(10, 20_000, 1500.0, prefill_tokens2=4.0e7)
     assert sample.prefill_s_per_token == pytest.approx(0.0005)
+
+
+def test_link_is_told_in_seconds_of_prefill():
+    """A link that carries a token's KV in a tenth of the time in which it is computed; unknown before the first KV."""
+    sampler, enough = LoadSampler(), Offered(100, 20_000, 1500.0)
+    sampler.sample(FIRST, Predictor(0.0005))
+    window = [
+        sampler.sample(later(seconds, link_s_per_token=known), Predictor(0.0005))
+        for seconds, known in ((10.0, 0.0), (20.0, 5e-5))
+    ]
+    window = [msgspec.structs.replace(sample, offered=enough) for sample in window]
+    assert traffic(window[:1]).link_share == 0
+    assert traffic(window).link_share == pytest.approx(0.1)
 
 
 def test_a_clock_that_was_set_back_gives_no_sample():
