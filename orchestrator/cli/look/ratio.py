@@ -30,4 +30,4 @@ def history(namespace: NamespaceOption = None, redis: RedisOption = None, as_jso
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(noted.at))
         OUT.print(f"{when}  {noted.decision}", highlight=False, soft_wrap=True)
     if not decisions:
-        OUT.print("no decision yet", highlight=False)
+        OUT.print("none: the split has not changed, or ratio.mode is not auto", highlight=False)
