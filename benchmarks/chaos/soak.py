@@ -1,7 +1,8 @@
 """A mix of faults for a long time: no client may notice one, and processes that live throughout may not grow.
 
-In the first third all faults are made. After that no fault kills one worker of each role, the frontends or Redis. These
-and the launcher are measured between faults, while there are no requests: private memory (USS) and open descriptors.
+In the first third all faults are made. After that no fault kills one worker of each role, the frontends or Redis. In
+the second half these and the launcher are measured between faults, while there are no requests: private memory (USS)
+and open descriptors. A worker that was started shortly before the end of the first third has filled its caches by then.
 The median of the last quarter of the samples may exceed that of the first quarter by 2%. A worker that changes its role
 needs other memory, so its samples begin again.
 
@@ -139,7 +140,7 @@ def soak(minutes: float, seed: int) -> tuple[Seen, dict[str, int], list[Growth],
             if bound_s is not None and longest_s > bound_s:
                 failures.append(f"{name}: a gap of {longest_s:.2f} s, at most {bound_s:g} s")
             print(f"{elapsed_s:5.0f} s {name}: longest gap {longest_s:.2f} s, {seen.errors.total()} errors", flush=True)
-            if sampler is not None:
+            if sampler is not None and elapsed_s > minutes * 30:
                 time.sleep(SETTLE_S)
                 sampler.sample()
     return seen, dict(made), sampler.throughout() if sampler is not None else [], failures
