@@ -2,8 +2,8 @@
 
 In the first third all faults are made. After that no fault kills one worker of each role, the frontends or Redis. In
 the second half these and the launcher are measured between faults, while there are no requests: private memory (USS)
-and open descriptors. A worker that was started shortly before the end of the first third has filled its caches by then.
-The median of the last quarter of the samples may exceed that of the first quarter by 2%. A worker that changes its role
+and open descriptors: a worker that was started shortly before the end of the first third has had time to warm up. The
+median of the last quarter of the samples may exceed that of the first quarter by 2%. A worker that changes its role
 needs other memory, so its samples begin again.
 
     make soak                                    # half an hour

@@ -26,6 +26,7 @@ from orchestrator.types import Offered, Role, WorkerState
 log = logging.getLogger("pd.ratio")
 
 LEASE_S = 5.0
+_MIN_TRANSFERS = 10  # a worker's first WRITEs also connect, and make a link look slow
 
 
 class RatioController:
@@ -117,7 +118,8 @@ def observe(views: Iterable[WorkerView], at: float, offered: Offered) -> Observa
         return None
     block_size = decoding[0].info.identity.block_size
     # WRITEs that share a link are slower than the link, and the fastest of all workers hardly shared it.
-    fastest = max(view.load.kv.link_bytes_per_s for view in views if view.load is not None)
+    sent = [view.load.kv for view in views if view.load is not None and view.load.kv.transfers >= _MIN_TRANSFERS]
+    fastest = max((kv.link_bytes_per_s for kv in sent), default=0.0)
     return Observation(
         at=at,
         offered=offered,

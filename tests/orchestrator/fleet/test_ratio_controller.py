@@ -106,9 +106,12 @@ def test_observation_sums_decode_workers():
 def test_link_is_as_fast_as_the_fastest_write_of_any_worker():
     fleet = fleet_of(P, P, D)
     assert observe(fleet.workers.values(), 9.0, Offered()).link_s_per_token == 0, "no KV has been sent"
-    for name, rate in (("w0", 2e9), ("w1", 8e9)):
-        kv = KVCounters(link_bytes_per_s=rate)
-        fleet.take_load(msgspec.structs.replace(fleet.workers[name].load, kv=kv, sequence=9), 0.0)
+    for name, rate, transfers in (("w0", 2e6, 1), ("w0", 2e9, 50), ("w1", 8e9, 50)):
+        kv = KVCounters(transfers=transfers, link_bytes_per_s=rate)
+        fleet.take_load(msgspec.structs.replace(fleet.workers[name].load, kv=kv, sequence=8 + transfers), 0.0)
+        if transfers == 1:
+            look = observe(fleet.workers.values(), 9.0, Offered())
+            assert look.link_s_per_token == 0, "a first WRITE also connects"
     bytes_per_token = fleet.workers["w2"].info.kv_bytes_per_token
     assert observe(fleet.workers.values(), 9.0, Offered()).link_s_per_token == pytest.approx(bytes_per_token / 8e9)
 
