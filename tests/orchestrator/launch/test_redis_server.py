@@ -1,0 +1,35 @@
+"""The launcher's connection to Redis, with a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config.settings import parse_config
+from orchestrator.launch.host.redis_server import RedisServer
+from orchestrator.store.client import RedisAway
+
+pytestmark = pytest.mark.slow  # a server of its own
+
+
+async def test_launcher_waits_for_a_slow_redis(tmp_path: Path):
+    """A machine on which workers load is busy: `up` failed there because one answer took over `redis.timeout_s`."""
+    config = parse_config({"model": "m", "engine": "sim", "redis": {"timeout_s": 0.05}})
+    server = RedisServer(config, tmp_path)
+    redis = await server.start()
+    assert server._own is not None and (pid := server._own.pid) is not None
+    try:
+        os.kill(pid, signal.SIGSTOP)
+        asyncio.get_running_loop().call_later(0.5, os.kill, pid, signal.SIGCONT)
+        assert await redis.ping()
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(RedisAway, match="no answer within 2 s"):
+            await redis.ping()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        await redis.aclose()
+        await server.stop()
