@@ -26,6 +26,8 @@ RETRY_AFTER_S = 1.0  # of a rejection without a predicted time
 TTFT_TOLERANCE = 1.1
 # The same for lateness, by which workers are compared when the request cannot be prefilled remotely.
 LATENESS_TOLERANCE = 1.1
+# Of the TTFT objective, for a predicted mean: waits are about exponential, and 95% of those are below three means.
+SURE_SHARE = 1 / 3
 ITL_MARGIN = 0.9  # of the TPOT objective: predictions are means, but nearly all requests must meet the objective
 
 
@@ -171,7 +173,10 @@ def _by_cost(
     prefill uses up some of the slack that each running sequence has: the time by which its remaining tokens could be
     later without missing the TPOT objective. The used share of that slack, summed over the sequences, costs
     `routing.itl_weight` TTFT objectives. A worker whose running sequences would exceed `ITL_MARGIN` of the TPOT
-    objective is excluded. If the request cannot be prefilled remotely, `_lateness` ranks the workers instead.
+    objective is excluded. Their ITL is the measured one, which a burst outruns. If a remote prefill is nearly sure to
+    be in time (`SURE_SHARE`), the number of sequences counts as well, because then nothing is gained by the risk.
+
+    If the request cannot be prefilled remotely, `_lateness` ranks the workers instead.
     """
     if not open_ones:
         return Remote("decode_full") if blocker is None else Reject("decode_full", RETRY_AFTER_S)
@@ -182,7 +187,12 @@ def _by_cost(
         bound = min(late) * LATENESS_TOLERANCE
         near = [candidate for candidate, lateness in zip(open_ones, late, strict=True) if lateness <= bound]
         return _local(request, near, choose, blocker or "cost")
-    cost, itl = predictor.local_s(open_ones, prompt_tokens)
+    compute = max(0, prompt_tokens - prefill.cached_tokens)
+    ttft_s = predictor.remote_ttft_s(compute, prompt_tokens, prefill.queue, prefill.workers_ready)
+    # The gain must exceed the error of the transfer time: on a tie a new request is local, and a queued one waits on.
+    error_s = predictor.transfer_error_s(prompt_tokens)
+    remote_s = ttft_s - error_s if prefill.queued else ttft_s + error_s
+    cost, itl = predictor.local_s(open_ones, prompt_tokens, by_sequences=remote_s <= SURE_SHARE * slo.ttft_s)
     ahead_tokens = predictor.ahead_tokens
     itl_bound_s, price_s = ITL_MARGIN * slo.tpot_s, routing.itl_weight * slo.ttft_s
     fixed_s, s_per_token = predictor.prefill_line
@@ -196,11 +206,6 @@ def _by_cost(
             prefill_s = fixed_s + s_per_token * (tokens if tokens > 0 else 0)
             slack_s = max((itl_bound_s - itl[index]) * ahead_tokens, 1e-3)
             cost[index] += price_s * candidate.running * prefill_s / slack_s
-    compute = max(0, prompt_tokens - prefill.cached_tokens)
-    ttft_s = predictor.remote_ttft_s(compute, prompt_tokens, prefill.queue, prefill.workers_ready)
-    # The gain must exceed the error of the transfer time: on a tie a new request is local, and a queued one waits on.
-    error_s = predictor.transfer_error_s(prompt_tokens)
-    remote_s = ttft_s - error_s if prefill.queued else ttft_s + error_s
     least = min(cost)
     if least > remote_s:
         return Remote("cost", ttft_s)

@@ -235,13 +235,20 @@ class Predictor:
             found.append(fit.intercept + fit.slope * pending_tokens + itl_s)
         return found
 
-    def local_s(self, candidates: Iterable[Candidate], prompt_tokens: int) -> tuple[list[float], list[float]]:
+    def local_s(
+        self, candidates: Iterable[Candidate], prompt_tokens: int, by_sequences: bool = False
+    ) -> tuple[list[float], list[float]]:
         """`local_ttft_s`, and for each candidate the ITL of the sequences that decode there: a prefill delays each of
-        them by its seconds, spread over `ahead_tokens`."""
+        them by its seconds, spread over `ahead_tokens`.
+
+        The ITL is measured, and so as old as answers are long. `by_sequences`: it is at least that of the number of
+        sequences there now (`tpot_line`).
+        """
         ttfts_s: list[float] = []
         itls_s: list[float] = []
         pool, prior_itl_s, fit_of, itl_of = self._pool, self._prior_itl_s, self._local.get, self._itl.get
         delay_s_per_token = pool.slope / self.ahead_tokens
+        fixed_s, each_s = self.tpot_line if by_sequences else (0.0, 0.0)
         for candidate in candidates:
             worker_id = candidate.worker_id
             tokens = prompt_tokens - candidate.cached_tokens
@@ -252,7 +259,8 @@ class Predictor:
             smoothed = itl_of(worker_id)
             itl_s = prior_itl_s if smoothed is None else smoothed.value
             ttfts_s.append(fit.intercept + fit.slope * pending_tokens + itl_s)
-            itls_s.append(itl_s + delay_s_per_token * pending_tokens)
+            now_s = fixed_s + each_s * (candidate.running + candidate.waiting)
+            itls_s.append((itl_s if itl_s > now_s else now_s) + delay_s_per_token * pending_tokens)
         return ttfts_s, itls_s
 
     def itl_s(self, worker_id: str) -> float:

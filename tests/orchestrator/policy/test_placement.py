@@ -171,6 +171,21 @@ def decode_worker(name: str, running: int, cached: int = 0, waiting: int = 0, fr
     return Candidate(name, 25_000, free, 16, running, waiting, 0, cached_tokens=cached, max_num_seqs=256)
 
 
+@pytest.mark.parametrize(
+    ("ttft_s", "running", "local"),
+    [
+        (2.0, 100, True),  # 20 ms a token, as measured
+        (2.0, 400, False),  # 50 ms with so many: they came in a burst, and have not been measured yet
+        (0.5, 400, True),  # a remote prefill might be late
+    ],
+)
+def test_burst_keeps_prompts_off_decode_while_remote_prefill_is_in_time(ttft_s, running, local):
+    slo, queue = SLOConfig(ttft_s=ttft_s, tpot_s=0.05), QueueDepth(5, 6000, 0)
+    busy, choose = decode_worker("d0", running), decode_choice("kv_prefix")
+    decision = place(request(400), [busy], PrefillView(1, queue), RoutingConfig(), choose, measured(), slo)
+    assert isinstance(decision, Local) is local
+
+
 def test_conversation_leaves_worker_near_tpot_objective():
     idle = decode_worker("idle", 10)
     assert stay_local(measured(), 3100, decode_worker("holder", 40, cached=3000), idle) == "holder"
