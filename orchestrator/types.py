@@ -312,6 +312,7 @@ class Offered(msgspec.Struct, frozen=True):
     least_tokens: int = 0  # the same, on the worker of either role with most of the prompt cached
     least_tokens2: float = 0.0
     late: int = 0  # of those that ended, those that missed one of the two objectives, or both
+    generated_tokens: int = 0  # of all requests, ended or not
 
     @classmethod
     def one(cls, prefill_tokens: int, local_tokens: int, output_tokens: float) -> Offered:

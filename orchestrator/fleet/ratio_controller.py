@@ -123,7 +123,6 @@ def observe(views: Iterable[WorkerView], at: float, offered: Offered) -> Observa
     return Observation(
         at=at,
         offered=offered,
-        decoding=sum(load.running for load in loads),
         holding=sum(load.running for load in loads),
         waiting=sum(load.waiting for load in loads),
         held_tokens=sum(load.blocks_total - load.blocks_free for load in loads) * block_size,

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
 from orchestrator.config.settings import Config
 from orchestrator.fleet.control_calls import ControlCalls
 from orchestrator.fleet.membership import Membership
@@ -215,7 +217,7 @@ class FleetConnection:
                 id=self.frontend_id,
                 url=self._url,
                 process=own_identity(),
-                offered=self.router.learning.offered,
+                offered=replace(self.router.learning.offered, generated_tokens=self.router.recent.output_tokens),
                 mesh_key=self._keys.public if self._keys else "",
                 generation=self._generation,
                 by_hand=self._by_hand,

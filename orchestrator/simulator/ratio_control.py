@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections import deque
 
+import msgspec
+
 from orchestrator.policy.ratio.decision import RatioDecision, desired_ratio
 from orchestrator.policy.ratio.load import LoadSample, LoadSampler, Observation, samples_in_window
 from orchestrator.simulator.router import Router
@@ -53,10 +55,11 @@ class RatioControl:
             if (new := worker.plain_steps - steps) > 0:
                 self._sampler.observe_step(len(worker.running), (worker.plain_s - seconds) / new)
                 self._plain[worker.name] = (worker.plain_s, worker.plain_steps)
+        everyone = (*workers, *router.prefill.workers(), *(worker for worker, _ in self._moving))
+        generated_tokens = sum(worker.generated_tokens(now) for worker in everyone)
         return Observation(
             at=now,
-            offered=router.offered,
-            decoding=running,
+            offered=msgspec.structs.replace(router.offered, generated_tokens=generated_tokens),
             holding=running + sum(len(worker.receiving) + len(worker.arrived) for worker in workers),
             waiting=sum(len(worker.waiting) for worker in workers),
             held_tokens=sum(worker.used_blocks(now) for worker in workers) * profile.block_size,

@@ -59,6 +59,7 @@ class Worker:
         self.busy_s = 0.0
         self.plain_s = 0.0  # the part of `busy_s` in steps that only decoded
         self.plain_steps = 0
+        self._generated_tokens = 0  # up to the current run of steps
         self.itl_buckets: dict[int, int] = {}
         self.link_free_at = 0.0
         self.waiting: list[Stay] = []  # by `order`
@@ -138,6 +139,11 @@ class Worker:
             return self.kv.used + self.batch.blocks_in(self._run.steps_by(now))
         return self.kv.used
 
+    def generated_tokens(self, now: float) -> int:
+        """Output tokens so far, including those of the current run of steps."""
+        steps = self._run.steps_by(now) if self._can_be_cut() else 0
+        return self._generated_tokens + self.batch.sequences * steps
+
     def uncomputed_blocks(self) -> int:
         """Blocks that vLLM would not have allocated yet: it allocates per chunk, this simulator per prompt."""
         if not self.prefilling:
@@ -171,6 +177,7 @@ class Worker:
         duration = now - self._run.started_at
         self.busy_s += duration
         if decoding:
+            self._generated_tokens += decoding * steps
             if not self._chunks:
                 self.plain_s += duration
                 self.plain_steps += steps
@@ -207,6 +214,7 @@ class Worker:
         self.sim.on_first(self, stay, now)
         stay.remaining -= 1
         stay.emitted += 1
+        self._generated_tokens += 1
         if stay.remaining <= 0:
             self._done(stay, now)
         else:

@@ -7,6 +7,10 @@ import signal
 import aiohttp
 import pytest
 from support_fleet import RunningFleet, running_fleet, token_prompt
+from support_wait import until
+
+from orchestrator.store.client import connect
+from orchestrator.store.registry import Registry
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -283,6 +287,15 @@ async def test_thousands_of_requests_go_through_4p4d_and_two_frontends():
         assert wrong == []
         assert fleet.metric("pd_requests_total", outcome="finished") - already == total
         assert fleet.metric("pd_requests_total") - already == total
+        redis = await connect(fleet.redis_url(), 5)
+
+        async def are_counted() -> bool:
+            frontends = await Registry(redis, fleet.namespace).frontends()
+            counted = [frontend.offered.generated_tokens for frontend in frontends.values()]
+            return len(counted) == 2 and min(counted) > 0 and sum(counted) == (total + len(PROMPTS)) * max_tokens
+
+        await until(are_counted, "both frontends tell how many tokens were generated")
+        await redis.aclose()
         fleet.assert_no_leaks()
 
 

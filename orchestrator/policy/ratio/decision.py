@@ -22,8 +22,9 @@ MAX_SPLITS = 32  # about as many splits of a large fleet are compared, evenly sp
 # decode worker can do all that a prefill worker does, but not the other way round.
 DECODE_EARLIER = 1.25
 NEVER_S = 1e6  # a TPOT objective that every request meets
-# A move to prefill must be better even if the prefill work is this many standard errors off; a move to decode, one.
-TO_PREFILL_STANDARD_ERRORS = 2.0
+# A move to prefill must be better even if the prefill work is this many standard errors off; a move to decode, one. The
+# last prefill worker also needs so much to go: without it a long prompt delays all that decode.
+SURE_STANDARD_ERRORS = 2.0
 
 
 class RatioDecision(msgspec.Struct, frozen=True):
@@ -168,8 +169,9 @@ def _best_prefill(
     caches = caches_of(window, arriving, current)
     gains = {current.prefill: 0.0 if overloaded and current.prefill > most else 1.0}
     for prefills, standard_errors in (
-        (range(config.min_prefill, min(most + 1, current.prefill), step), 1.0),
-        (range(current.prefill + 1, most + 1, step), TO_PREFILL_STANDARD_ERRORS),
+        (range(max(1, config.min_prefill), min(most + 1, current.prefill), step), 1.0),
+        (range(config.min_prefill, min(1, most + 1, current.prefill)), SURE_STANDARD_ERRORS),
+        (range(current.prefill + 1, most + 1, step), SURE_STANDARD_ERRORS),
     ):
         error = standard_errors * _relative_error(window, arriving, config)
         gains |= _gains(arriving, caches, current, prefills, error, slo)

@@ -98,6 +98,24 @@ def test_memory_pressure_preempts_and_still_finishes():
     assert_no_leaks(sim)
 
 
+def test_generated_tokens_are_those_of_all_answers():
+    """The ratio takes the length of answers from them. Halfway, some answers are under way."""
+    load = at_rate(synthetic("chat", 300, seed=3), 20)
+    sim = simulate(load, prefill=1, decode=3)
+    seen = []
+
+    def look(ended: int) -> None:
+        if ended == 100 and not seen:
+            seen.append(sum(worker.generated_tokens(sim.now) for worker in sim.workers.values()))
+
+    sim.run(look)
+    ended_first = sum(job.arrival.output_tokens for job in sorted(sim.jobs, key=lambda job: job.done_at)[:100])
+    assert ended_first < seen[0] < sum(job.arrival.output_tokens for job in sim.jobs)
+    assert sum(worker.generated_tokens(sim.now) for worker in sim.workers.values()) == sum(
+        job.arrival.output_tokens for job in sim.jobs
+    )
+
+
 def test_cached_prefixes_are_not_computed_again():
     keys = (1, 2, 3)
     load = Load("same", [Arrival(i * 2.0, 1600, 5, keys) for i in range(10)], unit_tokens=512)

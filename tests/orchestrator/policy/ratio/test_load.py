@@ -10,7 +10,6 @@ from orchestrator.types import EngineSpeed, Offered
 FIRST = Observation(
     at=100.0,
     offered=Offered(50, 9000, 900.0, prefill_tokens2=1.0e6),
-    decoding=3,
     holding=4,
     waiting=2,
     held_tokens=4000,
@@ -28,7 +27,7 @@ def test_sample_is_difference_of_two_observations():
     sampler = LoadSampler()
     assert sampler.sample(FIRST, Predictor(0.0005)) is None
     sample = sampler.sample(later(), Predictor(0.0005))
-    assert (sample.at, sample.period_s, sample.sequences, sample.decoding) == (110.0, 10.0, 6, 3)
+    assert (sample.at, sample.period_s, sample.sequences) == (110.0, 10.0, 6)
     assert sample.offered == Offered(10, 20_000, 1500.0, prefill_tokens2=4.0e7)
     assert sample.prefill_s_per_token == pytest.approx(0.0005)
 
@@ -67,14 +66,14 @@ def test_a_worker_is_full_by_its_batch_or_its_memory(changes, sequences):
     assert sampler.sample(later(**changes), Predictor()).max_sequences == pytest.approx(sequences)
 
 
-def test_itl_is_that_of_workers_that_decode_now():
-    """A worker that went to prefill keeps the ITL of the time when more workers shared its sequences. Counted along, it
-    would make answers seem longer than they are, and call the worker back."""
+def test_step_time_before_any_measurement_is_itl_of_workers_that_decode_now():
+    """A worker that went to prefill keeps the ITL of the time when more workers shared its sequences."""
     sampler, predictor = LoadSampler(), Predictor()
     for worker_id, itl_s in (("d0", 0.03), ("d1", 0.05), ("prefills-now", 0.01)):
         predictor.observe_itl(worker_id, itl_s)
     sampler.sample(FIRST, predictor)
-    assert sampler.sample(later(decode_workers=("d0", "d1", "new")), predictor).itl_s == pytest.approx(0.04)
+    sample = sampler.sample(later(decode_workers=("d0", "d1", "new")), predictor)
+    assert sample.step == (pytest.approx(0.04), 0.0)
 
 
 def test_step_times_are_learned_from_engine_measurement_on():
