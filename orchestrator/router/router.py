@@ -197,7 +197,7 @@ class Router:
         if active.answer.held:
             self._release_held(active, now)
         elif (batch := self._answers.from_prefill(active, said, payload, now)) is not None:
-            self.recent.ttft.add(now - active.accepted_at)
+            self.recent.early_token(now - active.accepted_at)
             self.batches.put_nowait(batch)
 
     def _on_prefill_failed(self, active: ActiveRequest) -> None:
