@@ -144,7 +144,7 @@ def _drop_output() -> None:
 
 
 def main() -> None:
-    """The console script `orchestrator`.
+    """What the console script `orchestrator` runs.
 
     Most commands are short: to look for garbage while they import, and among all modules at their end, takes a quarter
     of their time. Ctrl-C ends the process meanwhile: an exception could be lost in an import.

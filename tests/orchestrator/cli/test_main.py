@@ -104,6 +104,20 @@ def test_a_command_imports_what_it_needs(arguments: list[str], not_needed: set[s
     assert imported(*arguments) & not_needed == set()
 
 
+def test_interrupt_while_modules_are_imported_shows_no_traceback():
+    code = (
+        "import os, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'typer': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from orchestrator.cli import start\n"
+        "start()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
 def test_a_command_collects_no_garbage_while_it_imports_or_ends():
     """Nothing of what commands import is garbage: to look for some took a quarter of their time. What a command makes
     after that is collected, since some run for days."""
