@@ -174,7 +174,7 @@ def _by_cost(
     later without missing the TPOT objective. The used share of that slack, summed over the sequences, costs
     `routing.itl_weight` TTFT objectives. A worker whose running sequences would exceed `ITL_MARGIN` of the TPOT
     objective is excluded. Their ITL is the measured one, which a burst outruns. If a remote prefill is nearly sure to
-    be in time (`SURE_SHARE`), the number of sequences counts as well, because then nothing is gained by the risk.
+    be in time (`SURE_SHARE`), the present number of sequences counts too, because then nothing is gained by the risk.
 
     If the request cannot be prefilled remotely, `_lateness` ranks the workers instead.
     """

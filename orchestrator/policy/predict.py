@@ -20,6 +20,7 @@ MIN_FIT_SAMPLES = 8  # observations before a fit has both slope and intercept, a
 MIN_RELATIVE_VARIANCE = 0.01  # of x, to fit both: then its standard deviation is a tenth of its mean
 MAX_WAIT_PER_BACKLOG = 2.0  # seconds of wait per second of backlog; a line fitted to an idle queue may be steeper
 ITL_WEIGHT, OUTPUT_WEIGHT = 0.1, 0.01  # of a new observation in the running means of ITL and output length
+Z_95 = 1.645  # standard deviations of a normal distribution, below which 95% of it are
 MIN_AHEAD_TOKENS = 16.0  # lower bound of `Predictor.ahead_tokens`, however short outputs are
 
 
@@ -241,14 +242,15 @@ class Predictor:
         """`local_ttft_s`, and for each candidate the ITL of the sequences that decode there: a prefill delays each of
         them by its seconds, spread over `ahead_tokens`.
 
-        The ITL is measured, and so as old as answers are long. `by_sequences`: it is at least that of the number of
-        sequences there now (`tpot_line`).
+        The ITL is measured, and so as old as answers are long. `by_sequences`: where more sequences are than by chance
+        (their number is about Poisson), it is at least the ITL of so many (`tpot_line`).
         """
         ttfts_s: list[float] = []
         itls_s: list[float] = []
         pool, prior_itl_s, fit_of, itl_of = self._pool, self._prior_itl_s, self._local.get, self._itl.get
         delay_s_per_token = pool.slope / self.ahead_tokens
-        fixed_s, each_s = self.tpot_line if by_sequences else (0.0, 0.0)
+        (fixed_s, each_s), usual = self.tpot_line, self._sequences.value
+        burst = usual + Z_95 * math.sqrt(usual) if by_sequences else math.inf
         for candidate in candidates:
             worker_id = candidate.worker_id
             tokens = prompt_tokens - candidate.cached_tokens
@@ -259,8 +261,10 @@ class Predictor:
             smoothed = itl_of(worker_id)
             itl_s = prior_itl_s if smoothed is None else smoothed.value
             ttfts_s.append(fit.intercept + fit.slope * pending_tokens + itl_s)
-            now_s = fixed_s + each_s * (candidate.running + candidate.waiting)
-            itls_s.append((itl_s if itl_s > now_s else now_s) + delay_s_per_token * pending_tokens)
+            sequences = candidate.running + candidate.waiting
+            if sequences > burst and fixed_s + each_s * sequences > itl_s:
+                itl_s = fixed_s + each_s * sequences
+            itls_s.append(itl_s + delay_s_per_token * pending_tokens)
         return ttfts_s, itls_s
 
     def itl_s(self, worker_id: str) -> float:

@@ -12,10 +12,11 @@ from statistics import NormalDist
 import msgspec
 
 from orchestrator.config.settings import SLOConfig
+from orchestrator.policy.predict import Z_95
 
 # Nearly all requests must meet the objectives, so the model takes 95th percentiles: the mean plus 1.645 standard
 # deviations of a normal distribution, and three means (ln 20) of an exponential one.
-Z_95, LN_20 = 1.645, 3.0
+LN_20 = 3.0
 MAX_UTILIZATION = 0.95  # utilisation of prefill workers, at most
 MAX_HEADROOM = 64.0
 _NORMAL = NormalDist()
