@@ -54,7 +54,7 @@ def check_name(key: str, name: str) -> str:
 class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     # embedded: a server for this host only. Else redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://
     url: Text = "embedded"
-    timeout_s: Seconds = 0.5  # of one command; after it Redis counts as away. The launcher waits for at least 2
+    timeout_s: Seconds = 0.5  # of one command; after it Redis counts as away. The launcher waits for 2
 
 
 class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -30,8 +30,7 @@ _START_DEADLINE_S = 10.0
 _STOP_DEADLINE_S = 5.0
 _PORT_TRIES = 5
 _CHECK_EVERY_S = 0.2
-# No request waits for the launcher, and while workers load, this machine may be too busy to answer soon. Less than the
-# `workers.timeout_s` for which the ids that it has claimed are its own.
+# No request waits for the launcher, and while workers load, this machine may be too busy to answer soon.
 _TIMEOUT_S = 2.0
 _UNIX, _SOCKET = "unix://", "redis.sock"
 _SOCKET_PATH_BYTES = 107  # unix(7)
@@ -157,7 +156,9 @@ class RedisServer:
         try:
             if self._own is not None:
                 self.url = await self._own.start(self._folder)
-            return await connect(self.url, max(_TIMEOUT_S, self._config.redis.timeout_s))
+            # An id that the launcher has claimed is its own for `workers.timeout_s`: it must not wait for longer.
+            patience_s = min(_TIMEOUT_S, self._config.workers.timeout_s / 2)
+            return await connect(self.url, max(patience_s, self._config.redis.timeout_s))
         except (RedisAway, EmbeddedRedisError) as error:
             raise ConfigError(str(error)) from None
 
