@@ -20,15 +20,7 @@ import redis.asyncio
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import (
-    ClusterDownError,
-    MasterDownError,
-    MovedError,
-    NoPermissionError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-)
+from redis.exceptions import MovedError, NoPermissionError, RedisError, ResponseError
 
 from orchestrator.config.values import masked
 from orchestrator.store.keys import Library
@@ -39,12 +31,14 @@ log = logging.getLogger("pd.redis")
 OLDEST_VERSION, _OLDEST = (7, 0), "7.0"  # the first with functions
 # Errors of a server that is not, or not yet, the right one. Another may be behind the same address by now: after
 # a fail-over old connections still lead to the old one. (LOADING, the last of them, is a ConnectionError of redis-py.)
-_ELSEWHERE = (ReadOnlyError, MovedError, ClusterDownError, MasterDownError)
+_REPLICA_ERRORS = redis.exceptions.ReadOnlyError, redis.exceptions.MasterDownError
+_ELSEWHERE = (*_REPLICA_ERRORS, MovedError, redis.exceptions.ClusterDownError)
 _MAX_MOVES = 3  # of one command, from node to node of a cluster
 _FUNCTION_COMMANDS = ("FCALL", "FUNCTION LOAD")
 # After a failure calls fail at once for this long. So a Redis that is away costs one time-out, not one per request.
 _AWAY_PAUSE_S = 0.25
 _DEADLINE_STEP_S = 0.01
+_STALL_S = 0.1  # a time-out that comes later than this says that our loop stood still
 _SUBSCRIPTION_IDLE_S = 2.0
 _RECONNECT_MIN_S, _RECONNECT_MAX_S = 0.05, 1.0
 _Command = tuple[bytes, "asyncio.Future[Any]"]  # packed, and who waits for the answer
@@ -161,7 +155,10 @@ class Redis(redis.asyncio.Redis):
         batch, self._outbox = self._outbox, []
         pipe.send(batch)
         if pipe.reader is None or pipe.reader.done():
-            pipe.reader = asyncio.create_task(self._read(pipe), name="redis-reader")
+            self._begin_reading(pipe)
+
+    def _begin_reading(self, pipe: _Pipe, patient: bool = True) -> None:
+        pipe.reader = asyncio.create_task(self._read(pipe, patient), name="redis-reader")
 
     async def _connect(self) -> None:
         try:
@@ -179,7 +176,7 @@ class Redis(redis.asyncio.Redis):
             await self._break(self._pipe, f"the client stopped ({type(error).__name__}: {error})")
             raise
 
-    async def _read(self, pipe: _Pipe) -> None:
+    async def _read(self, pipe: _Pipe, patient: bool) -> None:
         loop, timeout_s = asyncio.get_running_loop(), pipe.connection.socket_timeout
         assert timeout_s is not None, "`connect` sets one"
         try:
@@ -188,7 +185,7 @@ class Redis(redis.asyncio.Redis):
                 moved_at = loop.time()
                 while pipe.callers:
                     try:
-                        response = await pipe.connection.read_response(timeout=math.inf)
+                        response = await pipe.connection.read_response(timeout=math.inf, disconnect_on_error=False)
                     except ResponseError as error:
                         caller = pipe.callers.popleft()
                         if not caller.done():
@@ -204,12 +201,15 @@ class Redis(redis.asyncio.Redis):
                         if not caller.done():
                             caller.set_result(response)
                     if (now := loop.time()) > moved_at + _DEADLINE_STEP_S:
-                        moved_at = now
+                        moved_at, patient = now, True
                         limit.reschedule(now + timeout_s)
             if pipe is not self._pipe:
                 await pipe.connection.disconnect(nowait=True)
         except TimeoutError:
-            await self._break(pipe, f"no answer within {timeout_s:g} s")
+            if patient and loop.time() - (limit.when() or 0.0) > _STALL_S:
+                self._begin_reading(pipe, patient=False)  # the answers may have come in time, and lie in the socket
+            else:
+                await self._break(pipe, f"no answer within {timeout_s:g} s")
         except (RedisError, OSError) as error:
             await self._break(pipe, str(error) or type(error).__name__)
         except BaseException as error:

@@ -77,6 +77,19 @@ async def test_command_is_sent_before_busy_loop_continues(redis, server):
     await asking
 
 
+async def test_stalled_loop_does_not_take_server_for_away(server):
+    redis = await connect(server.url, 0.2)
+    os.kill(server.pid, signal.SIGSTOP)
+    asking = asyncio.create_task(redis.set("k", "v"))
+    await asyncio.sleep(0.05)  # it is sent
+    os.kill(server.pid, signal.SIGCONT)
+    time.sleep(0.5)  # noqa: ASYNC251 - our loop stands still, and the server answers
+    assert await asking
+    assert await redis.get("k") == b"v", "and the connection is still used"
+    assert (await redis.info("clients"))["connected_clients"] == 1
+    await redis.aclose()
+
+
 async def test_a_refused_command_fails_alone(redis):
     await redis.set("text", "x")
     good, bad, after = await asyncio.gather(
