@@ -12,11 +12,10 @@ from statistics import NormalDist
 import msgspec
 
 from orchestrator.config.settings import SLOConfig
-from orchestrator.policy.predict import Z_95
 
-# Nearly all requests must meet the objectives, so the model takes 95th percentiles: the mean plus 1.645 standard
-# deviations of a normal distribution, and three means (ln 20) of an exponential one.
-LN_20 = 3.0
+# Nearly all requests must meet the objectives, so the model takes 99th percentiles: the mean plus 2.326 standard
+# deviations of a normal distribution, and 4.605 means (ln 100) of an exponential one.
+Z_99, LN_100 = 2.326, 4.605
 MAX_UTILIZATION = 0.95  # utilisation of prefill workers, at most
 MAX_HEADROOM = 64.0
 _NORMAL = NormalDist()
@@ -75,7 +74,7 @@ def scale_prefill_times(traffic: Traffic, factor: float) -> Traffic:
 
 
 def headroom(traffic: Traffic, prefill: int, decode: int, slo: SLOConfig) -> float:
-    """The multiple of the arriving rate at which 95% of requests would still meet both objectives; at most 64.
+    """The multiple of the arriving rate at which 99% of requests would still meet both objectives; at most 64.
 
     Above 1 the split can serve the arriving load. The `decode` workers compute the prompts that would wait too long for
     the `prefill` workers or for a link, or all prompts if `prefill` is 0.
@@ -99,7 +98,7 @@ def headroom(traffic: Traffic, prefill: int, decode: int, slo: SLOConfig) -> flo
 
 
 def max_utilization(workers: int, traffic: Traffic, ttft_slo_s: float) -> float:
-    """The highest utilisation of `workers` prefill workers with one queue at which 95% of prompts are in time.
+    """The highest utilisation of `workers` prefill workers with one queue at which 99% of prompts are in time.
 
     The mean wait is H. Sakasegawa's approximation of M/G/c ("An approximation formula Lq", 1977). The distribution of
     waits is taken to be exponential.
@@ -110,13 +109,13 @@ def max_utilization(workers: int, traffic: Traffic, ttft_slo_s: float) -> float:
     spread = traffic.prefill_s2 / (mean_s * mean_s)  # 1 + the squared coefficient of variation
     deviation_s = math.sqrt(max(0.0, traffic.prefill_s2 - mean_s * mean_s))
     # A prompt can wait for what its own prefill leaves of the objective, but at least half of the objective.
-    slack_s = max(ttft_slo_s - mean_s - Z_95 * deviation_s, ttft_slo_s / 2)
+    slack_s = max(ttft_slo_s - mean_s - Z_99 * deviation_s, ttft_slo_s / 2)
     power = math.sqrt(2 * (workers + 1)) - 1
     low, high = 0.0, MAX_UTILIZATION
     for _ in range(STEPS):
         busy = (low + high) / 2
         wait_s = mean_s * spread / 2 * busy**power / (workers * (1 - busy))
-        if LN_20 * wait_s <= slack_s:
+        if LN_100 * wait_s <= slack_s:
             low = busy
         else:
             high = busy
@@ -139,7 +138,7 @@ def carried(links: int, traffic: Traffic, ttft_slo_s: float) -> float:
 
 
 def tpot_s(traffic: Traffic, factor: float, taken: float, decode: int) -> float:
-    """The 95th percentile of TPOT (s) at `factor` times the arriving rate; infinite if decode workers cannot keep up.
+    """The 99th percentile of TPOT (s) at `factor` times the arriving rate; infinite if decode workers cannot keep up.
 
     `taken` is the prefill work that prefill workers do, in workers. Decode workers do the rest, which takes a share of
     their time and stops their sequences for one whole prompt at a time. A request is delayed by a Poisson number of
@@ -159,13 +158,13 @@ def tpot_s(traffic: Traffic, factor: float, taken: float, decode: int) -> float:
     mean_s = traffic.step_s / left
     # Sequences come and go at random, so their number is about Poisson.
     sequences = tokens_per_s * mean_s
-    if sequences + Z_95 * math.sqrt(sequences) > traffic.max_sequences:
+    if sequences + Z_99 * math.sqrt(sequences) > traffic.max_sequences:
         return math.inf
     if overflow <= 0:
         return mean_s
     second_moment = short_prompts_share(left_share, traffic) * rate / decode * traffic.local_s2
     variance = second_moment * traffic.output_tokens * mean_s / (left * left)
-    return mean_s + Z_95 * math.sqrt(variance) / max(1.0, traffic.output_tokens)
+    return mean_s + Z_99 * math.sqrt(variance) / max(1.0, traffic.output_tokens)
 
 
 def short_prompts_share(work_share: float, traffic: Traffic) -> float:

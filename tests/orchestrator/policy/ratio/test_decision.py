@@ -117,7 +117,7 @@ def test_split_stays_when_headroom_is_large():
 def test_workers_go_to_decode_earlier_than_to_prefill():
     """At a headroom a little above `1 / busy` a load that wants more prefill workers moves none; one that wants fewer
     does."""
-    code, stories = offering(950, 1000, 20), offering(205, 50, 1000)
+    code, stories = offering(900, 1000, 20), offering(205, 50, 1000)
     for load, prefill in ((code, 4), (stories, 0)):
         arriving = traffic([load])
         assert 1 < headroom(arriving, 4, 4, SLO) * CONFIG.busy < DECODE_EARLIER
@@ -210,9 +210,9 @@ def test_workers_stay_at_decode_while_sequences_grow():
 
 def test_last_prefill_worker_goes_only_for_a_sure_gain():
     """One prompt in 500 is a third of the work. Twenty seconds do not tell how many of those come."""
-    tailed = Offered.one(40_000, 40_000, 600)
+    tailed = Offered.one(40_000, 40_000, 670)
     for _ in range(499):
-        tailed += Offered.one(150, 150, 600)
+        tailed += Offered.one(150, 150, 670)
     load, one = msgspec.structs.replace(SAMPLE, offered=tailed, sequences=900), DesiredRatio(1, 7, set_at=-1000.0)
     assert decide(*[load] * 2, current=one) is None
     assert decide(*[load] * 6, current=one).after.prefill == 0
