@@ -1,26 +1,20 @@
-"""Wire messages between frontends and workers, grouped by receiver, and their framing.
+"""Wire messages between frontends and workers, grouped by receiver.
 
-A ZMQ message is `[header, *payload]`: the header one of the tagged unions below, the payload the engine's
-own encoding (an engine request, or the outputs of one engine step), opaque here so that tokens are encoded once.
+A message is `[header, *payload]`: the header one of the tagged unions below, the payload the engine's own encoding (an
+engine request, or the outputs of one engine step), opaque here so that tokens are encoded once. `framing` makes ZMQ
+frames of it.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from typing import Annotated, Any, Union
+from typing import Any, Union
 
 import msgspec
 
 from orchestrator.types import KVSource, PrefixEvents, WorkerLoad
 
 # Raised whenever a message below changes meaning; part of EngineIdentity, so mixed fleets are refused.
-PROTOCOL_VERSION = 6
-
-# Sockets take no larger frame, so a peer that was not let in costs no more memory. Larger messages travel in pieces.
-MAX_FRAME_BYTES = 1 << 20
-MAX_MESSAGE_BYTES = 1 << 30
-_SPLIT = b""  # the first frame of a message in pieces
+PROTOCOL_VERSION = 7
 
 
 class MessageError(ValueError):
@@ -191,7 +185,6 @@ _to_worker = msgspec.msgpack.Decoder(ToWorker)
 _to_frontend = msgspec.msgpack.Decoder(ToFrontend)
 _published = msgspec.msgpack.Decoder(Published)
 _frames = msgspec.msgpack.Decoder(list[bytes])
-_sizes = msgspec.msgpack.Decoder(list[Annotated[int, msgspec.Meta(ge=0)]])
 
 
 def encode(message: ToWorker | ToFrontend | Published) -> bytes:
@@ -218,32 +211,6 @@ def decode_to_frontend(data: bytes) -> ToFrontend:
 def decode_published(data: bytes) -> Published:
     """Raises MessageError."""
     return _decode(_published, data, "published")
-
-
-def split(frames: Sequence[bytes]) -> Sequence[bytes | memoryview]:
-    """The same message in frames of at most MAX_FRAME_BYTES. Raises MessageError for one above MAX_MESSAGE_BYTES."""
-    sizes = [len(frame) for frame in frames]
-    if max(sizes) <= MAX_FRAME_BYTES:
-        return frames
-    if sum(sizes) > MAX_MESSAGE_BYTES:
-        raise MessageError(f"a message of {sum(sizes)} bytes; the largest may have {MAX_MESSAGE_BYTES}")
-    whole = memoryview(b"".join(frames))
-    pieces = [whole[start : start + MAX_FRAME_BYTES] for start in range(0, len(whole), MAX_FRAME_BYTES)]
-    return [_SPLIT, _encoder.encode(sizes), *pieces]
-
-
-def join(frames: list[bytes]) -> list[bytes]:
-    """The frames that were given to `split`. Raises MessageError."""
-    if not frames:
-        raise MessageError("empty message")
-    if frames[0] != _SPLIT or len(frames) == 1:
-        return frames
-    sizes: list[int] = _decode(_sizes, frames[1], "split")
-    whole = memoryview(b"".join(frames[2:]))
-    if not sizes or sum(sizes) != len(whole):
-        raise MessageError(f"a split message of {len(whole)} bytes announces {sum(sizes)}")
-    ends = list(itertools.accumulate(sizes))
-    return [bytes(whole[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
 
 def pack_frames(frames: list[bytes]) -> bytes:

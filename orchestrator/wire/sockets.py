@@ -11,8 +11,9 @@ from typing import Any, TypeAlias, cast
 import zmq
 import zmq.asyncio
 
-from orchestrator.wire import messages
+from orchestrator.wire import framing
 from orchestrator.wire.addresses import Listening, free_ports, in_url
+from orchestrator.wire.messages import MessageError
 
 log = logging.getLogger("pd.transport")
 
@@ -50,13 +51,15 @@ def make(context: zmq.asyncio.Context, kind: int) -> Socket:
     return cast(Socket, context.socket(kind, socket_class=cast(Any, zmq.Socket)))
 
 
-def send(socket: Socket, frames: list[bytes], *route: bytes) -> int:
-    """Hand frames to ZMQ without waiting. Returns 0, or ZMQ's errno: there is no connection, the peer does not read, or
-    the message is too large (which is logged). A `Reader` of the same socket has to be told (`Reader.look`).
+def send(socket: Socket, message: list[bytes], *route: bytes) -> int:
+    """Hand a header and its payload to ZMQ without waiting. Returns 0, or ZMQ's errno: there is no connection, the peer
+    does not read, or the message is too large (which is logged). A `Reader` of the same socket has to be told
+    (`Reader.look`).
     """
     try:
-        socket.send_multipart([*route, *messages.split(frames)], flags=zmq.DONTWAIT)
-    except messages.MessageError as too_large:
+        for frame in framing.frames_of(message):
+            socket.send_multipart([*route, frame], flags=zmq.DONTWAIT)
+    except MessageError as too_large:
         log.error("not sent: %s", too_large)
         return int(zmq.Errno.EMSGSIZE)
     except zmq.ZMQError as error:
@@ -94,9 +97,8 @@ class Reader:
             else:
                 return first, self._socket.recv_multipart() if first.more else []
 
-    async def all(self, pause_s: float = 0.0) -> list[list[bytes]]:
-        """The frames of all messages that are there, of READ_BATCH at most, and of one at least; of each its first
-        frame, or all where that is empty. One task at a time may wait.
+    async def all(self, pause_s: float = 0.0) -> list[bytes]:
+        """All frames that are there, at most READ_BATCH and at least one. One task at a time may wait.
 
         With `pause_s` what comes is not looked at before: of many senders each message would wake the process by
         itself."""
@@ -112,15 +114,12 @@ class Reader:
         self._left = READ_BATCH - len(found)
         return found
 
-    def _take(self) -> list[list[bytes]]:
-        found, recv = list[list[bytes]](), self._socket.recv
+    def _take(self) -> list[bytes]:
+        found, recv = list[bytes](), self._socket.recv
         try:
             while len(found) < READ_BATCH:
                 # Bytes, and without asking whether more follow: this is most of what a frontend of a large fleet does.
-                frames = [recv(zmq.DONTWAIT)]
-                if not frames[0] and self._socket.getsockopt(zmq.RCVMORE):
-                    frames += self._socket.recv_multipart()
-                found.append(frames)
+                found.append(recv(zmq.DONTWAIT))
         except zmq.Again:
             pass
         return found
@@ -163,7 +162,7 @@ def configure(socket: Socket, linger_ms: int) -> None:
         zmq.RECONNECT_IVL: 50,
         zmq.RECONNECT_IVL_MAX: 1000,
         zmq.HANDSHAKE_IVL: HANDSHAKE_TIMEOUT_MS,
-        zmq.MAXMSGSIZE: messages.MAX_FRAME_BYTES + _ENCRYPTION_BYTES,
+        zmq.MAXMSGSIZE: framing.MAX_FRAME_BYTES + _ENCRYPTION_BYTES,
     }.items():
         socket.setsockopt(option, value)
 

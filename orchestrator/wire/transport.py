@@ -26,6 +26,7 @@ from orchestrator.wire import messages
 from orchestrator.wire.addresses import Listening, in_url
 from orchestrator.wire.connections import Connections
 from orchestrator.wire.curve import FindFrontend, Gate, KeyPair, use_as_client, use_as_server
+from orchestrator.wire.framing import Assembler
 from orchestrator.wire.messages import Hello, MessageError, Published, ToFrontend, ToWorker, Welcome
 from orchestrator.wire.sockets import (
     EVENTS_REFUSED,
@@ -67,7 +68,7 @@ class WorkerTransport:
         self._context = zmq.asyncio.Context()
         self._requests = make(self._context, zmq.ROUTER)
         self._published = make(self._context, zmq.PUB)
-        self._reader = Reader(self._requests)
+        self._reader, self._assembler = Reader(self._requests), Assembler()
         self.corrupt = 0
         for socket in (self._requests, self._published):
             configure(socket, linger_ms=200)
@@ -95,7 +96,9 @@ class WorkerTransport:
             route, frames = await self._reader.next()
             try:
                 frontend_id = route.bytes.decode() if self._gate is None else cast(str, route.get("User-Id"))
-                header, *payload = messages.join(frames)
+                if (whole := self._assembler.take(frames)) is None:
+                    continue
+                header, *payload = whole
                 message = messages.decode_to_worker(header)
             except (MessageError, UnicodeDecodeError) as error:
                 self.corrupt += 1
@@ -162,6 +165,7 @@ class FrontendTransport:
         )
         self._broken: deque[str] = deque()  # workers whose `Disconnected` has not been received yet
         self._reader, self._reports = Reader(self._requests), Reader(self._published)
+        self._assembler, self._of_reports = Assembler(), Assembler()
 
     def connect(self, worker_id: str, request_address: str, load_address: str, key: str) -> None:
         """Connect, or reconnect when the addresses changed; now, or when others have been connected. Sends `Hello`
@@ -213,7 +217,9 @@ class FrontendTransport:
             if connection is None:
                 continue  # a late message of a worker that is gone
             try:
-                header, *payload = messages.join(frames)
+                if (whole := self._assembler.take(frames)) is None:
+                    continue
+                header, *payload = whole
                 message = messages.decode_to_frontend(header)
             except MessageError as error:
                 self._on_corrupt()
@@ -227,9 +233,10 @@ class FrontendTransport:
         `pause_s`: see `Reader.all`."""
         found: list[Published] = []
         while not found:
-            for frames in await self._reports.all(pause_s):
+            for frame in await self._reports.all(pause_s):
                 try:
-                    found.append(messages.decode_published(messages.join(frames)[0]))
+                    if whole := self._of_reports.take([frame]):
+                        found.append(messages.decode_published(whole[0]))
                 except MessageError as error:
                     self._on_corrupt()
                     log.warning("dropped a corrupt publication: %s", error)

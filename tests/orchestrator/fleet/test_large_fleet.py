@@ -18,6 +18,7 @@ from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
 from orchestrator.store.events import Resync
 from orchestrator.types import EngineIdentity, KVEndpoint, Role, WorkerInfo, WorkerLoad, WorkerState
+from orchestrator.wire.framing import Assembler, frames_of
 from orchestrator.wire.messages import Abort, Rejected, Welcome, decode_to_worker, encode
 from orchestrator.wire.transport import Disconnected, FrontendTransport
 
@@ -44,12 +45,12 @@ def serve_many(count):
         for socket, _ in poller.poll(200):
             name, _ = by_socket[socket]
             route, frame = socket.recv_multipart()
-            message = decode_to_worker(frame)
+            message = decode_to_worker(Assembler().take([frame])[0])
             answer = Rejected("r", 1, name, "test") if isinstance(message, Abort) else Welcome(name)
-            socket.send_multipart([route, encode(answer)])
+            socket.send_multipart([route, *frames_of([encode(answer)])])
         sequence += 1
         for name, load in by_socket.values():
-            load.send(encode(WorkerLoad(name, sequence, 100, 50, 0, 0, 0, 1.0)))
+            load.send(*frames_of([encode(WorkerLoad(name, sequence, 100, 50, 0, 0, 0, 1.0))]))
 
 
 class FullRegistry:

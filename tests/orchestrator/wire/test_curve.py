@@ -15,7 +15,8 @@ from support_wait import until
 from orchestrator.wire import messages
 from orchestrator.wire.addresses import Listening
 from orchestrator.wire.curve import KeyPair, use_as_client
-from orchestrator.wire.messages import MAX_FRAME_BYTES, Abort, Call, Hello, Welcome
+from orchestrator.wire.framing import MAX_FRAME_BYTES, frames_of
+from orchestrator.wire.messages import Abort, Call, Hello, Welcome
 from orchestrator.wire.sockets import AddressError
 from orchestrator.wire.transport import FrontendTransport, WorkerTransport
 
@@ -108,6 +109,11 @@ def host_and_port(address):
     return host, int(port)
 
 
+def framed(message):
+    (frame,) = frames_of([messages.encode(message)])
+    return frame
+
+
 @pytest.mark.parametrize("wrong", ["no key", "an unregistered key", "a wrong key of the worker"])
 async def test_strangers_send_and_receive_nothing(fleet, wrong):
     if wrong == "a wrong key of the worker":
@@ -118,7 +124,7 @@ async def test_strangers_send_and_receive_nothing(fleet, wrong):
         keys = KeyPair.new() if wrong == "an unregistered key" else None
     requests = fleet.raw(zmq.DEALER, fleet.worker.request_address, keys)
     loads = fleet.raw(zmq.SUB, fleet.worker.load_address, keys)
-    requests.send_multipart([messages.encode(Call(1, "reset_prefix_cache"))])
+    requests.send(framed(Call(1, "reset_prefix_cache")))
 
     async def publish():
         while True:
@@ -144,8 +150,8 @@ async def test_a_frontend_cannot_take_the_identity_of_another(fleet):
     route = fleet.worker._routes["honest"]
     for identity in (b"honest", route):  # the name, and what ZMQ knows the connection by
         thief = fleet.raw(zmq.DEALER, fleet.worker.request_address, keys, identity)
-        thief.send_multipart([messages.encode(Hello())])
-        thief.send_multipart([messages.encode(Abort("request-of-honest", 1))])
+        thief.send(framed(Hello()))
+        thief.send(framed(Abort("request-of-honest", 1)))
         with contextlib.suppress(TimeoutError):
             while True:
                 name, _, _ = await asyncio.wait_for(fleet.worker.receive(), SILENCE_S)
@@ -168,8 +174,8 @@ async def test_a_recorded_conversation_can_not_be_replayed(fleet):
         keys = KeyPair.new()
         fleet.registered[keys.public] = "member"
         member = fleet.raw(zmq.DEALER, f"tcp://127.0.0.1:{relayed}", keys)
-        member.send_multipart([messages.encode(Hello())])
-        member.send_multipart([messages.encode(Abort("r", 1))])
+        member.send(framed(Hello()))
+        member.send(framed(Abort("r", 1)))
         assert [(await received(fleet.worker.receive()))[1] for _ in range(2)] == [Hello(), Abort("r", 1)]
         assert len(recorded) > 100 and b"abort" not in recorded  # nor can it be read
         _, writer = await asyncio.open_connection(host, port)
@@ -188,10 +194,10 @@ async def test_a_changed_byte_ends_the_connection_and_is_not_taken(fleet):
         keys = KeyPair.new()
         fleet.registered[keys.public] = "member"
         member = fleet.raw(zmq.DEALER, f"tcp://127.0.0.1:{relayed}", keys)
-        member.send_multipart([messages.encode(Hello())])
+        member.send(framed(Hello()))
         await greeted(fleet, "member")
         forging = True
-        member.send_multipart([messages.encode(Abort("r", 1))])
+        member.send(framed(Abort("r", 1)))
         await silent(fleet.worker.receive())
 
 
@@ -201,7 +207,7 @@ async def test_a_frame_above_the_limit_ends_its_connection_and_no_other(fleet):
     keys = KeyPair.new()
     fleet.registered[keys.public] = "large"
     large = fleet.raw(zmq.DEALER, fleet.worker.request_address, keys)
-    large.send_multipart([messages.encode(Hello()), bytes(MAX_FRAME_BYTES + 1024)])
+    large.send(bytes(MAX_FRAME_BYTES + 1024))
     await silent(fleet.worker.receive())
     assert honest.send("w", Abort("r", 1), [b"payload"])
     assert await received(fleet.worker.receive()) == ("honest", Abort("r", 1), [b"payload"])

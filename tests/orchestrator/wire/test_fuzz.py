@@ -14,6 +14,7 @@ from support_fuzz import any_of, damaged, members, values
 
 from orchestrator import types
 from orchestrator.wire import messages
+from orchestrator.wire.framing import Assembler
 from orchestrator.wire.messages import MessageError
 
 UNIONS: dict[Callable[[bytes], Any], Any] = {
@@ -21,7 +22,13 @@ UNIONS: dict[Callable[[bytes], Any], Any] = {
     messages.decode_to_frontend: messages.ToFrontend,
     messages.decode_published: messages.Published,
 }
-DECODERS: list[Callable[[bytes], Any]] = [*UNIONS, messages.unpack_frames]
+
+
+def assemble(data: bytes) -> Any:
+    return Assembler().take([data])
+
+
+DECODERS: list[Callable[[bytes], Any]] = [*UNIONS, messages.unpack_frames, assemble]
 MESSAGES = [(decode, kind) for decode, union in UNIONS.items() for kind in members(union)]
 EACH = 25  # of each message
 TAGS = [kind.__struct_config__.tag for _, kind in MESSAGES]

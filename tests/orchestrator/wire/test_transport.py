@@ -20,7 +20,7 @@ from support_doors import Doors
 from support_wait import until
 
 from orchestrator.types import PrefixEvents, WorkerLoad
-from orchestrator.wire import messages
+from orchestrator.wire import framing
 from orchestrator.wire.addresses import Listening
 from orchestrator.wire.curve import KeyPair, use_as_client
 from orchestrator.wire.messages import Abort, Hello, Rejected, Welcome
@@ -131,6 +131,39 @@ async def test_messages_with_payload_go_both_ways(pair):
     assert await asyncio.wait_for(worker.receive(), DEADLINE_S) == ("frontend-1", Abort("r", 1), [b"a", b"b" * 1000])
     assert worker.send("frontend-1", Welcome("w"), [b"x"])
     assert await asyncio.wait_for(frontend.receive(), DEADLINE_S) == ("w", Welcome("w"), [b"x"])
+
+
+async def test_messages_stay_whole_while_connections_end(mesh):
+    """libzmq mixes up the frames of different senders, or aborts, if messages have several: see `framing`."""
+    frontend, random_ = mesh.frontend("f"), random.Random(0)
+    workers = {f"w{number}": mesh.worker() for number in range(40)}
+    read, corrupt = 0, []
+    frontend._on_corrupt = lambda: corrupt.append(1)
+    try:
+        async with asyncio.timeout(60):
+            for _ in range(12):
+                for name, worker in workers.items():
+                    connect(frontend, worker, name)
+                for worker in workers.values():
+                    await worker.receive()
+                for name, worker in workers.items():
+                    for _ in range(30):
+                        worker.send("f", Welcome(name), [name.encode()] * 4)
+                await asyncio.sleep(0.1)  # all of it arrives
+                ending = random_.sample(sorted(workers), 30)
+                for turn in range(600):
+                    name, message, payload = await frontend.receive()
+                    read += 1
+                    assert message == Disconnected(name) or (message, payload) == (Welcome(name), [name.encode()] * 4)
+                    if turn % 20 == 0:
+                        frontend.disconnect(ending.pop())
+                for name in workers:
+                    frontend.disconnect(name)
+        assert not corrupt and read == 7200
+    finally:
+        frontend.close()
+        for worker in workers.values():
+            worker.close()
 
 
 async def test_send_to_unknown_peer_is_refused(pair):
@@ -433,7 +466,7 @@ async def test_reports_can_be_read_some_time_after_they_came(pair):
 async def test_reports_in_pieces_and_torn_ones_are_read_with_the_others(pair, monkeypatch):
     worker, frontend = pair
     load = await subscribed(worker, frontend)
-    monkeypatch.setattr(messages, "MAX_FRAME_BYTES", 100)  # of which a report is some
+    monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 100)  # of which a report is some
     long = PrefixEvents("w", 3, stored=list(range(1 << 40, (1 << 40) + 200)))
     publish_while_the_loop_is_blocked(worker, [msgspec.structs.replace(load, sequence=2), long])
     worker._published.send_multipart([b"\xff"])

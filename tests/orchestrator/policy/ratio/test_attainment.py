@@ -65,7 +65,7 @@ def test_decode_step_follows_littles_law():
 
 
 def test_sequence_count_varies_above_its_mean():
-    """The mean number is ten, so sixteen is no rare number: a worker that holds only sixteen would be full too often."""
+    """The mean number is ten, so sixteen is no rare number: a worker that holds no more would be full too often."""
     steady = of_prompts(0.0, 0.0, step_s_per_sequence=0.0, output_tokens=100.0)
     for most, bears_it in ((16, False), (18, True)):
         fits = msgspec.structs.replace(steady, max_sequences=most)

@@ -1,0 +1,64 @@
+"""Messages as frames: whole, in parts, in turns, torn, and too large."""
+
+import pytest
+
+from orchestrator.wire import framing
+from orchestrator.wire.framing import Assembler, frames_of
+from orchestrator.wire.messages import MessageError
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Frames of which a message of a hundred bytes has several."""
+    monkeypatch.setattr(framing, "MAX_FRAME_BYTES", framing._PART_BYTES + 16)
+
+
+def long(letter):
+    return [b"header", letter * 100, b"", letter]
+
+
+def test_each_message_is_one_frame():
+    (frame,) = frames_of([b"header", b"payload", b""])
+    assert Assembler().take([frame]) == [b"header", b"payload", b""]
+
+
+def test_parts_of_several_messages_may_come_in_turns(small):
+    assembler, first, second = Assembler(), frames_of(long(b"a")), frames_of(long(b"b"))
+    assert len(first) == len(second) > 5 and max(map(len, first)) <= framing.MAX_FRAME_BYTES
+    *found, last, latest = [assembler.take([frame]) for pair in zip(first, second, strict=True) for frame in pair]
+    assert found == [None] * len(found)
+    assert (last, latest) == (long(b"a"), long(b"b")) and assembler.unfinished_bytes == 0
+
+
+def test_a_missing_part_is_an_error_and_the_next_message_is_read(small):
+    assembler, frames = Assembler(), frames_of(long(b"a"))
+    assert assembler.take(frames[:1]) is None
+    with pytest.raises(MessageError, match="part 3 of .* whose other parts did not come"):
+        assembler.take(frames[2:3])
+    with pytest.raises(MessageError, match="part 4 of"):
+        assembler.take(frames[3:4])
+    assert assembler.unfinished_bytes == 0
+    assert [assembler.take([frame]) for frame in frames_of(long(b"b"))][-1] == long(b"b")
+
+
+def test_parts_that_end_are_forgotten(small, monkeypatch):
+    assembler = Assembler()
+    monkeypatch.setattr(framing, "MAX_MESSAGE_BYTES", 1000)
+    for _ in range(100):
+        assembler.take(frames_of(long(b"a"))[:1])
+    assert 0 < assembler.unfinished_bytes <= 1000
+    monkeypatch.setattr(framing, "UNFINISHED_S", -1.0)
+    assembler.take(frames_of(long(b"b"))[:1])
+    assert assembler.unfinished_bytes == 16
+
+
+def test_too_large_messages_are_not_sent(small, monkeypatch):
+    monkeypatch.setattr(framing, "MAX_MESSAGE_BYTES", 100)
+    with pytest.raises(MessageError, match="a message of 1.. bytes; the largest may have 100"):
+        frames_of(long(b"a"))
+
+
+@pytest.mark.parametrize("frames", [[b"\xff"], [b""], [b"\x90"], [b"\x80"], [b"\x91\xc4\x00", b"more"]])
+def test_what_is_no_message_is_refused(frames):
+    with pytest.raises(MessageError):
+        Assembler().take(frames)
