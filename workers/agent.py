@@ -109,6 +109,7 @@ class Agent:
         self._load = LoadReporter(
             info.id, info.blocks_total, self._attempts, mesh.publish, lambda: mesh.corrupt, lambda: self._told.workers
         )
+        self._load.longest_step_s = info.speed.prefill_s_per_token * info.max_num_batched_tokens
         self._prefix = PrefixReporter(info.id, self._transport.publish, self._frontends.send, self._load)
         self._prefills = Prefills(
             info=info,
@@ -270,7 +271,7 @@ class Agent:
         )
 
     def _may_claim(self) -> bool:
-        return self.life.claims and not self._redis_away and self._told.decodes
+        return self.life.claims and not self._redis_away and self._told.decodes and not self._load.stuck
 
     def _current(self) -> WorkerInfo:
         assert self.info is not None

@@ -8,6 +8,7 @@ includes. Changes of the prefix cache are numbered, and a frontend can ask for a
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
@@ -16,6 +17,8 @@ from orchestrator.wire.messages import PrefixSnapshot
 from workers.attempts import Attempts
 from workers.engine import Engine, EngineDead, EngineLoad, PrefixChanges, PrefixDelta
 
+log = logging.getLogger("pd.worker")
+
 LOAD_INTERVAL_S = 0.002  # at least, between two reports
 # Every frontend reads every worker's reports. So many in all are at most a fifth of a core ...
 REPORTS_PER_S = 2000
@@ -23,7 +26,9 @@ REPORTS_PER_S = 2000
 MAX_LOAD_INTERVAL_S = 0.5
 IDLE_REPORT_S = 0.25
 UNREPORTED_S = 0.025  # how soon to ask the engine after a change that no step may report
-ENGINE_HUNG_S = 120.0  # no step is as long as this
+# An engine answers between two steps. One that has not answered for so long, and for so many of its longest steps, may
+# hang: its worker falls silent, and other workers take its requests. After ENGINE_HUNG_S it is given up.
+ENGINE_STUCK_S, STUCK_STEPS, ENGINE_HUNG_S = 5.0, 10.0, 120.0
 # Prefixes are used again seconds later, and a batch per engine step would be most of a large fleet's traffic.
 PREFIX_INTERVAL_S = 0.02
 SNAPSHOT_KEYS = 8192  # keys per message: a frontend reads it within a few milliseconds
@@ -100,6 +105,7 @@ class LoadReporter:
         self._attempts, self._publish, self._corrupt_messages = attempts, publish, corrupt_messages
         self.rate = PrefillRate()
         self.engine = EngineLoad(blocks_free=blocks_total, running=0, waiting=0, step_ms=0.0)
+        self.longest_step_s, self.stuck = 0.0, False
         self.prefix_sequence = 0  # of the last prefix batch published before the next report
         self.pause = PauseState()  # the newest that this worker has received
         self.dirty = asyncio.Event()  # set by a change that no step may report
@@ -145,6 +151,7 @@ class LoadReporter:
             numbers.seen, numbers.settling = numbers.settling, numbers.fresh
         if load is not None:
             self.engine = load
+            self.longest_step_s = max(self.longest_step_s, load.step_ms / 1e3)
         self.publish_soon()
 
     def measured(self, load: EngineLoad) -> None:
@@ -201,15 +208,23 @@ class LoadReporter:
     async def _ask(self, engine: Engine) -> EngineLoad:
         """Ask the engine for its load. Raises EngineDead, also if it has not answered for ENGINE_HUNG_S."""
         asking = asyncio.create_task(engine.load(), name="engine-load")
-        deadline = time.monotonic() + ENGINE_HUNG_S
+        stuck_s, waited_s = max(ENGINE_STUCK_S, STUCK_STEPS * self.longest_step_s), 0.0
         try:
             while not (await asyncio.wait({asking}, timeout=IDLE_REPORT_S))[0]:
-                if time.monotonic() > deadline:
+                waited_s += IDLE_REPORT_S  # not by a clock: it also counts what this process has slept
+                if waited_s > ENGINE_HUNG_S:
                     raise EngineDead(f"the engine has not answered for {ENGINE_HUNG_S:g} s")
-                self.publish_soon()  # shows that the worker lives during a long step
+                if waited_s <= stuck_s:
+                    self.publish_soon()  # shows that the worker lives during a long step
+                elif not self.stuck:
+                    self.stuck = True
+                    log.warning("the engine has not answered for %.3g s: its requests go to other workers", stuck_s)
+            if self.stuck:
+                log.warning("the engine answers again, after %.3g s", waited_s)
+            return asking.result()
         finally:
             asking.cancel()
-        return asking.result()
+            self.stuck = False
 
     def close(self) -> None:
         if self._timer is not None:

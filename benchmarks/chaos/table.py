@@ -12,8 +12,11 @@ from benchmarks.chaos import (
 )
 from benchmarks.chaos.world import Fault
 from orchestrator.types import Role
+from workers.reports import ENGINE_STUCK_S
 
 PREFILL_GAP_S, QUEUE_GAP_S, DECODE_GAP_S, LINK_GAP_S, GONE_S = 2.0, 3.0, 3.0, 6.0, 2.0
+# An engine may be computing a long step, so its worker is taken for stuck later than one that is silent itself.
+STUCK_GAP_S = ENGINE_STUCK_S + DECODE_GAP_S
 FRONTEND_STOPPED_GAP_S = frontend_faults.STOPPED_S + QUEUE_GAP_S
 
 _PREFILL = [
@@ -38,7 +41,10 @@ _DECODE = [
     for how, make in (("killed", worker_faults.killed), ("stopped", worker_faults.stopped))
     for phase in ("awaiting_kv", "decoding")
 ]
-_RANKS = [Fault("tp_rank_killed", worker_faults.rank_killed, DECODE_GAP_S, fleet="ranks", engines=("real",))]
+_ENGINES = [
+    Fault("tp_rank_killed", worker_faults.rank_killed, DECODE_GAP_S, fleet="ranks", engines=("real",)),
+    Fault("decode_engine_stopped", worker_faults.engine_stopped, STUCK_GAP_S, engines=("real",)),
+]
 _LINKS = [
     Fault(
         f"link_{one}_{other}_cut{way}",
@@ -98,7 +104,18 @@ _OPERATOR = [
 
 FAULTS: dict[str, Fault] = {
     fault.name: fault
-    for fault in [*_PREFILL, *_QUEUE, *_DECODE, *_RANKS, *_LINKS, *_MACHINES, *_FRONTENDS, *_POISON, *_HOST, *_OPERATOR]
+    for fault in [
+        *_PREFILL,
+        *_QUEUE,
+        *_DECODE,
+        *_ENGINES,
+        *_LINKS,
+        *_MACHINES,
+        *_FRONTENDS,
+        *_POISON,
+        *_HOST,
+        *_OPERATOR,
+    ]
 }
-# Rows that run only if they are named: one needs an otherwise idle machine for minutes, one engines of several ranks.
-BY_NAME = ("cpu_starved", "tp_rank_killed")
+# Rows that run only if they are named: one needs an otherwise idle machine for minutes, the others real engines.
+BY_NAME = ("cpu_starved", "tp_rank_killed", "decode_engine_stopped")

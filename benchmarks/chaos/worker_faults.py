@@ -17,7 +17,8 @@ Make = Callable[[World], Awaitable[None]]
 STOPPED_S = 5.5  # longer than `workers.timeout_s`: frontends give the worker up, and it comes back
 POISON = 7  # a token id that is in no other prompt; `sim.crash_token`
 POISON_TIMEOUT_S = 60.0
-RANK = "Worker_TP"  # in the command lines of vLLM's ranks
+RANK, ENGINE = "Worker_TP", "EngineCore"  # in the command lines of vLLM's ranks and engines
+ENGINE_STOPPED_S = 15.0
 
 
 def killed(role: Role, phase: str) -> Make:
@@ -49,6 +50,13 @@ async def rank_killed(world: World) -> None:
     victim = world.random.choice(ranks)
     world.kill(victim.pid)
     world.note_victim(agent)
+
+
+async def engine_stopped(world: World) -> None:
+    """Freeze the engine of a decode worker while it decodes, and not its agent, as a GPU that hangs would."""
+    agent = (await world.caught(Role.DECODE, "decoding")).pid
+    engines = [child for child in psutil.Process(agent).children() if ENGINE in " ".join(child.cmdline())]
+    await world.stop(ENGINE_STOPPED_S, *(engine.pid for engine in engines))
 
 
 async def poisoned(world: World) -> None:

@@ -76,6 +76,8 @@ class Membership:
         """The worker has answered `Hello`. It gets requests once it has also reported its load."""
         if view := self._fleet.workers.get(worker_id):
             again = view.disconnected_at is not None
+            if again or not view.greeted:  # else it asks whether this frontend is there: no load report
+                view.reported_at = time.monotonic()
             view.greeted, view.disconnected_at, view.last_heard_at = True, None, time.monotonic()
             view.connected = view.load is not None
             if again:

@@ -32,7 +32,8 @@ class _Placed:
 
 
 class WorkerView:
-    """One worker as this frontend sees it. `last_heard_at` is the frontend's monotonic clock, seconds."""
+    """One worker as this frontend sees it. `last_heard_at` and `reported_at` (when its last load report came) are
+    the frontend's monotonic clock, seconds."""
 
     __slots__ = (
         "_candidate",
@@ -48,12 +49,13 @@ class WorkerView:
         "last_heard_at",
         "load",
         "quiet",
+        "reported_at",
     )
 
     def __init__(self, info: WorkerInfo, last_heard_at: float, changed: set[str], numbers: Iterator[int]) -> None:
         """`changed` collects the ids of workers whose usability or load is not what it was; `numbers` number what is
         submitted."""
-        self.last_heard_at = last_heard_at
+        self.last_heard_at = self.reported_at = last_heard_at
         self.load: WorkerLoad | None = None
         self.greeted = False  # it has answered `Hello`
         self.disconnected_at: float | None = None
@@ -128,7 +130,7 @@ class WorkerView:
 
     def note_load(self, load: WorkerLoad, seen: int, now: float) -> None:
         """Take a load report that includes every submission up to `seen`. Older reports are ignored."""
-        self.last_heard_at = now
+        self.last_heard_at = self.reported_at = now
         if self.quiet:
             self.quiet = False
             self._touch()
@@ -289,7 +291,7 @@ class Fleet:
         now_quiet = [
             worker_id
             for worker_id, view in self.workers.items()
-            if not view.quiet and view.load is not None and now - view.last_heard_at > after_s
+            if not view.quiet and view.load is not None and now - view.reported_at > after_s
         ]
         for worker_id in now_quiet:
             self.workers[worker_id].mark_quiet()
@@ -308,6 +310,7 @@ class Fleet:
         """This process did not run for the last `late_s` seconds, which do not count as silence of workers."""
         for view in self.workers.values():
             view.last_heard_at = min(now, view.last_heard_at + late_s)
+            view.reported_at = min(now, view.reported_at + late_s)
             if view.disconnected_at is not None:
                 view.disconnected_at = min(now, view.disconnected_at + late_s)
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import cast
 
+import msgspec
 import pytest
 from support_wait import until
 
 from orchestrator.fleet.membership import QUIET_S
 from orchestrator.types import WorkerLoad
+from workers import reports
 from workers.attempts import Attempts
-from workers.engine import EngineLoad
+from workers.engine import Engine, EngineDead, EngineLoad
 from workers.reports import LOAD_INTERVAL_S, LoadReporter, PrefillRate, load_interval_s
 
 LOAD = EngineLoad(blocks_free=90, running=1, waiting=0, step_ms=1.0)
@@ -68,6 +71,48 @@ async def test_report_rate_is_limited_in_large_fleet() -> None:
 def test_report_interval_stays_below_quiet_limit() -> None:
     assert [load_interval_s(count) for count in (1, 5, 1000)] == [LOAD_INTERVAL_S, 0.0025, 0.5]
     assert 2 * load_interval_s(1_000_000) < QUIET_S, "one lost report is nothing"
+
+
+class Hanging:
+    """An engine that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.answers = asyncio.Event()
+
+    async def load(self) -> EngineLoad:
+        await self.answers.wait()
+        return LOAD
+
+
+@pytest.mark.parametrize("longest_step_s", [0.01, 0.1])
+async def test_worker_with_stuck_engine_is_silent_until_it_answers(
+    monkeypatch: pytest.MonkeyPatch, longest_step_s: float
+) -> None:
+    monkeypatch.setattr(reports, "IDLE_REPORT_S", 0.02)
+    monkeypatch.setattr(reports, "ENGINE_STUCK_S", 0.3)
+    load, published, _ = reporter()
+    load.stepped(msgspec.structs.replace(LOAD, step_ms=longest_step_s * 1e3))
+    engine = Hanging()
+    running = asyncio.create_task(load.run(cast(Engine, engine), lambda: None))
+    began = time.monotonic()
+    await until(lambda: load.stuck)
+    assert time.monotonic() - began > 0.9 * max(0.3, 10 * longest_step_s)
+    shown = len(published)
+    assert shown > 5, "a long step is no reason to be silent"
+    await asyncio.sleep(0.2)
+    assert len(published) == shown
+    engine.answers.set()
+    await until(lambda: len(published) > shown and not load.stuck)
+    running.cancel()
+
+
+async def test_engine_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "IDLE_REPORT_S", 0.02)
+    monkeypatch.setattr(reports, "ENGINE_HUNG_S", 0.3)
+    load, _, _ = reporter()
+    load.stepped(LOAD)
+    with pytest.raises(EngineDead, match=r"has not answered for 0\.3 s"):
+        await load.run(cast(Engine, Hanging()), lambda: None)
 
 
 def test_prefill_rate_counts_only_time_with_work() -> None:
