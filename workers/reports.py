@@ -151,7 +151,8 @@ class LoadReporter:
             numbers.seen, numbers.settling = numbers.settling, numbers.fresh
         if load is not None:
             self.engine = load
-            self.longest_step_s = max(self.longest_step_s, load.step_ms / 1e3)
+            if load.step_ms / 1e3 <= self.stuck_after_s:  # else the engine hung in it
+                self.longest_step_s = max(self.longest_step_s, load.step_ms / 1e3)
         self.publish_soon()
 
     def measured(self, load: EngineLoad) -> None:
@@ -165,6 +166,11 @@ class LoadReporter:
     def settled(self) -> bool:
         """Whether the load includes all submissions."""
         return all(numbers.seen == numbers.fresh for numbers in self._seen.values())
+
+    @property
+    def stuck_after_s(self) -> float:
+        """Seconds without an answer after which the engine may hang."""
+        return max(ENGINE_STUCK_S, STUCK_STEPS * self.longest_step_s)
 
     @property
     def held(self) -> bool:
@@ -208,7 +214,7 @@ class LoadReporter:
     async def _ask(self, engine: Engine) -> EngineLoad:
         """Ask the engine for its load. Raises EngineDead, also if it has not answered for ENGINE_HUNG_S."""
         asking = asyncio.create_task(engine.load(), name="engine-load")
-        stuck_s, waited_s = max(ENGINE_STUCK_S, STUCK_STEPS * self.longest_step_s), 0.0
+        stuck_s, waited_s = self.stuck_after_s, 0.0
         try:
             while not (await asyncio.wait({asking}, timeout=IDLE_REPORT_S))[0]:
                 waited_s += IDLE_REPORT_S  # not by a clock: it also counts what this process has slept

@@ -106,6 +106,16 @@ async def test_worker_with_stuck_engine_is_silent_until_it_answers(
     running.cancel()
 
 
+async def test_step_in_which_engine_hung_is_not_its_longest() -> None:
+    load, _, _ = reporter()
+    load.stepped(msgspec.structs.replace(LOAD, step_ms=15_000.0))
+    assert load.stuck_after_s == reports.ENGINE_STUCK_S
+    load.stepped(msgspec.structs.replace(LOAD, step_ms=2_000.0))
+    assert load.stuck_after_s == 20.0
+    load.stepped(msgspec.structs.replace(LOAD, step_ms=15_000.0))
+    assert load.stuck_after_s == 150.0
+
+
 async def test_engine_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reports, "IDLE_REPORT_S", 0.02)
     monkeypatch.setattr(reports, "ENGINE_HUNG_S", 0.3)
