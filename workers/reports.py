@@ -217,7 +217,7 @@ class LoadReporter:
         stuck_s, waited_s = self.stuck_after_s, 0.0
         try:
             while not (await asyncio.wait({asking}, timeout=IDLE_REPORT_S))[0]:
-                waited_s += IDLE_REPORT_S  # not by a clock: it also counts what this process has slept
+                waited_s += IDLE_REPORT_S  # a clock would count the time in which this process stood still
                 if waited_s > ENGINE_HUNG_S:
                     raise EngineDead(f"the engine has not answered for {ENGINE_HUNG_S:g} s")
                 if waited_s <= stuck_s:

@@ -53,9 +53,11 @@ async def rank_killed(world: World) -> None:
 
 
 async def engine_stopped(world: World) -> None:
-    """Freeze the engine of a decode worker while it decodes, and not its agent, as a GPU that hangs would."""
+    """Freeze the engine of a decode worker while it decodes, and not its agent, as a GPU that hangs would. Raises
+    AssertionError if the worker has no engine process."""
     agent = (await world.caught(Role.DECODE, "decoding")).pid
     engines = [child for child in psutil.Process(agent).children() if ENGINE in " ".join(child.cmdline())]
+    assert engines, f"worker {agent} has no child process {ENGINE}"
     await world.stop(ENGINE_STOPPED_S, *(engine.pid for engine in engines))
 
 

@@ -55,11 +55,11 @@ class Assembler:
     """Makes messages of the frames that a socket receives. Parts of several messages may come in turns."""
 
     def __init__(self) -> None:
-        self._unfinished: dict[int, _Unfinished] = {}  # by `Part.message`, the oldest first
+        self._unfinished: dict[int, _Unfinished] = {}  # by `Part.message`; first the one whose last part is oldest
 
     @property
-    def unfinished_bytes(self) -> int:
-        return sum(message.size for message in self._unfinished.values())
+    def unfinished_parts(self) -> int:
+        return sum(len(begun.pieces) for begun in self._unfinished.values())
 
     def take(self, frames: Iterable[bytes]) -> list[bytes] | None:
         """The message that was given to `frames_of`; None while parts of it are missing. Raises MessageError.
@@ -85,11 +85,13 @@ class Assembler:
         begun = self._unfinished.pop(part.message, None)
         if begun is None or len(begun.pieces) != part.index:
             raise MessageError(f"part {part.index + 1} of {part.count} of a message whose other parts did not come")
-        begun.add(part.data, now)
+        begun.pieces.append(part.data)
+        begun.at = now
         if part.index == part.count - 1:
             return b"".join(begun.pieces)
         self._unfinished[part.message] = begun
-        while self.unfinished_bytes > MAX_MESSAGE_BYTES:
+        # Parts count, not bytes: a member could send empty ones without end.
+        while self.unfinished_parts > _pieces(MAX_MESSAGE_BYTES):
             del self._unfinished[next(iter(self._unfinished))]
         return None
 
@@ -97,11 +99,12 @@ class Assembler:
 class _Unfinished:
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
-        self.size, self.at = 0, 0.0
+        self.at = 0.0  # when the last of them came
 
-    def add(self, piece: bytes, now: float) -> None:
-        self.pieces.append(piece)
-        self.size, self.at = self.size + len(piece), now
+
+def _pieces(size: int) -> int:
+    """Of a message of this many bytes."""
+    return -(-size // (MAX_FRAME_BYTES - _PART_BYTES))
 
 
 def _message(whole: bytes) -> list[bytes]:

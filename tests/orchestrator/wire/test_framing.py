@@ -1,9 +1,10 @@
 """Messages as frames: whole, in parts, in turns, torn, and too large."""
 
+import msgspec
 import pytest
 
 from orchestrator.wire import framing
-from orchestrator.wire.framing import Assembler, frames_of
+from orchestrator.wire.framing import Assembler, Part, frames_of
 from orchestrator.wire.messages import MessageError
 
 
@@ -27,7 +28,7 @@ def test_parts_of_several_messages_may_come_in_turns(small):
     assert len(first) == len(second) > 5 and max(map(len, first)) <= framing.MAX_FRAME_BYTES
     *found, last, latest = [assembler.take([frame]) for pair in zip(first, second, strict=True) for frame in pair]
     assert found == [None] * len(found)
-    assert (last, latest) == (long(b"a"), long(b"b")) and assembler.unfinished_bytes == 0
+    assert (last, latest) == (long(b"a"), long(b"b")) and assembler.unfinished_parts == 0
 
 
 def test_a_missing_part_is_an_error_and_the_next_message_is_read(small):
@@ -37,19 +38,19 @@ def test_a_missing_part_is_an_error_and_the_next_message_is_read(small):
         assembler.take(frames[2:3])
     with pytest.raises(MessageError, match="part 4 of"):
         assembler.take(frames[3:4])
-    assert assembler.unfinished_bytes == 0
+    assert assembler.unfinished_parts == 0
     assert [assembler.take([frame]) for frame in frames_of(long(b"b"))][-1] == long(b"b")
 
 
 def test_parts_that_end_are_forgotten(small, monkeypatch):
     assembler = Assembler()
-    monkeypatch.setattr(framing, "MAX_MESSAGE_BYTES", 1000)
-    for _ in range(100):
-        assembler.take(frames_of(long(b"a"))[:1])
-    assert 0 < assembler.unfinished_bytes <= 1000
+    monkeypatch.setattr(framing, "MAX_MESSAGE_BYTES", 160)  # ten parts
+    for number in range(100):
+        assembler.take([msgspec.msgpack.encode(Part(number, 0, 2, b""))])
+    assert assembler.unfinished_parts == 10
     monkeypatch.setattr(framing, "UNFINISHED_S", -1.0)
     assembler.take(frames_of(long(b"b"))[:1])
-    assert assembler.unfinished_bytes == 16
+    assert assembler.unfinished_parts == 1
 
 
 def test_too_large_messages_are_not_sent(small, monkeypatch):

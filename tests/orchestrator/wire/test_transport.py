@@ -137,7 +137,7 @@ async def test_messages_stay_whole_while_connections_end(mesh):
     """libzmq mixes up the frames of different senders, or aborts, if messages have several: see `framing`."""
     frontend, random_ = mesh.frontend("f"), random.Random(0)
     workers = {f"w{number}": mesh.worker() for number in range(40)}
-    read, corrupt = 0, []
+    corrupt = []
     frontend._on_corrupt = lambda: corrupt.append(1)
     try:
         async with asyncio.timeout(60):
@@ -153,13 +153,12 @@ async def test_messages_stay_whole_while_connections_end(mesh):
                 ending = random_.sample(sorted(workers), 30)
                 for turn in range(600):
                     name, message, payload = await frontend.receive()
-                    read += 1
                     assert message == Disconnected(name) or (message, payload) == (Welcome(name), [name.encode()] * 4)
                     if turn % 20 == 0:
                         frontend.disconnect(ending.pop())
                 for name in workers:
                     frontend.disconnect(name)
-        assert not corrupt and read == 7200
+        assert not corrupt
     finally:
         frontend.close()
         for worker in workers.values():
