@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 import resource
 import shutil
@@ -16,7 +15,7 @@ from pathlib import Path
 from orchestrator.cli.doctor.check import Check, at_least
 from orchestrator.config.model import find_model
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.launch.host.machine import find_gpus, hold_port
+from orchestrator.launch.host.machine import find_cores, find_gpus, find_memory, hold_port
 
 _GIB = 1 << 30
 _PROBE_TIMEOUT_S = 120.0
@@ -139,9 +138,9 @@ def _shared_memory() -> Check:
 
 def _memory() -> Check:
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    free = next(int(line[1]) << 10 for line in lines if line[0] == "MemAvailable:")
+    free = min(find_memory(), next(int(line[1]) << 10 for line in lines if line[0] == "MemAvailable:"))
     fix = "end other programs, or run fewer workers here"
-    return at_least("Memory", free, 4 * _GIB, _GIB, f"{free / _GIB:.1f} GiB available, {os.cpu_count()} cores", fix)
+    return at_least("Memory", free, 4 * _GIB, _GIB, f"{free / _GIB:.1f} GiB available, {len(find_cores())} cores", fix)
 
 
 def _port(config: Config) -> Check:

@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import re
 import socket
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ import msgspec
 from orchestrator.config.engine_args import engine_args, environment, pool, ranks
 from orchestrator.config.settings import Config, ConfigError, port_range
 from orchestrator.config.values import MAX_WORKERS
+from orchestrator.launch.host.control_group import cpu_limit, memory_limit
 from orchestrator.types import Role
 
 # vLLM's default for gpu_memory_utilization is near 1: a worker that does not set it has its GPUs to itself.
@@ -173,8 +175,20 @@ class GpuShares:
 
 
 def find_cores() -> list[int]:
-    """The cores that this process may use, by number."""
-    return sorted(os.sched_getaffinity(0))
+    """The cores that this process may use, by number: neighbours, and no more than its container has CPU time for.
+
+    More threads than CPU time are stopped in the middle of a step, and the others wait for them.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    count = int(max(1, min(cpu_limit(), len(cores))))
+    # Containers beside this one choose cores by the same rule, and have other names.
+    first = zlib.crc32(socket.gethostname().encode()) % (len(cores) - count + 1)
+    return cores[first : first + count]
+
+
+def find_memory() -> int:
+    """The bytes of memory that this machine has, or that its container may use of it."""
+    return int(min(memory_limit(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
 
 
 def find_gpus(devices: Path = Path("/dev")) -> list[str]:
@@ -253,7 +267,7 @@ def _check_count(config: Config, workers: int) -> None:
 def _limits(config: Config) -> Iterator[tuple[int, str]]:
     """How many workers the machine has memory and ports for at most, each with why there may be no more."""
     each = _WORKER_BYTES[config.engine]
-    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // each
+    most = find_memory() // each
     yield most, f"workers: this machine's memory holds at most {most} processes of {each >> 20} MiB; lower replicas"
     ports = port_range(config)
     if ports is not None:
@@ -275,7 +289,7 @@ def _workers_on(gpus: int, config: Config, role: Role) -> int:
 
 def _check_memory(config: Config) -> None:
     """Raises ConfigError if the configured KV cache sizes alone exceed the machine's memory."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = find_memory()
     needed = 0
     for role in Role:
         size = engine_args(config, role).get("kv_cache_memory_bytes")

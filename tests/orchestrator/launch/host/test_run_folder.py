@@ -217,7 +217,8 @@ def test_shared_memory_of_group_is_mapped_or_open(tmp_path):
     try:
         assert process.stdout is not None and process.stdout.readline()
         assert shared_memory_of({process.pid}, folder=tmp_path) == {process.pid: {"psm_mapped", "psm_of_child"}}
-        assert shared_memory_of({process.pid + 1}, folder=tmp_path) == {}
+        other = shared_memory_of({process.pid + 1}, folder=tmp_path)  # there may be one, of another program
+        assert not other.get(process.pid + 1)
         seen = SharedMemory(tmp_path)
         seen.scan({process.pid})
         assert seen.names == {"psm_mapped", "psm_of_child"}
