@@ -39,12 +39,13 @@ GROWTH = 0.02
 FEW = {"memory": 1 << 20, "descriptors": 2}  # bytes and descriptors: growth up to this is ignored
 COURSE = 20  # samples of each process that are saved
 SETTLE_S = 2.0  # then the connections of earlier clients are closed
+SIMULATED = [name for name, fault in FAULTS.items() if "sim" in fault.engines]
 # Faults that kill no measured process.
-SPARING = [name for name in FAULTS if name.startswith(("prefill_", "decode_"))]
+SPARING = [name for name in SIMULATED if name.startswith(("prefill_", "decode_"))]
 SPARING += ["all_prefill_stopped", "queue_lost", "redis_emptied", "redis_read_only", "redis_without_replicas"]
 SPARING += ["redis_out_of_memory", "run_folder_removed", "log_pipe_unread", "frontend_stopped"]
 EVERYTHING = [*SPARING, "all_prefill_killed", "redis_killed", "redis_restarted_empty", "frontend_killed", "poison"]
-EVERYTHING += [name for name in FAULTS if name.startswith("operator_")]
+EVERYTHING += [name for name in SIMULATED if name.startswith("operator_")]
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""`benchmarks.chaos`: a fleet that does not become ready is an error, not a fleet."""
+"""`benchmarks.chaos`: an unready fleet is an error, not a fleet; and a soak makes faults that its fleet can have."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 from support_client import FleetFailed
 
 from benchmarks.chaos.fleets import wait_ready
+from benchmarks.chaos.soak import EVERYTHING, SPARING
+from benchmarks.chaos.table import FAULTS
 from orchestrator.wire.addresses import free_ports
 
 
@@ -39,3 +41,7 @@ def test_unready_fleet_raises_with_last_answer() -> None:
 def test_silent_frontend_raises() -> None:
     with pytest.raises(FleetFailed, match="/ready did not answer: ConnectError"):
         wait_ready(f"http://127.0.0.1:{next(free_ports('127.0.0.1'))}", timeout_s=0)
+
+
+def test_soak_of_simulated_engines_makes_no_fault_that_needs_real_ones() -> None:
+    assert [name for name in {*EVERYTHING, *SPARING} if "sim" not in FAULTS[name].engines] == []
