@@ -22,6 +22,9 @@ MAX_SPLITS = 32  # about as many splits of a large fleet are compared, evenly sp
 # Workers go to decode already at a headroom that is larger by this factor than the one at which they go to prefill: a
 # decode worker can do all that a prefill worker does, but not the other way round.
 DECODE_EARLIER = 1.25
+# They go to prefill only at a headroom that is smaller by this factor. It helps nobody while all are in time, and fewer
+# decode workers are left for another load, until those that went have ended their requests and come back.
+PREFILL_LATER = 0.9
 NEVER_S = 1e6  # a TPOT objective that every request meets
 # A move to prefill must be better even if the prefill work is this many standard errors off; a move to decode, one. The
 # last prefill worker also needs so much to go: without it a long prompt delays all that decode.
@@ -74,8 +77,8 @@ def desired_ratio(
     """A better split of the same number of workers; None to keep the current one.
 
     The current split is kept for `config.cool_down_s` after a change, while fewer than `MIN_REQUESTS` requests arrive,
-    while its headroom is above `1 / config.busy` (for a move to decode: above `DECODE_EARLIER / config.busy`), and
-    unless another split's headroom is larger by `config.gain` in spite of chance (`_gains`).
+    while its headroom is above `PREFILL_LATER / config.busy` (for a move to decode: `DECODE_EARLIER / config.busy`),
+    and unless another split's headroom is larger by `config.gain` in spite of chance (`_gains`).
 
     The latest samples are evaluated first, then longer windows, whose larger number of requests shows a smaller gain.
     The whole window and both halves must call for a change in the same direction, so that a burst moves nobody. A move
@@ -164,7 +167,7 @@ def _best_prefill(
     most = total - max(config.min_decode, holding)
     if most < config.min_prefill:
         most = current.prefill
-    if now * config.busy > 1 or _decode_growing(window):
+    if now * config.busy > PREFILL_LATER or _decode_growing(window):
         most = min(most, current.prefill)
     step = max(1, total // MAX_SPLITS)
     caches = caches_of(window, arriving, current)

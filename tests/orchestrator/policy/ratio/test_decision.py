@@ -5,7 +5,7 @@ import pytest
 
 from orchestrator.config.settings import RatioConfig, SLOConfig
 from orchestrator.policy.ratio.attainment import headroom
-from orchestrator.policy.ratio.decision import DECODE_EARLIER, desired_ratio
+from orchestrator.policy.ratio.decision import DECODE_EARLIER, PREFILL_LATER, desired_ratio
 from orchestrator.policy.ratio.load import LoadSample, recent, traffic
 from orchestrator.types import DesiredRatio, Offered
 
@@ -123,6 +123,16 @@ def test_workers_go_to_decode_earlier_than_to_prefill():
         assert 1 < headroom(arriving, 4, 4, SLO) * CONFIG.busy < DECODE_EARLIER
         decision = decide(load, load, load)
         assert (decision.after.prefill if decision else EVEN.prefill) == prefill
+
+
+def test_workers_go_to_prefill_only_when_headroom_is_nearly_used():
+    """All are in time at either headroom, and decode workers serve any load that comes."""
+    for requests, moved in ((1010, False), (1090, True)):
+        load = offering(requests, 1000, 20)
+        headroom_now = headroom(traffic([load]), 4, 4, SLO)
+        assert headroom_now > 1 and (headroom_now < PREFILL_LATER / CONFIG.busy) is moved
+        assert headroom_now < 1 / CONFIG.busy
+        assert (decide(load, load, load) is not None) is moved
 
 
 def test_prompts_cached_at_decode_need_no_prefill_workers():
