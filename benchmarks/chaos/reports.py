@@ -82,13 +82,16 @@ class Reports:
             if workers or time.monotonic() > deadline:
                 break
             await asyncio.sleep(0.1)
-        stirred_at, heard = 0.0, Counter[str]()
+        stirred_at, heard, last = 0.0, Counter[str](), dict[str, str]()
         async with aclosing(self.listen(workers, timeout_s)) as reports:
             async for load in reports:
                 heard[load.worker_id] += 1
+                held = load.blocks_total - load.blocks_free
+                last[load.worker_id] = f"{load.running} running, {load.waiting} waiting, {held} blocks held"
                 if PHASES[phase](load):
                     return workers[load.worker_id]
                 if time.monotonic() - stirred_at > 1.0:
                     stirred_at = time.monotonic()
                     stir()
-        raise NotSeen(f"no {role.value} worker was seen {phase} within {timeout_s:g} s; reports: {dict(heard)}")
+        latest = ", ".join(f"{name}: {count}, at last {last[name]}" for name, count in heard.items())
+        raise NotSeen(f"no {role.value} worker was seen {phase} within {timeout_s:g} s; reports: {latest or 'none'}")
