@@ -82,16 +82,20 @@ class Reports:
             if workers or time.monotonic() > deadline:
                 break
             await asyncio.sleep(0.1)
-        stirred_at, heard, last = 0.0, Counter[str](), dict[str, str]()
+        stirred_at, heard, last = 0.0, Counter[str](), dict[str, WorkerLoad]()
         async with aclosing(self.listen(workers, timeout_s)) as reports:
             async for load in reports:
                 heard[load.worker_id] += 1
-                held = load.blocks_total - load.blocks_free
-                last[load.worker_id] = f"{load.running} running, {load.waiting} waiting, {held} blocks held"
+                last[load.worker_id] = load
                 if PHASES[phase](load):
                     return workers[load.worker_id]
                 if time.monotonic() - stirred_at > 1.0:
                     stirred_at = time.monotonic()
                     stir()
-        latest = ", ".join(f"{name}: {count}, at last {last[name]}" for name, count in heard.items())
-        raise NotSeen(f"no {role.value} worker was seen {phase} within {timeout_s:g} s; reports: {latest or 'none'}")
+        latest = [
+            f"{name}: {heard[name]}, the last with {load.running} running, {load.waiting} waiting and "
+            f"{load.blocks_total - load.blocks_free} blocks held"
+            for name, load in last.items()
+        ]
+        told = "; ".join(latest) or "none"
+        raise NotSeen(f"no {role.value} worker was seen {phase} within {timeout_s:g} s; reports: {told}")

@@ -44,10 +44,10 @@ def _groups(controller: str, root: Path, membership: Path) -> Iterator[Path]:
 
 
 def _cores(group: Path) -> float:
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
         quota, period = (group / "cpu.max").read_text().split()
         return math.inf if quota in _NO_LIMIT else int(quota) / int(period)
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
         quota = (group / "cpu.cfs_quota_us").read_text().strip()
         return math.inf if quota in _NO_LIMIT else int(quota) / int((group / "cpu.cfs_period_us").read_text())
     return math.inf

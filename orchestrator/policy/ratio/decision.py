@@ -22,8 +22,8 @@ MAX_SPLITS = 32  # about as many splits of a large fleet are compared, evenly sp
 # Workers go to decode already at a headroom that is larger by this factor than the one at which they go to prefill: a
 # decode worker can do all that a prefill worker does, but not the other way round.
 DECODE_EARLIER = 1.25
-# They go to prefill only at a headroom that is smaller by this factor. It helps nobody while all are in time, and fewer
-# decode workers are left for another load, until those that went have ended their requests and come back.
+# They go to prefill only at a headroom that is smaller by this factor: while all requests are in time it helps nobody,
+# and fewer decode workers are left if the load changes.
 PREFILL_LATER = 0.9
 NEVER_S = 1e6  # a TPOT objective that every request meets
 # A move to prefill must be better even if the prefill work is this many standard errors off; a move to decode, one. The

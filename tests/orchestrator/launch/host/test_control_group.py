@@ -11,10 +11,10 @@ from orchestrator.launch.host import machine
 from orchestrator.launch.host.control_group import cpu_limit, memory_limit
 
 
-def limits(folder: Path, membership: str, **files: str) -> tuple[float, float]:
-    """The limits of a process with this /proc/self/cgroup, where these files are; `__` stands for a slash."""
+def limits(folder: Path, membership: str, files: dict[str, str]) -> tuple[float, float]:
+    """The limits of a process with this /proc/self/cgroup, where these files are."""
     for name, text in files.items():
-        file = folder / name.replace("__", "/").replace("_dot_", ".")
+        file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text + "\n")
     own = folder / "self"
@@ -23,43 +23,44 @@ def limits(folder: Path, membership: str, **files: str) -> tuple[float, float]:
 
 
 def test_container_with_version_2(tmp_path: Path):
-    found = limits(tmp_path, "0::/\n", cpu_dot_max="150000 100000", memory_dot_max=str(4 << 30))
+    found = limits(tmp_path, "0::/\n", {"cpu.max": "150000 100000", "memory.max": str(4 << 30)})
     assert found == (1.5, 4 << 30)
 
 
 def test_outer_groups_limit_too(tmp_path: Path):
     """A service under a slice: each has limits, and the least counts."""
     files = {
-        "a.slice__cpu_dot_max": "200000 100000",
-        "a.slice__b.service__cpu_dot_max": "max 100000",
-        "a.slice__memory_dot_max": "max",
-        "a.slice__b.service__memory_dot_max": "1000000",
+        "a.slice/cpu.max": "200000 100000",
+        "a.slice/b.service/cpu.max": "max 100000",
+        "a.slice/memory.max": "max",
+        "a.slice/b.service/memory.max": "1000000",
     }
-    assert limits(tmp_path, "0::/a.slice/b.service\n", **files) == (2.0, 1_000_000)
+    assert limits(tmp_path, "0::/a.slice/b.service\n", files) == (2.0, 1_000_000)
 
 
 def test_container_with_version_1_that_is_told_its_path_on_the_host(tmp_path: Path):
     files = {
-        "cpu__cpu.cfs_quota_us": "400000",
-        "cpu__cpu.cfs_period_us": "100000",
-        "memory__memory.limit_in_bytes": "2147483648",
+        "cpu/cpu.cfs_quota_us": "400000",
+        "cpu/cpu.cfs_period_us": "100000",
+        "memory/memory.limit_in_bytes": "2147483648",
     }
     membership = "5:memory:/docker/0a1b\n4:cpu,cpuacct:/docker/0a1b\n1:name=systemd:/docker/0a1b\n"
-    assert limits(tmp_path, membership, **files) == (4.0, 2 << 30)
+    assert limits(tmp_path, membership, files) == (4.0, 2 << 30)
 
 
 @pytest.mark.parametrize(
     ("membership", "files"),
     [
-        ("0::/\n", {"cpu_dot_max": "max 100000", "memory_dot_max": "max"}),
-        ("4:cpu:/\n", {"cpu__cpu.cfs_quota_us": "-1", "cpu__cpu.cfs_period_us": "100000"}),
+        ("0::/\n", {"cpu.max": "max 100000", "memory.max": "max"}),
+        ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}),
         ("0::/user.slice\n", {}),
-        ("not what Linux writes\n", {"cpu_dot_max": "1 1"}),
-        ("0::/\n", {"cpu_dot_max": "a lot", "memory_dot_max": ""}),
+        ("not what Linux writes\n", {"cpu.max": "1 1"}),
+        ("0::/\n", {"cpu.max": "a lot", "memory.max": ""}),
+        ("0::/\n", {"cpu.max": "100000 0"}),
     ],
 )
 def test_no_limit(tmp_path: Path, membership: str, files: dict[str, str]):
-    assert limits(tmp_path, membership, **files) == (math.inf, math.inf)
+    assert limits(tmp_path, membership, files) == (math.inf, math.inf)
 
 
 def test_without_control_groups(tmp_path: Path):
