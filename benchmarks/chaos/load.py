@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 ANSWER_TIMEOUT_S = 180.0
-PAUSE_AFTER_ERROR_S = 0.1
+PAUSE_S = 0.1  # after an error, and while a stream may not ask
 
 
 @dataclass
@@ -100,6 +100,7 @@ class Load:
         """`once`: each stream asks one question only."""
         self._url, self._questions, self._streams, self._seen, self._once = url, questions, streams, seen, once
         self._stopping = asyncio.Event()
+        self._asking = streams  # so many of the streams ask
         self._own_ports: set[int] | None = None  # None: no process that clients are connected to was killed
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -130,6 +131,14 @@ class Load:
         for turn in range(questions):
             self._tasks.append(asyncio.create_task(self._ask(longest[turn % len(longest)])))
 
+    def ease(self) -> None:
+        """Let one stream less ask further questions, until `resume`."""
+        self._asking = max(0, self._asking - 1)
+
+    def resume(self) -> None:
+        """Let all streams ask again."""
+        self._asking = self._streams
+
     def forgive(self, ports: set[int]) -> None:
         """Do not count errors of connections from these ports: their process is killed now. Connections without a
         response may lead to it too."""
@@ -138,8 +147,11 @@ class Load:
     async def _ask_on(self, offset: int) -> None:
         turn = offset
         while not self._stopping.is_set():
+            if offset >= self._asking:
+                await asyncio.sleep(PAUSE_S)
+                continue
             if not await self._ask(turn % len(self._questions.prompts)):
-                await asyncio.sleep(PAUSE_AFTER_ERROR_S)
+                await asyncio.sleep(PAUSE_S)
             turn += self._streams
             if self._once:
                 return

@@ -115,10 +115,16 @@ class World:
     # ---- victims -----------------------------------------------------------------------------------------------
 
     async def caught(self, role: Role, phase: str) -> WorkerInfo:
-        """Wait for a worker of that role in that phase, and return it. Raises NotSeen."""
-        stir = (lambda: None) if phase == "idle" else (lambda: self.load.burst(BURST))
+        """Wait for a worker of that role in that phase, and return it. Raises NotSeen.
+
+        For an idle one clients ask less and less, for the other phases more.
+        """
+        stir = self.load.ease if phase == "idle" else (lambda: self.load.burst(BURST))
         stir()
-        return await self.reports.caught(role, phase, CATCH_TIMEOUT_S, stir, self.spared)
+        try:
+            return await self.reports.caught(role, phase, CATCH_TIMEOUT_S, stir, self.spared)
+        finally:
+            self.load.resume()
 
     def pids(self, role: Role) -> list[int]:
         """The pids of this role's workers that take requests."""
