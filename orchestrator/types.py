@@ -133,7 +133,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     supported_tasks: tuple[str, ...] = ("generate",)
     speed: EngineSpeed = EngineSpeed()
     mesh_key: str = ""  # public key of both addresses; empty where the mesh is not encrypted
-    process: str = ""  # its identity, by `orchestrator.parent.identity_of`
+    process: str = ""  # its identity, by `orchestrator.process.parent.identity_of`
     generation: int = 0  # of its configuration; KV passes within one generation
 
     def can_be(self, role: Role) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.parent import EXIT_AGAIN, own_identity
+from orchestrator.process.parent import EXIT_AGAIN, own_identity
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.fields import Heartbeat
 from orchestrator.store.log_levels import LogLevels, follow_log_level

@@ -21,7 +21,7 @@ from orchestrator.config.command_line import CommandLine
 from orchestrator.config.engine_args import check_environment, environment
 from orchestrator.config.settings import ConfigError
 from orchestrator.config.shared import differences
-from orchestrator.parent import EXIT_AGAIN, die_with_parent, has_ended, own_identity, report_exit
+from orchestrator.process.parent import EXIT_AGAIN, die_with_parent, has_ended, own_identity, report_exit
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.configuration import Version
 from orchestrator.store.fields import Launcher

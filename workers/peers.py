@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from orchestrator.parent import has_ended
+from orchestrator.process.parent import has_ended
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry
 from orchestrator.types import Departed, WorkerInfo

@@ -17,7 +17,7 @@ from support_fleet import RunningFleet, descendants
 from benchmarks.chaos.load import stream
 from benchmarks.chaos.reports import NotSeen
 from benchmarks.chaos.world import GONE_TIMEOUT_S, HEAL_TIMEOUT_S, World
-from orchestrator.parent import local_pid, started_ticks
+from orchestrator.process.parent import local_pid, started_ticks
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.registry import Frontend, Registry
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing, suppress
 
-from orchestrator.parent import own_identity
+from orchestrator.process.parent import own_identity
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.registry import Frontend, Registry
 from orchestrator.types import Role, WorkerInfo, WorkerLoad

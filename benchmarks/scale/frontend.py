@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from support_router import RouterClient  # noqa: E402
 
 from orchestrator.config.settings import Config, load_config  # noqa: E402
-from orchestrator.parent import die_with_parent  # noqa: E402
+from orchestrator.process.parent import die_with_parent  # noqa: E402
 from orchestrator.store.client import connect  # noqa: E402
 from orchestrator.types import Role  # noqa: E402
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import uvloop
 
 from orchestrator.config.settings import Config, load_config
-from orchestrator.parent import die_with_parent
+from orchestrator.process.parent import die_with_parent
 from orchestrator.store.client import connect
 from orchestrator.types import Role
 from orchestrator.wire.addresses import Listening

@@ -12,7 +12,7 @@ from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, namespace_
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.leftovers import end_processes, remove_shared_memory
 from orchestrator.launch.host.run_folder import RunFolder, abandoned_namespaces, held_namespaces
-from orchestrator.parent import local_pid, started_ticks
+from orchestrator.process.parent import local_pid, started_ticks
 
 _KILL_AFTER_S = 60.0
 _EXIT_AFTER_S = 5.0  # how long the interpreter may run on after the fleet has ended

@@ -26,7 +26,7 @@ from orchestrator.cli.handle import (
     print_json,
 )
 from orchestrator.config.settings import ConfigError, Refused, parse_config
-from orchestrator.parent import EXIT_AGAIN, report_exit
+from orchestrator.process.parent import EXIT_AGAIN, report_exit
 from orchestrator.types import Role
 
 _LOCAL = ("127.", "::1", "localhost")

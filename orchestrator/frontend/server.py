@@ -54,7 +54,7 @@ from orchestrator.frontend.pages import FleetCollector, fleet_routes
 from orchestrator.frontend.plain import route, streaming
 from orchestrator.frontend.vllm_codec import VllmCodec
 from orchestrator.frontend.wiring import FleetConnection, unless_ended
-from orchestrator.parent import die_with_parent, report_exit
+from orchestrator.process.parent import die_with_parent, report_exit
 from orchestrator.store.client import Redis, RedisAway, connect
 from orchestrator.store.registry import Registry
 from orchestrator.store.servers import redis_elsewhere

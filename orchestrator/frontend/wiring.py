@@ -24,8 +24,8 @@ from orchestrator.fleet.ratio_controller import RatioController
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard.history import History
 from orchestrator.frontend.pause import PauseCalls
-from orchestrator.parent import own_identity
 from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.process.parent import own_identity
 from orchestrator.router.codec import Codec
 from orchestrator.router.router import Router
 from orchestrator.store.client import Redis, RedisAway

@@ -25,7 +25,7 @@ from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.launch.rollout import RolloutRunner, cannot_start
 from orchestrator.launch.supervise import Stage, Supervised, describe
 from orchestrator.launch.worker_pool import WorkerPool
-from orchestrator.parent import has_ended, local_pid
+from orchestrator.process.parent import has_ended, local_pid
 from orchestrator.store.planned import BY_HAND, of_launchers
 from orchestrator.store.registry import Registry
 from orchestrator.types import DesiredRatio, Role

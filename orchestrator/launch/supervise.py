@@ -16,7 +16,7 @@ import msgspec
 
 from orchestrator.config.settings import LauncherConfig
 from orchestrator.launch.host.process import CannotRun, Process
-from orchestrator.parent import EXIT_AGAIN
+from orchestrator.process.parent import EXIT_AGAIN
 
 log = logging.getLogger("pd.launcher")
 

@@ -18,7 +18,7 @@ from orchestrator.launch.host.process import Process
 from orchestrator.launch.machines import Machines, Setup
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage, Supervised
-from orchestrator.parent import own_identity
+from orchestrator.process.parent import own_identity
 from orchestrator.store.client import RedisAway
 from orchestrator.store.fields import Launcher, WorkerOrders
 from orchestrator.store.planned import PlannedWorker

@@ -58,7 +58,7 @@ class Frontend(msgspec.Struct, frozen=True):
 
     id: str
     url: str  # empty while it takes no new requests
-    process: str  # which it is, as `orchestrator.parent` tells processes apart
+    process: str  # which it is, as `orchestrator.process.parent` tells processes apart
     since: float = 0.0  # unix seconds; the registry's clock
     offered: Offered = Offered()  # load offered to it since it started
     mesh_key: str = ""  # its public key

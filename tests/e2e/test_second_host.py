@@ -18,7 +18,7 @@ import pytest
 from support_fleet import ROOT, RunningFleet, running_fleet, token_prompt
 
 from orchestrator.launch.host.redis_server import server_binary
-from orchestrator.parent import EXIT_AGAIN
+from orchestrator.process.parent import EXIT_AGAIN
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 

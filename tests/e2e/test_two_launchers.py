@@ -17,7 +17,7 @@ import support_client
 from support_fleet import ROOT, RunningFleet, descendants, token_prompt
 from support_redis import fresh_namespace, running_server
 
-from orchestrator.parent import identity_of
+from orchestrator.process.parent import identity_of
 from orchestrator.store.client import connect
 from orchestrator.store.registry import Registry
 from orchestrator.types import WorkerState

@@ -19,7 +19,7 @@ from support_workers import ROOT, Workers
 from orchestrator.config.settings import parse_config
 from orchestrator.config.shared import shared
 from orchestrator.launch.host.redis_server import EmbeddedRedis
-from orchestrator.parent import EXIT_AGAIN, own_identity
+from orchestrator.process.parent import EXIT_AGAIN, own_identity
 from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.planned import BY_HAND
 from orchestrator.types import Role, WorkerState

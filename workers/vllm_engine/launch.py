@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -29,12 +30,14 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from orchestrator.config.engine_args import check_environment
 from orchestrator.config.settings import KVConfig
+from orchestrator.process.control_group import cpu_limit
 from workers.vllm_engine.plugin import SOCKETS, engine_process
 
 _CPU_KV_CACHE_BYTES = 1 << 30
 # vLLM reads much of its start-up configuration from the environment, which all threads share.
 _environment = threading.Lock()
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"  # the cores of each rank's threads; "nobind": whichever the process may use
+_THREADS = "OMP_NUM_THREADS"
 _KV_SECRET = "PD_KV_SECRET_KEY"  # read by connectors/handshake.py in the engine's processes
 
 
@@ -120,10 +123,25 @@ def start_client(
             shares = split_cores(cores, config.parallel_config.local_world_size)
         # Otherwise vLLM binds the ranks' threads, by variables that only a program that is executed reads.
         environment[_BIND] = bind = "nobind" if cores else os.environ.get(_BIND, "nobind")
+        if not cores and bind == "nobind":
+            _limit_threads(environment, config.parallel_config.local_world_size)
         if issubclass(executor, UniProcExecutor) or (bind == "nobind" and issubclass(executor, MultiprocExecutor)):
             environment["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     with _environment, _set_env(environment), engine_process(shares):
         return EngineCoreClient.make_async_mp_client(config, executor, log_stats=True)
+
+
+def _limit_threads(environment: dict[str, str], ranks: int) -> None:
+    """Give each rank no more compute threads than its container has CPU time for.
+
+    Further threads are stopped in the middle of a step, and the others wait for them. An OMP_NUM_THREADS from outside
+    holds.
+    """
+    limit = cpu_limit()
+    if _THREADS not in os.environ and limit < len(os.sched_getaffinity(0)):
+        threads = max(1, int(limit) // ranks)
+        environment[_THREADS] = str(threads)  # read by a process that is executed
+        torch.set_num_threads(threads)  # inherited by a forked one; this process does not compute
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from orchestrator.parent import PARENT, die_with_parent
+from orchestrator.process.parent import PARENT, die_with_parent
 from workers.engine import PrefixChanges
 from workers.vllm_engine.patches import patch_cpu_engines, share_gloo_device
 from workers.vllm_engine.prefix import PrefixCollector

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from orchestrator.launch.host.run_folder import StartedProcess
-from orchestrator.parent import has_ended, local_pid
+from orchestrator.process.parent import has_ended, local_pid
 
 log = logging.getLogger("pd.launcher")
 

@@ -20,7 +20,7 @@ import msgspec
 from orchestrator.config.engine_args import engine_args, environment, pool, ranks
 from orchestrator.config.settings import Config, ConfigError, port_range
 from orchestrator.config.values import MAX_WORKERS
-from orchestrator.launch.host.control_group import cpu_limit, memory_limit
+from orchestrator.process.control_group import cpu_limit, memory_limit
 from orchestrator.types import Role
 
 # vLLM's default for gpu_memory_utilization is near 1: a worker that does not set it has its GPUs to itself.

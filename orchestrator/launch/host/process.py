@@ -20,7 +20,7 @@ from typing import Protocol
 
 import msgspec
 
-from orchestrator.parent import EXIT_REASON_FILE, PARENT, ExitReason, identity_of, read_exit_reason
+from orchestrator.process.parent import EXIT_REASON_FILE, PARENT, ExitReason, identity_of, read_exit_reason
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _READ_BYTES = 1 << 16
@@ -56,7 +56,7 @@ class Process(Protocol):
     """One process, on this machine or another one, that is started once."""
 
     last_lines: deque[str]
-    identity: str  # see orchestrator.parent; empty before it was started
+    identity: str  # see orchestrator.process.parent; empty before it was started
 
     @property
     def pid(self) -> int:
@@ -105,7 +105,7 @@ class LocalProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._pump: asyncio.Task[None] | None = None
         self.lost = False
-        self.identity = ""  # see orchestrator.parent; empty until it is started
+        self.identity = ""  # see orchestrator.process.parent; empty until it is started
 
     async def start(self) -> None:
         """Start it. Raises OSError, CannotRun."""

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.config.values import masked
 from orchestrator.launch.supervise import backoff_s
-from orchestrator.parent import kill_with
+from orchestrator.process.parent import kill_with
 from orchestrator.store.client import Redis, RedisAway, connect
 
 log = logging.getLogger("pd.launcher")

@@ -18,7 +18,7 @@ import msgspec
 
 from orchestrator.config.settings import Config, ConfigError, check_name, parse_config
 from orchestrator.config.yaml_text import load_yaml
-from orchestrator.parent import local_pid, own_identity
+from orchestrator.process.parent import local_pid, own_identity
 
 log = logging.getLogger("pd.launcher")
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class FleetRunning(ConfigError):
 
 
 class StartedProcess(msgspec.Struct, frozen=True):
-    """A process that the launcher started, as `orchestrator.parent` tells processes apart."""
+    """A process that the launcher started, as `orchestrator.process.parent` tells processes apart."""
 
     name: str
     identity: str
@@ -204,7 +204,7 @@ class RunFolder:
         return False
 
     def launcher(self) -> str | None:
-        """The identity (see orchestrator.parent) of the process that holds the folder, or held it."""
+        """The identity (see orchestrator.process.parent) of the process that holds the folder, or held it."""
         return (self._read(_LOCK) or "").strip() or None
 
     def launcher_pid(self) -> int | None:

@@ -15,7 +15,7 @@ from orchestrator.launch.host.process import CannotRun
 from orchestrator.launch.machines import OnLine
 from orchestrator.launch.ray.runner import Runner
 from orchestrator.launch.ray.wire import Ended, NotStarted, Order, Started, decode_reply, encode
-from orchestrator.parent import ExitReason
+from orchestrator.process.parent import ExitReason
 
 NODE_LOST = -9  # the exit code of a process whose node or runner is gone: as if it had been killed
 _KEPT_LINES = 100

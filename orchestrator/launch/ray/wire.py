@@ -33,7 +33,7 @@ class Started(msgspec.Struct, tag="started", frozen=True):
     """From a runner: the process runs, by this order or by an earlier one."""
 
     pid: int
-    identity: str  # see orchestrator.parent
+    identity: str  # see orchestrator.process.parent
 
 
 class NotStarted(msgspec.Struct, tag="not_started", frozen=True):

@@ -24,7 +24,7 @@ from orchestrator.launch.machines import Setup
 from orchestrator.launch.rollout import cannot_start
 from orchestrator.launch.supervise import Supervised
 from orchestrator.launch.worker_pool import WorkerPool
-from orchestrator.parent import own_identity
+from orchestrator.process.parent import own_identity
 from orchestrator.store.client import connect
 from orchestrator.store.fields import Launcher
 from orchestrator.store.planned import BY_HAND

@@ -22,7 +22,7 @@ from support_fleet import RunningFleet, paste, running_fleet
 from support_tls import make_certificate
 
 from orchestrator.launch.host.run_folder import RunFolder
-from orchestrator.parent import started_ticks
+from orchestrator.process.parent import started_ticks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 

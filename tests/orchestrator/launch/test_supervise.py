@@ -19,7 +19,7 @@ from orchestrator.launch.host.process import (
     group_alive,
 )
 from orchestrator.launch.supervise import SUCCESSORS, Exit, Stage, Supervised, backoff_s, describe
-from orchestrator.parent import started_ticks
+from orchestrator.process.parent import started_ticks
 
 FAST = LauncherConfig(restart_backoff_s=0.01, restart_backoff_max_s=0.05, stop_timeout_s=1.0)
 DEADLINE_S = 20.0
@@ -199,7 +199,7 @@ async def test_lines_of_any_length_arrive_and_progress_bars_as_their_last_state(
 
 async def test_exit_reason_goes_before_last_output(tmp_path):
     code = (
-        "import sys; from orchestrator.parent import report_exit;"
+        "import sys; from orchestrator.process.parent import report_exit;"
         "report_exit('worker', 'model: no\\n such folder', final=False); print('noise at exit'); sys.exit(2)"
     )
     spec = ProcessSpec("child", [sys.executable, "-c", code], exit_file=tmp_path / "child.exit")
@@ -213,7 +213,8 @@ async def test_exit_reason_goes_before_last_output(tmp_path):
 
 
 async def test_final_exit_waits_longest_pause(tmp_path):
-    code = "from orchestrator.parent import report_exit; report_exit('worker', 'no such model', final=True); exit(2)"
+    report = "report_exit('worker', 'no such model', final=True)"
+    code = f"from orchestrator.process.parent import report_exit; {report}; exit(2)"
     spec = ProcessSpec("child", [sys.executable, "-c", code], exit_file=tmp_path / "child.exit")
     child = Child("", LauncherConfig(restart_backoff_s=0.01, restart_backoff_max_s=300), spec=spec)
     await until(lambda: child.process.stage is Stage.PAUSING)

@@ -28,7 +28,7 @@ from orchestrator.launch.host.run_folder import RunFolder
 from orchestrator.launch.machines import Setup
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.launch.worker_pool import WorkerPool
-from orchestrator.parent import started_ticks
+from orchestrator.process.parent import started_ticks
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.fields import Launcher
 from orchestrator.store.registry import Registry

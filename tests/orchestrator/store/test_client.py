@@ -24,7 +24,7 @@ from support_wait import until
 
 from orchestrator.config.values import masked
 from orchestrator.launch.host.redis_server import EmbeddedRedis, EmbeddedRedisError, server_binary
-from orchestrator.parent import started_ticks
+from orchestrator.process.parent import started_ticks
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.events import DesiredChanged, Resync
 from orchestrator.store.keys import QUEUE, Keys

@@ -19,7 +19,7 @@ from support_vllm import Driver, engine_pid, frames, tiny_model
 from support_wait import until
 
 from orchestrator.config.settings import KVConfig
-from orchestrator.parent import started_ticks
+from orchestrator.process.parent import started_ticks
 from orchestrator.types import KVEndpoint, KVSource
 from workers.engine import EngineDead, EngineRequest, InvalidEngineRequest, Phase
 

@@ -15,7 +15,7 @@ from support_wait import until
 from support_workers import Frontend, Request, WorkerProcess, Workers, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
-from orchestrator.parent import started_ticks
+from orchestrator.process.parent import started_ticks
 from orchestrator.types import Role
 from orchestrator.wire.messages import Claimed, Prefilled, Rejected
 

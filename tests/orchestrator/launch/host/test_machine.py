@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import sys
@@ -246,3 +247,22 @@ def test_workers_bind_must_be_an_address_of_this_host():
         check_bind(host)
     with pytest.raises(ConfigError, match="workers.bind: cannot listen at '203.0.113.7'"):
         check_bind("203.0.113.7")
+
+
+@pytest.mark.parametrize(("limit", "count"), [(math.inf, 8), (64.0, 8), (2.5, 2), (0.5, 1)])
+def test_a_container_computes_on_neighbouring_cores_within_its_limit(monkeypatch, limit: float, count: int):
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(8, 16)))
+    monkeypatch.setattr(machine, "cpu_limit", lambda: limit)
+    beginnings = set()
+    for name in (f"container-{number}" for number in range(50)):
+        monkeypatch.setattr(machine.socket, "gethostname", lambda name=name: name)
+        cores = machine.find_cores()
+        assert cores == list(range(cores[0], cores[0] + count)) and 8 <= cores[0] and cores[-1] < 16
+        beginnings.add(cores[0])
+    assert len(beginnings) == 8 - count + 1, "containers beside each other choose others"
+
+
+def test_memory_is_that_of_the_container(monkeypatch):
+    whole = machine.find_memory()
+    monkeypatch.setattr(machine, "memory_limit", lambda: 1 << 30)
+    assert machine.find_memory() == 1 << 30 < whole

@@ -26,7 +26,7 @@ from orchestrator.launch.host.run_folder import (
     abandoned_namespaces,
     held_namespaces,
 )
-from orchestrator.parent import identity_of, started_ticks
+from orchestrator.process.parent import identity_of, started_ticks
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +120,7 @@ def test_a_namespace_cannot_leave_its_folder(name):
 
 CLAIM_AND_DIE = """
 import os, signal, subprocess, sys
-from orchestrator.parent import identity_of
+from orchestrator.process.parent import identity_of
 from orchestrator.launch.host.run_folder import RunFolder, StartedProcess
 folder = RunFolder("a")
 folder.claim()

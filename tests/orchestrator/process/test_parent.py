@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.parent import has_ended, own_identity
+from orchestrator.process.parent import has_ended, own_identity
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 15.0
@@ -19,7 +19,7 @@ DEADLINE_S = 15.0
 # Each prints the child's pid once it is set up, and never ends by itself.
 CHILD = """
 import os, signal, sys, time
-from orchestrator.parent import die_with_parent
+from orchestrator.process.parent import die_with_parent
 if sys.argv[2:]:
     signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))
 die_with_parent(float(sys.argv[1]))
@@ -34,7 +34,7 @@ time.sleep(60)
 """
 PARENT_OF_ANY = """
 import functools, os, subprocess, time
-from orchestrator.parent import kill_with
+from orchestrator.process.parent import kill_with
 child = subprocess.Popen(["sleep", "60"], preexec_fn=functools.partial(kill_with, os.getpid()))
 print(child.pid, flush=True)
 time.sleep(60)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.launch.host import machine
-from orchestrator.launch.host.control_group import cpu_limit, memory_limit
+from orchestrator.process.control_group import cpu_limit, memory_limit
 
 
 def limits(folder: Path, membership: str, files: dict[str, str]) -> tuple[float, float]:
@@ -65,22 +64,3 @@ def test_no_limit(tmp_path: Path, membership: str, files: dict[str, str]):
 
 def test_without_control_groups(tmp_path: Path):
     assert cpu_limit(tmp_path, tmp_path / "none") == memory_limit(tmp_path, tmp_path / "none") == math.inf
-
-
-@pytest.mark.parametrize(("limit", "count"), [(math.inf, 8), (64.0, 8), (2.5, 2), (0.5, 1)])
-def test_a_container_computes_on_neighbouring_cores_within_its_limit(monkeypatch, limit: float, count: int):
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(8, 16)))
-    monkeypatch.setattr(machine, "cpu_limit", lambda: limit)
-    beginnings = set()
-    for name in (f"container-{number}" for number in range(50)):
-        monkeypatch.setattr(machine.socket, "gethostname", lambda name=name: name)
-        cores = machine.find_cores()
-        assert cores == list(range(cores[0], cores[0] + count)) and 8 <= cores[0] and cores[-1] < 16
-        beginnings.add(cores[0])
-    assert len(beginnings) == 8 - count + 1, "containers beside each other choose others"
-
-
-def test_memory_is_that_of_the_container(monkeypatch):
-    whole = machine.find_memory()
-    monkeypatch.setattr(machine, "memory_limit", lambda: 1 << 30)
-    assert machine.find_memory() == 1 << 30 < whole

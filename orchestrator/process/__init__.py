@@ -1,0 +1,1 @@
+"""This process: whose child it is, and what its container lets it use."""

@@ -1,0 +1,37 @@
+"""How many threads an engine on CPU computes with, in a container that has CPU time for less than its cores."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.mark.parametrize(
+    ("limit", "ranks", "threads"), [(2.5, 1, 2), (2.5, 2, 1), (0.5, 2, 1), (8.0, 1, None), (math.inf, 1, None)]
+)
+def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch, limit: float, ranks: int, threads: int | None) -> None:
+    from workers.vllm_engine import launch
+
+    said: list[int] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(launch, "cpu_limit", lambda: limit)
+    monkeypatch.setattr(launch.os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(launch.torch, "set_num_threads", said.append)
+    environment: dict[str, str] = {}
+    launch._limit_threads(environment, ranks)
+    assert (said, environment) == (([threads], {"OMP_NUM_THREADS": str(threads)}) if threads else ([], {}))
+
+
+def test_number_of_threads_from_outside_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    from workers.vllm_engine import launch
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setattr(launch, "cpu_limit", lambda: 1.0)
+    monkeypatch.setattr(launch.os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(launch.torch, "set_num_threads", lambda threads: pytest.fail("overridden"))
+    environment: dict[str, str] = {}
+    launch._limit_threads(environment, 1)
+    assert environment == {}
