@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 
 from orchestrator.config.access import REDIS_URL
-from orchestrator.config.settings import Config, QueueConfig, Refused
+from orchestrator.config.settings import Config, QueueConfig, Refused, WorkersConfig
 from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from orchestrator.store.events import RatioHistory
     from orchestrator.store.queue import PrefillQueue
     from orchestrator.store.registry import Registry
+    from orchestrator.types import WorkerInfo
 
 NamespaceOption = Annotated[
     str | None,
@@ -69,6 +70,7 @@ OUT = console()
 _REDIS_TIMEOUT_S = 2.0
 # Commands that follow the fleet for minutes keep asking while Redis fails over or is slow.
 _REDIS_PATIENCE_S, _ASK_AGAIN_S = 60.0, 0.5
+_HEARTBEATS = 2.0  # after so many every worker that lives has told Redis of itself
 T = TypeVar("T")
 
 
@@ -79,6 +81,11 @@ class FleetHandle(msgspec.Struct, frozen=True):
     redis_url: str | None  # None where only a frontend was named
     url: str | None  # of its endpoint; None unless an option names it, or a launcher on this machine runs it
     config: Config | None
+
+    @property
+    def workers(self) -> WorkersConfig:
+        """The defaults where the fleet's are not known."""
+        return self.config.workers if self.config is not None else WorkersConfig()
 
 
 class OpenFleet(msgspec.Struct, frozen=True):
@@ -178,6 +185,14 @@ async def retry_while_away(what: Callable[[], Awaitable[T]]) -> T:
             if time.monotonic() > deadline:
                 raise
         await asyncio.sleep(_ASK_AGAIN_S)
+
+
+async def every_worker(registry: Registry, heartbeat_s: float) -> dict[str, WorkerInfo]:
+    """The fleet's workers, after two heartbeats: a Redis that has lost its data may know only some before.
+    Raises RedisAway.
+    """
+    await asyncio.sleep(_HEARTBEATS * heartbeat_s)
+    return await retry_while_away(registry.workers)
 
 
 def refuse_only_worker(ready: int, force: bool) -> None:

@@ -24,6 +24,7 @@ from orchestrator.cli.handle import (
     OpenFleet,
     RedisOption,
     ask,
+    every_worker,
     find_fleet,
     print_json,
     refuse_only_worker,
@@ -60,28 +61,26 @@ def restart_command(
 ) -> None:
     """Restart workers, a few at a time, each after it has drained: no request fails."""
     handle = find_fleet(namespace, redis)
-    workers = handle.config.workers if handle.config else WorkersConfig()
-    patience_s = workers.drain_timeout_s + workers.start_timeout_s
     show = print_json if as_json else _print
-    count = ask(handle, lambda fleet: restart(fleet, only, max_unavailable, force, patience_s, show))
+    count = ask(handle, lambda fleet: restart(fleet, handle.workers, only, max_unavailable, force, show))
     show(Step("done", workers=count))
 
 
 async def restart(
     fleet: OpenFleet,
+    workers: WorkersConfig,
     role: Role | None,
     max_unavailable: int,
     force: bool,
-    patience_s: float,
     show: Callable[[Step], None],
 ) -> int:
     """Restart the workers of `role`, or all. At most `max_unavailable` workers are down at a time; workers that died
     meanwhile count. The last worker that is ready waits until another one is. One that leaves for good meanwhile is not
-    waited for. Returns how many were restarted. Raises Refused (also when no worker becomes ready for `patience_s`
-    seconds), and RedisAway when Redis stays away.
+    waited for. Returns how many were restarted. Raises Refused (also when no worker becomes ready for as long as draining
+    and starting may take), and RedisAway when Redis stays away.
     """
-    registry = fleet.registry
-    there = await registry.workers()
+    registry, patience_s = fleet.registry, workers.drain_timeout_s + workers.start_timeout_s
+    there = await every_worker(registry, workers.heartbeat_s)
     targets = {name: info.process for name, info in there.items() if role in (None, info.role)}
     if not targets:
         raise Refused(f"the fleet has no {role.value + ' ' if role else ''}worker to restart")

@@ -20,12 +20,14 @@ from orchestrator.cli.join import Token
 from orchestrator.cli.main import app
 from orchestrator.cli.rolling import Step, restart
 from orchestrator.cli.rollout import Event, _follow
+from orchestrator.config.settings import WorkersConfig
 from orchestrator.store.client import RedisAway
 from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.fields import Launcher
 from orchestrator.types import Role, WorkerState
 
 pytestmark = pytest.mark.slow  # a server of its own
+QUICK = WorkersConfig(heartbeat_s=0.02, drain_timeout_s=30, start_timeout_s=30)
 
 
 @pytest.fixture
@@ -67,7 +69,7 @@ async def test_restart_continues_after_redis_outage(server: Server, fleet: OpenF
     infos = [msgspec.structs.replace(worker(name), state=WorkerState.READY, process="1") for name in ("a", "b")]
     for info in infos:
         await registry.join(info, 600)
-    restarting = asyncio.create_task(restart(fleet, None, 1, False, 60, Mock()))
+    restarting = asyncio.create_task(restart(fleet, QUICK, None, 1, False, Mock()))
     await asyncio.sleep(0.1)
     server.stop()
     await asyncio.sleep(1)
@@ -75,6 +77,22 @@ async def test_restart_continues_after_redis_outage(server: Server, fleet: OpenF
     server.start()
     for info in infos:  # each comes back as another process, as a launcher has it
         await retry_while_away(lambda info=info: registry.join(msgspec.structs.replace(info, process="2"), 600))  # type: ignore[misc]
+    assert await restarting == 2
+
+
+async def test_restart_waits_for_workers_that_a_redis_without_its_data_has_not_heard_of(fleet: OpenFleet) -> None:
+    registry, show = fleet.registry, Mock()
+    infos = [msgspec.structs.replace(worker(name), state=WorkerState.READY, process="1") for name in ("a", "b")]
+    await registry.join(infos[0], 600)
+    settings = msgspec.structs.replace(QUICK, heartbeat_s=0.5)
+    restarting = asyncio.create_task(restart(fleet, settings, None, 1, False, show))
+    await asyncio.sleep(0.3)
+    await registry.join(infos[1], 600)  # its first heartbeat since
+    for info in infos:
+        async with asyncio.timeout(DEADLINE_S):
+            while call(Step("draining", info.id)) not in show.mock_calls:
+                await asyncio.sleep(0.01)
+        await registry.join(msgspec.structs.replace(info, process="2"), 600)
     assert await restarting == 2
 
 
@@ -86,7 +104,7 @@ async def test_restart_does_not_wait_for_workers_that_leave_for_good(fleet: Open
     for info in infos:
         await registry.join(info, 600)
     await registry.refresh_launcher(launcher, Launcher(dict.fromkeys("abc", Role.PREFILL)), 600)
-    restarting = asyncio.create_task(restart(fleet, None, 1, False, 60, show))
+    restarting = asyncio.create_task(restart(fleet, QUICK, None, 1, False, show))
     async with asyncio.timeout(DEADLINE_S):
         while show.mock_calls != [call(Step("draining", "a"))]:
             await asyncio.sleep(0.01)
@@ -110,7 +128,7 @@ async def test_max_unavailable_above_fleet_size_keeps_one_serving(fleet: OpenFle
     for info in infos:
         await registry.join(info, 600)
     say = Mock()
-    restarting = asyncio.create_task(restart(fleet, None, 9, False, 60, say))
+    restarting = asyncio.create_task(restart(fleet, QUICK, None, 9, False, say))
     await asyncio.sleep(1)
     assert [call.args for call in say.mock_calls] == [(Step("draining", "a"),)]
     for info in infos:
