@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from orchestrator.store.events import RatioHistory
     from orchestrator.store.queue import PrefillQueue
     from orchestrator.store.registry import Registry
-    from orchestrator.types import WorkerInfo
 
 NamespaceOption = Annotated[
     str | None,
@@ -70,7 +69,6 @@ OUT = console()
 _REDIS_TIMEOUT_S = 2.0
 # Commands that follow the fleet for minutes keep asking while Redis fails over or is slow.
 _REDIS_PATIENCE_S, _ASK_AGAIN_S = 60.0, 0.5
-_HEARTBEATS = 2.0  # after so many every worker that lives has told Redis of itself
 T = TypeVar("T")
 
 
@@ -95,6 +93,7 @@ class OpenFleet(msgspec.Struct, frozen=True):
     registry: Registry
     queue: PrefillQueue
     history: RatioHistory
+    heartbeat_s: float  # of its workers
 
 
 def find_fleet(namespace: str | None, redis_url: str | None, url: str | None = None) -> FleetHandle:
@@ -156,7 +155,8 @@ async def open_fleet(handle: FleetHandle) -> AsyncIterator[OpenFleet]:
         try:
             config = handle.config.queue if handle.config else QueueConfig()
             registry, queue = Registry(redis, handle.namespace), PrefillQueue(redis, handle.namespace, config)
-            yield OpenFleet(redis, registry, queue, RatioHistory(redis, handle.namespace))
+            history = RatioHistory(redis, handle.namespace)
+            yield OpenFleet(redis, registry, queue, history, handle.workers.heartbeat_s)
         finally:
             await redis.aclose()
     except (RedisAway, UnknownWorker) as error:
@@ -185,14 +185,6 @@ async def retry_while_away(what: Callable[[], Awaitable[T]]) -> T:
             if time.monotonic() > deadline:
                 raise
         await asyncio.sleep(_ASK_AGAIN_S)
-
-
-async def every_worker(registry: Registry, heartbeat_s: float) -> dict[str, WorkerInfo]:
-    """The fleet's workers, after two heartbeats: a Redis that has lost its data may know only some before.
-    Raises RedisAway.
-    """
-    await asyncio.sleep(_HEARTBEATS * heartbeat_s)
-    return await retry_while_away(registry.workers)
 
 
 def refuse_only_worker(ready: int, force: bool) -> None:

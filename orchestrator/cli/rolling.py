@@ -24,7 +24,6 @@ from orchestrator.cli.handle import (
     OpenFleet,
     RedisOption,
     ask,
-    every_worker,
     find_fleet,
     print_json,
     refuse_only_worker,
@@ -76,11 +75,14 @@ async def restart(
 ) -> int:
     """Restart the workers of `role`, or all. At most `max_unavailable` workers are down at a time; workers that died
     meanwhile count. The last worker that is ready waits until another one is. One that leaves for good meanwhile is not
-    waited for. Returns how many were restarted. Raises Refused (also when no worker becomes ready for as long as draining
-    and starting may take), and RedisAway when Redis stays away.
+    waited for. Returns how many were restarted. Raises Refused (also when no worker becomes ready for as long as it may
+    take to drain and start one), and RedisAway when Redis stays away.
     """
+    from orchestrator.store.steering import settle
+
     registry, patience_s = fleet.registry, workers.drain_timeout_s + workers.start_timeout_s
-    there = await every_worker(registry, workers.heartbeat_s)
+    await settle(registry, workers.heartbeat_s)
+    there = await registry.workers()
     targets = {name: info.process for name, info in there.items() if role in (None, info.role)}
     if not targets:
         raise Refused(f"the fleet has no {role.value + ' ' if role else ''}worker to restart")

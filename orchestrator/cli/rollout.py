@@ -24,7 +24,6 @@ from orchestrator.cli.handle import (
     RedisOption,
     SetOption,
     ask,
-    every_worker,
     find_fleet,
     print_json,
     refuse_only_worker,
@@ -93,14 +92,16 @@ async def _begin(
 ) -> Rollout:
     """Raises ConfigError."""
     from orchestrator.store.configuration import Rollout, Version
+    from orchestrator.store.steering import settle
 
     configuration = fleet.registry.configuration
-    workers = await every_worker(fleet.registry, handle.workers.heartbeat_s)
+    await settle(fleet.registry, fleet.heartbeat_s)
     last, running = await configuration.rollout(), await configuration.read()
     if running is None or not await fleet.registry.launchers():
         raise Refused("no launcher runs this fleet, which could start workers with another configuration")
     if last is not None and last.under_way:
         raise Refused(f"a rollout to generation {last.new.generation} is under way; wait for it, or use --abort")
+    workers = await fleet.registry.workers()
     refuse_only_worker(sum(info.state is WorkerState.READY for info in workers.values()), force)
     new = changed(running, handle.config, tree)
     generation = 1 + max(running.generation, last.new.generation if last is not None else 0)

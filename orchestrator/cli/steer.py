@@ -159,7 +159,7 @@ def _counts(targets: list[str]) -> dict[str, int]:
 
 
 def _steer(fleet: OpenFleet) -> Steering:
-    return Steering(fleet.registry, fleet.queue)
+    return Steering(fleet.registry, fleet.queue, fleet.heartbeat_s)
 
 
 def _say(result: dict[str, Any], as_json: bool, said: str | None = None) -> None:

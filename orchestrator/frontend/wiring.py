@@ -91,7 +91,7 @@ class FleetConnection:
         self.calls = ControlCalls(self.fleet, self.transport)
         jobs = PrefillQueue(redis, config.namespace, config.queue)
         self.queue = QueueView(jobs, frontend_id, config.queue.lease_s)
-        self.steering = Steering(self.registry, jobs)
+        self.steering = Steering(self.registry, jobs, config.workers.heartbeat_s)
         self.router = Router(config, self.fleet, self.transport, self.queue, self.prefixes, codec, choose)
         self.membership = Membership(
             self.registry,

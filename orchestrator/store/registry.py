@@ -120,6 +120,10 @@ class Registry:
         removed. Idempotent."""
         await self._call("remove_member", "worker", worker_id, engine_id)
 
+    async def known_for_s(self) -> float:
+        """For how long Redis has known the fleet, seconds; after it has lost its data, since the first came back."""
+        return float(await self._call("known_for"))
+
     async def workers(self) -> dict[str, WorkerInfo]:
         """All live workers. One whose hash cannot be read is logged and left out."""
         return (await self.workers_and_orders())[0]
@@ -246,8 +250,7 @@ class Registry:
 
     async def refresh_launcher(self, launcher_id: str, launcher: Launcher, ttl_s: float) -> None:
         """A launcher's heartbeat: register for `ttl_s` more, with exactly these workers."""
-        fields = launcher_to_fields(launcher)
-        await self._call("put_member", *member("launcher", launcher_id, ttl_s, False, [], fields))
+        await self._call("put_member", *member("launcher", launcher_id, ttl_s, False, [], launcher_to_fields(launcher)))
 
     async def leave_launcher(self, launcher_id: str) -> None:
         """Remove a launcher, and free its worker ids. Idempotent."""

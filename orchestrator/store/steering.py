@@ -5,6 +5,7 @@ Needs the registry and the queue alone, so it works from any machine that reache
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Sequence
 
 from orchestrator.config.settings import Refused
@@ -15,16 +16,26 @@ from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry
 from orchestrator.types import DesiredRatio, Role
 
+_HEARTBEATS = 2.0  # after so many every worker that lives has told Redis of itself
+
+
+async def settle(registry: Registry, heartbeat_s: float) -> None:
+    """Wait until Redis has known the fleet for two heartbeats. One that has lost its data knows only some of it before.
+    Raises RedisAway."""
+    await asyncio.sleep(_HEARTBEATS * heartbeat_s - await registry.known_for_s())
+
 
 class Steering:
     """Every method raises Refused, UnknownWorker or RedisAway."""
 
-    def __init__(self, registry: Registry, queue: PrefillQueue) -> None:
-        self._registry, self._queue = registry, queue
+    def __init__(self, registry: Registry, queue: PrefillQueue, heartbeat_s: float) -> None:
+        """`heartbeat_s`: of the fleet's workers."""
+        self._registry, self._queue, self._heartbeat_s = registry, queue, heartbeat_s
 
     async def scale(self, prefill: int | None = None, decode: int | None = None, force: bool = False) -> DesiredRatio:
         """Set how many workers there should be; None leaves that role as it is. Returns the new ratio. `force`: also
         more than there is room for."""
+        workers, launchers = await self._workers(), await self._launchers()
         current = await self._desired()
         wanted = DesiredRatio(
             current.prefill if prefill is None else prefill, current.decode if decode is None else decode, "scale"
@@ -34,7 +45,6 @@ class Steering:
         for name, count in (("prefill", wanted.prefill), ("decode", wanted.decode)):
             if not 0 <= count <= MAX_WORKERS:
                 raise Refused(f"{name}={count}: expected an integer from 0 to {MAX_WORKERS}")
-        workers, launchers = await self._workers(), await self._launchers()
         launched = _launched(launchers)
         if not force and wanted.prefill + wanted.decode > current.prefill + current.decode:
             by_hand = sum(worker.id not in launched for worker in workers)
@@ -83,6 +93,7 @@ class Steering:
         return list(of_launchers(await self._registry.launchers()).values())
 
     async def _workers(self) -> list[PlannedWorker]:
+        await settle(self._registry, self._heartbeat_s)
         workers, orders = await self._registry.workers_and_orders()
         return [planned_worker(info, orders.get(worker_id), owned=False) for worker_id, info in workers.items()]
 

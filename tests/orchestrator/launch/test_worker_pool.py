@@ -117,7 +117,7 @@ async def running_pool(
     )
     watch = RegistryWatch(registry, pool.update)
     async with open_fleet(FleetHandle(config.namespace, url, None, config)) as fleet:
-        running = Pool(pool, watch, registry, Steering(fleet.registry, fleet.queue), config)
+        running = Pool(pool, watch, registry, Steering(fleet.registry, fleet.queue, 0), config)
         await pool.hold_ids()
         watching = asyncio.create_task(watch.run())
         try:

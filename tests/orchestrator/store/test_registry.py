@@ -789,3 +789,16 @@ async def test_a_launcher_sets_the_ratio_unless_another_one_runs_the_fleet(regis
     for launcher in ("a", "b"):
         await registry.leave_launcher(launcher)
     assert await begin("c", 3) == 3, "a fleet that nobody runs is begun anew"
+
+
+async def test_redis_knows_the_fleet_since_the_first_came_back(redis, registry):
+    assert await registry.known_for_s() == 0
+    await registry.join(worker("a"), TTL_S)
+    await asyncio.sleep(0.3)
+    await registry.join(worker("b"), TTL_S)
+    assert 0.3 <= await registry.known_for_s() < 5
+    await redis.execute_command("DEL", registry.keys.prefix + "begun")  # it has expired
+    assert await registry.known_for_s() > 60
+    for name in ("a", "b"):
+        await registry.leave(name)
+    assert await registry.known_for_s() == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from orchestrator.store.planned import PlannedWorker
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry
 from orchestrator.store.steering import Steering, comes_on_top, refuse_too_many, surplus
-from orchestrator.types import DesiredRatio, Role
+from orchestrator.types import DesiredRatio, Role, WorkerState
 
 
 def seen(name: str, role: Role = Role.DECODE, ready: bool = True) -> PlannedWorker:
@@ -74,9 +75,25 @@ async def test_nobody_sees_an_order_without_its_desired_ratio(tmp_path: Path):
             return answer
 
         redis.call = then_look  # type: ignore[method-assign]
-        steering = Steering(registry, PrefillQueue(redis, namespace, queue_config()))
+        steering = Steering(registry, PrefillQueue(redis, namespace, queue_config()), heartbeat_s=0)
         assert await steering.drain("d2", force=False)
         assert await steering.change_role("d1", Role.PREFILL, force=False)
         states = [state for state, before in zip(seen, [None, *seen], strict=False) if state != before]
         assert states == [(set(), 1, 3), ({"d2"}, 1, 2), ({"d1", "d2"}, 2, 1)]
+        await redis.aclose()
+
+
+async def test_orders_wait_for_workers_that_a_redis_without_its_data_has_not_heard_of(tmp_path: Path) -> None:
+    """Else one that is there seems to be unknown, and the first that comes back seems to be the last decode worker."""
+    with running_server(tmp_path) as server:
+        redis, namespace = await connect(server.url, 5), fresh_namespace()
+        registry = Registry(redis, namespace)
+        steering = Steering(registry, PrefillQueue(redis, namespace, queue_config()), heartbeat_s=0.5)
+        ready = [msgspec.structs.replace(worker(name, Role.DECODE), state=WorkerState.READY) for name in ("d0", "d1")]
+        await registry.join(ready[0], 60)
+        await registry.set_desired(0, 2, "test")
+        draining = asyncio.create_task(steering.drain("d1", force=False))
+        await asyncio.sleep(0.3)
+        await registry.join(ready[1], 60)  # its first heartbeat since
+        assert await draining
         await redis.aclose()

@@ -21,7 +21,7 @@ local function clock()
 end
 
 -- Indexes that only these functions use: pruned, workers, frontends, launchers, version, changed, generation:N, decoders:N,
--- kinds, endpoints, departed, frontend_key:KEY.
+-- kinds, endpoints, departed, frontend_key:KEY; and begun, when Redis first heard of the fleet.
 local function index_key(prefix, kind) return prefix .. kind .. 's' end
 local function member_key(prefix, kind, id) return prefix .. kind .. ':' .. id end
 local function frontend_key(prefix, mesh_key) return prefix .. 'frontend_key:' .. mesh_key end

@@ -50,6 +50,7 @@ local function put_member(keys, args)
   local fresh = joining or not known
   if kind == 'worker' then note_worker(prefix, id, mine, fresh or changed, math.ceil(ttl_ms / 1000)) end
   if fresh then
+    redis.call('SET', typed(prefix .. 'begun', 'string'), SECONDS:format(clock()), 'NX', 'EX', INDEX_S)
     publish(prefix, { type = 'joined', id = id, kind = kind })
     note(prefix, 'type', 'joined', 'kind', kind, 'id', id, 'role', mine.role or '')
   elseif changed then
@@ -122,6 +123,14 @@ local function remove_member(keys, args)
     note(prefix, 'type', 'left', 'kind', kind, 'id', id)
   end
   return removed
+end
+
+-- Returns for how many seconds Redis has known the fleet: 0 where it knows nobody. `begun` expires, so that after INDEX_S the
+-- next one to join begins anew; until then INDEX_S.
+local function known_for(keys)
+  local begun = tonumber(redis.call('GET', typed(keys[1] .. 'begun', 'string')))
+  if begun then return SECONDS:format(clock() - begun) end
+  return #live(keys[1], 'worker') > 0 and tostring(INDEX_S) or '0'
 end
 
 -- args: kind. Returns the live ones as rows of id and of the hash's fields and values.
