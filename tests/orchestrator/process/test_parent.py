@@ -13,7 +13,7 @@ import pytest
 
 from orchestrator.process.parent import has_ended, own_identity
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DEADLINE_S = 15.0
 
 # Each prints the child's pid once it is set up, and never ends by itself.
