@@ -132,7 +132,7 @@ class Load:
             self._tasks.append(asyncio.create_task(self._ask(longest[turn % len(longest)])))
 
     def ease(self) -> None:
-        """Let one stream less ask further questions, until `resume`."""
+        """Let one stream fewer ask questions, until `resume`."""
         self._asking = max(0, self._asking - 1)
 
     def resume(self) -> None:

@@ -20,8 +20,8 @@ _HEARTBEATS = 2.0  # after so many every worker that lives has told Redis of its
 
 
 async def settle(registry: Registry, heartbeat_s: float) -> None:
-    """Wait until Redis has known the fleet for two heartbeats. One that has lost its data knows only some of it before.
-    Raises RedisAway."""
+    """Wait until Redis has known the fleet for two heartbeats. Before, if it has lost its data, it may know only some
+    workers. Raises RedisAway."""
     await asyncio.sleep(_HEARTBEATS * heartbeat_s - await registry.known_for_s())
 
 

@@ -125,8 +125,8 @@ local function remove_member(keys, args)
   return removed
 end
 
--- Returns for how many seconds Redis has known the fleet: 0 where it knows nobody. `begun` expires, so that after INDEX_S the
--- next one to join begins anew; until then INDEX_S.
+-- Returns for how many seconds Redis has known the fleet: 0 where it knows nobody. `begun` expires after INDEX_S, and the next
+-- one to join sets it again; between the two, a fleet with workers is known for INDEX_S.
 local function known_for(keys)
   local begun = tonumber(redis.call('GET', typed(keys[1] .. 'begun', 'string')))
   if begun then return SECONDS:format(clock() - begun) end
