@@ -23,7 +23,7 @@ LOAD_INTERVAL_S = 0.002  # at least, between two reports
 # Every frontend reads every worker's reports. So many in all are at most a fifth of a core ...
 REPORTS_PER_S = 2000
 # ... until a worker would be silent for so long that two lost reports make it quiet (`fleet/membership.py`).
-MAX_LOAD_INTERVAL_S = 0.5
+MAX_LOAD_INTERVAL_S = 0.4
 IDLE_REPORT_S = 0.25
 UNREPORTED_S = 0.025  # how soon to ask the engine after a change that no step may report
 # An engine answers between two steps. One that has not answered for so long, and for so many of its longest steps, may
