@@ -68,16 +68,19 @@ class Processes:
         return total
 
     def stop(self) -> None:
-        for process in reversed(self._started.values()):
-            if process.poll() is None:
-                process.terminate()
-        deadline = time.monotonic() + STOP_TIMEOUT_S
-        for process in self._started.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.1, deadline - time.monotonic()))
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # if it did not end, and its children
-            process.wait()
+        try:
+            for process in reversed(self._started.values()):
+                if process.poll() is None:
+                    process.terminate()
+            deadline = time.monotonic() + STOP_TIMEOUT_S
+            for process in self._started.values():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.1, deadline - time.monotonic()))
+        finally:  # those that did not end, and children; also if a second signal breaks off the wait
+            for process in self._started.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
     def _last_words(self, name: str) -> str:
         lines = [line for line in (self.logs / f"{name}.log").read_text(errors="replace").splitlines() if line.strip()]

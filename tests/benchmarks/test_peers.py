@@ -1,8 +1,11 @@
 """`benchmarks.peers`: processes that end, answer or hang, a peer that cannot run, and the tables."""
 
 import json
+import signal
 import sys
+import time
 
+import psutil
 import pytest
 
 from benchmarks.peers import __main__ as peers
@@ -33,6 +36,23 @@ def test_started_process_is_awaited_measured_and_stopped(tmp_path):
         assert processes.cpu_s("server", "another program") == 0
     with running(tmp_path) as processes, pytest.raises(PeerError, match="did not answer within"):
         processes.wait(f"http://127.0.0.1:{port}/", timeout_s=0.5)
+
+
+def test_a_second_signal_while_programs_stop_leaves_none(tmp_path):
+    """It comes while the benchmark waits for a program that ignores SIGTERM."""
+    ignores = "import signal, time; signal.signal(15, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"
+    before = signal.signal(signal.SIGALRM, lambda *_: sys.exit(143))
+    try:
+        with pytest.raises(SystemExit), running(tmp_path) as processes:
+            processes.start("server", [sys.executable, "-c", ignores])
+            deadline = time.monotonic() + 30
+            while "on" not in (tmp_path / "server.log").read_text() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            program = psutil.Process().children()[-1]
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not program.is_running()
 
 
 def test_a_peer_that_cannot_run_is_left_out_and_the_others_take_turns(tmp_path):
