@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -20,6 +21,7 @@ from orchestrator.simulator.real.prompts import Prompts
 DECODE_TOKENS = 48
 SHORT_PROMPT = 32
 BATCHES, REPEATS = (1, 2, 4, 8), 3
+MEASURE_S = 1.0  # at least, for each figure: a quick engine's first steps are slow
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -32,7 +34,7 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 async def measure_profile(target: Target, lengths: Sequence[int], say: Callable[[str], None]) -> Measured:
-    """Measure a server. Each TTFT is the median of several requests. Every prompt is new, so that none is cached.
+    """Measure a server. Every figure is a median, and every prompt is new, so that none is cached.
     Raises MeasureError."""
     seed, prompts = 0, Prompts()
 
@@ -41,26 +43,38 @@ async def measure_profile(target: Target, lengths: Sequence[int], say: Callable[
         seed += 1
         return prompts.make(tokens, own=seed)
 
-    await target.complete(fresh(SHORT_PROMPT), 4)  # lets the server compile, allocate and connect
-    ttft = []
-    for length in lengths:
-        times = [(await target.complete(fresh(length), 1)).ttft_s for _ in range(REPEATS)]
-        ttft.append((length, statistics.median(times)))
-        say(f"prompt of {length} tokens: TTFT {ttft[-1][1] * 1e3:.1f} ms")
-    by_batch = []
-    for batch in BATCHES:
-        asked = [fresh(SHORT_PROMPT) for _ in range(batch)]
+    async def ttft(length: int) -> list[float]:
+        return [(await target.complete(fresh(length), 1)).ttft_s]
+
+    async def gaps(batch: int, length: int) -> list[float]:
+        asked = [fresh(length) for _ in range(batch)]
         timings = await asyncio.gather(*(target.complete(prompt, DECODE_TOKENS) for prompt in asked))
         # Without the first quarter of the gaps, which contains the prefills of the others.
-        gaps = [gap for timing in timings for gap in timing.gaps_s[len(timing.gaps_s) // 4 :]]
-        by_batch.append((batch, statistics.median(gaps)))
+        return [gap for timing in timings for gap in timing.gaps_s[len(timing.gaps_s) // 4 :]]
+
+    await _median(lambda: gaps(1, SHORT_PROMPT))  # lets the server compile, allocate and connect
+    by_length = []
+    for length in lengths:
+        by_length.append((length, await _median(lambda length=length: ttft(length), REPEATS)))
+        say(f"prompt of {length} tokens: TTFT {by_length[-1][1] * 1e3:.1f} ms")
+    by_batch = []
+    for batch in BATCHES:
+        by_batch.append((batch, await _median(lambda batch=batch: gaps(batch, SHORT_PROMPT))))
         say(f"{batch} sequences at once: {by_batch[-1][1] * 1e3:.1f} ms per token")
     contexts = []
     for length in (SHORT_PROMPT, max(lengths)):
-        timing = await target.complete(fresh(length), DECODE_TOKENS)
-        contexts.append((length + DECODE_TOKENS // 2, statistics.median(timing.gaps_s)))
+        contexts.append((length + DECODE_TOKENS // 2, await _median(lambda length=length: gaps(1, length))))
         say(f"context of {contexts[-1][0]} tokens: {contexts[-1][1] * 1e3:.1f} ms per token")
-    return Measured(ttft, by_batch, contexts)
+    return Measured(by_length, by_batch, contexts)
+
+
+async def _median(measure: Callable[[], Awaitable[list[float]]], at_least: int = 1) -> float:
+    """The median of what so many measurements find, and as many more as begin within MEASURE_S."""
+    found, until = [], time.monotonic() + MEASURE_S
+    while at_least > 0 or time.monotonic() < until:
+        found += await measure()
+        at_least -= 1
+    return statistics.median(found)
 
 
 def fit_profile(measured: Measured, base: Profile, name: str, origin: str) -> Profile:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from orchestrator.cli.trial.bench import app, parse_rates
 from orchestrator.cli.trial.compare import app as compare_app
 from orchestrator.config.settings import ConfigError
+from orchestrator.simulator.real import calibrate
 from orchestrator.simulator.real.client import MeasureError, Target
 from orchestrator.simulator.real.drive import Run, Sent, closed_loop, open_loop
 from orchestrator.simulator.real.figures import Ratio, figures, ratios
@@ -229,6 +230,7 @@ def test_a_profile_is_measured_and_compared_with_the_clients_key(servers, tmp_pa
     compare += ["--profile", "h100-llama-8b", "--out", str(tmp_path / "c.json")]
     assert "no OpenAI server answers" in str(CliRunner().invoke(compare_app, profile).exception)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    monkeypatch.setattr(calibrate, "MEASURE_S", 0.05)
     done = CliRunner().invoke(compare_app, profile)
     assert done.exit_code == 0 and "does not tell its KV blocks" in done.output, done.output
     assert measured.exists() and CliRunner().invoke(compare_app, compare).exit_code == 0

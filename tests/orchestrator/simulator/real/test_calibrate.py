@@ -1,11 +1,14 @@
 """Profiles from measurements, and real runs compared with simulated ones."""
 
+import asyncio
+
 import pytest
 from support_openai import Server
 
 from orchestrator.cli.trial.compare import comparison, profile_command
 from orchestrator.config.settings import ConfigError
 from orchestrator.simulator.profile import PROFILES, load_profile
+from orchestrator.simulator.real import calibrate
 from orchestrator.simulator.real.calibrate import Measured, fit_profile
 from orchestrator.simulator.real.client import MeasureError, Target
 from orchestrator.simulator.real.drive import open_loop
@@ -59,3 +62,20 @@ async def test_replayed_load_is_compared_with_simulation():
 def test_bad_lengths_are_refused(lengths, tmp_path):
     with pytest.raises(ConfigError, match="--lengths"):
         profile_command("http://127.0.0.1:9", tmp_path / "out.json", lengths=lengths)
+
+
+async def test_quick_measurements_are_repeated_and_slow_ones_are_not(monkeypatch):
+    calls: list[float] = []
+
+    async def measure() -> list[float]:
+        calls.append(0.0)
+        await asyncio.sleep(0.001)
+        return [float(len(calls))]
+
+    monkeypatch.setattr(calibrate, "MEASURE_S", 0.1)
+    assert await calibrate._median(measure) == (len(calls) + 1) / 2 and len(calls) > 3
+    calls.clear()
+    monkeypatch.setattr(calibrate, "MEASURE_S", 0.0)
+    assert await calibrate._median(measure, 3) == 2.0 and len(calls) == 3
+    calls.clear()
+    assert await calibrate._median(measure) == 1.0 and len(calls) == 1
