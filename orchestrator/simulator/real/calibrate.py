@@ -11,6 +11,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -52,18 +53,18 @@ async def measure_profile(target: Target, lengths: Sequence[int], say: Callable[
         # Without the first quarter of the gaps, which contains the prefills of the others.
         return [gap for timing in timings for gap in timing.gaps_s[len(timing.gaps_s) // 4 :]]
 
-    await _median(lambda: gaps(1, SHORT_PROMPT))  # lets the server compile, allocate and connect
+    await _median(partial(gaps, 1, SHORT_PROMPT))  # lets the server compile, allocate and connect
     by_length = []
     for length in lengths:
-        by_length.append((length, await _median(lambda length=length: ttft(length), REPEATS)))
+        by_length.append((length, await _median(partial(ttft, length), REPEATS)))
         say(f"prompt of {length} tokens: TTFT {by_length[-1][1] * 1e3:.1f} ms")
     by_batch = []
     for batch in BATCHES:
-        by_batch.append((batch, await _median(lambda batch=batch: gaps(batch, SHORT_PROMPT))))
+        by_batch.append((batch, await _median(partial(gaps, batch, SHORT_PROMPT))))
         say(f"{batch} sequences at once: {by_batch[-1][1] * 1e3:.1f} ms per token")
     contexts = []
     for length in (SHORT_PROMPT, max(lengths)):
-        contexts.append((length + DECODE_TOKENS // 2, await _median(lambda length=length: gaps(1, length))))
+        contexts.append((length + DECODE_TOKENS // 2, await _median(partial(gaps, 1, length))))
         say(f"context of {contexts[-1][0]} tokens: {contexts[-1][1] * 1e3:.1f} ms per token")
     return Measured(by_length, by_batch, contexts)
 
