@@ -40,15 +40,15 @@ def test_started_process_is_awaited_measured_and_stopped(tmp_path):
 
 def test_a_second_signal_while_programs_stop_leaves_none(tmp_path):
     """It comes while the benchmark waits for a program that ignores SIGTERM."""
-    ignores = "import signal, time; signal.signal(15, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"
+    ignores = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(60)"
     before = signal.signal(signal.SIGALRM, lambda *_: sys.exit(143))
     try:
         with pytest.raises(SystemExit), running(tmp_path) as processes:
             processes.start("server", [sys.executable, "-c", ignores])
             deadline = time.monotonic() + 30
-            while "on" not in (tmp_path / "server.log").read_text() and time.monotonic() < deadline:
+            while not (said := (tmp_path / "server.log").read_text()).endswith("\n") and time.monotonic() < deadline:
                 time.sleep(0.01)
-            program = psutil.Process().children()[-1]
+            program = psutil.Process(int(said))
             signal.setitimer(signal.ITIMER_REAL, 0.3)
     finally:
         signal.signal(signal.SIGALRM, before)
