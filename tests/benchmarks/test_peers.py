@@ -40,11 +40,11 @@ def test_started_process_is_awaited_measured_and_stopped(tmp_path):
 
 def test_a_second_signal_while_programs_stop_leaves_none(tmp_path):
     """It comes while the benchmark waits for a program that ignores SIGTERM."""
-    ignores = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(60)"
+    ignores = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True)"
     before = signal.signal(signal.SIGALRM, lambda *_: sys.exit(143))
     try:
         with pytest.raises(SystemExit), running(tmp_path) as processes:
-            processes.start("server", [sys.executable, "-c", ignores])
+            processes.start("server", [sys.executable, "-c", f"{ignores}; time.sleep(60)"])
             deadline = time.monotonic() + 30
             while not (said := (tmp_path / "server.log").read_text()).endswith("\n") and time.monotonic() < deadline:
                 time.sleep(0.01)
