@@ -83,7 +83,7 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     drain_timeout_s: Seconds = 120.0  # after it the remaining requests continue on other workers
     # A vLLM worker measures its engine's speed when it starts, in at most 3 s. `ratio.mode: auto` and placement use it
     # until the first requests have been measured.
-    profile: bool = False
+    profile: bool = True
     # How many prompt tokens a prefill worker may have claimed at once, in engine batches (max_num_batched_tokens).
     claim_batches: Annotated[float, Meta(ge=1, le=1_000_000)] = 2.0
 

@@ -41,13 +41,15 @@ class LineFit:
     """y = intercept + slope * x by least squares with exponential forgetting. Neither coefficient is ever negative.
 
     `memory` is the number of observations after which the weight of one has decayed to 1/e. While x varies too little
-    to tell slope from intercept, the line goes through the origin, or is level if x was always 0.
+    to tell slope from intercept, the last line that was known is scaled as a whole, by least squares too. So one short
+    prompt that took long does not make a long one seem a hundred times as slow.
     """
 
-    __slots__ = ("_decay", "_error", "_n", "_x", "_xx", "_xy", "_y", "intercept", "samples", "slope")
+    __slots__ = ("_decay", "_error", "_known", "_n", "_x", "_xx", "_xy", "_y", "intercept", "samples", "slope")
 
     def __init__(self, slope: float, intercept: float = 0.0, memory: float = FIT_MEMORY) -> None:
         self.slope, self.intercept = slope, intercept
+        self._known = (intercept, slope)  # the prior, or the latest fit of both
         self.samples = 0
         self._decay = math.exp(-1.0 / memory)
         self._n = self._x = self._y = self._xx = self._xy = 0.0
@@ -73,13 +75,18 @@ class LineFit:
         if self.samples >= MIN_FIT_SAMPLES and spread > MIN_RELATIVE_VARIANCE * sx * sx:
             slope = (n * sxy - sx * sy) / spread
             intercept = (sy - slope * sx) / n
-            if slope >= 0 and intercept >= 0:
-                self.slope, self.intercept = slope, intercept
-                return
             if slope < 0:
-                self.slope, self.intercept = 0.0, sy / n
-                return
-        if sxx > 0:
+                slope, intercept = 0.0, sy / n
+            elif intercept < 0:
+                slope, intercept = sxy / sxx, 0.0
+            self.slope, self.intercept, self._known = slope, intercept, (intercept, slope)
+            return
+        fixed, each = self._known
+        squares = fixed * fixed * n + 2 * fixed * each * sx + each * each * sxx
+        if squares > 0:
+            scale = (fixed * sy + each * sxy) / squares
+            self.slope, self.intercept = scale * each, scale * fixed
+        elif sxx > 0:
             self.slope, self.intercept = sxy / sxx, 0.0
         else:
             self.intercept = sy / n

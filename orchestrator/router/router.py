@@ -304,7 +304,7 @@ class Router:
         it had claimed unknown to this frontend returns to the queue when another prefill worker sees its death, or when
         the lease expires.
         """
-        self.learning.predictor.forget(worker_id)
+        self.learning.forget(worker_id)
         for active in self._requests.all():
             if active.decode_worker == worker_id:
                 self._recovery.retry(active, "decode_worker_lost", avoid=worker_id)

@@ -15,6 +15,7 @@ _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST_PORT, _FIRST_EPHEMERAL = 10_000, 32_768  # Linux's default
 _TRIES = 100
 _ANY_PORT = 9  # of a datagram socket that sends nothing
+_random = random.SystemRandom()  # programs that seed `random` alike must not all take the same ports
 
 
 class Listening(NamedTuple):
@@ -87,7 +88,7 @@ def free_ports(host: str, ports: range | None = None) -> Iterator[int]:
     Raises OSError when `host` is not an address of this host.
     """
     own = ports if ports is not None else range(_LOWEST_PORT, _first_ephemeral())
-    tried: Iterable[int] = random.sample(own, len(own) if ports is not None else min(len(own), _TRIES))
+    tried: Iterable[int] = _random.sample(own, len(own) if ports is not None else min(len(own), _TRIES))
     for port in tried:
         if _is_free(host, port):
             yield port

@@ -100,7 +100,11 @@ class VllmEngine:
                 result, error = self._start_blocking(), None
             except BaseException as caught:
                 result, error = None, caught
-            loop.call_soon_threadsafe(settle, result, error)
+            try:
+                loop.call_soon_threadsafe(settle, result, error)
+            except RuntimeError:  # the loop is closed: the worker was told to stop, and has not waited for the engine
+                if result is not None:
+                    result[0].shutdown()
 
         # A thread of its own: the loop stays free for heartbeats, and a fork from here inherits no compute threads.
         threading.Thread(target=run, name="pd-engine-start", daemon=True).start()

@@ -28,9 +28,9 @@ from workers.engine import EngineStep
 log = logging.getLogger("pd.worker")
 
 BUDGET_S = 3.0  # for the whole measurement; a slower engine reports no speed
-PROMPT_S = 0.5  # prompts grow by `GROWTH`, at least once, while the next one is expected to take less than this
+PROMPT_S = 0.25  # prompts grow by `GROWTH`, at least once, while the next one is expected to take less than this
 SHORT_TOKENS, GROWTH = 16, 4
-DECODE_TOKENS, STEPS, SEQUENCES = 16, 10, 16  # of a prompt; tokens generated; most sequences at once
+DECODE_TOKENS, STEPS, SEQUENCES = 16, 6, 16  # of a prompt; tokens generated; most sequences at once
 
 
 WARM_TOKENS, WARM_STEPS = 4, 2

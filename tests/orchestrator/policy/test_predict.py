@@ -22,6 +22,20 @@ def test_line_fit_ignores_noise_and_follows_changes():
     assert fit.slope == pytest.approx(0.004, rel=0.03)
 
 
+def test_a_first_measurement_scales_what_is_known_of_a_line():
+    fit = LineFit(16e-6, 0.008)
+    fit.observe(13, 0.016416)  # twice what was expected of a short prompt
+    assert (fit.intercept, fit.slope) == (pytest.approx(0.016), pytest.approx(32e-6))
+    level = LineFit(0.0, 0.005)
+    level.observe(13, 0.2)
+    assert level.at(4000) == pytest.approx(0.2), "13 tokens say nothing of 4,000"
+    for tokens in range(0, 4000, 100):
+        fit.observe(tokens, 0.01 + tokens * 1e-5)
+    for _ in range(2000):
+        fit.observe(2000, 0.06)  # and from now on all are alike, and take twice as long
+    assert fit.at(2000) == pytest.approx(0.06, rel=0.01) and fit.intercept > 0.01
+
+
 @pytest.mark.parametrize("points", [[(100, 1.0)] * 20, [(0, 0.3)] * 20, [(1, 5.0), (1000, 1.0)] * 10])
 def test_degenerate_data_never_give_a_negative_coefficient(points):
     fit = LineFit(0.1)

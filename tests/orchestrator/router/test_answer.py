@@ -212,15 +212,31 @@ async def test_client_abort_between_tokens_frees_both_sides(to):
 
 async def test_decode_tokens_measure_transfer_and_itl():
     bench, decode = await transferring()
-    prefilled(bench)
-    await asyncio.sleep(0.05)
-    began = time.monotonic()
-    bench.tokens(decode, "r", [5])
-    bench.tokens(decode, "r", [6], finish=LENGTH)
-    fitted = bench.router.learning.predictor.coefficients()
+    predictor = bench.router.learning.predictor
+    prior_s = predictor.coefficients().transfer_s
+
+    async def transfer(request, wait_s):
+        payload = [msgspec.msgpack.encode([[request, [5], LENGTH]])]
+        bench.say("p0", Prefilled(request, 1, "p0", 0.2, sent_at=1.0), payload)
+        await asyncio.sleep(wait_s)
+        began = time.monotonic()
+        bench.tokens(decode, request, [5])
+        bench.tokens(decode, request, [6], finish=LENGTH)
+        return began
+
+    await transfer("r", 0.01)
+    assert predictor.coefficients().transfer_s == prior_s, "the first one also waits for the connection"
+    bench.lose("d1" if decode == "d0" else "d0")
+    await bench.router.submit(FakeRequest("s"))
+    bench.claim("s")
+    assert bench.bound_to() == decode
+    began = await transfer("s", 0.05)
+    fitted = predictor.coefficients()
     fixed_s, s_per_token = fitted.transfer_s
-    assert fixed_s + 1000 * s_per_token > 0.04  # from the end of prefill to decode's first token
+    assert 0.04 < fixed_s + 1000 * s_per_token < 0.2  # from the end of prefill to decode's first token
     assert fitted.itl_s[decode] <= time.monotonic() - began  # from that to the second
+    bench.lose("p0")
+    assert not bench.router.learning._connected
 
 
 async def test_cached_tokens_are_known_before_first_output():
