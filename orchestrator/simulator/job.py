@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from orchestrator.policy.candidate import EXPECTED_OUTPUT_TOKENS
@@ -89,6 +89,7 @@ class Stay:
         "epoch",
         "expected_hit_tokens",
         "first_step",
+        "from_step",
         "hit_tokens",
         "job",
         "keys",
@@ -122,6 +123,7 @@ class Stay:
         self.expected_hit_tokens = expected_hit_tokens  # cached tokens, as the router believes
         self.hit_tokens = 0  # cached tokens, when its blocks were allocated
         self.first_step = 0  # the worker's step counter when decoding began
+        self.from_step = 0  # the first of the worker's steps that can be scheduled with it
         self.epoch = 0  # one more with each preemption, so that older entries in the batch's heap are ignored
         self.emitted = 0  # output tokens of earlier stays
         self.peer: Stay | None = None
@@ -129,3 +131,9 @@ class Stay:
         self.started_at = 0.0
         self.computed_at: float | None = None
         self.worker = ""  # name of the worker that it was submitted to
+
+
+def steps_until_ready(stays: Iterable[Stay], steps_ended: int) -> int:
+    """Steps until the next of these can be scheduled; a very large number if none waits for that."""
+    behind = [stay.from_step for stay in stays if stay.from_step > steps_ended]
+    return min(behind, default=1 << 60) - steps_ended

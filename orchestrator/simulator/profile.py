@@ -27,6 +27,10 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """An engine step that computes p prompt tokens (each after c earlier ones) beside n decoding sequences takes (s)
 
     `step_s + p * prefill_s_per_token + p * c * attention_s + n * decode_s_per_seq + kv_s_per_token * (their KV tokens)`
+
+    and `prompt_s` more if p > 0: CUDA graphs, for example, are for steps that only decode. `steps_ahead`: how many more
+    steps are scheduled while one runs. What arrives comes after them. With asynchronous scheduling, vLLM's default on
+    GPUs, it is one.
     """
 
     name: str
@@ -34,6 +38,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     step_s: Seconds
     prefill_s_per_token: Annotated[float, Meta(gt=0)]
     attention_s: Seconds = 0.0
+    prompt_s: Seconds = 0.0
+    steps_ahead: Annotated[int, Meta(ge=0, le=2)] = 0
     decode_s_per_seq: Seconds = 0.0
     kv_s_per_token: Seconds = 0.0
     blocks: Count
@@ -52,12 +58,13 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """Seconds to compute `tokens` prompt tokens after `cached` ones, on a worker that does nothing else."""
         steps = -(-tokens // self.max_num_batched_tokens)
         attention = self.attention_s * tokens * (cached + tokens / 2)
-        return steps * self.step_s + tokens * self.prefill_s_per_token + attention
+        return steps * (self.step_s + self.prompt_s) + tokens * self.prefill_s_per_token + attention
 
     @property
     def speed(self) -> EngineSpeed:
         """The speed that a worker of this kind would measure at its start."""
-        return EngineSpeed(self.step_s, self.prefill_s_per_token, self.step_s, self.decode_s_per_seq)
+        fixed_s = self.step_s + self.prompt_s
+        return EngineSpeed(fixed_s, self.prefill_s_per_token, self.step_s, self.decode_s_per_seq)
 
 
 def load_profile(path: Path) -> Profile:

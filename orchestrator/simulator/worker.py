@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Protocol
 
 from orchestrator.simulator.batch import DecodeBatch, StepRun
-from orchestrator.simulator.job import Stay
+from orchestrator.simulator.job import Stay, steps_until_ready
 from orchestrator.simulator.kv import KVPool
 from orchestrator.simulator.profile import Profile
 
@@ -46,16 +46,13 @@ class Worker:
     def __init__(
         self, name: str, profile: Profile, unit_tokens: int, sim: Events, schedule: Callable[[float, Worker, int], None]
     ) -> None:
-        self.name = name
-        self.profile = profile
-        self.sim = sim
+        self.name, self.profile, self.sim = name, profile, sim
         self._schedule_wake = schedule
         self.unit_tokens = unit_tokens
         self.kv = KVPool(profile.blocks, max(1, unit_tokens // profile.block_size))
         self.alive = True
         self.pending_tokens = 0  # prompt tokens to compute; for waiting stays, as many as the router expects
-        self.computed_tokens = 0
-        self.preemptions = 0
+        self.computed_tokens = self.preemptions = 0
         self.busy_s = 0.0
         self.plain_s = 0.0  # the part of `busy_s` in steps that only decoded
         self.plain_steps = 0
@@ -70,8 +67,8 @@ class Worker:
         self.held = 0  # "prefill" stays that are computed, and whose KV has not been sent
         self.version = 0
         self.batch = DecodeBatch(profile.block_size)
-        self._busy = False
-        self._blocked = False
+        self._busy = self._blocked = False
+        self._steps_ended = 0
         self._run = StepRun()  # the current run of steps, while busy
         self._chunks: list[tuple[Stay, int]] = []  # prompt tokens that the current step computes
 
@@ -81,6 +78,7 @@ class Worker:
         stay.worker = self.name
         stay.compute = max(1, stay.context - stay.expected_hit_tokens) if stay.phase != "remote" else 0
         self.pending_tokens += stay.compute
+        stay.from_step = self._next_step(now, self.profile.steps_ahead)
         insort(self.waiting, stay, key=_ORDER)
         if not self._blocked:
             self._kick(now)
@@ -88,6 +86,9 @@ class Worker:
     def kv_arrived(self, stay: Stay, now: float) -> None:
         """All KV of a "remote" stay has arrived: it decodes from the next step on."""
         del self.receiving[stay]
+        # With asynchronous scheduling the next step that is scheduled looks for KV, and its output says that it came;
+        # another one is scheduled by then.
+        stay.from_step = self._next_step(now, 3 * self.profile.steps_ahead)
         self.arrived.append(stay)
         self._kick(now)
 
@@ -152,12 +153,19 @@ class Worker:
 
     # ---- steps -----------------------------------------------------------------------------------------------
 
+    def _next_step(self, now: float, behind: int) -> int:
+        """The step, counted from the worker's start, after the current one and `behind` more."""
+        if not self._busy:
+            return 0
+        ended = self._steps_ended + (self._run.steps_by(now) if self._can_be_cut() else 0)
+        return ended + 1 + behind
+
     def _kick(self, now: float) -> None:
         if not self._busy:
             self._begin(now)
         elif self._can_be_cut():
-            # Cut the run at the end of its current step.
-            steps = self._run.steps_by(now) + 1
+            # Cut the run at the end of its last scheduled step.
+            steps = self._run.steps_by(now) + 1 + self.profile.steps_ahead
             if steps < self._run.steps:
                 self._run.steps = steps
                 self._wake_at_end()
@@ -175,6 +183,7 @@ class Worker:
         batch, decoding = self.batch, self.batch.sequences
         steps, self._run.steps = self._run.steps, 1  # so that nothing below cuts the run
         duration = now - self._run.started_at
+        self._steps_ended += steps
         self.busy_s += duration
         if decoding:
             self._generated_tokens += decoding * steps
@@ -228,10 +237,12 @@ class Worker:
     def _begin(self, now: float) -> None:
         """Admit the stays that have room and start the next run of steps."""
         profile, batch = self.profile, self.batch
-        arrived: list[Stay] = []
-        if self.arrived:
-            room = max(0, profile.max_num_seqs - len(self.running))
-            arrived, self.arrived = self.arrived[:room], self.arrived[room:]
+        if not (batch.sequences or self.prefilling):
+            for stay in (*self.waiting, *self.arrived):
+                stay.from_step = 0  # no step is scheduled before it
+        room = max(0, profile.max_num_seqs - len(self.running))
+        arrived = [stay for stay in self.arrived[:room] if stay.from_step <= self._steps_ended]
+        del self.arrived[: len(arrived)]
         for stay in arrived:
             # As in vLLM, the last prompt token is computed again, which samples the first output token.
             self.running[stay] = None
@@ -257,6 +268,7 @@ class Worker:
                 budget -= tokens
                 past = stay.computed + tokens / 2
                 step_s += tokens * (profile.prefill_s_per_token + profile.attention_s * past)
+            step_s += profile.prompt_s if chunks else 0.0
             self._chunks = chunks
             if decoding:
                 self.kv.grow(batch.next_blocks())
@@ -264,6 +276,8 @@ class Worker:
         elif decoding:
             # A preempted stay may fit again in the next step, if it shares a prefix with running ones.
             steps = 1 if preempted else batch.run_length(self.kv.free)
+            if profile.steps_ahead:
+                steps = min(steps, steps_until_ready((*self.waiting, *self.arrived), self._steps_ended))
             self._run.start(now, step_s, decoding * profile.kv_s_per_token, steps)
         else:
             return
@@ -277,14 +291,18 @@ class Worker:
         unit_tokens = self.unit_tokens
         # vLLM admits a prompt only into a step that has token budget left for a part of it.
         budget = profile.max_num_batched_tokens - self.batch.sequences - sum(s.compute for s in self.prefilling)
-        while self.waiting and budget > 0:
-            stay = self.waiting[0]
+        at = 0
+        while at < len(self.waiting) and budget > 0:
+            stay = self.waiting[at]
+            if stay.from_step > self._steps_ended:
+                at += 1
+                continue
             if len(self.running) >= profile.max_num_seqs and stay.phase != "remote":
                 break
             hits = self.kv.acquire(stay.keys, self._blocks(stay.context))
             if hits < 0:
                 break
-            del self.waiting[0]
+            del self.waiting[at]
             cached = min(hits * unit_tokens, stay.context - 1)
             stay.hit_tokens = cached
             stay.started = True

@@ -74,6 +74,7 @@ def live_profile(url: str) -> Profile:
         step_s=speed["step_s"],
         prefill_s_per_token=speed["prefill_s_per_token"],
         attention_s=0.0,
+        prompt_s=max(0.0, speed["prefill_s"] - speed["step_s"]),
         decode_s_per_seq=speed["step_s_per_sequence"],
         kv_s_per_token=0.0,
         blocks=min(worker["blocks_total"] for worker in workers),

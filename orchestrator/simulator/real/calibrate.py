@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from itertools import accumulate
 
 import msgspec
 
@@ -22,16 +23,21 @@ from orchestrator.simulator.real.prompts import Prompts
 DECODE_TOKENS = 48
 SHORT_PROMPT = 32
 BATCHES, REPEATS = (1, 2, 4, 8), 3
+_GOLDEN = 0.618  # its multiples are spread evenly over a step
+# Before each request: an engine that has just answered has all it needs in the caches of its cores, and none of its
+# processes sleeps. Users' requests come to one that has done something else, or nothing.
+PAUSE_S = 0.1
 MEASURE_S = 1.0  # at least, for each figure: a quick engine's first steps are slow
 
 
 class Measured(msgspec.Struct, frozen=True):
     """`ttft`: (prompt tokens, TTFT in s). `batches`: (sequences at once, s per token). `contexts`: (context tokens, s
-    per token)."""
+    per token). `beside`: (TTFT in s, s of the step that computes it) of a short prompt beside a running sequence."""
 
     ttft: list[tuple[int, float]]
     batches: list[tuple[int, float]]
     contexts: list[tuple[int, float]]
+    beside: tuple[float, float] | None = None
 
 
 async def measure_profile(target: Target, lengths: Sequence[int], say: Callable[[str], None]) -> Measured:
@@ -66,13 +72,41 @@ async def measure_profile(target: Target, lengths: Sequence[int], say: Callable[
     for length in (SHORT_PROMPT, max(lengths)):
         contexts.append((length + DECODE_TOKENS // 2, await _median(partial(gaps, 1, length))))
         say(f"context of {contexts[-1][0]} tokens: {contexts[-1][1] * 1e3:.1f} ms per token")
-    return Measured(by_length, by_batch, contexts)
+    steps_s: list[float] = []
+
+    async def beside() -> list[float]:
+        before_s = by_length[0][1] + (DECODE_TOKENS // 4 + seed * _GOLDEN % 1.0) * by_batch[0][1]
+        ttft_s, step_s = await _beside(target, fresh(SHORT_PROMPT), fresh(SHORT_PROMPT), before_s)
+        steps_s.append(step_s)
+        return [ttft_s]
+
+    ttft_s = await _median(beside, 2 * REPEATS)
+    step_s = statistics.median(steps_s)
+    told = f"TTFT {ttft_s * 1e3:.1f} ms, their step {step_s * 1e3:.1f} ms"
+    say(f"prompt of {SHORT_PROMPT} tokens beside a running sequence: {told}")
+    return Measured(by_length, by_batch, contexts, (ttft_s, step_s))
+
+
+async def _beside(target: Target, running: list[int], prompt: list[int], before_s: float) -> tuple[float, float]:
+    """Send `prompt` so many seconds after `running`. Returns its TTFT and the gap of the other's tokens that it made,
+    in seconds."""
+    began = time.perf_counter()
+    answer = asyncio.create_task(target.complete(running, DECODE_TOKENS))
+    await asyncio.sleep(before_s)
+    sent = time.perf_counter()
+    first_s = (await target.complete(prompt, 1)).ttft_s
+    timing = await answer
+    # One step ends with a token of both.
+    ends = list(accumulate(timing.gaps_s, initial=began + timing.ttft_s))[1:]
+    nearest = min(range(len(ends)), key=lambda at: abs(ends[at] - sent - first_s))
+    return first_s, timing.gaps_s[nearest]
 
 
 async def _median(measure: Callable[[], Awaitable[list[float]]], at_least: int = 1) -> float:
     """The median of what so many measurements find, and as many more as begin within MEASURE_S."""
     found, until = [], time.monotonic() + MEASURE_S
     while at_least > 0 or time.monotonic() < until:
+        await asyncio.sleep(PAUSE_S)
         found += await measure()
         at_least -= 1
     return statistics.median(found)
@@ -84,6 +118,14 @@ def fit_profile(measured: Measured, base: Profile, name: str, origin: str) -> Pr
     step, per_sequence = _line(measured.batches)
     (near, near_s), (far, far_s) = measured.contexts[0], measured.contexts[-1]
     per_context = max(0.0, (far_s - near_s) / (far - near)) if far > near else 0.0
+    prompt_s, ahead = 0.0, 0
+    if measured.beside is not None:
+        loaded_s, mixed_s = measured.beside
+        alone = step + per_sequence
+        prompt_s = max(0.0, mixed_s - alone - SHORT_PROMPT * per_token)
+        # It arrives in the middle of a step, on average.
+        waited = (loaded_s - fixed - SHORT_PROMPT * per_token) / alone - 0.5
+        ahead = min(2, max(0, round(waited)))
     return msgspec.structs.replace(
         base,
         name=name,
@@ -91,9 +133,11 @@ def fit_profile(measured: Measured, base: Profile, name: str, origin: str) -> Pr
         step_s=max(1e-6, step - per_context * SHORT_PROMPT),
         prefill_s_per_token=max(1e-9, per_token),
         attention_s=2 * curve,  # a prompt of n tokens costs n * (n / 2) of it
+        prompt_s=prompt_s,
+        steps_ahead=ahead,
         decode_s_per_seq=per_sequence,
         kv_s_per_token=per_context,
-        router_s=max(0.0, fixed - step),
+        router_s=max(0.0, fixed - step - prompt_s),
     )
 
 

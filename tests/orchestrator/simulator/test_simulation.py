@@ -61,17 +61,34 @@ def test_prefill_token_comes_before_transfer():
     assert single.jobs[0].first_at == late.jobs[0].first_at  # decode sends the last token of an answer
 
 
-def test_runs_of_steps_cost_what_single_steps_cost():
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_runs_of_steps_cost_what_single_steps_cost(ahead):
     """The closed form against the same load simulated with every run cut to one step."""
+    profile = msgspec.structs.replace(PROFILE, steps_ahead=ahead, prompt_s=0.002)
     load = at_rate(synthetic("bursty", 300, seed=3), 40)
     # This policy uses no predictions, which could differ between the two runs.
-    quick = simulate(load, "field:least_tokens").run()
-    slow = simulate(load, "field:least_tokens")
+    quick = simulate(load, "field:least_tokens", profile=profile).run()
+    slow = simulate(load, "field:least_tokens", profile=profile)
     for worker in slow.workers.values():
         worker.batch.max_run_steps = 1
     slow.run()
     for a, b in zip(quick.jobs, slow.jobs, strict=True):
         assert a.first_at == pytest.approx(b.first_at, abs=1e-6) and a.done_at == pytest.approx(b.done_at, abs=1e-6)
+
+
+@pytest.mark.parametrize(("ahead", "waits"), [(0, 0.5), (1, 1.5), (2, 2.5)])
+def test_what_arrives_waits_for_scheduled_steps(ahead, waits):
+    """A prompt comes in the middle of the eleventh step of a running sequence; one that comes to an idle worker waits
+    for nothing."""
+    step_s = PROFILE.step_s + PROFILE.decode_s_per_seq
+    profile = msgspec.structs.replace(PROFILE, steps_ahead=ahead, prompt_s=0.02, kv_s_per_token=0.0, attention_s=0.0)
+    first_s = PROFILE.router_s + PROFILE.step_s + 0.02 + 100 * PROFILE.prefill_s_per_token
+    second_at = first_s - PROFILE.router_s + 10.5 * step_s
+    load = Load("two", [Arrival(0.0, 100, 100), Arrival(second_at, 100, 5)])
+    first, second = simulate(load, "round_robin", 0, 1, profile=profile).run().jobs
+    assert first.first_at == pytest.approx(first_s)
+    alone_s = first_s + PROFILE.decode_s_per_seq  # the other sequence gets a token in the same step
+    assert second.first_at - second_at == pytest.approx(alone_s + waits * step_s)
 
 
 @pytest.mark.parametrize("policy", stack_names())

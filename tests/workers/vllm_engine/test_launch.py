@@ -1,10 +1,17 @@
-"""How many threads an engine on CPU computes with, in a container that has CPU time for less than its cores."""
+"""How many threads an engine on CPU computes with, in a container that has CPU time for less than its cores; and what
+becomes of an engine that starts for nobody."""
 
 from __future__ import annotations
 
+import asyncio
 import math
+import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from orchestrator.config.settings import KVConfig
 
 pytestmark = pytest.mark.vllm
 
@@ -35,3 +42,27 @@ def test_number_of_threads_from_outside_holds(monkeypatch: pytest.MonkeyPatch) -
     environment: dict[str, str] = {}
     launch._limit_threads(environment, 1)
     assert environment == {}
+
+
+def test_an_engine_that_is_ready_after_its_worker_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    from workers.vllm_engine.engine import VllmEngine
+
+    ready, failed, ends = threading.Event(), list[Any](), list[str]()
+
+    class Late(VllmEngine):
+        def _start_blocking(self) -> Any:
+            ready.wait(10)
+            return SimpleNamespace(shutdown=lambda: ends.append("engine")), None
+
+    async def stopped() -> None:
+        engine = Late("m", {}, engine_id="e", kv_host="127.0.0.1", kv_port=1, kv=KVConfig(), encrypted=False)
+        starting = asyncio.create_task(engine.start())
+        await asyncio.sleep(0.01)
+        starting.cancel()
+
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    asyncio.run(stopped())  # its loop is closed
+    (thread,) = (each for each in threading.enumerate() if each.name == "pd-engine-start")
+    ready.set()
+    thread.join(10)
+    assert ends == ["engine"] and not failed

@@ -69,7 +69,9 @@ def frontend():
     pages = {
         "key": "",
         "/fleet": {"workers": [{"id": "d0", "blocks_total": 2000}, {"id": "d1", "blocks_total": 3000}]},
-        "/predictions": {"speed": {"prefill_s_per_token": 0.0001, "step_s": 0.01, "step_s_per_sequence": 0.0001}},
+        "/predictions": {
+            "speed": {"prefill_s": 0.012, "prefill_s_per_token": 1e-4, "step_s": 0.01, "step_s_per_sequence": 1e-4}
+        },
         "/requests?latest=1000": {
             "requests": [
                 {"arrived_at": 100.0 + n / 5, "prompt_tokens": 600, "cached_tokens": 100, "output_tokens": 20}

@@ -1,6 +1,8 @@
 """Profiles from measurements, and real runs compared with simulated ones."""
 
 import asyncio
+import itertools
+import time
 
 import pytest
 from support_openai import Server
@@ -10,7 +12,7 @@ from orchestrator.config.settings import ConfigError
 from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.real import calibrate
 from orchestrator.simulator.real.calibrate import Measured, fit_profile
-from orchestrator.simulator.real.client import MeasureError, Target
+from orchestrator.simulator.real.client import MeasureError, Target, Timing
 from orchestrator.simulator.real.drive import open_loop
 from orchestrator.simulator.real.prompts import Prompts
 from orchestrator.simulator.report import report
@@ -31,6 +33,53 @@ def test_known_coefficients_are_found_again():
     assert profile.decode_s_per_seq == pytest.approx(0.002, rel=0.01)
     assert profile.kv_s_per_token == pytest.approx(1e-7, rel=0.01)
     assert profile.step_s + profile.router_s == pytest.approx(0.012, rel=0.01)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_steps_with_prompts_and_scheduled_steps_are_found_again(ahead):
+    step_s, prompt_s, router_s = 0.004, 0.005, 0.002
+    ttft = [(n, router_s + step_s + prompt_s + 2e-5 * n) for n in (32, 512, 2048)]
+    batches = [(n, step_s) for n in (1, 8)]
+    contexts = [(50, step_s), (2050, step_s)]
+    mixed_s = step_s + prompt_s + 32 * 2e-5
+    beside = (router_s + (0.5 + ahead) * step_s + mixed_s, mixed_s)
+    profile = fit_profile(Measured(ttft, batches, contexts, beside), BASE, "x", "made up")
+    assert profile.steps_ahead == ahead and profile.prompt_s == pytest.approx(prompt_s)
+    assert profile.router_s == pytest.approx(router_s) and profile.step_s == pytest.approx(step_s)
+    assert profile.speed.prefill_s == pytest.approx(step_s + prompt_s)
+    assert profile.prefill_s(1000) == pytest.approx(step_s + prompt_s + 0.02)
+
+
+class Engine:
+    """Answers as `Target` does: a step takes 10 ms, one with a prompt 60 ms, and each ends with a token of all."""
+
+    def __init__(self):
+        self.asked: list[tuple[list[float], int, asyncio.Event]] = []
+
+    async def complete(self, prompt, output_tokens):
+        began, stamps, done = time.perf_counter(), [], asyncio.Event()
+        self.asked.append((stamps, output_tokens, done))
+        await done.wait()
+        gaps = [after - before for before, after in itertools.pairwise(stamps)]
+        return Timing(len(prompt), output_tokens, stamps[0] - began, 0.0, gaps)
+
+    async def run(self):
+        while True:
+            running = list(self.asked)
+            await asyncio.sleep(0.06 if any(not stamps for stamps, _, _ in running) else 0.01)
+            for one in running:
+                one[0].append(time.perf_counter())
+                if len(one[0]) == one[1]:
+                    self.asked.remove(one)
+                    one[2].set()
+
+
+async def test_a_prompt_is_measured_beside_a_running_sequence():
+    engine = Engine()
+    steps = asyncio.create_task(engine.run())
+    first_s, step_s = await calibrate._beside(engine, [1] * 32, [2] * 32, 0.2)
+    steps.cancel()
+    assert 0.05 < step_s < 0.15 and step_s <= first_s + 0.001, "the one long gap, which ended with its first token"
 
 
 def test_noise_never_makes_a_coefficient_negative():
@@ -72,6 +121,7 @@ async def test_quick_measurements_are_repeated_and_slow_ones_are_not(monkeypatch
         await asyncio.sleep(0.001)
         return [float(len(calls))]
 
+    monkeypatch.setattr(calibrate, "PAUSE_S", 0.001)
     monkeypatch.setattr(calibrate, "MEASURE_S", 0.1)
     assert await calibrate._median(measure) == (len(calls) + 1) / 2 and len(calls) > 3
     calls.clear()
