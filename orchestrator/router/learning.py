@@ -18,7 +18,8 @@ class Learning:
     def __init__(self, predictor: Predictor, choose: DecodeChoice, slo: SLOConfig = SLOConfig()) -> None:
         self.predictor, self._choose, self._slo = predictor, choose, slo
         self.offered, self.reuse = Offered(), ReuseCounter()
-        self._connected: set[tuple[str, str]] = set()  # prefill and decode workers between which KV has come
+        # By decode worker, the prefill workers from which KV has come. Not a set of pairs: a large fleet has 10,000s.
+        self._connected: dict[str, set[str]] = {}
 
     def arrived(self, request: ActiveRequest, block_size: int) -> None:
         """Count a request that was placed or refused. Call it once per request."""
@@ -73,15 +74,17 @@ class Learning:
             tokens = max(1, prompt_tokens - request.cached_tokens) + decode.ahead_tokens
             self.predictor.observe_local(decode.worker_id, tokens, now - decode.at)
         elif request.prefill is not None and request.prefill.ended_at is not None:
-            pair = (request.prefill.worker_id, decode.worker_id)
-            if pair in self._connected:
+            connected = self._connected.setdefault(decode.worker_id, set())
+            if request.prefill.worker_id in connected:
                 self.predictor.observe_transfer(prompt_tokens, max(0.0, now - request.prefill.ended_at))
-            self._connected.add(pair)  # the first transfer makes the connection, which none after it waits for
+            connected.add(request.prefill.worker_id)  # the first waits for the connection, and none after it does
 
     def forget(self, worker_id: str) -> None:
         """The worker is gone: what was measured of it says nothing about another."""
         self.predictor.forget(worker_id)
-        self._connected = {pair for pair in self._connected if worker_id not in pair}
+        self._connected.pop(worker_id, None)
+        for connected in self._connected.values():
+            connected.discard(worker_id)
 
     def finished(self, request: ActiveRequest, now: float) -> None:
         answer = request.answer

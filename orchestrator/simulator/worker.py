@@ -84,11 +84,12 @@ class Worker:
             self._kick(now)
 
     def kv_arrived(self, stay: Stay, now: float) -> None:
-        """All KV of a "remote" stay has arrived: it decodes from the next step on."""
+        """All KV of a "remote" stay has arrived: it decodes from the next step that can be scheduled with it."""
         del self.receiving[stay]
-        # With asynchronous scheduling the next step that is scheduled looks for KV, and its output says that it came;
-        # another one is scheduled by then.
-        stay.from_step = self._next_step(now, 3 * self.profile.steps_ahead)
+        # With steps ahead, the next step that is scheduled looks for KV. Its output says that it came, and as many
+        # steps are scheduled by then.
+        ahead = self.profile.steps_ahead
+        stay.from_step = self._next_step(now, 2 * ahead + 1 if ahead else 0)
         self.arrived.append(stay)
         self._kick(now)
 

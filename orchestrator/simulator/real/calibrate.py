@@ -17,7 +17,7 @@ from itertools import accumulate
 import msgspec
 
 from orchestrator.simulator.profile import Profile
-from orchestrator.simulator.real.client import Target
+from orchestrator.simulator.real.client import MeasureError, Target
 from orchestrator.simulator.real.prompts import Prompts
 
 DECODE_TOKENS = 48
@@ -27,6 +27,7 @@ _GOLDEN = 0.618  # its multiples are spread evenly over a step
 # Before each request: an engine that has just answered has all it needs in the caches of its cores, and none of its
 # processes sleeps. Users' requests come to one that has done something else, or nothing.
 PAUSE_S = 0.1
+_IN_ONE_PIECE = f"{DECODE_TOKENS} tokens came in one piece: the server, or a proxy before it, does not stream"
 MEASURE_S = 1.0  # at least, for each figure: a quick engine's first steps are slow
 
 
@@ -37,7 +38,7 @@ class Measured(msgspec.Struct, frozen=True):
     ttft: list[tuple[int, float]]
     batches: list[tuple[int, float]]
     contexts: list[tuple[int, float]]
-    beside: tuple[float, float] | None = None
+    beside: tuple[float, float]
 
 
 async def measure_profile(target: Target, lengths: Sequence[int], say: Callable[[str], None]) -> Measured:
@@ -90,12 +91,16 @@ async def measure_profile(target: Target, lengths: Sequence[int], say: Callable[
 async def _beside(target: Target, running: list[int], prompt: list[int], before_s: float) -> tuple[float, float]:
     """Send `prompt` so many seconds after `running`. Returns its TTFT and the gap of the other's tokens that it made,
     in seconds."""
+
+    async def later() -> tuple[float, float]:
+        await asyncio.sleep(before_s)
+        sent = time.perf_counter()
+        return sent, (await target.complete(prompt, 1)).ttft_s
+
     began = time.perf_counter()
-    answer = asyncio.create_task(target.complete(running, DECODE_TOKENS))
-    await asyncio.sleep(before_s)
-    sent = time.perf_counter()
-    first_s = (await target.complete(prompt, 1)).ttft_s
-    timing = await answer
+    timing, (sent, first_s) = await asyncio.gather(target.complete(running, DECODE_TOKENS), later())
+    if not timing.gaps_s:
+        raise MeasureError(_IN_ONE_PIECE)
     # One step ends with a token of both.
     ends = list(accumulate(timing.gaps_s, initial=began + timing.ttft_s))[1:]
     nearest = min(range(len(ends)), key=lambda at: abs(ends[at] - sent - first_s))
@@ -103,12 +108,14 @@ async def _beside(target: Target, running: list[int], prompt: list[int], before_
 
 
 async def _median(measure: Callable[[], Awaitable[list[float]]], at_least: int = 1) -> float:
-    """The median of what so many measurements find, and as many more as begin within MEASURE_S."""
+    """The median of what so many measurements find, and as many more as begin within MEASURE_S. Raises MeasureError."""
     found, until = [], time.monotonic() + MEASURE_S
     while at_least > 0 or time.monotonic() < until:
         await asyncio.sleep(PAUSE_S)
         found += await measure()
         at_least -= 1
+    if not found:
+        raise MeasureError(_IN_ONE_PIECE)
     return statistics.median(found)
 
 
@@ -118,14 +125,11 @@ def fit_profile(measured: Measured, base: Profile, name: str, origin: str) -> Pr
     step, per_sequence = _line(measured.batches)
     (near, near_s), (far, far_s) = measured.contexts[0], measured.contexts[-1]
     per_context = max(0.0, (far_s - near_s) / (far - near)) if far > near else 0.0
-    prompt_s, ahead = 0.0, 0
-    if measured.beside is not None:
-        loaded_s, mixed_s = measured.beside
-        alone = step + per_sequence
-        prompt_s = max(0.0, mixed_s - alone - SHORT_PROMPT * per_token)
-        # It arrives in the middle of a step, on average.
-        waited = (loaded_s - fixed - SHORT_PROMPT * per_token) / alone - 0.5
-        ahead = min(2, max(0, round(waited)))
+    loaded_s, mixed_s = measured.beside
+    alone_s = max(1e-6, step + per_sequence)
+    prompt_s = max(0.0, mixed_s - alone_s - SHORT_PROMPT * per_token)
+    # A prompt arrives in the middle of a step, on average.
+    waited = (loaded_s - fixed - SHORT_PROMPT * per_token) / alone_s - 0.5
     return msgspec.structs.replace(
         base,
         name=name,
@@ -134,7 +138,7 @@ def fit_profile(measured: Measured, base: Profile, name: str, origin: str) -> Pr
         prefill_s_per_token=max(1e-9, per_token),
         attention_s=2 * curve,  # a prompt of n tokens costs n * (n / 2) of it
         prompt_s=prompt_s,
-        steps_ahead=ahead,
+        steps_ahead=min(2, max(0, round(waited))),
         decode_s_per_seq=per_sequence,
         kv_s_per_token=per_context,
         router_s=max(0.0, fixed - step - prompt_s),

@@ -46,3 +46,19 @@ async def test_unmeasured_worker_teaches_nothing():
     measured(bench, tokens_per_s=0.0)
     await prefilled_together(bench, "cd", seconds=1.0)
     assert bench.router.learning.predictor.prefill_s(1000) == before
+
+
+async def test_what_was_connected_ends_with_either_worker():
+    bench = Bench(first_token="decode")
+    learning = bench.router.learning
+    for name in "abcd":
+        await bench.router.submit(FakeRequest(name))
+        bench.claim(name)
+        decode = bench.bound_to()
+        bench.say("p0", Prefilled(name, 1, "p0", 0.1))
+        bench.tokens(decode, name, [5], finish=1)
+    assert learning._connected == {"d0": {"p0"}, "d1": {"p0"}}
+    bench.lose("d0")
+    assert learning._connected == {"d1": {"p0"}}
+    bench.lose("p0")
+    assert learning._connected == {"d1": set()}

@@ -91,6 +91,21 @@ def test_what_arrives_waits_for_scheduled_steps(ahead, waits):
     assert second.first_at - second_at == pytest.approx(alone_s + waits * step_s)
 
 
+@pytest.mark.parametrize(("ahead", "waits"), [(1, 3), (2, 5)])
+def test_kv_that_arrives_waits_for_the_step_that_finds_it(ahead, waits):
+    """So many whole steps longer than where no step is scheduled ahead, while another sequence decodes."""
+    # The second prompt takes longer than the decode worker needs to reserve its blocks.
+    load = Load("two", [Arrival(0.0, 100, 200), Arrival(1.0, 400, 5)])
+    first_at = []
+    for steps in (0, ahead):
+        profile = msgspec.structs.replace(PROFILE, steps_ahead=steps, kv_s_per_token=0.0)
+        sim = simulate(load, "field:round_robin", 1, 1, profile=profile, routing={"first_token": "decode"}).run()
+        assert_no_leaks(sim)
+        first_at.append(sim.jobs[1].first_at)
+    step_s = PROFILE.step_s + PROFILE.decode_s_per_seq
+    assert first_at[1] - first_at[0] == pytest.approx(waits * step_s)
+
+
 @pytest.mark.parametrize("policy", stack_names())
 def test_every_policy_serves_everything_and_leaves_nothing_behind(policy):
     sim = simulate(at_rate(synthetic("bursty", 600, seed=1), 12), policy).run()

@@ -27,7 +27,7 @@ def test_known_coefficients_are_found_again():
     ttft = [(n, 0.012 + 0.0004 * n + 1e-8 * n * n) for n in (32, 128, 512, 1024, 2048)]
     batches = [(n, 0.01 + 0.002 * n) for n in (1, 2, 4, 8)]
     contexts = [(50, 0.012 + 50e-7), (2050, 0.012 + 2050e-7)]
-    profile = fit_profile(Measured(ttft, batches, contexts), BASE, "x", "made up")
+    profile = fit_profile(Measured(ttft, batches, contexts, (0.0, 0.0)), BASE, "x", "made up")
     assert profile.prefill_s_per_token == pytest.approx(0.0004, rel=0.01)
     assert profile.attention_s == pytest.approx(2e-8, rel=0.02)
     assert profile.decode_s_per_seq == pytest.approx(0.002, rel=0.01)
@@ -55,6 +55,7 @@ class Engine:
 
     def __init__(self):
         self.asked: list[tuple[list[float], int, asyncio.Event]] = []
+        self.mixed_s: list[float] = []  # gaps of running sequences that steps with a prompt made
 
     async def complete(self, prompt, output_tokens):
         began, stamps, done = time.perf_counter(), [], asyncio.Event()
@@ -66,8 +67,11 @@ class Engine:
     async def run(self):
         while True:
             running = list(self.asked)
-            await asyncio.sleep(0.06 if any(not stamps for stamps, _, _ in running) else 0.01)
+            prompt = any(not stamps for stamps, _, _ in running)
+            await asyncio.sleep(0.06 if prompt else 0.01)
             for one in running:
+                if prompt and one[0]:
+                    self.mixed_s.append(time.perf_counter() - one[0][-1])
                 one[0].append(time.perf_counter())
                 if len(one[0]) == one[1]:
                     self.asked.remove(one)
@@ -79,12 +83,41 @@ async def test_a_prompt_is_measured_beside_a_running_sequence():
     steps = asyncio.create_task(engine.run())
     first_s, step_s = await calibrate._beside(engine, [1] * 32, [2] * 32, 0.2)
     steps.cancel()
-    assert 0.05 < step_s < 0.15 and step_s <= first_s + 0.001, "the one long gap, which ended with its first token"
+    assert [step_s] == pytest.approx(engine.mixed_s, abs=0.001), "the gap that ended with the prompt's first token"
+    assert first_s >= 0.06
+
+
+async def test_an_answer_in_one_piece_is_refused(monkeypatch):
+    """As from a server whose events a proxy holds back."""
+
+    class Buffered:
+        async def complete(self, prompt, output_tokens):
+            return Timing(len(prompt), output_tokens, 0.01, 0.0, [])
+
+    monkeypatch.setattr(calibrate, "PAUSE_S", 0.0)
+    monkeypatch.setattr(calibrate, "MEASURE_S", 0.0)
+    with pytest.raises(MeasureError, match="in one piece"):
+        await calibrate.measure_profile(Buffered(), [32, 64], say=lambda line: None)
+    with pytest.raises(MeasureError, match="in one piece"):
+        await calibrate._beside(Buffered(), [1] * 32, [2] * 32, 0.0)
+
+
+def test_steps_too_quick_to_measure_are_no_error():
+    """Events that arrive together have no gap between them."""
+    profile = fit_profile(
+        Measured([(32, 0.01), (64, 0.02)], [(1, 0.0), (8, 0.0)], [(50, 0.0), (90, 0.0)], (0.01, 0.0)),
+        BASE,
+        "x",
+        "made up",
+    )
+    assert profile.step_s > 0
 
 
 def test_noise_never_makes_a_coefficient_negative():
-    measured = Measured([(32, 0.05), (512, 0.03), (1024, 0.06)], [(1, 0.02), (8, 0.015)], [(50, 0.02), (1000, 0.018)])
+    ttft = [(32, 0.05), (512, 0.03), (1024, 0.06)]
+    measured = Measured(ttft, [(1, 0.02), (8, 0.015)], [(50, 0.02), (1000, 0.018)], (0.01, 0.001))
     profile = fit_profile(measured, BASE, "x", "made up")
+    assert profile.prompt_s == profile.steps_ahead == 0
     assert min(profile.attention_s, profile.decode_s_per_seq, profile.kv_s_per_token, profile.router_s) >= 0
     assert profile.prefill_s_per_token > 0 and profile.step_s > 0
 
