@@ -167,7 +167,7 @@ async def _claim_id(registry: Registry, parsed: WorkerSettings) -> None:
         if worker_id in held.workers and has_ended(holder.removeprefix(BY_HAND)):
             await registry.leave_launcher(holder)
     if other is not None:
-        await registry.leave(worker_id)
+        await registry.leave(worker_id, other.kv.engine_id)
     if not await registry.claim_id(BY_HAND + own_identity(), parsed.role, ttl_s, worker_id):
         raise IdInUse(f"worker id {worker_id!r} is in use by a worker that is loading; choose another --id")
 

@@ -146,7 +146,7 @@ async def open_fleet(handle: FleetHandle) -> AsyncIterator[OpenFleet]:
     from orchestrator.store.client import RedisAway, connect
     from orchestrator.store.events import RatioHistory
     from orchestrator.store.queue import PrefillQueue
-    from orchestrator.store.registry import Registry, UnknownWorker
+    from orchestrator.store.registry import Registry
 
     if handle.redis_url is None:
         raise Refused("this needs the fleet's Redis; name it with --redis")
@@ -159,7 +159,7 @@ async def open_fleet(handle: FleetHandle) -> AsyncIterator[OpenFleet]:
             yield OpenFleet(redis, registry, queue, history, handle.workers.heartbeat_s)
         finally:
             await redis.aclose()
-    except (RedisAway, UnknownWorker) as error:
+    except RedisAway as error:
         raise Refused(str(error)) from None
 
 

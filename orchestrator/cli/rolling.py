@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -33,7 +33,7 @@ from orchestrator.config.settings import Refused, WorkersConfig
 from orchestrator.types import Role, WorkerInfo, WorkerState
 
 if TYPE_CHECKING:
-    from orchestrator.store.fields import Launcher, WorkerOrders
+    from orchestrator.store.planned import Reading
     from orchestrator.store.registry import Registry
 
 _LOOK_EVERY_S = 0.2
@@ -88,30 +88,34 @@ async def restart(
         raise Refused(f"the fleet has no {role.value + ' ' if role else ''}worker to restart")
     refuse_only_worker(len(_ready(there)), force)
     kept = min(1, len(_ready(there)) - 1)
-    waiting, under_way, departures = sorted(targets), set[str](), _Departures()
+    waiting, under_way, departures = {*targets}, set[str](), _Departures()
     progress_at = time.monotonic()
     while waiting or under_way:
-        there, orders = await retry_while_away(registry.workers_and_orders)
-        held = await retry_while_away(registry.launchers)
-        for name in departures.look(targets, there, orders, held):
+        reading = await retry_while_away(registry.read)
+        there, ready = reading.workers, _ready(reading.workers)
+        for name in departures.look(targets, reading):
             show(Step("left", name))
-            waiting = [other for other in waiting if other != name]
+            waiting.discard(name)
             under_way.discard(name)
             del targets[name]
             progress_at = time.monotonic()
-        ready = _ready(there)
-        for name in sorted(under_way):
-            if name in ready and there[name].process != targets[name]:
+        for name in sorted((waiting | under_way) & ready):
+            if there[name].process != targets[name]:
                 show(Step("restarted", name))
-                under_way.remove(name)
+                waiting.discard(name)
+                under_way.discard(name)
                 progress_at = time.monotonic()
-        room = max_unavailable - len(targets.keys() - ready) - len(under_way & ready)
-        room = min(room, len(ready - under_way) - kept)
-        for name in [name for name in waiting if name in ready][: max(0, room)]:
-            waiting.remove(name)
-            if await _order(registry, name):
-                show(Step("draining", name))
-                under_way.add(name)
+        serving = ready - under_way - reading.orders.keys()
+        room = max_unavailable - len(targets.keys() - ready) - len(ready - serving)
+        room = min(room, len(serving) - kept)
+        told = sorted(waiting & serving)[: max(0, room)]
+        if told and not await _order(registry, told, reading):
+            told = []  # the next reading decides
+        told += sorted(name for name in waiting & reading.orders.keys() if reading.orders[name].restart)  # by another
+        for name in told:
+            show(Step("draining", name))
+        waiting -= {*told}
+        under_way |= {*told}
         if time.monotonic() - progress_at > patience_s:
             late = ", ".join(sorted(targets.keys() - ready))
             raise Refused(f"{late}: not ready for {patience_s:g} s; a worker that no launcher runs needs a supervisor")
@@ -125,17 +129,11 @@ class _Departures:
     def __init__(self) -> None:
         self._told, self._held, self._absent = set[str](), set[str](), Counter[str]()
 
-    def look(
-        self,
-        targets: Collection[str],
-        there: Collection[str],
-        orders: Mapping[str, WorkerOrders],
-        holders: Mapping[str, Launcher],
-    ) -> list[str]:
-        held = {name for holder in holders.values() for name in holder.workers}
-        self._told |= {name for name, order in orders.items() if order.drain}
+    def look(self, targets: Collection[str], reading: Reading) -> list[str]:
+        held = {name for holder in reading.launchers.values() for name in holder.workers}
+        self._told |= {name for name, order in reading.orders.items() if order.drain}
         self._held |= held
-        self._absent = Counter({name: self._absent[name] + 1 for name in {*targets} - {*there} - held})
+        self._absent = Counter({name: self._absent[name] + 1 for name in {*targets} - {*reading.workers} - held})
         return [
             name
             for name, looks in sorted(self._absent.items())
@@ -147,15 +145,12 @@ def _ready(workers: dict[str, WorkerInfo]) -> set[str]:
     return {name for name, info in workers.items() if info.state is WorkerState.READY}
 
 
-async def _order(registry: Registry, worker_id: str) -> bool:
-    """False when the worker has died meanwhile: it is started again anyway."""
-    from orchestrator.store.registry import UnknownWorker
+async def _order(registry: Registry, worker_ids: list[str], reading: Reading) -> bool:
+    """False when the fleet is not the one that was read."""
+    from orchestrator.store.fields import WorkerOrders
 
-    try:
-        await retry_while_away(lambda: registry.order_restart(worker_id))
-    except UnknownWorker:
-        return False
-    return True
+    restart = dict.fromkeys(worker_ids, WorkerOrders(restart=True))
+    return await retry_while_away(lambda: registry.steer(reading.seen, restart)) is not None
 
 
 def _print(step: Step) -> None:

@@ -19,6 +19,7 @@ from orchestrator.policy.ratio.load import LoadSample, LoadSampler, Observation,
 from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.store.client import RedisAway
 from orchestrator.store.events import RatioHistory
+from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Registry
 from orchestrator.telemetry import metrics
 from orchestrator.types import Offered, Role, WorkerState
@@ -102,7 +103,10 @@ class RatioController:
             return
         # In a thread: for a hundred workers it takes tens of milliseconds, and requests are not to wait for it.
         decision = await asyncio.to_thread(desired_ratio, list(self.window), current, self._ratio, self._slo)
-        if decision is None or not await self._registry.propose_desired(self._frontend_id, current, decision.after):
+        if decision is None:
+            return
+        seen = Seen.ratio(current, self._frontend_id)  # an operator who has set it meanwhile means it
+        if await self._registry.steer(seen, desired=decision.after) is None:
             return
         metrics.ratio_changes.inc()
         log.info("%s", decision)

@@ -228,7 +228,7 @@ class FleetConnection:
             orders = await self.registry.refresh_frontend(me, self._ttl_s)
             if orders.drain:
                 self.drain()
-            self.desired = await self.registry.desired()
+            self.desired = await self.registry.restored(self.desired, await self.registry.desired())
         except RedisAway as error:
             log.debug("heartbeat missed: %s", error)
         self._beaten.set()

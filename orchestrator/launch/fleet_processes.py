@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 import httpx
+import msgspec
 
 from orchestrator.config.server_args import needs_client_certificate, uses_tls
 from orchestrator.config.settings import Config, ConfigError
@@ -26,7 +27,7 @@ from orchestrator.launch.rollout import RolloutRunner, cannot_start
 from orchestrator.launch.supervise import Stage, Supervised, describe
 from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.process.parent import has_ended, local_pid
-from orchestrator.store.planned import BY_HAND, of_launchers
+from orchestrator.store.planned import BY_HAND, Seen, decided, of_launchers
 from orchestrator.store.registry import Registry
 from orchestrator.types import DesiredRatio, Role
 
@@ -89,24 +90,31 @@ class FleetProcesses:
         """
         await self.remove_dead_entries()
         await self._begin_version()
-        await self._pool.hold_ids()
-        await self._begin_desired()
-        self.desired = await self._registry.desired() or self.desired
+        await self._registry.configuration.write(self._rolling.version)
+        await self._pool.begin(self.desired)
         await self._machines.refresh()
         await self._take_over()
-        others = self._pool.workers_of_others(await self._registry.launchers())
-        there = [others[name] for name in others.keys() - self._pool.slots.keys()]
-        there += [slot.role for slot in self._pool.slots.values()]
-        for role, replicas in ((Role.PREFILL, self.desired.prefill), (Role.DECODE, self.desired.decode)):
-            for _ in range(replicas - there.count(role)):
-                try:
-                    await self._pool.start(role)
-                except ConfigError:
-                    if not there:
-                        raise
-                    break  # a worker that does not fit here may fit there
+        await decided(self._start_missing)
         await self._frontends.update(self.watch.snapshot)
         self._looking = asyncio.create_task(self._refresh_machines(), name="machines")
+
+    async def _start_missing(self) -> bool | None:
+        """Start what nobody runs yet, as far as it fits. None where the fleet has changed meanwhile. Raises ConfigError
+        when nothing of the fleet fits here, and RedisAway."""
+        reading = await self._registry.read()
+        self.desired = reading.desired or self.desired
+        others = self._pool.workers_of_others(reading.launchers)
+        there = [others[name] for name in others.keys() - self._pool.slots.keys()]
+        there += [slot.role for slot in self._pool.slots.values()]
+        missing = [Role.PREFILL] * (self.desired.prefill - there.count(Role.PREFILL))
+        missing += [Role.DECODE] * (self.desired.decode - there.count(Role.DECODE))
+        try:
+            missing = self._pool.fitting(missing)
+        except ConfigError:
+            if not there:
+                raise
+            missing = []  # what does not fit here may fit there
+        return await self._pool.start(reading.seen, missing) or None
 
     async def until_ready(self) -> None:
         """Returns when everything is up, frontends have greeted the workers, and the endpoint answers.
@@ -195,19 +203,13 @@ class FleetProcesses:
                 await self._registry.leave_launcher(launcher_id)
         for worker_id, info in (await self._registry.workers()).items():
             if has_ended(info.process):
-                await self._registry.leave(worker_id)
+                await self._registry.leave(worker_id, info.kv.engine_id)
 
     async def _begin_version(self) -> None:
         """Start with the version of the fleet's last rollout, if there was one. Raises ConfigError, RedisAway."""
         others = self._pool.workers_of_others(await self._registry.launchers())
         alone = not others and not await self._registry.workers() and not await self._machines.left_running()
         await self._rolling.begin(alone)
-
-    async def _begin_desired(self) -> None:
-        """Tell the fleet's configuration, and the desired ratio unless that is set."""
-        await self._registry.configuration.write(self._rolling.version)
-        wanted, launcher_id = self.desired, self._pool.launcher_id
-        await self._registry.begin_desired(wanted.prefill, wanted.decode, wanted.set_by, launcher_id)
 
     async def _update(self, snapshot: Snapshot) -> None:
         """Act on a new reading of the registry. Raises RedisAway."""
@@ -216,27 +218,30 @@ class FleetProcesses:
                 process.restart_now()
         await self._frontends.update(snapshot)
         if snapshot.desired is None:  # Redis was restarted, and has forgotten
-            await self._begin_desired()
-        else:
-            self.desired = snapshot.desired
+            await self._registry.configuration.write(self._rolling.version)
+        self.desired = await self._registry.restored(self.desired, snapshot.desired) or self.desired
+        snapshot = msgspec.structs.replace(snapshot, desired=self.desired)
         await self._pool.update(snapshot)
         # Of several launchers one decides; its count of what is late begins when it becomes the first.
         leads = min(of_launchers(snapshot.launchers), default="") == self._pool.launcher_id
         if self._came_up:
             await self._rolling.follow(snapshot, leads)
         if self._size.is_on and leads:
-            await self._resize(self._size.observe(snapshot), self.desired)
+            await self._resize(self._size.observe(snapshot))
         while self._ended:  # in a thread: it reads what every process of this machine maps
             removed = await asyncio.to_thread(self._shared_memory.remove_files_of, self._ended.pop())
             if removed:
                 log.info("removed shared memory that a dead process left: %s", ", ".join(removed))
         self._note_processes()
 
-    async def _resize(self, resize: Resize | None, was: DesiredRatio) -> None:
-        if resize is not None:
-            sizes = f"{was.prefill}P{was.decode}D -> {resize.prefill}P{resize.decode}D"
+    async def _resize(self, resize: Resize | None) -> None:
+        """Change the size, unless somebody else has set one meanwhile. Raises RedisAway."""
+        if resize is None:
+            return
+        was, wanted = self.desired, DesiredRatio(resize.prefill, resize.decode, "objectives")
+        if await self._registry.steer(Seen.ratio(was), desired=wanted) is not None:
+            sizes = f"{was.prefill}P{was.decode}D -> {wanted.prefill}P{wanted.decode}D"
             log.info("scale: %s: %s", sizes, resize.why)
-            await self._registry.set_desired(resize.prefill, resize.decode, "objectives")
 
     def _note_processes(self) -> None:
         """Write down what runs, for the one that cleans up if this process is killed."""

@@ -14,28 +14,22 @@ import msgspec
 
 from orchestrator.store.client import RedisAway
 from orchestrator.store.configuration import Rollout
-from orchestrator.store.fields import Launcher, WorkerOrders
+from orchestrator.store.planned import Reading
 from orchestrator.store.registry import Frontend, Registry
-from orchestrator.types import DesiredRatio, WorkerInfo, WorkerState
+from orchestrator.types import WorkerState
 
 _SETTLE_S = 0.1  # changes come in bursts
 _READ_EVERY_S = 1.0
 _LOOKED_MOST_S = 2.0  # between two readings; nobody looked while Redis was away, or this process did not run
 
 
-class Snapshot(msgspec.Struct, frozen=True):
-    """One reading. `read_at` is monotonic; `version` is of the workers: orders that follow from this reading are given
-    as long as it is theirs. `was_away`: Redis was, since the reading before. `looked_s`: for how long since then a
-    member that is not here can have been missed."""
+class Snapshot(Reading, frozen=True):
+    """A reading, and what was read after it. `read_at` is monotonic. `was_away`: Redis was, since the snapshot before.
+    `looked_s`: for how long since then a member that is not here can have been missed."""
 
-    workers: dict[str, WorkerInfo] = {}
-    orders: dict[str, WorkerOrders] = {}
     frontends: dict[str, Frontend] = {}
-    launchers: dict[str, Launcher] = {}
-    desired: DesiredRatio | None = None
     rollout: Rollout | None = None
     read_at: float = 0.0
-    version: bytes = b""
     was_away: bool = False
     looked_s: float = 0.0
 
@@ -76,19 +70,12 @@ class RegistryWatch:
     async def read(self) -> None:
         """Read now, and hand the snapshot on. While Redis is away nothing changes."""
         try:
-            # First: whoever holds the id of a worker that loads gives it back once that is registered.
-            launchers = await self._registry.launchers()
-            workers, orders = await self._registry.workers_and_orders()
-            version, now = self._registry.version, time.monotonic()
+            reading, now = await self._registry.read(), time.monotonic()
             self.snapshot = Snapshot(
-                workers=workers,
-                orders=orders,
+                **msgspec.structs.asdict(reading),
                 frontends=await self._registry.frontends(),
-                launchers=launchers,
-                desired=await self._registry.desired(),
                 rollout=await self._registry.configuration.rollout(),
                 read_at=now,
-                version=version,
                 was_away=self._away,
                 looked_s=min(now - self.snapshot.read_at, _LOOKED_MOST_S),
             )

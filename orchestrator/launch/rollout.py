@@ -136,7 +136,7 @@ class RolloutRunner:
         most = rollout.max_unavailable
         chosen = to_replace(snapshot.workers, snapshot.orders.keys(), away, generation, most)
         restart = dict.fromkeys(chosen, WorkerOrders(restart=True))
-        if chosen and await self._registry.order_all(restart, snapshot.version):
+        if chosen and await self._registry.steer(snapshot.seen, restart) is not None:
             for worker_id in chosen:
                 log.info("%s: drains, and starts again with generation %d", worker_id, generation)
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+
+import msgspec
 
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.decisions.members import OwnWorker, members, workers_of_others
@@ -21,7 +23,7 @@ from orchestrator.launch.supervise import Stage, Supervised
 from orchestrator.process.parent import own_identity
 from orchestrator.store.client import RedisAway
 from orchestrator.store.fields import Launcher, WorkerOrders
-from orchestrator.store.planned import PlannedWorker
+from orchestrator.store.planned import Holder, PlannedWorker, Seen, decided, of_launchers
 from orchestrator.store.registry import Registry
 from orchestrator.types import DesiredRatio, Role, WorkerInfo, WorkerState
 
@@ -72,13 +74,31 @@ class WorkerPool:
         self._complete_at = 0.0  # when all that live are in the registry again
         self._decoded = False  # the fleet has had a decode worker that was ready
 
-    async def start(self, role: Role) -> None:
-        """Start a worker under an id of its own. Raises ConfigError when the machine has no room, and RedisAway."""
-        self._machines.take(_NEXT, role)  # asked before an id is claimed: another launcher may have the room
-        self._machines.give_back(_NEXT)
-        worker_id = await self._registry.claim_id(self.launcher_id, role, self._config.workers.timeout_s)
-        if not self._closed and worker_id is not None:
-            self.supervise(worker_id, role)
+    async def start(self, seen: Seen, roles: Sequence[Role], orders: Mapping[str, WorkerOrders] = {}) -> bool:
+        """Start a worker of each role under an id of its own, and give these orders. False, and nothing is done, where
+        the fleet is not the one that was seen: another launcher may have started them. Raises RedisAway."""
+        holder = msgspec.structs.replace(self._holder, claims=roles)
+        claimed = await self._registry.steer(seen, orders, holder=holder)
+        for worker_id, role in zip(claimed or (), roles, strict=False):
+            if not self._closed:
+                self.supervise(worker_id, role)
+        return claimed is not None
+
+    def fitting(self, roles: Sequence[Role]) -> list[Role]:
+        """Of workers of these roles, those that the machine has room for. Raises ConfigError where it has for none."""
+        owners: list[str] = []
+        try:
+            for number, role in enumerate(roles):
+                owner = f"{_NEXT} but {number}" if number else _NEXT
+                self._machines.take(owner, role)
+                owners.append(owner)
+        except ConfigError:
+            if not owners:
+                raise
+        finally:
+            for owner in owners:
+                self._machines.give_back(owner)
+        return list(roles[: len(owners)])
 
     def supervise(self, worker_id: str, role: Role) -> None:
         """Run a worker under an id that nobody else has, or take over the process that runs as it already."""
@@ -110,12 +130,33 @@ class WorkerPool:
         for slot in self.slots.values():
             slot.process.restart_now()
 
+    @property
+    def _holder(self) -> Holder:
+        held = {name: slot.role for name, slot in self.slots.items()}
+        me = Launcher(held, self.setup.generation, self._machines.room)
+        return Holder(self.launcher_id, me, self._config.workers.timeout_s)
+
+    async def begin(self, wanted: DesiredRatio) -> None:
+        """Register this launcher, and set the desired ratio with it unless that of a fleet that another launcher runs
+        is set, or somebody sets one meanwhile. Raises Refused, RedisAway."""
+        first: Seen | None = None
+
+        async def decide() -> bool | None:
+            nonlocal first
+            reading = await self._registry.read()
+            ratio = Seen.ratio(reading.desired)
+            first = first or ratio
+            alone = not of_launchers(reading.launchers).keys() - {self.launcher_id}
+            ours = wanted if reading.desired is None or (alone and ratio == first) else None
+            return True if await self._registry.steer(reading.seen, {}, ours, self._holder) is not None else None
+
+        await decided(decide)
+
     async def hold_ids(self) -> None:
         """Tell the other launchers which workers are ours, and of which generation those are that we start; call it
         within `workers.timeout_s`. Raises RedisAway."""
-        held = {name: slot.role for name, slot in self.slots.items()}
-        me = Launcher(held, self.setup.generation, self._machines.room)
-        await self._registry.refresh_launcher(self.launcher_id, me, self._config.workers.timeout_s)
+        me = self._holder
+        await self._registry.refresh_launcher(me.id, me.held, me.ttl_s)
 
     async def update(self, snapshot: Snapshot) -> None:
         """Note what the registry says of our workers, then do what the desired ratio asks for. Raises RedisAway."""
@@ -130,12 +171,9 @@ class WorkerPool:
             self._complete_at = snapshot.read_at + self._config.workers.timeout_s
         if snapshot.desired is not None and snapshot.read_at >= self._complete_at:
             actions = self.actions(snapshot.desired, self.planned(snapshot))
-            if not await self._order(actions, snapshot):
-                return  # the fleet has changed since it was read: the next reading decides
-            for action in actions:
-                if self._closed:
-                    return
-                await self._do(action, snapshot)
+            if actions and await self._order(actions, snapshot):  # else the next reading decides
+                for action in actions:
+                    self._do(action, snapshot)
 
     def actions(self, desired: DesiredRatio, workers: list[PlannedWorker]) -> list[Action]:
         """What is to be done now."""
@@ -174,8 +212,8 @@ class WorkerPool:
             slot.process.expect_exit(self._leave_deadline_s())
 
     async def _order(self, actions: list[Action], snapshot: Snapshot) -> bool:
-        """Tell registered workers what they are to do, all or none: other launchers plan too, and what was planned
-        from an old reading could take a role's last worker. Raises RedisAway."""
+        """Tell registered workers what they are to do, and start those that are short, all or none: other launchers
+        plan too, and what was planned from an old reading could take a role's last worker. Raises RedisAway."""
         orders: dict[str, WorkerOrders] = {}
         for action in actions:
             match action:
@@ -183,25 +221,27 @@ class WorkerPool:
                     orders[worker_id] = WorkerOrders(role=role)
                 case Drain(worker_id) if worker_id in snapshot.workers:
                     orders[worker_id] = WorkerOrders(drain=True)
-        return not orders or await self._registry.order_all(orders, snapshot.version)
-
-    async def _do(self, action: Action, snapshot: Snapshot) -> None:
-        """What is to be done here, once the workers have their orders. Raises RedisAway."""
+        fit: list[Role] = []
         try:
-            match action:
-                case Start(role):
-                    self._log_once(snapshot.desired, f"starting a {role.value} worker")
-                    await self.start(role)
-                case Flip(worker_id, role, stands_in):
-                    why = "no decode worker is left: " if stands_in else ""
-                    self._log_once(snapshot.desired, f"{why}{worker_id} becomes a {role.value} worker")
-                case Drain(worker_id):
-                    self._log_once(snapshot.desired, f"draining {worker_id}")
-                    told = worker_id in snapshot.workers  # else nobody knows it yet
-                    if worker_id in self.slots:
-                        self.slots[worker_id].process.expect_exit(self._leave_deadline_s() if told else 0)
+            fit = self.fitting([action.role for action in actions if isinstance(action, Start)])
         except ConfigError as error:
             self._log_once(snapshot.desired, f"cannot be reached here: {error}")
+        started = await self.start(snapshot.seen, fit, orders)
+        for role in fit if started else ():
+            self._log_once(snapshot.desired, f"starting a {role.value} worker")
+        return started
+
+    def _do(self, action: Action, snapshot: Snapshot) -> None:
+        """What is to be done here, once the workers have their orders."""
+        match action:
+            case Flip(worker_id, role, stands_in):
+                why = "no decode worker is left: " if stands_in else ""
+                self._log_once(snapshot.desired, f"{why}{worker_id} becomes a {role.value} worker")
+            case Drain(worker_id):
+                self._log_once(snapshot.desired, f"draining {worker_id}")
+                told = worker_id in snapshot.workers  # else nobody knows it yet
+                if worker_id in self.slots:
+                    self.slots[worker_id].process.expect_exit(self._leave_deadline_s() if told else 0)
 
     def _leave_deadline_s(self) -> float:
         return self._config.workers.drain_timeout_s + self._config.launcher.stop_timeout_s

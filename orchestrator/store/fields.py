@@ -7,7 +7,17 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.types import ALWAYS_EQUAL, Departed, EngineIdentity, EngineSpeed, KVEndpoint, Role, WorkerInfo
+from orchestrator.types import (
+    ALWAYS_EQUAL,
+    Departed,
+    DesiredRatio,
+    EngineIdentity,
+    EngineSpeed,
+    KVEndpoint,
+    Offered,
+    Role,
+    WorkerInfo,
+)
 
 _ROLES = {role.value for role in Role}
 _DIGITS = 16
@@ -29,6 +39,22 @@ class Launcher(msgspec.Struct, frozen=True):
     workers: dict[str, Role] = {}  # those that are not registered yet included
     generation: int = 0  # of the configuration that it starts workers with
     room: int | None = None  # the most workers that its machine holds; None: not known, as of a cluster that grows
+
+
+class Frontend(msgspec.Struct, frozen=True):
+    """One registered frontend."""
+
+    id: str
+    url: str  # empty while it takes no new requests
+    process: str  # which it is, as `orchestrator.process.parent` tells processes apart
+    since: float = 0.0  # unix seconds; the registry's clock
+    offered: Offered = Offered()  # load offered to it since it started
+    mesh_key: str = ""  # its public key
+    generation: int = 0  # of the configuration that it was started with
+    by_hand: bool = False  # no launcher runs it, so a rollout does not replace it
+    cpu: float = 0.0  # cores that it used since its heartbeat before
+    in_flight: int = 0  # requests that it has
+    reaches: int = 0  # workers that it is connected to
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
@@ -112,6 +138,13 @@ def order_field(order: WorkerOrders) -> tuple[str, str]:
     if order.role is not None:
         return "order_role", order.role.value
     return "order_drain", "yes" if order.drain else "restart"
+
+
+def desired_ratio(values: list[bytes]) -> DesiredRatio | None:
+    """The ratio that the registry's function `desired` returns, if any."""
+    if not values:
+        return None
+    return DesiredRatio(int(values[0]), int(values[1]), text(values[2]), float(values[3]))
 
 
 def orders_of(role: str | None, drain: str | None, sequence: str | None) -> WorkerOrders:

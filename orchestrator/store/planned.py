@@ -1,18 +1,62 @@
-"""What planning and operators read from the registry: workers with their orders, who runs them, the rollout."""
+"""What planning and operators read from the registry: workers with their orders, who runs them, the rollout.
+
+Every change of roles and of the desired ratio is a plan (`Registry.steer`) that is carried out as a whole, or not at
+all once the reading that it follows from is old. So no two people, launchers or frontends that decide at the same time
+undo each other's orders, or take a role's last worker together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
+from orchestrator.config.settings import Refused
 from orchestrator.store.configuration import Rollout, RolloutStatus
-from orchestrator.store.fields import Launcher, WorkerOrders
-from orchestrator.store.registry import Frontend
-from orchestrator.types import Role, WorkerInfo, WorkerState
+from orchestrator.store.fields import Frontend, Launcher, WorkerOrders, launcher_to_fields, member, order_field
+from orchestrator.types import DesiredRatio, Role, WorkerInfo, WorkerState
 
 # Before the identity of a worker that was started by hand and holds its id, as a launcher holds its workers' ids.
 BY_HAND = "by-hand:"
+TRIES = 5  # a plan that is refused is made anew from a new reading so often
+T = TypeVar("T")
+
+
+class Seen(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a plan relies on; None: on nothing of that."""
+
+    version: str | None = None  # of the workers, their orders, who holds their ids, and the rollout
+    set_at: str | None = None  # when the desired ratio was set, as Redis has it; "" where none was
+    leader: str | None = None  # the frontend that decides the ratio
+
+    @classmethod
+    def ratio(cls, desired: DesiredRatio | None, leader: str | None = None) -> Seen:
+        """For a plan that relies on the desired ratio alone."""
+        return cls(None, f"{desired.set_at:.6f}" if desired is not None else "", leader)
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """The fleet at one moment."""
+
+    workers: dict[str, WorkerInfo] = {}
+    orders: dict[str, WorkerOrders] = {}  # those that are not carried out
+    launchers: dict[str, Launcher] = {}
+    desired: DesiredRatio | None = None
+    version: bytes = b""
+
+    @property
+    def seen(self) -> Seen:
+        return msgspec.structs.replace(Seen.ratio(self.desired), version=self.version.decode())
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """A launcher that registers, or stays registered for `ttl_s` more, and claims an id for a worker of each role."""
+
+    id: str
+    held: Launcher
+    ttl_s: float
+    claims: Sequence[Role] = ()
 
 
 class PlannedWorker(msgspec.Struct, frozen=True):
@@ -76,3 +120,32 @@ def is_last_decode(worker_id: str, workers: Sequence[PlannedWorker]) -> bool:
     """Whether this is the only ready decode worker: without it no new request could be decoded."""
     ready = {w.id for w in workers if w.role is Role.DECODE and w.ready and not w.leaving}
     return ready == {worker_id}
+
+
+def plan(
+    seen: Seen,
+    orders: Mapping[str, WorkerOrders],
+    desired: DesiredRatio | None,
+    holder: Holder | None,
+    kind: str = "worker",
+) -> bytes:
+    """The argument of the registry's function `steer`; `kind`: of the members that have the orders."""
+    what: dict[str, Any] = msgspec.to_builtins(seen)
+    what["orders"] = [(kind, member_id, *order_field(order)) for member_id, order in orders.items()]
+    if desired is not None:
+        what["desired"] = (desired.prefill, desired.decode, desired.set_by)
+    if holder is not None:
+        what["entry"] = member("launcher", holder.id, holder.ttl_s, False, [], launcher_to_fields(holder.held))
+        what["claims"] = [role.value for role in holder.claims]
+    return msgspec.json.encode(what)
+
+
+async def decided(decide: Callable[[], Awaitable[T | None]]) -> T:
+    """What `decide` returns: it reads, and steers; None when its plan was refused. Raises Refused when all are."""
+    for _ in range(TRIES):
+        if (result := await decide()) is not None:
+            return result
+    raise Refused(
+        f"the fleet changed {TRIES} times while this was decided, so nothing was ordered; look at `orchestrator "
+        "status`, and repeat it"
+    )

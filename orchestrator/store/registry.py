@@ -18,23 +18,25 @@ from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.configuration import Configuration
 from orchestrator.store.events import RegistryEvent, Resync, decode_change
 from orchestrator.store.fields import (
+    Frontend,
     Heartbeat,
     Launcher,
     WorkerOrders,
+    desired_ratio,
     fields_of,
     heartbeat,
     launcher_from_fields,
     launcher_to_fields,
     member,
     milliseconds,
-    order_field,
     orders_of,
     text,
     worker_from_fields,
     worker_to_fields,
 )
 from orchestrator.store.keys import REGISTRY, Keys
-from orchestrator.types import ALWAYS_EQUAL, DesiredRatio, EngineIdentity, Offered, Role, WorkerInfo
+from orchestrator.store.planned import Holder, Reading, Seen, plan
+from orchestrator.types import ALWAYS_EQUAL, DesiredRatio, EngineIdentity, Role, WorkerInfo
 
 log = logging.getLogger("pd.registry")
 
@@ -49,26 +51,6 @@ class IncompatibleWorker(Exception):
     """A worker that cannot exchange KV with another. One line: the field, both values, the fix."""
 
 
-class UnknownWorker(LookupError):
-    """An order for a worker that is not in the fleet."""
-
-
-class Frontend(msgspec.Struct, frozen=True):
-    """One registered frontend."""
-
-    id: str
-    url: str  # empty while it takes no new requests
-    process: str  # which it is, as `orchestrator.process.parent` tells processes apart
-    since: float = 0.0  # unix seconds; the registry's clock
-    offered: Offered = Offered()  # load offered to it since it started
-    mesh_key: str = ""  # its public key
-    generation: int = 0  # of the configuration that it was started with
-    by_hand: bool = False  # no launcher runs it, so a rollout does not replace it
-    cpu: float = 0.0  # cores that it used since its heartbeat before
-    in_flight: int = 0  # requests that it has
-    reaches: int = 0  # workers that it is connected to
-
-
 class Registry:
     """Every method but `watch` raises RedisAway."""
 
@@ -77,7 +59,7 @@ class Registry:
         self.configuration = Configuration(redis, self.keys)
         self._redis = redis
         self._warned: dict[str, str] = {}
-        self.version = b"0"  # of what was read of the workers last: another, once something of one has changed
+        self._version = b"0"  # of what was read last: another, once something of a worker has changed
         self._seen: dict[str, tuple[WorkerInfo | None, WorkerOrders]] = {}
         self._written: tuple[WorkerInfo | None, int] = (None, 0)  # in full by `refresh`, and how often not since then
 
@@ -129,18 +111,24 @@ class Registry:
         return (await self.workers_and_orders())[0]
 
     async def workers_and_orders(self) -> tuple[dict[str, WorkerInfo], dict[str, WorkerOrders]]:
-        """All live workers and their uncleared orders, in one reading: two readings could show a worker that drains
-        without its order to restart."""
-        for since in (self.version, b"0"):  # those that changed since they were read last
-            self.version, ids, rows = await self._call("workers_since", since)
+        """All live workers and their uncleared orders, as of `read`."""
+        reading = await self.read()
+        return reading.workers, reading.orders
+
+    async def read(self) -> Reading:
+        """Who is there, with which orders, and the desired ratio, at one moment: two readings could show a worker that
+        drains without its order to restart."""
+        for since in (self._version, b"0"):  # those that changed since they were read last
+            self._version, ids, rows, holders, ratio = await self._call("read", since)
             names, seen = [text(name) for name in ids], self._seen
             seen |= {(name := text(row[0])): self._parse_worker(name, fields_of(row[1])) for row in rows}
             self._seen = {name: seen[name] for name in names if name in seen}
             if len(self._seen) == len(names):  # else a member was away for a while, and came back unchanged
                 break
         workers = {name: info for name, (info, _) in self._seen.items() if info is not None}
-        told = {name: orders for name, (_, orders) in self._seen.items()}
-        return workers, {name: one for name, one in told.items() if one.role or one.drain or one.restart}
+        told = {name: one for name, (_, one) in self._seen.items() if one.role or one.drain or one.restart}
+        launchers = {text(name): launcher_from_fields(fields_of(fields)) for name, fields in holders}
+        return Reading(workers, told, launchers, desired_ratio(ratio), self._version)
 
     def _parse_worker(self, worker_id: str, fields: dict[str, str]) -> tuple[WorkerInfo | None, WorkerOrders]:
         orders = orders_of(fields.get("order_role"), fields.get("order_drain"), fields.get("order_sequence"))
@@ -158,24 +146,18 @@ class Registry:
             self._warn_once(worker_id, f"{type(error).__name__}: {error}")
             return None
 
-    async def order_role(self, worker_id: str, role: Role, desired: DesiredRatio | None = None) -> None:
-        """Order a worker to take a role. The order stays until the worker clears it. Launchers see `desired` together
-        with it. Raises UnknownWorker."""
-        await self._order(worker_id, "order_role", role.value, desired)
-
-    async def order_drain(self, worker_id: str, desired: DesiredRatio | None = None) -> None:
-        """Order a worker to finish its requests and stop; `desired` as above. Raises UnknownWorker."""
-        await self._order(worker_id, "order_drain", "yes", desired)
-
-    async def order_restart(self, worker_id: str) -> None:
-        """Order a worker to finish its requests and exit in order to be started again. Raises UnknownWorker."""
-        await self._order(worker_id, "order_drain", "restart")
-
-    async def order_all(self, orders: Mapping[str, WorkerOrders], seen: bytes) -> bool:
-        """Give one order to each of these workers. Gives none and returns False if a worker has joined, changed or left
-        since the version `seen`."""
-        told = (part for worker_id, order in orders.items() for part in (worker_id, *order_field(order)))
-        return bool(await self._call("order_all", seen, *told))
+    async def steer(
+        self,
+        seen: Seen,
+        orders: Mapping[str, WorkerOrders] = {},
+        desired: DesiredRatio | None = None,
+        holder: Holder | None = None,
+    ) -> list[str] | None:
+        """Order workers, set the desired ratio, and claim ids for new workers, at once: nobody sees a part of it.
+        Orders stay until their workers clear them. Returns the ids; None, and nothing is done, where what was seen is
+        not so any more, or a worker that is ordered is not in the fleet."""
+        claimed = await self._call("steer", plan(seen, orders, desired, holder))
+        return [text(worker_id) for worker_id in claimed] if claimed is not None else None
 
     async def clear_orders(self, worker_id: str, sequence: int) -> None:
         """Remove the orders up to `sequence`, which are done. Newer ones stay."""
@@ -205,12 +187,6 @@ class Registry:
             raise IncompatibleWorker(f"worker {info.id}: {why}; {mend}, or under another namespace")
         return heartbeat(reply)
 
-    async def _order(self, worker_id: str, field: str, value: str, desired: DesiredRatio | None = None) -> None:
-        ratio = (desired.prefill, desired.decode, desired.set_by) if desired is not None else ()
-        verb = "order_and_desire" if ratio else "order"
-        if not await self._call(verb, "worker", worker_id, field, value, *ratio):
-            raise UnknownWorker(f"worker {worker_id!r} is not in the fleet; `orchestrator status` lists those that are")
-
     # ---- frontends ---------------------------------------------------------------------------------------------
 
     async def refresh_frontend(self, frontend: Frontend, ttl_s: float) -> WorkerOrders:
@@ -225,7 +201,7 @@ class Registry:
 
     async def order_frontend_drain(self, frontend_id: str) -> None:
         """Order a frontend to take no new connections and to end with its last request. Idempotent."""
-        await self._call("order", "frontend", frontend_id, "order_drain", "yes")
+        await self._call("steer", plan(Seen(), {frontend_id: WorkerOrders(drain=True)}, None, None, "frontend"))
 
     async def leave_frontend(self, frontend_id: str) -> None:
         """Remove a frontend. The queue's sweep drops its waiting jobs. Idempotent."""
@@ -259,21 +235,11 @@ class Registry:
     async def launchers(self) -> dict[str, Launcher]:
         return {launcher_id: launcher_from_fields(fields) for launcher_id, fields in await self._members("launcher")}
 
-    async def claim_id(self, launcher_id: str, role: Role, ttl_s: float, worker_id: str = "") -> str | None:
-        """Claim an unused worker id for this launcher: the given one, or the role's name and the smallest free number.
-        Returns None if the given one is in use."""
-        claimed = await self._call("claim_id", launcher_id, milliseconds(ttl_s), role.value, worker_id)
-        return text(claimed) if claimed else None
+    async def claim_id(self, launcher_id: str, role: Role, ttl_s: float, worker_id: str) -> bool:
+        """Claim a worker id for this launcher. False if it is in use. `steer` claims ids that nobody chose."""
+        return bool(await self._call("claim_id", launcher_id, milliseconds(ttl_s), role.value, worker_id))
 
     # ---- the desired ratio -------------------------------------------------------------------------------------
-
-    async def begin_desired(self, prefill: int, decode: int, by: str, launcher_id: str) -> None:
-        """`set_desired` by a launcher that starts. In a fleet with another launcher the ratio that is set stays."""
-        await self._call("begin_desired", prefill, decode, by, launcher_id)
-
-    async def set_desired(self, prefill: int, decode: int, by: str) -> None:
-        """Set how many workers of each role there should be, and who set it."""
-        await self._call("set_desired", prefill, decode, by)
 
     async def lead(self, frontend_id: str, lease_s: float) -> float | None:
         """Become or stay the frontend that decides the ratio, for `lease_s` more.
@@ -283,28 +249,17 @@ class Registry:
         now = await self._call("lead", frontend_id, milliseconds(lease_s))
         return float(now) if now else None
 
-    async def propose_desired(self, leader_id: str, seen: DesiredRatio, wanted: DesiredRatio) -> bool:
-        """`set_desired` by a leader that read `seen`. False if it no longer leads, or another ratio was set since."""
-        proposal = (wanted.prefill, wanted.decode, wanted.set_by)
-        guard = (leader_id, seen.prefill, seen.decode, repr(seen.set_at))
-        return bool(await self._call("propose_desired", *proposal, *guard))
-
     async def desired(self) -> DesiredRatio | None:
         """The desired ratio. None if none was set, or its hash cannot be read."""
-        raw: dict[bytes, bytes] = await self._redis.execute_command("HGETALL", self.keys.desired)
-        if not raw:
-            return None
-        fields = {text(name): text(value) for name, value in raw.items()}
-        try:
-            ratio = DesiredRatio(
-                int(fields["prefill"]), int(fields["decode"]), fields["set_by"], float(fields["set_at"])
-            )
-            if ratio.prefill < 0 or ratio.decode < 0:
-                raise ValueError(f"a negative count in {fields}")
-        except (KeyError, ValueError) as error:
-            self._warn_once("desired", f"{type(error).__name__}: {error}")
-            return None
-        return ratio
+        return desired_ratio(await self._call("desired") or [])
+
+    async def restored(self, held: DesiredRatio | None, found: DesiredRatio | None) -> DesiredRatio | None:
+        """The newer of the ratio that this process has read before and the one that it finds now. The newer one is set
+        again where Redis has lost it."""
+        if held is None or (found is not None and found.set_at >= held.set_at):
+            return found
+        await self._call("restore_desired", held.prefill, held.decode, held.set_by, f"{held.set_at:.6f}")
+        return held
 
     # ---- events ------------------------------------------------------------------------------------------------
 

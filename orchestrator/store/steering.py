@@ -10,8 +10,16 @@ from collections.abc import Collection, Sequence
 
 from orchestrator.config.settings import Refused
 from orchestrator.config.values import MAX_WORKERS
-from orchestrator.store.fields import Launcher
-from orchestrator.store.planned import PlannedWorker, is_last_decode, of_launchers, planned_worker
+from orchestrator.store.fields import WorkerOrders
+from orchestrator.store.planned import (
+    PlannedWorker,
+    Reading,
+    Seen,
+    decided,
+    is_last_decode,
+    of_launchers,
+    planned_worker,
+)
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry
 from orchestrator.types import DesiredRatio, Role
@@ -26,7 +34,8 @@ async def settle(registry: Registry, heartbeat_s: float) -> None:
 
 
 class Steering:
-    """Every method raises Refused, UnknownWorker or RedisAway."""
+    """Every method raises Refused or RedisAway. What was read is in the plan that is made of it, so that of two people
+    who order at once, or a person beside a launcher, the later one decides again."""
 
     def __init__(self, registry: Registry, queue: PrefillQueue, heartbeat_s: float) -> None:
         """`heartbeat_s`: of the fleet's workers."""
@@ -35,75 +44,83 @@ class Steering:
     async def scale(self, prefill: int | None = None, decode: int | None = None, force: bool = False) -> DesiredRatio:
         """Set how many workers there should be; None leaves that role as it is. Returns the new ratio. `force`: also
         more than there is room for."""
-        workers, launchers = await self._workers(), await self._launchers()
-        current = await self._desired()
-        wanted = DesiredRatio(
-            current.prefill if prefill is None else prefill, current.decode if decode is None else decode, "scale"
-        )
-        if wanted.decode < 1:
-            raise Refused(f"decode={wanted.decode}: expected an integer >= 1 (decode workers answer requests)")
-        for name, count in (("prefill", wanted.prefill), ("decode", wanted.decode)):
-            if not 0 <= count <= MAX_WORKERS:
-                raise Refused(f"{name}={count}: expected an integer from 0 to {MAX_WORKERS}")
-        launched = _launched(launchers)
-        if not force and wanted.prefill + wanted.decode > current.prefill + current.decode:
-            by_hand = sum(worker.id not in launched for worker in workers)
-            refuse_too_many(wanted, [launcher.room for launcher in launchers], by_hand)
-        await self._registry.set_desired(wanted.prefill, wanted.decode, wanted.set_by)
-        for worker_id in surplus(wanted, workers, launched):
-            await self._registry.order_drain(worker_id)
-        return wanted
+
+        async def decide() -> DesiredRatio | None:
+            reading = await self._read()
+            workers, launched = _planned(reading), _launched(reading)
+            current = _desired(reading, workers)
+            wanted = DesiredRatio(
+                current.prefill if prefill is None else prefill, current.decode if decode is None else decode, "scale"
+            )
+            if wanted.decode < 1:
+                raise Refused(f"decode={wanted.decode}: expected an integer >= 1 (decode workers answer requests)")
+            for name, count in (("prefill", wanted.prefill), ("decode", wanted.decode)):
+                if not 0 <= count <= MAX_WORKERS:
+                    raise Refused(f"{name}={count}: expected an integer from 0 to {MAX_WORKERS}")
+            if not force and wanted.prefill + wanted.decode > current.prefill + current.decode:
+                rooms = [launcher.room for launcher in of_launchers(reading.launchers).values()]
+                refuse_too_many(wanted, rooms, by_hand=sum(worker.id not in launched for worker in workers))
+            leaving = dict.fromkeys(surplus(wanted, workers, launched), WorkerOrders(drain=True))
+            # Without orders, workers that change meanwhile (hundreds may be loading) are no reason to decide again.
+            seen = reading.seen if leaving or reading.desired is None else Seen.ratio(reading.desired)
+            return wanted if await self._registry.steer(seen, leaving, wanted) is not None else None
+
+        return await decided(decide)
 
     async def change_role(self, worker_id: str, role: Role, force: bool) -> bool:
         """Order a role, and move the desired ratio with it, unless it `comes_on_top`. False when it has, or was told to
         take, that role."""
-        workers = await self._workers()
-        worker = self._find_worker(worker_id, workers)
-        if worker.leaving:
-            raise Refused(f"{worker_id}: is draining and takes no role any more; `orchestrator scale` starts another")
-        if worker.role is role:
-            return False
-        if worker.fixed:
-            raise Refused(f"{worker_id}: its engine has several pipeline stages and stays a {worker.role.value} worker")
-        await self._refuse_last_of_role(worker_id, workers, force, "role")
-        current = await self._desired()
-        on_top = comes_on_top(worker, current, workers, _launched(await self._launchers()))
-        step = 1 if role is Role.DECODE else -1
-        decode = max(0 if force else 1, current.decode + step)
-        wanted = DesiredRatio(max(0, current.prefill - step), decode, "role")
-        await self._registry.order_role(worker_id, role, None if on_top else wanted)
-        return True
+
+        async def decide() -> bool | None:
+            reading = await self._read()
+            workers = _planned(reading)
+            worker = self._find_worker(worker_id, workers)
+            if worker.leaving:
+                raise Refused(
+                    f"{worker_id}: is draining and takes no role any more; `orchestrator scale` starts another"
+                )
+            if worker.role is role:
+                return False
+            if worker.fixed:
+                raise Refused(
+                    f"{worker_id}: its engine has several pipeline stages and stays a {worker.role.value} worker"
+                )
+            await self._refuse_last_of_role(worker_id, workers, force, "role")
+            return await self._order(reading, worker, WorkerOrders(role=role), force)
+
+        return await decided(decide)
 
     async def drain(self, worker_id: str, force: bool) -> bool:
         """Order a drain, and lower the desired ratio with it, unless the worker `comes_on_top`. False when it drains
         already."""
-        workers = await self._workers()
-        worker = self._find_worker(worker_id, workers)
-        if worker.leaving:
-            return False
-        await self._refuse_last_of_role(worker_id, workers, force, "drain")
-        current = await self._desired()
-        on_top = comes_on_top(worker, current, workers, _launched(await self._launchers()))
-        decode = max(0 if force else 1, current.decode - (worker.role is Role.DECODE))
-        wanted = DesiredRatio(max(0, current.prefill - (worker.role is Role.PREFILL)), decode, "drain")
-        await self._registry.order_drain(worker_id, None if on_top else wanted)
-        return True
 
-    async def _launchers(self) -> list[Launcher]:
-        return list(of_launchers(await self._registry.launchers()).values())
+        async def decide() -> bool | None:
+            reading = await self._read()
+            workers = _planned(reading)
+            worker = self._find_worker(worker_id, workers)
+            if worker.leaving:
+                return False
+            await self._refuse_last_of_role(worker_id, workers, force, "drain")
+            return await self._order(reading, worker, WorkerOrders(drain=True), force)
 
-    async def _workers(self) -> list[PlannedWorker]:
+        return await decided(decide)
+
+    async def _order(self, reading: Reading, worker: PlannedWorker, order: WorkerOrders, force: bool) -> bool | None:
+        """Take a worker out of its role, and the desired ratio with it. None where the fleet is another by now."""
+        workers = _planned(reading)
+        current, ratio = _desired(reading, workers), None
+        if not comes_on_top(worker, current, workers, _launched(reading)):
+            counts = {Role.PREFILL: current.prefill, Role.DECODE: current.decode}
+            counts[worker.role] -= 1
+            if order.role is not None:
+                counts[order.role] += 1
+            decode = max(0 if force else 1, counts[Role.DECODE])
+            ratio = DesiredRatio(max(0, counts[Role.PREFILL]), decode, "drain" if order.drain else "role")
+        return True if await self._registry.steer(reading.seen, {worker.id: order}, ratio) is not None else None
+
+    async def _read(self) -> Reading:
         await settle(self._registry, self._heartbeat_s)
-        workers, orders = await self._registry.workers_and_orders()
-        return [planned_worker(info, orders.get(worker_id), owned=False) for worker_id, info in workers.items()]
-
-    async def _desired(self) -> DesiredRatio:
-        """The ratio that was set; in a fleet without a launcher, the ratio that is there."""
-        desired = await self._registry.desired()
-        if desired is None:
-            roles = [worker.role for worker in await self._workers() if not worker.leaving]
-            desired = DesiredRatio(roles.count(Role.PREFILL), roles.count(Role.DECODE))
-        return desired
+        return await self._registry.read()
 
     def _find_worker(self, worker_id: str, workers: list[PlannedWorker]) -> PlannedWorker:
         for worker in workers:
@@ -132,9 +149,19 @@ class Steering:
             )
 
 
-def _launched(launchers: Sequence[Launcher]) -> set[str]:
+def _planned(reading: Reading) -> list[PlannedWorker]:
+    return [planned_worker(info, reading.orders.get(name), owned=False) for name, info in reading.workers.items()]
+
+
+def _launched(reading: Reading) -> set[str]:
     """Workers that a launcher runs, and drains."""
-    return {worker_id for launcher in launchers for worker_id in launcher.workers}
+    return {worker_id for held in of_launchers(reading.launchers).values() for worker_id in held.workers}
+
+
+def _desired(reading: Reading, workers: Sequence[PlannedWorker]) -> DesiredRatio:
+    """The ratio that was set; in a fleet without a launcher, the ratio that is there."""
+    roles = [worker.role for worker in workers if not worker.leaving]
+    return reading.desired or DesiredRatio(roles.count(Role.PREFILL), roles.count(Role.DECODE))
 
 
 def comes_on_top(

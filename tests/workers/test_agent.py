@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from support_steering import order_drain, order_role
 from support_wait import until
 from support_workers import Workers, expected, running_workers
 
@@ -245,7 +246,7 @@ async def test_request_prefilled_before_role_change_is_recomputed(
     request = frontend.new(PROMPT)
     await frontend.enqueue(request)
     await until(lambda: request.got(Prefilled))
-    await workers.registry.order_role(worker.id, Role.DECODE)
+    await order_role(workers.registry, worker.id, Role.DECODE)
     await workers.registered(worker.id, Role.DECODE)
     frontend.submit_to(worker.id, request, request.got(Claimed).kv_source)
     rejected = await until(lambda: request.got(Rejected))
@@ -263,7 +264,7 @@ async def test_role_changes_in_place_once_its_requests_have_ended(workers: Worke
     request, late = frontend.new(PROMPT, max_tokens=100), frontend.new(PROMPT)
     frontend.submit_to(worker.id, request)
     await until(lambda: request.tokens)
-    await workers.registry.order_role(worker.id, Role.PREFILL)
+    await order_role(workers.registry, worker.id, Role.PREFILL)
     await until(lambda: worker.agent.life.refusal() == "draining")
     frontend.submit_to(worker.id, late)
     await until(lambda: late.got(Rejected))
@@ -316,7 +317,7 @@ async def test_requests_left_at_drain_deadline_are_given_back(redis_server: Embe
         request = frontend.new(PROMPT, max_tokens=1000)
         frontend.submit_to(worker.id, request)
         await until(lambda: len(request.tokens) > 3)
-        await workers.registry.order_role(worker.id, Role.PREFILL)
+        await order_role(workers.registry, worker.id, Role.PREFILL)
         rejected = await until(lambda: request.got(Rejected))
         assert rejected.why == "drained"
         request.attempt = 2
@@ -332,9 +333,9 @@ async def test_order_back_cancels_role_change(workers: Workers) -> None:
     request, another = frontend.new(PROMPT, max_tokens=100), frontend.new(PROMPT)
     frontend.submit_to(worker.id, request)
     await until(lambda: request.tokens)
-    await workers.registry.order_role(worker.id, Role.PREFILL)
+    await order_role(workers.registry, worker.id, Role.PREFILL)
     await until(lambda: worker.agent.life.refusal() == "draining")
-    await workers.registry.order_role(worker.id, Role.DECODE)
+    await order_role(workers.registry, worker.id, Role.DECODE)
     await until(lambda: worker.agent.life.refusal() is None)
     assert worker.agent.life.role is Role.DECODE
     frontend.submit_to(worker.id, another)
@@ -348,7 +349,7 @@ async def test_drained_worker_ends_requests_and_leaves(workers: Workers) -> None
     request = frontend.new(PROMPT, max_tokens=50)
     frontend.submit_to(worker.id, request)
     await until(lambda: request.tokens)
-    await workers.registry.order_drain(worker.id)
+    await order_drain(workers.registry, worker.id)
     assert await worker.stopped() == 0
     await frontend.finished(request)
     assert worker.id not in await workers.registry.workers()

@@ -9,6 +9,7 @@ import time
 
 import pytest
 from support_redis import claim_head
+from support_steering import order_drain, order_role
 from support_wait import until
 from support_workers import Frontend, Workers, running_workers
 
@@ -111,7 +112,7 @@ async def test_idle_worker_leaves_job_cached_elsewhere(
 async def test_jobs_cached_on_draining_worker_are_claimed(workers: Workers) -> None:
     home, other, decode = [await workers.start(role) for role in (Role.PREFILL, Role.PREFILL, Role.DECODE)]
     frontend = await workers.frontend(home, other, decode, binds_to=decode)
-    await workers.registry.order_drain(home.id)
+    await order_drain(workers.registry, home.id)
     assert await home.stopped() == 0
     requests = [frontend.new([i, *PROMPT], max_tokens=1) for i in range(5)]
     for request in requests:
@@ -316,7 +317,7 @@ async def test_role_flips_under_load_lose_nothing(workers: Workers) -> None:
 
     loading = asyncio.create_task(load())
     for role in (Role.DECODE, Role.PREFILL, Role.DECODE, Role.PREFILL):
-        await workers.registry.order_role(two.id, role)
+        await order_role(workers.registry, two.id, role)
         await workers.registered(two.id, role)
     await loading
     await frontend.finished(*requests)
@@ -330,7 +331,7 @@ async def test_a_draining_prefill_worker_hands_over_what_it_computed(workers: Wo
     frontend = await workers.frontend(prefill, decode, binds_to=decode)
     request = frontend.new(PROMPT)
     await frontend.claimed(request)
-    await workers.registry.order_drain(prefill.id)
+    await order_drain(workers.registry, prefill.id)
     assert await prefill.stopped() == 0
     await frontend.finished(request)
     assert request.got(Prefilled)
@@ -345,7 +346,7 @@ async def test_prefills_left_at_drain_deadline_are_given_back(redis_server: Embe
         frontend = await workers.frontend(prefill, decode, binds_to=decode)
         request = frontend.new(PROMPT)
         await frontend.claimed(request)
-        await workers.registry.order_role(prefill.id, Role.DECODE)
+        await order_role(workers.registry, prefill.id, Role.DECODE)
         failed = await until(lambda: request.got(PrefillFailed))
         assert failed.why == "drained"
         await frontend.finished(request)  # decode was told through the KV link, and computed it

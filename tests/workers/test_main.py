@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from support_steering import order_drain, order_restart
 from support_wait import until
 from support_workers import ROOT, Workers
 
@@ -172,7 +173,7 @@ async def test_duplicate_id_is_refused_unless_restarted(workers: Workers) -> Non
 async def test_an_id_is_claimed_before_the_engine_loads(workers: Workers) -> None:
     """Two workers that load for minutes under one id, and only then see each other, would have loaded in vain."""
     other = "another-host/1/1"
-    assert await workers.registry.claim_id(other, Role.DECODE, 60, "decode-x") == "decode-x"
+    assert await workers.registry.claim_id(other, Role.DECODE, 60, "decode-x")
     twin = await workers.spawn(Role.DECODE, "--id", "decode-x", wait=False)
     assert await twin.stopped() == EXIT_AGAIN
     assert "worker id 'decode-x' is in use by a worker that is loading" in twin.log[-1]
@@ -190,11 +191,11 @@ async def test_an_id_is_claimed_before_the_engine_loads(workers: Workers) -> Non
 @pytest.mark.slow
 async def test_restarting_worker_drains_and_exits_with_restart_code(workers: Workers) -> None:
     worker = await workers.spawn(Role.DECODE)
-    await workers.registry.order_restart(worker.id)
+    await order_restart(workers.registry, worker.id)
     assert await worker.stopped() == EXIT_AGAIN
     assert worker.id not in await workers.registry.workers()
     other = await workers.spawn(Role.DECODE)
-    await workers.registry.order_drain(other.id)
+    await order_drain(workers.registry, other.id)
     assert await other.stopped() == 0
 
 

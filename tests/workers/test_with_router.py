@@ -9,11 +9,11 @@ import pytest
 from support_bench import counted
 from support_doors import Doors
 from support_router import RouterClient
+from support_steering import order_role
 from support_wait import until
 from support_workers import WorkerProcess, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
-from orchestrator.store.registry import UnknownWorker
 from orchestrator.types import Role
 
 pytestmark = pytest.mark.slow
@@ -70,10 +70,7 @@ async def test_kills_and_flips_lose_no_request(redis_server: EmbeddedRedis) -> N
             await until(lambda: finished() - before >= count, f"{count} answers")
 
         async def flip(worker: WorkerProcess, role: Role) -> None:
-            try:
-                await workers.registry.order_role(worker.id, role)
-            except UnknownWorker as error:
-                raise AssertionError(f"{worker.id} is gone: {worker.log}") from error
+            await order_role(workers.registry, worker.id, role)
             await workers.registered(worker.id, role)
 
         before = finished()

@@ -21,7 +21,6 @@ from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from orchestrator.config.settings import Refused
 from orchestrator.frontend.dashboard.history import History, described, samples
 from orchestrator.store.client import RedisAway
-from orchestrator.store.registry import UnknownWorker
 from orchestrator.store.steering import Steering
 from orchestrator.telemetry.recent import KEPT, Recent
 from orchestrator.types import Role
@@ -139,7 +138,7 @@ def operator_routes(steering: Steering) -> APIRouter:
                 return JSONResponse(await carry_out(msgspec.json.decode(await _body(request), type=kind)))
             except msgspec.DecodeError as error:
                 return _refuse(400, str(error))
-            except (Refused, UnknownWorker) as error:
+            except Refused as error:
                 return _refuse(409, str(error))
             except RedisAway as error:
                 return _refuse(503, str(error))

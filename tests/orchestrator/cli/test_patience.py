@@ -11,6 +11,7 @@ from unittest.mock import Mock, call
 import msgspec
 import pytest
 from support_redis import Server, fresh_namespace, running_server, worker
+from support_steering import claim_ids, order_drain
 from support_wait import DEADLINE_S
 from typer.testing import CliRunner
 
@@ -51,7 +52,7 @@ async def test_rollout_follows_through_redis_outage(server: Server, fleet: OpenF
     begun = Rollout(Version(0, {}), Version(1, {}))
     configuration, show = fleet.registry.configuration, Mock()
     assert await configuration.change_rollout(None, begun)
-    assert await fleet.registry.claim_id("launcher", Role.DECODE, 600)
+    assert await claim_ids(fleet.registry, "launcher", Role.DECODE, ttl_s=600)
     following = asyncio.create_task(_follow(fleet, 1, show))
     await asyncio.sleep(0.1)
     server.stop()
@@ -111,7 +112,7 @@ async def test_restart_does_not_wait_for_workers_that_leave_for_good(fleet: Open
         await registry.leave("a")  # to come back
         await asyncio.sleep(2.0)
         assert len(show.mock_calls) == 1
-        await registry.order_drain("hand")
+        await order_drain(registry, "hand")
         await asyncio.sleep(0.5)
         await registry.leave("hand")
         await registry.leave("c")

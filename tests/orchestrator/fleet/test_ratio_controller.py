@@ -7,6 +7,7 @@ import time
 import msgspec
 import pytest
 from support_redis import fresh_namespace, running_server, worker
+from support_steering import set_desired
 from support_wait import until
 
 from orchestrator.config.settings import parse_config
@@ -17,6 +18,7 @@ from orchestrator.policy.predict import Predictor
 from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.store.client import connect
 from orchestrator.store.events import KEPT, RatioHistory
+from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Frontend, Registry
 from orchestrator.types import DesiredRatio, KVCounters, Offered, Role, WorkerLoad, WorkerState
 
@@ -49,15 +51,15 @@ async def test_one_leads_until_its_lease_runs_out(registry):
 
 
 async def test_only_leader_changes_ratio_it_has_read(registry):
-    await registry.set_desired(3, 1, "scale")
+    await set_desired(registry, 3, 1, "scale")
     seen, wanted = await registry.desired(), DesiredRatio(2, 2, "ratio")
-    assert not await registry.propose_desired("a", seen, wanted), "nobody was elected"
+    assert await registry.steer(Seen.ratio(seen, "a"), desired=wanted) is None, "nobody was elected"
     await registry.lead("a", 30.0)
-    assert not await registry.propose_desired("b", seen, wanted)
-    await registry.set_desired(3, 1, "scale")  # again: the operator means it
-    assert not await registry.propose_desired("a", seen, wanted)
+    assert await registry.steer(Seen.ratio(seen, "b"), desired=wanted) is None
+    await set_desired(registry, 3, 1, "scale")  # again: the operator means it
+    assert await registry.steer(Seen.ratio(seen, "a"), desired=wanted) is None
     assert (await registry.desired()).set_by == "scale"
-    assert await registry.propose_desired("a", await registry.desired(), wanted)
+    assert await registry.steer(Seen.ratio(await registry.desired(), "a"), desired=wanted) == []
     ratio = await registry.desired()
     assert (ratio.prefill, ratio.decode, ratio.set_by) == (2, 2, "ratio") and ratio.set_at >= seen.set_at
 
@@ -180,7 +182,7 @@ LONG_PROMPTS, LONG_ANSWERS = (4000, 1), (1, 4000)
 
 
 async def test_long_answers_move_all_prefill_workers_and_are_logged(registry):
-    await registry.set_desired(3, 1, "launcher")
+    await set_desired(registry, 3, 1, "launcher")
     async with running(registry, fleet_of(P, P, P, D, running=64, waiting=190)), offering(registry, *LONG_ANSWERS):
         ratio = await until(lambda: is_desired(registry, 0, 4), "every worker prefills what it decodes")
         assert ratio.set_by == "ratio"
@@ -190,7 +192,7 @@ async def test_long_answers_move_all_prefill_workers_and_are_logged(registry):
 
 
 async def test_shift_to_prefill_keeps_min_decode(registry):
-    await registry.set_desired(0, 4, "launcher")
+    await set_desired(registry, 0, 4, "launcher")
     async with (
         running(registry, fleet_of(P, D, D, D), min_decode=2) as mine,
         offering(registry, *LONG_PROMPTS),
@@ -205,7 +207,7 @@ async def test_shift_to_prefill_keeps_min_decode(registry):
 )
 async def test_ratio_is_kept_while(registry, why):
     if why != "nothing was set":
-        await registry.set_desired(3, 1, "scale")
+        await set_desired(registry, 3, 1, "scale")
     state = WorkerState.STARTING if why == "a worker loads" else WorkerState.READY
     cool_down_s = 600.0 if why == "cooling down after the operator" else 0.01
     if why == "another leads":
@@ -223,7 +225,7 @@ async def test_ratio_is_kept_while(registry, why):
 
 async def test_when_the_leader_dies_another_goes_on(registry, monkeypatch):
     monkeypatch.setattr(controller, "LEASE_S", 0.3)
-    await registry.set_desired(3, 1, "launcher")
+    await set_desired(registry, 3, 1, "launcher")
     fleet = fleet_of(P, P, P, D, running=64, waiting=190)
     async with running(registry, fleet_of(P, P, P, D), "first") as first:
         await observed(first)

@@ -8,6 +8,7 @@ from unittest.mock import AsyncMock
 import msgspec
 import pytest
 from support_redis import fresh_namespace, running_server, worker
+from support_steering import order_restart
 from support_wait import DEADLINE_S
 
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
@@ -37,12 +38,12 @@ async def test_a_worker_that_leaves_while_the_registry_is_read_is_there_with_its
         redis = await connect(server.url, 5)
         registry, other = (Registry(redis, namespace) for namespace in [fresh_namespace()] * 2)
         await registry.join(worker("a"), 60)
-        await registry.order_restart("a")
+        await order_restart(registry, "a")
         call = redis.call
 
         async def then_it_is_gone(library: Any, function: str, *args: Any) -> Any:
             answer = await call(library, function, *args)
-            if function == "workers_since":
+            if function == "read":
                 redis.call = call  # type: ignore[method-assign]
                 await other.leave("a")
             return answer

@@ -58,14 +58,11 @@ class Leader:
 
     async def sees(self, others: dict[str, Launcher]) -> set[str]:
         """Act on what is there now. Returns who has been told to restart."""
-        workers, orders = await self.registry.workers_and_orders()
+        reading = msgspec.structs.asdict(await self.registry.read())
         snapshot = Snapshot(
-            workers=workers,
-            orders=orders,
-            launchers={"a": Launcher(generation=self.workers.setup.generation), **others},
+            **reading | {"launchers": {"a": Launcher(generation=self.workers.setup.generation), **others}},
             rollout=await self.registry.configuration.rollout(),
             read_at=self.now,
-            version=self.registry.version,
         )
         await self.rolling.follow(snapshot, leads=True)
         return set((await self.registry.workers_and_orders())[1])

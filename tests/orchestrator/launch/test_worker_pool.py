@@ -16,6 +16,7 @@ from unittest.mock import AsyncMock, Mock
 import msgspec
 import pytest
 from support_redis import worker
+from support_steering import set_desired
 
 from orchestrator.cli.handle import FleetHandle, open_fleet
 from orchestrator.cli.look.frontend import fleet_status
@@ -121,7 +122,7 @@ async def running_pool(
         await pool.hold_ids()
         watching = asyncio.create_task(watch.run())
         try:
-            await registry.set_desired(prefill, decode, "test")
+            await set_desired(registry, prefill, decode, "test")
             await running.until_ratio(prefill, decode)
             yield running
         finally:

@@ -5,6 +5,7 @@ import re
 import pytest
 from support_acl import add_user, documented_rule
 from support_redis import claim_head, job, queue_config, running_server
+from support_steering import claim_ids, set_desired
 
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.keys import QUEUE, REGISTRY
@@ -43,8 +44,8 @@ async def fleet(server):
 async def test_queue_and_registry_work_under_acl(fleet):
     queue, registry = PrefillQueue(fleet, "mine", queue_config(max_deliveries=1)), Registry(fleet, "mine")
     await registry.refresh_frontend(Frontend("f1", "http://h", "1"), 5.0)
-    await registry.set_desired(1, 1, "test")
-    assert await registry.claim_id("l", Role.PREFILL, 5.0) == "prefill-0"
+    await set_desired(registry, 1, 1, "test")
+    assert await claim_ids(registry, "l", Role.PREFILL) == ["prefill-0"]
     assert (await registry.desired()).prefill == 1 and list(await registry.frontends()) == ["f1"]
     for name in ("a", "b", "c"):
         await queue.enqueue(job(name))

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from support_redis import running_server
 from support_relay import Relay
+from support_steering import set_desired
 from support_tls import make_certificate
 from support_wait import until
 
@@ -150,14 +151,14 @@ async def test_after_a_fail_over_the_new_primary_is_found_and_gets_the_functions
             old, new = await connect(server.url, 2.0), await connect(other.url, 2.0)
             events = registry.watch()
             try:
-                await registry.set_desired(1, 1, "before")
+                await set_desired(registry, 1, 1, "before")
                 assert isinstance(await anext(events), Resync)
                 relay.target = "127.0.0.1", port_of(other.url)
                 await old.execute_command("REPLICAOF", *relay.target)
 
                 async def settable() -> bool:
                     with contextlib.suppress(RedisAway):
-                        await registry.set_desired(1, 2, "after")
+                        await set_desired(registry, 1, 2, "after")
                         return True
                     return False
 
@@ -312,7 +313,7 @@ async def test_tls(server, tmp_path):
         registry = Registry(redis, "tls")
         events = registry.watch()
         assert await anext(events) == Resync()
-        await registry.set_desired(1, 2, "test")
+        await set_desired(registry, 1, 2, "test")
         assert await anext(events) == DesiredChanged(), "functions and subscriptions too"
         await events.aclose()
         await redis.aclose()
@@ -418,7 +419,7 @@ async def test_embedded_server_socket_is_private():
         registry = Registry(redis, "ns")
         events = registry.watch()
         assert await anext(events) == Resync()
-        await registry.set_desired(2, 3, "test")
+        await set_desired(registry, 2, 3, "test")
         assert await anext(events) == DesiredChanged()
         await events.aclose()
         await redis.aclose()

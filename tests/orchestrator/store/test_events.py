@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 from support_redis import fresh_namespace, keys_of, worker
+from support_steering import set_desired
 
 from orchestrator.store.events import EventLog
 from orchestrator.store.registry import Registry
@@ -23,7 +24,7 @@ async def test_registry_logs_join_flip_and_leave(redis):
     await registry.refresh(msgspec.structs.replace(info, role=Role.DECODE), 60.0)
     await registry.join(info, 60.0)  # its process was killed, and started again under the same id
     await registry.leave("w1")
-    await registry.set_desired(2, 3, "scale")
+    await set_desired(registry, 2, 3, "scale")
     events = await log.read()
     assert [event.type for event in events] == ["joined", "flipped", "lost", "joined", "left", "scaled"]
     assert events[0].fields == {"kind": "worker", "id": "w1", "role": "prefill"}

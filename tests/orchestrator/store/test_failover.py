@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support_redis import fresh_namespace, job, queue_config
 from support_servers import TIMEOUT_S, Node, Start, free_port, nodes, watched_pair
+from support_steering import set_desired
 from support_wait import until
 
 from orchestrator.store.client import Redis, RedisAway, connect
@@ -107,7 +108,7 @@ async def test_the_primary_that_sentinels_name_is_followed(start):
             assert load.errors == 0
             primary.kill()
             await load.more(50)
-        await load.registry.set_desired(1, 2, "after")
+        await set_desired(load.registry, 1, 2, "after")
         await assert_resynced(events)
         there = await replica.client()
         assert (await Registry(there, load.namespace).desired()).decode == 2
@@ -178,7 +179,7 @@ async def test_while_its_slot_migrates_redis_is_away_and_afterwards_nothing_is_l
 
     try:
         await until(met, "the nodes have met")
-        await load.registry.set_desired(1, 2, "before")
+        await set_desired(load.registry, 1, 2, "before")
         async with load.running():
             await load.more(50)
             await ask(new, "CLUSTER SETSLOT", slot, "IMPORTING", old_id)

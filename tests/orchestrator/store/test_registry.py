@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support_redis import claim_head, fresh_namespace, job, queue_config, running_server, worker
+from support_steering import claim_ids, order_drain, order_role, set_desired
 from support_wait import until
 
 from orchestrator.store.client import RedisAway, connect
@@ -25,9 +27,10 @@ from orchestrator.store.events import (
     Resync,
 )
 from orchestrator.store.fields import Launcher, WorkerOrders, worker_from_fields, worker_to_fields
+from orchestrator.store.planned import Seen
 from orchestrator.store.queue import PrefillQueue, read_cached
-from orchestrator.store.registry import STAYS, Frontend, IncompatibleWorker, Registry, UnknownWorker
-from orchestrator.types import ALWAYS_EQUAL, Departed, EngineIdentity, EngineSpeed, Role, WorkerState
+from orchestrator.store.registry import STAYS, Frontend, IncompatibleWorker, Registry
+from orchestrator.types import ALWAYS_EQUAL, Departed, DesiredRatio, EngineIdentity, EngineSpeed, Role, WorkerState
 
 TTL_S = 60.0
 
@@ -363,7 +366,7 @@ async def test_keys_of_another_type_are_removed_within_a_second(registry, redis)
         await redis.delete(registry.keys.prefix + name)
         await (redis.rpush if name in strings else redis.set)(registry.keys.prefix + name, "x")
     with pytest.raises(RedisAway, match="WRONGTYPE"):
-        await registry.desired()
+        await RatioHistory(redis, namespace).read()
     await registry.refresh(worker("a"), TTL_S)
     await registry._call("prune")
     await registry.refresh(worker("a"), TTL_S)
@@ -431,7 +434,7 @@ async def test_only_workers_that_changed_are_read_again(registry, redis):
     assert await rows() == 0
     await registry.refresh(worker("w3", Role.DECODE), TTL_S)
     await registry.join(worker("new"), TTL_S)
-    await registry.order_drain("w7")
+    await order_drain(registry, "w7")
     assert await rows() == 3
     workers, orders = await registry.workers_and_orders()
     assert workers["w3"].role is Role.DECODE and set(orders) == {"w7"}
@@ -556,7 +559,7 @@ async def test_heartbeat_reports_decode_of_generation(registry):
 
 async def test_orders_stay_until_cleared(registry):
     await registry.join(worker("a"), TTL_S)
-    await registry.order_role("a", Role.DECODE)
+    await order_role(registry, "a", Role.DECODE)
     orders = (await registry.refresh(worker("a"), TTL_S)).orders
     assert orders.role is Role.DECODE and not orders.drain and orders.sequence > 0
     assert (await registry.refresh(worker("a"), TTL_S)).orders == orders
@@ -566,9 +569,9 @@ async def test_orders_stay_until_cleared(registry):
 
 async def test_a_newer_order_survives_the_clearing_of_an_older_one(registry):
     await registry.join(worker("a"), TTL_S)
-    await registry.order_role("a", Role.DECODE)
+    await order_role(registry, "a", Role.DECODE)
     old = (await registry.refresh(worker("a"), TTL_S)).orders
-    await registry.order_drain("a")
+    await order_drain(registry, "a")
     await registry.clear_orders("a", old.sequence)
     new = (await registry.refresh(worker("a"), TTL_S)).orders
     assert new.drain and new.role is Role.DECODE and new.sequence > old.sequence
@@ -576,18 +579,18 @@ async def test_a_newer_order_survives_the_clearing_of_an_older_one(registry):
 
 async def test_the_sequence_grows_also_after_redis_lost_it(registry, redis):
     await registry.join(worker("a"), TTL_S)
-    await registry.order_drain("a")
+    await order_drain(registry, "a")
     before = (await registry.refresh(worker("a"), TTL_S)).orders.sequence
     await redis.flushall()
     await registry.refresh(worker("a"), TTL_S)
     await asyncio.sleep(0.002)  # the sequence follows the clock in milliseconds
-    await registry.order_drain("a")
+    await order_drain(registry, "a")
     assert (await registry.refresh(worker("a"), TTL_S)).orders.sequence > before
 
 
 async def test_a_joining_worker_has_no_orders(registry):
     await registry.join(worker("a"), TTL_S)
-    await registry.order_drain("a")
+    await order_drain(registry, "a")
     await registry.join(worker("a"), TTL_S)
     assert not (await registry.refresh(worker("a"), TTL_S)).orders.drain
 
@@ -599,19 +602,22 @@ async def test_corrupt_orders_are_no_orders(registry, redis):
 
 
 async def test_orders_for_unknown_worker_are_refused(registry):
-    for order in (registry.order_role("ghost", Role.DECODE), registry.order_drain("ghost")):
-        with pytest.raises(UnknownWorker, match="'ghost' is not in the fleet"):
-            await order
+    await registry.join(worker("a"), TTL_S)
+    for order in (WorkerOrders(role=Role.DECODE), WorkerOrders(drain=True), WorkerOrders(restart=True)):
+        assert await registry.steer(Seen(), {"a": order, "ghost": order}, DesiredRatio(1, 1)) is None
+    reading = await registry.read()
+    assert reading.orders == {} and reading.desired is None, "all, or nothing"
     await registry.clear_orders("ghost", 3)
-    assert await registry.workers() == {}
+    assert set(await registry.workers()) == {"a"}
 
 
 async def test_orders_require_current_reading(registry):
     """All of them, or none: whoever comes, goes or changes meanwhile may be why they would be others."""
     other = {"a": WorkerOrders(role=Role.DECODE), "b": WorkerOrders(drain=True)}
+    begun = Rollout(Version(0, {}), Version(1, {}))
 
     async def told() -> dict[str, WorkerOrders]:
-        return (await registry.workers_and_orders())[1]
+        return (await registry.read()).orders
 
     for name in ("a", "b"):
         await registry.join(worker(name), TTL_S)
@@ -619,31 +625,37 @@ async def test_orders_require_current_reading(registry):
     changes = {
         "one comes": lambda: registry.join(worker("c"), TTL_S),
         "one changes": lambda: registry.refresh(leaves, TTL_S),
-        "one is told something": lambda: registry.order_role("b", Role.DECODE),
+        "one is told something": lambda: order_role(registry, "b", Role.DECODE),
         "one goes": lambda: registry.leave("c"),
+        "the ratio is set": lambda: set_desired(registry, 1, 1, "test"),
+        "a launcher claims an id": lambda: claim_ids(registry, "launcher", Role.PREFILL),
+        "a launcher has other workers": lambda: registry.refresh_launcher("launcher", Launcher(), TTL_S),
+        "a launcher goes": lambda: registry.leave_launcher("launcher"),
+        "one by hand claims its id": lambda: registry.claim_id("by-hand:x", Role.DECODE, TTL_S, "x"),
+        "a rollout begins": lambda: registry.configuration.change_rollout(None, begun),
     }
     for what, change in changes.items():
-        before = await told()
-        seen = registry.version
+        seen = await registry.read()
+        before = seen.orders
         await change()
-        assert not await registry.order_all(other, seen), what
+        assert await registry.steer(seen.seen, other) is None, what
         if what != "one is told something":
             assert await told() == before, what
-    await told()
+    seen = await registry.read()
     assert await registry.refresh(leaves, TTL_S), "a heartbeat is no change"
-    assert await registry.order_all(other, registry.version)
+    assert await registry.steer(seen.seen, other) is not None
     orders = await told()
     assert orders["a"].role is Role.DECODE and orders["b"].drain
-    assert await registry.order_all({"b": WorkerOrders(restart=True)}, registry.version)
+    assert await registry.steer((await registry.read()).seen, {"b": WorkerOrders(restart=True)}) is not None
     assert (await told())["b"].restart
 
 
 async def test_silent_worker_changes_version(registry, redis):
     for name in ("a", "b"):
         await registry.join(worker(name), TTL_S)
-    await registry.workers_and_orders()
+    seen = (await registry.read()).seen
     await redis.delete(registry.keys.worker("b"))  # as its time to live does
-    assert not await registry.order_all({"a": WorkerOrders(role=Role.DECODE)}, registry.version)
+    assert await registry.steer(seen, {"a": WorkerOrders(role=Role.DECODE)}) is None
 
 
 # ---- frontends and the desired ratio ---------------------------------------------------------------------------
@@ -665,18 +677,18 @@ async def test_frontends(registry, redis):
 
 async def test_the_desired_ratio(registry, redis):
     assert await registry.desired() is None
-    await registry.set_desired(2, 6, "cli")
+    await set_desired(registry, 2, 6, "cli")
     desired = await registry.desired()
     assert (desired.prefill, desired.decode, desired.set_by) == (2, 6, "cli") and desired.set_at > 1e9
     for field, value in (("prefill", "two"), ("decode", "-1"), ("set_at", "")):
-        await registry.set_desired(2, 6, "cli")
+        await set_desired(registry, 2, 6, "cli")
         await redis.hset(registry.keys.desired, field, value)
         assert await registry.desired() is None, field
 
 
 async def test_a_person_with_redis_cli_can_read_it(registry, redis):
     await registry.join(worker("a"), TTL_S)
-    await registry.set_desired(1, 1, "me")
+    await set_desired(registry, 1, 1, "me")
     fields = await redis.hgetall(registry.keys.worker("a"))
     assert fields[b"role"] == b"prefill" and fields[b"state"] == b"ready" and fields[b"model"] == b"demo"
     assert fields[b"request_address"] == b"tcp://127.0.0.1:5000" and fields[b"supported_tasks"] == b"generate,embed"
@@ -691,9 +703,9 @@ async def test_every_change_is_published_once(registry, watcher):
     await registry.join(worker("a"), TTL_S)
     await registry.refresh(worker("a"), TTL_S)
     await registry.refresh(worker("a", Role.DECODE), TTL_S)
-    await registry.order_drain("a")
+    await order_drain(registry, "a")
     await registry.refresh_frontend(Frontend("f", "http://x", "1"), TTL_S)
-    await registry.set_desired(1, 2, "me")
+    await set_desired(registry, 1, 2, "me")
     await registry.leave("a")
     await registry.leave("a")
     await registry.leave_frontend("f")
@@ -762,33 +774,17 @@ async def test_each_worker_id_is_claimed_once(registry):
     await registry.join(worker("prefill-1"), TTL_S)
     for launcher in ("a", "b"):
         await registry.refresh_launcher(launcher, Launcher(), TTL_S)
-    claimed = await asyncio.gather(*(registry.claim_id("ab"[n % 2], Role.PREFILL, TTL_S) for n in range(6)))
-    assert sorted(claimed) == [f"prefill-{n}" for n in (0, 2, 3, 4, 5, 6)]
-    assert await registry.claim_id("a", Role.DECODE, TTL_S) == "decode-0"
+    claimed = [await claim_ids(registry, "ab"[n % 2], *[Role.PREFILL] * n) for n in range(4)]
+    assert claimed == [[], ["prefill-0"], ["prefill-2", "prefill-3"], ["prefill-4", "prefill-5", "prefill-6"]]
+    assert await claim_ids(registry, "a", Role.DECODE) == ["decode-0"]
+    assert not await registry.claim_id("c", Role.DECODE, TTL_S, "decode-0")
     launchers = await registry.launchers()
-    assert {*launchers["a"].workers, *launchers["b"].workers} == {*claimed, "decode-0"}
+    assert {*launchers["a"].workers, *launchers["b"].workers} == {*itertools.chain(*claimed), "decode-0"}
     assert launchers["a"].workers["decode-0"] is Role.DECODE
     await registry.refresh_launcher("a", Launcher({"prefill-0": Role.DECODE}, 3, 7), TTL_S)
     await registry.leave_launcher("b")
     assert await registry.launchers() == {"a": Launcher({"prefill-0": Role.DECODE}, 3, 7)}
-    assert await registry.claim_id("c", Role.PREFILL, TTL_S) == "prefill-2", "what is held no more is free"
-
-
-async def test_a_launcher_sets_the_ratio_unless_another_one_runs_the_fleet(registry):
-    async def begin(launcher: str, prefill: int) -> int:
-        await registry.refresh_launcher(launcher, Launcher(), TTL_S)
-        await registry.begin_desired(prefill, 1, "launcher", launcher)
-        desired = await registry.desired()
-        assert desired is not None
-        return desired.prefill
-
-    assert await begin("a", 1) == 1
-    assert await begin("b", 2) == 1, "it joins the fleet of a"
-    await registry.set_desired(5, 1, "scale")
-    assert await begin("b", 2) == 5
-    for launcher in ("a", "b"):
-        await registry.leave_launcher(launcher)
-    assert await begin("c", 3) == 3, "a fleet that nobody runs is begun anew"
+    assert await claim_ids(registry, "c", Role.PREFILL) == ["prefill-2"], "what is held no more is free"
 
 
 async def test_redis_knows_the_fleet_since_the_first_came_back(redis, registry):

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from support_redis import fresh_namespace, queue_config, running_server, worker
+from support_steering import set_desired
 
 from orchestrator.config.settings import Refused
 from orchestrator.store.client import connect
@@ -63,15 +64,15 @@ async def test_nobody_sees_an_order_without_its_desired_ratio(tmp_path: Path):
         registry, another = Registry(redis, namespace), Registry(redis, namespace)
         for name, role in (("d0", Role.DECODE), ("d1", Role.DECODE), ("d2", Role.DECODE), ("p0", Role.PREFILL)):
             await registry.join(msgspec.structs.replace(worker(name, role)), 60)
-        await registry.set_desired(1, 3, "test")
+        await set_desired(registry, 1, 3, "test")
         call, seen = redis.call, list[tuple[set[str], int, int]]()
 
         async def then_look(library: Any, verb: str, *args: Any) -> Any:
             answer = await call(library, verb, *args)
-            if verb != "workers_since":
-                told, desired = (await another.workers_and_orders())[1], await another.desired()
-                assert desired is not None
-                seen.append(({*told}, desired.prefill, desired.decode))
+            if verb != "read":
+                reading = await another.read()
+                assert reading.desired is not None
+                seen.append(({*reading.orders}, reading.desired.prefill, reading.desired.decode))
             return answer
 
         redis.call = then_look  # type: ignore[method-assign]
@@ -91,7 +92,7 @@ async def test_orders_wait_for_workers_that_a_redis_without_its_data_has_not_hea
         steering = Steering(registry, PrefillQueue(redis, namespace, queue_config()), heartbeat_s=0.5)
         ready = [msgspec.structs.replace(worker(name, Role.DECODE), state=WorkerState.READY) for name in ("d0", "d1")]
         await registry.join(ready[0], 60)
-        await registry.set_desired(0, 2, "test")
+        await set_desired(registry, 0, 2, "test")
         draining = asyncio.create_task(steering.drain("d1", force=False))
         await asyncio.sleep(0.3)
         await registry.join(ready[1], 60)  # its first heartbeat since

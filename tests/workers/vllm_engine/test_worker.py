@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from support_steering import order_role
 from support_vllm import tiny_model
 from support_wait import until
 from support_workers import Frontend, Request, WorkerProcess, Workers, running_workers
@@ -106,8 +107,8 @@ async def test_a_pair_of_real_workers(redis_server: EmbeddedRedis, tmp_path_fact
 
         # Roles change in place, there and back, and each serves the other's role.
         before = (await workers.registered(prefill.id)).kv.engine_id
-        await workers.registry.order_role(prefill.id, Role.DECODE)
-        await workers.registry.order_role(decode.id, Role.PREFILL)
+        await order_role(workers.registry, prefill.id, Role.DECODE)
+        await order_role(workers.registry, decode.id, Role.PREFILL)
         await workers.registered(prefill.id, Role.DECODE)
         await workers.registered(decode.id, Role.PREFILL)
         frontend.decode = prefill.id

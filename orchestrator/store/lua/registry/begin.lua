@@ -7,6 +7,8 @@
 
 local SECONDS = '%.6f'  -- how times are stored and told: unix seconds on the server's clock
 local INDEX_S = 3600    -- an index of members outlives the last of them by this
+local KEPT_S = 86400    -- what operators set and look at outlives the fleet by this: a crash, an upgrade, a night
+local LEVELS_S = 60     -- log levels by this: they are not of the next fleet
 local PRUNED_MS = 900   -- a little less than the time after which each asks again, so that one alone is not too early
 local NOTED = 5000      -- events that are kept for whoever asks later
 local DEPARTED = 5000   -- workers that left, kept for those whom it concerns
@@ -40,7 +42,8 @@ local function publish(prefix, event) redis.call('PUBLISH', prefix .. 'events', 
 
 local function version_now(prefix) return redis.call('GET', typed(prefix .. 'version', 'string')) or '0' end
 
--- The workers are others than before, or something of one is. Returns the version that this is.
+-- The workers are others than before, or something of one is, or of who holds their ids, or of the rollout. Returns the
+-- version that this is.
 local function bump(prefix)
   -- Microseconds of the clock, so that it grows even when Redis has lost the earlier ones: changes are fewer than those.
   local version = math.max((tonumber(version_now(prefix)) or 0) + 1, math.floor(clock() * 1000000))
@@ -59,4 +62,14 @@ local function decoders_key(prefix, generation) return prefix .. 'decoders:' .. 
 -- Keeps an event for operators (store/events.py): fields and values.
 local function note(prefix, ...)
   redis.call('XADD', typed(prefix .. 'noted', 'stream'), 'MAXLEN', '~', NOTED, '*', ...)
+  redis.call('EXPIRE', prefix .. 'noted', KEPT_S)
+end
+
+-- The desired ratio as prefill, decode, by and set_at; nil where none is set that can be read.
+local function desired_now(prefix)
+  local found = redis.pcall('HMGET', desired_key(prefix), 'prefill', 'decode', 'set_by', 'set_at')
+  for i, pattern in ipairs({ '^%d+$', '^%d+$', '', '^%d+%.%d+$' }) do
+    if not found[i] or not string.find(found[i], pattern) then return nil end
+  end
+  return found
 end

@@ -60,3 +60,4 @@ local function misfit(prefix, kind, id, identity, always, mine)
   if value then return { 'indivisible', 'kv_tp_size', value, other } end
   redis.call('HSET', prefix .. 'kinds', field, id)
   redis.call('EXPIRE', prefix .. 'kinds', INDEX_S)
+end

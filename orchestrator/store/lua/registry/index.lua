@@ -42,6 +42,12 @@ local function note_worker(prefix, id, mine, fresh, ttl_s)
   end
 end
 
+-- A member has left, or fell silent.
+local function gone(prefix, kind, id)
+  if kind == 'worker' then depart(prefix, id) end
+  if kind == 'launcher' then bump(prefix) end
+end
+
 -- The live members of a kind; those whose key has expired are taken off the index and announced once.
 local function live(prefix, kind)
   local ids = {}
@@ -50,7 +56,7 @@ local function live(prefix, kind)
       ids[#ids + 1] = id
     else
       redis.call('SREM', index_key(prefix, kind), id)
-      if kind == 'worker' then depart(prefix, id) end
+      gone(prefix, kind, id)
       publish(prefix, { type = 'left', id = id, kind = kind })
       note(prefix, 'type', 'lost', 'kind', kind, 'id', id, 'why', 'silent')
     end
@@ -67,6 +73,11 @@ local TYPES = {
   desired = 'hash', ratio_leader = 'string', ratio_history = 'list', config = 'string', rollout = 'string'
 }
 
+-- The keys of them that no member has for itself: how long they outlive the last member, seconds.
+local LIVES = {
+  noted = KEPT_S, ratio_history = KEPT_S, desired = KEPT_S, config = KEPT_S, rollout = KEPT_S, log_levels = LEVELS_S
+}
+
 -- Removes what is of another type: it makes every call fail that reads or writes it. What removed it before is made
 -- again by those whose it is, as after a loss of all data.
 local function repair(prefix)
@@ -78,10 +89,11 @@ local function repair(prefix)
     end
   end
   for name, wanted in pairs(TYPES) do check(name, wanted) end
+  for name, life_s in pairs(LIVES) do redis.call('EXPIRE', prefix .. name, life_s) end
   for _, id in ipairs(redis.call('SMEMBERS', index_key(prefix, 'worker'))) do check('claims:' .. id, 'zset') end
 end
 
--- Announces workers and frontends that fell silent, and repairs keys, unless somebody did so just now: everybody asks.
+-- Announces workers and frontends that fell silent, repairs keys and keeps them, unless somebody did so just now: everybody asks.
 local function prune(keys)
   local prefix = keys[1]
   if redis.call('SET', typed(prefix .. 'pruned', 'string'), '1', 'NX', 'PX', PRUNED_MS) then

@@ -1,7 +1,5 @@
 -- The verbs by which members join, stay, leave and are read, and by which launchers claim ids for workers.
 
-end
-
 -- args: kind, id, ttl in ms, 'join' or 'refresh', n, m, n names of identity fields, then fields and values. The first m
 -- must be equal on workers of all generations, the others within one.
 -- Returns 'ok', order_role, order_drain, order_sequence; or 'differs', field, the fleet's value, whose; or
@@ -49,6 +47,7 @@ local function put_member(keys, args)
   end
   local fresh = joining or not known
   if kind == 'worker' then note_worker(prefix, id, mine, fresh or changed, math.ceil(ttl_ms / 1000)) end
+  if kind == 'launcher' and (fresh or changed) then bump(prefix) end
   if fresh then
     redis.call('SET', typed(prefix .. 'begun', 'string'), SECONDS:format(clock()), 'NX', 'EX', INDEX_S)
     publish(prefix, { type = 'joined', id = id, kind = kind })
@@ -118,7 +117,7 @@ local function remove_member(keys, args)
   if type(mesh_key) == 'string' then redis.call('DEL', frontend_key(prefix, mesh_key)) end
   local removed = redis.call('DEL', member_key(prefix, kind, id)) + redis.call('SREM', index_key(prefix, kind), id)
   if removed > 0 then
-    if kind == 'worker' then depart(prefix, id) end
+    gone(prefix, kind, id)
     publish(prefix, { type = 'left', id = id, kind = kind })
     note(prefix, 'type', 'left', 'kind', kind, 'id', id)
   end
@@ -143,11 +142,11 @@ local function members(keys, args)
   return rows
 end
 
--- args: a version, 0 for none. Returns the version now, the ids of all live workers, and rows, as of `members`, of those
--- that changed since then.
-local function workers_since(keys, args)
+-- args: a version, 0 for none. Returns the version now, the ids of all live workers; rows, as of `members`, of those that
+-- changed since then, and of all launchers; and the desired ratio.
+local function read(keys, args)
   local prefix, since = keys[1], tonumber(args[1])
-  local ids, rows = live(prefix, 'worker'), {}
+  local ids, launchers, rows = live(prefix, 'worker'), members(keys, { 'launcher' }), {}
   local version = version_now(prefix)
   if since > (tonumber(version) or 0) then since = 0 end -- of a server that has lost its data
   local changed = typed(prefix .. 'changed', 'zset')
@@ -158,15 +157,13 @@ local function workers_since(keys, args)
       rows[#rows + 1] = { id, fields.err and {} or fields }
     end
   end
-  return { version, ids, rows }
+  return { version, ids, rows, launchers, desired_now(prefix) or {} }
 end
 
 -- ---- ids of workers: a launcher's hash has those of its workers, as `ids`: "prefill-0=prefill decode-0=prefill" ----
 
--- args: launcher, its ttl in ms, role, id or ''. Claims this id, or the role's first free one, for this launcher, and
--- returns it; nil when somebody has it.
-local function claim_id(keys, args)
-  local prefix, launcher, ttl_ms, role, wanted = keys[1], args[1], args[2], args[3], args[4]
+-- Claims this id, or the role's first free one where it is '', for this launcher, and returns it; nil when somebody has it.
+local function take_id(prefix, launcher, ttl_ms, role, wanted)
   local taken = {}
   for _, id in ipairs(live(prefix, 'worker')) do taken[id] = true end
   for _, other in ipairs(live(prefix, 'launcher')) do
@@ -182,6 +179,11 @@ local function claim_id(keys, args)
   redis.call('HSET', key, 'ids', (ids and ids ~= '' and ids .. ' ' or '') .. id .. '=' .. role)
   redis.call('PEXPIRE', key, ttl_ms)
   redis.call('SADD', index_key(prefix, 'launcher'), launcher)
+  redis.call('EXPIRE', index_key(prefix, 'launcher'), INDEX_S + math.ceil(ttl_ms / 1000))
+  bump(prefix)
   publish(prefix, { type = 'changed', id = launcher, kind = 'launcher' })
   return id
 end
+
+-- args: launcher, its ttl in ms, role, id. Returns as `take_id` does.
+local function claim_id(keys, args) return take_id(keys[1], unpack(args)) end

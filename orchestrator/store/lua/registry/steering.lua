@@ -1,29 +1,16 @@
--- What operators and the automatic ratio want: orders to workers, the desired ratio, rollouts; and events, which they
--- read later.
+-- What operators, launchers and the automatic ratio want: orders to workers, the desired ratio, rollouts; and events, which
+-- they read later.
 
 -- ---- orders ----------------------------------------------------------------------------------------------------
 
--- args: kind, id, field, value. Returns 1, or 0 when there is no such member.
-local function order(keys, args)
-  local prefix, kind, id, field, value = keys[1], args[1], args[2], args[3], args[4]
+local function order(prefix, kind, id, field, value)
   local key = member_key(prefix, kind, id)
-  if redis.call('EXISTS', key) == 0 then return 0 end
   -- From the clock, so that it grows even when Redis has lost the earlier orders.
   local sequence = math.max(order_sequence(key) + 1, math.floor(clock() * 1000))
   redis.call('HSET', key, field, value, 'order_sequence', sequence)
   if kind == 'worker' then touch(prefix, id) end
   publish(prefix, { type = 'ordered', id = id })
   redis.call('PUBLISH', prefix .. 'orders:' .. id, '')
-  return 1
-end
-
--- args: the version of the workers that somebody has read, then id, field and value of each order. Returns 1, or 0 where
--- one has changed, come or gone since then: nothing is ordered.
-local function order_all(keys, args)
-  live(keys[1], 'worker')
-  if version_now(keys[1]) ~= args[1] then return 0 end
-  for i = 2, #args, 3 do order(keys, { 'worker', args[i], args[i + 1], args[i + 2] }) end
-  return 1
 end
 
 -- args: worker, sequence. The sequence itself stays, so that it never goes back.
@@ -35,46 +22,61 @@ end
 
 -- ---- the desired ratio -----------------------------------------------------------------------------------------
 
-local function write_desired(prefix, prefill, decode, by)
+-- `at`: when it was set, of one that is set again; nil for now. Redis may have moved to a host whose clock is behind: what
+-- is set later has the later time all the same.
+local function write_desired(prefix, prefill, decode, by, at)
+  local before = desired_now(prefix)
+  at = at or math.max(clock(), before and tonumber(before[4]) + 0.000001 or 0)
   local key = desired_key(prefix)
   redis.call('DEL', key)
-  redis.call('HSET', key, 'prefill', prefill, 'decode', decode, 'set_by', by, 'set_at', SECONDS:format(clock()))
+  redis.call('HSET', key, 'prefill', prefill, 'decode', decode, 'set_by', by, 'set_at', SECONDS:format(at))
+  redis.call('EXPIRE', key, KEPT_S)
   publish(prefix, { type = 'desired_changed' })
   note(prefix, 'type', 'scaled', 'prefill', prefill, 'decode', decode, 'by', by)
 end
 
--- args: prefill, decode, by.
-local function set_desired(keys, args)
-  write_desired(keys[1], args[1], args[2], args[3])
+-- Returns prefill, decode, by, and when it was set; nil where none is set, or it cannot be read.
+local function desired(keys) return desired_now(keys[1]) end
+
+-- args: as `desired` returns them, of the ratio that somebody has read before. Sets it again where none is set now, or an
+-- older one.
+local function restore_desired(keys, args)
+  local found = desired_now(keys[1])
+  if found and tonumber(found[4]) >= tonumber(args[4]) then return end
+  write_desired(keys[1], args[1], args[2], args[3], tonumber(args[4]))
 end
 
--- args: prefill, decode, by, launcher. Sets it, unless one is set and another launcher lives, whose fleet this is too.
-local function begin_desired(keys, args)
-  local prefix, launcher = keys[1], args[4]
-  if redis.call('EXISTS', desired_key(prefix)) == 1 then
-    for _, other in ipairs(live(prefix, 'launcher')) do
-      if other ~= launcher and not string.find(other, '^by%-hand:') then return end
-    end
+-- ---- what follows from a reading -------------------------------------------------------------------------------
+
+-- Whether all that a plan relies on is still so.
+local function holds(prefix, plan)
+  live(prefix, 'worker')
+  live(prefix, 'launcher')
+  if plan.version and plan.version ~= version_now(prefix) then return false end
+  local found = desired_now(prefix)
+  if plan.set_at and plan.set_at ~= (found and found[4] or '') then return false end
+  if plan.leader and plan.leader ~= redis.call('GET', typed(leader_key(prefix), 'string')) then return false end
+  for _, told in ipairs(plan.orders) do
+    if redis.call('EXISTS', member_key(prefix, told[1], told[2])) == 0 then return false end
   end
-  write_desired(prefix, args[1], args[2], args[3])
+  return true
 end
 
--- args: as for `order`, then prefill, decode, by. Nobody sees the order without the ratio that goes with it.
-local function order_and_desire(keys, args)
-  if order(keys, args) == 0 then return 0 end
-  write_desired(keys[1], args[5], args[6], args[7])
-  return 1
-end
-
--- args: prefill, decode, by; who leads, and the prefill, decode and set_at that it decided upon. Returns 1, or 0 when
--- it leads no more, or somebody else has set something meanwhile.
-local function propose_desired(keys, args)
-  local prefix, leader = keys[1], args[4]
-  local seen = redis.call('HMGET', desired_key(prefix), 'prefill', 'decode', 'set_at')
-  local same = seen[1] == args[5] and seen[2] == args[6] and tonumber(seen[3] or '') == tonumber(args[7])
-  if not same or redis.call('GET', leader_key(prefix)) ~= leader then return 0 end
-  write_desired(prefix, args[1], args[2], args[3])
-  return 1
+-- args: a plan, as JSON: the version of the members that was read, and when the ratio that was read was set ('' for none);
+-- who decides as long as it leads; then what is to be done: orders as kind, id, field and value, the desired ratio as
+-- prefill, decode and by, an entry as arguments of `put_member`, and the roles of workers whose ids that launcher claims.
+-- What was not read, and not decided, is missing. All is done, and nobody sees a part of it; or nothing where what was
+-- read is not so any more. Returns the ids; nil where nothing was done.
+local function steer(keys, args)
+  local prefix, plan, ids = keys[1], cjson.decode(args[1]), {}
+  if not holds(prefix, plan) then return nil end
+  for _, told in ipairs(plan.orders) do order(prefix, unpack(told)) end
+  if plan.entry then
+    put_member(keys, plan.entry)
+    for i, role in ipairs(plan.claims) do ids[i] = take_id(prefix, plan.entry[2], plan.entry[3], role, '') end
+  end
+  if plan.desired then write_desired(prefix, unpack(plan.desired)) end
+  return ids
 end
 
 -- args: id, lease in ms. Returns now for the one that leads, by a new lease or by its own renewed; else nil.
@@ -92,7 +94,8 @@ end
 local function write_rollout(keys, args)
   local key = keys[1] .. 'rollout'
   if (redis.call('GET', key) or '') ~= args[1] then return 0 end
-  redis.call('SET', key, args[2])
+  redis.call('SET', key, args[2], 'EX', KEPT_S)
+  bump(keys[1]) -- who is to restart follows from it
   publish(keys[1], { type = 'desired_changed' })
   return 1
 end

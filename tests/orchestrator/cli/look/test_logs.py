@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support_redis import fresh_namespace, running_server, worker
+from support_steering import set_desired
 from typer.testing import CliRunner
 
 from orchestrator.cli.look.logs import app, describe_event
@@ -101,7 +102,7 @@ def test_events_are_shown(tmp_path: Path):
         redis = await connect(url, 5.0)
         registry = Registry(redis, namespace)
         await registry.join(worker("w1"), 60.0)
-        await registry.set_desired(1, 2, "scale")
+        await set_desired(registry, 1, 2, "scale")
         await redis.aclose()
 
     with running_server(tmp_path) as server:
