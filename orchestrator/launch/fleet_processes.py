@@ -209,6 +209,8 @@ class FleetProcesses:
         """Start with the version of the fleet's last rollout, if there was one. Raises ConfigError, RedisAway."""
         others = self._pool.workers_of_others(await self._registry.launchers())
         alone = not others and not await self._registry.workers() and not await self._machines.left_running()
+        if alone:
+            await self._registry.configuration.forget_log_levels()
         await self._rolling.begin(alone)
 
     async def _update(self, snapshot: Snapshot) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.store.client import Redis
-from orchestrator.store.keys import REGISTRY, Keys
+from orchestrator.store.keys import KEPT_S, REGISTRY, Keys
 
 
 class Phase(str, enum.Enum):
@@ -76,8 +76,8 @@ class Configuration:
         self._redis, self._keys = redis, keys
 
     async def write(self, version: Version) -> None:
-        """Store the configuration for workers on other hosts. It stays when the fleet ends."""
-        await self._redis.execute_command("SET", self._keys.config, msgspec.json.encode(version))
+        """Store the configuration for workers on other hosts. It stays for `KEPT_S` when the fleet ends."""
+        await self._redis.execute_command("SET", self._keys.config, msgspec.json.encode(version), "EX", KEPT_S)
 
     async def read(self) -> Version | None:
         """The stored configuration; None if there is none, or another release wrote it."""
@@ -100,6 +100,10 @@ class Configuration:
         was = msgspec.json.encode(seen) if seen is not None else b""
         args = (self._keys.prefix, was, msgspec.json.encode(wanted))
         return bool(await self._redis.call(REGISTRY, "write_rollout", *args))
+
+    async def forget_log_levels(self) -> None:
+        """Delete the log levels that were set in a fleet that has ended."""
+        await self._redis.execute_command("DEL", self._keys.log_levels)
 
     async def forget_rollout(self) -> None:
         """Delete the rollout of a fleet that has ended, so that the next fleet starts with its own configuration."""

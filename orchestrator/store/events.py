@@ -12,7 +12,7 @@ from typing import Any, Union
 import msgspec
 
 from orchestrator.store.client import Redis
-from orchestrator.store.keys import REGISTRY, Keys
+from orchestrator.store.keys import KEPT_S, REGISTRY, Keys
 
 BEGINNING = "-"
 KEPT = 100  # decisions on the ratio
@@ -109,6 +109,7 @@ class RatioHistory:
     async def note(self, at: float, decision: str) -> None:
         await self._redis.execute_command("LPUSH", self._key, msgspec.json.encode(Noted(at, decision)))
         await self._redis.execute_command("LTRIM", self._key, 0, KEPT - 1)
+        await self._redis.expire(self._key, KEPT_S)
 
     async def read(self) -> list[Noted]:
         """The newest first. What cannot be read is left out."""

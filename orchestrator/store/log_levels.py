@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from orchestrator.store.client import Redis, RedisAway
-from orchestrator.store.keys import Keys
+from orchestrator.store.keys import LEVELS_S, Keys
 
 ALL = "*"
 _EVERY_S = 2.0
@@ -27,6 +27,7 @@ class LogLevels:
             await self._redis.hdel(self._key, process)
         else:
             await self._redis.hset(self._key, process, level)
+            await self._redis.expire(self._key, LEVELS_S)  # which members renew: it is not of the next fleet
 
     async def of(self, process: str) -> str | None:
         """The level that was set for this process, else for all; None if none was."""

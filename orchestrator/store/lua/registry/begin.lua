@@ -54,6 +54,7 @@ end
 -- The row of a worker is another than before: `workers_since` gives it to whoever has an older version.
 local function touch(prefix, id)
   redis.call('ZADD', typed(prefix .. 'changed', 'zset'), ('%.0f'):format(bump(prefix)), id)
+  redis.call('EXPIRE', prefix .. 'changed', INDEX_S)
 end
 
 local function generation_key(prefix, generation) return prefix .. 'generation:' .. generation end
