@@ -28,7 +28,7 @@ from orchestrator.store.client import Redis
 from orchestrator.store.planned import Reading
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry
-from orchestrator.types import DesiredRatio, Role, WorkerInfo, WorkerState
+from orchestrator.types import DesiredRatio, Role, WorkerState
 
 TTL_S = 600.0  # nobody's time runs out by itself
 QUIET_ROUNDS = 40  # more than any fleet here needs
@@ -125,7 +125,7 @@ class World:
         self._actors: dict[str, asyncio.Task[Any]] = {}
         self._began: dict[str, DesiredRatio | None] = {}  # what was desired when this launcher began
         self._known: set[str] = set()  # ids of workers that were claimed
-        self._orders: dict[str, Callable[[DesiredRatio, dict[str, WorkerInfo]], tuple[int, int]]] = {}
+        self._orders: dict[str, Callable[[DesiredRatio, Reading], tuple[int, int]]] = {}
         self._turns: dict[str, asyncio.Future[None]] = {}
         self._moved = asyncio.Event()
         self._emptied = False
@@ -156,7 +156,7 @@ class World:
             )
             self._act(name, steers.scale(prefill, decode, force=True))
         elif worker_id and verb == "drain":
-            self._orders[name] = lambda was, there: _less(was, there[worker_id].role)
+            self._orders[name] = lambda was, now: _less(was, _role(now, worker_id))
             self._act(name, steers.drain(worker_id, force=False))
         elif worker_id:
             role = Role.PREFILL if chosen % 2 else Role.DECODE
@@ -257,7 +257,7 @@ class World:
             return
         self.accepted[now.set_at] = ratio
         if name in self._orders and was is not None:
-            assert ratio == self._orders[name](was, before.workers), f"{name} undid another's: {was}, {self.log}"
+            assert ratio == self._orders[name](was, before), f"{name} undid another's: {was}, {self.log}"
         if name not in self._orders:  # a launcher that starts alone
             assert self._began[name] == was, f"{name} undid what was ordered since it began: {was}, {self.log}"
 
@@ -381,6 +381,12 @@ def _less(was: DesiredRatio, role: Role, more: Role | None = None) -> tuple[int,
     if more is not None:
         counts[more] += 1
     return max(0, counts[Role.PREFILL]), max(1, counts[Role.DECODE])
+
+
+def _role(now: Reading, worker_id: str) -> Role:
+    """The one that it has, or was told to take."""
+    told = now.orders.get(worker_id)
+    return told.role if told is not None and told.role is not None else now.workers[worker_id].role
 
 
 def _serving(now: Reading) -> bool:

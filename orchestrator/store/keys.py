@@ -8,6 +8,7 @@ from importlib import resources
 # As of lua/registry/begin.lua, for what is written without a function: how long it outlives the last member, seconds.
 KEPT_S, LEVELS_S = 86_400, 60
 
+
 class Keys:
     """Names of everything in Redis. The braces are the cluster hash tag: one namespace lives in one slot."""
 

@@ -32,6 +32,7 @@ from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.process.parent import started_ticks
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.fields import Launcher
+from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Registry
 from orchestrator.store.steering import Steering
 from orchestrator.types import DesiredRatio, Role, WorkerState
@@ -179,19 +180,19 @@ async def test_a_killed_worker_comes_back_and_leaves_the_registry_at_once(tmp_pa
 async def test_a_registry_that_comes_back_empty_ends_no_worker(tmp_path):
     """The launcher may read it before the workers have registered again, however long Redis was away."""
     async with running_pool(tmp_path, 1, 1, timeout_s=1) as running:
-        before, reading = running.pids(), running.registry.workers_and_orders
-        answers: list[Any] = [({}, {})]
+        before, reading, empty = running.pids(), running.registry.read, [True]
 
         async def away() -> Any:
             raise RedisAway("away")
 
         async def empty_at_first() -> Any:
-            return answers.pop() if answers else await reading()
+            found = await reading()
+            return msgspec.structs.replace(found, workers={}, orders={}) if empty and empty.pop() else found
 
-        running.registry.workers_and_orders = away  # type: ignore[method-assign]
+        running.registry.read = away  # type: ignore[method-assign]
         await asyncio.sleep(5)  # longer than a worker may be silent
-        running.registry.workers_and_orders = empty_at_first  # type: ignore[method-assign]
-        await running.until(lambda: not answers and not running.snapshot.workers, "an empty registry was read")
+        running.registry.read = empty_at_first  # type: ignore[method-assign]
+        await running.until(lambda: not empty and not running.snapshot.workers, "an empty registry was read")
         await running.until(lambda: running.snapshot.workers, "and one with the workers")
         await running.until_ratio(1, 1)
         assert running.pids() == before
@@ -236,7 +237,8 @@ async def test_nothing_is_done_before_all_are_back_in_a_registry_that_has_lost_t
     assert not pool.start.called
     workers = {"d": worker("d", Role.DECODE)}
     await pool.update(replace(there, workers=workers, read_at=now + config.workers.timeout_s))
-    pool.start.assert_called_once_with(Role.PREFILL)
+    pool.start.assert_called_once()
+    assert pool.start.call_args.args[1] == [Role.PREFILL]
 
 
 async def test_foreign_worker_stands_in_too(tmp_path):
@@ -332,7 +334,8 @@ async def test_two_launchers_share_a_fleet(tmp_path):
         watching = asyncio.create_task(watch.run())
         try:
             await second.hold_ids()
-            await asyncio.gather(second.start(Role.PREFILL), second.start(Role.PREFILL), first.pool.start(Role.PREFILL))
+            many = [Role.PREFILL] * 2
+            await asyncio.gather(second.start(Seen(), many), first.pool.start(Seen(), many[:1]))
             assert len({*first.pool.slots, *second.slots}) == 5, "each has an id of its own before it loads"
 
             def shrunk() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from support_redis import fresh_namespace, queue_config, running_server, worker
 from support_steering import set_desired
 
 from orchestrator.config.settings import Refused
-from orchestrator.store.client import connect
+from orchestrator.store.client import Redis, connect
 from orchestrator.store.planned import PlannedWorker
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry
@@ -98,3 +99,96 @@ async def test_orders_wait_for_workers_that_a_redis_without_its_data_has_not_hea
         await registry.join(ready[1], 60)  # its first heartbeat since
         assert await draining
         await redis.aclose()
+
+
+class AfterReading:
+    """A Redis after whose next reading somebody else acts, before this one does."""
+
+    def __init__(self, redis: Redis, *others: Callable[[], Awaitable[Any]]) -> None:
+        self._redis, self._others = redis, [*others]
+
+    async def call(self, library: Any, verb: str, *args: Any) -> Any:
+        answer = await self._redis.call(library, verb, *args)
+        if verb == "read" and self._others:
+            await self._others.pop()()
+        return answer
+
+    async def execute_command(self, *args: Any) -> Any:
+        return await self._redis.execute_command(*args)
+
+
+@pytest.fixture
+async def fleet(redis: Redis) -> Callable[..., Steering]:
+    """One prefill and four decode workers; each call gives an operator."""
+    namespace = fresh_namespace()
+    registry = Registry(redis, namespace)
+    for name in ("p0", "d0", "d1", "d2", "d3"):
+        role = Role.PREFILL if name == "p0" else Role.DECODE
+        await registry.join(msgspec.structs.replace(worker(name, role), state=WorkerState.READY), 60)
+    await set_desired(registry, 1, 4)
+
+    def operator(*others: Callable[[], Awaitable[Any]]) -> Steering:
+        slow: Any = AfterReading(redis, *others)
+        return Steering(Registry(slow, namespace), PrefillQueue(slow, namespace, queue_config()), heartbeat_s=0)
+
+    return operator
+
+
+async def ratio_of(fleet: Callable[..., Steering]) -> tuple[int, int]:
+    desired = await fleet()._registry.desired()
+    assert desired is not None
+    return desired.prefill, desired.decode
+
+
+async def test_operators_at_once_lose_no_order(fleet: Callable[..., Steering]) -> None:
+    await fleet(lambda: fleet().drain("d1", force=False)).drain("d0", force=False)
+    assert await ratio_of(fleet) == (1, 2)
+    told = (await fleet()._registry.read()).orders
+    assert {name for name, order in told.items() if order.drain} == {"d0", "d1"}
+    await fleet(lambda: fleet().scale(decode=3)).scale(prefill=2)
+    assert await ratio_of(fleet) == (2, 3)
+
+
+async def test_operators_at_once_do_not_take_the_last_decode_worker(fleet: Callable[..., Steering]) -> None:
+    for name in ("d0", "d1"):
+        await fleet().drain(name, force=False)
+    with pytest.raises(Refused, match="d2: is the last decode worker"):
+        await fleet(lambda: fleet().drain("d3", force=False)).drain("d2", force=False)
+    assert await ratio_of(fleet) == (1, 1)
+
+
+async def test_an_order_is_refused_when_the_fleet_changes_all_the_time(fleet: Callable[..., Steering]) -> None:
+    others = [lambda n=n: fleet().scale(decode=n) for n in range(1, 9)]
+    with pytest.raises(Refused, match="the fleet changed 5 times .* so nothing was ordered"):
+        await fleet(*others).scale(prefill=3)
+    assert await ratio_of(fleet) == (1, 4)
+
+
+async def test_who_has_read_the_newest_ratio_restores_it(redis: Redis) -> None:
+    """In any order, and whatever was set on the empty server before."""
+    registry = Registry(redis, fresh_namespace())
+    await set_desired(registry, 1, 2)
+    older = await registry.desired()
+    await set_desired(registry, 3, 4)
+    newest = await registry.desired()
+    assert older is not None and newest is not None and older.set_at < newest.set_at
+    for first, second in ((older, newest), (newest, older)):
+        await redis.delete(registry.keys.desired)
+        assert await registry.restored(first, await registry.desired()) == first
+        await registry.restored(second, None)  # it read when there was none
+        assert await registry.desired() == newest
+    await set_desired(registry, 5, 6)
+    await registry.restored(newest, None)
+    assert await registry.restored(newest, found := await registry.desired()) == found
+    assert found is not None and (found.prefill, found.decode) == (5, 6), "what was set since stands"
+
+
+async def test_a_host_whose_clock_is_behind_may_take_redis_over(redis: Redis) -> None:
+    """What is set there is newer than what was set by the clock before."""
+    registry = Registry(redis, fresh_namespace())
+    await registry.restored(DesiredRatio(1, 2, "scale", 4e9), None)  # of the year 2096
+    for decode in (3, 4):
+        before = await registry.desired()
+        await set_desired(registry, 1, decode)
+        now = await registry.desired()
+        assert before is not None and now is not None and now.set_at > before.set_at and now.decode == decode
