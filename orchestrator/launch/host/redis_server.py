@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.config.values import masked
+from orchestrator.launch.host.machine import find_memory
 from orchestrator.launch.supervise import backoff_s
 from orchestrator.process.own_files import Foreign, make_folder, open_own
 from orchestrator.process.parent import kill_with
@@ -35,6 +36,8 @@ _CHECK_EVERY_S = 0.2
 _TIMEOUT_S = 2.0
 _UNIX, _SOCKET, _LOG = "unix://", "redis.sock", "redis.log"
 _SOCKET_PATH_BYTES = 107  # unix(7)
+# One part in so many of what this machine or container has. The connections of a thousand processes need the least.
+_MEMORY_SHARE, _LEAST_MEMORY_BYTES = 10, 64 << 20
 
 
 class EmbeddedRedisError(RuntimeError):
@@ -200,6 +203,8 @@ def _spawn(binary: str, run_dir: Path, at: str | int) -> subprocess.Popen[bytes]
         "save": "",
         "appendonly": "no",
         "daemonize": "no",
+        # Without a bound it refuses nothing: the kernel would kill it, and all of the queue would be lost.
+        "maxmemory": str(max(find_memory() // _MEMORY_SHARE, _LEAST_MEMORY_BYTES)),
         "maxmemory-policy": "noeviction",
         # The hash of a job with a body of up to 2 kB is stored compactly, which takes a third less memory than a table.
         # Old and new servers know this name of the option.
