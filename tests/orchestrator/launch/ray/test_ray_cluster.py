@@ -11,6 +11,7 @@ import pytest
 
 from orchestrator.config.settings import parse_config
 from orchestrator.launch.host.process import ProcessSpec
+from orchestrator.launch.machines import Setup
 from orchestrator.process.own_files import make_folder
 from orchestrator.types import Role
 
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.slow  # imports Ray
 
 ray = pytest.importorskip("ray")
 from orchestrator.launch.ray import cluster as module  # noqa: E402
+from orchestrator.launch.ray import connection as connection_module  # noqa: E402
 from orchestrator.launch.ray import process as process_module  # noqa: E402
 from orchestrator.launch.ray import runner as runner_module  # noqa: E402
 from orchestrator.launch.ray.process import RayProcess  # noqa: E402
@@ -49,6 +51,47 @@ async def test_nodes_stay_known_while_the_head_does_not_answer(monkeypatch):
     monkeypatch.setattr(module.ray, "nodes", gone)
     await cluster.refresh()
     assert cluster.frontend_nodes() == ["10.0.0.2"]
+
+
+async def test_nodes_are_unknown_until_the_cluster_has_told_them(monkeypatch):
+    cluster = module.RayCluster(CONFIG)
+
+    def away() -> None:
+        raise ray.exceptions.RaySystemError("not yet")
+
+    monkeypatch.setattr(module.ray, "nodes", away)
+    await cluster.refresh()
+    assert cluster.frontend_nodes() is None
+    with pytest.raises(OSError, match="not known"):
+        cluster.frontend("frontend-0@10.0.0.2", 0, "10.0.0.2", Setup(0, CONFIG, Path("c")), lambda *_: None)
+    monkeypatch.setattr(module.ray, "nodes", list)
+    await cluster.refresh()
+    assert cluster.frontend_nodes() == []
+
+
+async def test_a_foreign_actor_is_none_of_the_fleets_processes(monkeypatch, caplog):
+    """Whoever may use the cluster may name one in our namespace."""
+    ours = ["decode-0", "frontend-0@10.0.0.2", "frontend-12@::1", "prefill-31"]
+    foreign = ["", "counter", "decode-", "decode-x", "frontend-@10.0.0.2", "frontend-a@b", "trainer-0"]
+    monkeypatch.setattr(connection_module, "list_named_actors", lambda: ours + foreign)
+    assert await module.RayCluster(CONFIG).left_running() == ours
+    assert "counter" in caplog.text and "left alone" in caplog.text
+    ended = []
+
+    class Actor:
+        class stop:
+            remote = staticmethod(lambda timeout_s: None)
+
+        def __init__(self, name: str) -> None:
+            assert name in ours, "a foreign actor was asked to stop"
+            self.name = name
+
+    monkeypatch.setattr(connection_module, "connect", lambda config: "")
+    monkeypatch.setattr(connection_module.ray, "get_actor", Actor)
+    monkeypatch.setattr(connection_module.ray, "wait", lambda *_, **__: None)
+    monkeypatch.setattr(connection_module.ray, "kill", lambda actor: ended.append(actor.name))
+    monkeypatch.setattr(connection_module, "placement_group_table", dict)
+    assert connection_module.end_fleet(CONFIG, 1.0) == ended == ours
 
 
 @pytest.fixture
