@@ -17,6 +17,9 @@ import pytest
 # hub's client reads this once, when the first module that imports it is collected.
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
+# Files that others may write are refused; what tests write stands for what nobody else could.
+os.umask(0o022)
+
 # A busy machine makes an example slow, not wrong.
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("busy")

@@ -226,6 +226,24 @@ def test_compose_runs_the_same(service: str, tmp_path: Path, monkeypatch: pytest
         assert settings.role.value == service and f":{settings.health_port}/ready" in told["healthcheck"]["test"][-1]
 
 
+def with_redis() -> list[Path]:
+    files = [
+        file for file in (ROOT / "deploy").rglob("*.yaml") if re.search(r"(valkey|redis)-server", file.read_text())
+    ]
+    assert {file.name for file in files} >= {"redis.yaml", "compose.yaml"}
+    return files
+
+
+@pytest.mark.parametrize("file", with_redis(), ids=lambda file: file.name)
+def test_redis_refuses_before_its_container_is_killed(file: Path):
+    """Without `maxmemory` noeviction has no effect: it is killed with all that waits."""
+    text, units = file.read_text(), {"mb": 1 << 20, "g": 1 << 30, "Gi": 1 << 30}
+    assert "maxmemory-policy noeviction" in text
+    found = [re.search(rf"{name} (\d+)(\w+)", text) for name in ("maxmemory", "(?:limits: {memory|mem_limit):")]
+    most, limit = (int(match[1]) * units[match[2]] if match else 0 for match in found)
+    assert 0.5 * limit < most < 0.9 * limit, f"maxmemory {most} bytes, limit {limit}"
+
+
 def test_the_log_of_a_launcher_that_failed_is_there_under_systemd():
     unit = (ROOT / "deploy" / "systemd" / "pd-launcher.service").read_text().splitlines()
     settings = dict(line.split("=", 1) for line in unit if "=" in line and not line.startswith("#"))

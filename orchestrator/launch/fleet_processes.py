@@ -21,7 +21,7 @@ from orchestrator.launch.decisions.fleet_size import FleetSize, Resize
 from orchestrator.launch.frontend_pool import FrontendPool
 from orchestrator.launch.host.leftovers import SharedMemory
 from orchestrator.launch.host.run_folder import StartedProcess
-from orchestrator.launch.machines import FRONTEND, Machines, Setup
+from orchestrator.launch.machines import Machines, Setup, frontend_named, role_named
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.launch.rollout import RolloutRunner, cannot_start
 from orchestrator.launch.supervise import Stage, Supervised, describe
@@ -173,8 +173,9 @@ class FleetProcesses:
     async def _take_over(self) -> None:
         """Supervise the processes that an earlier launcher left running. Raises RedisAway."""
         running = await self._machines.left_running()
-        self._frontends.take_over([name for name in running if name.startswith(FRONTEND)])
-        left = [name for name in running if not name.startswith(FRONTEND)]
+        frontends = [name for name in running if frontend_named(name) is not None]
+        self._frontends.take_over(frontends)
+        left = [name for name in running if name not in frontends]
         if left and self._pool.workers_of_others(await self._registry.launchers()).keys() & set(left):
             await asyncio.sleep(self.config.workers.timeout_s)  # in which the claims of a launcher that is dead run out
         registered, others = (
@@ -185,7 +186,9 @@ class FleetProcesses:
             if worker_id in others:
                 continue  # another launcher lives, and runs it
             info = registered.get(worker_id)
-            role = info.role if info is not None else Role(worker_id.partition("-")[0])  # as `claim_id` names them
+            if (role := info.role if info is not None else role_named(worker_id)) is None:
+                log.warning("%s: runs already, and is no worker of a launcher; it is left alone", worker_id)
+                continue
             log.info("%s: runs already; taking it over", worker_id)
             self._pool.supervise(worker_id, role)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from orchestrator.config.settings import Config
 from orchestrator.launch.decisions.frontend_count import SHRINK_AFTER_S, FrontendSample, frontends_wanted
 from orchestrator.launch.host.process import Process
-from orchestrator.launch.machines import FRONTEND, Machines, OnLine, Setup
+from orchestrator.launch.machines import FRONTEND, Machines, OnLine, Setup, frontend_named
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage, Supervised
 from orchestrator.store.client import RedisAway
@@ -78,8 +78,9 @@ class FrontendPool:
     def take_over(self, names: Sequence[str]) -> None:
         """Supervise those that run as these already."""
         for name in names:
-            index, _, node = name.removeprefix(FRONTEND).partition("@")
-            self._start(node, int(index))
+            if (placed := frontend_named(name)) is not None:
+                index, node = placed
+                self._start(node, index)
 
     def of_generation(self, generation: int) -> list[Supervised]:
         return [placed.process for placed in self._placed if placed.generation == generation]
@@ -98,6 +99,8 @@ class FrontendPool:
             else:
                 placed.process.missed(snapshot.looked_s, self._config.workers.timeout_s)
         nodes = [] if self._closed else self._machines.frontend_nodes()
+        if nodes is None:
+            return  # those that were taken over serve on
         for placed in self._placed:
             if placed.node not in nodes:
                 placed.process.request_stop()

@@ -224,7 +224,8 @@ def _open_log(folder: RunFolder, form: LogFormat, console: Console) -> None:
     try:
         console.log_file = LogFile(folder.log_path, form)
     except OSError as error:
-        raise ConfigError(f"{folder.log_path}: cannot be written ({error.strerror}); set XDG_RUNTIME_DIR") from None
+        why = error.strerror or error
+        raise ConfigError(f"{folder.log_path}: cannot be written ({why}); set XDG_RUNTIME_DIR") from None
     console.stage("log", str(folder.log_path), done=True)
 
 

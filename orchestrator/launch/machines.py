@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +15,21 @@ from orchestrator.types import Role
 
 FRONTEND = "frontend-"  # a frontend's name begins so; workers may not be called so
 OnLine = Callable[[str, str], None]  # the name of a process, and a line of its output
+_FRONTEND = re.compile(rf"{FRONTEND}(\d+)(?:@(.+))?")
+_WORKER = re.compile(rf"({'|'.join(Role)})-\d+")
+
+
+def frontend_named(name: str) -> tuple[int, str] | None:
+    """The index and the machine, empty text for this one, of the frontend of this name; None for what is none."""
+    found = _FRONTEND.fullmatch(name)
+    return (int(found[1]), found[2] or "") if found else None
+
+
+def role_named(worker_id: str) -> Role | None:
+    """The role in which a worker of this id was started, as the registry's `claim_id` names them; None for what is no
+    worker of a launcher."""
+    found = _WORKER.fullmatch(worker_id)
+    return Role(found[1]) if found else None
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -51,8 +67,9 @@ class Machines(Protocol):
         """A process that is not started yet, with the room that this worker has taken. Raises OSError, also where this
         setup needs other room, which is not there."""
 
-    def frontend_nodes(self) -> Sequence[str]:
-        """Addresses of the machines that should have frontends now; empty text for this machine."""
+    def frontend_nodes(self) -> Sequence[str] | None:
+        """Addresses of the machines that should have frontends now, empty text for this machine; None until they are
+        known."""
 
     def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> Process:
         """A process that is not started yet. Raises OSError."""

@@ -1,1 +1,1 @@
-"""This process: whose child it is, and what its container lets it use."""
+"""This process: whose child it is, what its container lets it use, and which files are its user's alone."""

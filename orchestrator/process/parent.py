@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from orchestrator.process.own_files import read_text, write_text
+
 PARENT = "PD_PARENT"  # environment variable: the parent's pid, to notice a parent that died before this process checked
 # Environment variable: the file for the reason of the exit, like a container's termination message.
 EXIT_REASON_FILE = "PD_EXIT_REASON_FILE"
@@ -121,13 +123,13 @@ def report_exit(program: str, reason: str, final: bool) -> None:
     print(f"{program}: {line}", file=sys.stderr, flush=True)
     if path := os.environ.get(EXIT_REASON_FILE):
         with contextlib.suppress(OSError):  # the folder is gone, and so is the parent
-            Path(path).write_text(f"{_FINAL if final else _PASSING} {line}")
+            write_text(Path(path), f"{_FINAL if final else _PASSING} {line}")
 
 
 def read_exit_reason(path: Path) -> ExitReason | None:
     """The reason that a process reported; None when it reported none, for instance because it was killed."""
     try:
-        kind, _, text = path.read_text().partition(" ")
+        kind, _, text = read_text(path).partition(" ")
     except OSError:
         return None
     return ExitReason(text, kind == _FINAL) if text else None

@@ -11,12 +11,14 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from redis.asyncio import ConnectionPool
 from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import (
     Sentinel,
     SentinelConnectionPool,
     SentinelManagedConnection,
     SentinelManagedSSLConnection,
 )
+from redis.backoff import NoBackoff
 from redis.exceptions import MovedError
 
 from orchestrator.config.access import REDIS_URL
@@ -35,9 +37,18 @@ class Servers:
     `?sentinel_username=U&sentinel_password=P` is for Sentinels, which have users of their own.
     """
 
-    def __init__(self, url: str, **options: Any) -> None:
-        """`options` of redis-py for each connection. Raises ValueError, and RedisError."""
+    def __init__(self, url: str, timeout_s: float) -> None:
+        """`timeout_s` bounds connecting and each answer. Raises ValueError, and RedisError."""
         check_redis_url(url)
+        options: dict[str, Any] = {
+            "protocol": 2,
+            "socket_timeout": timeout_s,
+            "socket_connect_timeout": timeout_s,
+            **({} if url.startswith("unix:") else {"socket_keepalive": True}),
+            "retry": Retry(NoBackoff(), 0),
+            "health_check_interval": 0,
+            "driver_info": None,
+        }
         scheme, _, kind = url.partition("://")[0].partition("+")
         self._sentinel: Sentinel | None = None
         self._nodes: list[tuple[str, int]] = []  # of a cluster; the first is where connections go

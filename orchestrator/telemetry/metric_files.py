@@ -6,10 +6,12 @@ folder was gone by then (a cleaner of /tmp may remove it), every request would f
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
 from prometheus_client import values
 from prometheus_client.mmap_dict import MmapedDict
+
+from orchestrator.process.own_files import make_folder
 
 
 def recreate_missing_folder() -> None:
@@ -18,5 +20,5 @@ def recreate_missing_folder() -> None:
 
 
 def _open(filename: str, read_mode: bool = False) -> MmapedDict:
-    os.makedirs(os.path.dirname(filename), mode=0o700, exist_ok=True)
+    make_folder(Path(filename).parent)
     return MmapedDict(filename, read_mode)

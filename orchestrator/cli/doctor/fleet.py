@@ -7,6 +7,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 from urllib.parse import urlsplit
 
 from orchestrator.cli.doctor.check import Check, at_least, at_most
@@ -26,7 +27,7 @@ async def redis_checks(handle: FleetHandle) -> AsyncIterator[Check]:
 
     try:
         async with open_fleet(handle) as fleet:
-            said = await fleet.redis.info("server")
+            said, memory = await fleet.redis.info("server"), await fleet.redis.info("memory")
             took_s, skews_s = [], []
             for _ in range(_PINGS):
                 before = time.time()
@@ -40,6 +41,7 @@ async def redis_checks(handle: FleetHandle) -> AsyncIterator[Check]:
         return
     version = said.get("valkey_version") or said.get("redis_version", "?")
     yield Check("Redis", "ok", f"{said.get('server_name', 'redis')} {version} at {masked(handle.redis_url or '')}")
+    yield redis_memory(memory)
     median_ms, worst_ms = statistics.median(took_s) * 1e3, max(took_s) * 1e3
     fix = "run Redis nearer to the fleet: each remote prefill waits for two of its answers"
     yield at_most("Redis latency", median_ms, 5.0, 100.0, f"{median_ms:.2f} ms, worst {worst_ms:.2f} ms", fix)
@@ -100,6 +102,16 @@ async def port_checks(handle: FleetHandle, host: str) -> AsyncIterator[Check]:
         raise Refused(f"nothing of this fleet runs on {address}; its hosts: {', '.join(hosts) or 'none'}")
     for name, process, at in there:
         yield await _port(name, process, address, at.port or 0)
+
+
+def redis_memory(told: dict[str, Any]) -> Check:
+    """Of what the server tells with `INFO memory`: it should refuse jobs, not drop keys nor be killed."""
+    policy, most, used = str(told.get("maxmemory_policy")), int(told.get("maxmemory", 0)), int(told["used_memory"])
+    said = f"{used / 2**20:.0f} MiB used of {f'{most / 2**20:.0f}' if most else 'no bound'}, {policy}"
+    if policy != "noeviction":
+        return Check("Redis memory", "warn", said, "set maxmemory-policy noeviction: others drop jobs and members")
+    fix = "set maxmemory below what its machine or container has, or the kernel kills it and the queue is lost"
+    return Check("Redis memory", "ok" if most else "warn", said, "" if most else fix)
 
 
 def _named(worker_id: str, workers: dict[str, WorkerInfo]) -> WorkerInfo:

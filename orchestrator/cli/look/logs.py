@@ -32,6 +32,7 @@ from orchestrator.cli.handle import (
 )
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.run_folder import RunFolder
+from orchestrator.process.own_files import Foreign, open_own
 
 if TYPE_CHECKING:
     from orchestrator.store.events import Event
@@ -51,11 +52,15 @@ def logs(
 ) -> None:
     """Show the output of the fleet's processes on this machine."""
     path = RunFolder(namespace_here(namespace)).log_path
-    if not path.exists():
-        raise Refused(f"{path}: no log file; start a fleet on this machine, or name its --namespace")
     mine = _of(process)
-    # Not by `splitlines`: a JSON line may have what Unicode calls the end of one.
-    kept = [line for line in path.read_text(errors="replace").removesuffix("\n").split("\n") if line and mine(line)]
+    try:
+        with open_own(path, errors="replace") as file:
+            # Not by `splitlines`: a JSON line may have what Unicode calls the end of one.
+            kept = [line for line in file.read().removesuffix("\n").split("\n") if line and mine(line)]
+    except FileNotFoundError:
+        raise Refused(f"{path}: no log file; start a fleet on this machine, or name its --namespace") from None
+    except Foreign as error:
+        raise Refused(str(error)) from None
     if process is not None and not kept and not follow:
         raise Refused(f"{process}: no line of this process in {path}; `orchestrator status` lists workers")
     shown = as_object if as_json else str
@@ -150,7 +155,7 @@ def as_object(line: str) -> str:
 
 def _following(path: Path) -> Iterator[str]:
     """Lines that are added from now on, also to the file that takes its place when it is full."""
-    file = path.open(errors="replace")
+    file = open_own(path, errors="replace")
     file.seek(0, 2)
     rest = ""
     while True:
@@ -165,6 +170,6 @@ def _following(path: Path) -> Iterator[str]:
         if replaced:
             yield from filter(None, (rest + file.read()).split("\n"))  # lines written before the file was replaced
             file.close()
-            file, rest = path.open(errors="replace"), ""
+            file, rest = open_own(path, errors="replace"), ""
         sys.stdout.flush()
         time.sleep(_POLL_S)

@@ -29,6 +29,7 @@ from orchestrator.cli.handle import (
 from orchestrator.cli.look.frontend import all_frontends, get
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
+from orchestrator.process.own_files import Foreign, open_own
 from orchestrator.telemetry.logs import request_in
 from orchestrator.telemetry.request_line import RequestLine, Stage, stages
 
@@ -134,15 +135,17 @@ def _logged(namespace: str | None) -> Iterator[RequestLine]:
 
 
 def request_lines(path: Path) -> Iterator[RequestLine]:
-    """The requests in a log file; none if there is no file."""
+    """The requests in a log file; none if there is no file. Raises Refused for one that is not ours."""
     try:
-        with path.open(errors="replace") as file:
+        with open_own(path, errors="replace") as file:
             for text in file:
                 if (encoded := request_in(text)) is not None:
                     try:
                         yield msgspec.json.decode(encoded, type=RequestLine)
                     except msgspec.DecodeError:
                         continue  # cut off, or of another release
+    except Foreign as error:
+        raise Refused(str(error)) from None
     except OSError:
         return
 

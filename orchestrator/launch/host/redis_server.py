@@ -20,7 +20,9 @@ from urllib.parse import urlsplit
 
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.config.values import masked
+from orchestrator.launch.host.machine import find_memory
 from orchestrator.launch.supervise import backoff_s
+from orchestrator.process.own_files import Foreign, make_folder, open_own
 from orchestrator.process.parent import kill_with
 from orchestrator.store.client import Redis, RedisAway, connect
 
@@ -32,8 +34,10 @@ _PORT_TRIES = 5
 _CHECK_EVERY_S = 0.2
 # No request waits for the launcher, and while workers load, this machine may be too busy to answer soon.
 _TIMEOUT_S = 2.0
-_UNIX, _SOCKET = "unix://", "redis.sock"
+_UNIX, _SOCKET, _LOG = "unix://", "redis.sock", "redis.log"
 _SOCKET_PATH_BYTES = 107  # unix(7)
+# One part in so many of what this machine or container has. The connections of a thousand processes need the least.
+_MEMORY_SHARE, _LEAST_MEMORY_BYTES = 10, 64 << 20
 
 
 class EmbeddedRedisError(RuntimeError):
@@ -84,12 +88,13 @@ class EmbeddedRedis:
     async def start(self, run_dir: Path, port: int = 0) -> str:
         """Start and wait until it answers; port 0 takes a free one. The log is `run_dir/redis.log`.
 
-        Returns unix://PATH or redis://127.0.0.1:PORT. Raises EmbeddedRedisError.
+        Returns unix://PATH or redis://127.0.0.1:PORT. Raises EmbeddedRedisError; OSError where its folder or log
+        cannot be written, or is not ours.
         """
         if self.alive:
             return self.url
         binary = server_binary()
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(run_dir)
         path = str(run_dir / _SOCKET)
         if self._on_socket and len(path.encode()) <= _SOCKET_PATH_BYTES:
             if not (why := await self._try(binary, run_dir, path)):
@@ -103,7 +108,7 @@ class EmbeddedRedis:
             where = f"127.0.0.1:{port or 'any free port'}"
         raise EmbeddedRedisError(
             f"embedded Redis did not start on {where}: {why}; "
-            f"see {run_dir / 'redis.log'}, or set redis.url to a running server"
+            f"see {run_dir / _LOG}, or set redis.url to a running server"
         )
 
     async def _try(self, binary: str, run_dir: Path, at: str | int) -> str:
@@ -159,7 +164,7 @@ class RedisServer:
             # An id that the launcher has claimed is its own for `workers.timeout_s`: it must not wait for longer.
             patience_s = min(_TIMEOUT_S, self._config.workers.timeout_s / 2)
             return await connect(self.url, max(patience_s, self._config.redis.timeout_s))
-        except (RedisAway, EmbeddedRedisError) as error:
+        except (RedisAway, EmbeddedRedisError, Foreign) as error:
             raise ConfigError(str(error)) from None
 
     async def keep_running(self, on_restart: Callable[[], None]) -> None:
@@ -198,13 +203,15 @@ def _spawn(binary: str, run_dir: Path, at: str | int) -> subprocess.Popen[bytes]
         "save": "",
         "appendonly": "no",
         "daemonize": "no",
+        # Without a bound it refuses nothing: the kernel would kill it, and all of the queue would be lost.
+        "maxmemory": str(max(find_memory() // _MEMORY_SHARE, _LEAST_MEMORY_BYTES)),
         "maxmemory-policy": "noeviction",
         # The hash of a job with a body of up to 2 kB is stored compactly, which takes a third less memory than a table.
         # Old and new servers know this name of the option.
         "hash-max-ziplist-value": "2048",
     }
     arguments = [part for key, value in options.items() for part in (f"--{key}", value)]
-    with (run_dir / "redis.log").open("ab") as log_file:
+    with open_own(run_dir / _LOG, "ab") as log_file:
         return subprocess.Popen(
             [binary, *arguments],
             stdin=subprocess.DEVNULL,
@@ -221,7 +228,7 @@ async def _wait_ready(process: subprocess.Popen[bytes], at: str | int, run_dir: 
     deadline = loop.time() + _START_DEADLINE_S
     while loop.time() < deadline:
         if process.poll() is not None:
-            return f"it exited with {process.returncode} ({_last_line(run_dir / 'redis.log')})"
+            return f"it exited with {process.returncode} ({_last_line(run_dir / _LOG)})"
         if await _answering_pid(at) == process.pid:
             return ""
         await asyncio.sleep(0.01)
@@ -267,5 +274,6 @@ def _can_bind(port: int) -> bool:
 
 
 def _last_line(path: Path) -> str:
-    lines = path.read_text(errors="replace").strip().splitlines()
+    with open_own(path, errors="replace") as file:
+        lines = file.read().strip().splitlines()
     return lines[-1] if lines else "nothing logged"

@@ -1,7 +1,8 @@
 """The folder of one running fleet: its launcher, the URLs of its Redis and its endpoint, its configuration.
 
-There is one per namespace and user. The launcher holds a file lock on it, which the kernel releases when the launcher
-ends in any way. So a folder whose lock is free was left by a launcher that was killed.
+There is one per namespace and user; one that another user may have written is refused. The launcher holds a file lock
+on it, which the kernel releases when the launcher ends in any way. So a folder whose lock is free was left by a
+launcher that was killed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import msgspec
 
 from orchestrator.config.settings import Config, ConfigError, check_name, parse_config
 from orchestrator.config.yaml_text import load_yaml
+from orchestrator.process.own_files import Foreign, check_own, make_folder, open_own, own_uid, read_text, write_text
 from orchestrator.process.parent import local_pid, own_identity
 
 log = logging.getLogger("pd.launcher")
@@ -61,14 +63,18 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class RunFolder:
-    """Paths and small files. Only the launcher claims and writes; any process may read."""
+    """Paths and small files. Only the launcher claims and writes; any process of its user may read.
+
+    Every method raises ConfigError for a folder or a file that another user may have written.
+    """
 
     def __init__(self, namespace: str) -> None:
-        """Raises ConfigError for a namespace that cannot be a folder's name."""
+        """Raises ConfigError, also for a namespace that cannot be a folder's name."""
         self.namespace = check_name("namespace", namespace)
-        self.path = base_folder() / namespace
+        base = base_folder()
+        self.path = base / namespace
         # Beside the folder, not in it: the log outlives the fleet.
-        self.log_path = base_folder() / f"{namespace}.log"
+        self.log_path = base / f"{namespace}.log"
         self.shared_memory: frozenset[str] = frozenset()  # names of files, as last recorded
         self.operator_key_path = self.path / "operator.key"
         self._lock: IO[str] | None = None
@@ -84,12 +90,13 @@ class RunFolder:
         Raises FleetRunning, ConfigError.
         """
         try:
-            _own_base_folder()
             deadline = time.monotonic() + _CLAIM_PATIENCE_S
             while (lock := self._try_lock()) is None:
                 if time.monotonic() > deadline:
                     raise FleetRunning(self.namespace, self.launcher())
                 time.sleep(_WAIT_POLL_S)
+        except Foreign as error:
+            raise _refused(error) from None
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be written ({error.strerror}); set XDG_RUNTIME_DIR") from None
         left = self._read_list(_PROCESSES, list[StartedProcess])
@@ -153,7 +160,6 @@ class RunFolder:
         launcher has taken the folder meanwhile."""
         if self._lock is not None and self._is_current(self._lock):
             return
-        _own_base_folder()
         if (lock := self._try_lock()) is None:
             raise FleetRunning(self.namespace, self.launcher())
         if self._lock is not None:
@@ -167,8 +173,9 @@ class RunFolder:
             return False
 
     def _try_lock(self) -> IO[str] | None:
-        self.path.mkdir(mode=0o700, exist_ok=True)
-        lock = (self.path / _LOCK).open("a+")
+        make_folder(self.path.parent)  # a cleaner of /tmp may have removed it, and another user made one since
+        make_folder(self.path)
+        lock = open_own(self.path / _LOCK, "a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if self._is_current(lock):
@@ -184,10 +191,7 @@ class RunFolder:
         self._texts[name] = text
         for other, kept in self._texts.items():
             if (changed and other == name) or not (self.path / other).exists():
-                temporary = self.path / f".{other}.tmp"
-                temporary.touch(mode=0o600)  # a Redis URL may carry a password
-                temporary.write_text(kept)
-                temporary.replace(self.path / other)
+                write_text(self.path / other, kept)
 
     # ---- everybody else's side ---------------------------------------------------------------------------------
 
@@ -195,10 +199,12 @@ class RunFolder:
     def is_held(self) -> bool:
         """Whether a launcher is alive."""
         try:
-            with (self.path / _LOCK).open() as lock:
+            with open_own(self.path / _LOCK) as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
+        except Foreign as error:
+            raise _refused(error) from None
         except OSError:
             return False
         return False
@@ -244,37 +250,43 @@ class RunFolder:
 
     def _read(self, name: str) -> str | None:
         try:
-            return (self.path / name).read_text()
+            return read_text(self.path / name)
+        except Foreign as error:
+            raise _refused(error) from None
         except OSError:
             return None
 
 
 def base_folder() -> Path:
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    """Where run folders and logs are. It need not exist. Raises ConfigError for one that is not this user's: another
+    may have made it under /tmp, to read our files or to have us read theirs."""
+    base, runtime = Path(f"/tmp/pd-orchestrator-{own_uid()}"), os.environ.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK):
-        return Path(runtime) / "pd-orchestrator"
-    return Path(f"/tmp/pd-orchestrator-{os.getuid()}")
+        base = Path(runtime) / "pd-orchestrator"
+    try:
+        check_own(base)
+    except Foreign as error:
+        raise _refused(error) from None
+    except OSError:
+        pass  # there is none yet, or it says why when it is made
+    return base
 
 
-def _own_base_folder() -> None:
-    """Make the base folder. Another user may have made one under /tmp to read our files: that one is refused. Raises
-    OSError, ConfigError."""
-    base = base_folder()
-    base.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if base.stat().st_uid != os.getuid():
-        raise ConfigError(f"{base}: belongs to another user; remove it or set XDG_RUNTIME_DIR")
+def _refused(error: Foreign) -> ConfigError:
+    return ConfigError(f"{error}, or set XDG_RUNTIME_DIR to a folder of yours")
 
 
 def held_namespaces() -> list[str]:
-    """Namespaces whose launcher is alive."""
+    """Namespaces whose launcher is alive. Raises ConfigError."""
     return [name for name in _namespaces() if RunFolder(name).is_held]
 
 
 def abandoned_namespaces() -> list[str]:
-    """Namespaces whose launcher was killed and has left its folder."""
+    """Namespaces whose launcher was killed and has left its folder. Raises ConfigError."""
     return [name for name in _namespaces() if not (folder := RunFolder(name)).is_held and folder.launcher()]
 
 
 def _namespaces() -> list[str]:
+    """Those that a launcher has claimed: the folder of a Ray node's processes belongs to none."""
     base = base_folder()
-    return sorted(path.name for path in base.iterdir() if path.is_dir()) if base.is_dir() else []
+    return sorted(path.parent.name for path in base.glob(f"*/{_LOCK}"))

@@ -14,7 +14,6 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util import list_named_actors
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
@@ -27,7 +26,7 @@ from orchestrator.config.engine_args import ranks
 from orchestrator.config.settings import Config
 from orchestrator.launch.host.machine import has_cuda_vllm
 from orchestrator.launch.machines import OnLine, Setup
-from orchestrator.launch.ray.connection import group_name
+from orchestrator.launch.ray.connection import group_name, left_running
 from orchestrator.launch.ray.process import RayProcess
 from orchestrator.launch.ray.wire import RunFrontend, RunWorker
 from orchestrator.types import Role
@@ -47,7 +46,7 @@ class RayCluster:
     def __init__(self, config: Config) -> None:
         self.device = "a Ray cluster"
         self._config = config
-        self._nodes: dict[str, str] = {}  # node ids by address
+        self._nodes: dict[str, str] | None = None  # node ids by address; None until the cluster has told them
         self._groups: dict[str, PlacementGroup] = {}  # by worker
         self._bundles: dict[str, dict[str, float]] = {}
 
@@ -62,7 +61,7 @@ class RayCluster:
         self._nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in alive}
 
     async def left_running(self) -> list[str]:
-        return sorted(await asyncio.to_thread(list_named_actors))
+        return await asyncio.to_thread(left_running)
 
     def take(self, owner: str, role: Role) -> None:
         self._bundles[owner] = _bundle(self._config, role)
@@ -90,16 +89,16 @@ class RayCluster:
             raise OSError(0, f"its place on the cluster has {_shown(self._bundles[worker_id])}, not {_shown(needed)}")
         return RayProcess(RunWorker(setup.config, worker_id, role, setup.generation), place, on_line)
 
-    def frontend_nodes(self) -> Sequence[str]:
-        return list(self._nodes)
+    def frontend_nodes(self) -> Sequence[str] | None:
+        return None if self._nodes is None else list(self._nodes)
 
     def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> RayProcess:
         def place() -> dict[str, Any]:
-            strategy = NodeAffinitySchedulingStrategy(self._nodes[node], soft=False)
+            strategy = NodeAffinitySchedulingStrategy((self._nodes or {})[node], soft=False)
             return {"num_cpus": 0, "scheduling_strategy": strategy}
 
-        if node not in self._nodes:
-            raise OSError(0, f"node {node} is gone")
+        if node not in (self._nodes or {}):
+            raise OSError(0, f"node {node} is gone" if self._nodes is not None else "the cluster's nodes are not known")
         return RayProcess(RunFrontend(setup.config, name, index, setup.generation), place, on_line)
 
     def _has_place(self, owner: str) -> bool:

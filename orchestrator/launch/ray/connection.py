@@ -8,6 +8,7 @@ import socket
 from typing import Any
 
 from orchestrator.config.settings import Config, ConfigError
+from orchestrator.launch.machines import frontend_named, role_named
 
 try:
     import ray
@@ -19,6 +20,8 @@ except ImportError:
 from ray.exceptions import RayError
 from ray.util import list_named_actors
 from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
+
+log = logging.getLogger("pd.launcher")
 
 _CONNECT_TIMEOUT_S = 5.0
 _AUTH_MODE = "RAY_AUTH_MODE"  # Ray's processes read it
@@ -71,7 +74,7 @@ def end_fleet(config: Config, timeout_s: float) -> list[str]:
     """End every process of the fleet, whichever launcher started it. Returns their names. Raises ConfigError."""
     connect(config)
     try:
-        names = sorted(list_named_actors())
+        names = left_running()
         runners = [ray.get_actor(name) for name in names]
         stops: list[Any] = [runner.stop.remote(timeout_s) for runner in runners]
         if stops:
@@ -84,6 +87,17 @@ def end_fleet(config: Config, timeout_s: float) -> list[str]:
         return names
     finally:
         disconnect()
+
+
+def left_running() -> list[str]:
+    """Names of the fleet's processes on the cluster that we are connected to. Other actors in its namespace, which
+    anybody with access to the cluster can make, are left alone. Raises RayError, RuntimeError."""
+    found = sorted(list_named_actors())
+    ours = [name for name in found if frontend_named(name) is not None or role_named(name) is not None]
+    if len(ours) < len(found):
+        others = ", ".join(name for name in found if name not in ours)
+        log.warning("actors in this fleet's namespace that are none of its processes are left alone: %s", others)
+    return ours
 
 
 def group_name(config: Config, owner: str) -> str:

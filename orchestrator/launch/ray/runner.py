@@ -24,6 +24,7 @@ from orchestrator.launch.host.process import CannotRun, LocalProcess, ProcessSpe
 from orchestrator.launch.host.run_folder import base_folder
 from orchestrator.launch.machines import Setup
 from orchestrator.launch.ray.wire import Ended, NotStarted, Order, RunWorker, Started, decode_order, encode
+from orchestrator.process.own_files import make_folder, write_text
 
 _KEPT_LINES = 1000  # of output that no launcher has fetched
 _LOOK_EVERY_S = 5.0  # for shared memory that the process uses
@@ -80,12 +81,12 @@ class Runner:
         """Raises ConfigError, OSError."""
         adopt_orphans()
         host = ray.util.get_node_ip_address()
-        folder = base_folder() / f"{order.config.namespace}@{host}"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = base_folder() / f"{order.config.namespace}@{host}"  # its files have passwords and keys
+        make_folder(base_folder())
+        make_folder(folder)
         config = await asyncio.to_thread(self._on_this_node, order.config, host)
         file = folder / f"{order.name}.yaml"
-        file.touch(mode=0o600)  # the URL of Redis may carry a password
-        file.write_text(yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
+        write_text(file, yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
         setup = Setup(order.generation, config, file)
         if isinstance(order, RunWorker):
             spec = worker_spec(setup, order.role, order.name, Share())

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import io
 import json
 import signal
 import socket
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import pytest
 import typer
+from support_cli import SIM, orchestrator, refused
 from typer.testing import CliRunner
 
-from orchestrator.cli.main import COMMANDS, load, main
+from orchestrator.cli.main import COMMANDS, load
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.launch.host.run_folder import RunFolder, base_folder
 from orchestrator.store.client import connect
@@ -26,30 +25,7 @@ from orchestrator.store.fields import Launcher
 from orchestrator.store.registry import Registry
 
 ROOT = Path(__file__).parents[3]
-SIM = str(ROOT / "configs" / "sim-2p2d.yaml")
 TIMEOUT_S = 60
-
-
-def orchestrator(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The console script's function, in this process: another one for each would cost half a second."""
-    stdout, stderr = io.StringIO(), io.StringIO()
-    code: Any = 0
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
-        patch.setattr(sys, "argv", ["orchestrator", *arguments])
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code or 0
-    return subprocess.CompletedProcess(arguments, code, stdout.getvalue(), stderr.getvalue())
-
-
-def refused(*arguments: str) -> str:
-    """The one line on standard error."""
-    done = orchestrator(*arguments)
-    assert done.returncode == 2, done.stdout + done.stderr
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("orchestrator: "), done.stderr
-    return lines[0]
 
 
 def test_help_names_every_command():

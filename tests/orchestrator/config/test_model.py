@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.config import model as model_module
 from orchestrator.config.model import find_model, resolve_model
 from orchestrator.config.settings import ConfigError
+from orchestrator.process import own_files
 
 ROOT = Path(__file__).parents[3]
 
@@ -45,6 +48,53 @@ def test_a_conversion_that_fails_leaves_nothing_and_says_why(tmp_path, monkeypat
     with pytest.raises(ConfigError, match=r"could not be converted \(exit code 1\): ImportError: no torch today"):
         resolve_model("demo", lambda stage: None)
     assert [path.name for path in (tmp_path / "pd-orchestrator" / "models").iterdir() if path.is_dir()] == []
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The demo model's folder, made by a user whose group shares what has no other mode."""
+
+    def convert(gguf: Path, target: Path, say: object) -> None:
+        (target / "config.json").write_text("{}")
+        (target / "model.safetensors").write_text("weights")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(model_module, "_run_conversion", convert)
+    monkeypatch.setattr(model_module, "_gguf", lambda: Path("none"))
+    before = os.umask(0o002)
+    try:
+        folder = Path(resolve_model("demo", lambda stage: None))
+    finally:
+        os.umask(before)
+    assert resolve_model("demo") == str(folder), "nobody else may write it, whatever the umask was"
+    return folder
+
+
+@pytest.mark.parametrize("which", ["weights", "folder", "models", "cache"])
+def test_a_model_that_others_may_have_written_is_refused(made: Path, which: str):
+    """Weights, and code where a model has some."""
+    path = {"weights": made / "model.safetensors", "folder": made, "models": made.parent, "cache": made.parents[1]}[
+        which
+    ]
+    path.chmod(path.stat().st_mode | 0o020)
+    with pytest.raises(ConfigError, match=f"'demo': {path}: others than .* may write it .*, or set XDG_CACHE_HOME"):
+        resolve_model("demo")
+
+
+def test_another_users_model_is_refused_and_roots_is_not(made: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(own_files, "own_uid", lambda: 54_321)
+    monkeypatch.setattr(own_files, "_ROOT", os.geteuid())
+    assert resolve_model("demo") == str(made), "an image may have it"
+    monkeypatch.setattr(own_files, "_ROOT", 54_322)
+    with pytest.raises(ConfigError, match="'demo': .*: belongs to .*, or set XDG_CACHE_HOME"):
+        resolve_model("demo")
+
+
+def test_a_cache_may_be_on_another_disk(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "pd-orchestrator").symlink_to(made.parents[1])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "linked"))
+    assert resolve_model("demo") == str(made)
 
 
 @pytest.mark.vllm

@@ -75,7 +75,7 @@ class LeftRunning(LocalMachine):
     """As a machine on which an earlier launcher left workers, whose processes need not be looked at here."""
 
     async def left_running(self) -> list[str]:
-        return ["decode-0", "prefill-0", "prefill-1"]
+        return ["counter-1", "decode-0", "frontend-of-somebody", "prefill-0", "prefill-1"]
 
 
 async def test_launcher_takes_over_workers_of_dead_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import AsyncMock
 
+from support_wait import until
+
 from orchestrator.config.settings import parse_config
 from orchestrator.launch.frontend_pool import FrontendPool
 from orchestrator.launch.host.process import LocalProcess, ProcessSpec, adopt_orphans
@@ -24,33 +26,32 @@ DEADLINE_S = 30.0
 class Sleepers:
     """A machine whose frontends only sleep."""
 
-    def frontend_nodes(self) -> Sequence[str]:
-        return ("",)
+    def __init__(self) -> None:
+        self.nodes: Sequence[str] | None = ("",)
+
+    def frontend_nodes(self) -> Sequence[str] | None:
+        return self.nodes
 
     def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> LocalProcess:
         return LocalProcess(ProcessSpec(name, [sys.executable, "-c", "import time; time.sleep(60)"]), on_line)
 
 
+def pool_on(machines: Sleepers, heartbeat_s: float) -> FrontendPool:
+    tree = {
+        "model": "demo",
+        "engine": "sim",
+        "workers": {"timeout_s": 4 * heartbeat_s, "heartbeat_s": heartbeat_s},
+        "launcher": {"restart_backoff_s": 0.01},
+    }
+    config, registry = parse_config(tree), AsyncMock()
+    registry.frontends.return_value = {}
+    setup = Setup(0, config, Path("none"))
+    return FrontendPool(config, registry, machines, lambda *_: None, lambda _: None, setup)  # type: ignore[arg-type]
+
+
 async def test_a_frontend_that_is_silent_while_the_registry_works_is_started_again():
     adopt_orphans()
-    config = parse_config(
-        {
-            "model": "demo",
-            "engine": "sim",
-            "workers": {"timeout_s": 0.2, "heartbeat_s": 0.05},
-            "launcher": {"restart_backoff_s": 0.01},
-        }
-    )
-    registry = AsyncMock()
-    registry.frontends.return_value = {}
-    pool = FrontendPool(
-        config,
-        registry,
-        Sleepers(),
-        lambda *_: None,
-        lambda _: None,
-        Setup(0, config, Path("none")),  # type: ignore[arg-type]
-    )
+    pool = pool_on(Sleepers(), heartbeat_s=0.05)
 
     async def until_running(but: int = 0) -> int:
         async with asyncio.timeout(DEADLINE_S):
@@ -69,3 +70,22 @@ async def test_a_frontend_that_is_silent_while_the_registry_works_is_started_aga
     os.kill(first, signal.SIGSTOP)  # it answers nobody, and is not in the registry any more
     assert await until_running(but=first) != first
     await pool.close()
+
+
+async def test_frontends_that_were_taken_over_serve_on_while_the_machines_are_not_known():
+    """A cluster's head that does not answer once, at the start of the next launcher."""
+    adopt_orphans()
+    machines = Sleepers()
+    machines.nodes = None
+    pool = pool_on(machines, heartbeat_s=5.0)
+    pool.take_over(["frontend-0@10.0.0.2", "frontend-of-somebody"])
+    try:
+        (taken,) = pool.processes
+        await until(lambda: taken.pid, "it runs")
+        await pool.update(Snapshot())
+        assert not taken._stopping.is_set()
+        machines.nodes = []
+        await pool.update(Snapshot())
+        await until(lambda: not pool.processes, "its node is gone")
+    finally:
+        await pool.close()

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config.settings import parse_config
-from orchestrator.launch.host.redis_server import RedisServer
-from orchestrator.store.client import RedisAway
+from orchestrator.launch.host import redis_server
+from orchestrator.launch.host.redis_server import EmbeddedRedis, RedisServer
+from orchestrator.store.client import RedisAway, connect
 
 pytestmark = pytest.mark.slow  # a server of its own
 
@@ -31,5 +32,18 @@ async def test_launcher_waits_for_a_slow_redis(tmp_path: Path):
             await redis.ping()
     finally:
         os.kill(pid, signal.SIGCONT)
+        await redis.aclose()
+        await server.stop()
+
+
+@pytest.mark.parametrize(("has_bytes", "bound"), [(32 << 30, (32 << 30) // 10), (256 << 20, 64 << 20)])
+async def test_embedded_server_has_a_share_of_the_memory(tmp_path: Path, monkeypatch, has_bytes: int, bound: int):
+    monkeypatch.setattr(redis_server, "find_memory", lambda: has_bytes)
+    server = EmbeddedRedis()
+    redis = await connect(await server.start(tmp_path), 5.0)
+    try:
+        told = await redis.info("memory")
+        assert (told["maxmemory"], told["maxmemory_policy"]) == (bound, "noeviction")
+    finally:
         await redis.aclose()
         await server.stop()

@@ -124,6 +124,31 @@ async def test_functions_are_loaded_again_by_a_server_that_lost_them(redis):
     assert len(libraries) == 1
 
 
+async def test_an_emptied_server_compiles_a_library_once_for_all_its_clients(server):
+    """Each time takes a millisecond of the server's one thread: thousands of clients saw it away, and came again."""
+    admin = await connect(server.url, 30.0)
+    clients = [await connect(server.url, 30.0) for _ in range(200)]
+    try:
+        await asyncio.gather(*(client.call(QUEUE, "depth", "pd:{x}:") for client in clients))
+        await admin.execute_command("FUNCTION FLUSH")
+        await admin.execute_command("CONFIG RESETSTAT")
+        depths = await asyncio.gather(*(client.call(QUEUE, "depth", "pd:{x}:") for client in clients))
+        assert depths == [[0, 0, 0]] * len(clients)
+        loads = (await admin.info("commandstats"))["cmdstat_function|load"]
+        assert loads["calls"] - loads["failed_calls"] == 1, loads
+    finally:
+        for client in (admin, *clients):
+            await client.aclose()
+
+
+async def test_a_library_of_our_name_that_is_not_ours_is_replaced(redis):
+    name = QUEUE.name
+    function = f"redis.register_function('{name}_other', function() return 1 end)"
+    await redis.execute_command("FUNCTION FLUSH")
+    await redis.execute_command("FUNCTION LOAD", f"#!lua name={name}\n{function}")
+    assert await redis.call(QUEUE, "depth", "pd:{x}:") == [0, 0, 0]
+
+
 async def test_two_releases_on_one_server_call_their_own_functions(redis):
     assert await redis.call(QUEUE, "depth", "pd:{x}:") == [0, 0, 0]
     other = copy.copy(QUEUE)

@@ -62,7 +62,13 @@ async def test_doctor_checks_a_fleet(tmp_path: Path):
         registry, handle = Registry(redis, namespace), FleetHandle(namespace, server.url, None, None)
         found = {check.name: check async for check in redis_checks(handle)}
         assert found["Workers"].level == "fail", "nobody decodes"
-        assert found["Redis"].level == "ok" and found["Clock"].level == "ok"
+        assert found["Redis"].level == found["Clock"].level == found["Redis memory"].level == "ok"
+        await redis.config_set("maxmemory", 0)
+        found = {check.name: check async for check in redis_checks(handle)}
+        assert found["Redis memory"].level == "warn" and "set maxmemory below" in found["Redis memory"].fix
+        await redis.config_set("maxmemory-policy", "allkeys-lru")
+        found = {check.name: check async for check in redis_checks(handle)}
+        assert found["Redis memory"].level == "warn" and "noeviction" in found["Redis memory"].fix
         here = worker("p0")
         address = server.url.replace("redis://", "tcp://")  # something that listens
         await registry.join(msgspec.structs.replace(here, request_address=address), 60.0)

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from orchestrator.config.settings import parse_config
+from orchestrator.launch.host.process import ProcessSpec
+from orchestrator.launch.machines import Setup
+from orchestrator.process.own_files import make_folder
 from orchestrator.types import Role
 
 pytestmark = pytest.mark.slow  # imports Ray
 
 ray = pytest.importorskip("ray")
 from orchestrator.launch.ray import cluster as module  # noqa: E402
+from orchestrator.launch.ray import connection as connection_module  # noqa: E402
 from orchestrator.launch.ray import process as process_module  # noqa: E402
+from orchestrator.launch.ray import runner as runner_module  # noqa: E402
 from orchestrator.launch.ray.process import RayProcess  # noqa: E402
-from orchestrator.launch.ray.wire import RunWorker  # noqa: E402
+from orchestrator.launch.ray.wire import NotStarted, RunWorker, Started, decode_reply, encode  # noqa: E402
 
 CONFIG = parse_config(
     {"model": "m", "engine": "sim", "redis": {"url": "redis://h"}, "launcher": {"kind": "ray", "gpus_per_rank": 2}}
@@ -44,6 +51,81 @@ async def test_nodes_stay_known_while_the_head_does_not_answer(monkeypatch):
     monkeypatch.setattr(module.ray, "nodes", gone)
     await cluster.refresh()
     assert cluster.frontend_nodes() == ["10.0.0.2"]
+
+
+async def test_nodes_are_unknown_until_the_cluster_has_told_them(monkeypatch):
+    cluster = module.RayCluster(CONFIG)
+
+    def away() -> None:
+        raise ray.exceptions.RaySystemError("not yet")
+
+    monkeypatch.setattr(module.ray, "nodes", away)
+    await cluster.refresh()
+    assert cluster.frontend_nodes() is None
+    with pytest.raises(OSError, match="not known"):
+        cluster.frontend("frontend-0@10.0.0.2", 0, "10.0.0.2", Setup(0, CONFIG, Path("c")), lambda *_: None)
+    monkeypatch.setattr(module.ray, "nodes", list)
+    await cluster.refresh()
+    assert cluster.frontend_nodes() == []
+
+
+async def test_a_foreign_actor_is_none_of_the_fleets_processes(monkeypatch, caplog):
+    """Whoever may use the cluster may name one in our namespace."""
+    ours = ["decode-0", "frontend-0@10.0.0.2", "frontend-12@::1", "prefill-31"]
+    foreign = ["", "counter", "decode-", "decode-x", "frontend-@10.0.0.2", "frontend-a@b", "trainer-0"]
+    monkeypatch.setattr(connection_module, "list_named_actors", lambda: ours + foreign)
+    assert await module.RayCluster(CONFIG).left_running() == ours
+    assert "counter" in caplog.text and "left alone" in caplog.text
+    ended = []
+
+    class Actor:
+        class stop:
+            remote = staticmethod(lambda timeout_s: None)
+
+        def __init__(self, name: str) -> None:
+            assert name in ours, "a foreign actor was asked to stop"
+            self.name = name
+
+    monkeypatch.setattr(connection_module, "connect", lambda config: "")
+    monkeypatch.setattr(connection_module.ray, "get_actor", Actor)
+    monkeypatch.setattr(connection_module.ray, "wait", lambda *_, **__: None)
+    monkeypatch.setattr(connection_module.ray, "kill", lambda actor: ended.append(actor.name))
+    monkeypatch.setattr(connection_module, "placement_group_table", dict)
+    assert connection_module.end_fleet(CONFIG, 1.0) == ended == ours
+
+
+@pytest.fixture
+def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> runner_module.Runner:
+    """On a node at 10.0.0.2, where nothing is started."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(runner_module.ray.util, "get_node_ip_address", lambda: "10.0.0.2")
+    monkeypatch.setattr(runner_module, "find_model", lambda name, say: name)
+    spec = ProcessSpec("decode-0", [sys.executable, "-c", "pass"])
+    monkeypatch.setattr(runner_module, "worker_spec", lambda *_: spec)
+    return runner_module.Runner()
+
+
+@pytest.mark.parametrize("loose", ["pd-orchestrator", "pd-orchestrator/default@10.0.0.2"])
+async def test_a_runner_writes_no_password_where_others_may_read_it(runner, tmp_path: Path, loose: str):
+    folder = tmp_path / "pd-orchestrator" / "default@10.0.0.2"
+    folder.mkdir(parents=True)
+    (file := folder / "decode-0.yaml").touch()  # somebody waits for it
+    (tmp_path / loose).chmod(0o777)
+    reply = decode_reply(await runner.start(encode(RunWorker(CONFIG, "decode-0", Role.DECODE))))
+    assert isinstance(reply, NotStarted) and f"{tmp_path / loose}: others than" in reply.reason
+    assert file.read_text() == ""
+
+
+async def test_a_runner_replaces_a_file_that_was_there(runner, tmp_path: Path):
+    """Whoever made it may have it open."""
+    folder = tmp_path / "pd-orchestrator" / "default@10.0.0.2"
+    make_folder(folder)
+    (file := folder / "decode-0.yaml").touch(mode=0o666)
+    with file.open() as waiting:
+        reply = decode_reply(await runner.start(encode(RunWorker(CONFIG, "decode-0", Role.DECODE))))
+        assert isinstance(reply, Started) and waiting.read() == ""
+    await runner.wait()
+    assert not folder.exists()
 
 
 async def test_unwanted_placement_group_is_removed(monkeypatch):

@@ -1,0 +1,103 @@
+"""Folders and files that nobody but this user may have written: they are made so, and used only if they are so.
+
+Another user of the machine may put a folder, a file or a link where ours would be, in /tmp for instance, to be sent our
+keys or to name the processes that we end. Not responsible for the folders above, which the operator chooses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import stat
+from pathlib import Path
+from typing import IO, Any
+
+_FOLDER_MODE, _FILE_MODE = 0o700, 0o600
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_ROOT = 0
+
+
+class Foreign(OSError):
+    """Somebody else may have written this path. One line: the path, its owner or mode, and the mend."""
+
+
+def own_uid() -> int:
+    return os.geteuid()
+
+
+def check_own(path: Path, or_roots: bool = False) -> None:
+    """Raises FileNotFoundError where nothing is, and Foreign for a link, for what belongs to another user or what a
+    group or others may write. `or_roots`: what belongs to root is as good."""
+    _check(path, os.lstat(path), or_roots)
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder and those above it that are missing, for this user only. Raises OSError; Foreign if it is there
+    and `check_own` refuses it."""
+    if not path.parent.exists():
+        make_folder(path.parent)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(_FOLDER_MODE)
+    check_own(path)
+    if not path.is_dir():
+        raise NotADirectoryError(f"{path}: is no folder; remove it")
+
+
+def open_own(path: Path, mode: str = "r", **options: Any) -> IO[Any]:
+    """As `open`, for a file in a folder that is ours; a new file is for this user only. `w` empties a file before it is
+    known to be ours, so use `x` or `write_text`. Raises OSError, Foreign."""
+    check_own(path.parent)
+    with contextlib.suppress(FileNotFoundError):
+        check_own(path)  # `open` would only say that it is denied, or that there is a link
+    # A pipe in its place must not make us wait. On a plain file the flag has no effect.
+    flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    file = open(path, mode, opener=lambda name, given: os.open(name, given | flags, _FILE_MODE), **options)
+    try:
+        found = os.fstat(file.fileno())
+        _check(path, found)
+        if not stat.S_ISREG(found.st_mode):
+            raise Foreign(f"{path}: is no plain file; remove it")
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def read_text(path: Path) -> str:
+    """Raises OSError, Foreign, UnicodeDecodeError."""
+    with open_own(path) as file:
+        return str(file.read())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write the file anew: others see it as it was or whole, and none but this user can read it. Raises OSError,
+    Foreign."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    check_own(path.parent)
+    temporary.unlink(missing_ok=True)  # a writer that was killed left it
+    with open_own(temporary, "x") as file:
+        file.write(text)
+    temporary.replace(path)
+
+
+def _check(path: Path, found: os.stat_result, or_roots: bool = False) -> None:
+    if stat.S_ISLNK(found.st_mode):
+        raise Foreign(f"{path}: is a link, of {_named(found.st_uid)}; remove it")
+    owner, own = found.st_uid, own_uid()
+    if owner != own and not (or_roots and owner == _ROOT):
+        raise Foreign(
+            f"{path}: belongs to {_named(owner)}, and this is {_named(own)}; remove it, or work as {_named(owner)}"
+        )
+    if found.st_mode & _OTHERS_WRITE:
+        raise Foreign(
+            f"{path}: others than {_named(owner)} may write it (mode {stat.S_IMODE(found.st_mode):04o}); see whether "
+            f"they did, then `chmod go-w {path}`"
+        )
+
+
+def _named(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
