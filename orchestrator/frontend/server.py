@@ -45,7 +45,7 @@ from orchestrator.config.settings import Config, ConfigError, load_config
 from orchestrator.config.shared import differences, merged
 from orchestrator.frontend import tracing
 from orchestrator.frontend.access import Access
-from orchestrator.frontend.connections import BoundedHttp, FrontendServer, listen
+from orchestrator.frontend.connections import HURRIED_IDLE_END_S, IDLE_END_S, BoundedHttp, FrontendServer, listen
 from orchestrator.frontend.dashboard.routes import operator_routes, page_routes, stream_routes
 from orchestrator.frontend.detokenizer import use_backend
 from orchestrator.frontend.edge import EdgeMiddleware
@@ -281,7 +281,8 @@ async def until_told_to_end(
     if not (served.done() or connected.done()):
         log.info("draining: it takes no new connections")
         connection.drain()
-        drained = asyncio.create_task(server.drain([listener]))
+        idle_end_s = HURRIED_IDLE_END_S if told_to_end.is_set() else IDLE_END_S
+        drained = asyncio.create_task(server.drain([listener], idle_end_s))
         await asyncio.wait({served, connected, drained, ending}, return_when=asyncio.FIRST_COMPLETED)
         if told_to_end.is_set():  # unlike an order, a signal gives only so much time
             await asyncio.wait({served, connected, drained}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
