@@ -81,13 +81,13 @@ class EdgeMiddleware:
     """
 
     def __init__(self, app: Any, max_body_bytes: int, access: Access, begin_trace: BeginTrace | None = None) -> None:
-        self.app, self._max_body_bytes, self._access, self._begin_trace = app, max_body_bytes, access, begin_trace
+        self.app, self._max_body_bytes, self.access, self._begin_trace = app, max_body_bytes, access, begin_trace
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
-        admitted = self._access.admit(scope, time.monotonic())
+        admitted = self.access.admit(scope, time.monotonic())
         try:
             if scope["type"] == "http":
                 await self._serve(scope, receive, send, admitted)
@@ -153,7 +153,7 @@ class _Body:
         self.announced = int(length) if length.isdigit() else 0
         self._received = 0
         # Of a body with files only parts are text.
-        self._parts: list[bytes] | None = None if kind.startswith(b"multipart/") else []
+        self._parts: list[bytes] | None = None if kind.lower().startswith(b"multipart/") else []
 
     async def __call__(self) -> MutableMapping[str, Any]:
         message: MutableMapping[str, Any] = await self._receive()
@@ -208,7 +208,8 @@ class Reply:
         if self._refused:
             return  # the app goes on to answer, but the refusal has been sent
         if message["type"] == "http.response.start":
-            if any(k.lower() == b"content-type" and v.startswith(b"text/event-stream") for k, v in message["headers"]):
+            kinds = [value.lower() for name, value in message["headers"] if name.lower() == b"content-type"]
+            if any(kind.startswith(b"text/event-stream") for kind in kinds):
                 self._held = message
             else:
                 await self._start(message)

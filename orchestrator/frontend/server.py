@@ -229,6 +229,7 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, told_to_end.set)
     served = asyncio.create_task(server.serve(sockets=[listener]))
+    following = asyncio.create_task(app.access.follow_keys())
     url = advertised_url(config, listener.getsockname()[:2], redis_url)
     while not (server.started or served.done()):  # once announced, it may replace a frontend that leaves
         await asyncio.sleep(_LOOK_S)
@@ -237,6 +238,7 @@ async def serve(
     await until_told_to_end(server, listener, served, connected, connection, told_to_end, drain_s)
     server.should_exit = True
     await served
+    following.cancel()
     connected.cancel()
     try:
         await connected  # raises the error that ended it: the process ends with an error and is restarted
