@@ -50,6 +50,7 @@ from orchestrator.frontend.dashboard.routes import operator_routes, page_routes,
 from orchestrator.frontend.detokenizer import use_backend
 from orchestrator.frontend.edge import EdgeMiddleware
 from orchestrator.frontend.engine import FleetCore, FleetLLM
+from orchestrator.frontend.media import fetch_public_only
 from orchestrator.frontend.pages import FleetCollector, fleet_routes
 from orchestrator.frontend.plain import route, streaming
 from orchestrator.frontend.vllm_codec import VllmCodec
@@ -103,6 +104,7 @@ def build_vllm_config(config: Config) -> tuple[argparse.Namespace, VllmConfig]:
     """The arguments of vLLM's server, and vLLM's configuration. Raises ConfigError for arguments that vLLM refuses."""
     os.environ["VLLM_MAX_N_SEQUENCES"] = str(config.limits.max_n)  # vLLM checks each request by it
     use_backend(config.frontend.tokenizer_backend)
+    fetch_public_only(config.frontend.host)
     if config.engine == "sim":
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # nothing is computed, so any length is allowed
     parser = make_arg_parser(ServerParser())
