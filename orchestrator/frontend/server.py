@@ -45,6 +45,7 @@ from orchestrator.config.settings import Config, ConfigError, load_config
 from orchestrator.config.shared import differences, merged
 from orchestrator.frontend import tracing
 from orchestrator.frontend.access import Access
+from orchestrator.frontend.bodies import refuse_what_trips
 from orchestrator.frontend.connections import HURRIED_IDLE_END_S, IDLE_END_S, BoundedHttp, FrontendServer, listen
 from orchestrator.frontend.dashboard.routes import operator_routes, page_routes, stream_routes
 from orchestrator.frontend.detokenizer import use_backend
@@ -161,6 +162,7 @@ async def build_server_app(
         await init_app_state(engine, app.state, args, tasks)
     except Exception as error:
         raise _refused(config, error) from error
+    refuse_what_trips(app)
     streaming.watch(app, args)
     route.install(app, args)
     registry = get_prometheus_registry()
