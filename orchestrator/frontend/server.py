@@ -45,15 +45,15 @@ from orchestrator.config.settings import Config, ConfigError, load_config
 from orchestrator.config.shared import differences, merged
 from orchestrator.frontend import tracing
 from orchestrator.frontend.access import Access
-from orchestrator.frontend.bodies import refuse_what_trips
-from orchestrator.frontend.connections import HURRIED_IDLE_END_S, IDLE_END_S, BoundedHttp, FrontendServer, listen
 from orchestrator.frontend.dashboard.routes import operator_routes, page_routes, stream_routes
 from orchestrator.frontend.detokenizer import use_backend
 from orchestrator.frontend.edge import EdgeMiddleware
 from orchestrator.frontend.engine import FleetCore, FleetLLM
-from orchestrator.frontend.media import fetch_public_only
 from orchestrator.frontend.pages import FleetCollector, fleet_routes
 from orchestrator.frontend.plain import route, streaming
+from orchestrator.frontend.untrusted.bodies import refuse_what_trips
+from orchestrator.frontend.untrusted.connections import BoundedHttp, FrontendServer, listen
+from orchestrator.frontend.untrusted.media import fetch_public_only
 from orchestrator.frontend.vllm_codec import VllmCodec
 from orchestrator.frontend.wiring import FleetConnection, unless_ended
 from orchestrator.process.parent import die_with_parent, report_exit
@@ -287,8 +287,7 @@ async def until_told_to_end(
     if not (served.done() or connected.done()):
         log.info("draining: it takes no new connections")
         connection.drain()
-        idle_end_s = HURRIED_IDLE_END_S if told_to_end.is_set() else IDLE_END_S
-        drained = asyncio.create_task(server.drain([listener], idle_end_s))
+        drained = asyncio.create_task(server.drain([listener], hurried=told_to_end.is_set()))
         await asyncio.wait({served, connected, drained, ending}, return_when=asyncio.FIRST_COMPLETED)
         if told_to_end.is_set():  # unlike an order, a signal gives only so much time
             await asyncio.wait({served, connected, drained}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)

@@ -20,8 +20,14 @@ pytest.importorskip("httptools")
 import uvicorn
 import uvloop
 
-from orchestrator.frontend import connections
-from orchestrator.frontend.connections import MAX_HEAD_BYTES, BoundedHttp, FrontendServer, listen, stop_accepting
+from orchestrator.frontend.untrusted import connections
+from orchestrator.frontend.untrusted.connections import (
+    MAX_HEAD_BYTES,
+    BoundedHttp,
+    FrontendServer,
+    listen,
+    stop_accepting,
+)
 
 ENDLESS = 16 * MAX_HEAD_BYTES
 HEAD = b"POST / HTTP/1.1\r\nhost: h\r\n"
@@ -305,16 +311,19 @@ class Gated:
 
 
 @pytest.mark.parametrize("begins", [True, False], ids=["answer begun", "answer not begun"])
-async def test_draining_frontend_closes_no_connection_without_having_said_so(begins: bool) -> None:
+async def test_draining_frontend_closes_no_connection_without_having_said_so(
+    begins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The client sends its next request right after the last byte of an answer that could not say that it is the last;
     meanwhile idle connections have been closed."""
+    monkeypatch.setattr(connections, "_IDLE_END_S", 0.5)
     gated = Gated(begins)
     async with asyncio.timeout(30), served(gated) as (server, listener):
         address = listener.getsockname()
         (idle, idle_writer), (reader, writer) = [await asyncio.open_connection(*address) for _ in range(2)]
         await send(writer, ASKED_TO_STAY)
         await gated.asked.wait()
-        draining = asyncio.create_task(server.drain([listener], 0.5))
+        draining = asyncio.create_task(server.drain([listener]))
         assert await idle.read() == b""
         gated.go_on.set()
         head = await reader.readuntil(b"\r\n\r\n")

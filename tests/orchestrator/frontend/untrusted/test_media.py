@@ -17,8 +17,8 @@ from vllm import envs
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
-from orchestrator.frontend import media
-from orchestrator.frontend.media import fetch_public_only
+from orchestrator.frontend.untrusted import media
+from orchestrator.frontend.untrusted.media import fetch_public_only
 
 pytestmark = pytest.mark.vllm
 

@@ -12,7 +12,7 @@ pytest.importorskip("fastapi")
 from fastapi import FastAPI
 from pydantic import BaseModel, model_validator
 
-from orchestrator.frontend.bodies import refuse_what_trips
+from orchestrator.frontend.untrusted.bodies import refuse_what_trips
 
 
 class Asked(BaseModel):

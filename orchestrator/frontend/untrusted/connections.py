@@ -37,7 +37,7 @@ _HANDSHAKE_S = 0.2  # a connection that has begun is made within this time: a fe
 _ACCEPT_S = 2.0  # and accepted within this time more
 # How long a connection has no request before a server that drains closes it. Unhurried, clients made with httpx, as
 # OpenAI's are, have closed it: they keep one for 5 s (https://www.python-httpx.org/advanced/resource-limits/).
-IDLE_END_S, HURRIED_IDLE_END_S = 6.0, 2.0
+_IDLE_END_S, _HURRIED_IDLE_END_S = 6.0, 2.0
 _LOOK_S = 0.1
 _LOOK_PART = 0.1  # of the time that clients have: how often they are looked at
 _SO_ATTACH_FILTER = 26  # asm-generic/socket.h
@@ -120,13 +120,14 @@ class FrontendServer(uvicorn.Server):
                     connection.transport.abort()  # to close it would wait until the client has read
         return await super().on_tick(counter)
 
-    async def drain(self, listeners: Sequence[socket.socket], idle_end_s: float = IDLE_END_S) -> None:
+    async def drain(self, listeners: Sequence[socket.socket], hurried: bool = False) -> None:
         """Take no new connections, close each one after an answer that says so, and return when none is left.
 
         The kernel resets the connections in a listener's queue when the listener is closed, so they are accepted first.
         An answer that has begun cannot say any more that it is the last. Its connection stays open: the next answer
-        says so, or the connection is closed when it has been idle for `idle_end_s`.
+        says so, or the connection is closed when it has been idle for a while, a shorter one if `hurried`.
         """
+        idle_end_s = _HURRIED_IDLE_END_S if hurried else _IDLE_END_S
         self.draining = True
         ends = (b"connection", b"close")
         self.config.encoded_headers.append(ends)
