@@ -234,6 +234,12 @@ class BoundedHttp(HttpToolsProtocol):
                 )
             self.transport.close()
 
+    def handle_websocket_upgrade(self) -> None:
+        super().handle_websocket_upgrade()
+        # It has been given the whole head, and says nothing of one that it cannot read, as that of a POST.
+        if not getattr(self.transport.get_protocol(), "handshake_initiated", True):
+            self.send_400_response("Invalid WebSocket request.")
+
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         self._unfinished = 0

@@ -113,6 +113,25 @@ async def test_request_within_limits_is_served() -> None:
             assert await reader.readexactly(len(length)) == length
 
 
+UPGRADE = b"host: h\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        b"POST / HTTP/1.1\r\n" + UPGRADE + b"content-length: 2\r\n\r\n{}",
+        b"GET / HTTP/1.1\r\n" + UPGRADE + b"content-length: 2\r\n\r\n{}",
+        b"GET / HTTP/1.1\r\n" + UPGRADE + b"x: " + b"a" * 20_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + UPGRADE + b"\r\n",
+    ],
+    ids=["POST", "body", "long header", "no key"],
+)
+async def test_what_cannot_become_a_websocket_is_refused_at_once(asked: bytes) -> None:
+    async with asyncio.timeout(30), connected() as (reader, writer):
+        await send(writer, asked)
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+
+
 CLIENT_S = 0.5
 WITH_BODY = HEAD + b"content-length: 1000\r\n\r\n"
 
