@@ -60,7 +60,7 @@ _CHANGES_NOTHING = frozenset({"GET", "HEAD", "OPTIONS"})  # RFC 9110, 9.2.1; vLL
 class Refusal(msgspec.Struct, frozen=True):
     """The HTTP answer to a request that is not accepted."""
 
-    status: int  # 400, 401, 403, 413, 429 or 503
+    status: int  # 400, 401, 403, 413, 429, 500 or 503
     message: str
     retry_after_s: float | None = None
     headers: tuple[tuple[bytes, bytes], ...] = ()  # of the answer

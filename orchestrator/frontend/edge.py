@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import re
 import time
@@ -18,6 +19,8 @@ from starlette.requests import ClientDisconnect
 from orchestrator.frontend.access import Access, Admission, Refusal
 from orchestrator.telemetry.request_line import RequestLine
 
+log = logging.getLogger("pd.frontend")
+
 MAX_REQUEST_ID_LENGTH = 200
 _POLICY_VIOLATION = 1008  # RFC 6455
 # Text of JSON up to the first escape of half a surrogate pair: no character, and tokenizers raise at it.
@@ -25,6 +28,7 @@ _PAIRED = re.compile(
     rb"""(?: [^\\]++ | \\u(?![dD][89a-fA-F]) | \\u[dD][89abAB]..\\u[dD][c-fC-F] | \\[^u] )*+""", re.DOTALL | re.VERBOSE
 )
 _ESCAPED = re.compile(rb"\\u[dD][89a-fA-F]")
+_FAILED = HTTPStatus.INTERNAL_SERVER_ERROR
 _ENDING = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "this frontend is ending: ask again", 1.0)
 
 
@@ -132,6 +136,11 @@ class EdgeMiddleware:
         except asyncio.CancelledError:  # uvicorn cancels requests that still run after its graceful shutdown
             if not await reply.refuse(_ENDING):
                 raise
+        except Exception as error:  # nothing has been sent if the app began an event stream and had no event
+            cause = error.__cause__ or error
+            if not await reply.refuse(Refusal(_FAILED, f"the answer failed: {type(cause).__name__}: {cause}")):
+                raise
+            log.error("request %s failed", context.request_id, exc_info=error)
         finally:
             current.reset(token)
             context.reply = context.stream = None  # they refer to each other: break the cycle

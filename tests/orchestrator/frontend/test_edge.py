@@ -253,3 +253,18 @@ async def test_requests_after_grace_get_503(app):
         await serving
     assert answered.status_code == 503 and answered.headers["retry-after"] == "1"
     assert answered.json()["error"]["message"] == "this frontend is ending: ask again"
+
+
+async def test_stream_that_fails_before_its_first_event_is_a_500_that_says_why():
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"Text/Event-Stream")]})
+        try:
+            raise ValueError("no such answer")
+        except ValueError as error:
+            raise RuntimeError("response already started") from error
+
+    transport = httpx.ASGITransport(edge.EdgeMiddleware(app, 1000, Access(SecurityConfig(), LimitsConfig())))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as asked:
+        answer = await asked.post("/v1/responses", headers={"x-request-id": "mine"})
+    assert (answer.status_code, answer.headers["x-request-id"]) == (500, "mine")
+    assert answer.json()["error"]["message"] == "the answer failed: ValueError: no such answer"
