@@ -6,6 +6,7 @@ import asyncio
 import base64
 import os
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -173,7 +174,7 @@ async def test_key_file_on_a_mount_that_hangs_holds_nobody_up(tmp_path, monkeypa
             assert answers.wait(30)
         return stat(path)
 
-    monkeypatch.setattr(access.os, "stat", hangs)
+    monkeypatch.setattr(access, "os", SimpleNamespace(stat=hangs))
     following = asyncio.create_task(kept.follow_keys())
     await until(reading.is_set)
     assert isinstance(kept.admit(scope("/v1/models", "first"), 0.0), Admission)
