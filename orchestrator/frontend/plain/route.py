@@ -87,7 +87,7 @@ def install(app: FastAPI, args: Namespace) -> None:
 
 def _is_plain(scope: Scope) -> bool:
     content_type = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
-    return scope["method"] == "POST" and content_type.lower() in _JSON
+    return scope["method"] == "POST" and content_type in _JSON
 
 
 def _take_token_ids(values: dict[str, Any]) -> list[int] | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -303,6 +304,7 @@ async def test_draining_listener_completes_handshakes_only() -> None:
 def test_frontend_drains_without_socket_filters(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING, "pd")
     monkeypatch.setattr(connections, "_SO_ATTACH_FILTER", 9999)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         stop_accepting(listener)
