@@ -1,7 +1,7 @@
 # make up         install once, then serve the demo model on this machine's CPU until Ctrl-C
 # make check      before every commit: lint (ruff, mypy) and test-fast (what needs no vLLM and is not slow)
 # make test       the whole suite but for test-topology, which starts engines of several ranks; format: let ruff fix it
-# make test-vllm-api  vLLM's own server tests, against a fleet and against a plain server
+# make test-vllm-api  vLLM's own server tests, against a fleet and against a plain server; fuzz: hostile HTTP requests
 # make bench-kv   KV transfer figures; bench-policy: policy and queue figures; bench-peers: beside the field;
 #                 chaos: faults under load, two hours; soak: half an hour
 
@@ -17,7 +17,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
 # Asked only where the configured index offers no CPU build of torch.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: up venv model check test test-fast test-slow test-topology test-vllm-api lint format bench-kv bench-policy bench-peers chaos soak clean
+.PHONY: up venv model check test test-fast test-slow test-topology test-vllm-api fuzz lint format bench-kv bench-policy bench-peers chaos soak clean
 
 up: venv
 	@$(BIN)/orchestrator up $(CONFIG)
@@ -52,7 +52,10 @@ test-slow: model
 	$(BIN)/pytest -m "(vllm or slow) and not topology" -n 3 --dist loadfile --no-loadscope-reorder
 
 test-vllm-api: model
-	cd tests && ../$(BIN)/python -m vllm_api --output ../benchmarks/results/vllm_api.txt
+	PYTHONPATH=tests $(BIN)/python -m vllm_api --output benchmarks/results/vllm_api.txt
+
+fuzz: model
+	PYTHONPATH=tests $(BIN)/python -m http_fuzz --output benchmarks/results/fuzz.json
 
 test-topology: venv
 	$(BIN)/pytest -m topology tests/e2e/test_topology.py tests/e2e/test_ray.py tests/e2e/test_ray_real.py

@@ -77,7 +77,7 @@ class Agent:
         if engine_info is None:
             return EXIT_LEFT
         self._keys = KeyPair.new() if self._config.security.mesh == "curve" else None
-        self._transport = WorkerTransport(self._listening, keys=self._keys, find_frontend=self._registry.frontend_of)
+        self._transport = WorkerTransport(self._listening, keys=self._keys, find_frontends=self._registry.frontends_of)
         self.info = self._describe(engine_info, started_at)
         self._build(self.info)
         return await self._serve()

@@ -12,6 +12,7 @@ from typing import Any
 from orchestrator.config.access import read_api_keys
 from orchestrator.config.settings import Config, ConfigError
 
+MEDIA_CONNECTOR = "VLLM_MEDIA_CONNECTOR"  # vLLM's variable: what fetches the media that a request names by URL
 _NO_ACCESS_LOG = "frontends write no access log; each request has a line of the logger pd.request"
 _PARSER = "frontends parse HTTP with httptools, whose limits are fixed; limit headers in a proxy"
 _SUPERVISOR = "the launcher supervises the fleet; remove it"

@@ -2,22 +2,28 @@
 
 A request counts for the completions that it makes, its prompts times `n`, since each is a request to the engines.
 
-Paths are of three kinds: health needs no key, clients' paths need an API key, all others need the operator's key.
+Paths are of three kinds: health needs no key, clients' paths need an API key, all others need the operator's key. A
+page of another site may not use the last kind through its visitor's browser, whether there are keys or not.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
+import contextlib
 import hashlib
 import hmac
+import ipaddress
 import logging
 import math
 import os
 import secrets
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeAlias, TypeVar, cast
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -31,6 +37,9 @@ from orchestrator.config.settings import ConfigError
 
 log = logging.getLogger("pd.frontend")
 
+T = TypeVar("T")
+FileState: TypeAlias = "tuple[int, int, int]"  # inode, time of modification in ns, bytes
+
 OPEN = frozenset({"/health", "/ready", "/ping"})
 CLIENT_PREFIXES = ("/v1/", "/v2/", "/cohere/")
 CLIENT = frozenset(
@@ -41,15 +50,17 @@ CLIENT = frozenset(
 OPERATOR = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 
 _FILE_CHECK_S = 1.0
+_FILE_SLOW_S = 10.0  # then it is logged that the file cannot be read
 # A browser's CORS preflight has these headers and no key, and the CORS middleware answers it. Any other OPTIONS request
 # reaches mounted apps, which may handle it like a GET, as vLLM's /metrics does.
 _PREFLIGHT = frozenset({b"origin", b"access-control-request-method"})
+_CHANGES_NOTHING = frozenset({"GET", "HEAD", "OPTIONS"})  # RFC 9110, 9.2.1; vLLM keeps to it
 
 
 class Refusal(msgspec.Struct, frozen=True):
     """The HTTP answer to a request that is not accepted."""
 
-    status: int  # 400, 401, 413, 429 or 503
+    status: int  # 400, 401, 403, 413, 429, 500 or 503
     message: str
     retry_after_s: float | None = None
     headers: tuple[tuple[bytes, bytes], ...] = ()  # of the answer
@@ -66,6 +77,11 @@ _NEEDS_OPERATOR = Refusal(
     "launcher's run folder)",
     # A browser then asks its user for the key, as a password, and sends it with every request of the dashboard.
     headers=((b"www-authenticate", b'Basic realm="operator, with the operator\'s key as password", charset="UTF-8"'),),
+)
+_OTHER_SITE = Refusal(
+    HTTPStatus.FORBIDDEN,
+    "orders are taken from this server's own pages, not from another site's; pages under a host name need "
+    "security.operator_key",
 )
 
 
@@ -111,7 +127,7 @@ class Admission:
 
 
 class Access:
-    """Call `admit` for each request."""
+    """Call `admit` for each request, and run `follow_keys` beside."""
 
     def __init__(self, security: SecurityConfig, limits: LimitsConfig, root_path: str = "") -> None:
         """`root_path`: the prefix of paths, unless a proxy removes it. Raises ConfigError for an unreadable file."""
@@ -122,10 +138,9 @@ class Access:
         self._protected = is_protected(security)
         self._clients: frozenset[bytes] = frozenset()
         self._usages: dict[bytes, Usage] = {}
-        self._file_state: tuple[int, int, int] | None = None
-        self._checked_at = -_FILE_CHECK_S
+        self._file_state: FileState | None = None
         try:
-            self._read()
+            self._use(self._read())
         except (OSError, ValueError) as error:
             raise ConfigError(f"security.api_keys_file: expected a file of keys, one per line: {error}") from None
 
@@ -137,15 +152,19 @@ class Access:
         headers = dict(reversed(scope["headers"]))  # of headers with the same name the first counts
         if scope.get("method") == "OPTIONS" and headers.keys() >= _PREFLIGHT:
             return Admission(self._limits)
-        self._reload_keys(now)
+        changing = scope.get("method") not in _CHANGES_NOTHING
+        closed = self._protected or self._operator is not None
+        foreign = changing and _is_of_another_site(headers, closed)
         given = self._mac(_key_of(headers))
-        password = self._mac(_password_of(headers, scope.get("method", "")))
+        # A browser sends a password with every request to this server, whichever page made it.
+        password = self._mac(b"" if foreign else _password_of(headers))
         is_operator = self._operator is not None and any(
             hmac.compare_digest(mac, self._operator) for mac in (given, password)
         )
         if path in OPERATOR or not (path in CLIENT or path.startswith(CLIENT_PREFIXES)):
-            closed = self._protected or self._operator is not None
-            return _NEEDS_OPERATOR if closed and not is_operator else Admission(self._limits)
+            if closed and not is_operator:
+                return _NEEDS_OPERATOR
+            return _OTHER_SITE if foreign and not is_operator else Admission(self._limits)
         if self._protected and not is_operator and given not in self._clients:
             return _NEEDS_KEY
         if scope.get("method") == "GET" or is_operator:
@@ -156,30 +175,63 @@ class Access:
         usage = self._usages.setdefault(key, Usage(allowance=self._limits.per_minute_per_key or math.inf, at=now))
         return _take(usage, self._limits, 1, 1, now) or Admission(self._limits, usage)
 
-    def _reload_keys(self, now: float) -> None:
-        if self._security.api_keys_file is None or now - self._checked_at < _FILE_CHECK_S:
-            return
-        self._checked_at = now
-        try:
-            self._read()
-        except (OSError, ValueError) as error:
-            if self._file_state is not None:
-                log.error("security.api_keys_file: %s; the keys of before stay valid", error)
-            self._file_state = None
+    async def follow_keys(self) -> None:
+        """Take the keys of `api_keys_file` whenever it has changed, until cancelled. A thread of its own reads it: the
+        file may lie on a mount that hangs."""
+        while self._security.api_keys_file is not None:
+            await asyncio.sleep(_FILE_CHECK_S)
+            reading = _in_thread(self._read)
+            await asyncio.wait({reading}, timeout=_FILE_SLOW_S)
+            if not reading.done():
+                log.error("security.api_keys_file: not read within %g s; the keys of before stay valid", _FILE_SLOW_S)
+            try:
+                self._use(await reading)
+            except (OSError, ValueError) as error:
+                if self._file_state is not None:
+                    log.error("security.api_keys_file: %s; the keys of before stay valid", error)
+                self._file_state = None
 
-    def _read(self) -> None:
+    def _read(self) -> tuple[frozenset[bytes], FileState | None] | None:
+        """The MACs of all keys and the state of their file; None if that is the same. Raises OSError, ValueError."""
         state = None
         if (path := self._security.api_keys_file) is not None:
             found = os.stat(path)
             state = (found.st_ino, found.st_mtime_ns, found.st_size)
             if state == self._file_state:
-                return
-        keys = read_api_keys(self._security)
-        self._clients, self._file_state = frozenset(self._mac(key.encode()) for key in keys), state
-        self._usages = {key: usage for key, usage in self._usages.items() if key in self._clients or not key}
+                return None
+        return frozenset(self._mac(key.encode()) for key in read_api_keys(self._security)), state
+
+    def _use(self, read: tuple[frozenset[bytes], FileState | None] | None) -> None:
+        if read is not None:
+            self._clients, self._file_state = read
+            self._usages = {key: usage for key, usage in self._usages.items() if key in self._clients or not key}
 
     def _mac(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._mac_key).digest()
+
+
+def _in_thread(read: Callable[[], T]) -> asyncio.Future[T]:
+    """What `read` returns or raises, in a thread that the process does not wait for when it ends."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def tell(value: T | None, error: BaseException | None) -> None:
+        if error is not None and not result.done():
+            result.set_exception(error)
+        elif not result.done():
+            result.set_result(cast(T, value))
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = read()
+        except Exception as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            loop.call_soon_threadsafe(tell, value, error)
+
+    threading.Thread(target=run, name="pd-read", daemon=True).start()
+    return result
 
 
 def _take(usage: Usage, limits: LimitsConfig, more: int, whole: int, now: float) -> Refusal | None:
@@ -222,16 +274,41 @@ def _key_of(headers: Mapping[bytes, bytes]) -> bytes:
     return token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
 
 
-def _password_of(headers: Mapping[bytes, bytes], method: str) -> bytes:
-    """The password of basic authentication, as browsers send it. Empty if there is none, or if a page of another site
-    sent the request and it is not a GET."""
+def _password_of(headers: Mapping[bytes, bytes]) -> bytes:
+    """The password of basic authentication, as browsers send it; empty if there is none."""
     scheme, _, encoded = headers.get(b"authorization", b"").partition(b" ")
-    origin = headers.get(b"origin")
-    if scheme.lower() != b"basic" or (
-        method != "GET" and origin is not None and origin.partition(b"://")[2] != headers.get(b"host")
-    ):
+    if scheme.lower() != b"basic":
         return b""
     try:
         return base64.b64decode(encoded, validate=True).partition(b":")[2]
     except binascii.Error:
         return b""
+
+
+def _is_of_another_site(headers: Mapping[bytes, bytes], closed: bool) -> bool:
+    """Whether a browser sent the request for a page that is not this server's.
+
+    The owner of a host name can make it lead here after their page was loaded (DNS rebinding). A browser sends a key
+    only to the name that it was entered for. Without a key (not `closed`) only pages of an IP address or of localhost
+    are ours.
+    """
+    if headers.get(b"sec-fetch-site", b"none") not in (b"same-origin", b"none"):
+        return True
+    origin = headers.get(b"origin")
+    if origin is None:
+        return False
+    try:
+        site = urlsplit(origin.decode("latin-1"))
+        name = site.hostname or ""
+    except ValueError:
+        return True
+    ours = site.netloc.lower() == headers.get(b"host", b"").decode("latin-1").lower()
+    return not ours or not (closed or _is_address_or_localhost(name))
+
+
+def _is_address_or_localhost(name: str) -> bool:
+    """Whether it is an IP address or localhost, and not a name that somebody else can make lead here."""
+    try:
+        return name == "localhost" or bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import re
 import time
@@ -18,6 +19,8 @@ from starlette.requests import ClientDisconnect
 from orchestrator.frontend.access import Access, Admission, Refusal
 from orchestrator.telemetry.request_line import RequestLine
 
+log = logging.getLogger("pd.frontend")
+
 MAX_REQUEST_ID_LENGTH = 200
 _POLICY_VIOLATION = 1008  # RFC 6455
 # Text of JSON up to the first escape of half a surrogate pair: no character, and tokenizers raise at it.
@@ -25,6 +28,7 @@ _PAIRED = re.compile(
     rb"""(?: [^\\]++ | \\u(?![dD][89a-fA-F]) | \\u[dD][89abAB]..\\u[dD][c-fC-F] | \\[^u] )*+""", re.DOTALL | re.VERBOSE
 )
 _ESCAPED = re.compile(rb"\\u[dD][89a-fA-F]")
+_FAILED = HTTPStatus.INTERNAL_SERVER_ERROR
 _ENDING = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "this frontend is ending: ask again", 1.0)
 
 
@@ -81,13 +85,13 @@ class EdgeMiddleware:
     """
 
     def __init__(self, app: Any, max_body_bytes: int, access: Access, begin_trace: BeginTrace | None = None) -> None:
-        self.app, self._max_body_bytes, self._access, self._begin_trace = app, max_body_bytes, access, begin_trace
+        self.app, self._max_body_bytes, self.access, self._begin_trace = app, max_body_bytes, access, begin_trace
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
-        admitted = self._access.admit(scope, time.monotonic())
+        admitted = self.access.admit(scope, time.monotonic())
         try:
             if scope["type"] == "http":
                 await self._serve(scope, receive, send, admitted)
@@ -132,6 +136,11 @@ class EdgeMiddleware:
         except asyncio.CancelledError:  # uvicorn cancels requests that still run after its graceful shutdown
             if not await reply.refuse(_ENDING):
                 raise
+        except Exception as error:  # nothing has been sent if the app began an event stream and had no event
+            cause = error.__cause__ or error
+            if not await reply.refuse(Refusal(_FAILED, f"the answer failed: {type(cause).__name__}: {cause}")):
+                raise
+            log.error("request %s failed", context.request_id, exc_info=error)
         finally:
             current.reset(token)
             context.reply = context.stream = None  # they refer to each other: break the cycle
@@ -153,7 +162,7 @@ class _Body:
         self.announced = int(length) if length.isdigit() else 0
         self._received = 0
         # Of a body with files only parts are text.
-        self._parts: list[bytes] | None = None if kind.startswith(b"multipart/") else []
+        self._parts: list[bytes] | None = None if kind.lower().startswith(b"multipart/") else []
 
     async def __call__(self) -> MutableMapping[str, Any]:
         message: MutableMapping[str, Any] = await self._receive()
@@ -208,7 +217,8 @@ class Reply:
         if self._refused:
             return  # the app goes on to answer, but the refusal has been sent
         if message["type"] == "http.response.start":
-            if any(k.lower() == b"content-type" and v.startswith(b"text/event-stream") for k, v in message["headers"]):
+            kinds = [value.lower() for name, value in message["headers"] if name.lower() == b"content-type"]
+            if any(kind.startswith(b"text/event-stream") for kind in kinds):
                 self._held = message
             else:
                 await self._start(message)

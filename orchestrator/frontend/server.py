@@ -45,13 +45,15 @@ from orchestrator.config.settings import Config, ConfigError, load_config
 from orchestrator.config.shared import differences, merged
 from orchestrator.frontend import tracing
 from orchestrator.frontend.access import Access
-from orchestrator.frontend.connections import BoundedHttp, FrontendServer, listen
 from orchestrator.frontend.dashboard.routes import operator_routes, page_routes, stream_routes
 from orchestrator.frontend.detokenizer import use_backend
 from orchestrator.frontend.edge import EdgeMiddleware
 from orchestrator.frontend.engine import FleetCore, FleetLLM
 from orchestrator.frontend.pages import FleetCollector, fleet_routes
 from orchestrator.frontend.plain import route, streaming
+from orchestrator.frontend.untrusted.bodies import refuse_what_trips
+from orchestrator.frontend.untrusted.connections import BoundedHttp, FrontendServer, listen
+from orchestrator.frontend.untrusted.media import fetch_public_only
 from orchestrator.frontend.vllm_codec import VllmCodec
 from orchestrator.frontend.wiring import FleetConnection, unless_ended
 from orchestrator.process.parent import die_with_parent, report_exit
@@ -103,6 +105,7 @@ def build_vllm_config(config: Config) -> tuple[argparse.Namespace, VllmConfig]:
     """The arguments of vLLM's server, and vLLM's configuration. Raises ConfigError for arguments that vLLM refuses."""
     os.environ["VLLM_MAX_N_SEQUENCES"] = str(config.limits.max_n)  # vLLM checks each request by it
     use_backend(config.frontend.tokenizer_backend)
+    fetch_public_only(config.frontend.host)
     if config.engine == "sim":
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # nothing is computed, so any length is allowed
     parser = make_arg_parser(ServerParser())
@@ -159,6 +162,7 @@ async def build_server_app(
         await init_app_state(engine, app.state, args, tasks)
     except Exception as error:
         raise _refused(config, error) from error
+    refuse_what_trips(app)
     streaming.watch(app, args)
     route.install(app, args)
     registry = get_prometheus_registry()
@@ -229,6 +233,7 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, told_to_end.set)
     served = asyncio.create_task(server.serve(sockets=[listener]))
+    following = asyncio.create_task(app.access.follow_keys())
     url = advertised_url(config, listener.getsockname()[:2], redis_url)
     while not (server.started or served.done()):  # once announced, it may replace a frontend that leaves
         await asyncio.sleep(_LOOK_S)
@@ -237,6 +242,7 @@ async def serve(
     await until_told_to_end(server, listener, served, connected, connection, told_to_end, drain_s)
     server.should_exit = True
     await served
+    following.cancel()
     connected.cancel()
     try:
         await connected  # raises the error that ended it: the process ends with an error and is restarted
@@ -281,7 +287,7 @@ async def until_told_to_end(
     if not (served.done() or connected.done()):
         log.info("draining: it takes no new connections")
         connection.drain()
-        drained = asyncio.create_task(server.drain([listener]))
+        drained = asyncio.create_task(server.drain([listener], hurried=told_to_end.is_set()))
         await asyncio.wait({served, connected, drained, ending}, return_when=asyncio.FIRST_COMPLETED)
         if told_to_end.is_set():  # unlike an order, a signal gives only so much time
             await asyncio.wait({served, connected, drained}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -219,10 +219,10 @@ class Registry:
                 self._warn_once(frontend_id, f"{type(error).__name__}: {error}")
         return found
 
-    async def frontend_of(self, mesh_key: str) -> str | None:
-        """The id of the live frontend that has this public key."""
-        found = await self._redis.execute_command("GET", self.keys.frontend_key(mesh_key))
-        return text(found) if found is not None else None
+    async def frontends_of(self, mesh_keys: Sequence[str]) -> dict[str, str]:
+        """The ids of the live frontends that have these public keys, by key."""
+        found = await self._redis.execute_command("MGET", *map(self.keys.frontend_key, mesh_keys))
+        return {key: text(name) for key, name in zip(mesh_keys, found, strict=True) if name is not None}
 
     async def refresh_launcher(self, launcher_id: str, launcher: Launcher, ttl_s: float) -> None:
         """A launcher's heartbeat: register for `ttl_s` more, with exactly these workers."""

@@ -8,20 +8,27 @@ ids. So a process can join the fleet only if it may write the fleet's Redis.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 
 import msgspec
 import zmq
 import zmq.asyncio
-from zmq.auth import Authenticator
 from zmq.utils import z85
 
 log = logging.getLogger("pd.transport")
 
-# Returns the id of the frontend that is registered with this public key, or None. It looks up one key at a time: when
-# many frontends start, each worker would otherwise read all of them for each of them.
-FindFrontend = Callable[[str], Awaitable[str | None]]
+# Returns the ids of the frontends that are registered with these public keys, by key. It looks up the keys that ask:
+# when many frontends start, each worker would otherwise read all of them for each of them.
+FindFrontends = Callable[[Sequence[str]], Awaitable[Mapping[str, str]]]
+
+# Whoever reaches the port may ask with as many keys as he likes: that is at most twenty look-ups a second, however many
+# they are, and a key that was refused is looked up once a second.
+_LOOK_EVERY_S, _KEYS_A_LOOK = 0.05, 256
+_MOST_WAITING = 1024  # keys; others are refused and may try again
+_REFUSED_S = 1.0
+_VERSION, _KEY_BYTES = b"1.0", 32
 
 
 class KeyPair(msgspec.Struct, frozen=True):
@@ -51,44 +58,71 @@ def use_as_server(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
 
 
-class Gate(Authenticator):
-    """Admits registered frontends to every server socket of a context. Their id becomes the `User-Id` of messages."""
+class Gate:
+    """Admits registered frontends to every server socket of a context. Their id becomes the `User-Id` of messages.
 
-    def __init__(self, context: zmq.asyncio.Context, find: FindFrontend, connected: Container[str]) -> None:
+    A frontend that is known gets its answer at once, whatever others ask meanwhile.
+    """
+
+    def __init__(self, context: zmq.asyncio.Context, find: FindFrontends, connected: Container[str]) -> None:
         """`find` may raise ConnectionError. `connected`: frontends that stay admitted without a registry entry."""
-        super().__init__(context)
         self._find, self._connected = find, connected
         self._names: dict[str, str] = {}  # by public key
-        self.configure_curve_callback("*", self)
-        self.zap_socket = context.socket(zmq.REP)
-        self.zap_socket.bind("inproc://zeromq.zap.01")
-        self._task = asyncio.create_task(self._answer(self.zap_socket), name="mesh-gate")
-
-    async def _answer(self, asked: zmq.asyncio.Socket) -> None:
-        while True:
-            await self.handle_zap_message(await asked.recv_multipart())
+        self._refused: dict[str, float] = {}  # public key -> when it may be looked up again; the oldest first
+        self._waiting: dict[str, list[list[bytes]]] = {}  # public key -> where the answers go; the oldest first
+        self._asked = asyncio.Event()
+        self._zap = context.socket(zmq.ROUTER)  # REP would take the next question after an answer only
+        self._zap.bind("inproc://zeromq.zap.01")
+        self._tasks = [
+            asyncio.create_task(self._listen(), name="mesh-gate"),
+            asyncio.create_task(self._look_up(), name="mesh-gate-look-up"),
+        ]
 
     def close(self) -> None:
-        self._task.cancel()
-        self.zap_socket.close(linger=0)
+        for task in self._tasks:
+            task.cancel()
+        self._zap.close(linger=0)
 
-    async def callback(self, domain: str, key: bytes) -> bool:
-        """zmq.auth's hook: whether this key may connect. It must not raise, since that would end the gate."""
-        public = key.decode()
-        if public not in self._names:
-            await self._look(public)
-        return public in self._names
+    async def _listen(self) -> None:
+        now = asyncio.get_running_loop().time
+        while True:
+            # What a reply begins with, then the question (https://rfc.zeromq.org/spec/27/).
+            route, empty, version, request_id, *_, key = await self._zap.recv_multipart()
+            reply_to = [route, empty, version, request_id]
+            public = z85.encode(key).decode() if version == _VERSION and len(key) == _KEY_BYTES else ""
+            if not public or public in self._names or self._refused.get(public, 0.0) > now():
+                await self._answer(public, reply_to)
+            elif public in self._waiting or len(self._waiting) < _MOST_WAITING:
+                self._waiting.setdefault(public, []).append(reply_to)
+                self._asked.set()
+            else:
+                await self._answer("", reply_to)
 
-    def curve_user_id(self, client_public_key: bytes) -> str:
-        return self._names.get(z85.encode(client_public_key).decode(), "")
+    async def _answer(self, public: str, reply_to: list[bytes]) -> None:
+        name = self._names.get(public)
+        said = [b"400", b"NO ACCESS", b""] if name is None else [b"200", b"OK", name.encode()]
+        await self._zap.send_multipart([*reply_to, *said, b""])
 
-    async def _look(self, public: str) -> None:
-        """Look the key up. Frontends register before they connect, so an unknown key does not belong to the fleet."""
-        try:
-            name = await self._find(public)
-        except Exception as error:
-            log.log(logging.DEBUG if isinstance(error, ConnectionError) else logging.ERROR, "key not found: %s", error)
-            return
-        self._names = {known: name for known, name in self._names.items() if name in self._connected}
-        if name is not None:
-            self._names[public] = name
+    async def _look_up(self) -> None:
+        """Frontends register before they connect, so an unknown key does not belong to the fleet."""
+        now = asyncio.get_running_loop().time
+        while True:
+            await self._asked.wait()
+            keys = list(itertools.islice(self._waiting, _KEYS_A_LOOK))
+            try:
+                found = await self._find(keys)
+            except Exception as error:
+                log.log(
+                    logging.DEBUG if isinstance(error, ConnectionError) else logging.ERROR, "keys not found: %s", error
+                )
+            else:
+                self._names = {known: name for known, name in self._names.items() if name in self._connected}
+                self._names |= found
+                self._refused = {key: until for key, until in self._refused.items() if until > now()}
+                self._refused |= {key: now() + _REFUSED_S for key in keys if key not in found}
+            for key in keys:
+                for reply_to in self._waiting.pop(key):
+                    await self._answer(key, reply_to)
+            if not self._waiting:
+                self._asked.clear()
+            await asyncio.sleep(_LOOK_EVERY_S)

@@ -25,7 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 from orchestrator.wire import messages
 from orchestrator.wire.addresses import Listening, in_url
 from orchestrator.wire.connections import Connections
-from orchestrator.wire.curve import FindFrontend, Gate, KeyPair, use_as_client, use_as_server
+from orchestrator.wire.curve import FindFrontends, Gate, KeyPair, use_as_client, use_as_server
 from orchestrator.wire.framing import Assembler
 from orchestrator.wire.messages import Hello, MessageError, Published, ToFrontend, ToWorker, Welcome
 from orchestrator.wire.sockets import (
@@ -62,9 +62,9 @@ class WorkerTransport:
         listening: Listening,
         *,
         keys: KeyPair | None,
-        find_frontend: FindFrontend | None = None,
+        find_frontends: FindFrontends | None = None,
     ) -> None:
-        """With `keys` only the frontends that `find_frontend` knows can connect; without keys, everybody."""
+        """With `keys` only the frontends that `find_frontends` knows can connect; without keys, everybody."""
         self._context = zmq.asyncio.Context()
         self._requests = make(self._context, zmq.ROUTER)
         self._published = make(self._context, zmq.PUB)
@@ -78,8 +78,8 @@ class WorkerTransport:
         self._gate: Gate | None = None
         self._watching: list[asyncio.Task[None]] = []
         if keys is not None:
-            assert find_frontend is not None, "whom to let in?"
-            self._gate = Gate(self._context, find_frontend, self._routes)
+            assert find_frontends is not None, "whom to let in?"
+            self._gate = Gate(self._context, find_frontends, self._routes)
             for socket in (self._requests, self._published):
                 use_as_server(socket, keys)
                 refused = monitor(socket, self._context, EVENTS_REFUSED)

@@ -1,23 +1,23 @@
 """Bad input over HTTP: whatever the body, the answer is no 5xx, it comes in time, and the fleet serves on.
 
-Bodies are made from the server's own schema, each with one or two fields that are hostile.
+Requests are made from the server's own schema (`http_fuzz`); `make fuzz` sends many more of them.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import random
 from typing import Any
 
-import httpx
 import pytest
+from http_fuzz.cases import SOUND, Cases
+from http_fuzz.run import others, send_all
 from support_fleet import RunningFleet, running_fleet, token_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-BODIES = 200  # for each path
-ANSWER_TIMEOUT_S = 20
+BODIES = 100  # for each path
+CASES = 500  # of all kinds
+AT_ONCE = 8
 MAX_BODY_BYTES = 1_000_000
 PATHS = [
     "/v1/chat/completions",
@@ -28,118 +28,39 @@ PATHS = [
     "/tokenize",
     "/detokenize",
 ]
-TEXT = [{"role": "user", "content": "hello"}]
-SOUND: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": TEXT, "max_tokens": 3},
-    "/v1/completions": {"prompt": "hello", "max_tokens": 3},
-    "/v1/responses": {"input": "hello", "max_output_tokens": 3},
-    "/v1/messages": {"messages": TEXT, "max_tokens": 3},
-    "/v1/messages/count_tokens": {"messages": TEXT},
-    "/tokenize": {"prompt": "hello"},
-    "/detokenize": {"tokens": [1, 2]},
-}
-HOSTILE: list[Any] = [
-    None,
-    True,
-    "",
-    "x",
-    "\x00\ud7ff\U0010ffff",
-    "half \ud83d",
-    "x" * 10_000,
-    0,
-    -1,
-    1,
-    2**31,
-    2**63,
-    2**64,
-    -(2**63) - 1,
-    1e308,
-    -0.5,
-    float("nan"),
-    float("inf"),
-    [],
-    [[]],
-    [None],
-    [-1],
-    [2**40],
-    ["x", 1],
-    {},
-    {"": {}},
-    {"type": "x"},
-    [{}],
-    [{"role": "user"}],
-    [{"role": "nobody", "content": [{"type": "text"}]}],
-    [{"type": "function", "function": {}}],
-]
-# What the simulated engine has not, and says so with an error.
-NOT_SIMULATED = {
-    "echo",
-    "use_beam_search",
-    "logprobs",
-    "top_logprobs",
-    "prompt_logprobs",
-    "response_format",
-    "structured_outputs",
-    "text",
-}
 
 
 @pytest.fixture(scope="module")
 def fleet():
-    with running_fleet("sim-2p2d.yaml", f"limits.max_body_bytes={MAX_BODY_BYTES}") as running:
+    sets = (
+        f"limits.max_body_bytes={MAX_BODY_BYTES}",
+        "routing.remote_prefill_min_tokens=16",
+        "routing.prefix_index=false",
+    )
+    with running_fleet("sim-2p2d.yaml", *sets) as running:
         yield running
 
 
-def fields_of(schema: dict[str, Any], path: str) -> list[str]:
-    """The names of a path's body in the server's own schema."""
-    body = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    names: set[str] = set()
-    for choice in [body, *body.get("anyOf", ())]:
-        if "$ref" in choice:
-            choice = schema["components"]["schemas"][choice["$ref"].rpartition("/")[2]]
-        names |= choice.get("properties", {}).keys()
-    return sorted(names - NOT_SIMULATED)
-
-
-def bodies(model: str, fields: list[str], path: str, count: int) -> list[bytes]:
-    draw = random.Random(path)
-    found = []
-    for _ in range(count):
-        body = {"model": model} | SOUND[path]
-        if "stream" in fields:
-            body["stream"] = draw.choice([True, False])
-        for name in draw.sample(fields, draw.choice([1, 1, 2])):
-            body[name] = draw.choice(HOSTILE)
-        found.append(json.dumps(body).encode())
-    return found
-
-
-async def answer(client: httpx.AsyncClient, path: str, body: bytes) -> str | None:
-    """What is wrong with the answer, or None."""
-    headers = {"content-type": "application/json"}
-    try:
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            answered = await client.post(path, content=body, headers=headers)
-    except TimeoutError:
-        return f"no answer: {path} {body[:300]!r}"
-    if answered.status_code >= 500 or '"code":500' in answered.text:
-        return f"{answered.status_code}: {path} {body[:300]!r}: {answered.text[:300]}"
-    return None
+@pytest.fixture
+def cases(fleet: RunningFleet) -> Cases:
+    return Cases(fleet.http.get("/openapi.json").json(), fleet.model, seed=7)
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_hostile_field_is_answered_with_no_5xx(fleet: RunningFleet, path: str) -> None:
-    fields = fields_of(fleet.http.get("/openapi.json").json(), path)
-    gate = asyncio.Semaphore(8)
-    async with fleet.client() as client:
-
-        async def one(body: bytes) -> str | None:
-            async with gate:
-                return await answer(client, path, body)
-
-        wrong = await asyncio.gather(*(one(body) for body in bodies(fleet.model, fields, path, BODIES)))
-    assert [why for why in wrong if why is not None] == []
+async def test_a_hostile_field_is_answered_with_no_5xx(fleet: RunningFleet, cases: Cases, path: str) -> None:
+    tally = await send_all(fleet.url, cases.with_fields(path, BODIES), AT_ONCE)
+    assert [(wrong.status, wrong.said, wrong.case.shown()) for wrong in tally.wrong if not wrong.is_vllms_own] == []
     fleet.assert_no_leaks()
+
+
+async def test_hostile_requests_of_every_kind_end_no_other(fleet: RunningFleet, cases: Cases) -> None:
+    workers = {worker["id"] for worker in fleet.workers()}
+    async with others(fleet) as beside:
+        tally = await send_all(fleet.url, cases.take(CASES), AT_ONCE)
+    assert [(wrong.status, wrong.said, wrong.case.shown()) for wrong in tally.wrong if not wrong.is_vllms_own] == []
+    assert beside.answers and beside.wrong == []
+    fleet.assert_no_leaks()
+    assert {worker["id"] for worker in fleet.workers()} == workers
 
 
 BROKEN = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import resource
 import shutil
@@ -12,10 +13,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from orchestrator.cli.doctor.check import Check, at_least
+from orchestrator.cli.doctor.check import Check, Level, at_least
+from orchestrator.config.access import is_loopback
+from orchestrator.config.engine_args import engine_args
 from orchestrator.config.model import find_model
+from orchestrator.config.server_args import MEDIA_CONNECTOR
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.host.machine import find_cores, find_gpus, find_memory, hold_port
+from orchestrator.types import Role
 
 _GIB = 1 << 30
 _PROBE_TIMEOUT_S = 120.0
@@ -38,6 +43,18 @@ def host_checks(config: Config | None) -> Iterator[Check]:
     if config is not None:
         yield _port(config)
         yield _model(config)
+        yield _media(config)
+
+
+def _media(config: Config) -> Check:
+    """Where frontends fetch the images, videos and sounds that clients name by URL."""
+    connector = os.environ.get(MEDIA_CONNECTOR)
+    hosts = {**engine_args(config, Role.DECODE), **config.frontend.server_args}.get("allowed_media_domains")
+    if connector is None:
+        return Check("Media", "ok", f"from {', '.join(hosts)} only" if hosts else "from public addresses only")
+    level: Level = "ok" if is_loopback(config.frontend.host) else "warn"
+    fix = "" if level == "ok" else f"unset {MEDIA_CONNECTOR}; frontend.server_args.allowed_media_domains names hosts"
+    return Check("Media", level, f"{MEDIA_CONNECTOR}={connector}: clients choose what frontends connect to", fix)
 
 
 def _python() -> Check:

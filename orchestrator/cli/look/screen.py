@@ -220,6 +220,8 @@ class Top(App[None]):
                 answer = await http.post(f"{self._url}/operator/{path}", json=body)
             said = answer.json()
             refused = said.get("error") if answer.status_code != httpx.codes.OK else None
+            if isinstance(refused, dict):  # not an order's refusal, but that of its key
+                refused = refused.get("message")
         except (httpx.HTTPError, ValueError) as error:
             refused = str(error) or type(error).__name__
         said = str(refused) if refused else "ordered"

@@ -203,7 +203,10 @@ async function order(path, body, question, forcible) {
         body: JSON.stringify(forcible ? { ...body, force: force.checked } : body),
       });
       if (answer.ok) dialog.close("yes");
-      else $("refused").textContent = (await answer.json()).error ?? `refused with ${answer.status}`;
+      else {
+        const { error } = await answer.json(); // an order's is text, one of its key or page an object
+        $("refused").textContent = error?.message ?? error ?? `refused with ${answer.status}`;
+      }
     } catch (error) {
       $("refused").textContent = `no answer: ${error.message}`;
     } finally {

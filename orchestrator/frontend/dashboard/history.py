@@ -83,7 +83,7 @@ class History:
         self._wait: deque[list[int]] = deque(maxlen=_WINDOW)
         self._decided: Counter[str] = Counter()
         self._ended = self._tokens = 0
-        self._watchers: set[asyncio.Queue[dict[str, Any]]] = set()
+        self._watchers: set[asyncio.Queue[bytes]] = set()
 
     async def run(self) -> None:
         """Runs until cancelled."""
@@ -96,20 +96,18 @@ class History:
         flows = self._flows()
         self.points.append(self._point(at))
         if self._watchers:
-            sample = self.sample(flows)
+            sample = event("sample", self.sample(flows))  # encoded once for all
             for watcher in self._watchers:
                 if not watcher.full():
                     watcher.put_nowait(sample)
 
-    @property
-    def full(self) -> bool:
-        """Whether there are MAX_WATCHERS already."""
-        return len(self._watchers) >= MAX_WATCHERS
-
     @contextlib.contextmanager
-    def watching(self) -> Iterator[asyncio.Queue[dict[str, Any]]]:
-        """A queue of the samples from now on. Check `full` first."""
-        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(_UNSENT)
+    def watching(self) -> Iterator[asyncio.Queue[bytes] | None]:
+        """A queue of the samples from now on, as server-sent events. None if there are MAX_WATCHERS already."""
+        if len(self._watchers) >= MAX_WATCHERS:
+            yield None
+            return
+        queue: asyncio.Queue[bytes] = asyncio.Queue(_UNSENT)
         self._watchers.add(queue)
         try:
             yield queue
@@ -191,7 +189,12 @@ def described(line: RequestLine) -> dict[str, Any]:
     return {**msgspec.to_builtins(line), "stages": msgspec.to_builtins(stages(line))}
 
 
-async def samples(watcher: asyncio.Queue[dict[str, Any]], ended: Callable[[], bool]) -> AsyncIterator[dict[str, Any]]:
+def event(name: str, data: Any) -> bytes:
+    """A server-sent event whose data is JSON."""
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"
+
+
+async def samples(watcher: asyncio.Queue[bytes], ended: Callable[[], bool]) -> AsyncIterator[bytes]:
     """The samples of a watcher, until `ended()` is true; it is called at least once a second."""
     while not ended():
         with contextlib.suppress(TimeoutError):

@@ -6,29 +6,25 @@ import vLLM.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
-import ipaddress
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from orchestrator.config.settings import Refused
-from orchestrator.frontend.dashboard.history import History, described, samples
+from orchestrator.frontend.dashboard.history import History, described, event, samples
 from orchestrator.store.client import RedisAway
 from orchestrator.store.steering import Steering
 from orchestrator.telemetry.recent import KEPT, Recent
 from orchestrator.types import Role
 
-_CROSS_SITE = (
-    "orders are taken from this server's own pages, not from another site's; pages under a host name need "
-    "security.operator_key"
-)
 HERE = Path(__file__).parent
 PLOTLY = "plotly.min.js"
 # Pages load from this server only; plotly sets styles on its elements.
@@ -86,17 +82,7 @@ def stream_routes(history: History, recent: Recent, ended: Callable[[], bool]) -
     @routes.get("/fleet/stream")
     async def stream() -> Response:
         """Events: `history` (the last hour, a list per field) once, then `sample` (the fleet) every second."""
-        if history.full:
-            return JSONResponse({"error": "too many watch already; close another dashboard"}, status_code=503)
-
-        async def events() -> AsyncIterator[bytes]:
-            with history.watching() as watcher:  # entered here, since this never starts for a client that has gone
-                yield _event("history", history.columns())
-                yield _event("sample", history.sample([]))
-                async for sample in samples(watcher, ended):
-                    yield _event("sample", sample)
-
-        return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-store"})
+        return _Watched(history, ended)
 
     @routes.get("/requests")
     async def requests(slowest: int = 0, latest: int = 0) -> dict[str, Any]:
@@ -117,7 +103,9 @@ def stream_routes(history: History, recent: Recent, ended: Callable[[], bool]) -
 
 
 def operator_routes(steering: Steering) -> APIRouter:
-    """`POST /operator/scale`, `role` and `drain`, which do the same as `orchestrator scale`, `role` and `drain`."""
+    """`POST /operator/scale`, `role` and `drain`, which do the same as `orchestrator scale`, `role` and `drain`.
+
+    `frontend/access.py` refuses orders of another site's page."""
     routes = APIRouter()
 
     async def scale(order: Scale) -> dict[str, Any]:
@@ -132,8 +120,6 @@ def operator_routes(steering: Steering) -> APIRouter:
 
     def answering(kind: type[Any], carry_out: Callable[[Any], Awaitable[dict[str, Any]]]) -> Callable[..., Any]:
         async def answer(request: Request) -> Response:
-            if _is_cross_site(request):
-                return _refuse(403, _CROSS_SITE)
             try:
                 return JSONResponse(await carry_out(msgspec.json.decode(await _body(request), type=kind)))
             except msgspec.DecodeError as error:
@@ -150,6 +136,30 @@ def operator_routes(steering: Steering) -> APIRouter:
     return routes
 
 
+class _Watched(Response):
+    """The stream of one watcher, who counts from the time that it is sent until it ends; 503 when too many watch."""
+
+    def __init__(self, history: History, ended: Callable[[], bool]) -> None:
+        super().__init__()
+        self._history, self._ended = history, ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._history.watching() as watcher:
+            answer: Response = JSONResponse(
+                {"error": "too many watch already; close another dashboard"}, status_code=503
+            )
+            if watcher is not None:
+                headers = {"cache-control": "no-store"}
+                answer = StreamingResponse(self._events(watcher), media_type="text/event-stream", headers=headers)
+            await answer(scope, receive, send)
+
+    async def _events(self, watcher: asyncio.Queue[bytes]) -> AsyncIterator[bytes]:
+        yield event("history", self._history.columns())
+        yield event("sample", self._history.sample([]))
+        async for sample in samples(watcher, self._ended):
+            yield sample
+
+
 async def _body(request: Request) -> bytes:
     body = b""
     async for chunk in request.stream():
@@ -159,35 +169,8 @@ async def _body(request: Request) -> bytes:
     return body
 
 
-def _is_cross_site(request: Request) -> bool:
-    """Whether a page of another site sent the request. It must not steer the fleet through a visitor's browser.
-
-    The owner of a host name can make it lead here after their page was loaded (DNS rebinding). A browser sends a key
-    only to the name that it was entered for. Without a key only pages of an IP address or of localhost are ours.
-    """
-    origin = request.headers.get("origin")
-    if origin is None:
-        return False
-    site = urlsplit(origin)
-    return site.netloc != request.headers.get("host") or not (
-        "authorization" in request.headers or _is_address_or_localhost(site.hostname or "")
-    )
-
-
-def _is_address_or_localhost(name: str) -> bool:
-    """Whether it is an IP address or localhost, and not a name that somebody else can make lead here."""
-    try:
-        return name == "localhost" or bool(ipaddress.ip_address(name))
-    except ValueError:
-        return False
-
-
 def _refuse(status: int, why: str) -> Response:
     return JSONResponse({"error": why}, status_code=status)
-
-
-def _event(name: str, data: Any) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"
 
 
 def _plotly() -> Path:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,6 +14,7 @@ import pytest
 from fastapi import FastAPI, WebSocket
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import make_asgi_app
+from support_wait import until
 
 from orchestrator.config.access import LimitsConfig, SecurityConfig, secured
 from orchestrator.config.settings import ConfigError
@@ -119,23 +122,33 @@ def test_required_operator_key_is_generated(monkeypatch: pytest.MonkeyPatch):
 
 
 async def test_key_file_is_reloaded_and_broken_file_keeps_old_keys(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(access, "_FILE_CHECK_S", 0.0)
+    monkeypatch.setattr(access, "_FILE_CHECK_S", 0.01)
     file = tmp_path / "keys"
     file.write_text("# of the first team\nfirst  # until May\n\nsecond\n")
-    async with client(SecurityConfig(api_keys_file=str(file), api_keys=["fixed"])) as asked:
+    kept = Access(SecurityConfig(api_keys_file=str(file), api_keys=["fixed"]), LimitsConfig())
+
+    def admitted() -> list[bool]:
         keys = ("first", "second", "third", "fixed", "", "# of the first team")
-        assert [await status(asked, "/v1/models", key) for key in keys] == [200, 200, 401, 200, 401, 401]
-        rotated = tmp_path / "new"
-        rotated.write_text("second\nthird\n")
-        os.replace(rotated, file)
-        assert [await status(asked, "/v1/models", key) for key in keys] == [401, 200, 200, 200, 401, 401]
-        file.unlink()
-        assert [await status(asked, "/v1/models", key) for key in keys] == [401, 200, 200, 200, 401, 401]
-        assert caplog.text.count("the keys of before stay valid") == 1
-        file.write_text("")
-        assert [await status(asked, "/v1/models", key) for key in keys] == [401, 401, 401, 200, 401, 401]
-        file.write_bytes(b"first\n\xff\xff")
-        assert await status(asked, "/v1/models", "fixed") == 200
+        return [isinstance(kept.admit(scope("/v1/models", key), 0.0), Admission) for key in keys]
+
+    following = asyncio.create_task(kept.follow_keys())
+    assert admitted() == [True, True, False, True, False, False]
+    rotated = tmp_path / "new"
+    rotated.write_text("second\nthird\n")
+    os.replace(rotated, file)
+    await until(lambda: admitted() == [False, True, True, True, False, False])
+    file.unlink()
+    await until(lambda: "the keys of before stay valid" in caplog.text)
+    await asyncio.sleep(0.1)
+    assert admitted() == [False, True, True, True, False, False]
+    assert caplog.text.count("the keys of before stay valid") == 1
+    file.write_text("")
+    await until(lambda: admitted() == [False, False, False, True, False, False])
+    caplog.clear()
+    file.write_bytes(b"first\n\xff\xff")
+    await until(lambda: "the keys of before stay valid" in caplog.text)
+    assert admitted() == [False, False, False, True, False, False]
+    following.cancel()
     with pytest.raises(ConfigError, match="security.api_keys_file: .*No such file"):
         Access(SecurityConfig(api_keys_file=str(tmp_path / "gone")), LimitsConfig())
     file.write_text("first\nsecond key\n")  # no client could send it
@@ -145,6 +158,31 @@ async def test_key_file_is_reloaded_and_broken_file_keeps_old_keys(tmp_path, mon
     empty.touch()
     async with client(SecurityConfig(api_keys_file=str(empty))) as asked:
         assert await status(asked, "/v1/models") == 401  # a file without keys lets nobody in
+
+
+async def test_key_file_on_a_mount_that_hangs_holds_nobody_up(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(access, "_FILE_CHECK_S", 0.01)
+    monkeypatch.setattr(access, "_FILE_SLOW_S", 0.05)
+    file = tmp_path / "keys"
+    file.write_text("first\n")
+    kept = Access(SecurityConfig(api_keys_file=str(file)), LimitsConfig())
+    answers, stat, reading = threading.Event(), os.stat, threading.Event()
+
+    def hangs(path: str) -> os.stat_result:
+        if path == str(file):
+            reading.set()
+            assert answers.wait(30)
+        return stat(path)
+
+    monkeypatch.setattr(access, "os", SimpleNamespace(stat=hangs))
+    following = asyncio.create_task(kept.follow_keys())
+    await until(reading.is_set)
+    assert isinstance(kept.admit(scope("/v1/models", "first"), 0.0), Admission)
+    await until(lambda: "not read within 0.05 s; the keys of before stay valid" in caplog.text)
+    file.write_text("second\n")
+    answers.set()
+    await until(lambda: isinstance(kept.admit(scope("/v1/models", "second"), 0.0), Admission))
+    following.cancel()
 
 
 async def test_requests_at_once_are_limited_per_key_until_their_streams_have_ended():
@@ -256,9 +294,49 @@ async def test_browser_sends_operator_key_from_own_pages_only():
         assert (await asked.get("/dashboard", headers=given)).status_code == 200
         assert (await asked.get("/fleet/stream", headers={"authorization": basic("client-1")})).status_code == 401
         for origin, code in (("http://test", 200), ("https://evil.example", 401), ("null", 401)):
-            assert (await asked.post("/operator/scale", headers={**given, "origin": origin})).status_code == code
+            for path in ("/operator/scale", "/v1/completions"):
+                assert (await asked.post(path, headers={**given, "origin": origin})).status_code == code
         for garbage in ("Basic", "Basic \xff", "Basic b3BlcmF0b3I=", "Basic !!"):
             assert (await asked.get("/fleet", headers={"authorization": garbage.encode("latin-1")})).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("page", "headers", "code"),
+    [
+        ("http://127.0.0.1:8000", {}, 200),
+        ("http://[::1]:8000", {}, 200),
+        ("http://LocalHost:8000", {}, 200),
+        ("http://fleet.example:8000", {}, 403),  # a name that leads here, maybe only since the page was loaded
+        ("http://127.0.0.1:8000", {"origin": "http://elsewhere.example"}, 403),
+        ("http://127.0.0.1:8000", {"origin": "http://127.0.0.1:9000"}, 403),
+        ("http://127.0.0.1:8000", {"origin": "null"}, 403),
+        ("http://127.0.0.1:8000", {"origin": "http://[bad"}, 403),
+        ("http://127.0.0.1:8000", {"sec-fetch-site": "cross-site"}, 403),
+        ("http://127.0.0.1:8000", {"sec-fetch-site": "same-site"}, 403),
+        ("http://127.0.0.1:8000", {"sec-fetch-site": "same-origin"}, 200),
+    ],
+)
+async def test_orders_of_other_sites_pages_are_refused_without_keys(
+    page: str, headers: dict[str, str], code: int
+) -> None:
+    """Nothing but what a browser says of the page keeps it from steering the fleet of whoever visits it."""
+    async with client(SecurityConfig()) as asked:
+        sent = {"host": page.partition("://")[2], "origin": page, **headers}
+        for path in OPERATOR_PATHS:
+            assert await status(asked, path, **sent) == code, path
+        for path in CLIENT_PATHS:  # vLLM's server lets pages of any site ask
+            assert await status(asked, path, **sent) == 200, path
+        assert (await asked.get("/fleet", headers=sent)).status_code == 200  # changes nothing
+
+
+async def test_page_of_another_site_may_order_with_a_key_that_it_was_given() -> None:
+    elsewhere = {"origin": "https://console.example", "sec-fetch-site": "cross-site"}
+    async with client(KEYED) as asked:
+        assert await status(asked, "/pause", "operator", **elsewhere) == 200
+        assert await status(asked, "/pause", "client-1", **elsewhere) == 401
+        assert await status(asked, "/pause", authorization=basic("operator"), **elsewhere) == 401
+        named = {"host": "fleet.example", "origin": "http://fleet.example", "sec-fetch-site": "same-origin"}
+        assert await status(asked, "/pause", authorization=basic("operator"), **named) == 200
 
 
 def counts(limited: Access, making: int, now: float = 0.0) -> tuple[int, Admission | None]:

@@ -149,8 +149,9 @@ async def test_every_character_of_unicode_comes_through(client):
         for body in (json.dumps({"a": text}).encode(), json.dumps({"a": text}, ensure_ascii=False).encode()):
             assert (await client.post("/length", content=body)).json() == len(body)
     # A file is no text.
-    answered = await client.post("/length", content=HALF + b"\xff\0", headers={"content-type": "multipart/mixed"})
-    assert answered.json() == len(HALF) + 2
+    for kind in ("multipart/mixed", "Multipart/Form-Data; boundary=x", "MULTIPART/form-data"):
+        answered = await client.post("/length", content=HALF + b"\xff\0", headers={"content-type": kind})
+        assert answered.json() == len(HALF) + 2
 
 
 async def test_a_refusal_says_when_to_come_back(client):
@@ -253,3 +254,18 @@ async def test_requests_after_grace_get_503(app):
         await serving
     assert answered.status_code == 503 and answered.headers["retry-after"] == "1"
     assert answered.json()["error"]["message"] == "this frontend is ending: ask again"
+
+
+async def test_stream_that_fails_before_its_first_event_is_a_500_that_says_why():
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"Text/Event-Stream")]})
+        try:
+            raise ValueError("no such answer")
+        except ValueError as error:
+            raise RuntimeError("response already started") from error
+
+    transport = httpx.ASGITransport(edge.EdgeMiddleware(app, 1000, Access(SecurityConfig(), LimitsConfig())))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as asked:
+        answer = await asked.post("/v1/responses", headers={"x-request-id": "mine"})
+    assert (answer.status_code, answer.headers["x-request-id"]) == (500, "mine")
+    assert answer.json()["error"]["message"] == "the answer failed: ValueError: no such answer"

@@ -14,7 +14,7 @@ from orchestrator.store.registry import Frontend, Registry
 from orchestrator.types import Role
 
 # What the Python code sends by itself; the rest is called by the functions.
-SENT = {"ping", "info", "fcall", "function|load", "subscribe", "hget", "hgetall"}
+SENT = {"ping", "info", "fcall", "function|load", "subscribe", "hget", "hgetall", "mget"}
 
 
 def test_documented_acl_allows_only_used_commands():
@@ -43,7 +43,8 @@ async def fleet(server):
 
 async def test_queue_and_registry_work_under_acl(fleet):
     queue, registry = PrefillQueue(fleet, "mine", queue_config(max_deliveries=1)), Registry(fleet, "mine")
-    await registry.refresh_frontend(Frontend("f1", "http://h", "1"), 5.0)
+    await registry.refresh_frontend(Frontend("f1", "http://h", "1", mesh_key="k1"), 5.0)
+    assert await registry.frontends_of(["k0", "k1"]) == {"k1": "f1"}
     await set_desired(registry, 1, 1, "test")
     assert await claim_ids(registry, "l", Role.PREFILL) == ["prefill-0"]
     assert (await registry.desired()).prefill == 1 and list(await registry.frontends()) == ["f1"]

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import zmq.asyncio
 from support_relay import Relay
 from support_wait import until
 
-from orchestrator.wire import messages
+from orchestrator.wire import curve, messages
 from orchestrator.wire.addresses import Listening
 from orchestrator.wire.curve import KeyPair, use_as_client
 from orchestrator.wire.framing import MAX_FRAME_BYTES, frames_of
@@ -31,15 +33,18 @@ class Fleet:
 
     def __init__(self):
         self.registered, self.away = {}, False
+        self.finds, self.find_s = 0, 0.0
         self.keys = KeyPair.new()
-        self.worker = WorkerTransport(Listening("127.0.0.1"), keys=self.keys, find_frontend=self._find)
+        self.worker = WorkerTransport(Listening("127.0.0.1"), keys=self.keys, find_frontends=self._find)
         self.context = zmq.asyncio.Context()
         self.frontends = []
 
-    async def _find(self, public):
+    async def _find(self, keys):
+        self.finds += 1
+        await asyncio.sleep(self.find_s)
         if self.away:
             raise ConnectionError("Redis is away")
-        return self.registered.get(public)
+        return {key: self.registered[key] for key in keys if key in self.registered}
 
     def frontend(self, name, register=True, worker_key=""):
         keys = KeyPair.new()
@@ -233,7 +238,7 @@ async def test_connections_without_key_leave_nothing(fleet, monkeypatch, port, o
     """Frames of 256 MiB are announced, and a part is sent: neither descriptors nor memory stay behind."""
     fleet.worker.close()
     monkeypatch.setattr("orchestrator.wire.sockets.HANDSHAKE_TIMEOUT_MS", 500)
-    fleet.worker = WorkerTransport(Listening("127.0.0.1"), keys=fleet.keys, find_frontend=fleet._find)
+    fleet.worker = WorkerTransport(Listening("127.0.0.1"), keys=fleet.keys, find_frontends=fleet._find)
     address = fleet.worker.request_address if port == "requests" else fleet.worker.load_address
     fleet.frontend("member")
     await greeted(fleet, "member")
@@ -286,6 +291,70 @@ async def test_members_are_known_while_redis_is_away(fleet):
     frontend.disconnect("w")
     frontend.connect("w", fleet.worker.request_address, fleet.worker.load_address, fleet.keys.public)
     await greeted(fleet, "f")
+
+
+@contextlib.asynccontextmanager
+async def strangers(fleet, count, keys=None):
+    """They connect again and again, each time with a new key, or with `keys`."""
+
+    async def knock():
+        while True:
+            peer = fleet.raw(zmq.DEALER, fleet.worker.request_address, keys or KeyPair.new())
+            await asyncio.sleep(0.1)
+            peer.close(linger=0)
+
+    knocking = [asyncio.create_task(knock()) for _ in range(count)]
+    yield
+    for each in knocking:
+        each.cancel()
+    await asyncio.gather(*knocking, return_exceptions=True)
+
+
+async def test_strangers_neither_hold_up_frontends_nor_ask_redis_as_often_as_they_like(fleet):
+    fleet.find_s = 0.02
+    async with strangers(fleet, 100):
+        await until(lambda: fleet.finds > 3)
+        fleet.finds, began = 0, time.monotonic()
+        for number in range(5):
+            fleet.frontend(f"real-{number}")
+            await greeted(fleet, f"real-{number}")
+            await asyncio.sleep(0.2)
+        assert 3 < fleet.finds <= (time.monotonic() - began) / curve._LOOK_EVERY_S + 2
+
+
+async def test_strangers_hold_up_no_frontend_while_redis_is_away(fleet):
+    known = fleet.frontend("known")
+    await greeted(fleet, "known")
+    fleet.away, fleet.find_s = True, 0.5
+    async with strangers(fleet, 100):
+        await until(lambda: fleet.finds > 3)
+        known.disconnect("w")
+        known.connect("w", fleet.worker.request_address, fleet.worker.load_address, fleet.keys.public)
+        await greeted(fleet, "known")
+        fleet.away, fleet.find_s = False, 0.0
+        fleet.frontend("new")
+        await greeted(fleet, "new")
+
+
+async def test_a_refused_key_is_looked_up_now_and_then_only_and_forgotten(fleet):
+    asked = []
+    find, gate, keys = fleet._find, fleet.worker._gate, KeyPair.new()
+
+    async def noted(wanted):
+        asked.extend((key, time.monotonic()) for key in wanted)
+        return await find(wanted)
+
+    gate._find = noted
+    async with strangers(fleet, 5, keys):
+        await until(lambda: len(asked) >= 3)
+        assert {public for public, _ in asked} == {keys.public}
+        assert all(later - earlier >= curve._REFUSED_S for (_, earlier), (_, later) in itertools.pairwise(asked))
+        fleet.registered[keys.public] = "late"
+        await until(lambda: keys.public in gate._names)
+    await asyncio.sleep(curve._REFUSED_S)
+    fleet.frontend("another")
+    await until(lambda: "another" in gate._names.values())
+    assert not gate._refused
 
 
 async def test_encrypted_and_open_processes_do_not_talk(fleet):

@@ -88,9 +88,9 @@ class Mesh:
         self.registered = {}  # public key -> frontend id
         self.reads = 0
 
-    async def find(self, public):
+    async def find(self, keys):
         self.reads += 1
-        return self.registered.get(public)
+        return {key: self.registered[key] for key in keys if key in self.registered}
 
     def frontend(self, name, register=True):
         keys = KeyPair.new() if self.encrypted else None
@@ -100,7 +100,7 @@ class Mesh:
 
     def worker(self):
         keys = KeyPair.new() if self.encrypted else None
-        worker = WorkerTransport(Listening("127.0.0.1"), keys=keys, find_frontend=self.find)
+        worker = WorkerTransport(Listening("127.0.0.1"), keys=keys, find_frontends=self.find)
         worker.key = keys.public if keys else ""
         return worker
 

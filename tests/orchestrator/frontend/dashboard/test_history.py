@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 from support_info import fleet_of, worker_info
@@ -60,7 +61,9 @@ async def test_watchers_get_samples_with_transfers(history: History, recent: Rec
         recent.transferred["p0", "d0"] += 5
         history.take(1.0)
         stream = samples(watcher, lambda: ended)
-        sample = await anext(stream)
+        name, _, data = (await anext(stream)).partition(b"\ndata: ")
+        sample = json.loads(data)
+        assert name == b"event: sample"
         assert sample["flows"] == [{"source": "p0", "target": "d0", "bytes": 5000}]
         assert [worker["id"] for worker in sample["workers"]] == ["d0", "p0"]
         for at in range(100):
@@ -72,11 +75,20 @@ async def test_watchers_get_samples_with_transfers(history: History, recent: Rec
 
 async def test_watchers_are_limited(history: History):
     watching = [history.watching() for _ in range(MAX_WATCHERS)]
-    assert not history.full
     queues = [one.__enter__() for one in watching]
-    assert history.full
+    assert None not in queues
+    with history.watching() as watcher:
+        assert watcher is None
     for one in watching:
         one.__exit__(None, None, None)
-    assert not history.full
     with history.watching() as watcher:
-        assert isinstance(watcher, asyncio.Queue) and len(queues) == MAX_WATCHERS
+        assert isinstance(watcher, asyncio.Queue)
+
+
+async def test_a_sample_is_encoded_once_for_all_watchers(history: History, monkeypatch: pytest.MonkeyPatch):
+    encoded: list[object] = []
+    monkeypatch.setattr(module, "event", lambda name, data: encoded.append(data) or b"event")
+    with history.watching() as first, history.watching() as second:
+        history.take(1.0)
+        assert first is not None and second is not None
+        assert (first.get_nowait(), second.get_nowait(), len(encoded)) == (b"event", b"event", 1)

@@ -13,7 +13,7 @@ import pytest
 
 from orchestrator.config.engine_args import ranks
 from orchestrator.config.settings import ConfigError, parse_config
-from orchestrator.frontend.connections import listen
+from orchestrator.frontend.untrusted.connections import listen
 from orchestrator.launch.commands import frontend_spec, resolve, worker_spec
 from orchestrator.launch.host import machine
 from orchestrator.launch.host.machine import (

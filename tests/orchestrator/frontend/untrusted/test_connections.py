@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import socket
 import threading
 from collections.abc import AsyncIterator
@@ -19,8 +21,14 @@ pytest.importorskip("httptools")
 import uvicorn
 import uvloop
 
-from orchestrator.frontend import connections
-from orchestrator.frontend.connections import MAX_HEAD_BYTES, BoundedHttp, FrontendServer, listen, stop_accepting
+from orchestrator.frontend.untrusted import connections
+from orchestrator.frontend.untrusted.connections import (
+    MAX_HEAD_BYTES,
+    BoundedHttp,
+    FrontendServer,
+    listen,
+    stop_accepting,
+)
 
 ENDLESS = 16 * MAX_HEAD_BYTES
 HEAD = b"POST / HTTP/1.1\r\nhost: h\r\n"
@@ -42,20 +50,28 @@ async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
 
 
 @contextlib.asynccontextmanager
-async def connected(
-    app: Any = app, client_timeout_s: float = 60.0
-) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def served(app: Any, client_timeout_s: float = 60.0) -> AsyncIterator[tuple[FrontendServer, socket.socket]]:
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(app, http=BoundedHttp, lifespan="off", log_config=None, access_log=False)
     server = FrontendServer(config, client_timeout_s)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    reader, writer = await asyncio.open_connection(*listener.getsockname())
     try:
-        yield reader, writer
+        yield server, listener
     finally:
-        writer.close()
         server.should_exit = server.force_exit = True
         await serving
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    app: Any = app, client_timeout_s: float = 60.0
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    async with served(app, client_timeout_s) as (_, listener):
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
 
 
 async def send(writer: asyncio.StreamWriter, *parts: bytes) -> None:
@@ -96,6 +112,25 @@ async def test_request_within_limits_is_served() -> None:
         for length in (b"1", b"0", b"200000"):
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
             assert await reader.readexactly(len(length)) == length
+
+
+UPGRADE = b"host: h\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        b"POST / HTTP/1.1\r\n" + UPGRADE + b"content-length: 2\r\n\r\n{}",
+        b"GET / HTTP/1.1\r\n" + UPGRADE + b"content-length: 2\r\n\r\n{}",
+        b"GET / HTTP/1.1\r\n" + UPGRADE + b"x: " + b"a" * 20_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + UPGRADE + b"\r\n",
+    ],
+    ids=["POST", "body", "long header", "no key"],
+)
+async def test_what_cannot_become_a_websocket_is_refused_at_once(asked: bytes) -> None:
+    async with asyncio.timeout(30), connected() as (reader, writer):
+        await send(writer, asked)
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
 
 
 CLIENT_S = 0.5
@@ -266,7 +301,78 @@ async def test_draining_listener_completes_handshakes_only() -> None:
         each.close()
 
 
-def test_frontend_drains_without_socket_filters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frontend_drains_without_socket_filters(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "pd")
     monkeypatch.setattr(connections, "_SO_ATTACH_FILTER", 9999)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         stop_accepting(listener)
+    assert "no socket filter can be set here (Protocol not available)" in caplog.text
+
+
+class Gated:
+    """An app that begins an answer, or waits before it begins one, until it is told to go on."""
+
+    def __init__(self, begins: bool) -> None:
+        self.begins, self.asked, self.go_on = begins, asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        await receive()
+        start = {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]}
+        if self.begins:
+            await send(start)
+            await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        self.asked.set()
+        await self.go_on.wait()
+        if not self.begins:
+            await send(start)
+            await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        await send({"type": "http.response.body", "body": b"b", "more_body": False})
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["answer begun", "answer not begun"])
+async def test_draining_frontend_closes_no_connection_without_having_said_so(
+    begins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client sends its next request right after the last byte of an answer that could not say that it is the last;
+    meanwhile idle connections have been closed."""
+    monkeypatch.setattr(connections, "_IDLE_END_S", 0.5)
+    gated = Gated(begins)
+    async with asyncio.timeout(30), served(gated) as (server, listener):
+        address = listener.getsockname()
+        (idle, idle_writer), (reader, writer) = [await asyncio.open_connection(*address) for _ in range(2)]
+        await send(writer, ASKED_TO_STAY)
+        await gated.asked.wait()
+        draining = asyncio.create_task(server.drain([listener]))
+        assert await idle.read() == b""
+        gated.go_on.set()
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert await reader.readexactly(2) == b"ab"
+        if begins:
+            assert b"connection: close" not in head
+            await send(writer, ASKED_TO_STAY)
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert await reader.readexactly(2) == b"ab"
+        assert b"connection: close" in head
+        assert await reader.read() == b""
+        await draining
+        for each in (idle_writer, writer):
+            each.close()
+
+
+async def test_connection_whose_next_request_has_come_is_not_idle() -> None:
+    """The process did not run while it came, and looks for idle connections before it reads."""
+    async with served(app) as (server, listener):
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        await send(writer, ASKED_TO_STAY)
+        await reader.readuntil(b"\r\n\r\n0")
+        (connection,) = server.server_state.connections
+        assert isinstance(connection, BoundedHttp)
+        later = asyncio.get_running_loop().time() + 100
+        assert connection.idle_s(later) > 90
+        os.write(writer.get_extra_info("socket").fileno(), ASKED_TO_STAY)  # nothing is read until this test waits
+        assert connection.idle_s(later) == 0
+        connection.timeout_keep_alive_handler()
+        assert (await reader.readuntil(b"\r\n\r\n0")).startswith(b"HTTP/1.1 200")
+        writer.close()

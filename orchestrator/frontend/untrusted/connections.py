@@ -2,6 +2,8 @@
 
 A head is bounded because it is kept until it is complete, before anybody has asked for a key or counted a body's bytes;
 so is what follows a body. A client that does not go on with its request, or does not read its answer, is left.
+A connection whose last answer did not say that it ends is closed only when it has been idle: its client may have sent
+the next request already.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ MAX_HEAD_BYTES = 1 << 18  # a request's line and headers, and headers after a bo
 _REFUSAL = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
 _HANDSHAKE_S = 0.2  # a connection that has begun is made within this time: a few round trips
 _ACCEPT_S = 2.0  # and accepted within this time more
-_IDLE_END_S = 2.0  # after which a server that drains closes connections that have no request
+# How long a connection has no request before a server that drains closes it. Unhurried, clients made with httpx, as
+# OpenAI's are, have closed it: they keep one for 5 s (https://www.python-httpx.org/advanced/resource-limits/).
+_IDLE_END_S, _HURRIED_IDLE_END_S = 6.0, 2.0
 _LOOK_S = 0.1
 _LOOK_PART = 0.1  # of the time that clients have: how often they are looked at
 _SO_ATTACH_FILTER = 26  # asm-generic/socket.h
@@ -76,8 +80,14 @@ def stop_accepting(listener: socket.socket) -> None:
     """
     program = ctypes.create_string_buffer(_NO_SYN, len(_NO_SYN))
     attached = struct.pack("@HP", len(_NO_SYN) // 8, ctypes.addressof(program))
-    with contextlib.suppress(OSError):
+    try:
         listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, attached)
+    except OSError as error:
+        log.warning(
+            "no socket filter can be set here (%s): clients that connect while this frontend leaves may find their "
+            "connection reset, and have to connect again",
+            error.strerror,
+        )
 
 
 def _waiting(listeners: Sequence[socket.socket]) -> bool:
@@ -110,15 +120,21 @@ class FrontendServer(uvicorn.Server):
                     connection.transport.abort()  # to close it would wait until the client has read
         return await super().on_tick(counter)
 
-    async def drain(self, listeners: Sequence[socket.socket]) -> None:
-        """Take no new connections, close each connection after its response, and return when none is left.
+    async def drain(self, listeners: Sequence[socket.socket], hurried: bool = False) -> None:
+        """Take no new connections, close each one after an answer that says so, and return when none is left.
 
         The kernel resets the connections in a listener's queue when the listener is closed, so they are accepted first.
-        An idle connection is closed after `_IDLE_END_S`. Until then most close with a response that says so; a client
-        whose request meets a closing connection has to send it again.
+        An answer that has begun cannot say any more that it is the last. Its connection stays open: the next answer
+        says so, or the connection is closed when it has been idle for a while, a shorter one if `hurried`.
         """
+        idle_end_s = _HURRIED_IDLE_END_S if hurried else _IDLE_END_S
         self.draining = True
-        self.config.encoded_headers.append((b"connection", b"close"))
+        ends = (b"connection", b"close")
+        self.config.encoded_headers.append(ends)
+        self.server_state.default_headers = [*self.server_state.default_headers, ends]  # uvicorn does so once a second
+        for connection in self.server_state.connections:
+            if isinstance(connection, BoundedHttp):
+                connection.end_with_next_answer()
         for listener in listeners:
             stop_accepting(listener)
         await asyncio.sleep(_HANDSHAKE_S)
@@ -132,11 +148,12 @@ class FrontendServer(uvicorn.Server):
             server.close()
         for listener in listeners:
             listener.close()
-        until = time.monotonic() + _IDLE_END_S
+        began = time.monotonic()
         while self.server_state.connections:
-            if time.monotonic() > until:
+            if (now := time.monotonic()) - began > idle_end_s:
                 for connection in list(self.server_state.connections):
-                    connection.shutdown()
+                    if not isinstance(connection, BoundedHttp) or connection.idle_s(now) > idle_end_s:
+                        connection.shutdown()  # of a WebSocket: it tells the client
             await asyncio.sleep(_LOOK_S)
 
     @contextlib.contextmanager
@@ -150,6 +167,29 @@ class BoundedHttp(HttpToolsProtocol):
     _awaited: tuple[int, ...] = ()  # what the client had to do and how far it was, as `waits_s` saw it last
     _since = 0.0  # when it was seen like that first, monotonic
     _running: RequestResponseCycle | None = None
+    _free_since = 0.0  # when the connection was made, or its last answer was complete, monotonic
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._free_since = time.monotonic()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._free_since = time.monotonic()
+
+    def idle_s(self, now: float) -> float:
+        """How long there has been no request; 0 while there is one, or a part of one has come."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        return 0.0 if answering or self._unfinished or _unread(self.transport) else now - self._free_since
+
+    def end_with_next_answer(self) -> None:
+        """Let the answer that has not begun yet say that it is the last."""
+        if self.cycle is not None and not self.cycle.response_started:
+            self.cycle.keep_alive = False
+
+    def timeout_keep_alive_handler(self) -> None:
+        if not _unread(self.transport):  # else it came while this process did not run
+            super().timeout_keep_alive_handler()
 
     def waits_s(self, now: float) -> float:
         """How long the client was seen not to send what it has begun, or not to read what it is sent; 0 while it need
@@ -194,6 +234,12 @@ class BoundedHttp(HttpToolsProtocol):
                 )
             self.transport.close()
 
+    def handle_websocket_upgrade(self) -> None:
+        super().handle_websocket_upgrade()
+        # It has been given the whole head, and says nothing of one that it cannot read, as that of a POST.
+        if not getattr(self.transport.get_protocol(), "handshake_initiated", True):
+            self.send_400_response("Invalid WebSocket request.")
+
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         self._unfinished = 0
@@ -209,7 +255,16 @@ class BoundedHttp(HttpToolsProtocol):
 
 def _unacknowledged(transport: asyncio.Transport) -> int:
     """Bytes that the kernel has sent or is to send, and the client has not taken (tcp(7), SIOCOUTQ)."""
+    return _asked(transport, termios.TIOCOUTQ)
+
+
+def _unread(transport: asyncio.Transport) -> int:
+    """Bytes of the client that the kernel has, and the event loop has not read (tcp(7), SIOCINQ)."""
+    return _asked(transport, termios.FIONREAD)
+
+
+def _asked(transport: asyncio.Transport, what: int) -> int:
     count = array.array("i", [0])
     with contextlib.suppress(OSError):
-        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, count)
+        fcntl.ioctl(transport.get_extra_info("socket").fileno(), what, count)
     return count[0]

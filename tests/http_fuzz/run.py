@@ -1,0 +1,180 @@
+"""Sends cases to a server, judges the answers, and watches requests of others that run beside."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Iterable
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+from support_client import FleetClient
+from support_fleet import token_prompt
+
+from http_fuzz.cases import Case
+
+ANSWER_TIMEOUT_S = 30.0
+STALL_S = 5.0  # between two tokens of a request beside: something holds the event loop
+_SHOWN = 400
+_ASKERS, _MAX_TOKENS = 4, 16
+_NOT_IMPLEMENTED = 501
+_BROKEN_OFF = 500
+# What vLLM 0.32 answers with a server error too, as `make fuzz` shows: the path, and a part of what it says.
+_VLLMS_OWN = (
+    ("/scale_elastic_ep", "has no attribute 'get'"),
+    ("/v1/responses", "ResponsesResponse"),
+    ("/v1/responses", "broken off"),
+)
+# What differs from one answer to the next.
+_VARIES = re.compile(r"0x[0-9a-f]+|[0-9a-f-]{12,}|\d+")
+
+
+class Wrong(msgspec.Struct, frozen=True):
+    """A case whose answer is a server's error, or that got none. `like`: equal for those with the same cause."""
+
+    case: Case
+    status: int  # 0: no answer
+    said: str
+
+    @property
+    def like(self) -> tuple[int, str, str]:
+        return self.status, self.case.path, _VARIES.sub("#", self.said)[:120]
+
+    @property
+    def is_vllms_own(self) -> bool:
+        return any(self.case.path == path and part in self.said for path, part in _VLLMS_OWN)
+
+
+class Tally(msgspec.Struct):
+    """What came of all cases."""
+
+    cases: int = 0
+    by_kind: collections.Counter[str] = msgspec.field(default_factory=collections.Counter)
+    by_status: collections.Counter[int] = msgspec.field(default_factory=collections.Counter)
+    wrong: list[Wrong] = []
+    slowest_s: float = 0.0
+
+
+async def send_all(url: str, cases: Iterable[Case], at_once: int) -> Tally:
+    tally = Tally()
+    waiting = iter(cases)
+
+    async def sender() -> None:
+        for case in waiting:
+            began = time.monotonic()
+            status, said = await answer(url, case)
+            tally.slowest_s = max(tally.slowest_s, time.monotonic() - began)
+            tally.cases += 1
+            tally.by_kind[case.kind] += 1
+            tally.by_status[status] += 1
+            failed = status >= 500 and status != _NOT_IMPLEMENTED
+            if failed or (status == 0 and case.leaves_after_s is None):
+                tally.wrong.append(Wrong(case, status, said))
+
+    await asyncio.gather(*(sender() for _ in range(at_once)))
+    return tally
+
+
+async def answer(url: str, case: Case) -> tuple[int, str]:
+    """Status and end of the answer; 0 and why when there was none. An error inside a stream counts as its code."""
+    where = urlsplit(url)
+    writer, got = None, b""
+    try:
+        async with asyncio.timeout(case.leaves_after_s or ANSWER_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(where.hostname, where.port)
+            writer.write(case.sent)
+            while part := await reader.read(65536):
+                got += part
+    except (OSError, TimeoutError) as error:
+        if not got or case.leaves_after_s is None:
+            return 0, f"{type(error).__name__} after {len(got)} bytes"
+    finally:
+        if writer is not None:
+            writer.transport.abort()
+    got = got.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+    first, _, rest = got.partition(b"\r\n")
+    status = int(first.split(b" ")[1]) if first.startswith(b"HTTP/1.1 ") else 0
+    text = rest.decode(errors="replace").partition("\r\n\r\n")[2]
+    if found := re.search(r'"code": ?(5\d\d)\b', text):
+        status = int(found[1])
+    elif b"\r\ntransfer-encoding: chunked\r\n" in got and not got.endswith(b"\r\n0\r\n\r\n"):
+        if case.leaves_after_s is None and case.method != "HEAD":
+            return _BROKEN_OFF, f"broken off: {text[-_SHOWN:]}"
+    return status, text[-_SHOWN:] if status else f"no HTTP: {got[:100]!r}"
+
+
+class Beside(msgspec.Struct):
+    """Requests of others: how many, what was wrong, and their latencies in seconds."""
+
+    answers: int = 0
+    wrong: list[str] = []
+    first_token: list[float] = []
+    longest_gap: list[float] = []  # of each request, between two tokens
+
+    def figures(self) -> dict[str, float]:
+        def at(found: list[float], share: float) -> float:
+            return round(sorted(found)[min(len(found) - 1, int(len(found) * share))] * 1e3, 1) if found else 0.0
+
+        return {
+            "requests": self.answers,
+            "ttft_p50_ms": at(self.first_token, 0.5),
+            "ttft_p99_ms": at(self.first_token, 0.99),
+            "gap_p50_ms": at(self.longest_gap, 0.5),
+            "gap_max_ms": at(self.longest_gap, 1.0),
+        }
+
+
+@contextlib.asynccontextmanager
+async def others(fleet: FleetClient) -> AsyncIterator[Beside]:
+    """Requests that stream while the body runs, remote and local ones, each compared with what it always answers:
+    simulated tokens depend on prompt and position only."""
+    prompts = [token_prompt(length, seed) for seed, length in enumerate((8, 40, 200, 600))]
+    truth = {tuple(prompt): a.tokens for prompt in prompts for a in await fleet.ask_all([prompt], 1, _MAX_TOKENS)}
+    beside, ended = Beside(), asyncio.Event()
+
+    async def asker(client: httpx.AsyncClient, turn: int) -> None:
+        while not ended.is_set():
+            prompt = prompts[turn % len(prompts)]
+            turn += 1
+            try:
+                tokens, times = await streamed(client, fleet.model, prompt)
+            except (httpx.HTTPError, ValueError, KeyError) as error:
+                beside.wrong.append(repr(error))
+                continue
+            beside.answers += 1
+            if tokens != truth[tuple(prompt)]:
+                beside.wrong.append(f"{len(prompt)} tokens: {tokens} is another answer")
+            beside.first_token.append(times[1] - times[0])
+            gap = max(b - a for a, b in zip(times, times[1:], strict=False))
+            beside.longest_gap.append(gap)
+            if gap > STALL_S:
+                beside.wrong.append(f"{gap:.1f} s between two tokens")
+
+    async with fleet.client() as client:
+        askers = [asyncio.create_task(asker(client, turn)) for turn in range(_ASKERS)]
+        try:
+            yield beside
+        finally:
+            ended.set()
+            await asyncio.gather(*askers)
+
+
+async def streamed(client: httpx.AsyncClient, model: str, prompt: list[int]) -> tuple[list[int], list[float]]:
+    """The tokens of one completion, and the times of its start and of each event. Raises ValueError for a refusal."""
+    body = {"model": model, "prompt": prompt, "max_tokens": _MAX_TOKENS, "temperature": 0, "stream": True}
+    body |= {"return_token_ids": True, "ignore_eos": True}
+    tokens: list[int] = []
+    times = [time.monotonic()]
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            raise ValueError(f"{response.status_code}: {(await response.aread())[:_SHOWN]!r}")
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                times.append(time.monotonic())
+                tokens += json.loads(line[6:])["choices"][0].get("token_ids") or []
+    return tokens, times
