@@ -114,7 +114,7 @@ def _configuration(real: bool, stack: contextlib.ExitStack) -> tuple[str, tuple[
         return "sim-2p2d.yaml", SIMULATED
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-model-")))
     model = small_model(folder / "small")
-    return "demo-1p1d-cpu.yaml", (*REAL, f"model={model}", "workers.decode.replicas=2")
+    return "demo-1p1d-cpu.yaml", (*REAL, f"model={model}", "workers.prefill.replicas=2", "workers.decode.replicas=2")
 
 
 def _start(config: str, sets: tuple[str, ...], terminal: bool, namespace: str) -> RunningFleet:
