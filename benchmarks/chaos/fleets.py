@@ -58,6 +58,7 @@ REAL = (
     "workers.engine_args.kv_cache_memory_bytes=402653184",
 )
 START_TIMEOUT_S = 120.0
+ENGINES_START_S = 600.0  # four engines load on two cores that others may use too
 SMALL_DISK = "size=24m"
 REDIS_PORT, HTTP_PORT = 6379, 8000
 OPERATOR_KEY = "operator"
@@ -88,7 +89,8 @@ FLEETS: dict[str, Kind] = {
 
 @contextlib.contextmanager
 def world(name: str, real: bool, seed: int) -> Iterator[World]:
-    """A fleet of this kind. Raises OSError, subprocess.CalledProcessError if this machine does not allow it."""
+    """A fleet of this kind. Raises OSError, subprocess.CalledProcessError if this machine does not allow it, and
+    FleetFailed if it does not start."""
     kind = FLEETS[name]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_runtime_folder(kind.disk))
@@ -118,7 +120,7 @@ def _configuration(real: bool, stack: contextlib.ExitStack) -> tuple[str, tuple[
 
 
 def _start(config: str, sets: tuple[str, ...], terminal: bool, namespace: str) -> RunningFleet:
-    return RunningFleet(config, *sets, namespace=namespace, terminal=terminal)
+    return RunningFleet(config, *sets, namespace=namespace, terminal=terminal, start_timeout_s=ENGINES_START_S)
 
 
 def _questions(fleet: FleetClient, real: bool) -> Questions:
