@@ -67,7 +67,7 @@ def measure(
 ) -> list[Row]:
     """Make faults that share a fleet in turns, until the budget is spent. `begun`: rows of earlier runs.
 
-    `note` gets the rows after each round. A fleet that this machine does not allow is left out. One that does not start
+    `note` gets the rows after each run. A fleet that this machine does not allow is left out. One that does not start
     or heal counts as a failure, and the rest of the turn has another.
     """
     engines = "real" if real else "simulated"
@@ -84,10 +84,13 @@ def measure(
         """Runs on one fleet, until all are made, the budget is spent, or the fleet does not heal."""
         while mine := due(kind, target):
             for fault in mine:
-                if budget.is_spent(rows.values()) or not _once(place, fault, rows[fault.name], budget.runs, began):
+                if budget.is_spent(rows.values()):
                     return
+                healed = _once(place, fault, rows[fault.name], budget.runs, began)
                 began = time.monotonic()
-            note(found(rows.values()))
+                note(found(rows.values()))
+                if not healed:
+                    return
 
     for target in budget.targets():
         for kind in dict.fromkeys(fault.fleet for fault in faults):
@@ -101,11 +104,11 @@ def measure(
                 except (FleetFailed, AssertionError) as error:  # it did not start, or did not answer when calm
                     _failed(first, error)
                     first.spent_s += time.monotonic() - began
+                    note(found(rows.values()))
                 except (OSError, subprocess.CalledProcessError) as error:
                     why = getattr(error, "stderr", None) or error
                     print(f"left out {', '.join(fault.name for fault in mine)}: {why}", file=sys.stderr)
                     left_out.add(kind)
-                note(found(rows.values()))
         if budget.is_spent(rows.values()):
             break
     return found(rows.values())

@@ -56,6 +56,8 @@ REAL = (
     "workers.engine_args.dtype=float32",
     "workers.engine_args.block_size=32",
     "workers.engine_args.kv_cache_memory_bytes=402653184",
+    "workers.engine_args.max_num_batched_tokens=256",  # as above: several steps, and the same work if sent again
+    "workers.engine_args.enable_prefix_caching=false",
 )
 START_TIMEOUT_S = 120.0
 ENGINES_START_S = 600.0  # four engines load on two cores that others may use too
