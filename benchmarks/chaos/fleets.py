@@ -128,7 +128,7 @@ def _start(config: str, sets: tuple[str, ...], terminal: bool, namespace: str) -
 def _questions(fleet: FleetClient, real: bool) -> Questions:
     """Prompts and their undisturbed answers. Raises AssertionError if such an answer is an error."""
     if real:
-        prompts, max_tokens = [token_prompt(20 + 173 * i % 1100, seed=i) for i in range(12)], 40
+        prompts, max_tokens = [token_prompt(20 + 173 * i % 600, seed=i) for i in range(12)], 40
     else:
         prompts, max_tokens = [token_prompt(20 + 173 * i % 1800, seed=i) for i in range(24)], 120
     calm = asyncio.run(fleet.ask_all(prompts, concurrency=4, max_tokens=max_tokens))
