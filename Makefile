@@ -3,7 +3,7 @@
 # make test       the whole suite but for test-topology, which starts engines of several ranks; format: let ruff fix it
 # make test-vllm-api  vLLM's own server tests, against a fleet and against a plain server; fuzz: hostile HTTP requests
 # make bench-kv   KV transfer figures; bench-policy: policy and queue figures; bench-peers: beside the field;
-#                 chaos: faults under load, two hours; soak: half an hour
+#                 chaos: faults under load, two hours; chaos-real: with real engines, three hours; soak: half an hour
 
 SHELL  := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -17,7 +17,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
 # Asked only where the configured index offers no CPU build of torch.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: up venv model check test test-fast test-slow test-topology test-vllm-api fuzz lint format bench-kv bench-policy bench-peers chaos soak clean
+.PHONY: up venv model check test test-fast test-slow test-topology test-vllm-api fuzz lint format bench-kv bench-policy bench-peers chaos chaos-real soak clean
 
 up: venv
 	@$(BIN)/orchestrator up $(CONFIG)
@@ -74,6 +74,10 @@ bench-kv: model
 
 chaos: model
 	$(BIN)/python -m benchmarks.chaos
+
+chaos-real: model
+	$(BIN)/python -m benchmarks.chaos --engine real --runs 1000 --turn 3 --minutes 180 --answers 60000 --go-on \
+		--out $${CHAOS_OUT:-benchmarks/results/chaos-real}
 
 soak: model
 	$(BIN)/python -m benchmarks.chaos.soak

@@ -27,7 +27,7 @@ from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.decode_choice import decode_choice
-from orchestrator.policy.predict import Predictor
+from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.prefix_keys import prefix_keys
 from orchestrator.router.decider import Decider
 from orchestrator.router.learning import Learning

@@ -151,7 +151,7 @@ class KVCounters(msgspec.Struct, frozen=True):
     failures: int = 0  # transfers that failed, sent and received
     bad_messages: int = 0  # notifications that could not be read
     withdrawing_blocks: int = 0  # now: of transfers that were given up, kept until no WRITE can land in them
-    link_bytes_per_s: float = 0.0  # of all ranks: the fastest large WRITE (`workers.engine.link_rate`); 0: none yet
+    link_bytes_per_s: float = 0.0  # of all ranks: the fastest large WRITE of the last minutes; 0: none was
 
 
 class PauseState(msgspec.Struct, frozen=True, order=True, array_like=True):

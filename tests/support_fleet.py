@@ -32,7 +32,15 @@ START_TIMEOUT_S = 180
 
 
 class RunningFleet(FleetClient):
-    def __init__(self, config: str, *sets: str, namespace: str = "", terminal: bool = False, api_key: str = "") -> None:
+    def __init__(
+        self,
+        config: str,
+        *sets: str,
+        namespace: str = "",
+        terminal: bool = False,
+        api_key: str = "",
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
         """`namespace`: made up by default. `terminal`: the launcher writes to one, else to a pipe."""
         self.namespace = namespace or f"test-{uuid.uuid4().hex[:8]}"
         self.log: list[str] = []
@@ -50,7 +58,7 @@ class RunningFleet(FleetClient):
         os.close(theirs)
         threading.Thread(target=self._read, daemon=True).start()
         try:
-            ready = self.wait_for_line(r"Ready.*?(https?://\S+)", START_TIMEOUT_S)
+            ready = self.wait_for_line(r"Ready.*?(https?://\S+)", start_timeout_s)
         except BaseException:
             self.stop()
             raise

@@ -25,6 +25,7 @@ REPORTS_PER_S = 2000
 # ... until a worker would be silent for so long that two lost reports make it quiet (`fleet/membership.py`).
 MAX_LOAD_INTERVAL_S = 0.4
 IDLE_REPORT_S = 0.25
+ASK_IDLE_S = 30.0  # how often an idle engine is asked, whose figures of recent time age
 UNREPORTED_S = 0.025  # how soon to ask the engine after a change that no step may report
 # An engine answers between two steps. One that has not answered for so long, and for so many of its longest steps, may
 # hang: its worker falls silent, and other workers take its requests. After ENGINE_HUNG_S it is given up.
@@ -192,7 +193,7 @@ class LoadReporter:
 
         `measured` is called each time after the engine was asked for its load.
         """
-        measured_at_step = -1
+        measured_at_step, measured_at = -1, time.monotonic()
         while True:
             steps = self.steps
             try:
@@ -204,8 +205,9 @@ class LoadReporter:
                 pass
             if self.steps != steps:
                 continue  # steps are running, and report themselves
-            if self.held or not self.settled or measured_at_step != steps:
-                measured_at_step = steps
+            aged = time.monotonic() - measured_at > ASK_IDLE_S
+            if self.held or not self.settled or measured_at_step != steps or aged:
+                measured_at_step, measured_at = steps, time.monotonic()
                 self.measured(await self._ask(engine))
                 measured()
             else:

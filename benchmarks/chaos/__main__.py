@@ -3,6 +3,7 @@
 make chaos                                         # 20 runs of each fault, simulated engines: about two hours
 python -m benchmarks.chaos --runs 2 --faults decode_killed_decoding redis_stopped_30_s
 python -m benchmarks.chaos --engine real --runs 3
+make chaos-real                                    # real engines, every fault: three hours or 60,000 answers, resumable
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -31,62 +33,113 @@ from benchmarks.chaos.table import BY_NAME, FAULTS  # noqa: E402
 from benchmarks.chaos.world import Fault, World  # noqa: E402
 
 
+@dataclass(frozen=True)
+class Budget:
+    """When no further run begins. What `--go-on` finds in `--out` counts. `turn`: runs of each fault on one fleet,
+    before another kind of fleet has its turn."""
+
+    runs: float = math.inf  # of each fault
+    minutes: float = math.inf
+    answers: float = math.inf
+    turn: float = math.inf
+
+    def is_spent(self, rows: Iterable[Row]) -> bool:
+        rows = list(rows)
+        spent_s, answers = sum(row.spent_s for row in rows), sum(row.seen.answers for row in rows)
+        return spent_s >= self.minutes * 60 or answers >= self.answers
+
+    def targets(self) -> Iterator[float]:
+        """The runs of each fault after each turn."""
+        target = 0.0
+        while target < self.runs:
+            target = min(target + self.turn, self.runs)
+            yield target
+
+
 def measure(
     faults: list[Fault],
-    runs: int,
     real: bool,
     seed: int,
+    budget: Budget,
     starve_s: float = 60.0,
     begun: Iterable[Row] = (),
     note: Callable[[list[Row]], None] = lambda rows: None,
-    minutes: float = math.inf,
 ) -> list[Row]:
-    """Make faults that share a fleet in turns, until there are `runs` of each, including those of `begun`.
+    """Make faults that share a fleet in turns, until the budget is spent. `begun`: rows of earlier runs.
 
-    `note` gets the rows after each round. After `minutes` no run begins. A fleet that this machine does not allow is
-    left out.
+    `note` gets the rows after each run. A fleet that this machine does not allow is left out. One that does not start
+    or heal counts as a failure, and the rest of the turn has another.
     """
     engines = "real" if real else "simulated"
     known = {row.seen.fault: row for row in begun if row.engines == engines}
     rows = {fault.name: known.get(fault.name, Row(Seen(fault.name), engines, [])) for fault in faults}
+    left_out = set[str]()
 
-    def found() -> list[Row]:
-        return [row for row in rows.values() if row.seen.answers]
+    def due(kind: str, target: float) -> list[Fault]:
+        if kind in left_out or budget.is_spent(rows.values()):
+            return []
+        return [fault for fault in faults if fault.fleet == kind and rows[fault.name].tries < target]
 
-    deadline = time.monotonic() + minutes * 60
-    for kind in dict.fromkeys(fault.fleet for fault in faults):
-        mine = [fault for fault in faults if fault.fleet == kind and rows[fault.name].tries < runs]
-        if not mine or time.monotonic() > deadline:
-            continue
-        try:
-            with world(kind, real, seed + sum(rows[fault.name].tries for fault in mine)) as place:
-                place.starve_s = starve_s
-                while mine := [fault for fault in mine if rows[fault.name].tries < runs]:
-                    for fault in mine:
-                        if time.monotonic() < deadline:
-                            _once(place, fault, rows[fault.name], runs)
-                    note(found())
-                    if time.monotonic() > deadline:
-                        break
-        except (OSError, subprocess.CalledProcessError) as error:
-            why = getattr(error, "stderr", None) or error
-            print(f"left out {', '.join(fault.name for fault in mine)}: {why}", file=sys.stderr)
-    return found()
+    def take_turn(place: World, kind: str, target: float, began: float) -> None:
+        """Runs on one fleet, until all are made, the budget is spent, or the fleet does not heal."""
+        while mine := due(kind, target):
+            for fault in mine:
+                if budget.is_spent(rows.values()):
+                    return
+                healed = _once(place, fault, rows[fault.name], budget.runs, began)
+                began = time.monotonic()
+                note(found(rows.values()))
+                if not healed:
+                    return
+
+    for target in budget.targets():
+        for kind in dict.fromkeys(fault.fleet for fault in faults):
+            while mine := due(kind, target):
+                began = time.monotonic()
+                first = rows[mine[0].name]
+                try:
+                    with world(kind, real, seed + sum(rows[fault.name].tries for fault in mine)) as place:
+                        place.starve_s = starve_s
+                        take_turn(place, kind, target, began)
+                except (FleetFailed, AssertionError) as error:  # it did not start, or did not answer when calm
+                    _failed(first, error)
+                    first.spent_s += time.monotonic() - began
+                    note(found(rows.values()))
+                except (OSError, subprocess.CalledProcessError) as error:
+                    why = getattr(error, "stderr", None) or error
+                    print(f"left out {', '.join(fault.name for fault in mine)}: {why}", file=sys.stderr)
+                    left_out.add(kind)
+        if budget.is_spent(rows.values()):
+            break
+    return found(rows.values())
 
 
-def _once(place: World, fault: Fault, row: Row, runs: int) -> None:
-    before = len(row.seen.gaps_s)
+def found(rows: Iterable[Row]) -> list[Row]:
+    """Those with a run."""
+    return [row for row in rows if row.seen.answers or row.failures]
+
+
+def _failed(row: Row, error: Exception) -> None:
+    row.failures.append(f"{type(error).__name__}: {error}"[:2000])
+    print(error, file=sys.stderr)
+
+
+def _once(place: World, fault: Fault, row: Row, runs: float, began: float) -> bool:
+    """One run. `began`: monotonic seconds from which its time counts. Returns False if the fleet does not heal."""
+    before, healed = len(row.seen.gaps_s), True
     try:
         asyncio.run(place.run(fault, row.seen))
     except (NotSeen, FleetFailed, AssertionError) as error:
-        row.failures.append(f"{type(error).__name__}: {error}"[:2000])
-        print(error, file=sys.stderr)
+        healed = not isinstance(error, FleetFailed)
+        _failed(row, error)
     seen, gaps = row.seen, row.seen.gaps_s[before:]
+    row.spent_s += time.monotonic() - began
     print(
-        f"{row.tries}/{runs} {fault.name}: {seen.errors.total()} errors, {seen.wrong} wrong, {seen.leaks} leaks; "
+        f"{row.tries}/{runs:g} {fault.name}: {seen.errors.total()} errors, {seen.wrong} wrong, {seen.leaks} leaks; "
         f"longest gap {max(gaps, default=0.0):.2f} s, healed in {seen.heal_s[-1] if seen.heal_s else -1:.1f} s",
         flush=True,
     )
+    return healed
 
 
 def main() -> int:
@@ -97,7 +150,9 @@ def main() -> int:
     parser.add_argument("--starve-minutes", type=float, default=1.0, help="how long cpu_starved lasts")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=math.inf, help="after that no run begins")
-    parser.add_argument("--go-on", action="store_true", help="runs that --out has already count")
+    parser.add_argument("--answers", type=float, default=math.inf, help="after so many no run begins")
+    parser.add_argument("--turn", type=int, help="runs of each fault on one fleet before the next kind of fleet")
+    parser.add_argument("--go-on", action="store_true", help="runs, minutes and answers that --out has count")
     parser.add_argument("--list", action="store_true", help="print the names and end")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
@@ -116,8 +171,11 @@ def main() -> int:
         return 2
     begun = saved(options.out) if options.go_on else []
     starve_s = options.starve_minutes * 60
-    rows = measure(chosen, options.runs, real, options.seed, starve_s, begun, note=lambda rows: save(rows, options.out))
+    budget = Budget(options.runs, options.minutes, options.answers, options.turn or options.runs)
+    rows = measure(chosen, real, options.seed, budget, starve_s, begun, note=lambda rows: save(rows, options.out))
     print(table(rows))
+    spent_h, answers = sum(row.spent_s for row in rows) / 3600, sum(row.seen.answers for row in rows)
+    print(f"{answers} answers in {spent_h:.2f} hours")
     for row in rows:
         for missed in row.missed():
             print(f"{row.seen.fault}: {missed}", file=sys.stderr)

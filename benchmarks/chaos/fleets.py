@@ -56,8 +56,11 @@ REAL = (
     "workers.engine_args.dtype=float32",
     "workers.engine_args.block_size=32",
     "workers.engine_args.kv_cache_memory_bytes=402653184",
+    "workers.engine_args.max_num_batched_tokens=256",  # as above: several steps, and the same work if sent again
+    "workers.engine_args.enable_prefix_caching=false",
 )
 START_TIMEOUT_S = 120.0
+ENGINES_START_S = 600.0  # four engines load on two cores that others may use too
 SMALL_DISK = "size=24m"
 REDIS_PORT, HTTP_PORT = 6379, 8000
 OPERATOR_KEY = "operator"
@@ -88,7 +91,8 @@ FLEETS: dict[str, Kind] = {
 
 @contextlib.contextmanager
 def world(name: str, real: bool, seed: int) -> Iterator[World]:
-    """A fleet of this kind. Raises OSError, subprocess.CalledProcessError if this machine does not allow it."""
+    """A fleet of this kind. Raises OSError, subprocess.CalledProcessError if this machine does not allow it, and
+    FleetFailed if it does not start."""
     kind = FLEETS[name]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_runtime_folder(kind.disk))
@@ -114,17 +118,17 @@ def _configuration(real: bool, stack: contextlib.ExitStack) -> tuple[str, tuple[
         return "sim-2p2d.yaml", SIMULATED
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-model-")))
     model = small_model(folder / "small")
-    return "demo-1p1d-cpu.yaml", (*REAL, f"model={model}", "workers.decode.replicas=2")
+    return "demo-1p1d-cpu.yaml", (*REAL, f"model={model}", "workers.prefill.replicas=2", "workers.decode.replicas=2")
 
 
 def _start(config: str, sets: tuple[str, ...], terminal: bool, namespace: str) -> RunningFleet:
-    return RunningFleet(config, *sets, namespace=namespace, terminal=terminal)
+    return RunningFleet(config, *sets, namespace=namespace, terminal=terminal, start_timeout_s=ENGINES_START_S)
 
 
 def _questions(fleet: FleetClient, real: bool) -> Questions:
     """Prompts and their undisturbed answers. Raises AssertionError if such an answer is an error."""
     if real:
-        prompts, max_tokens = [token_prompt(20 + 173 * i % 1100, seed=i) for i in range(12)], 40
+        prompts, max_tokens = [token_prompt(20 + 173 * i % 600, seed=i) for i in range(12)], 40
     else:
         prompts, max_tokens = [token_prompt(20 + 173 * i % 1800, seed=i) for i in range(24)], 120
     calm = asyncio.run(fleet.ask_all(prompts, concurrency=4, max_tokens=max_tokens))

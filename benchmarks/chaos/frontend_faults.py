@@ -27,13 +27,14 @@ SETTLED_S = 4.0  # by then workers have ended what a dead frontend had there, or
 _POLL_S = 0.05
 
 
-async def killed(world: World) -> None:
-    """One of several, in the middle of long answers. Over when another serves in its place."""
+async def killed(world: World, *beside: int) -> None:
+    """One of several, in the middle of long answers, and the processes `beside` it. Over when another serves in its
+    place."""
     victim = await _one_that_works(world)
     async with _long_answers(world):
         world.load.forgive(world.client_ports(_pid(victim)))
         began = datetime.now()
-        world.kill(_pid(victim))
+        world.kill(_pid(victim), *beside)
         await asyncio.sleep(SETTLED_S)
     deadline = time.monotonic() + HEAL_TIMEOUT_S
     while len([seen for seen in await _serving(world) if _pid(seen) != _pid(victim)]) < world.frontends:
@@ -100,14 +101,16 @@ async def _one_that_works(world: World) -> Frontend:
     return max(serving, key=lambda seen: (len(world.client_ports(_pid(seen))), world.random.random()))
 
 
-async def launcher_killed(world: World) -> None:
-    """Everything that it started ends with it, and another `up` of the same name takes over."""
+async def launcher_killed(world: World, *beside: int) -> None:
+    """Everything that it started ends with it, and another `up` of the same name takes over. `beside`: processes of its
+    that are killed with it."""
     fleet = world.launched
     family = [psutil.Process(pid) for pid in descendants(fleet.process.pid)]
     ports = set().union(*(world.client_ports(process.pid) for process in family))
     world.load.forgive(ports)
     world.load.stop()
     engines = [process for process in family if "workers.main" in " ".join(process.cmdline())]
+    world.kill(*beside)
     os.kill(fleet.process.pid, signal.SIGKILL)
     fleet.process.wait()
     began = time.monotonic()

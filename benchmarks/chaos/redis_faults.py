@@ -42,7 +42,7 @@ async def queue_lost(world: World) -> None:
 
 async def killed(world: World) -> None:
     """Kill the server. The launcher starts it again, empty."""
-    world.kill(await _pid(world))
+    world.kill(await pid(world))
 
 
 async def restarted_empty(world: World) -> None:
@@ -60,10 +60,10 @@ async def emptied(world: World) -> None:
 
 
 async def stopped(world: World) -> None:
-    await world.stop(PAUSE_S, await _pid(world))
+    await world.stop(PAUSE_S, await pid(world))
 
 
-async def _pid(world: World) -> int:
+async def pid(world: World) -> int:
     async with _server(world) as server:
         return int((await server.info("server"))["process_id"])
 

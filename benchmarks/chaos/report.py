@@ -28,6 +28,7 @@ class Row:
     seen: Seen
     engines: str  # "simulated" or "real"
     failures: list[str]  # errors of runs that did not complete
+    spent_s: float = 0.0  # on all runs, the starts of their fleets included
 
     @property
     def tries(self) -> int:
@@ -100,12 +101,12 @@ def _as_json(row: Row) -> dict[str, Any]:
     rounded = {
         name: [round(x, 3) for x in value] if isinstance(value, list) else value for name, value in figures.items()
     }
-    return {**rounded, "engines": row.engines, "failures": row.failures}
+    return {**rounded, "engines": row.engines, "failures": row.failures, "spent_s": round(row.spent_s, 1)}
 
 
 def _from_json(row: dict[str, Any]) -> Row:
     row = dict(row)
-    engines, failures = row.pop("engines"), row.pop("failures")
+    engines, failures, spent_s = row.pop("engines"), row.pop("failures"), row.pop("spent_s", 0.0)
     seen = Seen(**row)
     seen.errors = type(Seen("").errors)(seen.errors)
-    return Row(seen, engines, failures)
+    return Row(seen, engines, failures, spent_s)

@@ -46,6 +46,7 @@ SPARING += ["all_prefill_stopped", "queue_lost", "redis_emptied", "redis_read_on
 SPARING += ["redis_out_of_memory", "run_folder_removed", "log_pipe_unread", "frontend_stopped"]
 EVERYTHING = [*SPARING, "all_prefill_killed", "redis_killed", "redis_restarted_empty", "frontend_killed", "poison"]
 EVERYTHING += [name for name in SIMULATED if name.startswith("operator_")]
+EVERYTHING += ["pair_prefill_decode_killed", "pair_decode_redis_killed", "pair_frontend_prefill_killed"]
 
 
 @dataclass

@@ -7,6 +7,7 @@ from benchmarks.chaos import (
     host_faults,
     link_faults,
     operator_faults,
+    pair_faults,
     redis_faults,
     worker_faults,
 )
@@ -101,6 +102,19 @@ _OPERATOR = [
         ("restarts_one_killed", operator_faults.one_dies_during(operator_faults.restarted)),
     )
 ]
+# Either fault may delay the same answer, so their bounds add up.
+_PAIRS = [
+    Fault("pair_prefill_decode_killed", pair_faults.prefill_and_decode, PREFILL_GAP_S + DECODE_GAP_S),
+    Fault("pair_decode_redis_killed", pair_faults.decode_and_redis, DECODE_GAP_S + QUEUE_GAP_S),
+    Fault(
+        "pair_frontend_prefill_killed",
+        pair_faults.frontend_and_prefill,
+        QUEUE_GAP_S + PREFILL_GAP_S,
+        fleet="frontends",
+        gone_s=GONE_S,
+    ),
+    Fault("pair_launcher_decode_killed", pair_faults.launcher_and_decode, None, gone_s=GONE_S),
+]
 
 FAULTS: dict[str, Fault] = {
     fault.name: fault
@@ -115,6 +129,7 @@ FAULTS: dict[str, Fault] = {
         *_POISON,
         *_HOST,
         *_OPERATOR,
+        *_PAIRS,
     ]
 }
 # Rows that run only if they are named: one needs an otherwise idle machine for minutes, the others real engines.

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from orchestrator.config.settings import Config
 from orchestrator.fleet.view import Fleet, WorkerView
-from orchestrator.policy.predict import Predictor
+from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio.decision import desired_ratio
 from orchestrator.policy.ratio.load import LoadSample, LoadSampler, Observation, offered_since, samples_in_window
 from orchestrator.policy.ratio.reuse import ReuseCounter

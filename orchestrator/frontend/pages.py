@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from orchestrator.fleet.view import Fleet, WorkerView
-from orchestrator.policy.predict import Predictor
+from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.store.configuration import RolloutStatus
 from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerStatus
 

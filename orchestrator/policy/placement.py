@@ -13,7 +13,7 @@ import msgspec
 
 from orchestrator.config.settings import RoutingConfig, SLOConfig
 from orchestrator.policy.candidate import Candidate, DecodeChoice, blocks_for
-from orchestrator.policy.predict import Predictor
+from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.types import QueueDepth, RequestInfo
 
 # The default claim timeout in TTFT objectives. A job that waits in the queue is late alone, and goes behind those that

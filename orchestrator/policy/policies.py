@@ -15,7 +15,7 @@ from orchestrator.config.settings import Config
 from orchestrator.policy.admission import admit
 from orchestrator.policy.candidate import Candidate, DecodeChoice, blocks_for
 from orchestrator.policy.placement import Local, PrefillView, Reject, Remote, place, uncached_tokens
-from orchestrator.policy.predict import Predictor
+from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.types import QueueDepth, RequestInfo
 
 Job = TypeVar("Job")
@@ -65,10 +65,26 @@ class Policies:
         self.choose, self.predictor = choose, predictor
 
     def decide(
-        self, request: RequestInfo, candidates: Sequence[Candidate], prefill: PrefillView, admission: bool = True
+        self,
+        request: RequestInfo,
+        candidates: Sequence[Candidate],
+        prefill: PrefillView,
+        now: float,
+        admission: bool = True,
     ) -> PlacementDecision:
-        """Where a request goes. A request that was accepted before needs no `admission`: its predicted TTFT neither
-        rejects nor defers it."""
+        """Where a request goes. `now`: seconds of a clock that never goes back. A request that was accepted before
+        needs no `admission`: its predicted TTFT neither rejects nor defers it."""
+        self.predictor.begin(now)
+        placed = self._admitted(request, candidates, prefill, admission)
+        if isinstance(placed.decision, Local):
+            self.predictor.placed_locally(placed.decision.worker_id)
+        elif isinstance(placed.decision, Remote):
+            self.predictor.placed_remotely(max(0, request.prompt_tokens - prefill.cached_tokens))
+        return placed
+
+    def _admitted(
+        self, request: RequestInfo, candidates: Sequence[Candidate], prefill: PrefillView, admission: bool
+    ) -> PlacementDecision:
         decision = place(request, candidates, prefill, self.routing, self.choose, self.predictor, self.slo)
         if not admission or self.slo.admission == "off":
             return PlacementDecision(decision)

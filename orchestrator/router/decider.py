@@ -6,6 +6,7 @@ nothing and changes no request.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -61,7 +62,9 @@ class Decider:
         candidates = self._fleet.candidates(active.avoid, hits)
         cached_at_prefill = candidates.cached_at_prefill
         pool = self._prefill_pool(max(cached_at_prefill.values(), default=0))
-        placement = self._policies.decide(info, candidates.decode, pool, admission=active.attempt == 1)
+        placement = self._policies.decide(
+            info, candidates.decode, pool, time.monotonic(), admission=active.attempt == 1
+        )
         decision = placement.decision
         if isinstance(decision, Reject):
             return decision

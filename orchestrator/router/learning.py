@@ -8,7 +8,7 @@ from __future__ import annotations
 from orchestrator.config.settings import SLOConfig
 from orchestrator.fleet.view import WorkerView
 from orchestrator.policy.candidate import DecodeChoice
-from orchestrator.policy.predict import Predictor
+from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.router.request import ActiveRequest, State
 from orchestrator.types import Offered

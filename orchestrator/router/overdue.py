@@ -10,7 +10,7 @@ from orchestrator.config.settings import Config
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.placement import claim_timeout_s
-from orchestrator.policy.predict import Predictor
+from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.router.active_requests import ActiveRequests
 from orchestrator.router.recovery import Recovery
 from orchestrator.router.request import ActiveRequest, State

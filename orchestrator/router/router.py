@@ -19,7 +19,7 @@ from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.candidate import DecodeChoice
 from orchestrator.policy.policies import RECALL_S
-from orchestrator.policy.predict import Predictor
+from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.router.active_requests import ActiveRequests
 from orchestrator.router.answer import Answers, OutputAction
 from orchestrator.router.codec import Batch, Codec

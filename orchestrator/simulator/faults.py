@@ -23,6 +23,15 @@ class Faults:
             raise FleetError(f"worker {name}: not in this fleet; expected one of {', '.join(self._sim.workers)}")
         self._sim.at(at, self._kill, name, down_s)
 
+    def slow_links(self, at: float, seconds: float, factor: float) -> None:
+        """Let all links carry `1 / factor` of their bytes per second for so long."""
+        link_bytes_per_s = self._sim.settings.profile.link_bytes_per_s
+        self._sim.at(at, self._set_links, link_bytes_per_s / factor)
+        self._sim.at(at + seconds, self._set_links, link_bytes_per_s)
+
+    def _set_links(self, link_bytes_per_s: float, _: None) -> None:
+        self._sim.link_bytes_per_s = link_bytes_per_s
+
     def _kill(self, name: str, down_s: float) -> None:
         sim, worker = self._sim, self._sim.workers[name]
         if not worker.alive:

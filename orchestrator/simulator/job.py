@@ -23,6 +23,7 @@ class Job:
         "beside",
         "bound",
         "claimed",
+        "decoding_at",
         "done_at",
         "enqueued_at",
         "first_at",
@@ -44,6 +45,7 @@ class Job:
         self.prefix_key = key_of_beginning(arrival.keys, unit_tokens)
         self.generated = 0  # output tokens that the client has from earlier attempts
         self.first_at: float | None = None
+        self.decoding_at: float | None = None  # a decode worker's first token, which may come after a prefill worker's
         self.done_at: float | None = None
         self.outcome = ""
         self.hits: dict[str, int] = {}  # cached prompt tokens by worker

@@ -56,6 +56,7 @@ class RatioControl:
                 self._sampler.observe_step(len(worker.running), (worker.plain_s - seconds) / new)
                 self._plain[worker.name] = (worker.plain_s, worker.plain_steps)
         everyone = (*workers, *router.prefill.workers(), *(worker for worker, _ in self._moving))
+        link_bytes_per_s = router.link_bytes_per_s.at(now)
         generated_tokens = sum(worker.generated_tokens(now) for worker in everyone)
         return Observation(
             at=now,
@@ -66,7 +67,7 @@ class RatioControl:
             worker_tokens=profile.blocks * profile.block_size,
             worker_sequences=profile.max_num_seqs,
             decode_workers=tuple(worker.name for worker in workers),
-            link_s_per_token=profile.kv_bytes_per_token / profile.link_bytes_per_s,
+            link_s_per_token=profile.kv_bytes_per_token / link_bytes_per_s if link_bytes_per_s else 0.0,
         )
 
     def _apply(self, desired: DesiredRatio, now: float) -> None:

@@ -15,7 +15,8 @@ from orchestrator.policy.claims import choose_claims, claim_budget, fair_share_t
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.placement import Local, PrefillView, Reject, claim_timeout_s
 from orchestrator.policy.policies import Policies, Waiting
-from orchestrator.policy.predict import Predictor
+from orchestrator.policy.predict.estimates import LINK_AGE_S, RecentMaximum
+from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.policy.references import BYPASSES
@@ -61,6 +62,7 @@ class Router:
         self.reasons: Counter[str] = Counter()
         self.offered = Offered()
         self.reuse = ReuseCounter()
+        self.link_bytes_per_s = RecentMaximum(LINK_AGE_S)
         self._index_sequence: Counter[str] = Counter()
 
     # ---- placement -------------------------------------------------------------------------------------------
@@ -78,7 +80,7 @@ class Router:
         candidates = self.decode.candidates(hits)
         cached = self._prefill_hit(hits)
         view = PrefillView(len(self.prefill), QueueDepth(len(self.queue), self.queue_tokens, self.claimed), cached)
-        ruling = self.policies.decide(request, candidates, view, admission=not again)
+        ruling = self.policies.decide(request, candidates, view, self._clock.now, admission=not again)
         decision = ruling.decision
         self.reasons[f"{type(decision).__name__.lower()}:{decision.reason}"] += 1
         shared = self.reuse.arrived(job.prompt_tokens, job.arrival.keys, self._unit_tokens, self._clock.now)
@@ -304,9 +306,8 @@ class Router:
 
     def ended(self, job: Job, worker: Worker) -> None:
         """Feed the predictor with a request whose last token its decode worker has generated."""
-        if job.arrival.output_tokens > 1 and not job.generated and job.first_at is not None:
-            decoding_s = self._clock.now - job.first_at
-            tpot_s = decoding_s / (job.arrival.output_tokens - 1)
+        if job.arrival.output_tokens > 1 and not job.generated and job.decoding_at is not None:
+            tpot_s = (self._clock.now - job.decoding_at) / (job.arrival.output_tokens - 1)
             self.predictor.observe_itl(worker.name, tpot_s, job.beside + 1)
         self.predictor.observe_output(job.arrival.output_tokens)
         for choose in (self.choose, self.choose_prefill):

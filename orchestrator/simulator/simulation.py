@@ -42,6 +42,7 @@ class Simulation:
             raise FleetError(f"load {load.name}: no requests in it")
         self.settings, self.load = settings, load
         self.now = 0.0
+        self.link_bytes_per_s = settings.profile.link_bytes_per_s
         self.router = Router(settings, load.unit_tokens, self, self._end)
         self.jobs = [Job(n, arrival, load.unit_tokens) for n, arrival in enumerate(load.arrivals)]
         self.left = len(self.jobs)
@@ -188,12 +189,13 @@ class Simulation:
         profile, now = self.settings.profile, self.now
         source, target = self.workers[stay.worker], self.workers[receiver.worker]
         tokens = receiver.context - receiver.hit_tokens
-        seconds = tokens * profile.kv_bytes_per_token / profile.link_bytes_per_s
+        s_per_token = profile.kv_bytes_per_token / self.link_bytes_per_s
+        seconds = tokens * s_per_token
+        self.router.link_bytes_per_s.observe(self.link_bytes_per_s, now)
         links_free = max(source.link_free_at, target.link_free_at)
         if self._by_chunk:
             begins = max(links_free, min(now, max(stay.started_at, receiver.started_at)))
-            last = min(tokens, profile.max_num_batched_tokens) * profile.kv_bytes_per_token / profile.link_bytes_per_s
-            ends = max(begins + seconds, now + last)
+            ends = max(begins + seconds, now + min(tokens, profile.max_num_batched_tokens) * s_per_token)
         else:
             begins = max(links_free, now)
             ends = begins + seconds
@@ -222,9 +224,11 @@ class Simulation:
             self.at(self.now + PLACE_AGAIN_S, self.place_again, job)
 
     def on_first(self, worker: Worker, stay: Stay, at: float) -> None:
-        self.router.settled(stay.job)
-        if self._first(stay.job, at) and stay.phase == "local":
-            job = stay.job
+        job = stay.job
+        self.router.settled(job)
+        if job.decoding_at is None:
+            job.decoding_at = at
+        if self._first(job, at) and stay.phase == "local":
             self.router.predictor.observe_local(worker.name, job.local_tokens, at - job.placed_at)
 
     def _first(self, job: Job, at: float) -> bool:

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.chaos.__main__ import measure
+from benchmarks.chaos.__main__ import Budget, measure
 from benchmarks.chaos.load import Seen
 from benchmarks.chaos.report import Row, save, saved, table
 from benchmarks.chaos.table import FAULTS
@@ -13,11 +13,12 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
 MIX = ["prefill_stopped_prefilling", "decode_killed_decoding", "decode_stopped_awaiting_kv", "queue_lost"]
 MIX += ["redis_killed", "log_pipe_unread", "poison", "operator_restarts_one_killed"]
+MIX += ["pair_prefill_decode_killed", "pair_decode_redis_killed"]
 
 
 def test_no_client_notices_a_fault():
     """How long gaps may be is not asked here: that depends on what else the machine does."""
-    rows = measure([FAULTS[name] for name in MIX], runs=1, real=False, seed=7)
+    rows = measure([FAULTS[name] for name in MIX], real=False, seed=7, budget=Budget(runs=1))
     print(table(rows))
     for row in rows:
         seen = row.seen

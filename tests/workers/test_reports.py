@@ -106,6 +106,29 @@ async def test_worker_with_stuck_engine_is_silent_until_it_answers(
     running.cancel()
 
 
+class Counting:
+    """An idle engine that counts how often it is asked."""
+
+    asked = 0
+
+    async def load(self) -> EngineLoad:
+        self.asked += 1
+        return msgspec.structs.replace(LOAD, blocks_free=100, running=0, step_ms=float(self.asked))
+
+
+async def test_idle_engine_is_asked_again_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its figures of recent time age while no step reports them."""
+    monkeypatch.setattr(reports, "IDLE_REPORT_S", 0.005)
+    monkeypatch.setattr(reports, "ASK_IDLE_S", 0.05)
+    load, published, _ = reporter()
+    engine = Counting()
+    running = asyncio.create_task(load.run(cast(Engine, engine), lambda: None))
+    await until(lambda: engine.asked >= 4)
+    assert len(published) > engine.asked, "most reports only say that the worker lives"
+    await until(lambda: published[-1].step_ms >= 4)
+    running.cancel()
+
+
 async def test_step_in_which_engine_hung_is_not_its_longest() -> None:
     load, _, _ = reporter()
     load.stepped(msgspec.structs.replace(LOAD, step_ms=15_000.0))

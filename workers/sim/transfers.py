@@ -17,6 +17,7 @@ import msgspec
 from connectors.push import actions as do
 from connectors.push import inbound, outbound, wire
 from orchestrator.config.settings import KVConfig
+from orchestrator.policy.predict.estimates import LINK_AGE_S, RecentMaximum
 from orchestrator.types import KVCounters, KVSource
 from workers.engine import Phase, link_rate
 from workers.sim.connections import SimConnections
@@ -42,7 +43,8 @@ class SimTransfers:
         self._writes: dict[int, asyncio.TimerHandle] = {}  # timers of the WRITEs in flight, by handle
         self._link_free_at = 0.0
         self._bytes_sent = self._transfers = self._failures = self._bad_messages = 0
-        self._transfer_s = self._link_bytes_per_s = 0.0
+        self._transfer_s = 0.0
+        self._link_bytes_per_s = RecentMaximum(LINK_AGE_S)
 
     async def listen(self, host: str, port: int, advertise: str) -> int:
         """Listen for peers, which connect to `advertise`. Returns the port. Raises OSError."""
@@ -64,7 +66,7 @@ class SimTransfers:
             failures=self._failures,
             bad_messages=self._bad_messages,
             withdrawing_blocks=self._inbound.withdrawing_blocks,
-            link_bytes_per_s=self._link_bytes_per_s,
+            link_bytes_per_s=self._link_bytes_per_s.at(time.monotonic()),
         )
 
     # ---- from the engine ---------------------------------------------------------------------------------------
@@ -208,7 +210,7 @@ class SimTransfers:
         size_bytes = tokens * config.kv_bytes_per_token
         self._bytes_sent += size_bytes
         seconds = size_bytes / (config.link_gb_per_s * 1e9) / config.speed
-        self._link_bytes_per_s = max(self._link_bytes_per_s, link_rate(size_bytes, seconds))
+        self._link_bytes_per_s.observe(link_rate(size_bytes, seconds), now)
         self._link_free_at = max(self._link_free_at, writes_from or now) + seconds
         handle = next(self._handles)
         self._outbound.posted(post.stream, handle, now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
@@ -17,6 +18,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from orchestrator.config.settings import KVConfig
+from orchestrator.policy.predict.estimates import LINK_AGE_S, RecentMaximum
 from orchestrator.types import EngineSpeed, KVCounters, KVEndpoint
 from orchestrator.wire.control import ENGINE_METHODS
 from orchestrator.wire.curve import KeyPair
@@ -76,7 +78,7 @@ class VllmEngine:
         self._last = EngineLoad(0, 0, 0, 0.0)
         # Sums of the connector's statistics: bytes_transferred, num_descriptors, pd_exposed_seconds ...
         self.kv_totals: Counter[str] = Counter()
-        self._all_ranks, self._link_bytes_per_s = 1, 0.0
+        self._all_ranks, self._link_bytes_per_s = 1, RecentMaximum(LINK_AGE_S)
 
     # ---- life --------------------------------------------------------------------------------------------------
 
@@ -211,7 +213,8 @@ class VllmEngine:
 
     async def load(self) -> EngineLoad:
         free, running, waiting = await self.call_engine("pd_load")
-        return msgspec.structs.replace(self._last, blocks_free=free, running=running, waiting=waiting)
+        kv = msgspec.structs.replace(self._last.kv, link_bytes_per_s=self._link_bytes_per_s.at(time.monotonic()))
+        return msgspec.structs.replace(self._last, blocks_free=free, running=running, waiting=waiting, kv=kv)
 
     async def fail_peer(self, engine_id: str) -> None:
         await self.call_engine("pd_fail_peer", engine_id)
@@ -301,7 +304,7 @@ class VllmEngine:
         for size, seconds in zip(
             transfers.get("bytes_transferred", ()), transfers.get("transfer_duration", ()), strict=False
         ):
-            self._link_bytes_per_s = max(self._link_bytes_per_s, self._all_ranks * link_rate(size, seconds))
+            self._link_bytes_per_s.observe(self._all_ranks * link_rate(size, seconds), time.monotonic())
         kv = self.kv_totals
         self._last = EngineLoad(
             blocks_free=round((1.0 - stats.kv_cache_usage) * self._blocks_total),
@@ -316,7 +319,7 @@ class VllmEngine:
                 failures=kv["pd_streams_failed_count"] + kv["pd_receives_failed_count"],
                 bad_messages=kv["pd_bad_messages_count"],
                 withdrawing_blocks=int(kv["pd_withdrawing_blocks"]),
-                link_bytes_per_s=self._link_bytes_per_s,
+                link_bytes_per_s=self._link_bytes_per_s.at(time.monotonic()),
             ),
         )
         return self._last

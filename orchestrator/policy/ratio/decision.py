@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from orchestrator.config.settings import RatioConfig, SLOConfig
-from orchestrator.policy.predict import Z_95
+from orchestrator.policy.predict.predictor import Z_95
 from orchestrator.policy.ratio.attainment import Traffic, after_moves, headroom, scale_prefill_times
 from orchestrator.policy.ratio.caches import Caches, caches_of
 from orchestrator.policy.ratio.load import MIN_WINDOWS_S, LoadSample, recent, residence_s, traffic

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import msgspec
 
 from orchestrator.config.settings import RatioConfig
-from orchestrator.policy.predict import FIT_MEMORY, MIN_FIT_SAMPLES, LineFit, Predictor, Smoothed
+from orchestrator.policy.predict.estimates import FIT_MEMORY, MIN_FIT_SAMPLES, LineFit, Smoothed
+from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio.attainment import Traffic
 from orchestrator.policy.ratio.reuse import Reuse
 from orchestrator.types import Offered

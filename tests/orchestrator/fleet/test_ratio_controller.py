@@ -14,7 +14,7 @@ from orchestrator.config.settings import parse_config
 from orchestrator.fleet import ratio_controller as controller
 from orchestrator.fleet.ratio_controller import RatioController, observe
 from orchestrator.fleet.view import Fleet
-from orchestrator.policy.predict import Predictor
+from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.store.client import connect
 from orchestrator.store.events import KEPT, RatioHistory

@@ -15,7 +15,7 @@ from orchestrator.config.access import LimitsConfig, SecurityConfig
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend import edge, pages
 from orchestrator.frontend.access import Access
-from orchestrator.policy.predict import Predictor
+from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.store.configuration import Phase, RolloutStatus
 from orchestrator.types import (
     DesiredRatio,

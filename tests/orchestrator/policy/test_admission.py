@@ -6,7 +6,7 @@ from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.admission import Admitted, admit
 from orchestrator.policy.candidate import Candidate
 from orchestrator.policy.placement import Local, PrefillView, Reject, Remote
-from orchestrator.policy.predict import Predictor
+from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.types import QueueDepth, RequestInfo
 
 PREDICTOR = Predictor(prior_s_per_token=0.001, prior_itl_s=0.0)

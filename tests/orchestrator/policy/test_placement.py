@@ -18,7 +18,7 @@ from orchestrator.policy.placement import (
     place,
     reject_all,
 )
-from orchestrator.policy.predict import Predictor
+from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.types import EngineSpeed, QueueDepth, RequestInfo
 
 ROUTING = RoutingConfig(remote_prefill_min_tokens=256, max_queued_prefill_tokens=10_000, max_waiting_per_worker=4)

@@ -8,7 +8,7 @@ from orchestrator.policy.candidate import Candidate
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.placement import Local, PrefillView, Reject, Remote
 from orchestrator.policy.policies import LATE_OBJECTIVES, MAX_STEPS, Policies, Waiting, delay_s
-from orchestrator.policy.predict import Predictor
+from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.types import QueueDepth, RequestInfo
 
 TTFT_S, S_PER_TOKEN = 2.0, 0.001
@@ -86,11 +86,11 @@ def test_jobs_of_other_routers_count_as_ahead():
 
 def test_queue_is_full_when_jobs_would_reach_claim_deadline():
     full, busy = queue_of(40_000), msgspec.structs.replace(IDLE_DECODE, running=3, waiting_tokens=50_000)
-    assert policies().decide(request(1000), [busy], full).decision == Local("d0", "queue_full")
+    assert policies().decide(request(1000), [busy], full, 0.0).decision == Local("d0", "queue_full")
     patient = policies(routing={"claim_timeout_s": 60.0})
-    assert isinstance(patient.decide(request(1000), [busy], full).decision, Remote)
+    assert isinstance(patient.decide(request(1000), [busy], full, 0.0).decision, Remote)
     # By default the deadline follows the objective.
-    assert isinstance(policies(slo={"ttft_s": 30.0}).decide(request(1000), [busy], full).decision, Remote)
+    assert isinstance(policies(slo={"ttft_s": 30.0}).decide(request(1000), [busy], full, 0.0).decision, Remote)
 
 
 def test_measurements_replace_prior():
@@ -116,5 +116,5 @@ def test_newcomers_delay_engine_request_for_bounded_time():
 def test_accepted_request_skips_admission():
     strict = policies(slo={"ttft_s": 0.5, "admission": "reject"})
     busy = msgspec.structs.replace(IDLE_DECODE, running=3, waiting_tokens=5000)
-    assert isinstance(strict.decide(request(5000), [busy], queue_of(0)).decision, Reject)
-    assert isinstance(strict.decide(request(5000), [busy], queue_of(0), admission=False).decision, Remote)
+    assert isinstance(strict.decide(request(5000), [busy], queue_of(0), 0.0).decision, Reject)
+    assert isinstance(strict.decide(request(5000), [busy], queue_of(0), 0.0, admission=False).decision, Remote)

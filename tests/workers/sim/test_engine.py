@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -84,6 +85,27 @@ async def test_every_transfer_mode_sends_each_byte_once(sims: SimFixture, transf
     kv_totals = (await prefill.load()).kv
     assert kv_totals.bytes_sent == 3000 * FAST.kv_bytes_per_token
     assert kv_totals.link_bytes_per_s == pytest.approx(FAST.link_gb_per_s * 1e9 * FAST.speed)
+
+
+async def test_link_that_is_not_used_any_more_is_unknown(sims: SimFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.sim.transfers.LINK_AGE_S", 0.2)
+    prefill, p_info = await sims.start()
+    decode, _ = await sims.start()
+    prompt = list(range(3000))
+    await prefill.submit(request_of("a#1", prompt, phase=Phase.PREFILL))
+    await decode.submit(request_of("a#1", prompt, max_tokens=2, source=sims.source(p_info, "a#1")))
+    await collect(decode, "a#1")
+    loads = [await prefill.load()]
+
+    async def is_unknown() -> bool:
+        loads.append(await prefill.load())
+        return loads[-1].kv.link_bytes_per_s == 0
+
+    assert loads[0].kv.link_bytes_per_s > 0
+    async with asyncio.timeout(10):
+        while not await is_unknown():
+            await asyncio.sleep(0.01)
+    assert loads[-1].kv.transfers == 1
 
 
 async def test_registering_after_prefill_has_ended(sims: SimFixture) -> None:

@@ -116,6 +116,7 @@ async def test_transferred_kv_is_not_reported_as_cached(pair, monkeypatch: pytes
     assert prefill.loads[-1].kv.bytes_sent == all_bytes
     assert prefill.loads[-1].kv.transfers > 0 and prefill.loads[-1].kv.transfer_s > 0
     assert prefill.loads[-1].kv.link_bytes_per_s > 0
+    assert (await prefill.engine.load()).kv.link_bytes_per_s > 0, "an idle engine tells it too"
     await assert_no_leaks(prefill, decode)
 
 

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from orchestrator.policy.predict import Predictor
+from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio.load import LoadSampler, Observation, offered_since, traffic
 from orchestrator.types import EngineSpeed, Offered
 

@@ -1,7 +1,7 @@
 """Predictions of TTFT and ITL, from coefficients that are fitted online to measurements.
 
 The router or the simulator measures; `placement` and `admission` read the predictions. Nothing here decides. Before the
-first measurements the predictions come from priors.
+first measurements, and where the last ones are too old (`estimates`), the predictions come from priors.
 """
 
 from __future__ import annotations
@@ -12,84 +12,22 @@ from collections.abc import Iterable
 import msgspec
 
 from orchestrator.policy.candidate import EXPECTED_OUTPUT_TOKENS, Candidate
+from orchestrator.policy.predict.estimates import (
+    FIT_MEMORY,
+    MIN_FIT_SAMPLES,
+    STALE_DECISIONS,
+    STALE_S,
+    Estimate,
+    LineFit,
+    Smoothed,
+)
 from orchestrator.types import EngineSpeed, QueueDepth
 
-# Chosen, not derived. Both memories count observations; queue waits change faster than a worker's speed.
-FIT_MEMORY, WAIT_FIT_MEMORY = 200.0, 50.0
-MIN_FIT_SAMPLES = 8  # observations before a fit has both slope and intercept, and before a single worker's is used
-MIN_RELATIVE_VARIANCE = 0.01  # of x, to fit both: then its standard deviation is a tenth of its mean
+WAIT_FIT_MEMORY = 50.0  # observations; queue waits change faster than a worker's speed
 MAX_WAIT_PER_BACKLOG = 2.0  # seconds of wait per second of backlog; a line fitted to an idle queue may be steeper
 ITL_WEIGHT, OUTPUT_WEIGHT = 0.1, 0.01  # of a new observation in the running means of ITL and output length
 Z_95 = 1.645  # standard deviations of a normal distribution, below which 95% of it are
 MIN_AHEAD_TOKENS = 16.0  # lower bound of `Predictor.ahead_tokens`, however short outputs are
-
-
-class Smoothed:
-    """An exponentially weighted mean that starts at its first value."""
-
-    __slots__ = ("_weight", "samples", "value")
-
-    def __init__(self, value: float, weight: float) -> None:
-        self.value, self._weight, self.samples = value, weight, 0
-
-    def observe(self, value: float) -> None:
-        self.samples += 1
-        self.value += max(self._weight, 1.0 / self.samples) * (value - self.value)
-
-
-class LineFit:
-    """y = intercept + slope * x by least squares with exponential forgetting. Neither coefficient is ever negative.
-
-    `memory` is the number of observations after which the weight of one has decayed to 1/e. While x varies too little
-    to tell slope from intercept, the last line that was known is scaled as a whole, by least squares too. So one short
-    prompt that took long does not make a long one seem a hundred times as slow.
-    """
-
-    __slots__ = ("_decay", "_error", "_known", "_n", "_x", "_xx", "_xy", "_y", "intercept", "samples", "slope")
-
-    def __init__(self, slope: float, intercept: float = 0.0, memory: float = FIT_MEMORY) -> None:
-        self.slope, self.intercept = slope, intercept
-        self._known = (intercept, slope)  # the prior, or the latest fit of both
-        self.samples = 0
-        self._decay = math.exp(-1.0 / memory)
-        self._n = self._x = self._y = self._xx = self._xy = 0.0
-        self._error = Smoothed(0.0, weight=1.0 / memory)
-
-    def at(self, x: float) -> float:
-        return self.intercept + self.slope * x
-
-    def error_at(self, x: float) -> float:
-        """The mean absolute error of predictions; until there are `MIN_FIT_SAMPLES`, the whole prediction at x."""
-        return self._error.value if self.samples >= MIN_FIT_SAMPLES else self.at(x)
-
-    def observe(self, x: float, y: float) -> None:
-        self._error.observe(abs(y - self.at(x)))
-        decay = self._decay
-        self.samples += 1
-        self._n = n = self._n * decay + 1
-        self._x = sx = self._x * decay + x
-        self._y = sy = self._y * decay + y
-        self._xx = sxx = self._xx * decay + x * x
-        self._xy = sxy = self._xy * decay + x * y
-        spread = n * sxx - sx * sx  # n squared times the variance of x
-        if self.samples >= MIN_FIT_SAMPLES and spread > MIN_RELATIVE_VARIANCE * sx * sx:
-            slope = (n * sxy - sx * sy) / spread
-            intercept = (sy - slope * sx) / n
-            if slope < 0:
-                slope, intercept = 0.0, sy / n
-            elif intercept < 0:
-                slope, intercept = sxy / sxx, 0.0
-            self.slope, self.intercept, self._known = slope, intercept, (intercept, slope)
-            return
-        fixed, each = self._known
-        squares = fixed * fixed * n + 2 * fixed * each * sx + each * each * sxx
-        if squares > 0:
-            scale = (fixed * sy + each * sxy) / squares
-            self.slope, self.intercept = scale * each, scale * fixed
-        elif sxx > 0:
-            self.slope, self.intercept = sxy / sxx, 0.0
-        else:
-            self.intercept = sy / n
 
 
 class Coefficients(msgspec.Struct, frozen=True):
@@ -105,10 +43,15 @@ class Coefficients(msgspec.Struct, frozen=True):
 
 
 class Predictor:
-    """The fitted times of one fleet. The priors are a prefill worker's seconds per token and a decode worker's ITL."""
+    """The fitted times of one fleet. The priors are a prefill worker's seconds per token and a decode worker's ITL.
+
+    What is learned of requests that a decision can keep away becomes stale (`estimates`). The mean TPOT and output
+    length do not: every request renews them.
+    """
 
     def __init__(self, prior_s_per_token: float = 0.0005, prior_itl_s: float = 0.02) -> None:
         self._prior_itl_s = prior_itl_s
+        self._now, self._decisions = 0.0, 0
         self.speed = EngineSpeed()
         self._pool = LineFit(prior_s_per_token)
         self._prefill: dict[str, LineFit] = {}
@@ -129,27 +72,47 @@ class Predictor:
             return
         self.speed = speed
         self._prior_itl_s = speed.step_s + speed.step_s_per_sequence
-        if not self._pool.samples:
-            self._pool = LineFit(speed.prefill_s_per_token, speed.prefill_s)
-        if not self._transfer.samples:
-            self._transfer = LineFit(0.0, self._prior_itl_s)
+        self._pool.set_prior(speed.prefill_s_per_token, speed.prefill_s)
+        self._transfer.set_prior(0.0, self._prior_itl_s)
+
+    # ---- decisions -------------------------------------------------------------------------------------------
+
+    def begin(self, now: float) -> None:
+        """Predict for one more decision. `now`: seconds of a clock that never goes back, until the next one."""
+        self._now = now
+        self._decisions += 1
+
+    def placed_remotely(self, tokens: int) -> None:
+        """Take note that the decision was for a remote prefill of so many tokens."""
+        self._put_on_trial(self._pool)
+        self._put_on_trial(self._transfer)
+        self._put_on_trial(self._wait.get(tokens.bit_length()), len(self._wait))
+
+    def placed_locally(self, worker_id: str) -> None:
+        """Take note that the decision was for a prefill by this decode worker."""
+        self._put_on_trial(self._local.get(worker_id), len(self._local))
+        self._put_on_trial(self._itl.get(worker_id), len(self._itl))
+
+    def _put_on_trial(self, estimate: Estimate | None, kinds: int = 1) -> None:
+        if estimate is not None:
+            estimate.put_on_trial(self._now, self._decisions, kinds)
 
     # ---- measured --------------------------------------------------------------------------------------------
 
     def observe_prefill(self, worker_id: str, tokens: int, seconds: float) -> None:
         """Take the time in which a prefill worker computed this many uncached tokens."""
-        self._pool.observe(tokens, seconds)
-        self._fit(self._prefill, worker_id).observe(tokens, seconds)
+        self._observe(self._pool, tokens, seconds)
+        self._observe(self._fit(self._prefill, worker_id), tokens, seconds, len(self._prefill))
 
     def observe_local(self, worker_id: str, tokens: int, seconds: float) -> None:
         """Take the TTFT of a request that was prefilled on its decode worker. `tokens`: its uncached tokens and those
         that waited there before it."""
-        self._fit(self._local, worker_id).observe(tokens, seconds)
+        self._observe(self._fit(self._local, worker_id), tokens, seconds, len(self._local))
 
     def observe_transfer(self, tokens: int, seconds: float) -> None:
         """Take the time from the end of a remote prefill to the decode engine's first token: the part of the KV
         transfer that does not overlap the prefill. `tokens`: the prompt's."""
-        self._transfer.observe(tokens, seconds)
+        self._observe(self._transfer, tokens, seconds)
 
     def observe_wait(self, tokens: int, backlog_s: float, seconds: float) -> None:
         """Take the time from enqueueing to the start of the prefill, for a job of this many uncached tokens that found
@@ -158,7 +121,7 @@ class Predictor:
         fit = self._wait.get(bucket)
         if fit is None:
             fit = self._wait[bucket] = LineFit(1.0, memory=WAIT_FIT_MEMORY)
-        fit.observe(backlog_s, seconds)
+        self._observe(fit, backlog_s, seconds, len(self._wait))
 
     def observe_itl(self, worker_id: str, seconds: float, sequences: int = 1) -> None:
         """Take the TPOT of a request, delays by local prefills included. `sequences`: requests on its worker when it
@@ -166,6 +129,7 @@ class Predictor:
         smoothed = self._itl.get(worker_id)
         if smoothed is None:
             smoothed = self._itl[worker_id] = Smoothed(seconds, weight=ITL_WEIGHT)
+        smoothed.renew(self._now, self._decisions, len(self._itl))
         smoothed.observe(seconds)
         self._tpot.observe(seconds)
         self._sequences.observe(sequences)
@@ -173,6 +137,10 @@ class Predictor:
     def observe_output(self, tokens: int) -> None:
         self._output.observe(tokens)
         self.ahead_tokens = max(MIN_AHEAD_TOKENS, self._output.value / 2)
+
+    def _observe(self, fit: LineFit, x: float, y: float, kinds: int = 1) -> None:
+        fit.renew(self._now, self._decisions, kinds)
+        fit.observe(x, y)
 
     def forget(self, worker_id: str) -> None:
         for fits in (self._prefill, self._local, self._itl):
@@ -187,60 +155,95 @@ class Predictor:
     @property
     def s_per_token(self) -> float:
         """Prefill seconds per additional prompt token."""
-        return self._pool.slope
+        return self.prefill_line[1]
 
     def prefill_s(self, tokens: int) -> float:
         """Seconds in which a mean prefill worker computes a prompt of this many uncached tokens."""
-        return self._pool.at(tokens)
+        fixed_s, s_per_token = self.prefill_line
+        return fixed_s + s_per_token * tokens
 
     @property
     def prefill_line(self) -> tuple[float, float]:
         """The prefill time of one prompt: fixed seconds, and seconds per uncached token."""
-        return self._pool.intercept, self._pool.slope
+        return self._line(self._pool)
 
     def mean_itl_s(self, worker_ids: Iterable[str]) -> float:
         """The mean ITL of those of these workers that have been measured; the prior if none has."""
-        values = [self._itl[worker_id].value for worker_id in worker_ids if worker_id in self._itl]
+        values = [self.itl_s(worker_id) for worker_id in worker_ids if worker_id in self._itl]
         return sum(values) / len(values) if values else self._prior_itl_s
 
     def backlog_s(self, queue: QueueDepth, workers_ready: int) -> float:
         """Seconds in which the prefill workers compute the waiting jobs."""
-        return self._pool.slope * queue.tokens / max(1, workers_ready)
+        return self.prefill_line[1] * queue.tokens / max(1, workers_ready)
 
     def wait_s(self, tokens: int, backlog_s: float) -> float:
         """Queue wait of a job of this length at this backlog. Each power of two of the length has a fit of its own,
         because short jobs overtake long ones."""
         fit = self._wait.get(tokens.bit_length())
-        if fit is None or fit.samples < MIN_FIT_SAMPLES:
+        if fit is None or fit.samples < MIN_FIT_SAMPLES or self._is_stale(fit, len(self._wait)):
             return backlog_s
         # A line fitted to a short queue may be far too steep for a long one.
         return min(fit.at(backlog_s), MAX_WAIT_PER_BACKLOG * backlog_s + fit.intercept)
 
     def remote_ttft_s(self, tokens: int, transfer_tokens: int, queue: QueueDepth, workers_ready: int) -> float:
         """TTFT of a remote prefill: queue wait, prefill of `tokens`, and transfer of the KV of `transfer_tokens`."""
-        waited = self.wait_s(tokens, self.backlog_s(queue, workers_ready))
-        return waited + self._pool.at(tokens) + self._transfer.at(transfer_tokens)
+        (prefill_s, each_s), (transfer_s, each_sent_s) = self.prefill_line, self._line(self._transfer)
+        waited_s = self.wait_s(tokens, each_s * queue.tokens / max(1, workers_ready))
+        return waited_s + prefill_s + each_s * tokens + transfer_s + each_sent_s * transfer_tokens
 
     def transfer_error_s(self, tokens: int) -> float:
         """The mean error (seconds) of the predicted time of a KV transfer of this many tokens."""
+        if self._is_stale(self._transfer):
+            fixed_s, s_per_token = self._transfer.prior
+            return fixed_s + s_per_token * tokens
         return self._transfer.error_at(tokens)
 
-    # Plain loops over locals: these run for every request, and over every worker of a small fleet.
+    def _is_stale(self, estimate: Estimate, kinds: int = 1) -> bool:
+        return estimate.is_stale(self._now, self._decisions, kinds)
+
+    def _line(self, fit: LineFit) -> tuple[float, float]:
+        """Intercept and slope to predict by."""
+        return fit.prior if self._is_stale(fit) else (fit.intercept, fit.slope)
+
+    def itl_s(self, worker_id: str) -> float:
+        smoothed = self._itl.get(worker_id)
+        if smoothed is None or self._is_stale(smoothed, len(self._itl)):
+            return self._prior_itl_s
+        return smoothed.value
+
+    # Plain loops over locals: these run for every request, and over every worker of a small fleet. So `_is_stale` and
+    # `itl_s` are written out.
+
+    @property
+    def _stale_before(self) -> tuple[float, int, int]:
+        """Of what is stale: the latest time, and the latest decision for local TTFT and for ITL."""
+        return (
+            self._now - STALE_S,
+            self._decisions - STALE_DECISIONS * len(self._local),
+            self._decisions - STALE_DECISIONS * len(self._itl),
+        )
 
     def local_ttft_s(self, candidates: Iterable[Candidate], prompt_tokens: int) -> list[float]:
         """For each candidate, the TTFT if it prefills the uncached part of a prompt after the prompts waiting there."""
         found: list[float] = []
-        pool, prior_itl_s, fit_of, itl_of = self._pool, self._prior_itl_s, self._local.get, self._itl.get
+        pool, prior_itl_s, fit_of, itl_of = self.prefill_line, self._prior_itl_s, self._local.get, self._itl.get
+        long_ago, fits_before, itls_before = self._stale_before
         for candidate in candidates:
             worker_id = candidate.worker_id
             tokens = prompt_tokens - candidate.cached_tokens
             pending_tokens = candidate.waiting_tokens + candidate.placed_tokens + (tokens if tokens > 0 else 0)
-            fit = fit_of(worker_id)
+            fit, smoothed = fit_of(worker_id), itl_of(worker_id)
             if fit is None or fit.samples < MIN_FIT_SAMPLES:
-                fit = pool
-            smoothed = itl_of(worker_id)
-            itl_s = prior_itl_s if smoothed is None else smoothed.value
-            found.append(fit.intercept + fit.slope * pending_tokens + itl_s)
+                fixed_s, s_per_token = pool
+            elif fit.renewed_at <= long_ago and fit.renewed_after <= fits_before:
+                fixed_s, s_per_token = pool
+            else:
+                fixed_s, s_per_token = fit.intercept, fit.slope
+            if smoothed is None or (smoothed.renewed_at <= long_ago and smoothed.renewed_after <= itls_before):
+                itl_s = prior_itl_s
+            else:
+                itl_s = smoothed.value
+            found.append(fixed_s + s_per_token * pending_tokens + itl_s)
         return found
 
     def local_s(
@@ -254,29 +257,32 @@ class Predictor:
         """
         ttfts_s: list[float] = []
         itls_s: list[float] = []
-        pool, prior_itl_s, fit_of, itl_of = self._pool, self._prior_itl_s, self._local.get, self._itl.get
-        delay_s_per_token = pool.slope / self.ahead_tokens
-        (fixed_s, each_s), usual = self.tpot_line, self._sequences.value
+        pool, prior_itl_s, fit_of, itl_of = self.prefill_line, self._prior_itl_s, self._local.get, self._itl.get
+        long_ago, fits_before, itls_before = self._stale_before
+        delay_s_per_token = pool[1] / self.ahead_tokens
+        (step_s, each_s), usual = self.tpot_line, self._sequences.value
         burst = usual + Z_95 * math.sqrt(usual) if by_sequences else math.inf
         for candidate in candidates:
             worker_id = candidate.worker_id
             tokens = prompt_tokens - candidate.cached_tokens
             pending_tokens = candidate.waiting_tokens + candidate.placed_tokens + (tokens if tokens > 0 else 0)
-            fit = fit_of(worker_id)
+            fit, smoothed = fit_of(worker_id), itl_of(worker_id)
             if fit is None or fit.samples < MIN_FIT_SAMPLES:
-                fit = pool
-            smoothed = itl_of(worker_id)
-            itl_s = prior_itl_s if smoothed is None else smoothed.value
-            ttfts_s.append(fit.intercept + fit.slope * pending_tokens + itl_s)
+                fixed_s, s_per_token = pool
+            elif fit.renewed_at <= long_ago and fit.renewed_after <= fits_before:
+                fixed_s, s_per_token = pool
+            else:
+                fixed_s, s_per_token = fit.intercept, fit.slope
+            if smoothed is None or (smoothed.renewed_at <= long_ago and smoothed.renewed_after <= itls_before):
+                itl_s = prior_itl_s
+            else:
+                itl_s = smoothed.value
+            ttfts_s.append(fixed_s + s_per_token * pending_tokens + itl_s)
             sequences = candidate.running + candidate.waiting
-            if sequences > burst and fixed_s + each_s * sequences > itl_s:
-                itl_s = fixed_s + each_s * sequences
+            if sequences > burst and step_s + each_s * sequences > itl_s:
+                itl_s = step_s + each_s * sequences
             itls_s.append(itl_s + delay_s_per_token * pending_tokens)
         return ttfts_s, itls_s
-
-    def itl_s(self, worker_id: str) -> float:
-        smoothed = self._itl.get(worker_id)
-        return smoothed.value if smoothed else self._prior_itl_s
 
     @property
     def tpot_line(self) -> tuple[float, float]:

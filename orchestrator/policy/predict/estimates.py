@@ -1,0 +1,185 @@
+"""What is measured while serving: means, lines and recent maxima, and when they are too old to be believed.
+
+An estimate that looks bad keeps away the very requests that would measure it again. So each has an age, in seconds and
+in decisions. The older it is when it is observed again, the less its earlier observations count. One that is too old is
+*stale*, and decisions take its prior. The first request that is placed by the prior is a trial: until it is measured,
+or until the estimate is stale again, decisions take what was known. What the trial measures replaces what was known. So
+a link that stays bad costs one request in `STALE_DECISIONS`, and at most one in `STALE_S`.
+"""
+
+from __future__ import annotations
+
+import math
+
+FIT_MEMORY = 200.0  # chosen, not derived. Observations after which the weight of one has decayed to 1/e
+MIN_FIT_SAMPLES = 8  # observations before a fit has both slope and intercept, and before a single worker's is used
+MIN_RELATIVE_VARIANCE = 0.01  # of x, to fit both: then its standard deviation is a tenth of its mean
+# An estimate is stale that was not renewed for both: so many seconds, and so many decisions for each of its kind. By
+# time alone every request of a quiet fleet would be a trial; by number alone a busy one would have several a second.
+# The shares of both that have passed are its age, of which the lesser counts.
+STALE_S, STALE_DECISIONS = 60.0, 20
+# A link is as fast as its fastest WRITE of this time, and of up to twice this time. It is longer than `STALE_S`: only
+# another split tries a link again that this one does not use.
+LINK_AGE_S = 300.0
+
+
+class Estimate:
+    """Base of what is learned by observations. It knows when it was last renewed: observed, or put on trial."""
+
+    __slots__ = ("_on_trial", "renewed_after", "renewed_at", "samples")  # renewed after so many decisions
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._on_trial, self.renewed_at, self.renewed_after = False, 0.0, 0
+
+    def age(self, now: float, decisions: int, kinds: int = 1) -> float:
+        """How old it is: stale from 1 on, and always 0 before the first observation.
+
+        `now`: seconds of the clock by which it is renewed. `decisions`: their number so far. `kinds`: how many
+        estimates share these decisions.
+        """
+        if not self.samples:
+            return 0.0
+        return min((now - self.renewed_at) / STALE_S, (decisions - self.renewed_after) / (STALE_DECISIONS * kinds))
+
+    def is_stale(self, now: float, decisions: int, kinds: int = 1) -> bool:
+        """Whether its age is 1 or more, sooner told."""
+        old = now - self.renewed_at >= STALE_S and decisions - self.renewed_after >= STALE_DECISIONS * kinds
+        return old and self.samples > 0
+
+    def put_on_trial(self, now: float, decisions: int, kinds: int = 1) -> None:
+        """A request was placed that will measure it. If it is stale, the measurement replaces what is known."""
+        if self.is_stale(now, decisions, kinds):
+            self._on_trial, self.renewed_at, self.renewed_after = True, now, decisions
+
+    def renew(self, now: float, decisions: int, kinds: int = 1) -> None:
+        """Call it before each observation of an estimate that can become stale."""
+        age = self.age(now, decisions, kinds)
+        if self._on_trial or age >= 1:
+            self._restart()
+        else:
+            self._fade(math.exp(-age))
+        self._on_trial, self.renewed_at, self.renewed_after = False, now, decisions
+
+    def _fade(self, factor: float) -> None:
+        """Multiply the weight of all observations so far."""
+        raise NotImplementedError
+
+    def _restart(self) -> None:
+        """Let the next observation outweigh all that came before."""
+        self._fade(0.0)
+
+
+class Smoothed(Estimate):
+    """An exponentially weighted mean that starts at its first value."""
+
+    __slots__ = ("_most", "_n", "value")
+
+    def __init__(self, value: float, weight: float) -> None:
+        super().__init__()
+        self.value, self._n, self._most = value, 0.0, 1.0 / weight
+
+    def observe(self, value: float) -> None:
+        self.samples += 1
+        self._n = n = min(self._most, self._n + 1)
+        self.value += (value - self.value) / n
+
+    def _fade(self, factor: float) -> None:
+        self._n *= factor
+
+
+class LineFit(Estimate):
+    """y = intercept + slope * x by least squares with exponential forgetting. Neither coefficient is ever negative.
+
+    `memory` is the number of observations after which the weight of one has decayed to 1/e. While x varies too little
+    to tell slope from intercept, the last line that was known is scaled as a whole, by least squares too. So one short
+    prompt that took long does not make a long one seem a hundred times as slow.
+    """
+
+    __slots__ = ("_decay", "_error", "_known", "_n", "_x", "_xx", "_xy", "_y", "intercept", "prior", "slope")
+
+    def __init__(self, slope: float, intercept: float = 0.0, memory: float = FIT_MEMORY) -> None:
+        super().__init__()
+        self._decay = math.exp(-1.0 / memory)
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+        self._error = Smoothed(0.0, weight=1.0 / memory)
+        self.set_prior(slope, intercept)
+
+    def set_prior(self, slope: float, intercept: float = 0.0) -> None:
+        """Expect this line before the first observation, and while the estimate is stale."""
+        self.prior = intercept, slope
+        if not self.samples:
+            self.intercept, self.slope = self._known = self.prior  # known: the prior, or the latest fit of both
+
+    def at(self, x: float) -> float:
+        return self.intercept + self.slope * x
+
+    def error_at(self, x: float) -> float:
+        """The mean absolute error of predictions; until there are `MIN_FIT_SAMPLES`, the whole prediction at x."""
+        return self._error.value if self.samples >= MIN_FIT_SAMPLES else self.at(x)
+
+    def observe(self, x: float, y: float) -> None:
+        self._error.observe(abs(y - self.at(x)))
+        decay = self._decay
+        self.samples += 1
+        self._n = n = self._n * decay + 1
+        self._x = sx = self._x * decay + x
+        self._y = sy = self._y * decay + y
+        self._xx = sxx = self._xx * decay + x * x
+        self._xy = sxy = self._xy * decay + x * y
+        spread = n * sxx - sx * sx  # n squared times the variance of x
+        if n > MIN_FIT_SAMPLES - 1 and spread > MIN_RELATIVE_VARIANCE * sx * sx:
+            slope = (n * sxy - sx * sy) / spread
+            intercept = (sy - slope * sx) / n
+            if slope < 0:
+                slope, intercept = 0.0, sy / n
+            elif intercept < 0:
+                slope, intercept = sxy / sxx, 0.0
+            self.slope, self.intercept, self._known = slope, intercept, (intercept, slope)
+            return
+        fixed, each = self._known
+        squares = fixed * fixed * n + 2 * fixed * each * sx + each * each * sxx
+        if squares > 0:
+            scale = (fixed * sy + each * sxy) / squares
+            self.slope, self.intercept = scale * each, scale * fixed
+        elif sxx > 0:
+            self.slope, self.intercept = sxy / sxx, 0.0
+        else:
+            self.intercept = sy / n
+
+    def _fade(self, factor: float) -> None:
+        self._n *= factor
+        self._x *= factor
+        self._y *= factor
+        self._xx *= factor
+        self._xy *= factor
+        self._error._fade(factor)
+
+    def _restart(self) -> None:
+        super()._restart()
+        self.intercept, self.slope = self.prior  # by which the next one was predicted
+
+
+class RecentMaximum:
+    """The largest of the values that were seen in the last `age_s` to `2 * age_s` seconds; 0 if none was."""
+
+    __slots__ = ("_age_s", "_before", "_began_at", "_largest")
+
+    def __init__(self, age_s: float) -> None:
+        self._age_s = age_s
+        self._began_at = self._largest = self._before = 0.0
+
+    def observe(self, value: float, now: float) -> None:
+        self._turn(now)
+        self._largest = max(self._largest, value)
+
+    def at(self, now: float) -> float:
+        self._turn(now)
+        return max(self._largest, self._before)
+
+    def _turn(self, now: float) -> None:
+        """Begin another period of `age_s` once one has passed."""
+        passed_s = now - self._began_at
+        if passed_s >= self._age_s:
+            self._before = self._largest if passed_s < 2 * self._age_s else 0.0
+            self._largest, self._began_at = 0.0, now - passed_s % self._age_s
