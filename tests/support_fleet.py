@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,32 +29,37 @@ from orchestrator.telemetry.logs import request_in
 
 ROOT = Path(__file__).parents[1]
 START_TIMEOUT_S = 180
+CHECKOUT = (sys.executable, "-m", "orchestrator.cli.main")  # `orchestrator` of this folder
 
 
 class RunningFleet(FleetClient):
     def __init__(
         self,
-        config: str,
+        config: str | None,
         *sets: str,
         namespace: str = "",
         terminal: bool = False,
         api_key: str = "",
+        program: Sequence[str] = CHECKOUT,
+        folder: Path = ROOT,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        """`namespace`: made up by default. `terminal`: the launcher writes to one, else to a pipe."""
+        """`config`: a file in configs/, or none. `namespace`: made up by default. `terminal`: the launcher writes to
+        one, else to a pipe. `program`: `orchestrator` as it is called, in `folder`."""
+        self.program, self.folder = program, folder
         self.namespace = namespace or f"test-{uuid.uuid4().hex[:8]}"
         self.log: list[str] = []
         self.reading = threading.Event()  # cleared: nobody reads what the launcher shows
         self.reading.set()
         arguments = [f"namespace={self.namespace}", "frontend.port=0", *sets]
-        command = [sys.executable, "-m", "orchestrator.cli.main", "up", str(ROOT / "configs" / config)]
+        command = [*program, "up", *([str(ROOT / "configs" / config)] if config is not None else [])]
         for item in arguments:
             command += ["--set", item]
         self.log_file = Path(tempfile.gettempdir()) / f"pd-{self.namespace}.log"
         self.process_log = RunFolder(self.namespace).log_path
         self.output, theirs = pty.openpty() if terminal else os.pipe()
         # Its own session: a test that kills the launcher's group must not end pytest.
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs, start_new_session=True)
+        self.process = subprocess.Popen(command, cwd=folder, stdout=theirs, stderr=theirs, start_new_session=True)
         os.close(theirs)
         threading.Thread(target=self._read, daemon=True).start()
         try:
@@ -141,8 +146,8 @@ class RunningFleet(FleetClient):
         raise FleetFailed(f"the launcher has no embedded Redis among its children {children}")
 
     def cli(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "orchestrator.cli.main", *arguments, "--namespace", self.namespace]
-        done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=180)
+        command = [*self.program, *arguments, "--namespace", self.namespace]
+        done = subprocess.run(command, cwd=self.folder, text=True, capture_output=True, timeout=180)
         assert not check or done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
         return done
 

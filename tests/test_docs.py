@@ -20,7 +20,10 @@ from orchestrator.telemetry import metrics
 from orchestrator.types import DesiredRatio, QueueDepth
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 PATHS = re.compile(r"`((?:orchestrator|workers|connectors|tests|docs|benchmarks|configs|requirements)/[\w./-]*)`")
 EXAMPLES = [
     *sorted((ROOT / "configs").glob("*.yaml")),

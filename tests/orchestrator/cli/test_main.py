@@ -219,6 +219,9 @@ def test_mistakes_in_the_configuration_are_refused(tmp_path):
     line = refused("config", "check", str(file))
     assert "workers.engine_args.tensor_paralel_size: not an argument of this vLLM; did you mean tensor_parallel" in line
     assert "decode.replicas: expected an integer >= 1" in refused("up", SIM, "--set", "workers.decode.replicas=0")
+    assert "decode.replicas: expected an integer >= 1" in refused("up", "--set", "workers.decode.replicas=0"), (
+        "the demo"
+    )
     assert "redis.urll: unknown key" in refused("up", SIM, "--set", "redis.urll=x")
     assert "cannot be read" in refused("up", str(tmp_path / "gone.yaml"))
 

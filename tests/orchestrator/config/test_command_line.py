@@ -11,7 +11,7 @@ import pytest
 SERVER = pytest.param("orchestrator.frontend.server", marks=pytest.mark.vllm)
 PROGRAMS = [
     "orchestrator.cli.main",
-    "orchestrator.config.demo_convert",
+    "orchestrator.config.demo.convert",
     "orchestrator.config.model",
     "workers.main",
     "workers.vllm_engine.kv_probe",
@@ -41,7 +41,7 @@ def test_vllms_own_tests_start_from_the_folder_that_make_takes() -> None:
     assert done.returncode == 0 and "usage: vllm_api" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("module", ["orchestrator.config.demo_convert", "workers.main", SERVER])
+@pytest.mark.parametrize("module", ["orchestrator.config.demo.convert", "workers.main", SERVER])
 def test_a_program_that_needs_arguments_names_them(module: str) -> None:
     bare = ran(module)
     assert (bare.returncode, bare.stdout, bare.stderr.count("\n")) == (2, "", 1)

@@ -51,6 +51,21 @@ def test_missing_package_fails_with_fix():
     assert host._package("msgspec", ("msgspec",), "0.0", "m").level == "warn"
 
 
+@pytest.mark.parametrize(
+    ("torch", "vision", "level", "fix"),
+    [
+        ("2.13.0+cpu", "0.28.0+cpu", "ok", ""),
+        ("2.13.0", "0.28.0", "ok", ""),
+        ("2.13.0+cpu", "0.28.0", "fail", "https://download.pytorch.org/whl/cpu"),
+        ("2.13.0", "0.28.0+cpu", "fail", "--no-deps torchvision"),
+    ],
+)
+def test_torchvision_that_is_built_for_another_torch_fails(torch, vision, level, fix, monkeypatch):
+    monkeypatch.setattr(host.importlib.metadata, "version", {"torch": torch, "torchvision": vision}.__getitem__)
+    (check,) = host._torchvision()
+    assert check.level == level and check.fix.endswith(fix)
+
+
 async def test_a_redis_that_is_away_fails():
     (check,) = [check async for check in redis_checks(FleetHandle("x", "redis://127.0.0.1:1", None, None))]
     assert check.level == "fail" and "cannot be used" in check.said and check.fix

