@@ -1,5 +1,5 @@
 # make up         install once, then serve the demo model on this machine's CPU until Ctrl-C
-# make check      before every commit: lint (ruff, mypy) and test-fast (what needs no vLLM and is not slow)
+# make check      before every commit: lint (ruff, mypy), audit (of the locks) and test-fast (no vLLM, not slow)
 # make test       the whole suite but for test-topology, which starts engines of several ranks; format: let ruff fix it
 # make test-vllm-api  vLLM's own server tests, against a fleet and against a plain server; fuzz: hostile HTTP requests
 # make bench-kv   KV transfer figures; bench-policy: policy and queue figures; bench-peers: beside the field;
@@ -11,34 +11,28 @@ CONFIG ?= configs/demo-1p1d-cpu.yaml
 LOCK   := requirements/cpu.lock
 BIN    := .venv/bin
 # The stamp's name holds the hash of what was installed: an unchanged lock installs nothing.
-STAMP  := .venv/.installed-$(shell cat $(LOCK) pyproject.toml | sha256sum | cut -c1-16)
-TORCH  := $(shell grep '^torch==' $(LOCK))
-PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
-# Asked only where the configured index offers no CPU build of torch.
-TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+LOCKS  := $(LOCK) requirements/runtime-cpu.lock
+STAMP  := .venv/.installed-$(shell cat $(LOCKS) pyproject.toml | sha256sum | cut -c1-16)
 
-.PHONY: up venv model check test test-fast test-slow test-topology test-vllm-api fuzz lint format bench-kv bench-policy bench-peers chaos chaos-real soak clean
+.PHONY: up venv model check test test-fast test-slow test-topology test-vllm-api fuzz lint audit format bench-kv bench-policy bench-peers chaos chaos-real soak clean
 
 up: venv
 	@$(BIN)/orchestrator up $(CONFIG)
 
 venv: $(STAMP)
 
-$(STAMP): $(LOCK) pyproject.toml
+$(STAMP): $(LOCKS) pyproject.toml
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "make: Python >= 3.11 is needed, '$(PYTHON)' is not; run make PYTHON=/path/to/python3.11" >&2; exit 2; }
-	@echo "Installing $$(grep -c == $(LOCK)) packages into .venv, once: this takes some minutes"
 	@"$(PYTHON)" -m venv .venv
 	@rm -f .venv/.installed-*
-	@$(PIP) install --no-deps "$(TORCH)" || $(PIP) install --no-deps --index-url $(TORCH_CPU_INDEX) "$(TORCH)"
-	@$(PIP) install --no-deps -r $(LOCK)
-	@$(PIP) install --no-deps --no-build-isolation -e .
+	@$(BIN)/python requirements/install.py $(LOCK)
 	@touch $@
 
 model: venv
 	@$(BIN)/python -m orchestrator.config.model
 
-check: lint test-fast
+check: lint audit test-fast
 
 test: test-fast test-slow
 
@@ -64,6 +58,10 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Known vulnerabilities of what the locks name. Without a network it says so and passes.
+audit: venv
+	@$(BIN)/python requirements/audit.py $(LOCKS)
 
 format: venv
 	$(BIN)/ruff check --fix .

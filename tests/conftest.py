@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,10 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 # Files that others may write are refused; what tests write stands for what nobody else could.
 os.umask(0o022)
+# A shell without job control starts what runs in its background with SIGINT ignored, and every process inherits that:
+# those that a test starts would not notice an interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine makes an example slow, not wrong.
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])

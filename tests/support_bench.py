@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 from prometheus_client import REGISTRY
 from support_info import worker_info
+from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import parse_config
 from orchestrator.fleet.prefixes import PrefixView
@@ -177,7 +178,7 @@ class Bench:
         return self.submits()[-1][0]
 
     async def settle(self):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(DEADLINE_S):
             await self.router.settled()
 
     def assert_no_leaks(self):

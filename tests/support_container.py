@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support_wait import DEADLINE_S
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
@@ -30,7 +31,7 @@ def can_contain() -> bool:
     if os.geteuid() != 0 or not shutil.which("unshare") or not shutil.which("setpriv"):
         return False
     tried = ["unshare", "--mount", "--pid", "--fork", "mount", "-t", "tmpfs", "none", "/mnt"]
-    return subprocess.run(tried, capture_output=True, timeout=30).returncode == 0
+    return subprocess.run(tried, capture_output=True, timeout=DEADLINE_S).returncode == 0
 
 
 def image_environment() -> dict[str, str]:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support_wait import DEADLINE_S
 
 NAMES = ("writer", "reader")
 _BYTES, _DEADLINE_S = 1 << 20, 60.0
@@ -23,7 +24,7 @@ _HOSTS = f"pd{os.getpid()}"
 
 
 def ip(command: str) -> str:
-    done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, timeout=DEADLINE_S)
     if done.returncode:
         pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
     return done.stdout
@@ -54,7 +55,7 @@ def two_hosts(addresses: tuple[str, str], others: tuple[str, str], route: str = 
         yield
     finally:
         for host in hosts:
-            subprocess.run(["ip", "netns", "del", host], capture_output=True, timeout=30)
+            subprocess.run(["ip", "netns", "del", host], capture_output=True, timeout=DEADLINE_S)
 
 
 def transfer(folder: Path, reached_at: tuple[str, str]) -> list[str]:

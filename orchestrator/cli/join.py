@@ -30,7 +30,7 @@ from orchestrator.process.parent import EXIT_AGAIN, report_exit
 from orchestrator.types import Role
 
 _LOCAL = ("127.", "::1", "localhost")
-_ALL = ("0.0.0.0", "::")
+_ALL = ("0.0.0.0", "::")  # noqa: S104 - compared with, not bound
 app = typer.Typer()
 
 
@@ -97,4 +97,4 @@ def worker(
     os.environ.pop("PD_JOIN", None)
     command = [sys.executable, "-m", "workers.main", role.value, "--config", f"/proc/self/fd/{file}", "--bind", listens]
     command += ["--generation", str(version.generation)]
-    os.execv(sys.executable, [*command, *context.args])
+    os.execv(sys.executable, [*command, *context.args])  # noqa: S606 - the same interpreter, no shell

@@ -97,7 +97,8 @@ def _reach_hub() -> None:
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
         return  # the client itself answers from its cache alone
     try:
-        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_HUB_TIMEOUT_S).close()
+        head = urllib.request.Request(endpoint, method="HEAD")  # noqa: S310 - the operator's own URL
+        urllib.request.urlopen(head, timeout=_HUB_TIMEOUT_S).close()  # noqa: S310
     except urllib.error.HTTPError:
         return  # it answered
     except urllib.error.URLError as error:
@@ -154,18 +155,15 @@ def _convert_into(folder: Path, say: Say) -> None:
 
 def _run_conversion(gguf: Path, target: Path, say: Say) -> None:
     command = [sys.executable, "-m", _CONVERTER, str(gguf), str(target)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     with tempfile.TemporaryFile("w+") as errors:
-        converter = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment, text=True)
-        try:
-            assert converter.stdout is not None
-            for line in converter.stdout:
-                say(line.rstrip("\n"))
-            code = converter.wait()
-        finally:
-            if converter.poll() is None:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as converter:
+            try:
+                for line in converter.stdout or ():
+                    say(line.rstrip("\n"))
+            except BaseException:
                 converter.kill()
-                converter.wait()
+                raise
+        code = converter.returncode
         if code != 0:
             errors.seek(0)
             last = (errors.read().strip().splitlines() or ["no message"])[-1]

@@ -28,7 +28,7 @@ def resolve(config: Config, model: str, redis_url: str, port: int) -> Config:
     """The configuration for the processes: the model is a folder; `served_model_name` keeps its name for clients."""
     replace = msgspec.structs.replace
     # On a cluster a frontend listens at its node's address, whatever `host` is.
-    reached_at = config.frontend.host if config.launcher.kind == "local" else "0.0.0.0"
+    reached_at = "0.0.0.0" if config.launcher.kind != "local" else config.frontend.host  # noqa: S104 - replaced there
     return replace(
         config,
         model=model,

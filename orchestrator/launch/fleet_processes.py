@@ -122,7 +122,8 @@ class FleetProcesses:
         Raises StartFailed.
         """
         # The certificate is for those who come from outside; this asks our own processes.
-        async with httpx.AsyncClient(timeout=_READY_REQUEST_TIMEOUT_S, trust_env=False, verify=False) as client:
+        own = httpx.AsyncClient(timeout=_READY_REQUEST_TIMEOUT_S, trust_env=False, verify=False)  # noqa: S501
+        async with own as client:
             up_at: float | None = None  # monotonic
             while True:
                 processes = self._processes()
@@ -164,7 +165,8 @@ class FleetProcesses:
         if self._machines.remote:
             return next((frontend.url for frontend in self.watch.snapshot.frontends.values() if frontend.url), "")
         host = self.config.frontend.host
-        shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+        loopback = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - not bound here
+        shown = loopback.get(host, f"[{host}]" if ":" in host else host)
         return f"{'https' if uses_tls(self.config) else 'http'}://{shown}:{self.config.frontend.port}"
 
     def _processes(self) -> list[Supervised]:

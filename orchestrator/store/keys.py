@@ -61,7 +61,7 @@ class Library:
         """`parts`: its files without `.lua`. Each uses what those before it define."""
         folder = resources.files("orchestrator.store") / "lua" / name
         text = "\n".join((folder / f"{part}.lua").read_text() for part in parts)
-        version = hashlib.sha1(text.encode()).hexdigest()[:12]
+        version = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:12]
         self.name = f"pd_{name}_{version}"
         self.text = text.replace("VERSION", version)
 

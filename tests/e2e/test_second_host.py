@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from support_fleet import ROOT, RunningFleet, running_fleet, token_prompt
+from support_wait import DEADLINE_S
 
 from orchestrator.launch.host.redis_server import server_binary
 from orchestrator.process.parent import EXIT_AGAIN
@@ -28,7 +29,7 @@ PROMPTS = [token_prompt(20 + 173 * i % 1800, seed=i) for i in range(20)]
 
 
 def ip(command: str) -> None:
-    done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, timeout=DEADLINE_S)
     if done.returncode:
         pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
 
@@ -46,8 +47,8 @@ def second_host() -> Iterator[list[str]]:
         ip(f"-n {NAME} link set lo up")
         yield ["ip", "netns", "exec", NAME]
     finally:
-        subprocess.run(["ip", "link", "del", f"{NAME}a"], capture_output=True, timeout=30)
-        subprocess.run(["ip", "netns", "del", NAME], capture_output=True, timeout=30)
+        subprocess.run(["ip", "link", "del", f"{NAME}a"], capture_output=True, timeout=DEADLINE_S)
+        subprocess.run(["ip", "netns", "del", NAME], capture_output=True, timeout=DEADLINE_S)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 from support_fleet import running_fleet, small_model, token_prompt
 from support_vllm import Driver, engine_pid, frames, tiny_model
-from support_wait import until
+from support_wait import DEADLINE_S, until
 
 from orchestrator.config.settings import KVConfig
 
@@ -129,7 +129,7 @@ async def test_a_killed_rank_ends_its_engine_and_no_request(pair, reference) -> 
     key, body = f"orphan-{next(COUNT)}#1", frames(prompt(1500))
     await transfer(prefill, decode, key, body)
     os.kill(victim := ranks(doomed)[-1], signal.SIGKILL)
-    await until(lambda: doomed.error is not None, "the news that the engine died", timeout_s=20.0)
+    await until(lambda: doomed.error is not None, "the news that the engine died", timeout_s=DEADLINE_S)
     assert f"the process {victim} of one of its ranks" in str(doomed.error), "not only once vLLM has ended the others"
     await survivor.engine.fail_peer(doomed.info.kv.engine_id)
     if survivor is decode:

@@ -9,7 +9,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from support_steering import order_drain, order_role
-from support_wait import until
+from support_wait import DEADLINE_S, until
 from support_workers import Workers, expected, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
@@ -271,7 +271,7 @@ async def test_role_changes_in_place_once_its_requests_have_ended(workers: Worke
     assert late.got(Rejected).why == "draining"
     await workers.registered(worker.id, Role.PREFILL)
     await frontend.finished(request)  # was not cut off
-    async with asyncio.timeout(5):  # it is cleared right after it was done
+    async with asyncio.timeout(DEADLINE_S):  # it is cleared right after it was done
         while (await workers.registry.refresh(worker.info, 60)).orders.role is not None:
             await asyncio.sleep(0.01)
     await workers.assert_no_leaks()
@@ -303,7 +303,7 @@ async def test_stopped_worker_leaves_its_taken_id(workers: Workers, alive: bool)
     await workers.registry.join(successor, 60.0)
     if alive:
         with pytest.raises(IdInUse, match=f"{stopped.id!r} is in use"):
-            await asyncio.wait_for(asyncio.shield(stopped.task), 10)
+            await asyncio.wait_for(asyncio.shield(stopped.task), DEADLINE_S)
         assert (await workers.registry.workers())[stopped.id] == successor
     else:
         await until(lambda: workers.registry.has_engine(stopped.id, stopped.info.kv.engine_id))

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from support_router import RouterClient
-from support_wait import until
+from support_wait import DEADLINE_S, until
 from support_workers import LocalWorker, Workers, running_workers
 
 from orchestrator.fleet.control_calls import CallFailed
@@ -260,7 +260,7 @@ async def test_start_up_calls_wait_for_worker(
             await client.connection.calls.call("reset_prefix_cache", [])
         assert not waiting.done()
         await workers.start(Role.DECODE)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE_S):
             await waiting
         assert await client.connection.calls.call("reset_prefix_cache", []) is True
         await client.close()

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 from support_steering import order_drain, order_restart
-from support_wait import until
+from support_wait import DEADLINE_S, until
 from support_workers import ROOT, Workers
 
 from orchestrator.config.settings import parse_config
@@ -162,7 +162,7 @@ async def test_duplicate_id_is_refused_unless_restarted(workers: Workers) -> Non
     first.kill()
     await first.stopped()
     again = await workers.spawn(Role.DECODE, "--id", first.id, wait=False)
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(DEADLINE_S):
         while (info := (await workers.registry.workers()).get(first.id)) is None or info.kv == before.kv:
             await asyncio.sleep(0.02)
     again.kill(signal.SIGTERM)
@@ -183,7 +183,7 @@ async def test_an_id_is_claimed_before_the_engine_loads(workers: Workers) -> Non
     dead = f"{BY_HAND}{place}/{pid}/{int(ticks) - 1}"
     assert await workers.registry.claim_id(dead, Role.DECODE, 60, "decode-x")
     await workers.spawn(Role.DECODE, "--id", "decode-x", wait=False)
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(DEADLINE_S):
         while "decode-x" not in await workers.registry.workers() or await workers.registry.launchers():
             await asyncio.sleep(0.02)
 
@@ -255,7 +255,7 @@ async def test_health_port_reports_starting_ready_and_draining(workers: Workers)
         frontend.submit_to(worker.id, request)
         await until(lambda: bool(request.tokens), "it decodes")
         worker.kill(signal.SIGTERM)
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(DEADLINE_S):
             while await status("/ready") != 503:
                 await asyncio.sleep(0.02)
         assert await status("/live") == 200, "one that drains is not to be killed"
@@ -301,7 +301,7 @@ async def test_worker_stops_without_engine_or_redis(redis_server: EmbeddedRedis,
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
     assert process.stderr is not None
     try:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(DEADLINE_S):
             while b"ready:" not in await process.stderr.readline():
                 pass
             await server.stop()
@@ -351,7 +351,9 @@ def _alive(pid: int) -> bool:
 def test_both_console_scripts_are_installed() -> None:
     folder = Path(sys.executable).parent
     for name in ("prefill-worker", "decode-worker"):
-        done = subprocess.run([folder / name, "--help"], capture_output=True, text=True, timeout=30, env=os.environ)
+        done = subprocess.run(
+            [folder / name, "--help"], capture_output=True, text=True, timeout=DEADLINE_S, env=os.environ
+        )
         assert done.returncode == 0 and f"usage: {name}" in done.stdout and "vLLM" in done.stdout
 
 

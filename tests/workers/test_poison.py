@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from support_router import RouterClient
-from support_wait import until
+from support_wait import DEADLINE_S, until
 from support_workers import running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
@@ -31,7 +31,7 @@ async def test_a_poison_request_takes_two_engines_down_and_no_third(redis_server
         await until(lambda: len(client.connection.router.requests) == beside, "streams")
         with pytest.raises(AssertionError, match=str(FinishReason.ERROR.name)):
             await client.ask([POISON, 1, 2, 3], 8)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(DEADLINE_S):
             await asyncio.gather(*streams)
         await until(lambda: sum(worker.task.done() for worker in started) == 2, "that two engines are dead")
         await client.ask([5, 6, 7], 8)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from support_bench import counted
 from support_router import RouterClient
-from support_wait import until
+from support_wait import DEADLINE_S, until
 from support_workers import LocalWorker, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
@@ -54,10 +54,11 @@ async def test_requests_of_stuck_engine_go_on_elsewhere(
         await until(lambda: sum(view.load.running for view in fleet.workers.values()) == 10, "streams run")
         moved = counted("pd_retries", why="decode_worker_quiet")
         with Stuck(first):
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(DEADLINE_S):
                 await asyncio.gather(*streams)
             assert counted("pd_retries", why="decode_worker_quiet") > moved and not requests
-            assert fleet.is_quiet(first.id) and not fleet.is_quiet(second.id)
+            # A report that this busy process was late to read ends the silence for a moment.
+            await until(lambda: fleet.is_quiet(first.id) and not fleet.is_quiet(second.id), "only one is quiet")
             await client.ask([11, 1, 2, 3], 8)
         await until(lambda: not fleet.is_quiet(first.id), "it answers again")
         with Stuck(second):

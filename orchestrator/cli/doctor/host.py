@@ -162,7 +162,7 @@ def _limits() -> Iterator[Check]:
 
 
 def _shared_memory() -> Check:
-    free = shutil.disk_usage("/dev/shm").free
+    free = shutil.disk_usage("/dev/shm").free  # noqa: S108 - shared memory has this place
     fix = "`docker run --shm-size=8g`, or mount a larger /dev/shm: ranks of an engine talk through it"
     return at_least("Shared memory", free, 2 * _GIB, 64 << 20, f"{free / _GIB:.1f} GiB free in /dev/shm", fix)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -54,20 +54,21 @@ def logs(
     path = RunFolder(namespace_here(namespace)).log_path
     mine = _of(process)
     try:
-        with open_own(path, errors="replace") as file:
-            # Not by `splitlines`: a JSON line may have what Unicode calls the end of one.
-            kept = [line for line in file.read().removesuffix("\n").split("\n") if line and mine(line)]
+        file = open_own(path, errors="replace")
     except FileNotFoundError:
         raise Refused(f"{path}: no log file; start a fleet on this machine, or name its --namespace") from None
     except Foreign as error:
         raise Refused(str(error)) from None
+    # Not by `splitlines`: a JSON line may have what Unicode calls the end of one.
+    *whole, rest = file.read().split("\n")
+    kept = [line for line in (whole if follow else [*whole, rest]) if line and mine(line)]
     if process is not None and not kept and not follow:
         raise Refused(f"{process}: no line of this process in {path}; `orchestrator status` lists workers")
     shown = as_object if as_json else str
     for line in kept[len(kept) - min(lines, len(kept)) :]:
         print(shown(line))
     if follow:
-        for line in _following(path):
+        for line in _following(path, file, rest):
             if mine(line):
                 print(shown(line), flush=True)
 
@@ -153,11 +154,9 @@ def as_object(line: str) -> str:
     return msgspec.json.encode({"process": process, "message": message} if named else {"message": line}).decode()
 
 
-def _following(path: Path) -> Iterator[str]:
-    """Lines that are added from now on, also to the file that takes its place when it is full."""
-    file = open_own(path, errors="replace")
-    file.seek(0, 2)
-    rest = ""
+def _following(path: Path, file: IO[str], rest: str) -> Iterator[str]:
+    """Lines that follow what was read of `file`, which ended in `rest`; also those of the file that replaces a full
+    one."""
     while True:
         if text := file.read():
             *whole, rest = (rest + text).split("\n")

@@ -18,7 +18,7 @@ from orchestrator.process.parent import has_ended, local_pid
 
 log = logging.getLogger("pd.launcher")
 
-_SHARED_MEMORY = Path("/dev/shm")
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - shared memory has this place
 # Engines make these: Python's shared memory, POSIX semaphores, vLLM's CPU collectives, UCX and NIXL.
 _PATTERNS = ("psm_*", "sem.mp-*", "vllm_*", "ucx_shm_*", "nixl_*")
 _PATIENCE_S = 5.0

@@ -260,7 +260,8 @@ class RunFolder:
 def base_folder() -> Path:
     """Where run folders and logs are. It need not exist. Raises ConfigError for one that is not this user's: another
     may have made it under /tmp, to read our files or to have us read theirs."""
-    base, runtime = Path(f"/tmp/pd-orchestrator-{own_uid()}"), os.environ.get("XDG_RUNTIME_DIR")
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    base = Path(f"/tmp/pd-orchestrator-{own_uid()}")  # noqa: S108 - one of another user is refused
     if runtime and os.access(runtime, os.W_OK):
         base = Path(runtime) / "pd-orchestrator"
     try:

@@ -80,9 +80,14 @@ def test_a_command_imports_what_it_needs(arguments: list[str], not_needed: set[s
     assert imported(*arguments) & not_needed == set()
 
 
-def test_interrupt_while_modules_are_imported_shows_no_traceback():
+@pytest.mark.parametrize(
+    ("at_start", "exit_code", "shown"),
+    [("default_int_handler", -signal.SIGINT, ""), ("SIG_IGN", 0, "Usage")],
+    ids=["in the foreground", "in the background of a shell, which ignores it"],
+)
+def test_interrupt_while_modules_are_imported_shows_no_traceback(at_start: str, exit_code: int, shown: str):
     code = (
-        "import os, signal, sys\n"
+        f"import os, signal, sys\nsignal.signal(signal.SIGINT, signal.{at_start})\n"
         "class Interrupt:\n"
         "    def find_spec(self, name, *_):\n"
         "        if name == 'typer': os.kill(os.getpid(), signal.SIGINT)\n"
@@ -91,7 +96,7 @@ def test_interrupt_while_modules_are_imported_shows_no_traceback():
         "start()"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+    assert (done.returncode, done.stderr) == (exit_code, "") and shown in done.stdout
 
 
 def test_a_command_collects_no_garbage_while_it_imports_or_ends():

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from support_redis import Server, fresh_namespace, running_server, worker
 from support_steering import claim_ids, order_drain
-from support_wait import DEADLINE_S
+from support_wait import DEADLINE_S, until
 from typer.testing import CliRunner
 
 from orchestrator.cli import handle, rolling
@@ -85,7 +85,7 @@ async def test_restart_waits_for_workers_that_a_redis_without_its_data_has_not_h
     registry, show = fleet.registry, Mock()
     infos = [msgspec.structs.replace(worker(name), state=WorkerState.READY, process="1") for name in ("a", "b")]
     await registry.join(infos[0], 600)
-    settings = msgspec.structs.replace(QUICK, heartbeat_s=0.5)
+    settings = msgspec.structs.replace(QUICK, heartbeat_s=1.5)
     restarting = asyncio.create_task(restart(fleet, settings, None, 1, False, show))
     await asyncio.sleep(0.3)
     await registry.join(infos[1], 600)  # its first heartbeat since
@@ -130,7 +130,8 @@ async def test_max_unavailable_above_fleet_size_keeps_one_serving(fleet: OpenFle
         await registry.join(info, 600)
     say = Mock()
     restarting = asyncio.create_task(restart(fleet, QUICK, None, 9, False, say))
-    await asyncio.sleep(1)
+    await until(lambda: say.mock_calls)
+    await asyncio.sleep(0.5)  # in which it would drain the other
     assert [call.args for call in say.mock_calls] == [(Step("draining", "a"),)]
     for info in infos:
         await registry.join(msgspec.structs.replace(info, process="2"), 600)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config import model as model_module
-from orchestrator.config.model import find_model, resolve_model
+from orchestrator.config.model import _gguf, find_model, resolve_model
 from orchestrator.config.settings import ConfigError
 from orchestrator.process import own_files
 
@@ -42,10 +42,10 @@ def test_unknown_model_is_refused_at_once():
 
 
 def test_a_conversion_that_fails_leaves_nothing_and_says_why(tmp_path, monkeypatch):
-    (tmp_path / "torch.py").write_text("raise ImportError('no torch today')\n")
+    (tmp_path / "gguf.py").write_text("raise ImportError('no gguf today')\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")  # of the converter, which is a program of its own
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"could not be converted \(exit code 1\): ImportError: no torch today"):
+    with pytest.raises(ConfigError, match=r"could not be converted \(exit code 1\): ImportError: no gguf today"):
         resolve_model("demo", lambda stage: None)
     assert [path.name for path in (tmp_path / "pd-orchestrator" / "models").iterdir() if path.is_dir()] == []
 
@@ -121,3 +121,62 @@ def test_the_demo_model_answers():
         [sys.executable, "-c", textwrap.dedent(code), folder], capture_output=True, text=True, timeout=240
     )
     assert done.stdout.strip() == "torch.bfloat16 The capital of France is Paris.", done.stderr[-2000:]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_demo_model_is_what_transformers_makes_of_it():
+    """Weights bit for bit; the same tokens, configuration and special tokens."""
+    code = """
+        import sys, torch
+        from safetensors import safe_open
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+        folder, gguf = sys.argv[1], {"pretrained_model_name_or_path": sys.argv[2], "gguf_file": sys.argv[3]}
+        theirs = AutoModelForCausalLM.from_pretrained(**gguf, dtype=torch.bfloat16)
+        wanted = {name: each for name, each in theirs.state_dict().items() if name != "lm_head.weight"}
+        with safe_open(folder + "/model.safetensors", "pt") as ours:
+            assert set(ours.keys()) == set(wanted)
+            for name, each in wanted.items():
+                mine = ours.get_tensor(name)
+                assert mine.dtype == each.dtype == torch.bfloat16 and torch.equal(mine, each), name
+        mine, wanted = AutoConfig.from_pretrained(folder).to_dict(), theirs.config.to_dict()
+        for name in ("_name_or_path", "_model_name_or_path", "quantization_config", "architectures"):
+            mine.pop(name, None), wanted.pop(name, None)
+        assert str(mine.pop("dtype")) == str(wanted.pop("dtype")) and mine == wanted, (mine, wanted)
+        mine, wanted = GenerationConfig.from_pretrained(folder), theirs.generation_config
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            assert getattr(mine, name) == getattr(wanted, name), name
+        mine, wanted = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(**gguf)
+        assert mine.get_vocab() == wanted.get_vocab() and mine.chat_template == wanted.chat_template
+        assert mine.special_tokens_map == wanted.special_tokens_map
+        assert mine.backend_tokenizer.to_str() == wanted.backend_tokenizer.to_str()
+        for text in ("Two  words,\\n\\tnaïve 1234 東京 🙂", "<|im_start|>user\\nWhat?<|im_end|>", ""):
+            assert mine.encode(text) == wanted.encode(text) and mine.decode(mine.encode(text)) == text
+        print("the same")
+    """
+    gguf = _gguf()
+    arguments = [resolve_model("demo"), str(gguf.parent), gguf.name]
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments], capture_output=True, text=True, timeout=540
+    )
+    assert done.stdout == "the same\n", done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_the_demo_model_is_converted_without_torch(tmp_path: Path):
+    code = """
+        import sys
+        from pathlib import Path
+        from orchestrator.config.demo.convert import convert
+        convert(Path(sys.argv[1]), Path(sys.argv[2]))
+        assert not {"torch", "transformers", "accelerate"} & set(sys.modules)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(_gguf()), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}

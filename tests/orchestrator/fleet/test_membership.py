@@ -19,8 +19,6 @@ from orchestrator.wire.addresses import Listening
 from orchestrator.wire.messages import Hello, Welcome
 from orchestrator.wire.transport import Disconnected, FrontendTransport, WorkerTransport
 
-DEADLINE_S = 15
-
 
 class ScriptedRegistry:
     def __init__(self):
@@ -279,7 +277,7 @@ async def test_reports_of_many_workers_are_applied_before_requests(workers, befo
     tell = lost.append
     membership = Membership(None, fleet, Published(), PrefixView(lambda *_: True), 10.0, tell, tell, tell)
     hearing = asyncio.create_task(membership._receive_reports())
-    await asyncio.sleep(0.05)
+    await until(lambda: all(view.load.sequence == 2 for view in fleet.workers.values()))
     assert (len(ranked) == workers) is before_a_request_asks
     assert fleet.ready(Role.DECODE) == workers and len(ranked) == workers and lost == []
     hearing.cancel()

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from support_redis import fresh_namespace, running_server, worker
 from support_steering import set_desired
-from support_wait import until
+from support_wait import DEADLINE_S, until
 
 from orchestrator.config.settings import parse_config
 from orchestrator.fleet import ratio_controller as controller
@@ -70,11 +70,13 @@ async def test_load_counts_publish_no_event(registry):
         await anext(events)
         await registry.refresh_frontend(Frontend("f", "http://x", "1", offered=Offered(3, 400, 50.5)), 60)
         await registry.refresh_frontend(Frontend("f", "http://y", "1", offered=Offered(4, 500, 60.5)), 60)
-        event = await asyncio.wait_for(anext(events), 15)
+        event = await asyncio.wait_for(anext(events), DEADLINE_S)
         assert (await registry.frontends())["f"].offered == Offered(4, 500, 60.5)
         assert type(event).__name__ == "Changed"
         await registry.leave_frontend("f")
-        assert type(await asyncio.wait_for(anext(events), 15)).__name__ == "Left", "one change only: that of the URL"
+        assert type(await asyncio.wait_for(anext(events), DEADLINE_S)).__name__ == "Left", (
+            "one change only: that of the URL"
+        )
 
 
 # ---- looking ---------------------------------------------------------------------------------------------------
@@ -246,5 +248,5 @@ async def test_the_history_is_bounded_and_what_cannot_be_read_is_left_out(regist
 async def test_ratio_mode_off_changes_nothing(registry):
     config = parse_config({"model": "m", "ratio": {"mode": "off"}})
     mine = RatioController("f", config, registry, registry.history, Fleet("f"), Predictor(), ReuseCounter())
-    await asyncio.wait_for(mine.run(), 15)
+    await asyncio.wait_for(mine.run(), DEADLINE_S)
     assert await registry.redis.exists(f"{registry.keys.prefix}ratio_leader") == 0

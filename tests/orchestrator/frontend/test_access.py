@@ -186,11 +186,12 @@ async def test_key_file_on_a_mount_that_hangs_holds_nobody_up(tmp_path, monkeypa
 
 
 async def test_requests_at_once_are_limited_per_key_until_their_streams_have_ended():
-    go_on = asyncio.Event()
+    go_on, begun = asyncio.Event(), list[str]()
 
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"first", "more_body": True})
+        begun.append(scope["path"])
         await go_on.wait()
         if scope["path"] == "/v1/breaks":
             raise RuntimeError("in the app")
@@ -199,12 +200,12 @@ async def test_requests_at_once_are_limited_per_key_until_their_streams_have_end
     async with client(KEYED, LimitsConfig(concurrent_per_key=2), app) as asked:
         paths = ("/v1/completions", "/v1/breaks")
         running = [asyncio.create_task(asked.post(path, headers=bearer("client-1"))) for path in paths]
-        await asyncio.sleep(0.05)
+        await until(lambda: len(begun) == 2)
         refused = await asked.post("/v1/completions", headers=bearer("client-1"))
         assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
         assert "limits.concurrent_per_key" in refused.json()["error"]["message"]
         running.append(asyncio.create_task(asked.post("/v1/completions", headers=bearer("client-2"))))
-        await asyncio.sleep(0.05)
+        await until(lambda: len(begun) == 3)
         go_on.set()
         await asyncio.gather(*running, return_exceptions=True)
         for _ in range(5):

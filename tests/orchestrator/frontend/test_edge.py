@@ -10,6 +10,7 @@ import uvicorn
 from fastapi import Body, FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry
+from support_wait import DEADLINE_S
 
 from orchestrator.config.access import LimitsConfig, SecurityConfig
 from orchestrator.fleet.view import Fleet
@@ -241,7 +242,7 @@ async def test_requests_after_grace_get_503(app):
     config = uvicorn.Config(app, port=0, lifespan="off", log_config=None, timeout_graceful_shutdown=0)
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(DEADLINE_S):
         while not server.started:
             await asyncio.sleep(0.01)
         [port] = [socket.getsockname()[1] for started in server.servers for socket in started.sockets]

@@ -7,6 +7,7 @@ import sys
 import pytest
 from support_redis import running_server
 from support_router import SimRouterCodec
+from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.frontend.wiring import FRONTEND_TTL_S, FleetConnection, unless_ended
@@ -31,7 +32,7 @@ async def test_impossible_start_fails_at_once_with_cause():
     config = parse_config({"model": "demo", "namespace": "t"})
     connection = FleetConnection("f", config, DamagedRedis(), SimRouterCodec())
     running = asyncio.create_task(connection.run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(DEADLINE_S):
         with pytest.raises(ValueError, match="damaged"):
             await unless_ended(running, connection.synced())
     connection.transport.close()

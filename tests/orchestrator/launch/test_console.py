@@ -25,7 +25,7 @@ LINE = RequestLine(
 )  # fmt: skip
 
 
-WRITTEN_S = 10.0
+WRITTEN_S = 60.0
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import AsyncMock
 
-from support_wait import until
+from support_wait import DEADLINE_S, until
 
 from orchestrator.config.settings import parse_config
 from orchestrator.launch.frontend_pool import FrontendPool
@@ -19,8 +19,6 @@ from orchestrator.launch.machines import OnLine, Setup
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage
 from orchestrator.store.registry import Frontend
-
-DEADLINE_S = 30.0
 
 
 class Sleepers:

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from support_redis import worker
 from support_steering import set_desired
+from support_wait import DEADLINE_S
 
 from orchestrator.cli.handle import FleetHandle, open_fleet
 from orchestrator.cli.look.frontend import fleet_status
@@ -38,8 +39,6 @@ from orchestrator.store.steering import Steering
 from orchestrator.types import DesiredRatio, Role, WorkerState
 
 pytestmark = pytest.mark.slow  # real worker processes
-
-DEADLINE_S = 40.0
 
 
 class Pool:

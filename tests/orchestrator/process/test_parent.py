@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+from support_wait import DEADLINE_S
 
 from orchestrator.process.parent import has_ended, own_identity
 
 ROOT = Path(__file__).parents[3]
-DEADLINE_S = 15.0
 
 # Each prints the child's pid once it is set up, and never ends by itself.
 CHILD = """

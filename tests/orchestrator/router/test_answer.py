@@ -226,7 +226,7 @@ async def test_decode_tokens_measure_transfer_and_itl():
         bench.tokens(decode, request, [6], finish=LENGTH)
         return began - ended, decoding - ended, time.monotonic() - began
 
-    await transfer("r", 0.01)
+    *_, first_decoded_s = await transfer("r", 0.01)
     assert predictor.coefficients().transfer_s == prior_s, "the first one also waits for the connection"
     bench.lose("d1" if decode == "d0" else "d0")
     await bench.router.submit(FakeRequest("s"))
@@ -237,7 +237,7 @@ async def test_decode_tokens_measure_transfer_and_itl():
     fixed_s, s_per_token = fitted.transfer_s
     # From the end of prefill, just before `least_s` begins, to decode's first token.
     assert least_s <= fixed_s + 1000 * s_per_token <= most_s + 0.01
-    assert fitted.itl_s[decode] <= decoded_s  # from that to the second
+    assert fitted.itl_s[decode] <= max(first_decoded_s, decoded_s)  # from that to the second
 
 
 async def test_cached_tokens_are_known_before_first_output():

@@ -6,7 +6,7 @@ import time
 import msgspec
 import pytest
 from support_bench import Bench, FakeCodec, FakeRequest
-from support_wait import until
+from support_wait import DEADLINE_S, until
 
 from orchestrator.policy.policies import LATE_OBJECTIVES
 from orchestrator.router.decider import Decider
@@ -407,7 +407,7 @@ async def test_an_accepted_request_waits_for_a_worker_to_come_back():
     bench.lose("d0")
     assert bench.router.requests["r"].state is State.PLACING
     bench.add_worker("d0", Role.DECODE)
-    await asyncio.wait_for(bench.settle(), 5)
+    await asyncio.wait_for(bench.settle(), DEADLINE_S)
     assert bench.submits()[-1][1].attempt == 2
 
 
@@ -417,7 +417,7 @@ async def test_wait_for_worker_times_out():
     for name in ("d0", "d1"):
         bench.fleet.remove(name)
     bench.router.worker_lost(bench.bound_to())
-    await asyncio.wait_for(bench.settle(), 5)
+    await asyncio.wait_for(bench.settle(), DEADLINE_S)
     assert bench.received() == [("r", [], FinishReason.ERROR)]
     bench.assert_no_leaks()
 
@@ -452,7 +452,7 @@ async def test_requests_wait_for_prefill_worker_that_becomes_decode():
     waiting[1].cancel()
     view = bench.fleet.workers["p0"]
     view.info = msgspec.structs.replace(view.info, role=Role.DECODE)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(DEADLINE_S):
         await waiting[0]
     assert [(worker, submit.request_id) for worker, submit in bench.submits()] == [("p0", "a")]
     bench.tokens("p0", "a", [7], finish=1)
@@ -465,7 +465,7 @@ async def test_wait_for_decode_worker_times_out():
     for name in ("d0", "d1"):
         bench.fleet.remove(name)
     with pytest.raises(Overloaded) as late:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(DEADLINE_S):
             await bench.router.submit(FakeRequest("r"))
     assert late.value.status == 503
     bench.assert_no_leaks()

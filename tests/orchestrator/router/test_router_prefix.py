@@ -1,8 +1,7 @@
 """What the prefix index changes in a request's life: where it is prefilled, who decodes it, and what it counts as."""
 
-import asyncio
-
 from support_bench import Bench, FakeRequest, counted
+from support_wait import until
 
 from orchestrator.policy.decode_choice import KVBlocks
 from orchestrator.types import Role, WorkerLoad
@@ -100,8 +99,8 @@ async def test_retry_expects_nothing_of_failed_worker():
     bench.fleet.remove("d0")
     bench.fleet.remove("d1")
     bench.say("d1", Rejected("r", 1, "d1", "draining"))
-    await asyncio.sleep(0.01)  # it waits for a decode worker now
-    assert "r" in bench.router.requests and not bench.prefixes.index.expected
+    await until(lambda: not bench.prefixes.index.expected)
+    assert "r" in bench.router.requests, "it waits for a decode worker"
     bench.router.abort(["r"])
 
 

@@ -21,7 +21,7 @@ from support_redis import running_server
 from support_relay import Relay
 from support_steering import set_desired
 from support_tls import make_certificate
-from support_wait import until
+from support_wait import DEADLINE_S, until
 
 from orchestrator.config.values import masked
 from orchestrator.launch.host.redis_server import EmbeddedRedis, EmbeddedRedisError, server_binary
@@ -79,12 +79,14 @@ async def test_command_is_sent_before_busy_loop_continues(redis, server):
 
 
 async def test_stalled_loop_does_not_take_server_for_away(server):
-    redis = await connect(server.url, 0.2)
+    timeout_s = 2.0
+    redis = await connect(server.url, timeout_s)
     os.kill(server.pid, signal.SIGSTOP)
     asking = asyncio.create_task(redis.set("k", "v"))
-    await asyncio.sleep(0.05)  # it is sent
+    for _ in range(2):  # turns of the loop: it is sent
+        await asyncio.sleep(0)
     os.kill(server.pid, signal.SIGCONT)
-    time.sleep(0.5)  # noqa: ASYNC251 - our loop stands still, and the server answers
+    time.sleep(1.5 * timeout_s)  # noqa: ASYNC251 - our loop stands still, and the server answers
     assert await asking
     assert await redis.get("k") == b"v", "and the connection is still used"
     assert (await redis.info("clients"))["connected_clients"] == 1
@@ -194,7 +196,7 @@ async def test_after_a_fail_over_the_new_primary_is_found_and_gets_the_functions
                 async def resynced() -> bool:
                     return isinstance(await anext(events), Resync)
 
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(DEADLINE_S):
                     await until(resynced, "the subscription leads to the new primary, too")
             finally:
                 await events.aclose()

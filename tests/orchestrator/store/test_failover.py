@@ -11,7 +11,7 @@ import pytest
 from support_redis import fresh_namespace, job, queue_config
 from support_servers import TIMEOUT_S, Node, Start, free_port, nodes, watched_pair
 from support_steering import set_desired
-from support_wait import until
+from support_wait import DEADLINE_S, until
 
 from orchestrator.store.client import Redis, RedisAway, connect
 from orchestrator.store.events import Resync
@@ -90,7 +90,7 @@ class Load:
 
 
 async def assert_resynced(events: AsyncIterator[object]) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(DEADLINE_S):
         while not isinstance(await anext(events), Resync):
             pass
 
@@ -234,7 +234,7 @@ async def test_waiting_worker_is_woken_after_move(cluster):
 
         await until(heard, "the worker listens at the node that has the queue")
         await queue.enqueue(job("a"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             await waiting
     finally:
         waiting.cancel()

@@ -18,7 +18,7 @@ from support_redis import (
     queue_config,
     running_server,
 )
-from support_wait import until
+from support_wait import DEADLINE_S, until
 
 from orchestrator.policy.claims import choose_claims
 from orchestrator.store.client import RedisAway, connect
@@ -360,7 +360,7 @@ async def test_a_dead_waiter_is_passed_over(queues):
 
     await until(unsubscribed, "the dead waiter's subscription is gone")
     await other.enqueue(job("a"))
-    await asyncio.wait_for(tasks[1], 15)
+    await asyncio.wait_for(tasks[1], DEADLINE_S)
     tasks[0].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -485,4 +485,4 @@ async def test_killed_server_leaves_no_call_hanging(mortal):
         mortal.start()
     await until_more("answered")
     stop = True
-    await asyncio.wait_for(asyncio.gather(*tasks), 30)
+    await asyncio.wait_for(asyncio.gather(*tasks), DEADLINE_S)

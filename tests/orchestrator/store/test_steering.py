@@ -90,7 +90,7 @@ async def test_orders_wait_for_workers_that_a_redis_without_its_data_has_not_hea
     with running_server(tmp_path) as server:
         redis, namespace = await connect(server.url, 5), fresh_namespace()
         registry = Registry(redis, namespace)
-        steering = Steering(registry, PrefillQueue(redis, namespace, queue_config()), heartbeat_s=0.5)
+        steering = Steering(registry, PrefillQueue(redis, namespace, queue_config()), heartbeat_s=1.5)
         ready = [msgspec.structs.replace(worker(name, Role.DECODE), state=WorkerState.READY) for name in ("d0", "d1")]
         await registry.join(ready[0], 60)
         await set_desired(registry, 0, 2, "test")

@@ -13,7 +13,6 @@ from orchestrator.wire.addresses import Listening
 from orchestrator.wire.messages import Hello
 from orchestrator.wire.transport import FrontendTransport, WorkerTransport
 
-DEADLINE_S = 20
 WORKERS, MOST = 24, 4
 
 

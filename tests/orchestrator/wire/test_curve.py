@@ -12,7 +12,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from support_relay import Relay
-from support_wait import until
+from support_wait import DEADLINE_S, until
 
 from orchestrator.wire import curve, messages
 from orchestrator.wire.addresses import Listening
@@ -22,7 +22,6 @@ from orchestrator.wire.messages import Abort, Call, Hello, Welcome
 from orchestrator.wire.sockets import AddressError
 from orchestrator.wire.transport import FrontendTransport, WorkerTransport
 
-DEADLINE_S = 10
 SILENCE_S = 0.5
 # ZMTP 3.1 up to the first command: signature, version, mechanism, as-server, filler (RFC 37).
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01%s" + bytes(32)

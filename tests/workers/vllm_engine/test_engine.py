@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from support_vllm import Driver, engine_pid, frames, tiny_model
-from support_wait import until
+from support_wait import DEADLINE_S, until
 
 from orchestrator.config.settings import KVConfig
 from orchestrator.process.parent import started_ticks
@@ -204,7 +204,7 @@ async def test_a_preempted_prefill_pushes_the_right_kv(pair, reference) -> None:
     for chunks in range(1, 6):  # of 8
         key, body = f"preempt-{chunks}", frames(prompt(1800, 500 + chunks), 4)
         await transfer(prefill, decode, key, body)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             while len(prefill.tokens_left.get(key, ())) < chunks:
                 await asyncio.sleep(0.001)
         # vLLM preempts what runs, and the request begins again in other blocks.

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from support_redis import fresh_namespace, running_server, worker
 from support_steering import set_desired
+from support_wait import DEADLINE_S
 from typer.testing import CliRunner
 
+from orchestrator.cli.look import logs
 from orchestrator.cli.look.logs import app, describe_event
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.run_folder import RunFolder
@@ -53,19 +57,36 @@ def test_the_log_of_one_process(log: Path):
 
 def test_a_log_is_followed_into_the_file_that_replaces_it(log: Path):
     command = [sys.executable, "-m", "orchestrator.cli.main", "logs", "decode-0", "-f", "-n", "1"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as following:
-        assert following.stdout is not None
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as following:
+        assert following.stdout is not None and following.stderr is not None
         try:
             assert following.stdout.readline() == "[decode-0] 12:00 INFO one\n"
-            asyncio.run(asyncio.sleep(1.0))  # until it follows
             with log.open("a") as file:
                 file.write("[frontend-0] not this\n[decode-0] added\n")
             assert following.stdout.readline() == "[decode-0] added\n"
             log.replace(log.with_name("default.log.1"))
             log.write_text("[decode-0] in the new file\n")
             assert following.stdout.readline() == "[decode-0] in the new file\n"
+            following.send_signal(signal.SIGINT)
+            assert (following.wait(DEADLINE_S), following.stderr.read()) == (128 + signal.SIGINT, "")
         finally:
-            following.terminate()
+            following.kill()
+
+
+def test_a_line_that_comes_while_older_ones_are_read_is_followed(log: Path, monkeypatch: pytest.MonkeyPatch):
+    def mine(line: str) -> bool:
+        if line.endswith("three decode-0"):
+            with log.open("a") as file:
+                file.write("[decode-0] meanwhile\n")
+        return True
+
+    monkeypatch.setattr(logs, "_of", lambda process: mine)
+    monkeypatch.setattr(logs.time, "sleep", Mock(side_effect=KeyboardInterrupt))
+    assert runner.invoke(app, ["logs", "-f"]).stdout.splitlines()[2:] == [
+        "[frontend-0] 12:00 INFO three decode-0",
+        "[decode-0] meanwhile",
+    ]
 
 
 def test_every_line_of_json_is_an_object(log: Path):

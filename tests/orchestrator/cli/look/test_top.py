@@ -25,7 +25,7 @@ from orchestrator.frontend.dashboard.routes import operator_routes, stream_route
 from orchestrator.telemetry.recent import Recent
 from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerLoad
 
-WITHIN_S = 30.0
+WITHIN_S = 60.0
 
 
 class Steered:

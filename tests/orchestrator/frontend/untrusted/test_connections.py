@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from support_wait import DEADLINE_S
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("httptools")
@@ -92,7 +93,7 @@ async def send(writer: asyncio.StreamWriter, *parts: bytes) -> None:
     ids=["path", "header", "headers", "trailers"],
 )
 async def test_endless_request_is_cut_off(begin: bytes, again: bytes, answered: bool) -> None:
-    async with asyncio.timeout(30), connected() as (reader, writer):
+    async with asyncio.timeout(DEADLINE_S), connected() as (reader, writer):
         await send(writer, begin, *[again] * (ENDLESS // len(again)))
         got = b""
         with contextlib.suppress(ConnectionError):
@@ -103,7 +104,7 @@ async def test_endless_request_is_cut_off(begin: bytes, again: bytes, answered: 
 
 
 async def test_request_within_limits_is_served() -> None:
-    async with asyncio.timeout(30), connected() as (reader, writer):
+    async with asyncio.timeout(DEADLINE_S), connected() as (reader, writer):
         long = HEAD + b"x: " + b"a" * (MAX_HEAD_BYTES // 2) + b"\r\n"
         await send(writer, long + b"content-length: 1\r\n\r\na", long + b"content-length: 0\r\n\r\n")
         pieces = [b"1\r\na\r\n"] * 200_000  # more bytes beside the body than a head may have
@@ -149,7 +150,7 @@ async def test_client_that_does_not_go_on_is_disconnected(begin: bytes, again: b
             await send(writer, again)
             await asyncio.sleep(CLIENT_S / 5)
 
-    async with asyncio.timeout(30), connected(client_timeout_s=CLIENT_S) as (reader, writer):
+    async with asyncio.timeout(DEADLINE_S), connected(client_timeout_s=CLIENT_S) as (reader, writer):
         await send(writer, begin)
         dripping = asyncio.create_task(drip(writer))
         with contextlib.suppress(ConnectionError):
@@ -181,14 +182,14 @@ def endless(begun: asyncio.Event, left: asyncio.Event) -> Any:
 @pytest.mark.slow
 async def test_client_that_does_not_read_is_disconnected() -> None:
     begun, left = asyncio.Event(), asyncio.Event()
-    async with asyncio.timeout(30), connected(endless(begun, left), CLIENT_S) as (_, writer):
+    async with asyncio.timeout(DEADLINE_S), connected(endless(begun, left), CLIENT_S) as (_, writer):
         await send(writer, ASKED_TO_STAY)
         await left.wait()
 
 
 async def test_client_that_leaves_with_a_second_request_waiting_is_noticed() -> None:
     begun, left = asyncio.Event(), asyncio.Event()
-    async with asyncio.timeout(30), connected(endless(begun, left)) as (reader, writer):
+    async with asyncio.timeout(DEADLINE_S), connected(endless(begun, left)) as (reader, writer):
         await send(writer, ASKED_TO_STAY, ASKED_TO_STAY)
         await begun.wait()
         await reader.readexactly(1 << 17)

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.launch.host import leftovers
@@ -134,7 +135,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_processes_of_killed_launcher_are_ended():
-    killed = subprocess.run([sys.executable, "-c", CLAIM_AND_DIE], capture_output=True, text=True, timeout=30)
+    killed = subprocess.run([sys.executable, "-c", CLAIM_AND_DIE], capture_output=True, text=True, timeout=DEADLINE_S)
     orphan = int(killed.stdout)
     assert started_ticks(orphan) is not None
     folder = RunFolder("a")
@@ -149,9 +150,9 @@ def test_processes_of_killed_launcher_are_ended():
 
 
 def test_launcher_killed_while_it_cleans_up_leaves_the_list_to_the_next():
-    killed = subprocess.run([sys.executable, "-c", CLAIM_AND_DIE], capture_output=True, text=True, timeout=30)
+    killed = subprocess.run([sys.executable, "-c", CLAIM_AND_DIE], capture_output=True, text=True, timeout=DEADLINE_S)
     claim = "from orchestrator.launch.host.run_folder import RunFolder; import os; RunFolder('a').claim(); os._exit(9)"
-    assert subprocess.run([sys.executable, "-c", claim], timeout=30).returncode == 9
+    assert subprocess.run([sys.executable, "-c", claim], timeout=DEADLINE_S).returncode == 9
     folder = RunFolder("a")
     left = folder.claim()
     assert folder.shared_memory == {"psm_a"}
@@ -251,7 +252,7 @@ def test_shared_memory_of_living_process_is_kept(tmp_path):
         assert process.stdout is not None and process.stdout.readline()
     seen.scan({process.pid for process in both})
     for process in both:
-        process.communicate(b"\n", timeout=30)
+        process.communicate(b"\n", timeout=DEADLINE_S)
     assert seen.remove_files_of(both[0].pid) == []
     assert seen.remove_files_of(both[1].pid) == ["psm_shared"]
 

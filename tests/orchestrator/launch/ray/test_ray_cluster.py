@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import parse_config
 from orchestrator.launch.host.process import ProcessSpec
@@ -28,7 +29,6 @@ from orchestrator.launch.ray.wire import NotStarted, RunWorker, Started, decode_
 CONFIG = parse_config(
     {"model": "m", "engine": "sim", "redis": {"url": "redis://h"}, "launcher": {"kind": "ray", "gpus_per_rank": 2}}
 )
-DEADLINE_S = 10.0
 
 
 class Group:
