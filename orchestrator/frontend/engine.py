@@ -27,9 +27,10 @@ from vllm.v1.executor import Executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
 
-from orchestrator.frontend import detokenizer, edge
+from orchestrator.frontend import edge
+from orchestrator.frontend.codec import detokenizer
+from orchestrator.frontend.codec.vllm_codec import join
 from orchestrator.frontend.plain import streaming
-from orchestrator.frontend.vllm_codec import join
 from orchestrator.frontend.wiring import FleetConnection
 from orchestrator.router.codec import Batch
 from orchestrator.router.request import Failure, Overloaded, State

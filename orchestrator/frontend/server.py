@@ -45,14 +45,15 @@ from orchestrator.config.settings import Config, ConfigError, load_config
 from orchestrator.config.shared import differences, merged
 from orchestrator.frontend import tracing
 from orchestrator.frontend.access import Access
+from orchestrator.frontend.codec.detokenizer import use_backend
+from orchestrator.frontend.codec.vllm_codec import VllmCodec
+from orchestrator.frontend.codec.vllm_fields import custom_processors
 from orchestrator.frontend.connections import BoundedHttp, FrontendServer, listen
 from orchestrator.frontend.dashboard.routes import operator_routes, page_routes, stream_routes
-from orchestrator.frontend.detokenizer import use_backend
 from orchestrator.frontend.edge import EdgeMiddleware
 from orchestrator.frontend.engine import FleetCore, FleetLLM
 from orchestrator.frontend.pages import FleetCollector, fleet_routes
 from orchestrator.frontend.plain import route, streaming
-from orchestrator.frontend.vllm_codec import VllmCodec
 from orchestrator.frontend.wiring import FleetConnection, unless_ended
 from orchestrator.process.parent import die_with_parent, report_exit
 from orchestrator.store.client import Redis, RedisAway, connect
@@ -218,7 +219,8 @@ async def serve(
         config, generation = await rolled_out_config(config, redis)
     args, vllm_config = build_vllm_config(config)
     frontend_id = f"frontend-{index}-{uuid.uuid4().hex[:8]}"
-    connection = FleetConnection(frontend_id, config, redis, VllmCodec(), generation, by_hand)
+    codec = VllmCodec(custom_processors(vllm_config))
+    connection = FleetConnection(frontend_id, config, redis, codec, generation, by_hand)
     connected = asyncio.create_task(connection.run())
     await unless_ended(connected, connection.synced())
     app = await unless_ended(connected, build_server_app(args, vllm_config, config, connection))

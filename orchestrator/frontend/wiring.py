@@ -31,7 +31,7 @@ from orchestrator.router.router import Router
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.configuration import RolloutStatus
 from orchestrator.store.events import EventLog, RatioHistory
-from orchestrator.store.log_levels import LogLevels, follow_log_level
+from orchestrator.store.operator.log_levels import LogLevels, follow_log_level
 from orchestrator.store.planned import rollout_status
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Frontend, Registry
