@@ -16,6 +16,7 @@ from orchestrator.policy.prefix_keys import key_of_beginning, reusable_keys, sal
 from orchestrator.router.codec import Batch
 from orchestrator.router.request import Failure, ParsedRequest
 from orchestrator.types import RequestInfo
+from orchestrator.wire.adapters import unique_name
 from orchestrator.wire.messages import MessageError
 
 _COMPLETED = (None, FinishReason.STOP, FinishReason.LENGTH)
@@ -144,7 +145,8 @@ def _prefix_keys(request: EngineCoreRequest, block_size: int) -> list[int]:
         return []
     if request.sampling_params is not None and request.sampling_params.skip_reading_prefix_cache:
         return []
-    lora = request.lora_request.lora_name if request.lora_request else None
+    adapter = request.lora_request
+    lora = unique_name(adapter.lora_name, adapter.lora_int_id) if adapter is not None else None
     return reusable_keys(request.prompt_token_ids or (), block_size, salt_of(lora, request.cache_salt))
 
 
@@ -153,7 +155,7 @@ def _same_first_token(sampling: SamplingParams) -> bool:
     return (
         sampling.output_kind is not RequestOutputKind.FINAL_ONLY
         and sampling.sampling_type is not SamplingType.RANDOM  # greedy, or seeded
-        # These carry state from token to token. Prefill samples without them (workers.vllm_engine.requests).
+        # These carry state from token to token. Prefill samples without them (workers.vllm_engine.codec.requests).
         and sampling.structured_outputs is None
         and sampling.thinking_token_budget is None
     )

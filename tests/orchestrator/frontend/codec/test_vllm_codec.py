@@ -107,7 +107,7 @@ def test_prefix_keys_separate_lora_and_salt(codec) -> None:
     assert asked() == keys[:3] and asked(65) == keys  # the last token is always computed
     assert asked(cache_salt="s") == prefix_keys(list(range(64)), 16, salt_of(None, "s"))[:3]
     lora = LoRARequest("l", 1, "/nowhere")
-    assert asked(lora_request=lora) == prefix_keys(list(range(64)), 16, salt_of("l", None))[:3]
+    assert asked(lora_request=lora) == prefix_keys(list(range(64)), 16, salt_of("l@1", None))[:3]
     assert asked(mm_features=["picture"]) == asked(prompt_token_ids=None) == []
     assert codec.read(request(), 0).prefix_keys == []  # no worker is known yet
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.vllm
 
 
 def given(*resumed: int, **sampling: Any) -> Any:
-    from workers.vllm_engine.requests import RequestCodec
+    from workers.vllm_engine.codec.requests import RequestCodec
 
     request = EngineRequest("r#1", Phase.DECODE, frames([1, 2, 3], **sampling), resume_tokens=list(resumed))
     return RequestCodec(max_model_len=100, vocabulary=500).decode(request).sampling_params
