@@ -37,7 +37,7 @@ from vllm.tokenizers import get_tokenizer  # noqa: E402
 from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 
 from orchestrator.config.model import resolve_model  # noqa: E402
-from orchestrator.frontend.vllm_codec import VllmCodec  # noqa: E402
+from orchestrator.frontend.codec.vllm_codec import VllmCodec  # noqa: E402
 from orchestrator.frontend.wiring import FleetConnection  # noqa: E402
 from orchestrator.launch.host.redis_server import EmbeddedRedis  # noqa: E402
 from orchestrator.telemetry import metrics  # noqa: E402

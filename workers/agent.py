@@ -19,7 +19,7 @@ from orchestrator.config.settings import Config, ConfigError
 from orchestrator.process.parent import EXIT_AGAIN, own_identity
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.fields import Heartbeat
-from orchestrator.store.log_levels import LogLevels, follow_log_level
+from orchestrator.store.operator.log_levels import LogLevels, follow_log_level
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import IncompatibleWorker, Registry
 from orchestrator.types import Departed, Role, WorkerInfo

@@ -142,8 +142,13 @@ class InvalidEngineRequest(ValueError):
     """The frames cannot be decoded, or this engine cannot run the request."""
 
 
+class AdapterUnavailable(RuntimeError):
+    """The LoRA adapter of a request cannot be loaded here, or is not the one that the request means."""
+
+
 class Engine(Protocol):
-    """Every method may raise EngineDead. `submit` raises InvalidEngineRequest for a request that cannot run."""
+    """Every method may raise EngineDead. `submit` raises InvalidEngineRequest for a request that cannot run, and
+    AdapterUnavailable for one that cannot run here."""
 
     async def start(self) -> EngineInfo: ...
 
@@ -182,6 +187,8 @@ async def submit(engine: Engine, request: EngineRequest) -> Refusal | None:
         await engine.submit(request)
     except InvalidEngineRequest as error:
         return Refusal(f"invalid: {error}", final=True)
+    except AdapterUnavailable as error:
+        return Refusal(str(error))
     except EngineDead:
         raise
     except Exception as error:  # a defect in one request must not end all others

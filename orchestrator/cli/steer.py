@@ -21,7 +21,7 @@ from orchestrator.cli.handle import (
 )
 from orchestrator.cli.look.views import fields_view, queue_view
 from orchestrator.config.settings import Refused
-from orchestrator.store.log_levels import ALL, LogLevels
+from orchestrator.store.operator.log_levels import ALL, LogLevels
 from orchestrator.store.steering import Steering
 from orchestrator.types import Role
 

@@ -48,6 +48,9 @@ class ControlCalls:
         if row.retried_on_return and results:
             failures = {name: error for name, error in failures.items() if not isinstance(error, WorkerLost)}
         if not failures:
+            if row.alike and any(result != results[workers[0]] for result in results.values()):
+                told = ", ".join(f"{result!r} on {worker_id}" for worker_id, result in results.items())
+                raise CallFailed(f"{method}: workers differ: {told}")
             return row.combine(list(results.values()))
         why = "; ".join(f"worker {worker_id}: {error}" for worker_id, error in failures.items())
         if row.undo is not None and results:

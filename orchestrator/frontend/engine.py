@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils.async_utils import cancel_task_threadsafe
@@ -27,9 +28,11 @@ from vllm.v1.executor import Executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
 
-from orchestrator.frontend import detokenizer, edge
+from orchestrator.fleet.adapters import AdapterView
+from orchestrator.frontend import edge
+from orchestrator.frontend.codec import detokenizer
+from orchestrator.frontend.codec.vllm_codec import join
 from orchestrator.frontend.plain import streaming
-from orchestrator.frontend.vllm_codec import join
 from orchestrator.frontend.wiring import FleetConnection
 from orchestrator.router.codec import Batch
 from orchestrator.router.request import Failure, Overloaded, State
@@ -209,7 +212,10 @@ def _engine_core(core: FleetCore) -> Iterator[None]:
 class FleetLLM(AsyncLLM):
     """AsyncLLM without an engine of its own."""
 
-    def __init__(self, vllm_config: VllmConfig, core: FleetCore, frontends: int) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, core: FleetCore, frontends: int, adapters: AdapterView | None = None
+    ) -> None:
+        self.adapters = adapters
         detokenizer.install()
         with _engine_core(core):
             super().__init__(
@@ -242,6 +248,14 @@ class FleetLLM(AsyncLLM):
                 yield output
                 if context is not None and context.stream is not None:
                     context.stream.begin()
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Give an adapter its number, and load it on all workers. Raises CallFailed."""
+        assert self.adapters is not None
+        found = await self.adapters.identify(lora_request.lora_name, lora_request.lora_path)
+        # Never in place: other content has another number, and vLLM would load it again in every step.
+        lora_request.lora_int_id, lora_request.load_inplace = found.number, False
+        return bool(await self.engine_core.add_lora_async(lora_request))
 
     async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[PoolingRequestOutput, None]:
         async with _counted(1), contextlib.aclosing(super().encode(*args, **kwargs)) as outputs:

@@ -45,8 +45,11 @@ from orchestrator.config.settings import Config, ConfigError, load_config
 from orchestrator.config.shared import differences, merged
 from orchestrator.frontend import tracing
 from orchestrator.frontend.access import Access
+from orchestrator.frontend.adapters import fleet_models
+from orchestrator.frontend.codec.detokenizer import use_backend
+from orchestrator.frontend.codec.vllm_codec import VllmCodec
+from orchestrator.frontend.codec.vllm_fields import custom_processors
 from orchestrator.frontend.dashboard.routes import operator_routes, page_routes, stream_routes
-from orchestrator.frontend.detokenizer import use_backend
 from orchestrator.frontend.edge import EdgeMiddleware
 from orchestrator.frontend.engine import FleetCore, FleetLLM
 from orchestrator.frontend.pages import FleetCollector, fleet_routes
@@ -54,7 +57,6 @@ from orchestrator.frontend.plain import route, streaming
 from orchestrator.frontend.untrusted.bodies import refuse_what_trips
 from orchestrator.frontend.untrusted.connections import BoundedHttp, FrontendServer, listen
 from orchestrator.frontend.untrusted.media import fetch_public_only
-from orchestrator.frontend.vllm_codec import VllmCodec
 from orchestrator.frontend.wiring import FleetConnection, unless_ended
 from orchestrator.process.parent import die_with_parent, report_exit
 from orchestrator.store.client import Redis, RedisAway, connect
@@ -153,13 +155,14 @@ async def build_server_app(
     os.environ.pop(API_KEY, None)  # vLLM's own middleware would accept this key only, and check few paths
     access = Access(security, config.limits, config.frontend.server_args.get("root_path") or "")
     tasks = ("generate",) if vllm_config.model_config.runner_type == "generate" else await connection.supported_tasks()
-    if args.lora_modules:
+    if args.lora_modules or (vllm_config.lora_config and vllm_config.lora_config.default_mm_loras):
         await connection.worker_connected()  # vLLM loads them while its app is made
     core = FleetCore(connection, tasks)
     try:
-        engine = FleetLLM(vllm_config, core, config.frontend.most_replicas)
+        engine = FleetLLM(vllm_config, core, config.frontend.most_replicas, connection.adapters)
         app = build_app(args, tasks, vllm_config.model_config)
-        await init_app_state(engine, app.state, args, tasks)
+        with fleet_models():
+            await init_app_state(engine, app.state, args, tasks)
     except Exception as error:
         raise _refused(config, error) from error
     refuse_what_trips(app)
@@ -222,10 +225,12 @@ async def serve(
         config, generation = await rolled_out_config(config, redis)
     args, vllm_config = build_vllm_config(config)
     frontend_id = f"frontend-{index}-{uuid.uuid4().hex[:8]}"
-    connection = FleetConnection(frontend_id, config, redis, VllmCodec(), generation, by_hand)
+    codec = VllmCodec(custom_processors(vllm_config))
+    connection = FleetConnection(frontend_id, config, redis, codec, generation, by_hand)
     connected = asyncio.create_task(connection.run())
     await unless_ended(connected, connection.synced())
     app = await unless_ended(connected, build_server_app(args, vllm_config, config, connection))
+    await connection.adapters.begin()
     enable_envs_cache()  # vLLM reads some of its environment variables at each token
     collect_garbage_seldom()
     server = http_server(app, config, drain_s)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from orchestrator.config.settings import Config
+from orchestrator.fleet.adapters import AdapterView
 from orchestrator.fleet.control_calls import ControlCalls
 from orchestrator.fleet.membership import Membership
 from orchestrator.fleet.prefixes import PrefixView
@@ -31,7 +32,8 @@ from orchestrator.router.router import Router
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.configuration import RolloutStatus
 from orchestrator.store.events import EventLog, RatioHistory
-from orchestrator.store.log_levels import LogLevels, follow_log_level
+from orchestrator.store.operator.adapters import AdapterStore
+from orchestrator.store.operator.log_levels import LogLevels, follow_log_level
 from orchestrator.store.planned import rollout_status
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Frontend, Registry
@@ -89,6 +91,7 @@ class FleetConnection:
         self.transport = FrontendTransport(frontend_id, dropped.labels("corrupt").inc, keys=self._keys)
         self.prefixes = PrefixView(self.transport.send, config.routing.prefix_index)
         self.calls = ControlCalls(self.fleet, self.transport)
+        self.adapters = AdapterView(frontend_id, AdapterStore(redis, config.namespace), self.calls)
         jobs = PrefillQueue(redis, config.namespace, config.queue)
         self.queue = QueueView(jobs, frontend_id, config.queue.lease_s)
         self.steering = Steering(self.registry, jobs, config.workers.heartbeat_s)
@@ -137,6 +140,7 @@ class FleetConnection:
             tasks.create_task(self.router.run())
             tasks.create_task(self._receive())
             tasks.create_task(self._heartbeat())
+            tasks.create_task(self.adapters.run())
             tasks.create_task(self.ratio_controller.run())
             tasks.create_task(self.history.run())
             tasks.create_task(self._log_retries(EventLog(self._redis, self._namespace)))
@@ -144,8 +148,9 @@ class FleetConnection:
             tasks.create_task(follow_log_level(levels, self.frontend_id.rpartition("-")[0], logging.getLogger("pd")))
 
     async def synced(self) -> None:
-        """Wait until registry, queue and desired ratio have been read once, so that decisions have their data."""
-        for known in (self.membership.synced, self.queue.polled, self._beaten):
+        """Wait until registry, queue, adapters and desired ratio have been read once, so that decisions have their
+        data."""
+        for known in (self.membership.synced, self.queue.polled, self.adapters.asked, self._beaten):
             await known.wait()
 
     async def supported_tasks(self) -> tuple[str, ...]:

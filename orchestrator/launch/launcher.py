@@ -33,7 +33,7 @@ from orchestrator.launch.host.process import adopt_orphans, cannot_run
 from orchestrator.launch.host.redis_server import RedisServer
 from orchestrator.launch.host.run_folder import Ready, RunFolder, StartedProcess
 from orchestrator.launch.machines import Machines, Setup
-from orchestrator.store.log_levels import LogLevels, follow_log_level
+from orchestrator.store.operator.log_levels import LogLevels, follow_log_level
 from orchestrator.store.registry import Registry
 from orchestrator.telemetry.logs import LogFormat
 

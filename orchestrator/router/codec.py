@@ -1,6 +1,6 @@
 """The interface through which the router reads and makes the engine's requests and outputs, whose types it ignores.
 
-`frontend.vllm_codec` implements it for vLLM; tests have their own.
+`frontend.codec.vllm_codec` implements it for vLLM; tests have their own.
 """
 
 from __future__ import annotations

@@ -33,16 +33,20 @@ class Recovery:
         self._dispatch, self._placer = dispatch, placer
         self._quarantine = Quarantine()
 
-    def retry(self, active: ActiveRequest, why: str, avoid: str | None = None, charge: bool = True) -> None:
+    def retry(
+        self, active: ActiveRequest, why: str, avoid: str | None = None, charge: bool = True, said: str = ""
+    ) -> None:
         """Give the current attempt up and start the next, which prefills locally.
 
         `avoid`: a decode worker not to use again. `charge`: the failure counts against `routing.max_attempts`.
+        `said`: the worker's own words, for the client should this have been the last attempt.
         """
         if active.ended or not self._give_up(active, why):
             return
         active.charged += charge
         if active.charged >= self._routing.max_attempts:
-            self._fail(active, f"{active.attempt} attempts failed: {', '.join(active.retries)}")
+            last = f"; the last: {said}" if said else ""
+            self._fail(active, f"{active.attempt} attempts failed: {', '.join(active.retries)}{last}")
             return
         again = avoid in active.avoid
         if avoid is not None:

@@ -209,7 +209,7 @@ class Router:
         if rejected.final:  # every worker would refuse this request
             self._recovery.fail_withdrawn(active, Failure(rejected.why, by_client=True))
         else:
-            self._recovery.retry(active, "rejected", avoid=rejected.worker_id, charge=not rejected.leaving)
+            self._recovery.retry(active, "rejected", rejected.worker_id, not rejected.leaving, rejected.why)
 
     def _on_outputs(self, worker_id: str, message: Outputs, payload: list[bytes], now: float) -> None:
         try:

@@ -25,6 +25,9 @@ class Keys:
         self.ratio_history = f"{self.prefix}ratio_history"
         self.events = f"{self.prefix}events"
         self.log_levels = f"{self.prefix}log_levels"
+        self.adapters = f"{self.prefix}adapters"
+        self.adapters_revision = f"{self.prefix}adapters_revision"
+        self.adapters_changed = f"{self.prefix}adapters_changed"  # a channel
 
     def job(self, request_id: str) -> str:
         return f"{self.prefix}job:{request_id}"
@@ -71,4 +74,4 @@ class Library:
 
 
 QUEUE = Library("queue", "begin", "jobs", "waiters", "enqueue", "claim", "leases", "views", "verbs")
-REGISTRY = Library("registry", "begin", "index", "compare", "members", "steering", "verbs")
+REGISTRY = Library("registry", "begin", "index", "compare", "members", "steering", "adapters", "verbs")

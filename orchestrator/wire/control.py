@@ -36,12 +36,15 @@ class ControlMethod(msgspec.Struct, frozen=True):
     target: CallTarget = CallTarget.ALL
     combine: Callable[[Sequence[Any]], Any] = _first
     undo: str | None = None  # called on the workers that succeeded when another one failed
+    alike: bool = False  # the call fails where workers give different answers
     retried_on_return: bool = False  # a worker that is lost during the call gets it when it comes back: no failure
 
 
 METHODS: dict[str, ControlMethod] = {
     # Carried out by the worker, with the fields of a PauseState: see orchestrator/fleet/pause.py.
     "set_pause": ControlMethod(retried_on_return=True),
+    # Carried out by the worker's engine interface: name and path of a LoRA adapter, to what its files are.
+    "fingerprint_lora": ControlMethod(alike=True),
     # Carried out by its engine.
     "is_scheduler_paused": ControlMethod(combine=_all_true),
     "is_sleeping": ControlMethod(combine=_all_true),

@@ -89,6 +89,22 @@ async def test_failed_call_is_undone_on_other_workers(
     assert "never retrieved" not in caplog.text
 
 
+async def test_workers_that_must_agree_are_named_when_they_differ(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        (client, other), prefill, decode = await fleet(workers)
+        answering(prefill, monkeypatch, fingerprint_lora="one")
+        answering(decode, monkeypatch, fingerprint_lora="two")
+        with pytest.raises(CallFailed, match=f"workers differ: .*'two' on {decode.id}"):
+            await client.connection.adapters.identify("x", "/a")
+        answering(decode, monkeypatch, fingerprint_lora="one")
+        found = await client.connection.adapters.identify("x", "/a")
+        assert found == await other.connection.adapters.identify("x", "/a")
+        await client.close()
+        await other.close()
+
+
 async def test_worker_refuses_unknown_method(redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
         worker = await workers.start(Role.DECODE)

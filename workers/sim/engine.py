@@ -160,6 +160,10 @@ class SimEngine:
             return self._paused
         if method == "is_sleeping":
             return False
+        if method == "fingerprint_lora":
+            return args[1]  # nothing is read: an adapter changes no simulated answer
+        if method in ("add_lora", "remove_lora"):
+            return True
         raise ValueError(f"the simulated engine cannot {method}; use --engine vllm")
 
     async def stop(self) -> None:

@@ -19,18 +19,33 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from orchestrator.config.settings import KVConfig
 from orchestrator.policy.predict.estimates import LINK_AGE_S, RecentMaximum
-from orchestrator.types import EngineSpeed, KVCounters, KVEndpoint
+from orchestrator.types import EngineSpeed, KVEndpoint
 from orchestrator.wire.control import ENGINE_METHODS
 from orchestrator.wire.curve import KeyPair
-from workers.engine import EngineDead, EngineInfo, EngineLoad, EngineRequest, EngineStep, PrefixDelta, link_rate
+from workers.engine import (
+    EngineDead,
+    EngineInfo,
+    EngineLoad,
+    EngineRequest,
+    EngineStep,
+    InvalidEngineRequest,
+    link_rate,
+)
+from workers.vllm_engine.codec.adapters import Adapters
+from workers.vllm_engine.codec.outputs import (
+    count_transfer_as_computed,
+    drop_guessed_token,
+    kv_counters,
+    take_plugin_stats,
+)
+from workers.vllm_engine.codec.requests import RequestCodec
 from workers.vllm_engine.identity import identity_of
 from workers.vllm_engine.launch import build_config, start_client
-from workers.vllm_engine.plugin import PREFIX_STATS, TOKENS_LEFT_STATS
 from workers.vllm_engine.ranks import RankWatch
-from workers.vllm_engine.requests import RequestCodec
 from workers.vllm_engine.speed import measure_speed, warm_up
 
 _STOP_TIMEOUT_S = 5.0
+_NO_LORA = "the engine has no LoRA: set workers.engine_args.enable_lora"
 
 
 class VllmEngine:
@@ -67,6 +82,7 @@ class VllmEngine:
         self._kv_keys = KeyPair.new() if encrypted else None
         self._client: Any = None
         self._codec: RequestCodec | None = None
+        self._adapters: Adapters | None = None  # without LoRA
         self._encoder = MsgpackEncoder()
         self._steps: asyncio.Queue[EngineStep | None] = asyncio.Queue()
         self._reader: asyncio.Task[None] | None = None
@@ -123,6 +139,8 @@ class VllmEngine:
         self._blocks_total, self._all_ranks = facts["blocks_total"], config.parallel_config.world_size
         model = config.model_config
         self._codec = RequestCodec(model.max_model_len, model.get_vocab_size())
+        if (lora := config.lora_config) is not None:
+            self._adapters = Adapters(self._load_adapter, lora.max_cpu_loras or lora.max_loras)
         parallel = config.parallel_config
         generates = "generate" in tasks
         if self._warm and generates:
@@ -189,7 +207,12 @@ class VllmEngine:
     async def submit(self, request: EngineRequest) -> None:
         self._alive()
         assert self._codec is not None  # set by start(), as the client is
-        await self.give(self._codec.decode(request))
+        core = self._codec.decode(request)
+        if core.lora_request is not None:
+            if self._adapters is None:
+                raise InvalidEngineRequest(f"{request.key}: {_NO_LORA}")
+            await self._adapters.prepare(core.lora_request)
+        await self.give(core)
 
     async def give(self, request: EngineCoreRequest) -> None:
         """Submit vLLM's own request unchanged. Raises EngineDead."""
@@ -223,10 +246,19 @@ class VllmEngine:
         """Raises ValueError for a method that is not a control method, RuntimeError for one that failed."""
         if method not in ENGINE_METHODS:
             raise ValueError(f"{method}: not an engine's method; known are {', '.join(sorted(ENGINE_METHODS))}")
-        if method == "add_lora":
-            args = [msgspec.convert(args[0], LoRARequest)]
+        if method in ("add_lora", "fingerprint_lora"):
+            if self._adapters is None:
+                raise ValueError(_NO_LORA)
+            if method == "fingerprint_lora":
+                return await self._adapters.fingerprint(*args)
+            return await self._adapters.add(msgspec.convert(args[0], LoRARequest))
+        if method == "remove_lora" and self._adapters is not None:
+            self._adapters.removed(*args)
         result = await self._answered(getattr(self._alive(), f"{method}_async")(*args, **kwargs))
         return sorted(result) if isinstance(result, set | frozenset) else result
+
+    async def _load_adapter(self, adapter: LoRARequest) -> bool:
+        return bool(await self._answered(self._alive().add_lora_async(adapter)))
 
     async def call_engine(self, method: str, *args: Any) -> Any:
         """An EngineCore method by name. Raises EngineDead, RuntimeError."""
@@ -280,11 +312,11 @@ class VllmEngine:
                 outputs = await self._client.get_output_async()
                 step = EngineStep(outputs.outputs, load=None, timestamp=outputs.timestamp)
                 if (stats := outputs.scheduler_stats) is not None:
-                    _take_plugin_stats(step, stats.kv_connector_stats or {})
+                    take_plugin_stats(step, stats.kv_connector_stats or {})
                     step.load = self._account(stats)
                 for output in outputs.outputs:
-                    _count_transfer_as_computed(output.prefill_stats, self._cached_block_tokens)
-                    _drop_guessed_token(output)
+                    count_transfer_as_computed(output.prefill_stats, self._cached_block_tokens)
+                    drop_guessed_token(output)
                 self._steps.put_nowait(step)
         except EngineDeadError:
             self._died()
@@ -305,43 +337,11 @@ class VllmEngine:
             transfers.get("bytes_transferred", ()), transfers.get("transfer_duration", ()), strict=False
         ):
             self._link_bytes_per_s.observe(self._all_ranks * link_rate(size, seconds), time.monotonic())
-        kv = self.kv_totals
         self._last = EngineLoad(
             blocks_free=round((1.0 - stats.kv_cache_usage) * self._blocks_total),
             running=stats.num_running_reqs,
             waiting=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
             step_ms=details.elapsed_ms if worked else self._last.step_ms,
-            kv=KVCounters(
-                bytes_sent=int(kv["bytes_transferred"]),
-                descriptors=int(kv["num_descriptors"]),
-                transfers=kv["pd_stream_seconds_count"],
-                transfer_s=kv["pd_stream_seconds"],
-                failures=kv["pd_streams_failed_count"] + kv["pd_receives_failed_count"],
-                bad_messages=kv["pd_bad_messages_count"],
-                withdrawing_blocks=int(kv["pd_withdrawing_blocks"]),
-                link_bytes_per_s=self._link_bytes_per_s.at(time.monotonic()),
-            ),
+            kv=kv_counters(self.kv_totals, self._link_bytes_per_s.at(time.monotonic())),
         )
         return self._last
-
-
-def _take_plugin_stats(step: EngineStep, connector_stats: dict[str, Any]) -> None:
-    if (delta := connector_stats.pop(PREFIX_STATS, None)) is not None:
-        step.prefix = msgspec.convert(delta, PrefixDelta)
-    step.tokens_left = connector_stats.pop(TOKENS_LEFT_STATS, {})
-
-
-def _count_transfer_as_computed(stats: Any, block_tokens: int) -> None:
-    """vLLM counts KV that came from the prefill worker as cached. Report it to clients as computed and cached here. The
-    router, which also gets the prefill worker's counts, corrects this by the prefix hits there."""
-    if stats is not None and stats.num_external_cached_tokens:
-        stats.num_cached_tokens = stats.num_local_cached_tokens
-        if block_tokens:
-            whole_blocks = stats.num_prompt_tokens // block_tokens * block_tokens
-            stats.num_cache_creation_tokens = max(0, whole_blocks - stats.num_local_cached_tokens)
-
-
-def _drop_guessed_token(output: Any) -> None:
-    """Remove the token sampled after a prompt that was truncated for its prefill: it stands for one of the prompt."""
-    if (output.kv_transfer_params or {}).get("prompt_truncated"):
-        output.new_token_ids = []

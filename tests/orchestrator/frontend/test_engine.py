@@ -44,7 +44,7 @@ def test_every_method_that_vllms_server_calls_has_a_row() -> None:
     fleet_core = core()
     assert [name for name in sorted(named) if not hasattr(fleet_core, name)] == []
     engines = {name.removesuffix("_async") for name in offered}
-    assert METHODS.keys() - {"set_pause"} <= engines
+    assert METHODS.keys() - {"set_pause", "fingerprint_lora"} <= engines
     assert METHODS.keys().isdisjoint(REFUSED)
 
 

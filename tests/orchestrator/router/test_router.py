@@ -153,6 +153,19 @@ async def test_a_rejected_submission_goes_to_another_worker():
     assert bench.bound_to() != first
 
 
+async def test_a_request_that_no_worker_takes_fails_in_the_words_of_the_last():
+    bench = Bench()
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    attempt = 0
+    while not bench.codec.failures:
+        attempt += 1
+        bench.say(bench.bound_to(), Rejected("r", attempt, bench.bound_to(), f"no adapter {attempt}"))
+        await bench.settle()
+    failure = bench.codec.failures["r"]
+    assert failure.why.endswith(f"rejected; the last: no adapter {attempt}") and not failure.by_client
+    bench.assert_no_leaks()
+
+
 async def test_leaving_workers_cost_no_attempt_and_take_turns():
     bench = Bench()
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))

@@ -13,12 +13,14 @@ from orchestrator.store.client import Redis
 from orchestrator.store.configuration import Rollout, Version
 from orchestrator.store.events import EventLog, RatioHistory
 from orchestrator.store.keys import Keys
-from orchestrator.store.log_levels import LogLevels
+from orchestrator.store.operator.adapters import Adapter, AdapterStore
+from orchestrator.store.operator.log_levels import LogLevels
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Frontend, Registry
 from orchestrator.types import PrefillJob, Role
 
-DOCS = Path(__file__).parents[3] / "docs" / "architecture.md"
+DOCS = Path(__file__).parents[3] / "docs" / "redis.md"
+STEERED = ("desired", "config", "rollout", "noted", "ratio_history", "log_levels", "adapters", "adapters_revision")
 
 
 async def fleet_begins(redis: Redis, namespace: str) -> None:
@@ -38,6 +40,7 @@ async def fleet_begins(redis: Redis, namespace: str) -> None:
     await LogLevels(redis, namespace).set("DEBUG")
     await RatioHistory(redis, namespace).note(1.0, "1P1D")
     await EventLog(redis, namespace).note("retried", why="test")
+    assert await AdapterStore(redis, namespace).change("x", Adapter("x", "/x", 1), 0)
 
 
 async def fleet_works(redis: Redis, namespace: str) -> None:
@@ -76,10 +79,9 @@ async def test_every_key_has_a_time_to_live_while_a_fleet_runs_and_when_it_has_e
         found = await lives(redis, namespace)
         assert {name: life for name, life in found.items() if not 0 <= life <= keys.KEPT_S} == {}, step.__name__
         seen |= found
-    told = set(re.findall(r"[a-z_]+", DOCS.read_text().partition("## Keys in Redis")[2].partition("\n## ")[0]))
+    told = set(re.findall(r"[a-z_]+", DOCS.read_text().partition("## Keys")[2].partition("\n## ")[0]))
     assert {name.partition(":")[0] for name in seen} <= told, "the list of keys is complete"
-    steered = {"desired", "config", "rollout", "noted", "ratio_history", "log_levels"}
-    assert steered <= seen.keys()
+    assert {*STEERED} <= seen.keys()
     left = await lives(redis, namespace)
     assert not {name for name in left if name.startswith(("worker:", "frontend:", "launcher:", "claims:"))}
 
@@ -88,11 +90,10 @@ async def test_what_operators_set_stays_while_any_member_lives(redis: Redis) -> 
     namespace = fresh_namespace()
     registry, prefix = Registry(redis, namespace), Keys(namespace).prefix
     await fleet_begins(redis, namespace)
-    names = ("desired", "config", "rollout", "noted", "ratio_history", "log_levels")
-    for name in names:
+    for name in STEERED:
         await redis.expire(prefix + name, 5)
     await redis.delete(prefix + "pruned")
     await registry.refresh(worker("decode-0", Role.DECODE), 60)  # a heartbeat
     found = await lives(redis, namespace)
-    assert all(found[name] > 5 for name in names), found
+    assert all(found[name] > 5 for name in STEERED), found
     assert found["log_levels"] <= keys.LEVELS_S, "a level of this fleet is not in effect in the next"

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def codec() -> Any:
-    from orchestrator.frontend.vllm_codec import VllmCodec
+    from orchestrator.frontend.codec.vllm_codec import VllmCodec
 
     return VllmCodec()
 
@@ -107,7 +107,7 @@ def test_prefix_keys_separate_lora_and_salt(codec) -> None:
     assert asked() == keys[:3] and asked(65) == keys  # the last token is always computed
     assert asked(cache_salt="s") == prefix_keys(list(range(64)), 16, salt_of(None, "s"))[:3]
     lora = LoRARequest("l", 1, "/nowhere")
-    assert asked(lora_request=lora) == prefix_keys(list(range(64)), 16, salt_of("l", None))[:3]
+    assert asked(lora_request=lora) == prefix_keys(list(range(64)), 16, salt_of("l@1", None))[:3]
     assert asked(mm_features=["picture"]) == asked(prompt_token_ids=None) == []
     assert codec.read(request(), 0).prefix_keys == []  # no worker is known yet
 
@@ -124,6 +124,71 @@ def test_multimodal_prompts_are_prefilled_locally(codec, name: str, value: Any, 
     made = request()
     setattr(made, name, value)
     assert codec.read(made, 0).info.local_only == why
+
+
+@pytest.mark.parametrize(
+    ("sampling", "local", "resumable"),
+    [
+        ({}, None, True),
+        ({"n": 2}, "n", True),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", False),
+        ({"prompt_logprob_token_ids": [[3]]}, "prompt_logprob_token_ids", False),
+        ({"skip_reading_prefix_cache": True}, "skip_reading_prefix_cache", True),
+        ({"presence_penalty": 0.5}, None, False),
+        ({"frequency_penalty": 0.5}, None, False),
+        ({"repetition_penalty": 1.5}, None, True),
+        ({"grammar": "[ab]+"}, None, False),
+        ({"_bad_words_token_ids": [[5], [7]]}, None, True),
+        ({"_bad_words_token_ids": [[5], [6, 7]]}, None, False),
+        ({"repetition_detection": (4, 2)}, None, False),
+        ({"repetition_detection": (0, 0)}, None, True),
+        ({"trace_decode_token_ids": [5, 6]}, None, True),
+    ],
+)
+def test_what_a_parameter_permits(codec, sampling: dict[str, Any], local: str | None, resumable: bool) -> None:
+    from vllm.sampling_params import RepetitionDetectionParams
+
+    if counts := sampling.get("repetition_detection"):
+        sampling = {"repetition_detection": RepetitionDetectionParams(counts[0], 0, counts[1])}
+    later = {name: value for name, value in sampling.items() if name.startswith("_")}  # which vLLM computes
+    made = request(**{name: value for name, value in sampling.items() if name not in later})
+    for name, value in later.items():
+        setattr(made.sampling_params, name, value)
+    parsed = codec.read(made, 2)
+    assert (parsed.info.local_only, parsed.resumable) == (local, resumable)
+
+
+def test_a_request_that_reads_no_cache_is_not_looked_up_in_one(codec) -> None:
+    made = request(skip_reading_prefix_cache=True)
+    made.prompt_token_ids = list(range(64))
+    assert codec.read(made, 16).prefix_keys == []
+
+
+def test_an_answer_to_embeddings_is_not_continued(codec) -> None:
+    made = request()
+    made.prompt_token_ids = None
+    assert not codec.read(made, 16).resumable
+
+
+def test_custom_logits_processors_may_count_tokens() -> None:
+    from orchestrator.frontend.codec.vllm_codec import VllmCodec
+
+    assert not VllmCodec(custom_processors=True).read(request(), 16).resumable
+
+
+def test_every_field_of_a_request_is_known() -> None:
+    """A field that a newer vLLM adds: read what it does, and give it a row in `vllm_fields.py`."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    from orchestrator.frontend.codec import vllm_fields as fields
+
+    for struct, limits, free in (
+        (EngineCoreRequest, fields.REQUEST_LIMITS, fields.REQUEST_FREE),
+        (SamplingParams, fields.SAMPLING_LIMITS, fields.SAMPLING_FREE),
+    ):
+        assert limits.keys() | free == set(struct.__struct_fields__)
+        assert limits.keys().isdisjoint(free)
 
 
 def test_client_cannot_set_kv_transfer_params(codec) -> None:
@@ -144,7 +209,7 @@ def test_outputs_that_wait_are_joined_by_answer() -> None:
     from vllm.v1.engine import EngineCoreOutput, FinishReason
     from vllm.v1.metrics.stats import PrefillStats
 
-    from orchestrator.frontend.vllm_codec import join
+    from orchestrator.frontend.codec.vllm_codec import join
     from orchestrator.router.codec import Batch
 
     def made(name: str, tokens: list[int], **more: Any) -> Any:

@@ -19,8 +19,8 @@ from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
 from orchestrator.config.model import resolve_model
 from orchestrator.config.settings import ConfigError
-from orchestrator.frontend import detokenizer as fleets
-from orchestrator.frontend.detokenizer import FleetDetokenizer, end_of_prompt, install, use_backend
+from orchestrator.frontend.codec import detokenizer as fleets
+from orchestrator.frontend.codec.detokenizer import FleetDetokenizer, end_of_prompt, install, use_backend
 
 pytestmark = pytest.mark.vllm
 

@@ -10,7 +10,7 @@ from support_redis import fresh_namespace, running_server
 from support_wait import until
 
 from orchestrator.store.client import connect
-from orchestrator.store.log_levels import LogLevels, follow_log_level
+from orchestrator.store.operator.log_levels import LogLevels, follow_log_level
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ async def test_level_for_all_replaces_single_levels(levels):
 
 
 async def test_a_logger_follows_and_gets_its_own_level_back(levels, monkeypatch):
-    monkeypatch.setattr("orchestrator.store.log_levels._EVERY_S", 0.01)
+    monkeypatch.setattr("orchestrator.store.operator.log_levels._EVERY_S", 0.01)
     logger = logging.Logger("test", logging.INFO)
     following = asyncio.create_task(follow_log_level(levels, "decode-0", logger))
     try:

@@ -11,10 +11,12 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from orchestrator.frontend import edge
+from orchestrator.frontend.codec.vllm_fields import can_continue, local_only_reason
 from orchestrator.policy.prefix_keys import key_of_beginning, reusable_keys, salt_of
 from orchestrator.router.codec import Batch
 from orchestrator.router.request import Failure, ParsedRequest
 from orchestrator.types import RequestInfo
+from orchestrator.wire.adapters import unique_name
 from orchestrator.wire.messages import MessageError
 
 _COMPLETED = (None, FinishReason.STOP, FinishReason.LENGTH)
@@ -24,7 +26,10 @@ _more_than_tokens, _NOTHING = attrgetter(*_MORE_THAN_TOKENS), [None] * len(_MORE
 
 
 class VllmCodec:
-    def __init__(self) -> None:
+    def __init__(self, custom_processors: bool = False) -> None:
+        """`custom_processors`: whether the engines run logits processors of the operator. They may count generated
+        tokens, so no answer is continued elsewhere."""
+        self._custom_processors = custom_processors
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
 
@@ -40,7 +45,7 @@ class VllmCodec:
             max_new_tokens=(sampling.max_tokens or 0) if sampling else 0,
             arrived_at=request.arrival_time,
             priority=request.priority,
-            local_only=_local_only_reason(request),
+            local_only=local_only_reason(request),
             prefix_key=key_of_beginning(keys, block_size),
         )
         context = edge.current.get()
@@ -48,7 +53,7 @@ class VllmCodec:
             info,
             frames=self._encode(request),
             label=context.request_id if context else request.external_req_id or request.request_id,
-            resumable=sampling is not None and _can_continue(sampling),
+            resumable=not self._custom_processors and can_continue(request),
             early_token=sampling is not None and _same_first_token(sampling),
             prefix_keys=keys,
             received_at=context.received_at if context else request.arrival_time,
@@ -134,25 +139,14 @@ def join(batches: list[Batch]) -> Batch:
     return Batch(outputs, batches[-1].timestamp)
 
 
-def _local_only_reason(request: EngineCoreRequest) -> str | None:
-    if request.sampling_params is None:
-        return "pooling"
-    if request.sampling_params.prompt_logprobs is not None:
-        return "prompt_logprobs"
-    if request.sampling_params.n > 1 or not request.request_id.startswith(request.external_req_id or ""):
-        return "n"  # vLLM names the children of a request with n > 1 "0_<id>", "1_<id>", ...
-    if request.mm_features:
-        return "multimodal"
-    if request.prompt_embeds is not None or request.prompt_token_ids is None:
-        return "prompt_embeds"
-    return None
-
-
 def _prefix_keys(request: EngineCoreRequest, block_size: int) -> list[int]:
-    """`policy.prefix_keys` of the prompt's blocks that a cache may hold; none for a request that shares no blocks."""
+    """`policy.prefix_keys` of the prompt's blocks that it can take from a cache; none for a request that takes none."""
     if not block_size or request.mm_features or request.prompt_embeds is not None or request.pooling_params:
         return []
-    lora = request.lora_request.lora_name if request.lora_request else None
+    if request.sampling_params is not None and request.sampling_params.skip_reading_prefix_cache:
+        return []
+    adapter = request.lora_request
+    lora = unique_name(adapter.lora_name, adapter.lora_int_id) if adapter is not None else None
     return reusable_keys(request.prompt_token_ids or (), block_size, salt_of(lora, request.cache_salt))
 
 
@@ -161,18 +155,7 @@ def _same_first_token(sampling: SamplingParams) -> bool:
     return (
         sampling.output_kind is not RequestOutputKind.FINAL_ONLY
         and sampling.sampling_type is not SamplingType.RANDOM  # greedy, or seeded
-        # These carry state from token to token. Prefill samples without them (workers.vllm_engine.requests).
+        # These carry state from token to token. Prefill samples without them (workers.vllm_engine.codec.requests).
         and sampling.structured_outputs is None
         and sampling.thinking_token_budget is None
-    )
-
-
-def _can_continue(sampling: SamplingParams) -> bool:
-    """Whether the prompt plus the tokens sent, given as a prompt, continues as if uninterrupted. A grammar would start
-    again, and so would the penalties that count generated tokens only."""
-    return (
-        sampling.structured_outputs is None
-        and sampling.prompt_logprobs is None
-        and sampling.presence_penalty == 0
-        and sampling.frequency_penalty == 0
     )

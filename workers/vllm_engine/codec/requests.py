@@ -116,4 +116,6 @@ def _continue(core: EngineCoreRequest, tokens: list[int]) -> None:
             )
         sampling.max_tokens -= len(tokens)
     sampling.min_tokens = max(0, sampling.min_tokens - len(tokens))
+    if sampling.trace_decode_token_ids is not None:  # which tokens are to be generated, by their number
+        sampling.trace_decode_token_ids = sampling.trace_decode_token_ids[len(tokens) :] or None
     sampling.prompt_logprobs = None

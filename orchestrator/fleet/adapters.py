@@ -1,0 +1,157 @@
+"""What a frontend knows of the fleet's LoRA adapters, and how one is loaded or unloaded for the whole fleet.
+
+A change is done when every live frontend serves it. Where one does not, a load is taken back and an unload fails by the
+frontend's name. If Redis loses the list, frontends put back the newest that they know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from orchestrator.fleet.control_calls import ControlCalls
+from orchestrator.store.client import RedisAway
+from orchestrator.store.operator.adapters import Adapter, AdapterList, AdapterStore
+from orchestrator.wire.adapters import adapter_number
+
+log = logging.getLogger("pd.frontend")
+
+POLL_S = 1.0  # between two looks at the list, should no news of a change come
+FOLLOW_TIMEOUT_S = 10.0  # a frontend that does not live leaves the registry sooner
+_LOOK_S = 0.02
+_TRIES = 10  # of a change, while other frontends make theirs
+
+
+class AdapterRefused(Exception):
+    """The list cannot be changed like that. One line."""
+
+
+class AdapterFailed(Exception):
+    """A frontend did not follow, or Redis was away. One line: who, why, and what is the case now."""
+
+
+def refusal(known: AdapterList, wanted: Adapter, replacing: bool) -> str | None:
+    """Why this adapter cannot be put into the list; None if it can."""
+    there = known.adapters.get(wanted.name)
+    if there is not None and there != wanted and not replacing:
+        return f"the LoRA adapter {wanted.name!r} is loaded from {there.path!r}; set load_inplace to replace it"
+    for other in known.adapters.values():
+        if other.number == wanted.number and other.name != wanted.name:
+            return f"the LoRA adapters {wanted.name!r} and {other.name!r} have the same number; load it by another name"
+    return None
+
+
+class AdapterView:
+    """`known` is the list as it was read last, and what this frontend serves. `on_change` is called with it."""
+
+    def __init__(self, frontend_id: str, store: AdapterStore, calls: ControlCalls) -> None:
+        self._frontend_id, self._store, self._calls = frontend_id, store, calls
+        self.known = AdapterList()
+        self.on_change: Callable[[AdapterList], None] = lambda _: None
+        self.asked = asyncio.Event()  # Redis has been asked once
+        self._serves = False
+        self._changed = asyncio.Event()
+        self._syncing = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Follow the list. Runs until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._listen())
+            tasks.create_task(self._follow())
+
+    async def _listen(self) -> None:
+        async for _ in self._store.changes():
+            self._changed.set()
+
+    async def _follow(self) -> None:
+        while True:
+            self._changed.clear()
+            try:
+                await self._sync()
+            except RedisAway as error:
+                log.debug("the list of adapters was not read: %s", error)
+            self.asked.set()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await self._changed.wait()
+
+    async def begin(self) -> None:
+        """To be called before this frontend takes requests: from now on others wait for it. While it starts they do
+        not, since making vLLM's app may take long."""
+        self._serves = True
+        with contextlib.suppress(RedisAway):  # `_follow` tries again
+            await self._sync()
+
+    async def _sync(self) -> None:
+        """Take the list as it is in Redis, and say there that it is served. Raises RedisAway."""
+        async with self._syncing:
+            while (found := await self._ask()) is not None:
+                if found.revision < self.known.revision:
+                    log.warning("Redis has lost the list of adapters or has an older one: it is put back")
+                    await self._store.restore(self.known)
+                else:
+                    self.known = found
+                    self.on_change(found)
+
+    async def _ask(self) -> AdapterList | None:
+        return await self._store.follow(self._frontend_id if self._serves else None, self.known.revision)
+
+    async def identify(self, name: str, path: str) -> Adapter:
+        """The adapter at this path, with its number. Raises CallFailed if a worker cannot read it, or if workers read
+        different ones."""
+        fingerprint = await self._calls.call("fingerprint_lora", [name, path])
+        return Adapter(name, path, adapter_number(name, path, fingerprint))
+
+    async def load(self, wanted: Adapter, replacing: bool) -> None:
+        """Put an adapter that workers have loaded into the list, and wait until all frontends serve it. If one does
+        not, the list is as before. Raises AdapterRefused, AdapterFailed."""
+        before = await self.put(wanted.name, wanted, replacing)
+        try:
+            await self._served_by_all()
+        except AdapterFailed as error:
+            try:
+                await self.put(wanted.name, before, replacing=True)
+            except AdapterFailed as second:
+                raise AdapterFailed(f"{error}; it is in the list still, since {second}") from error
+            raise AdapterFailed(f"{error}; it was taken back") from error
+
+    async def unload(self, name: str) -> None:
+        """Take an adapter out of the list, and wait until no frontend serves it. Raises AdapterFailed."""
+        await self.put(name, None)
+        try:
+            await self._served_by_all()
+        except AdapterFailed as error:
+            raise AdapterFailed(f"it is out of the list, but {error}") from error
+
+    async def put(self, name: str, wanted: Adapter | None, replacing: bool = False) -> Adapter | None:
+        """Put an adapter into the list (None: take it out); other frontends follow in time. Returns what was there.
+        Raises AdapterRefused, AdapterFailed."""
+        try:
+            for _ in range(_TRIES):
+                await self._sync()
+                before = self.known.adapters.get(name)
+                if wanted is not None and (why := refusal(self.known, wanted, replacing)) is not None:
+                    raise AdapterRefused(why)
+                if before == wanted:
+                    return before
+                if await self._store.change(name, wanted, self.known.revision):
+                    await self._sync()
+                    return before
+        except RedisAway as error:
+            raise AdapterFailed(f"the list of adapters cannot be changed: {error}") from error
+        raise AdapterFailed("other frontends change the list of adapters all the time; ask again")
+
+    async def _served_by_all(self) -> None:
+        """Wait until every live frontend serves the list that is known here, or a newer one. Raises AdapterFailed."""
+        revision, late = self.known.revision, list[str]()
+        try:
+            async with asyncio.timeout(FOLLOW_TIMEOUT_S):
+                while late := await self._store.behind(revision):
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            names = f"frontend {', '.join(late)}" if late else "Redis"
+            raise AdapterFailed(f"{names} did not follow the list of adapters within {FOLLOW_TIMEOUT_S:g} s") from None
+        except RedisAway as error:
+            raise AdapterFailed(f"it is not known whether all frontends follow: {error}") from error

@@ -1,0 +1,1 @@
+"""What passes between vLLM's server and the router: requests are read and encoded, outputs decoded and detokenized."""

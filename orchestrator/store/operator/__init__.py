@@ -1,0 +1,1 @@
+"""Lists that operators change while a fleet runs, and that its processes follow."""

@@ -1,0 +1,148 @@
+"""LoRA adapters behind several frontends, on real engines: answers are those of a plain engine with the adapter."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from support_fleet import RunningFleet, descendants, running_fleet, small_model, token_prompt
+from support_models import LORA_RANK, lora_adapter
+from support_vllm import Driver
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+
+SHORT, LONG = token_prompt(20, seed=1), token_prompt(300, seed=2)  # prefilled where it decodes, and remotely
+TOKENS = 12
+ENGINE = {"enable_lora": True, "max_loras": 2, "max_lora_rank": LORA_RANK}
+SETS = [
+    "frontend.replicas=2",
+    "frontend.max_replicas=2",
+    "routing.remote_prefill_min_tokens=64",
+    "workers.engine_args.block_size=32",
+    "workers.engine_args.kv_cache_memory_bytes=402653184",
+    *(f"workers.engine_args.{name}={str(value).lower()}" for name, value in ENGINE.items()),
+]
+
+
+class Frontends:
+    """A client per frontend: which one a connection reaches is chance."""
+
+    def __init__(self, fleet: RunningFleet) -> None:
+        self._fleet, self._clients = fleet, dict[str, httpx.Client]()
+
+    def both(self) -> list[httpx.Client]:
+        self._fleet.until(self._found, "a connection to each of two frontends")
+        return list(self._clients.values())
+
+    def _found(self) -> bool:
+        for name, client in list(self._clients.items()):
+            if self._name(client) != name:
+                self._clients.pop(name).close()
+        for _ in range(20):
+            client = httpx.Client(base_url=self._fleet.url, timeout=120)
+            name = self._name(client)
+            if name is None or name in self._clients:
+                client.close()
+            else:
+                self._clients[name] = client
+        return len(self._clients) == 2
+
+    def _name(self, client: httpx.Client) -> str | None:
+        try:
+            return client.get("/requests?latest=1").json()["frontend"]
+        except httpx.HTTPError:
+            return None
+
+
+def load(client: httpx.Client, name: str, path: Path, **more: Any) -> httpx.Response:
+    return client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path), **more})
+
+
+def said(client: httpx.Client, model: str, prompt: list[int]) -> list[int]:
+    body = {"model": model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    answer = client.post("/v1/completions", json=body | {"return_token_ids": True})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["token_ids"]
+
+
+def listed(client: httpx.Client) -> set[str]:
+    return {model["id"] for model in client.get("/v1/models").json()["data"][1:]}
+
+
+async def plain(model: str, adapters: list[Path]) -> list[list[list[int]]]:
+    """What one engine without a fleet answers with each adapter, to the short prompt and to the long one."""
+    from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    driver, answers = await Driver.start(Path(model), **ENGINE), []
+    for number, path in enumerate(adapters, 1):
+        given = []
+        for at, prompt in enumerate((SHORT, LONG)):
+            key, lora = f"{number}-{at}", LoRARequest(f"plain-{number}", number, str(path))
+            params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+            await driver.engine.give(EngineCoreRequest(key, prompt, None, params, None, 0.0, lora, None, None))
+            given.append(await driver.done(key, 60))
+        answers.append(given)
+    await driver.stop()
+    return answers
+
+
+def test_adapters_of_several_frontends_answer_as_one_engine_does(tmp_path: Path) -> None:
+    model = small_model(tmp_path / "model")
+    one, two, three = (lora_adapter(Path(model), tmp_path / f"adapter-{seed}", seed) for seed in (1, 2, 3))
+    truth = asyncio.run(plain(model, [one, two, three]))
+    assert truth[0] != truth[1] != truth[2] != truth[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+        with running_fleet("demo-1p1d-cpu.yaml", f"model={model}", *SETS) as fleet:
+            frontends = Frontends(fleet)
+            first, second = frontends.both()
+
+            def answers(name: str) -> list[list[list[int]]]:
+                return [[said(client, name, prompt) for prompt in (SHORT, LONG)] for client in (first, second)]
+
+            # Each by another frontend: both know both at once, and nobody is given the other's weights.
+            assert (load(first, "x", one).status_code, load(second, "y", two).status_code) == (200, 200)
+            assert listed(first) == listed(second) == {"x", "y"}
+            assert answers("x") == [truth[0]] * 2
+            assert answers("y") == [truth[1]] * 2
+
+            again = load(second, "x", three)
+            assert again.status_code == 400 and "load_inplace" in again.text
+            missing = load(first, "z", tmp_path / "nowhere")
+            assert missing.status_code == 404 and "worker" in missing.text and listed(second) == {"x", "y"}
+
+            # A frontend that starts again knows them, and numbers the next one as no other.
+            pids = [pid for pid in descendants(fleet.process.pid) if "frontend.server" in " ".join(_command(pid))]
+            os.kill(pids[0], signal.SIGKILL)
+            first, second = frontends.both()
+            assert listed(first) == listed(second) == {"x", "y"}
+            for client in (first, second):
+                assert load(client, "z", three, load_inplace=True).status_code == 200
+            assert answers("z") == [truth[2]] * 2
+            assert answers("x") == [truth[0]] * 2
+
+            # Other weights under a known name and path: no weights and no KV of the old ones are used.
+            lora_adapter(Path(model), one, seed=3)
+            assert load(first, "x", one, load_inplace=True).status_code == 200
+            assert answers("x") == [truth[2]] * 2
+
+            assert second.post("/v1/unload_lora_adapter", json={"lora_name": "x"}).status_code == 200
+            for client in (first, second):
+                assert listed(client) == {"y", "z"}
+                gone = client.post("/v1/completions", json={"model": "x", "prompt": "a", "max_tokens": 1})
+                assert gone.status_code == 404
+            assert answers("y") == [truth[1]] * 2
+            fleet.assert_no_leaks()
+
+
+def _command(pid: int) -> list[str]:
+    try:
+        return psutil.Process(pid).cmdline()
+    except psutil.NoSuchProcess:
+        return []

@@ -1,0 +1,176 @@
+"""Frontends that follow one list of adapters, on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from support_redis import Server, fresh_namespace, running_server
+from support_wait import until
+
+from orchestrator.fleet import adapters
+from orchestrator.fleet.adapters import AdapterFailed, AdapterRefused, AdapterView, refusal
+from orchestrator.store.client import Redis, connect
+from orchestrator.store.keys import Keys
+from orchestrator.store.operator.adapters import Adapter, AdapterList, AdapterStore
+from orchestrator.store.registry import Frontend, Registry
+
+X, Y = Adapter("x", "/a/x", 100_001), Adapter("y", "/a/y", 100_002)
+
+
+class Calls:
+    """In place of `ControlCalls`: workers that read what is at a path."""
+
+    async def call(self, method: str, args: list[Any]) -> str:
+        assert method == "fingerprint_lora"
+        return f"content of {args[1]}"
+
+
+class Fleet:
+    """Frontends of one namespace."""
+
+    def __init__(self, redis: Redis) -> None:
+        self.redis, self.namespace = redis, fresh_namespace()
+        self.registry, self.tasks = Registry(redis, self.namespace), dict[str, asyncio.Task[None]]()
+
+    async def join(self, name: str) -> AdapterView:
+        view = AdapterView(name, AdapterStore(self.redis, self.namespace), Calls())
+        await self.registry.refresh_frontend(Frontend(id=name, url="http://f", process="p"), 60.0)
+        self.tasks[name] = asyncio.create_task(view.run())
+        await view.asked.wait()
+        await view.begin()
+        return view
+
+    async def stop(self, name: str) -> None:
+        self.tasks[name].cancel()
+        await asyncio.gather(self.tasks.pop(name), return_exceptions=True)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+async def fleet(server: Server) -> AsyncIterator[Fleet]:
+    redis = await connect(server.url, 5.0)
+    fleet = Fleet(redis)
+    yield fleet
+    for name in list(fleet.tasks):
+        await fleet.stop(name)
+    await redis.aclose()
+
+
+def test_a_name_is_one_adapter_and_so_is_a_number():
+    known = AdapterList(1, {"x": X})
+    assert refusal(known, X, replacing=False) is None
+    other = Adapter("x", "/b/x", 100_003)
+    assert "load_inplace" in (refusal(known, other, replacing=False) or "")
+    assert refusal(known, other, replacing=True) is None
+    assert "another name" in (refusal(known, Adapter("y", "/a/y", X.number), replacing=True) or "")
+
+
+async def test_a_loaded_adapter_is_served_by_all_when_the_call_ends(fleet: Fleet):
+    first, second = await fleet.join("f1"), await fleet.join("f2")
+    told: list[AdapterList] = []
+    second.on_change = told.append
+    await first.load(X, replacing=False)
+    assert told[-1].adapters == second.known.adapters == first.known.adapters == {"x": X}
+    await second.load(Y, replacing=False)
+    assert first.known.adapters == {"x": X, "y": Y}
+    with pytest.raises(AdapterRefused, match="'x' is loaded from '/a/x'"):
+        await second.load(Adapter("x", "/b", 100_003), replacing=False)
+    await second.load(X, replacing=False)  # the same one is no other
+    await first.unload("x")
+    assert second.known.adapters == {"y": Y}
+    later = await fleet.join("f3")
+    assert later.known.adapters == {"y": Y}
+
+
+async def test_a_frontend_that_starts_is_not_waited_for_and_reads_the_list_before_it_serves(fleet: Fleet):
+    first = await fleet.join("f1")
+    starts = AdapterView("f2", AdapterStore(fleet.redis, fleet.namespace), Calls())
+    await fleet.registry.refresh_frontend(Frontend(id="f2", url="", process="p"), 60.0)
+    await first.load(X, replacing=False)
+    await starts.begin()
+    assert starts.known.adapters == {"x": X}
+    loading = asyncio.create_task(first.load(Y, replacing=False))  # now it is waited for
+    await until(lambda: first.known.adapters == {"x": X, "y": Y})
+    assert not loading.done()
+    await starts.begin()
+    await loading
+
+
+async def test_all_frontends_give_an_adapter_the_same_number(fleet: Fleet):
+    first, second = await fleet.join("f1"), await fleet.join("f2")
+    x, y = await first.identify("x", "/a/x"), await second.identify("y", "/a/y")
+    assert x.number != y.number and x == await second.identify("x", "/a/x")
+
+
+async def test_simultaneous_loads_are_all_there(fleet: Fleet):
+    views = [await fleet.join(f"f{number}") for number in range(4)]
+    wanted = [Adapter(f"a{number}", "/a", 200_000 + number) for number in range(8)]
+    await asyncio.gather(*(views[at % 4].load(one, replacing=False) for at, one in enumerate(wanted)))
+    assert all(view.known.adapters == {one.name: one for one in wanted} for view in views)
+
+
+async def test_a_frontend_that_does_not_follow_is_named_and_the_load_taken_back(fleet: Fleet, monkeypatch):
+    monkeypatch.setattr(adapters, "FOLLOW_TIMEOUT_S", 0.3)
+    first, _ = await fleet.join("f1"), await fleet.join("stuck")
+    await first.load(X, replacing=False)
+    await fleet.stop("stuck")
+    with pytest.raises(AdapterFailed, match=r"frontend stuck did not follow .* within 0\.3 s; it was taken back"):
+        await first.load(Y, replacing=False)
+    with pytest.raises(AdapterFailed, match="it was taken back"):
+        await first.load(Adapter("x", "/b", 100_003), replacing=True)
+    assert first.known.adapters == {"x": X}
+    with pytest.raises(AdapterFailed, match="it is out of the list, but frontend stuck did not follow"):
+        await first.unload("x")
+    await fleet.registry.leave_frontend("stuck")
+    await first.load(Y, replacing=False)
+    assert first.known.adapters == {"y": Y}
+
+
+async def test_frontends_put_back_a_list_that_redis_has_lost(fleet: Fleet, monkeypatch):
+    monkeypatch.setattr(adapters, "POLL_S", 0.05)
+    first, second = await fleet.join("f1"), await fleet.join("f2")
+    await first.load(X, replacing=False)
+    keys = Keys(fleet.namespace)
+    for load in (lambda: second.load(Y, replacing=False), lambda: asyncio.sleep(0)):
+        await fleet.redis.delete(keys.adapters, keys.adapters_revision)
+        await load()  # at once: before anybody has noticed
+        store = AdapterStore(fleet.redis, fleet.namespace)
+        await until(lambda store=store: listed(store), "the list is back")
+    assert await listed(AdapterStore(fleet.redis, fleet.namespace)) == {"x", "y"}
+    assert first.known.adapters == second.known.adapters == {"x": X, "y": Y}
+
+
+async def listed(store: AdapterStore) -> set[str]:
+    found = await store.follow("nobody", 0)
+    return set(found.adapters) if found is not None else set()
+
+
+async def test_nothing_is_done_while_redis_is_away(tmp_path):
+    with running_server(tmp_path) as server:
+        redis = await connect(server.url, 5.0)
+        fleet = Fleet(redis)
+        view = await fleet.join("f")
+        server.stop()
+        with pytest.raises(AdapterFailed, match="the list of adapters cannot be changed: Redis at"):
+            await view.load(X, replacing=False)
+        assert view.known.adapters == {}
+        server.start()
+        await until(lambda: loads(view), "Redis is back")
+        await fleet.stop("f")
+        await redis.aclose()
+
+
+async def loads(view: AdapterView) -> bool:
+    try:
+        await view.load(X, replacing=False)
+    except AdapterFailed:
+        return False
+    return view.known.adapters == {"x": X}

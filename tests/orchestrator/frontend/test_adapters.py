@@ -1,0 +1,181 @@
+"""vLLM's models over the fleet's list of adapters: what clients are answered, on a real Redis, without engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support_redis import fresh_namespace, running_server
+from support_wait import until
+
+from orchestrator.fleet.adapters import AdapterView
+from orchestrator.fleet.control_calls import CallFailed
+from orchestrator.store.client import connect
+from orchestrator.store.operator.adapters import AdapterStore
+from orchestrator.store.registry import Frontend, Registry
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+
+class Workers:
+    """In place of `ControlCalls`. `files`: what is at a path."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, str] = {"/a": "a", "/b": "b"}
+        self.loaded: list[tuple[str, int]] = []
+        self.fails = ""
+
+    async def call(self, method: str, args: list[Any]) -> Any:
+        from vllm.exceptions import LoRAAdapterNotFoundError
+
+        if method == "fingerprint_lora":
+            if args[1] not in self.files:
+                raise CallFailed(f"fingerprint_lora: worker w1: {LoRAAdapterNotFoundError(*args)}")
+            return self.files[args[1]]
+        assert method == "add_lora"
+        if self.fails:
+            raise CallFailed(self.fails)
+        (adapter,) = args
+        assert not adapter.load_inplace
+        self.loaded.append((adapter.lora_path, adapter.lora_int_id))
+        return True
+
+
+class Fleet:
+    def __init__(self, redis: Any) -> None:
+        self.redis, self.namespace, self.workers = redis, fresh_namespace(), Workers()
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def frontend(self, name: str, static: dict[str, str] | None = None) -> Any:
+        from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
+
+        from orchestrator.frontend.adapters import FleetModels
+        from orchestrator.frontend.engine import FleetLLM
+
+        view = AdapterView(name, AdapterStore(self.redis, self.namespace), self.workers)
+        await Registry(self.redis, self.namespace).refresh_frontend(Frontend(name, "http://f", "p"), 60.0)
+        self.tasks.append(asyncio.create_task(view.run()))
+        await view.begin()
+
+        class Engine(SimpleNamespace):
+            add_lora = FleetLLM.add_lora
+
+        async def add_lora_async(adapter: Any) -> Any:
+            return await self.workers.call("add_lora", [adapter])
+
+        model_config = SimpleNamespace(max_model_len=100, model="base")
+        core = SimpleNamespace(add_lora_async=add_lora_async)
+        engine = Engine(adapters=view, engine_core=core, model_config=model_config, renderer=None, input_processor=None)
+        modules = [LoRAModulePath(*pair) for pair in (static or {}).items()]
+        models = FleetModels(engine, [BaseModelPath("base", "/base")], lora_modules=modules or None)
+        await models.init_static_loras()
+        return models
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    with running_server(tmp_path) as server:
+        redis = await connect(server.url, 5.0)
+        fleet = Fleet(redis)
+        yield fleet
+        for task in fleet.tasks:
+            task.cancel()
+        await asyncio.gather(*fleet.tasks, return_exceptions=True)
+        await redis.aclose()
+
+
+async def load(models: Any, name: str, path: str, inplace: bool = False) -> tuple[int, str]:
+    from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+
+    asked = LoadLoRAAdapterRequest(lora_name=name, lora_path=path, load_inplace=inplace)
+    return _answer(await models.load_lora_adapter(asked))
+
+
+async def unload(models: Any, name: str) -> tuple[int, str]:
+    from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
+
+    return _answer(await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name)))
+
+
+def _answer(reply: Any) -> tuple[int, str]:
+    return (200, reply) if isinstance(reply, str) else (reply.error.code, reply.error.message)
+
+
+def served(models: Any) -> dict[str, tuple[str, int]]:
+    return {name: (one.lora_path, one.lora_int_id) for name, one in models.lora_requests.items()}
+
+
+async def test_an_adapter_is_served_by_all_frontends_by_one_number(fleet: Fleet) -> None:
+    first, second = await fleet.frontend("f1"), await fleet.frontend("f2")
+    assert (await load(first, "x", "/a"))[0] == (await load(second, "y", "/b"))[0] == 200
+    assert served(first) == served(second) and set(served(first)) == {"x", "y"}
+    assert sorted(fleet.workers.loaded) == sorted(served(first).values())
+    assert len({number for _, number in fleet.workers.loaded}) == 2
+    assert served(await fleet.frontend("f1-again")) == served(first)
+    cards = await second.show_available_models()
+    assert [(card.id, card.root, card.parent) for card in cards.data[1:]] == [("x", "/a", "base"), ("y", "/b", "base")]
+    assert (await unload(second, "x"))[0] == 200
+    assert set(served(first)) == set(served(second)) == {"y"}
+    assert (await unload(first, "x"))[0] == 404
+
+
+async def test_what_cannot_be_loaded_is_in_nobodys_list(fleet: Fleet) -> None:
+    first, second = await fleet.frontend("f1"), await fleet.frontend("f2")
+    status, why = await load(first, "x", "/nowhere")
+    assert status == 404 and "worker w1" in why
+    fleet.workers.fails = "add_lora: worker w2: rank 64 is too large (undone on w1)"
+    assert await load(first, "x", "/a") == (500, fleet.workers.fails)
+    assert served(first) == served(second) == {}
+    fleet.workers.fails = ""
+    assert (await load(first, "x", "/a"))[0] == 200
+    status, why = await load(second, "x", "/b")
+    assert status == 400 and "already been" in why
+
+
+async def test_other_weights_under_a_known_name_have_another_number(fleet: Fleet) -> None:
+    first, second = await fleet.frontend("f1"), await fleet.frontend("f2")
+    await load(first, "x", "/a")
+    before = served(first)
+    fleet.workers.files["/a"] = "trained further"
+    assert (await load(second, "x", "/a", inplace=True))[0] == 200
+    assert served(first) == served(second) != before
+    fleet.workers.files["/a"] = "a"
+    assert (await load(second, "x", "/a", inplace=True))[0] == 200
+    assert served(first) == before, "the same weights are the same adapter"
+
+
+async def test_adapters_of_the_configuration_are_numbered_alike_and_stay(fleet: Fleet) -> None:
+    first = await fleet.frontend("f1", {"s": "/a"})
+    second = await fleet.frontend("f2", {"t": "/b", "s": "/a"})  # of another generation
+    assert served(first)["s"] == served(second)["s"] and set(served(first)) == {"s"}
+    assert (await load(first, "x", "/b"))[0] == 200
+    assert set(served(second)) == {"s", "t", "x"}
+    status, why = await unload(first, "s")
+    assert status == 400 and "lora_modules" in why
+    assert (await load(first, "s", "/b", inplace=True))[0] == 200
+    assert served(second)["s"][0] == "/b"
+    assert (await unload(second, "s"))[0] == 200
+    assert served(first)["s"] == served(second)["s"] and served(first)["s"][0] == "/a"
+
+
+async def test_an_adapter_that_a_resolver_finds_is_the_fleets(fleet: Fleet) -> None:
+    from vllm.lora.request import LoRARequest
+
+    class Resolver:
+        async def resolve_lora(self, _: str, name: str) -> Any:
+            return LoRARequest(name, 1, f"/{name}") if f"/{name}" in fleet.workers.files else None
+
+    first, second = await fleet.frontend("f1"), await fleet.frontend("f2")
+    for models in (first, second):
+        models.lora_resolvers = [Resolver()]
+    found = await asyncio.gather(*(models.resolve_lora("a") for models in (first, second)))
+    assert found[0].lora_int_id == found[1].lora_int_id
+    other = await second.resolve_lora("b")
+    assert other.lora_int_id != found[0].lora_int_id
+    await until(lambda: set(served(first)) == {"a", "b"}, "the first one follows")
+    assert served(first) == served(second)
+    assert (await first.resolve_lora("c")).error.code == 404

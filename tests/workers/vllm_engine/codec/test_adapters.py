@@ -1,0 +1,119 @@
+"""Adapters are checked and loaded before a request runs, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.wire.adapters import adapter_number, unique_name
+from workers.engine import AdapterUnavailable, InvalidEngineRequest
+
+pytestmark = pytest.mark.vllm
+
+
+class Engine:
+    def __init__(self, kept: int = 2) -> None:
+        from workers.vllm_engine.codec.adapters import Adapters
+
+        self.loaded: list[str] = []
+        self.fails = ""
+        self.adapters = Adapters(self._load, kept)
+
+    async def _load(self, adapter: Any) -> bool:
+        await asyncio.sleep(0)
+        if self.fails:
+            raise RuntimeError(self.fails)
+        assert not adapter.load_inplace
+        self.loaded.append(adapter.lora_name)
+        return True
+
+    async def request(self, name: str, path: Path, number: int = 0) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        content = await self.adapters.fingerprint(name, str(path))
+        return LoRARequest(name, number or adapter_number(name, str(path), content), str(path), load_inplace=True)
+
+
+def written(folder: Path, weights: bytes = b"weights") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    (folder / "README.md").write_text(folder.name)
+    return folder
+
+
+async def test_an_adapter_is_loaded_once_and_named_by_its_number(tmp_path: Path) -> None:
+    engine, path = Engine(), written(tmp_path / "a")
+    for _ in range(3):
+        adapter = await engine.request("x", path)
+        await engine.adapters.prepare(adapter)
+        assert adapter.lora_name == unique_name("x", adapter.lora_int_id)
+    assert engine.loaded == ["x"]
+    engine.adapters.removed(adapter.lora_int_id)
+    await engine.adapters.prepare(await engine.request("x", path))
+    assert engine.loaded == ["x", "x"]
+
+
+async def test_what_the_engine_has_let_go_is_loaded_and_checked_again(tmp_path: Path) -> None:
+    engine = Engine(kept=2)
+    paths = {name: written(tmp_path / name, name.encode()) for name in "abc"}
+    asked = {name: await engine.request(name, path) for name, path in paths.items()}
+    for name in "abac":  # b is used least
+        await engine.adapters.prepare(await engine.request(name, paths[name]))
+    assert engine.loaded == ["a", "b", "c"]
+    written(paths["a"], b"other")
+    written(paths["b"], b"other")
+    still = asked["a"]
+    await engine.adapters.prepare(still)  # it is loaded: its files are not read
+    with pytest.raises(AdapterUnavailable, match="'b' at .* its files have changed"):
+        await engine.adapters.prepare(asked["b"])
+
+
+async def test_a_number_is_one_adapters(tmp_path: Path) -> None:
+    engine, path, other = Engine(), written(tmp_path / "a"), written(tmp_path / "b", b"other")
+    adapter = await engine.request("x", path)
+    number = adapter.lora_int_id
+    await engine.adapters.prepare(adapter)
+    for wrong in (await engine.request("y", other, number), await engine.request("x", other, number)):
+        with pytest.raises(InvalidEngineRequest, match=f"has number {number}, which is that of LoRA adapter 'x'"):
+            await engine.adapters.prepare(wrong)
+        with pytest.raises(InvalidEngineRequest):
+            await engine.adapters.add(wrong)
+    counted = await engine.request("z", other, 1)  # as vLLM would number it
+    with pytest.raises(AdapterUnavailable, match="is not the one that was loaded"):
+        await engine.adapters.prepare(counted)
+    assert engine.loaded == ["x"]
+
+
+async def test_an_adapter_that_cannot_be_loaded_fails_its_request_only(tmp_path: Path) -> None:
+    from vllm.exceptions import LoRAAdapterNotFoundError
+
+    engine, nowhere = Engine(), str(tmp_path / "nowhere")
+    with pytest.raises(AdapterUnavailable) as missing:
+        await engine.adapters.fingerprint("x", nowhere)
+    assert str(LoRAAdapterNotFoundError("x", nowhere)) in str(missing.value)  # by which the frontend answers 404
+    adapter = await engine.request("x", written(tmp_path / "a"))
+    engine.fails = "rank 64 is greater than max_lora_rank 8"
+    with pytest.raises(AdapterUnavailable, match="'x' at .* cannot be loaded: rank 64"):
+        await engine.adapters.prepare(adapter)
+    engine.fails = ""
+    await engine.adapters.prepare(adapter)
+    assert engine.loaded == ["x"]
+
+
+async def test_a_fingerprint_is_of_the_weights_and_their_configuration(tmp_path: Path) -> None:
+    engine, one, same = Engine(), written(tmp_path / "a"), written(tmp_path / "b")
+    content = await engine.adapters.fingerprint("x", str(one))
+    assert content == await engine.adapters.fingerprint("y", str(same)), "of nothing else"
+    (one / "adapter_config.json").write_text('{"r": 8}')
+    changed = await engine.adapters.fingerprint("x", str(one))
+    assert changed != content
+    weights = one / "adapter_model.safetensors"
+    before = weights.stat()
+    weights.write_bytes(b"stHgiew")
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert await engine.adapters.fingerprint("x", str(one)) != changed

@@ -1,0 +1,32 @@
+"""A frontend's request as the engine gets it, without an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support_vllm import frames
+
+from workers.engine import EngineRequest, Phase
+
+pytestmark = pytest.mark.vllm
+
+
+def given(*resumed: int, **sampling: Any) -> Any:
+    from workers.vllm_engine.codec.requests import RequestCodec
+
+    request = EngineRequest("r#1", Phase.DECODE, frames([1, 2, 3], **sampling), resume_tokens=list(resumed))
+    return RequestCodec(max_model_len=100, vocabulary=500).decode(request).sampling_params
+
+
+def test_a_trace_goes_on_after_the_tokens_that_are_out() -> None:
+    trace = {"trace_decode_token_ids": [5, 6, 7, 8]}
+    assert given(**trace).trace_decode_token_ids == [5, 6, 7, 8]
+    assert given(5, 6, **trace).trace_decode_token_ids == [7, 8]
+    assert given(5, 6, 7, 8, **trace).trace_decode_token_ids is None
+    assert given(5, 6).trace_decode_token_ids is None
+
+
+def test_limits_shrink_by_the_tokens_that_are_out() -> None:
+    left = given(5, 6, max_tokens=8, min_tokens=1)
+    assert (left.max_tokens, left.min_tokens) == (6, 0)
