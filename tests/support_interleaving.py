@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 from support_redis import queue_config, worker
+from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import Config, Refused, parse_config
 from orchestrator.launch.decisions.fleet_size import Resize
@@ -187,7 +188,7 @@ class World:
             if self._actors.keys() <= self._turns.keys():
                 return
             self._moved.clear()
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(DEADLINE_S):
                 await self._moved.wait()
 
     def processes(self) -> Iterator[Process]:

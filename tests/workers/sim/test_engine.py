@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from support_sim import FAST, SimFixture, collect, request_of, wire_of
+from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import ConfigError, KVConfig, SimConfig
 from orchestrator.types import FinishReason
@@ -102,7 +103,7 @@ async def test_link_that_is_not_used_any_more_is_unknown(sims: SimFixture, monke
         return loads[-1].kv.link_bytes_per_s == 0
 
     assert loads[0].kv.link_bytes_per_s > 0
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(DEADLINE_S):
         while not await is_unknown():
             await asyncio.sleep(0.01)
     assert loads[-1].kv.transfers == 1

@@ -129,7 +129,7 @@ UPGRADE = b"host: h\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
     ids=["POST", "body", "long header", "no key"],
 )
 async def test_what_cannot_become_a_websocket_is_refused_at_once(asked: bytes) -> None:
-    async with asyncio.timeout(30), connected() as (reader, writer):
+    async with asyncio.timeout(DEADLINE_S), connected() as (reader, writer):
         await send(writer, asked)
         assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
 
@@ -340,7 +340,7 @@ async def test_draining_frontend_closes_no_connection_without_having_said_so(
     meanwhile idle connections have been closed."""
     monkeypatch.setattr(connections, "_IDLE_END_S", 0.5)
     gated = Gated(begins)
-    async with asyncio.timeout(30), served(gated) as (server, listener):
+    async with asyncio.timeout(DEADLINE_S), served(gated) as (server, listener):
         address = listener.getsockname()
         (idle, idle_writer), (reader, writer) = [await asyncio.open_connection(*address) for _ in range(2)]
         await send(writer, ASKED_TO_STAY)

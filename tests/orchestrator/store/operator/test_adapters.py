@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from support_redis import fresh_namespace
+from support_wait import DEADLINE_S
 
 from orchestrator.store.keys import Keys
 from orchestrator.store.operator.adapters import Adapter, AdapterList, AdapterStore
@@ -91,6 +92,6 @@ async def test_a_change_is_told_at_once(store):
     await anext(told)  # the subscription
     waiting = asyncio.ensure_future(anext(told))
     await store.change("x", X, 0)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(DEADLINE_S):
         await waiting
     await told.aclose()
