@@ -245,7 +245,7 @@ class PushWorker(Connections):
     def _cut(self, cut: do.Cut) -> None:
         if cut.engine not in self._cutting:
             self._cutting.add(cut.engine)
-            done = self._cutters.submit(self._peer_addresses.cut_off, cut.engine, cut.settled)
+            done = self._cutters.submit(self._peer_addresses.cut_off, cut.engine, cut.settled, cut.answered)
             done.add_done_callback(lambda done: self._submit(functools.partial(self._on_cut, cut, done)))
 
     def _on_cut(self, cut: do.Cut, done: Future[bool], now: float) -> Iterable[Any]:
@@ -254,7 +254,9 @@ class PushWorker(Connections):
             logger.warning_once("KV blocks stay reserved until engine %s has answered or ended", cut.engine)
             return ()
         self._receive()  # what another thread was reading has been read by now
-        return self._inbound.cut_off(cut.requests, now)
+        if cut.engine not in self._to_forget:
+            self._lose(cut.engine, "it was cut off from here, since what it wrote or writes may land in other blocks")
+        return self._inbound.cut_off(cut, now)
 
     # ---- WRITEs ------------------------------------------------------------------------------------------------
 
