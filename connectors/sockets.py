@@ -11,6 +11,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import NamedTuple
 _LISTEN = 0x0A  # tcp_states.h
 _REMEMBERED = 4096  # engines
 _REFUSAL_S = 1.0
+_COPY_S = 0.5  # more than a part of a WRITE takes that is copied within this machine
 _FABRICS = Path("/sys/class/infiniband")  # WRITEs over these need no TCP connection
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -89,18 +91,20 @@ class PeerAddresses:
         """A context in which this process opens connections to one rank of `engine`, whose NIXL metadata is `metadata`,
         and to no other engine. `handshakes`: ports to which other threads may connect meanwhile; they are left out."""
         before = {one[:3] for one in connections()}
-        yield
-        now = connections()
-        accepting = {one.here[1] for one in now if one.listens}
-        new = {one.there for one in now if one[:3] not in before and one.here[1] not in accepting}
-        with self._lock:
-            self._metadata.setdefault(engine, set()).add(metadata)
-            self._metadata.move_to_end(engine)
-            self._endpoints.setdefault(engine, set()).update(
-                endpoint for endpoint in new if endpoint[1] not in handshakes
-            )
-            while len(self._metadata) > _REMEMBERED:
-                self._endpoints.pop(self._metadata.popitem(last=False)[0], None)
+        try:
+            yield
+        finally:  # also of a connection that failed half-way
+            now = connections()
+            accepting = {one.here[1] for one in now if one.listens}
+            new = {one.there for one in now if one[:3] not in before and one.here[1] not in accepting}
+            with self._lock:
+                self._metadata.setdefault(engine, set()).add(metadata)
+                self._metadata.move_to_end(engine)
+                self._endpoints.setdefault(engine, set()).update(
+                    endpoint for endpoint in new if endpoint[1] not in handshakes
+                )
+                while len(self._metadata) > _REMEMBERED:
+                    self._endpoints.pop(self._metadata.popitem(last=False)[0], None)
 
     def forget(self, engine: str, awaited: Collection[str]) -> None:
         """Forget an engine, unless it is in `awaited`, those that may still write here."""
@@ -119,17 +123,20 @@ class PeerAddresses:
         mine = _own_addresses(connections())
         return not mine or any(address in metadata for metadata in self._metadata[engine] for address in mine)
 
-    def cut_off(self, engine: str, settled: bool) -> bool:
+    def cut_off(self, engine: str, settled: bool, answered: bool = False) -> bool:
         """Try to stop `engine` from writing here. Returns whether it can write no more. May take a second.
 
-        `settled`: it posts no more WRITEs, and a network card that repeated the last one has given up.
+        `settled`: it posts no more WRITEs, and a network card that repeated the last one has given up. `answered`: it
+        posts no more, runs, and has dropped what its WRITEs went through.
         """
         if engine not in self._metadata:
             return settled
         if not self.is_local(engine):
             self.tear_down(engine)
             return settled or not (_FABRICS.is_dir() and any(_FABRICS.iterdir())) or self.has_ended(engine)
-        if not self.has_ended(engine):
+        if answered:
+            time.sleep(_COPY_S)  # its threads, which were copying then, run
+        elif not self.has_ended(engine):
             return False  # it needs no connection: a process that was stopped during a copy may continue it
         self.tear_down(engine)
         return True

@@ -98,10 +98,11 @@ class Rank:
             return
         self.connected.add(engine)
         self.sockets |= {peer: next(self.world.handles) for peer in self.peers(engine)}
+        self.world.accepted |= {(self.sockets[peer], frozenset({self.agent, peer})) for peer in self.peers(engine)}
         self.world.broken -= {(self.agent, peer) for peer in self.peers(engine)}
+        self.on_connected(engine)
         for tell in mine:
             self.tell(tell)
-        self.on_connected(engine)
 
     def sent(self, engine: str, peer: str, message: Message) -> bool:
         if engine not in self.connected:
@@ -210,6 +211,7 @@ class PrefillRank(Rank):
     def end_write(self, write: Write, ok: bool) -> None:
         del self.writes[write.handle]
         if not ok:
+            self.world.late.append(write)
             self.lose(write.order.decode.engine_id)
         self.run(self.outbound.written(write.stream, write.handle, ok, self.world.now))
         self.mend()
@@ -237,7 +239,7 @@ class DecodeRank(Rank):
                         self.run(self.inbound.unsendable(engine, peer, message, self.world.now))
                 case do.Cut():
                     self.world.tear(self, action.engine)
-                    self.world.cuts.append((self, action.requests))
+                    self.world.cuts.append((self, action))
                 case Finish():
                     self.engine.finished(action, self.index)
                 case _:
@@ -422,9 +424,10 @@ class World:
         self.all_decodes = {name: DecodeEngine(self, name, ranks[1]) for name in ("D0", "D1")}
         self.unannounced: list[str] = []
         self.silent: set[tuple[str, str]] = set()  # engines between which nothing passes, and nobody is told
+        self.accepted: set[tuple[int, frozenset[str]]] = set()  # all sockets, and their ends: NIXL closes none
         self.torn: set[int] = set()  # sockets that a decode engine has torn down
-        self.cuts: list[tuple[DecodeRank, tuple[str, ...]]] = []  # that it does not know yet to be done
-        self.late: list[Write] = []  # of engines that have died since
+        self.cuts: list[tuple[DecodeRank, do.Cut]] = []  # that it does not know yet to be done
+        self.late: list[Write] = []  # of engines that have died since, and parts of those that failed
 
     def rank(self, agent: str) -> Rank:
         name, _, number = agent.partition("/")
@@ -436,11 +439,7 @@ class World:
 
     def tear(self, decode: DecodeRank, prefill: str) -> None:
         for rank in self.prefills[prefill].ranks:
-            self.torn |= {
-                one.sockets[other.agent]
-                for one, other in ((rank, decode), (decode, rank))
-                if other.agent in one.sockets
-            }
+            self.torn |= {socket for socket, ends in self.accepted if ends == {rank.agent, decode.agent}}
 
     def deliverable(self) -> list[int]:
         return [at for at, one in enumerate(self.network) if not self.is_silent(one[0], self.rank(one[1]))]
@@ -493,7 +492,7 @@ class World:
             case Computing():
                 rank.run(rank.end.computing(message.request, sender.agent, self.now))
             case Gone():
-                rank.run(rank.end.gone(message.request, sender.agent, message.why, self.now))
+                rank.run(rank.end.gone(message.request, sender.agent, message.why, self.now, message.failed_epoch))
         rank.mend()
 
     def shake(self, index: int, ok: bool) -> None:
@@ -522,9 +521,9 @@ class World:
         ]
         self.end_writes(oldest, stopped)
         cuts, self.cuts = self.cuts, []
-        for rank, requests in cuts:
+        for rank, cut in cuts:
             if not rank.engine.dead:
-                rank.run(rank.inbound.cut_off(requests, self.now))
+                rank.run(rank.inbound.cut_off(cut, self.now))
         for rank in self.living():
             if rank.engine.name != stopped:
                 rank.run(rank.end.tick(self.now))

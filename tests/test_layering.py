@@ -183,7 +183,7 @@ def test_engines_are_imported_only_where_they_run():
 
 
 # What the simulated engine shares with the real one: the transfer protocol, which needs no engine.
-PURE_CONNECTOR_MODULES = ("actions", "inbound", "outbound", "states", "stream", "wire")
+PURE_CONNECTOR_MODULES = ("actions", "inbound", "outbound", "records", "states", "wire")
 
 
 def test_the_transfer_protocol_needs_no_engine():

@@ -29,13 +29,17 @@ class Send:
 
 @dataclass(frozen=True)
 class Cut:
-    """Make sure that `engine`, which does not answer, cannot write here. Answered by `cut_off` for `requests`; asked
-    again otherwise. `settled`: it posts no more WRITEs for them, and its posted ones had `timeout_s` to end.
+    """Make sure that `engine`, which does not answer or whose WRITEs failed, cannot write here for `requests`. Answered
+    by `cut_off`; asked again otherwise. `settled`: it posts no more WRITEs for them, and its posted ones had
+    `timeout_s` to end. `answered`: it posts no more, it runs, and it has dropped its end of the connection on which
+    WRITEs failed. `epochs`: the connections, by peer, that were known before this was carried out.
     """
 
     engine: str
     requests: tuple[str, ...]
     settled: bool
+    answered: bool = False
+    epochs: frozenset[tuple[str, int]] = frozenset()
 
 
 @dataclass(frozen=True)

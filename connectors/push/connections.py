@@ -173,8 +173,8 @@ class Connections(NixlPushConnectorWorker):
                 compare = functools.partial(self._on_checksum, request, agent, digest, blocks)
                 self._check(verify.in_order(blocks), lambda found: self._run(functools.partial(compare, found)))
                 return ()
-            case wire.Gone(request=request, why=why):
-                return self._inbound.gone(request, agent, why, now)
+            case wire.Gone(request=request, why=why, failed_epoch=failed_epoch):
+                return self._inbound.gone(request, agent, why, now, failed_epoch)
 
     # ---- checksums ---------------------------------------------------------------------------------------------
 
@@ -264,8 +264,8 @@ class Connections(NixlPushConnectorWorker):
     def _on_connected(self, engine: str, now: float) -> Iterable[Any]:
         self._connecting.discard(engine)
         agents = self._agents(engine)
-        for agent, message in self._undelivered.pop(engine, []):
-            self._tell(engine, message, agent)
+        # After `Hello`: decode then knows this connection when it cuts one on which a WRITE has failed, and cuts once.
+        undelivered = [do.Tell(engine, message, agent) for agent, message in self._undelivered.pop(engine, [])]
         chunkwise = writer.takes_chunks(self, engine)
         if not chunkwise and self.options.transfer != "whole":
             logger.info_once("KV for engine %s is pushed whole: its rank layout differs", engine)
@@ -277,7 +277,7 @@ class Connections(NixlPushConnectorWorker):
             theirs = f"{info.remote_physical_blocks_per_logical} x {info.remote_block_size}"
             why = f"prefill engine {engine} has KV blocks of {theirs} tokens, this one of {ratio} x {self.block_size}"
             receiving = self._inbound.incompatible(engine, agents, why, now)
-        return [*receiving, *self._outbound.connected(engine, chunkwise, agents, now)]
+        return [*receiving, *self._outbound.connected(engine, chunkwise, agents, now), *undelivered]
 
     def _on_unreachable(self, engine: str, why: str, now: float) -> Iterable[Any]:
         self._connecting.discard(engine)

@@ -7,14 +7,12 @@ when no WRITE can land in them any more.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Union
 
 import msgspec
 
 from connectors.push.actions import Connect, Cut, Finish, Send
+from connectors.push.records import PeerConnections, Waiting
 from connectors.push.states import INBOX, INBOX_ENDS, Inbox, InboxEvent
 from connectors.push.wire import Endpoint, Message, Register, Unregister
 
@@ -22,25 +20,7 @@ Action = Union[Connect, Send, Cut, Finish]
 
 _RESEND_MAX_S = 4.0
 _CUT_AGAIN_S = 1.0  # between two attempts to make sure that a peer cannot write here
-_REMEMBERED = 4096  # peers
 _REPEATS = 8  # of an unanswered registration within its validity: a cut link may have lost it, or the answer
-
-
-@dataclass
-class _Waiting:
-    order: Register
-    source: Endpoint
-    deadline: float
-    state: Inbox = Inbox.CONNECTING
-    silent: bool = False  # it holds no blocks here, so the scheduler is not told how it ends
-    why: str = ""
-    unanswered: set[str] = field(default_factory=set)  # peers that may still WRITE
-    registered: Counter[str] = field(default_factory=Counter)  # registrations that were sent, by peer
-    refused: bool = False
-    resend_s: float = 0.5  # doubles with each repeat
-    resend_at: float = 0.0
-    settled_at: float = 0.0  # posted WRITEs have ended by then, unless the peer was stopped or the link was cut
-    give_up_at: float = 0.0  # without an answer by then, its peers are cut off
 
 
 class Inbound:
@@ -60,10 +40,10 @@ class Inbound:
         self._grace_s = grace_s  # wait for an answer of a peer declared dead: the fleet can be wrong
         self._dead_s = dead_s  # an engine gets no requests for this long after its death was declared
         self._silent_s = silent_s
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, Waiting] = {}
         self._peers: dict[str, tuple[str, ...]] = {}  # engine -> agent names, once connected
         self._dead: dict[str, float] = {}  # engine -> until when it is left alone
-        self._epochs: OrderedDict[str, int] = OrderedDict()  # peer -> its connection to us
+        self._connections = PeerConnections()
 
     @property
     def busy(self) -> bool:
@@ -88,7 +68,7 @@ class Inbound:
 
     def register(self, order: Register, source: Endpoint, now: float) -> list[Action]:
         """The scheduler has reserved blocks: ask `source` to push `order.stream` into them."""
-        waiting = _Waiting(order=order, source=source, deadline=now + self._timeout_s)
+        waiting = Waiting(order=order, source=source, deadline=now + self._timeout_s)
         waiting.resend_s = self._resend_s
         self._waiting[order.request] = waiting
         return self._open(waiting, now)
@@ -98,7 +78,7 @@ class Inbound:
         if order.request in self._waiting or self._is_dead(source.engine_id, now):
             return []
         reserve = Register(order.stream, order.request, order.decode, [], 0)
-        waiting = _Waiting(order=reserve, source=source, deadline=now + self._silent_s, silent=True)
+        waiting = Waiting(order=reserve, source=source, deadline=now + self._silent_s, silent=True)
         waiting.resend_s = self._resend_s
         self._waiting[order.request] = waiting
         return self._open(waiting, now)
@@ -145,9 +125,7 @@ class Inbound:
 
     def hello(self, peer: str, epoch: int, now: float) -> list[Action]:
         """`peer` has made a new connection, and writes only for registrations that come after it."""
-        self._epochs[peer] = max(epoch, self._epochs.pop(peer, 0))
-        while len(self._epochs) > _REMEMBERED:  # a forgotten peer answers the next registration with `Hello`
-            self._epochs.popitem(last=False)
+        self._connections.made(peer, epoch)
         actions: list[Action] = []
         for waiting in self._waiting.values():
             if waiting.state is Inbox.REGISTERED and peer in waiting.unanswered:
@@ -165,8 +143,18 @@ class Inbound:
     def landed(self, request: str, peer: str, now: float) -> list[Action]:
         return self._answer(request, peer, now, refused=False, why="")
 
-    def gone(self, request: str, peer: str, why: str, now: float) -> list[Action]:
-        return self._answer(request, peer, now, refused=True, why=why)
+    def gone(self, request: str, peer: str, why: str, now: float, failed_epoch: int = 0) -> list[Action]:
+        """`failed_epoch`: as in the message. Where parts of a WRITE may still land, it is no answer yet: once all
+        others have answered, this engine is cut off."""
+        waiting = self._waiting.get(request)
+        if waiting is None or peer not in waiting.unanswered:
+            return []
+        if failed_epoch:
+            waiting.failed[peer] = failed_epoch
+        if self._is_settled(waiting, peer, now):
+            return self._answer(request, peer, now, refused=True, why=why)
+        waiting.refused = True
+        return self._apply(waiting, InboxEvent.REFUSED, now, why) + self._cut_failed(waiting, now)
 
     def unreadable(self, peer: str, now: float) -> list[Action]:
         """An unreadable message came from `peer`, so it runs. It counts as the answer to withdrawals whose
@@ -194,12 +182,16 @@ class Inbound:
         given_up = [it for it in self._of(engine) if peer in it.unanswered and it.state is Inbox.WITHDRAWING]
         return self._cut(given_up, now)
 
-    def cut_off(self, requests: Iterable[str], now: float) -> list[Action]:
-        """`Cut` was carried out: no WRITE for these requests can land any more."""
+    def cut_off(self, cut: Cut, now: float) -> list[Action]:
+        """`cut` was carried out: no WRITE for its requests can land any more, nor one over its connections."""
+        self._connections.were_cut(cut.epochs)
         actions: list[Action] = []
-        for request in requests:
-            if (waiting := self._waiting.get(request)) is not None:
+        for waiting in self._of(cut.engine):
+            if waiting.order.request in cut.requests:
                 actions += self._apply(waiting, InboxEvent.CUT_OFF, now, "")
+                continue
+            for peer in [peer for peer in waiting.failed if self._is_settled(waiting, peer, now)]:
+                actions += self._answer(waiting.order.request, peer, now, refused=True, why="")
         return actions
 
     def unsent(self, peer: str, message: Message, now: float) -> list[Action]:
@@ -219,7 +211,7 @@ class Inbound:
     def tick(self, now: float) -> list[Action]:
         """Enforces deadlines and repeats messages. Call it at least every `resend_s` while `busy`."""
         actions: list[Action] = []
-        overdue: list[_Waiting] = []
+        overdue: list[Waiting] = []
         for waiting in list(self._waiting.values()):
             if waiting.state is Inbox.WITHDRAWING:
                 if now >= (waiting.deadline if waiting.silent else waiting.give_up_at):
@@ -235,7 +227,7 @@ class Inbound:
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _of(self, engine: str) -> list[_Waiting]:
+    def _of(self, engine: str) -> list[Waiting]:
         return [waiting for waiting in self._waiting.values() if waiting.source.engine_id == engine]
 
     def _is_dead(self, engine: str, now: float) -> bool:
@@ -243,7 +235,7 @@ class Inbound:
             self._dead.pop(engine, None)
         return engine in self._dead
 
-    def _open(self, waiting: _Waiting, now: float) -> list[Action]:
+    def _open(self, waiting: Waiting, now: float) -> list[Action]:
         engine = waiting.source.engine_id
         if self._is_dead(engine, now):
             return self._apply(waiting, InboxEvent.WITHDRAW, now, f"prefill engine {engine} is dead")
@@ -251,7 +243,7 @@ class Inbound:
             return self._announce(waiting, peers, now)
         return [Connect(waiting.source)]
 
-    def _announce(self, waiting: _Waiting, peers: tuple[str, ...], now: float) -> list[Action]:
+    def _announce(self, waiting: Waiting, peers: tuple[str, ...], now: float) -> list[Action]:
         waiting.unanswered = set(peers)
         actions = self._apply(waiting, InboxEvent.SENT, now, "")
         if waiting.silent:
@@ -259,7 +251,7 @@ class Inbound:
         # The registration is sent only now, so no peer can know these blocks earlier.
         return actions + self._ask_for_kv(waiting, waiting.unanswered, now)
 
-    def _repeat(self, waiting: _Waiting, now: float) -> list[Action]:
+    def _repeat(self, waiting: Waiting, now: float) -> list[Action]:
         """Repeat the last message until it is answered. `Register` and `Unregister` are idempotent."""
         if waiting.source.engine_id not in self._peers:
             waiting.resend_at = now + waiting.resend_s
@@ -268,50 +260,63 @@ class Inbound:
             return self._ask_to_stop(waiting, now)
         return self._ask_for_kv(waiting, waiting.unanswered, now)
 
-    def _ask_for_kv(self, waiting: _Waiting, peers: set[str], now: float) -> list[Action]:
+    def _ask_for_kv(self, waiting: Waiting, peers: set[str], now: float) -> list[Action]:
         waiting.resend_at = now + self._timeout_s / _REPEATS
         waiting.registered.update(peers)
         valid_s, replace = max(0.0, waiting.deadline - now), msgspec.structs.replace
         return [
-            Send(
-                waiting.source.engine_id, peer, replace(waiting.order, valid_s=valid_s, epoch=self._epochs.get(peer, 0))
-            )
+            Send(waiting.source.engine_id, peer, replace(waiting.order, valid_s=valid_s, epoch=self._connections[peer]))
             for peer in sorted(peers)
         ]
 
-    def _ask_to_stop(self, waiting: _Waiting, now: float) -> list[Action]:
+    def _ask_to_stop(self, waiting: Waiting, now: float) -> list[Action]:
         waiting.resend_at = now + waiting.resend_s
         waiting.resend_s = min(2 * waiting.resend_s, _RESEND_MAX_S)
         order = waiting.order
         message = Unregister(order.stream, order.request, order.decode)
         return [Send(waiting.source.engine_id, peer, message) for peer in sorted(waiting.unanswered)]
 
-    def _cut(self, overdue: list[_Waiting], now: float) -> list[Action]:
+    def _cut(self, overdue: list[Waiting], now: float) -> list[Action]:
         actions: list[Action] = []
-        by_engine: dict[tuple[str, bool], list[str]] = {}
+        by_engine: dict[tuple[str, bool, bool], list[Waiting]] = {}
         for waiting in overdue:
             if waiting.silent:  # it holds no blocks that could be overwritten
                 actions += self._apply(waiting, InboxEvent.CUT_OFF, now, "")
                 continue
             waiting.give_up_at = now + _CUT_AGAIN_S
             settled = now >= waiting.settled_at
-            by_engine.setdefault((waiting.source.engine_id, settled), []).append(waiting.order.request)
-        return actions + [Cut(engine, tuple(late), settled) for (engine, settled), late in by_engine.items()]
+            by_engine.setdefault((waiting.source.engine_id, settled, waiting.awaits_failed_only), []).append(waiting)
+        for (engine, settled, answered), late in by_engine.items():
+            epochs = self._connections.of({peer for waiting in late for peer in waiting.unanswered})
+            requests = tuple(waiting.order.request for waiting in late)
+            actions.append(Cut(engine, requests, settled, answered, epochs))
+        return actions
+
+    def _cut_failed(self, waiting: Waiting, now: float) -> list[Action]:
+        if not waiting.awaits_failed_only or waiting.give_up_at <= now + _CUT_AGAIN_S:  # then `tick` does
+            return []
+        waiting.settled_at = min(waiting.settled_at, now + max(self._timeout_s, self._grace_s))
+        return self._cut([waiting], now)
+
+    def _is_settled(self, waiting: Waiting, peer: str, now: float) -> bool:
+        """Whether nothing of `peer`, which posts no more WRITEs for it, can land any more."""
+        is_cut = self._connections.is_cut(peer, waiting.failed.get(peer, 0))
+        return is_cut or waiting.silent
 
     def _answer(self, request: str, peer: str, now: float, *, refused: bool, why: str) -> list[Action]:
         waiting = self._waiting.get(request)
         if waiting is None or peer not in waiting.unanswered:
             return []
         waiting.unanswered.discard(peer)
+        waiting.failed.pop(peer, None)
         waiting.refused = waiting.refused or refused
         if not waiting.unanswered:
             event = InboxEvent.ALL_ANSWERED if waiting.refused else InboxEvent.ALL_LANDED
             return self._apply(waiting, event, now, why)
-        if refused:
-            return self._apply(waiting, InboxEvent.REFUSED, now, why)
-        return []
+        actions = self._apply(waiting, InboxEvent.REFUSED, now, why) if refused else []
+        return actions + self._cut_failed(waiting, now)
 
-    def _apply(self, waiting: _Waiting, event: InboxEvent, now: float, why: str) -> list[Action]:
+    def _apply(self, waiting: Waiting, event: InboxEvent, now: float, why: str) -> list[Action]:
         after = INBOX.get((waiting.state, event))
         if after is None:
             return []

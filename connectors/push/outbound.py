@@ -2,7 +2,8 @@
 
 Each method reports an event at time `now` (monotonic seconds) and returns the actions that follow, in order. There is
 no NIXL, no thread and no clock here. The promises: decode hears `Landed` only after every WRITE of the last epoch is
-done, and `Gone` only when none is in flight; the scheduler gets its blocks back exactly once.
+done, and `Gone` only when none is in flight, with the connection on which one failed; the scheduler gets its blocks
+back exactly once.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 from typing import Any, Union
 
 from connectors.push.actions import Chunk, Connect, Ended, Post, Release, Tell
+from connectors.push.records import EndedStream, EndedStreams, Links, PushStream
 from connectors.push.states import STREAM, STREAM_ENDS, Stream, StreamEvent
-from connectors.push.stream import EndedStream, EndedStreams, Links, PushStream
 from connectors.push.wire import Computing, Gone, Hello, Landed, Message, Register, Unregister
 
 _RENEW_AGAIN_S = 1.0  # while no answer comes
@@ -196,6 +197,7 @@ class Outbound:
         if stream is None or stream.inflight.pop(handle, None) is None:
             return []
         if not ok:
+            stream.failed_epoch = stream.posted_over
             return self._apply(stream, StreamEvent.GIVE_UP, now, "a WRITE failed") + self._pump(stream, now)
         return self._pump(stream, now)
 
@@ -254,8 +256,8 @@ class Outbound:
             return self._connect(order)
         return [Tell(order.decode.engine_id, Hello(link.epoch), peer)]
 
-    def _refuse(self, order: Register, peer: str, why: str) -> list[Action]:
-        return [*self._connect(order), Tell(order.decode.engine_id, Gone(order.request, why), peer)]
+    def _refuse(self, order: Register, peer: str, why: str, failed_epoch: int = 0) -> list[Action]:
+        return [*self._connect(order), Tell(order.decode.engine_id, Gone(order.request, why, failed_epoch), peer)]
 
     def _check(self, stream: PushStream, now: float) -> list[Action]:
         """Give up if the two ends have prompts of different lengths: their blocks would not match."""
@@ -285,6 +287,7 @@ class Outbound:
                 return self._apply(stream, StreamEvent.GIVE_UP, now, _RUN_OUT)
             if not (chunks := stream.take_ready(all_or_none=not link.chunkwise)):
                 return []
+            stream.posted_over = link.epoch
             return [Post(stream.key, order, chunks, stream.total_blocks)]
         if stream.state is Stream.FLUSHING and not stream.pending and not stream.inflight:
             return self._apply(stream, StreamEvent.FLUSHED, now, "")
@@ -311,7 +314,7 @@ class Outbound:
         ok = after is Stream.LANDED
         actions: list[Action] = []
         if (order := stream.order) is not None:
-            message: Message = Landed(order.request) if ok else Gone(order.request, stream.why)
+            message: Message = Landed(order.request) if ok else Gone(order.request, stream.why, stream.failed_epoch)
             actions += [Tell(order.decode.engine_id, message), stream.account(ok, now)]
         return actions + ([] if stream.computing else self._end(stream))
 
@@ -336,6 +339,7 @@ class Outbound:
 
     def _answer_late(self, order: Register, peer: str, ended: EndedStream) -> list[Action]:
         """Answer a message about an ended stream: `Landed` again if the KV landed for this receiver, else `Gone`."""
-        if ended.state is Stream.LANDED and ended.receiver == order.receiver:
+        mine = ended.receiver == order.receiver
+        if mine and ended.state is Stream.LANDED:
             return [*self._connect(order), Tell(order.decode.engine_id, Landed(order.request), peer)]
-        return self._refuse(order, peer, ended.why or "the prefill has ended")
+        return self._refuse(order, peer, ended.why or "the prefill has ended", ended.failed_epoch if mine else 0)

@@ -10,7 +10,7 @@ from typing import Union
 import msgspec
 
 # Raise it with any change below: peers of another version are refused at the handshake and at each message.
-VERSION = 6
+VERSION = 7
 PREFIX = b"PDKV%d:" % VERSION
 
 
@@ -93,10 +93,15 @@ class Landed(msgspec.Struct, tag="landed", frozen=True):
 
 
 class Gone(msgspec.Struct, tag="gone", frozen=True):
-    """Prefill to decode: the KV will not come; no WRITE is in flight or to come."""
+    """Prefill to decode: the KV will not come; no WRITE is in flight or to come, except for parts of those that failed.
+
+    `failed_epoch`: the connection, as in `Hello`, on which a WRITE failed. NIXL tells when a WRITE has failed, and not
+    when the last of its parts has landed. 0: none failed, so nothing can land any more.
+    """
 
     request: str
     why: str
+    failed_epoch: int = 0
 
 
 Message = Union[Register, Unregister, Hello, Computing, Landed, Gone]

@@ -245,7 +245,7 @@ class PushWorker(Connections):
     def _cut(self, cut: do.Cut) -> None:
         if cut.engine not in self._cutting:
             self._cutting.add(cut.engine)
-            done = self._cutters.submit(self._peer_addresses.cut_off, cut.engine, cut.settled)
+            done = self._cutters.submit(self._peer_addresses.cut_off, cut.engine, cut.settled, cut.answered)
             done.add_done_callback(lambda done: self._submit(functools.partial(self._on_cut, cut, done)))
 
     def _on_cut(self, cut: do.Cut, done: Future[bool], now: float) -> Iterable[Any]:
@@ -254,22 +254,24 @@ class PushWorker(Connections):
             logger.warning_once("KV blocks stay reserved until engine %s has answered or ended", cut.engine)
             return ()
         self._receive()  # what another thread was reading has been read by now
-        return self._inbound.cut_off(cut.requests, now)
+        if cut.engine not in self._to_forget:
+            self._lose(cut.engine, "it was cut off from here, since what it wrote or writes may land in other blocks")
+        return self._inbound.cut_off(cut, now)
 
     # ---- WRITEs ------------------------------------------------------------------------------------------------
 
     def _post(self, post: do.Post) -> None:
         engine = post.order.decode.engine_id
         self._engine_last_active[engine] = time.perf_counter()
-        posted, why = len(self._writes), ""
+        posted, why = self._handle_count, ""
         try:
             if engine in self._unwritable:
                 raise writer.LayoutError(self._unwritable[engine])
             chunkwise = writer.takes_chunks(self, engine) and not writer.is_whole(post)
-            for handle in (writer.post_chunks if chunkwise else writer.post_whole)(self, post):
-                self._handle_count += 1
-                self._writes[self._handle_count] = (engine, post.stream, handle)
-                self._outbound.posted(post.stream, self._handle_count, time.monotonic())
+            if chunkwise:
+                writer.post_chunks(self, post, functools.partial(self._record, engine, post.stream))
+            else:
+                writer.post_whole(self, post)
             if self._shipments is not None:
                 self._shipments.add(self, post)
         except Exception as error:
@@ -278,8 +280,25 @@ class PushWorker(Connections):
                 self._lose(engine, why)
         if why:
             self._run(functools.partial(self._outbound.failed, post.stream, why))
-        elif len(self._writes) == posted:
+        elif self._handle_count == posted:
             self._run(functools.partial(self._outbound.settle, post.stream))
+
+    def _record(self, engine: str, stream: str, handle: Any) -> None:
+        """From now on this WRITE counts as in flight, whatever fails after it."""
+        self._handle_count += 1
+        self._writes[self._handle_count] = (engine, stream, handle)
+        self._outbound.posted(stream, self._handle_count, time.monotonic())
+
+    def _xfer_blocks(self, read_spec: Any, dst_engine_id: str, request_id: str, *args: Any, **named: Any) -> Any:
+        """The WRITE to one rank in vLLM's plan, which may raise at the next rank."""
+        handle = super()._xfer_blocks(read_spec, dst_engine_id, request_id, *args, **named)
+        if handle is not None:
+            self._record(dst_engine_id, request_id, handle)
+        return handle
+
+    def _handle_failed_transfer(self, req_id: str, handle: Any, *args: Any, **named: Any) -> bool:
+        """vLLM could not post it and would release it; parts may be in flight. False: it is kept, and recorded."""
+        return handle is None
 
     def _poll_writes(self) -> None:
         for number, (engine, stream, handle) in list(self._writes.items()):
@@ -292,8 +311,8 @@ class PushWorker(Connections):
             if state != "DONE" and number not in self._failed:
                 self._failed.add(number)
                 self._lose(engine, f"a WRITE of {stream} ended as {state}")
-            telemetry = self._telemetry(handle) if state == "DONE" else None
-            if not self._let_go(handle):
+            telemetry = writer.telemetry(self, handle) if state == "DONE" else None
+            if not writer.let_go(self, handle):
                 continue  # not proven to have ended: until then it counts as in flight
             del self._writes[number]
             self._failed.discard(number)
@@ -306,25 +325,10 @@ class PushWorker(Connections):
             self._submit(functools.partial(self._outbound.written, stream, number, ok))
 
     def _finish_checks(self) -> None:
-        done = [check for check in self._checks if check[0].ready]
-        self._checks = [check for check in self._checks if check not in done]
-        for checksum, then in done:
+        for check in [check for check in self._checks if check[0].ready]:
+            self._checks.remove(check)  # each by itself: if one raises, the others' blocks are given back all the same
+            checksum, then = check
             then(checksum.value)
-
-    def _telemetry(self, handle: Any) -> Any:
-        try:
-            return self.nixl_wrapper.get_xfer_telemetry(handle)
-        except Exception:
-            logger.debug("no telemetry of a WRITE", exc_info=True)
-            return None
-
-    def _let_go(self, handle: Any) -> bool:
-        try:
-            self.nixl_wrapper.release_xfer_handle(handle)
-        except Exception:
-            logger.debug("NIXL keeps a transfer handle", exc_info=True)
-            return False
-        return True
 
     def shutdown(self) -> None:
         self._push_writer_stop.set()
@@ -334,5 +338,5 @@ class PushWorker(Connections):
         if (cutters := getattr(self, "_cutters", None)) is not None:
             cutters.shutdown(wait=False, cancel_futures=True)
         for _, _, handle in getattr(self, "_writes", {}).values():
-            self._let_go(handle)
+            writer.let_go(self, handle)
         super().shutdown()

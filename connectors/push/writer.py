@@ -1,11 +1,11 @@
-"""Posts WRITEs: turns chunks of computed blocks into NIXL descriptors and handles.
+"""Posts WRITEs and lets them go: turns chunks of computed blocks into NIXL descriptors and handles.
 
 It reads vLLM's memory layout from vLLM's NIXL worker. It does not know who waits for what.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,8 +84,8 @@ def descriptors(blocks: np.ndarray, region_blocks: Sequence[int], layer: int | N
     return (offsets[:, None] + blocks[None, :]).ravel()
 
 
-def post_chunks(worker: NixlPushConnectorWorker, post: Post) -> list[Any]:
-    """One WRITE for all of `post`, one per layer where chunks come by layer. Raises LayoutError, NIXL's errors."""
+def post_chunks(worker: NixlPushConnectorWorker, post: Post, record: Callable[[Any], None]) -> None:
+    """One WRITE for all of `post`, if it needs one. `record` gets its handle. Raises LayoutError, NIXL's errors."""
     engine = post.order.decode.engine_id
     if len(post.order.blocks) != 1:
         raise LayoutError(f"decode has {len(post.order.blocks)} KV cache groups, prefill 1")
@@ -104,7 +104,7 @@ def post_chunks(worker: NixlPushConnectorWorker, post: Post) -> list[Any]:
         local.append(descriptors(mine, mine_total, layer))
         remote.append(descriptors(theirs, theirs_total, layer))
     if not local:
-        return []
+        return
     (side,) = worker.dst_xfer_side_handles[engine].values()
     handle = worker.nixl_wrapper.make_prepped_xfer(
         "WRITE",
@@ -113,19 +113,19 @@ def post_chunks(worker: NixlPushConnectorWorker, post: Post) -> list[Any]:
         side,
         np.concatenate(remote),
     )
+    record(handle)
     try:
         worker.nixl_wrapper.transfer(handle)
     except Exception:
         # Part of it may be in flight: the handle's own state shows when it ends, and how.
         logger.exception("NIXL could not post a WRITE of %s", post.stream)
-    return [handle]
 
 
-def post_whole(worker: NixlPushConnectorWorker, post: Post) -> Iterator[Any]:
+def post_whole(worker: NixlPushConnectorWorker, post: Post) -> None:
     """WRITEs of the whole prompt by vLLM's own plan, which handles unequal block sizes, ranks and cache groups.
 
-    Yields those that are in flight, and then raises ConnectionError where others could not be posted. Raises
-    LayoutError.
+    The worker's `_xfer_blocks` records the handle of each. Raises ConnectionError where one could not be posted,
+    LayoutError, and what the plan raises: others may be in flight then.
     """
     engine = post.order.decode.engine_id
     their_ratio = worker.transfer_topo.get_engine_info(engine).remote_physical_blocks_per_logical
@@ -147,14 +147,31 @@ def post_whole(worker: NixlPushConnectorWorker, post: Post) -> Iterator[Any]:
             request_id=post.order.request,
         ),
     )
+    worker._send_failures.discard(post.stream)
     worker._xfer_blocks_for_req(post.stream, meta)
-    with worker._sending_transfers_lock:
-        handles = worker._sending_transfers.pop(post.stream, [])
-        failed = post.stream in worker._send_failures
+    worker._sending_transfers.pop(post.stream, None)  # vLLM's own record
+    if post.stream in worker._send_failures:
         worker._send_failures.discard(post.stream)
-    yield from handles
-    if failed:
         raise ConnectionError("vLLM could not post a WRITE; see the log above")
+
+
+def telemetry(worker: NixlPushConnectorWorker, handle: Any) -> Any:
+    """NIXL's of a WRITE that has ended; None where there is none."""
+    try:
+        return worker.nixl_wrapper.get_xfer_telemetry(handle)
+    except Exception:
+        logger.debug("no telemetry of a WRITE", exc_info=True)
+        return None
+
+
+def let_go(worker: NixlPushConnectorWorker, handle: Any) -> bool:
+    """Whether NIXL releases it. It keeps a WRITE that has not ended."""
+    try:
+        worker.nixl_wrapper.release_xfer_handle(handle)
+    except Exception:
+        logger.debug("NIXL keeps a transfer handle", exc_info=True)
+        return False
+    return True
 
 
 def _all_blocks(post: Post) -> tuple[list[int], ...]:

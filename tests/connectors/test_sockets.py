@@ -128,6 +128,29 @@ def test_an_engine_of_this_machine_is_waited_for_until_it_has_ended(
     assert torn == [5]  # it brings what the dead one has sent
 
 
+def test_an_engine_of_this_machine_that_has_answered_runs_on_and_copies_nothing_more(
+    monkeypatch: pytest.MonkeyPatch, torn: list[int]
+) -> None:
+    peer_addresses, waited = PeerAddresses(), list[float]()
+    mine = [LISTENING, connection(5, SOMEWHERE, here=2000, unread=3), connection(6, SOMEWHERE, here=2001)]
+    know(peer_addresses, "P", SOMEWHERE)
+    monkeypatch.setattr(sockets, "connections", lambda: mine)
+    monkeypatch.setattr(sockets, "refuses", lambda host, port: False)
+    monkeypatch.setattr(sockets.time, "sleep", waited.append)
+    assert peer_addresses.cut_off("P", settled=False, answered=True)
+    assert torn == [5] and sum(waited) > 0
+
+
+def test_a_peer_to_which_no_connection_could_be_made_is_known(monkeypatch: pytest.MonkeyPatch, torn: list[int]) -> None:
+    """It may have connected to this process."""
+    peer_addresses = PeerAddresses()
+    monkeypatch.setattr(sockets, "connections", lambda: [LISTENING, connection(4, ELSEWHERE)])
+    with pytest.raises(RuntimeError), peer_addresses.connecting_to("P", b"..." + ELSEWHERE, ()):
+        raise RuntimeError("NIXL_ERR_BACKEND")
+    assert peer_addresses.cut_off("P", settled=False)
+    assert torn == [4]
+
+
 def test_an_engine_that_may_still_write_here_is_not_forgotten(monkeypatch: pytest.MonkeyPatch, torn: list[int]) -> None:
     """Its connection is made anew, or it is dead: what it has sent is still on its way."""
     peer_addresses = PeerAddresses()

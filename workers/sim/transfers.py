@@ -172,8 +172,8 @@ class SimTransfers:
                 self._carry_out(self._inbound.computing(request, engine, now))
             case wire.Landed(request=request):
                 self._carry_out(self._inbound.landed(request, engine, now))
-            case wire.Gone(request=request, why=why):
-                self._carry_out(self._inbound.gone(request, engine, why, now))
+            case wire.Gone(request=request, why=why, failed_epoch=failed_epoch):
+                self._carry_out(self._inbound.gone(request, engine, why, now, failed_epoch))
 
     # ---- what follows ------------------------------------------------------------------------------------------
 
@@ -191,8 +191,8 @@ class SimTransfers:
                     self._post(action, writes_from)
                 case do.Ended():
                     self._account(action)
-                case do.Cut(requests=requests):  # simulated WRITEs touch no memory
-                    self._carry_out(self._inbound.cut_off(requests, time.monotonic()))
+                case do.Cut():  # simulated WRITEs touch no memory
+                    self._carry_out(self._inbound.cut_off(action, time.monotonic()))
                 case do.Finish():
                     self._received_or_not(action)
                 case do.Release(stream=stream):

@@ -43,6 +43,54 @@ def test_one_missing_peer_fails_transfer(end: Inbound) -> None:
     assert end.gone("r", "P/1", "a WRITE failed", 2.0) == [Finish("r", False, "a WRITE failed")]
 
 
+def test_blocks_in_which_failed_writes_may_land_are_freed_when_their_peer_is_cut_off(end: Inbound) -> None:
+    """First all other peers answer: who knows of the withdrawal posts nothing over a new connection either."""
+    end.hello("P/0", 3, 0.6)
+    assert end.gone("r", "P/0", "a WRITE failed", 1.0, failed_epoch=3) == [
+        Send("P", "P/0", BACK),
+        Send("P", "P/1", BACK),
+    ]
+    cut = Cut("P", ("r",), settled=False, answered=True, epochs=frozenset({("P/0", 3)}))
+    assert end.gone("r", "P/1", "withdrawn", 1.1) == [cut]
+    assert end.gone("r", "P/0", "a WRITE failed", 1.2, failed_epoch=3) == []  # repeated
+    assert cut in end.tick(2.1), "it could not be cut off at the first try"
+    assert end.cut_off(cut, 2.2) == [Finish("r", False, "a WRITE failed")]
+
+
+def test_a_connection_is_cut_once_for_all_writes_that_failed_on_it(end: Inbound) -> None:
+    """Each cut fails the WRITEs in flight: answered with cuts of what was connected since, they would never end."""
+    for request in ("q", "t"):
+        end.register(msgspec.structs.replace(ORDER, request=request), SOURCE, 0.6)
+    for peer in ("P/0", "P/1"):
+        end.hello(peer, 3, 0.7)
+    for request in ("r", "q", "t"):
+        end.landed(request, "P/1", 0.9)
+    (_, cut) = end.gone("r", "P/0", "a WRITE failed", 1.0, failed_epoch=2)
+    end.gone("q", "P/0", "a WRITE failed", 1.1, failed_epoch=3)
+    assert end.cut_off(cut, 1.2) == [Finish("r", False, "a WRITE failed"), Finish("q", False, "a WRITE failed")]
+    assert end.gone("t", "P/0", "a WRITE failed", 1.3, failed_epoch=3) == [Finish("t", False, "a WRITE failed")]
+    end.register(ORDER, SOURCE, 2.0)
+    end.landed("r", "P/1", 2.1)
+    assert isinstance(end.gone("r", "P/0", "a WRITE failed", 2.2, failed_epoch=4)[-1], Cut)
+
+
+def test_writes_that_failed_have_their_time_from_the_answer_on(end: Inbound) -> None:
+    """Nothing is posted after it: a card that repeats them gives up, though the registration is still valid."""
+    end.landed("r", "P/1", 1.0)
+    assert end.gone("r", "P/0", "a WRITE failed", 1.0, failed_epoch=1)[-1] == Cut("P", ("r",), False, answered=True)
+    assert Cut("P", ("r",), False, answered=True) in end.tick(10.9)
+    assert Cut("P", ("r",), True, answered=True) in end.tick(12.0)
+
+
+def test_a_refusal_that_nobody_waits_for_in_blocks_is_an_answer(end: Inbound) -> None:
+    end.release_unused(Unregister("t", "q", HERE), SOURCE, 1.0)
+    end.gone("q", "P/0", "a WRITE failed", 1.1, failed_epoch=1)
+    end.gone("q", "P/1", "a WRITE failed", 1.1, failed_epoch=1)
+    end.landed("r", "P/0", 1.2)
+    end.landed("r", "P/1", 1.2)
+    assert not end.busy
+
+
 def test_an_abort_waits_for_every_answer_and_asks_again(end: Inbound) -> None:
     both = [Send("P", "P/0", BACK), Send("P", "P/1", BACK)]
     assert end.withdraw("r", "aborted", 1.0) == both
@@ -94,7 +142,7 @@ def test_declared_dead_peer_has_grace_period(end: Inbound) -> None:
     assert end.declared_dead("P", 1.0) == [Send("P", "P/0", BACK), Send("P", "P/1", BACK)]
     assert not any(isinstance(action, Finish) for action in end.tick(2.9))
     assert end.tick(3.0) == [Cut("P", ("r",), settled=False)]
-    assert end.cut_off(("r",), 3.1) == [Finish("r", False, "prefill engine P is dead")]
+    assert end.cut_off(Cut("P", ("r",), True), 3.1) == [Finish("r", False, "prefill engine P is dead")]
     # Left alone for a while; named again after that, it must live.
     assert end.register(ORDER, SOURCE, 4.0) == [Finish("r", False, "prefill engine P is dead")]
     assert all(isinstance(action, Send) for action in end.register(ORDER, SOURCE, 16.1))
@@ -112,10 +160,10 @@ def test_blocks_stay_reserved_until_nothing_can_be_written_there(end: Inbound) -
     end.tick(20.0)
     for second in range(21, 100):
         assert Cut("P", ("r",), settled=True) in end.tick(float(second))
-    assert end.cut_off(("another",), 100.0) == []
+    assert end.cut_off(Cut("P", ("another",), True), 100.0) == []
     assert end.landed("r", "P/0", 100.0) == []
-    assert end.cut_off(("r",), 100.0) == [Finish("r", False, "aborted")]
-    assert end.cut_off(("r",), 100.0) == []
+    assert end.cut_off(Cut("P", ("r",), True), 100.0) == [Finish("r", False, "aborted")]
+    assert end.cut_off(Cut("P", ("r",), True), 100.0) == []
 
 
 def test_unreadable_answers_prove_life_and_hold_nothing(end: Inbound) -> None:
@@ -132,7 +180,7 @@ def test_registration_during_cut_continues(end: Inbound) -> None:
     assert end.tick(4.0) == [Cut("P", ("r",), settled=False)]
     end.connected("P", ("P/0",), 4.1)
     end.register(Register("t", "q", HERE, [[3]], 9), SOURCE, 30.0)
-    assert end.cut_off(("r", "q"), 30.1) == [Finish("r", False, "aborted")]
+    assert end.cut_off(Cut("P", ("r", "q"), True), 30.1) == [Finish("r", False, "aborted")]
 
 
 def test_a_registration_names_the_connection_on_which_the_peer_may_write(end: Inbound) -> None:
@@ -190,7 +238,7 @@ def test_unanswered_withdrawal_ends(end: Inbound) -> None:
     for second in range(2, 20):  # what was posted until 10.0 may take as long again
         assert all(isinstance(action, Send) for action in end.tick(float(second)))
     assert end.tick(20.0) == [Cut("P", ("r",), settled=True)]
-    assert end.cut_off(("r",), 20.0) == [Finish("r", False, "aborted")]
+    assert end.cut_off(Cut("P", ("r",), True), 20.0) == [Finish("r", False, "aborted")]
 
 
 def test_an_unreachable_answer_does_not_free_what_is_registered(end: Inbound) -> None:

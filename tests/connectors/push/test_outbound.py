@@ -191,13 +191,13 @@ def test_endless_write_holds_no_blocks(end: Outbound) -> None:
     assert end.awaits_writes
     assert end.tick(10.0) == [] and not end.awaits_writes
     assert end.busy  # decode is not told that no WRITE is in flight
-    assert told(end.written("s", 1, False, 1e6)) == [Gone("r", "withdrawn by decode")]
+    assert told(end.written("s", 1, False, 1e6)) == [Gone("r", "withdrawn by decode", 1)]
 
 
 def test_a_failed_write_fails_the_transfer_not_the_prefill(end: Outbound) -> None:
     end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
     end.posted("s", 1, 1.0)
-    assert told(end.written("s", 1, False, 2.0)) == [Gone("r", "a WRITE failed")]
+    assert told(end.written("s", 1, False, 2.0)) == [Gone("r", "a WRITE failed", 1)]
     assert end.finish("s", 3.0) == [Release("s")]
 
 
@@ -206,8 +206,8 @@ def test_failed_stream_answers_registration(end: Outbound, peer: str) -> None:
     """The first answer may have been lost with the link on which a WRITE failed."""
     end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
     end.posted("s", 1, 1.0)
-    assert told(end.written("s", 1, False, 2.0)) == [Gone("r", "a WRITE failed")]
-    assert told(end.register(ORDER, peer, 5.0)) == [Gone("r", "a WRITE failed")]
+    assert told(end.written("s", 1, False, 2.0)) == [Gone("r", "a WRITE failed", 1)]
+    assert told(end.register(ORDER, peer, 5.0)) == [Gone("r", "a WRITE failed", 1)]
     assert told(end.register(ORDER_OF_OTHER, "D2", 5.5)) == [Gone("r2", "a WRITE failed")]
 
 
@@ -239,7 +239,7 @@ def test_a_write_to_a_dead_engine_that_lasts_keeps_no_block_and_is_not_denied(en
     assert end.tick(900.0) == [] and not end.awaits_writes
     assert told(end.unregister(BACK, "D", 901.0)) == []
     end.connected("D", True, ("D",), 901.0)
-    assert told(end.written("s", 1, False, 902.0)) == [Gone("r", "decode engine D is dead")]
+    assert told(end.written("s", 1, False, 902.0)) == [Gone("r", "decode engine D is dead", 1)]
     assert not end.busy
 
 

@@ -56,7 +56,7 @@ class History:
             self.an_engine_dies: 0.1,
             self.prefill_is_stopped_for_long: 0.3,
             self.a_silent_link_heals: 0.7,
-            self.what_the_dead_have_sent_lands: 0.3,
+            self.what_was_on_its_way_lands: 1,
             self.prefill_is_preempted: 2,
             **dict.fromkeys(troubles, 0.7),
         }
@@ -184,7 +184,8 @@ class History:
         if self.world.silent:
             self.world.silent.remove(self.random.choice(sorted(self.world.silent)))
 
-    def what_the_dead_have_sent_lands(self) -> None:
+    def what_was_on_its_way_lands(self) -> None:
+        """What the dead have sent, and parts of WRITEs that failed."""
         if self.world.late:
             self.world.late.pop(self.random.randrange(len(self.world.late))).land()
 

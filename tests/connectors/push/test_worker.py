@@ -160,6 +160,54 @@ def test_blocks_that_vllm_cannot_pair_cost_their_own_request_only(unequal: Any) 
     assert [message for message in told if message.request == "r-other"] == [wire.Landed("r-other")] * 2
 
 
+def post_to_both(unequal: Any) -> None:
+    unequal.step(started=[Started("s", 2, 32)])
+    for agent in ("D/0", "D/1"):
+        unequal.hear(agent, order("s", 7, 8))
+    unequal.step(computed=[Computed("s", 0, 0, ((1, 2),), True)], finished=[Finished("s", True, True)])
+
+
+def test_writes_that_vllm_has_posted_count_when_its_plan_fails_at_a_later_rank(unequal: Any, monkeypatch: Any) -> None:
+    """Blocks of decode that the first one writes are freed at the answer to its registration."""
+    compute, calls = unequal._compute_desc_ids, []
+
+    def fails_at_the_second_rank(*args: Any, **named: Any) -> Any:
+        calls.append(args)
+        assert len(calls) <= 2, "block counts of the second rank"  # two calls for a rank
+        return compute(*args, **named)
+
+    monkeypatch.setattr(unequal, "_compute_desc_ids", fails_at_the_second_rank)
+    post_to_both(unequal)
+    assert list(unequal.nixl_wrapper.writes) == [1] and len(calls) == 3
+    assert unequal.nixl_wrapper.told() == [], "the first rank's WRITE is in flight"
+    unequal.end_writes()
+    assert {(type(it), it.failed_epoch) for it in unequal.nixl_wrapper.told()} == {(wire.Gone, 0)}
+    assert not unequal._writes and not unequal._sending_transfers
+    assert unequal.nixl_wrapper.removed == [], "the connection is whole"
+
+
+def test_a_write_that_could_not_be_posted_whole_counts_until_nixl_lets_it_go(unequal: Any, monkeypatch: Any) -> None:
+    """Parts of it may be in flight, so vLLM's plan does not release it."""
+    nixl = unequal.nixl_wrapper
+
+    def transfer(handle: int) -> str:
+        if handle == 2:
+            raise RuntimeError("NIXL_ERR_BACKEND")
+        return "PROC"
+
+    monkeypatch.setattr(nixl, "transfer", transfer)
+    unequal.hear("D/0", order("first", 3, 4))
+    unequal.handshakes = [None]
+    post_to_both(unequal)
+    assert list(nixl.writes) == [1, 2] and len(unequal._writes) == 2
+    nixl.told()
+    nixl.writes |= {1: "DONE", 2: "ERR"}
+    for _ in range(3):
+        unequal.turn()
+    assert not unequal._writes
+    assert {(type(it), it.failed_epoch > 0) for it in nixl.told() if it.request == "r-s"} == {(wire.Gone, True)}
+
+
 def test_vllms_own_completion_notice_ends_nothing(push: Any) -> None:
     """It comes even when the prefill worker gave its blocks back with the WRITE in flight."""
     worker = push.FakeWorker(0, 2)
@@ -220,7 +268,7 @@ def test_after_a_write_failed_on_a_cut_link_the_next_request_is_transferred(equa
     prefill(equal, "first", NEAR)
     assert nixl.removed == ["D/0"]
     equal.turn()
-    assert [type(message) for message in nixl.told()] == [wire.Gone]
+    assert {type(message) for message in nixl.told()} == {wire.Gone}
     prefill(equal, "second", NEAR)
     equal.end_writes()
     assert nixl.told() == [wire.Landed("r-second")]
@@ -430,6 +478,16 @@ def test_checksum_of_freed_blocks_is_ignored(push: Any, late: Any) -> None:
     worker.turn()
     assert worker._records.qsize() == 1  # of the failed receipt
     assert worker.get_transfer_results() == ended(failed="r-s")
+
+
+def test_a_checksum_that_raises_costs_no_other_request_its_end(equal: Any, late: Any) -> None:
+    known: list[int] = []
+    equal._check([[1]], lambda value: 1 // 0)
+    equal._check([[2]], known.append)
+    late.ready = True
+    equal.turn()
+    equal.turn()
+    assert known == [7] and not equal._checks
 
 
 def test_gpu_checksum_equals_cpu_checksum(push: Any, monkeypatch: Any) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from connectors.push.actions import Chunk, Ended
+from connectors.push.records import PushStream
 from connectors.push.states import Stream
-from connectors.push.stream import PushStream
 from connectors.push.wire import Endpoint, Register
 
 

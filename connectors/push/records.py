@@ -1,22 +1,23 @@
-"""One prefill request whose KV is pushed: what is known of it, and how much of it was shipped.
+"""What both ends know of a transfer: a request's state, how much of it was shipped, the connections that it uses.
 
-`outbound.py` moves it from state to state. Nothing is decided here.
+`outbound.py` and `inbound.py` move requests from state to state. Nothing is decided here.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from connectors.push.actions import Chunk, Ended
-from connectors.push.states import Stream
-from connectors.push.wire import Register
+from connectors.push.states import Inbox, Stream
+from connectors.push.wire import Endpoint, Register
 
 _RENEW_AFTER = 1 / 3  # of a registration's time
 _REMEMBERED = 2048
+_REMEMBERED_PEERS = 4096
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Links(dict[str, Link]):
 
 @dataclass
 class PushStream:
-    """Times are monotonic seconds."""
+    """A prefill request whose KV is pushed. Times are monotonic seconds."""
 
     key: str
     state: Stream
@@ -56,6 +57,8 @@ class PushStream:
     epoch: int = 0
     pending: deque[Chunk] = field(default_factory=deque)
     inflight: dict[Any, int] = field(default_factory=dict)  # handle -> epoch
+    posted_over: int = 0  # the connection of the last WRITE
+    failed_epoch: int = 0  # the connection on which a WRITE failed, of which parts may still land
     total_blocks: int = 0
     prompt_tokens: int = 0
     held: bool = False  # the scheduler waits for Release
@@ -127,7 +130,8 @@ class PushStream:
 
     def ended(self) -> EndedStream:
         """What is remembered of it."""
-        return EndedStream(self.state, self.why, self.order.receiver if self.order is not None else None)
+        receiver = self.order.receiver if self.order is not None else None
+        return EndedStream(self.state, self.why, receiver, self.failed_epoch)
 
     def account(self, ok: bool, now: float) -> Ended:
         """What the statistics record at its end."""
@@ -147,6 +151,7 @@ class EndedStream:
     state: Stream
     why: str
     receiver: tuple[str, str] | None = None  # of its registration
+    failed_epoch: int = 0
 
 
 class EndedStreams(OrderedDict[str, EndedStream]):
@@ -156,3 +161,54 @@ class EndedStreams(OrderedDict[str, EndedStream]):
         self[key] = ended
         while len(self) > _REMEMBERED:
             self.popitem(last=False)
+
+
+@dataclass
+class Waiting:
+    """A decode request whose blocks wait for KV. Times are monotonic seconds."""
+
+    order: Register
+    source: Endpoint
+    deadline: float
+    state: Inbox = Inbox.CONNECTING
+    silent: bool = False  # it holds no blocks here, so the scheduler is not told how it ends
+    why: str = ""
+    unanswered: set[str] = field(default_factory=set)  # peers that may still WRITE
+    failed: dict[str, int] = field(default_factory=dict)  # those that only failed WRITEs may come from -> connection
+    registered: Counter[str] = field(default_factory=Counter)  # registrations that were sent, by peer
+    refused: bool = False
+    resend_s: float = 0.5  # doubles with each repeat
+    resend_at: float = 0.0
+    settled_at: float = 0.0  # posted WRITEs have ended by then, unless the peer was stopped or the link was cut
+    give_up_at: float = 0.0  # without an answer by then, its peers are cut off
+
+    @property
+    def awaits_failed_only(self) -> bool:
+        """Nobody posts WRITEs for it any more, but parts of some that failed may land."""
+        return self.state is Inbox.WITHDRAWING and self.unanswered <= self.failed.keys()
+
+
+class PeerConnections:
+    """Numbers of connections from peers to this process, as peers count them; 0 where none is known."""
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[str, int] = OrderedDict()
+        self._cut: dict[str, int] = {}  # the last that is known to be cut
+
+    def __getitem__(self, peer: str) -> int:
+        return self._last.get(peer, 0)
+
+    def made(self, peer: str, epoch: int) -> None:
+        self._last[peer] = max(epoch, self._last.pop(peer, 0))
+        while len(self._last) > _REMEMBERED_PEERS:  # a forgotten peer answers the next registration with `Hello`
+            self._cut.pop(self._last.popitem(last=False)[0], None)
+
+    def of(self, peers: Iterable[str]) -> frozenset[tuple[str, int]]:
+        return frozenset((peer, self._last[peer]) for peer in peers if peer in self._last)
+
+    def were_cut(self, epochs: Iterable[tuple[str, int]]) -> None:
+        self._cut |= {peer: epoch for peer, epoch in epochs if peer in self._last}
+
+    def is_cut(self, peer: str, epoch: int) -> bool:
+        """Whether nothing that `peer` has sent over this connection and earlier ones can land any more."""
+        return epoch <= self._cut.get(peer, 0)
