@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackEncoder
@@ -25,7 +25,7 @@ from workers.vllm_engine.identity import identity_of
 from workers.vllm_engine.launch import build_config, start_client
 from workers.vllm_engine.plugin import PREFIX_STATS, TOKENS_LEFT_STATS
 from workers.vllm_engine.ranks import RankWatch
-from workers.vllm_engine.requests import RequestCodec
+from workers.vllm_engine.requests import RequestCodec, correct, why_refused
 from workers.vllm_engine.speed import measure_speed, warm_up
 
 _STOP_TIMEOUT_S = 5.0
@@ -280,8 +280,9 @@ class VllmEngine:
                     _take_plugin_stats(step, stats.kv_connector_stats or {})
                     step.load = self._account(stats)
                 for output in outputs.outputs:
-                    _count_transfer_as_computed(output.prefill_stats, self._cached_block_tokens)
-                    _drop_guessed_token(output)
+                    correct(output, self._cached_block_tokens)
+                    if output.finish_reason is FinishReason.ERROR and (why := why_refused(output)):
+                        step.refused[output.request_id] = why
                 self._steps.put_nowait(step)
         except EngineDeadError:
             self._died()
@@ -326,19 +327,3 @@ def _take_plugin_stats(step: EngineStep, connector_stats: dict[str, Any]) -> Non
     if (delta := connector_stats.pop(PREFIX_STATS, None)) is not None:
         step.prefix = msgspec.convert(delta, PrefixDelta)
     step.tokens_left = connector_stats.pop(TOKENS_LEFT_STATS, {})
-
-
-def _count_transfer_as_computed(stats: Any, block_tokens: int) -> None:
-    """vLLM counts KV that came from the prefill worker as cached. Report it to clients as computed and cached here. The
-    router, which also gets the prefill worker's counts, corrects this by the prefix hits there."""
-    if stats is not None and stats.num_external_cached_tokens:
-        stats.num_cached_tokens = stats.num_local_cached_tokens
-        if block_tokens:
-            whole_blocks = stats.num_prompt_tokens // block_tokens * block_tokens
-            stats.num_cache_creation_tokens = max(0, whole_blocks - stats.num_local_cached_tokens)
-
-
-def _drop_guessed_token(output: Any) -> None:
-    """Remove the token sampled after a prompt that was truncated for its prefill: it stands for one of the prompt."""
-    if (output.kv_transfer_params or {}).get("prompt_truncated"):
-        output.new_token_ids = []

@@ -1,4 +1,5 @@
-"""Turns a frontend's engine request into the one that this worker's engine runs: phase, KV parameters, continuation."""
+"""Turns a frontend's engine request into the one that this worker's engine runs: phase, KV parameters, continuation;
+and the engine's outputs into those that the frontend expects."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 import msgspec
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from orchestrator.types import KVSource
@@ -117,3 +118,29 @@ def _continue(core: EngineCoreRequest, tokens: list[int]) -> None:
         sampling.max_tokens -= len(tokens)
     sampling.min_tokens = max(0, sampling.min_tokens - len(tokens))
     sampling.prompt_logprobs = None
+
+
+# ---- outputs -------------------------------------------------------------------------------------------------------
+
+
+def correct(output: EngineCoreOutput, block_tokens: int) -> None:
+    """Change what vLLM says of a request with remote prefill. `block_tokens`: of a cached block; 0 without a cache.
+
+    vLLM counts KV that came from the prefill worker as cached. To clients it is computed, and cached here; the router,
+    which also gets the prefill worker's counts, corrects this by the prefix hits there. The token that was sampled
+    after a prompt that was truncated for its prefill stands for one of the prompt's.
+    """
+    stats = output.prefill_stats
+    if stats is not None and stats.num_external_cached_tokens:
+        stats.num_cached_tokens = stats.num_local_cached_tokens
+        if block_tokens:
+            whole_blocks = stats.num_prompt_tokens // block_tokens * block_tokens
+            stats.num_cache_creation_tokens = max(0, whole_blocks - stats.num_local_cached_tokens)
+    if (output.kv_transfer_params or {}).get("prompt_truncated"):
+        output.new_token_ids = []
+
+
+def why_refused(output: EngineCoreOutput) -> str:
+    """Why no engine can run this request; empty for other errors, and for every error of vLLM 0.32."""
+    error = getattr(output, "error", None)
+    return str(error.message) if error is not None and error.code == "validation_error" else ""
