@@ -134,10 +134,10 @@ def vllm_arguments(arguments: list[str]) -> dict[str, Any]:
     if not arguments:
         return {}
     # vLLM's own parser knows its hundreds of options, JSON values and dotted keys.
-    from workers.vllm_engine import arguments as vllm
+    from workers.vllm_engine.launch import parse_arguments
 
     try:
-        return vllm.parse(arguments)
+        return parse_arguments(arguments)
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error.argument_name or arguments[0]}: {error.message}") from None
 

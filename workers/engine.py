@@ -125,6 +125,7 @@ class EngineStep(msgspec.Struct):
     """One engine step: the outputs of its requests, the load after it, and its changes of the prefix cache.
 
     `tokens_left`: uncomputed prompt tokens by key, of requests whose prefill has begun and which have no output yet.
+    `refused`: by key, why the engine ended a request without running it: any other engine would end it, too.
     """
 
     outputs: list[Any]  # of EngineOutput
@@ -132,6 +133,7 @@ class EngineStep(msgspec.Struct):
     timestamp: float  # the engine's monotonic clock, seconds
     prefix: PrefixDelta | None = None
     tokens_left: dict[str, int] = {}
+    refused: dict[str, str] = {}
 
 
 class EngineDead(RuntimeError):

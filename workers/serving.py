@@ -212,6 +212,10 @@ class Serving:
                 self._load.prefilled(_computed_tokens(attempt, output))
             if attempt.phase is Phase.PREFILL:
                 self._prefills.output(attempt, output, step.timestamp)
+            elif (why := step.refused.get(attempt.key)) is not None:
+                self._attempts.remove(attempt)
+                refusal = Refusal(f"invalid: {why}", final=True)
+                self._frontends.reject(attempt.frontend_id, attempt.request_id, attempt.number, refusal)
             else:
                 decoded[attempt.frontend_id].append((attempt, output))
         for frontend_id, batch in decoded.items():

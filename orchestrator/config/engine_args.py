@@ -23,9 +23,10 @@ from orchestrator.config.settings import Config, ConfigError, PoolConfig
 from orchestrator.config.values import KEY_IS, is_key
 from orchestrator.types import Role
 
-# Where vLLM 0.32 defines the arguments, relative to its package, and the dataclasses that hold them.
+# Where vLLM defines the arguments, relative to its package, and the dataclasses that hold them.
 _ENGINE_FILE, _ENGINE_CLASSES = "engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")
-_SERVER_FILE = "entrypoints/launchers/cli_args.py"
+_SERVER_FILE = "entrypoints/common/cli_args.py"
+_SERVER_FILE_0_32 = "entrypoints/launchers/cli_args.py"
 _SERVER_CLASSES = ("BaseFrontendArgs", "FrontendArgs")
 _UNPICKLES = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 # The workers set these themselves.
@@ -155,9 +156,10 @@ def _engine_names() -> frozenset[str]:
 
 
 def _server_names() -> frozenset[str]:
-    fields = _names(_SERVER_FILE, _SERVER_CLASSES)
+    file = next((file for file in (_SERVER_FILE, _SERVER_FILE_0_32) if _names(file, _SERVER_CLASSES)), _SERVER_FILE)
+    fields = _names(file, _SERVER_CLASSES)
     # Some options have no field, so the options that the parsers spell out are known too.
-    return fields and fields | _names(_SERVER_FILE, ()) | _names(_ENGINE_FILE, ())
+    return fields and fields | _names(file, ()) | _names(_ENGINE_FILE, ())
 
 
 @functools.cache

@@ -161,6 +161,8 @@ class FleetCore:
     async def pause_scheduler_async(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
         await self._pause.begin(mode, clear_cache)
 
+    pause_generation_async = pause_scheduler_async  # from vLLM 0.33
+
     async def resume_scheduler_async(self) -> None:
         await self._pause.end()
 

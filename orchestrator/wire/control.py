@@ -74,6 +74,8 @@ REFUSED: dict[str, str] = {
     "execute_dummy_batch": _ONE_ENGINE,
     "prepare_elastic_ep": "scale the fleet with `orchestrator scale`",
     "commit_elastic_ep": "scale the fleet with `orchestrator scale`",
+    "abort_external_elastic_ep": "scale the fleet with `orchestrator scale`",
+    "get_external_elastic_ep_status": "scale the fleet with `orchestrator scale`",
     "handle_fault": "the fleet replaces workers that fail",
     "get_status": "`/fleet` shows the workers",
 }

@@ -18,6 +18,7 @@ from orchestrator.store.registry import Frontend, IncompatibleWorker, Registry
 from orchestrator.types import Departed, Role, WorkerInfo
 from orchestrator.wire.curve import KeyPair, use_as_client
 from orchestrator.wire.messages import Abort, Call, Claimed, Hello, Prefilled, Rejected, Submit
+from workers.engine import EngineStep
 from workers.peers import IdInUse
 
 PROMPT = list(range(100, 400))
@@ -62,6 +63,27 @@ async def test_refuses_what_it_cannot_decode_or_run(workers: Workers) -> None:
     assert garbage.got(Rejected).why.startswith("invalid: not an engine request")
     assert long.got(Rejected).why.startswith("invalid: the prompt has 40000 tokens, the longest sequence is 32768")
     assert long.got(Rejected).final
+    await workers.assert_no_leaks()
+
+
+async def test_what_the_engine_itself_refuses_goes_to_no_other_worker(workers: Workers) -> None:
+    worker = await workers.start(Role.DECODE)
+    frontend = await workers.frontend(worker)
+    engine, bad = worker.engine, frontend.new(PROMPT)
+    next_step = engine.next_step
+
+    async def refuse() -> EngineStep:
+        step = await next_step()
+        step.refused = {o.request_id: "no such grammar" for o in step.outputs if o.request_id.startswith(bad.id)}
+        return step
+
+    engine.next_step = refuse
+    good = frontend.new(PROMPT)
+    for request in (bad, good):
+        frontend.submit_to(worker.id, request)
+    await frontend.finished(good)
+    rejected = await until(lambda: bad.got(Rejected))
+    assert rejected.final and rejected.why == "invalid: no such grammar" and bad.finish is None
     await workers.assert_no_leaks()
 
 

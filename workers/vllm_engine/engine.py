@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackEncoder
@@ -32,12 +32,7 @@ from workers.engine import (
     link_rate,
 )
 from workers.vllm_engine.codec.adapters import Adapters
-from workers.vllm_engine.codec.outputs import (
-    count_transfer_as_computed,
-    drop_guessed_token,
-    kv_counters,
-    take_plugin_stats,
-)
+from workers.vllm_engine.codec.outputs import correct, kv_counters, take_plugin_stats, why_refused
 from workers.vllm_engine.codec.requests import RequestCodec
 from workers.vllm_engine.identity import identity_of
 from workers.vllm_engine.launch import build_config, start_client
@@ -315,8 +310,9 @@ class VllmEngine:
                     take_plugin_stats(step, stats.kv_connector_stats or {})
                     step.load = self._account(stats)
                 for output in outputs.outputs:
-                    count_transfer_as_computed(output.prefill_stats, self._cached_block_tokens)
-                    drop_guessed_token(output)
+                    correct(output, self._cached_block_tokens)
+                    if output.finish_reason is FinishReason.ERROR and (why := why_refused(output)):
+                        step.refused[output.request_id] = why
                 self._steps.put_nowait(step)
         except EngineDeadError:
             self._died()

@@ -1,4 +1,4 @@
-"""Builds vLLM's configuration for a worker, and starts its engine process.
+"""Parses vLLM's arguments, builds its configuration for a worker, and starts its engine process.
 
 On CPU an engine's processes are forked, so that none of them loads vLLM anew, and an engine of one rank computes in one
 process (11 s to ready instead of 29 s on two cores). On accelerators vLLM's own choices hold.
@@ -6,6 +6,7 @@ process (11 s to ready instead of 29 s on two cores). On accelerators vLLM's own
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import dataclasses
 import functools
@@ -16,13 +17,14 @@ import threading
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -39,6 +41,24 @@ _environment = threading.Lock()
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"  # the cores of each rank's threads; "nobind": whichever the process may use
 _THREADS = "OMP_NUM_THREADS"
 _KV_SECRET = "PD_KV_SECRET_KEY"  # read by connectors/handshake.py in the engine's processes
+
+
+class _Parser(FlexibleArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise argparse.ArgumentError(None, message)
+
+
+def parse_arguments(arguments: list[str]) -> dict[str, Any]:
+    """vLLM's engine arguments, by its own parser: the AsyncEngineArgs fields that were given, by name. Raises
+    argparse.ArgumentError."""
+    parser = AsyncEngineArgs.add_cli_args(_Parser(add_help=False))
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    given = vars(parser.parse_args(arguments))
+    for name in given:
+        if name not in AsyncEngineArgs.__dataclass_fields__:
+            raise argparse.ArgumentError(None, f"{name} is not an engine argument")
+    return given
 
 
 def build_config(

@@ -21,6 +21,11 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+try:
+    from vllm.utils.watch_dog import get_watch_dog
+except ImportError:  # vLLM 0.32
+    get_watch_dog = None
+
 from orchestrator.process.parent import PARENT, die_with_parent
 from workers.engine import PrefixChanges
 from workers.vllm_engine.patches import patch_cpu_engines, share_gloo_device
@@ -153,6 +158,8 @@ def _process_engine_step(engine: Any) -> bool:
     vLLM's loop runs about a thousand times a second while requests wait for remote KV. A message for each turn would
     cost the agent more than its work, and the turns slow the worker on the next core by a tenth.
     """
+    if get_watch_dog is not None:
+        get_watch_dog().feed()
     wake_event = _wake_event(engine)
     if wake_event is not None:
         if wake_event.is_set():

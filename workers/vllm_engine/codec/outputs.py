@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from vllm.v1.engine import EngineCoreOutput
 
 from orchestrator.types import KVCounters
 from workers.engine import EngineStep, PrefixDelta
@@ -32,17 +33,24 @@ def kv_counters(totals: Mapping[str, Any], link_bytes_per_s: float) -> KVCounter
     )
 
 
-def count_transfer_as_computed(stats: Any, block_tokens: int) -> None:
-    """vLLM counts KV that came from the prefill worker as cached. Report it to clients as computed and cached here. The
-    router, which also gets the prefill worker's counts, corrects this by the prefix hits there."""
+def correct(output: EngineCoreOutput, block_tokens: int) -> None:
+    """Change what vLLM says of a request with remote prefill. `block_tokens`: of a cached block; 0 without a cache.
+
+    vLLM counts KV that came from the prefill worker as cached. To clients it is computed, and cached here; the router,
+    which also gets the prefill worker's counts, corrects this by the prefix hits there. The token that was sampled
+    after a prompt that was truncated for its prefill stands for one of the prompt's.
+    """
+    stats = output.prefill_stats
     if stats is not None and stats.num_external_cached_tokens:
         stats.num_cached_tokens = stats.num_local_cached_tokens
         if block_tokens:
             whole_blocks = stats.num_prompt_tokens // block_tokens * block_tokens
             stats.num_cache_creation_tokens = max(0, whole_blocks - stats.num_local_cached_tokens)
-
-
-def drop_guessed_token(output: Any) -> None:
-    """Remove the token sampled after a prompt that was truncated for its prefill: it stands for one of the prompt."""
     if (output.kv_transfer_params or {}).get("prompt_truncated"):
         output.new_token_ids = []
+
+
+def why_refused(output: EngineCoreOutput) -> str:
+    """Why no engine can run this request; empty for other errors, and for every error of vLLM 0.32."""
+    error = getattr(output, "error", None)
+    return str(error.message) if error is not None and error.code == "validation_error" else ""
