@@ -173,22 +173,19 @@ async def build_server_app(
     streaming.watch(app, args)
     route.install(app, args)
     registry = get_prometheus_registry()
-    registry.register(
-        FleetCollector(connection.fleet.workers.values, lambda: connection.queue.depth, lambda: connection.desired)
-    )
+    depth, desired = lambda: connection.queue.depth, lambda: connection.desired
+    registry.register(FleetCollector(connection.fleet.workers.values, depth, desired))
     ours = fleet_routes(
         config.name_served,
         connection.fleet,
-        lambda: connection.queue.depth,
-        lambda: connection.desired,
+        depth,
+        desired,
         connection.rollout,
         registry,
         connection.router.learning.predictor,
     )
-    routes = [
-        *ours.routes,
-        *stream_routes(connection.history, connection.router.recent, lambda: _is_stopping(app)).routes,
-    ]
+    streams = stream_routes(connection.history, connection.router.recent, lambda: _is_stopping(app))
+    routes = [*ours.routes, *streams.routes]
     if config.frontend.dashboard:
         routes += [*page_routes().routes, *operator_routes(connection.steering).routes]
     app.router.routes[:0] = routes  # before vLLM's own /metrics, which has nothing about the fleet

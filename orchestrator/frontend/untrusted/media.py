@@ -49,12 +49,14 @@ class PublicMedia(MediaConnector):
         *,
         allowed_local_media_path: str = "",
         allowed_media_domains: list[str] | None = None,
+        **budgets: Any,  # of one request, from vLLM 0.33
     ) -> None:
         super().__init__(
             media_io_kwargs,
             _connection(frozenset(allowed_media_domains or ())),
             allowed_local_media_path=allowed_local_media_path,
             allowed_media_domains=allowed_media_domains,
+            **budgets,
         )
 
 
