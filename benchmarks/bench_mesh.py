@@ -42,7 +42,7 @@ async def measure(encrypted: bool, messages: int, size: int) -> tuple[float, flo
                 await frontend.receive()
 
         receiving = asyncio.create_task(receive())
-        message, payload = Outputs("w", [1] * 8, 1.0), [bytes(size)]
+        message, payload = Outputs([1] * 8, 1.0), [bytes(size)]
         for number in range(messages):
             assert worker.send("f", message, payload)
             if number % BURST == 0:

@@ -27,6 +27,7 @@ from orchestrator.types import (
     Role,
 )
 from orchestrator.wire.messages import Claimed, MessageError, Outputs, Submit
+from orchestrator.wire.sockets import Sent
 
 
 def counted(name: str, **labels: str) -> float:
@@ -96,12 +97,13 @@ class FakeTransport:
     def __init__(self):
         self.sent = []
         self.unreachable = set()
+        self.refuses = {}  # worker id -> what becomes of messages to it
 
     def send(self, worker_id, message, payload=()):
-        if worker_id in self.unreachable:
-            return False
-        self.sent.append((worker_id, message))
-        return True
+        refused = Sent.UNREACHABLE if worker_id in self.unreachable else self.refuses.get(worker_id)
+        if refused is None:
+            self.sent.append((worker_id, message))
+        return Sent.YES if refused is None else refused
 
     def of(self, kind):
         return [(worker_id, message) for worker_id, message in self.sent if isinstance(message, kind)]
@@ -159,11 +161,11 @@ class Bench:
 
     def claim(self, request_id, attempt=1, worker="p0"):
         source = KVSource(KVEndpoint(f"{worker}-engine", "127.0.0.1", 1), f"{request_id}#{attempt}")
-        self.say(worker, Claimed(request_id, attempt, worker, source, 0.01))
+        self.say(worker, Claimed(request_id, attempt, source, 0.01))
 
     def tokens(self, worker_id, request_id, tokens, attempt=1, finish=None):
         payload = msgspec.msgpack.encode([[request_id, tokens, finish]])
-        self.say(worker_id, Outputs(worker_id, [attempt], 0.0), [payload])
+        self.say(worker_id, Outputs([attempt], 0.0), [payload])
 
     def received(self):
         got = []

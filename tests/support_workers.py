@@ -78,6 +78,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     events: list[Any] = field(default_factory=list)  # every message about it but outputs
+    claimed_by: list[str] = field(default_factory=list)  # who sent each `Claimed`
 
     def got(self, kind: type) -> Any:
         return next((event for event in self.events if isinstance(event, kind)), None)
@@ -133,7 +134,7 @@ class Frontend:
         while True:
             worker_id, message, payload = await self.transport.receive()
             if isinstance(message, Welcome):
-                self.welcomed.add(message.worker_id)
+                self.welcomed.add(worker_id)
                 self.welcomes += 1
             elif isinstance(message, Disconnected):
                 self.disconnected.append(worker_id)
@@ -146,7 +147,7 @@ class Frontend:
             elif isinstance(message, EngineCrashed):
                 self.crashes.append(message)
             else:
-                self._take_event(message)
+                self._take_event(worker_id, message)
 
     def _take_outputs(self, message: Outputs, payload: list[bytes]) -> None:
         decoded = self.codec.decode_outputs(payload)
@@ -158,11 +159,13 @@ class Frontend:
             request.tokens += output.new_token_ids
             request.finish = output.finish_reason
 
-    def _take_event(self, message: Claimed | Prefilled | PrefillFailed | Rejected) -> None:
+    def _take_event(self, worker_id: str, message: Claimed | Prefilled | PrefillFailed | Rejected) -> None:
         request = self.requests.get(message.request_id)
         if request is None or request.attempt != message.attempt:
             return
         request.events.append(message)
+        if isinstance(message, Claimed):
+            request.claimed_by.append(worker_id)
         if isinstance(message, Claimed) and self.decode is not None and not request.decode:
             request.decode = self.decode
             self.submit_to(self.decode, request, message.kv_source)

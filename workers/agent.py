@@ -100,7 +100,7 @@ class Agent:
 
     def _build(self, info: WorkerInfo) -> None:
         """Make the parts of the worker, in the order of their dependencies."""
-        self._frontends = Frontends(info.id, self._transport.send)
+        self._frontends = Frontends(self._transport.send)
         timeout_s = self._config.workers.timeout_s
         self._peers = Peers(
             info.id, self._registry, self._attempts, timeout_s, lambda: self.life.claims, self._peer_died

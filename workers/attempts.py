@@ -155,10 +155,11 @@ class Attempts:
         ended = self._pushing.get(attempt.request_id)
         return ended is not None and ended.key == attempt.key
 
-    def end_pushing(self, request_id: str, number: int) -> list[str]:
-        """Forget this attempt's prefill, or an older one's, and return its engine key for an abort."""
+    def end_pushing(self, frontend_id: str, request_id: str, number: int) -> list[str]:
+        """Forget the prefill of this attempt of a frontend's request, or of an older one, and return its engine key for
+        an abort."""
         attempt = self._pushing.get(request_id)
-        if attempt is None or attempt.number > number:
+        if attempt is None or attempt.number > number or attempt.frontend_id != frontend_id:
             return []
         del self._pushing[request_id]
         return [attempt.key]
@@ -166,4 +167,4 @@ class Attempts:
     def end_pushing_to(self, frontend_id: str) -> list[str]:
         """The same for all requests of one frontend."""
         ended = [attempt for attempt in self._pushing.values() if attempt.frontend_id == frontend_id]
-        return [key for attempt in ended for key in self.end_pushing(attempt.request_id, attempt.number)]
+        return [key for attempt in ended for key in self.end_pushing(frontend_id, attempt.request_id, attempt.number)]

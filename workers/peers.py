@@ -20,6 +20,7 @@ from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry
 from orchestrator.types import Departed, WorkerInfo
 from orchestrator.wire.messages import PROTOCOL_VERSION, Hello, Rejected, ToFrontend, Welcome
+from orchestrator.wire.sockets import Sent
 from workers.attempts import Attempts
 from workers.engine import Refusal
 
@@ -55,27 +56,27 @@ class Frontends:
     connection was made again (`fleet/membership.py`).
     """
 
-    def __init__(self, worker_id: str, send: Callable[[str, ToFrontend, Sequence[bytes]], bool]) -> None:
-        """`send` never waits. It returns False if the frontend is not connected."""
-        self._worker_id, self._send = worker_id, send
+    def __init__(self, send: Callable[[str, ToFrontend, Sequence[bytes]], Sent]) -> None:
+        """`send` never waits."""
+        self._send = send
         self._greetings: dict[str, set[asyncio.Event]] = {}  # of those who wait for one
         self._reached: set[str] = set()  # their last message was sent; since the last call of `gone`
         self._unreachable_since: dict[str, float] = {}
 
-    def send(self, frontend_id: str, message: ToFrontend, payload: Sequence[bytes] = ()) -> bool:
-        """Send a message. False if the frontend is not connected."""
+    def send(self, frontend_id: str, message: ToFrontend, payload: Sequence[bytes] = ()) -> Sent:
         sent = self._send(frontend_id, message, payload)
-        (self._reached.add if sent else self._reached.discard)(frontend_id)
+        there = sent in (Sent.YES, Sent.TOO_LARGE)
+        (self._reached.add if there else self._reached.discard)(frontend_id)
         return sent
 
     def reachable(self, frontend_id: str) -> bool:
-        return self.send(frontend_id, Welcome(self._worker_id))
+        return bool(self.send(frontend_id, Welcome()))
 
     def reject(self, frontend_id: str, request_id: str, number: int, refusal: Refusal) -> None:
         """Give an attempt back to its frontend."""
         level = logging.DEBUG if refusal.why == "draining" else logging.WARNING
         log.log(level, "rejected %s#%d: %s", request_id, number, refusal.why)
-        rejected = Rejected(request_id, number, self._worker_id, refusal.why, refusal.final, refusal.leaving)
+        rejected = Rejected(request_id, number, refusal.why, refusal.final, refusal.leaving)
         self.send(frontend_id, rejected)
 
     def on_hello(self, frontend_id: str, hello: Hello) -> None:
@@ -88,7 +89,7 @@ class Frontends:
                 PROTOCOL_VERSION,
             )
             return
-        self.send(frontend_id, Welcome(self._worker_id))
+        self.send(frontend_id, Welcome())
         self._unreachable_since.pop(frontend_id, None)
         for event in self._greetings.get(frontend_id, ()):
             event.set()

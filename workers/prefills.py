@@ -116,8 +116,8 @@ class Prefills:
 
     def _tell_claimed(self, attempt: Attempt, queued_s: float) -> bool:
         source = KVSource(self._endpoint, attempt.key)
-        claimed = Claimed(attempt.request_id, attempt.number, self._worker_id, source, queued_s, self._generation)
-        return self._frontends.send(attempt.frontend_id, claimed)
+        claimed = Claimed(attempt.request_id, attempt.number, source, queued_s, self._generation)
+        return bool(self._frontends.send(attempt.frontend_id, claimed))
 
     # ---- end ---------------------------------------------------------------------------------------------------
 
@@ -140,7 +140,6 @@ class Prefills:
         prefilled = Prefilled(
             attempt.request_id,
             attempt.number,
-            self._worker_id,
             prefill_s=now - attempt.since,
             cached_tokens=stats.num_cached_tokens if stats is not None else 0,
             created_cache_tokens=stats.num_cache_creation_tokens if stats is not None else 0,
@@ -152,13 +151,13 @@ class Prefills:
 
     def _tell_failed(self, attempt: Attempt, why: str) -> None:
         log.warning("prefill of %s failed: %s", attempt.key, why)
-        failed = PrefillFailed(attempt.request_id, attempt.number, self._worker_id, why)
+        failed = PrefillFailed(attempt.request_id, attempt.number, why)
         self._frontends.send(attempt.frontend_id, failed)
 
     def give_job_up(self, request_id: str, number: int, frontend_id: str) -> None:
         """Tell the frontend of a job that the sweep gave up, whichever worker had claimed it."""
         log.error("prefill job %s failed: its claims died too often", request_id)
-        failed = PrefillFailed(request_id, number, self._worker_id, "its claims died too often")
+        failed = PrefillFailed(request_id, number, "its claims died too often")
         self._frontends.send(frontend_id, failed)
 
     def aborted(self, attempt: Attempt) -> None:

@@ -272,7 +272,7 @@ class PrefixReporter:
         self,
         worker_id: str,
         publish: Callable[[PrefixEvents], None],
-        send: Callable[[str, PrefixSnapshot], bool],
+        send: Callable[[str, PrefixSnapshot], object],
         load: LoadReporter,
     ) -> None:
         self._worker_id, self._publish, self._send, self._load = worker_id, publish, send, load
@@ -309,7 +309,7 @@ class PrefixReporter:
         keys = list(self._keys)
         for start in range(0, len(keys) or 1, SNAPSHOT_KEYS):
             end = start + SNAPSHOT_KEYS
-            part = PrefixSnapshot(self._worker_id, self._sequence, keys[start:end], more=end < len(keys))
+            part = PrefixSnapshot(self._sequence, keys[start:end], more=end < len(keys))
             if not self._send(frontend_id, part):
                 return
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from orchestrator.types import PauseState, WorkerInfo, engine_key
 from orchestrator.wire.control import METHODS
+from orchestrator.wire.framing import MAX_MESSAGE_BYTES
 from orchestrator.wire.messages import (
     Abort,
     Call,
@@ -26,6 +27,7 @@ from orchestrator.wire.messages import (
     Submit,
     ToWorker,
 )
+from orchestrator.wire.sockets import Sent
 from workers.attempts import Attempt, Attempts
 from workers.engine import Engine, EngineOutput, EngineRequest, EngineStep, Phase, Refusal, submit
 from workers.peers import IDLE_FRONTENDS_CHECK_S, Frontends
@@ -54,7 +56,7 @@ class Serving:
     ) -> None:
         """`refusal`: why no submission is taken now, or None. `source(engine_id)`: called when that engine will push KV
         to this one."""
-        self._worker_id, self._engine_id = info.id, info.kv.engine_id
+        self._engine_id = info.kv.engine_id
         self._engine, self._frontends, self._attempts, self._prefills = engine, frontends, attempts, prefills
         self._load, self._prefix, self._refusal, self._source = load, prefix, refusal, source
         self._idle_checked_at = 0.0  # when frontends without requests here were last checked
@@ -68,7 +70,7 @@ class Serving:
         if isinstance(message, Submit):
             await self._submit(frontend_id, message, payload)
         elif isinstance(message, Abort):
-            await self._abort(message)
+            await self._abort(frontend_id, message)
         elif isinstance(message, Hello):
             self._frontends.on_hello(frontend_id, message)
             self._load.dirty.set()  # a report soon: a new frontend has none yet
@@ -130,12 +132,12 @@ class Serving:
             self._attempts.remove(attempt)
         return refusal
 
-    async def _abort(self, message: Abort) -> None:
+    async def _abort(self, frontend_id: str, message: Abort) -> None:
         for phase in Phase:
             attempt = self._attempts.find(phase, message.request_id)
-            if attempt is not None and attempt.number <= message.attempt:
+            if attempt is not None and attempt.number <= message.attempt and attempt.frontend_id == frontend_id:
                 await self._drop([attempt])
-        await self._end_pushing(self._attempts.end_pushing(message.request_id, message.attempt))
+        await self._end_pushing(self._attempts.end_pushing(frontend_id, message.request_id, message.attempt))
 
     async def _end_pushing(self, keys: list[str]) -> None:
         if keys:
@@ -162,15 +164,15 @@ class Serving:
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 result = await self._carry_out(call)
-            reply = CallReply(call.call_id, self._worker_id, result=result)
-            self._frontends.send(frontend_id, reply)
+            if self._frontends.send(frontend_id, CallReply(call.call_id, result=result)) is Sent.TOO_LARGE:
+                raise ValueError("its answer is larger than a message may be")
             if call.method == "reset_prefix_cache" and result:
                 self._prefix.cleared()
         except Exception as error:  # every error of the engine goes to the caller
             why = "no answer in time" if isinstance(error, TimeoutError) else f"{error or type(error).__name__}"
             if call.method == "set_pause":
                 log.error("could not follow the fleet's pause: %s", why)  # the caller may have left
-            failed = CallReply(call.call_id, self._worker_id, error=f"{call.method}: {why}")
+            failed = CallReply(call.call_id, error=f"{call.method}: {why}")
             self._frontends.send(frontend_id, failed)
 
     async def _carry_out(self, call: Call) -> Any:
@@ -227,9 +229,12 @@ class Serving:
     async def _deliver_to(self, frontend_id: str, batch: list[tuple[Attempt, EngineOutput]], timestamp: float) -> None:
         for attempt, output in batch:
             output.request_id = attempt.request_id
-        message = Outputs(self._worker_id, [attempt.number for attempt, _ in batch], time.monotonic())
+        message = Outputs([attempt.number for attempt, _ in batch], time.monotonic())
         payload = self._engine.encode_outputs([output for _, output in batch], timestamp)
         sent = self._frontends.send(frontend_id, message, payload)
+        if sent is Sent.TOO_LARGE:
+            await self._deliver_large(frontend_id, batch, timestamp)
+            return
         unfinished = []
         for attempt, output in batch:
             if output.finish_reason is not None:
@@ -241,13 +246,27 @@ class Serving:
             log.warning("frontend %s is not connected: gave up %d of its requests", frontend_id, len(unfinished))
             await self._drop(unfinished)
 
+    async def _deliver_large(
+        self, frontend_id: str, batch: list[tuple[Attempt, EngineOutput]], timestamp: float
+    ) -> None:
+        """Outputs that are too large for one message: each goes by itself. One that is too large alone, such as all
+        log-probabilities of a long prompt, is its own request's failure."""
+        if len(batch) > 1:
+            for one in batch:
+                await self._deliver_to(frontend_id, [one], timestamp)
+            return
+        ((attempt, _),) = batch
+        await self._drop([attempt])
+        refusal = Refusal(f"its answer is larger than {MAX_MESSAGE_BYTES} bytes: ask for fewer log-probabilities", True)
+        self._frontends.reject(frontend_id, attempt.request_id, attempt.number, refusal)
+
     def engine_crashed(self, why: str) -> None:
         """Tell every frontend with requests here, since one of these requests may be the cause."""
         tried = self._attempts.on_trial()
         suspect = tried[0].request_id if len(tried) == 1 and tried[0].suspect else None
         for frontend_id in self._attempts.frontends():
             others = self._attempts.others_without_output(frontend_id)
-            self._frontends.send(frontend_id, EngineCrashed(self._worker_id, why, others, suspect))
+            self._frontends.send(frontend_id, EngineCrashed(why, others, suspect))
 
     # ---- frontends that vanish ---------------------------------------------------------------------------------
 

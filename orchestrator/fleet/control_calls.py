@@ -11,6 +11,7 @@ from typing import Any
 from orchestrator.fleet.view import Fleet
 from orchestrator.wire.control import METHODS, CallTarget
 from orchestrator.wire.messages import Call, CallReply
+from orchestrator.wire.sockets import Sent
 from orchestrator.wire.transport import FrontendTransport
 
 log = logging.getLogger("pd.frontend")
@@ -78,8 +79,9 @@ class ControlCalls:
         waiting: dict[str, asyncio.Future[Any]] = {}
         for worker_id in workers:
             waiting[worker_id] = self._waiting[call_id, worker_id] = loop.create_future()
-            if not self._transport.send(worker_id, Call(call_id, method, args, kwargs)):
-                waiting[worker_id].set_exception(WorkerLost("it is not connected"))
+            if not (sent := self._transport.send(worker_id, Call(call_id, method, args, kwargs))):
+                lost = WorkerLost if sent is Sent.UNREACHABLE else CallFailed
+                waiting[worker_id].set_exception(lost(sent.value))
         try:
             _, silent = await asyncio.wait(waiting.values(), timeout=timeout_s)
         finally:

@@ -32,7 +32,7 @@ class _Awaited:
 class PrefixView:
     """Times are this frontend's monotonic clock, seconds."""
 
-    def __init__(self, send: Callable[[str, PrefixResync], bool], enabled: bool = True) -> None:
+    def __init__(self, send: Callable[[str, PrefixResync], object], enabled: bool = True) -> None:
         """`send(worker_id, message)` returns False if that worker is not connected."""
         self.index = PrefixIndex()
         self._send, self._enabled = send, enabled
@@ -64,10 +64,9 @@ class PrefixView:
             self._ask(events.worker_id, now)
         metrics.prefix_index_blocks.set(len(self.index))
 
-    def take_snapshot(self, snapshot: PrefixSnapshot, now: float) -> None:
-        """Apply a part of a snapshot. The first part replaces the worker's keys, the others add to them. After the last
+    def take_snapshot(self, worker_id: str, snapshot: PrefixSnapshot, now: float) -> None:
+        """Apply a part of a worker's snapshot. The first part replaces its keys, the others add to them. After the last
         part the events that were published meanwhile are applied."""
-        worker_id = snapshot.worker_id
         awaited = self._awaited.get(worker_id)
         if awaited is None:
             return  # answered twice, or the worker is gone

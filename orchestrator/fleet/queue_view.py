@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from orchestrator.store.client import RedisAway
-from orchestrator.store.queue import PrefillQueue, QueueFull
+from orchestrator.store.queue import JobTooLarge, PrefillQueue, QueueFull
 from orchestrator.types import JobState, PrefillJob, QueueDepth
 
 log = logging.getLogger("pd.queue")
@@ -46,6 +46,8 @@ class QueueView:
             await self._queue.enqueue(job)
         except QueueFull:
             return "queue_full"
+        except JobTooLarge:
+            return "job_too_large"
         except RedisAway as error:
             self._note_away(error)
             return "queue_unavailable"

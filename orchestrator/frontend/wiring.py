@@ -190,7 +190,7 @@ class FleetConnection:
             elif isinstance(message, CallReply):
                 self.calls.on_reply(worker_id, message)
             elif isinstance(message, PrefixSnapshot):
-                self.prefixes.take_snapshot(message, time.monotonic())
+                self.prefixes.take_snapshot(worker_id, message, time.monotonic())
             else:
                 try:
                     self.router.handle(worker_id, message, payload, time.monotonic())

@@ -43,7 +43,7 @@ class Answers:
             batch = self._codec.decode_outputs(payload, said.sent_at, now)
         except MessageError as error:
             metrics.dropped.labels("corrupt").inc()
-            log.error("worker %s sent a first token that cannot be read: %s", said.worker_id, error)
+            log.error("worker %s sent a first token that cannot be read: %s", active.prefill_worker, error)
             return None
         (output,) = batch.outputs
         if output.finish_reason != FinishReason.LENGTH or not output.new_token_ids:

@@ -6,6 +6,7 @@ nothing and changes no request.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping
 
@@ -39,6 +40,7 @@ class Decider:
         self._routing, self._slo = config.routing, config.slo
         self._fleet, self._queue, self._prefixes = fleet, queue, prefixes
         self._policies, self._predictor = Policies(config, choose, learning.predictor), learning.predictor
+        self._decoded_until = -math.inf  # monotonic; a decode worker was ready so lately that another will be soon
 
     def fleet_rejection(self) -> Reject | None:
         """Why no request at all can be taken now; None if one can."""
@@ -46,10 +48,18 @@ class Decider:
             self._fleet.candidates().decode, self._prefill_pool(), self._routing, self._predictor, self._slo
         )
 
+    def look(self, now: float) -> None:
+        """Note whether a decode worker is ready. Call it several times in `routing.placement_timeout_s`. `now`:
+        monotonic seconds."""
+        if self._fleet.ready(Role.DECODE):
+            self._decoded_until = now + self._routing.placement_timeout_s
+
     def is_temporary(self, rejected: Reject) -> bool:
-        """Whether the rejection will pass by itself: the launcher gives a live worker the decode role."""
+        """Whether the rejection will pass by itself: the launcher gives a live worker the decode role, or starts those
+        again that were ready a moment ago."""
         able = (view.info.can_be(Role.DECODE) for view in self._fleet.workers.values())
-        return rejected.reason == "no_decode_worker" and any(able)
+        soon = time.monotonic() < self._decoded_until or any(able)
+        return rejected.reason == "no_decode_worker" and soon
 
     def decide(self, active: ActiveRequest) -> Placed | Reject:
         """Where this attempt goes. A retry is never refused for its predicted latency: it was accepted once."""

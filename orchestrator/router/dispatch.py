@@ -17,6 +17,7 @@ from orchestrator.router.request import ActiveRequest, State, Submitted
 from orchestrator.telemetry import metrics
 from orchestrator.types import PrefillJob
 from orchestrator.wire.messages import Abort, Submit
+from orchestrator.wire.sockets import Sent
 from orchestrator.wire.transport import FrontendTransport
 
 
@@ -30,8 +31,8 @@ class Dispatch:
         return await self._queue.enqueue(job)
 
     def send(self, active: ActiveRequest, worker_id: str, to: State) -> bool:
-        """Submit the request to a decode worker, and move it to state `to`. False if the worker cannot be reached; the
-        request then avoids that worker."""
+        """Submit the request to a decode worker, and move it to state `to`. False if it could not be sent; the request
+        then avoids that worker."""
         view, parsed = self._fleet.workers[worker_id], active.parsed
         source = active.prefill.source if active.prefill is not None else None
         there = view.candidate
@@ -52,10 +53,12 @@ class Dispatch:
             suspect=active.suspect,
             behind_s=delay_s - (now - active.accepted_at),
         )
-        if not self._transport.send(worker_id, submit, parsed.frames):
+        sent = self._transport.send(worker_id, submit, parsed.frames)
+        if not sent:
             active.avoid_worker(worker_id)
             view.note_unsent()
-            view.connected = False
+            if sent is Sent.UNREACHABLE:  # else this request alone cannot be sent there, or not now
+                view.connected = False
             return False
         active.move(to)
         active.decode = Submitted(

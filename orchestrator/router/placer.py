@@ -9,7 +9,7 @@ import asyncio
 import time
 
 from orchestrator.fleet.prefixes import PrefixView
-from orchestrator.policy.placement import Reject
+from orchestrator.policy.placement import RETRY_AFTER_S, Reject
 from orchestrator.router.decider import Decider
 from orchestrator.router.dispatch import Dispatch
 from orchestrator.router.request import ActiveRequest, Placed, State
@@ -26,18 +26,22 @@ class Placer:
 
     async def place(self, active: ActiveRequest, wait_for_room: bool = False) -> Reject | None:
         """Returns why it could not be placed; None once it is not PLACING any more, for whatever reason."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = active.moved_at + self._timeout_s
         self._prefixes.index.expected.settled(active.id)  # an attempt before this one computes nothing any more
         while active.state is State.PLACING:
             placed = self._decider.decide(active)
             if isinstance(placed, Placed):
                 active.placed = placed
+                others_failed = placed.worker_id in active.avoid  # chosen because no other worker is left
                 if await self._carry_out(active, placed):
                     metrics.placements.labels(placed.decision, placed.reason).inc()
-            elif time.monotonic() >= deadline or not (wait_for_room or self._decider.is_temporary(placed)):
+                    continue
+                if placed.job is not None or not others_failed:
+                    continue
+                placed = Reject("no_decode_worker", RETRY_AFTER_S)
+            if time.monotonic() >= deadline or not (wait_for_room or self._decider.is_temporary(placed)):
                 return placed
-            else:
-                await asyncio.sleep(PLACE_AGAIN_INTERVAL_S)
+            await asyncio.sleep(PLACE_AGAIN_INTERVAL_S)
         return None
 
     async def _carry_out(self, active: ActiveRequest, placed: Placed) -> bool:

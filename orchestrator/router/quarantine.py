@@ -61,6 +61,13 @@ class Quarantine:
         self._tried = [active for active in self._tried if now - active.moved_at <= TRIAL_S]
         return len(self._tried) < before
 
+    def expired(self, now: float, timeout_s: float) -> list[ActiveRequest]:
+        """The suspects that have waited this long for a worker to try them on. They wait no more."""
+        late = [active for active in self._waiting if now - active.moved_at > timeout_s]
+        for active in late:
+            self._waiting.remove(active)
+        return late
+
     def cleared(self, active: ActiveRequest) -> bool:
         """The request has produced a token or has ended. Returns whether that makes room for the next suspect."""
         active.suspect = False

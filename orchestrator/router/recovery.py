@@ -80,13 +80,14 @@ class Recovery:
 
     # ---- engines that crash ------------------------------------------------------------------------------------
 
-    def engine_crashed(self, crash: EngineCrashed) -> None:
-        """Retry the requests of a crashed engine. Those that may have caused the crash go to quarantine; the attempt of
-        the others does not count against `max_attempts`."""
-        there, everyone = crash.worker_id, self._requests.all()
+    def engine_crashed(self, there: str, crash: EngineCrashed) -> None:
+        """Retry the requests of the worker `there`. Those that may have caused the crash go to quarantine; the attempt
+        of the others does not count against `max_attempts`."""
         if (view := self._fleet.workers.get(there)) is not None:
             view.disconnect(time.monotonic())  # the worker leaves, whatever its last report says
-        victims = [active for active in everyone if there in (active.decode_worker, active.computing_worker)]
+        victims = [
+            active for active in self._requests.all() if there in (active.decode_worker, active.computing_worker)
+        ]
         guilty = self._quarantine.crashed(victims, crash)
         for active in victims:
             suspected = crash.suspect is None and self._quarantine.suspects(active, there)
@@ -108,9 +109,11 @@ class Recovery:
             self._release_next()
 
     def check(self, now: float) -> None:
-        """Release the next suspect when a trial takes too long."""
+        """Release the next suspect when a trial takes too long, and fail those that have waited too long for one."""
         if self._quarantine.overdue(now):
             self._release_next()
+        for active in self._quarantine.expired(now, self._routing.placement_timeout_s):
+            self._fail(active, "it may have crashed an engine, and no worker could try it alone within its deadline")
 
     def _release_next(self) -> None:
         for active in self._quarantine.release(self._fleet.ready(Role.DECODE)):

@@ -17,6 +17,7 @@ import msgspec
 from orchestrator.policy.placement import Reject
 from orchestrator.telemetry.request_line import RequestLine
 from orchestrator.types import KVSource, PrefillJob, RequestInfo
+from orchestrator.wire.messages import Prefilled
 
 
 class State(enum.Enum):
@@ -110,15 +111,13 @@ class Prefilling(msgspec.Struct, frozen=True):
     created_cache_tokens: int = 0  # prompt tokens that it added to its prefix cache
     chunk_ends_s: list[float] = []  # seconds from the claim to the end of each chunk but the last
 
-    def completed(
-        self, compute_s: float, cached_tokens: int, created_cache_tokens: int, chunk_ends_s: list[float], now: float
-    ) -> Prefilling:
+    def completed(self, said: Prefilled, now: float) -> Prefilling:
         return msgspec.structs.replace(
             self,
-            compute_s=compute_s,
-            cached_tokens=cached_tokens,
-            created_cache_tokens=created_cache_tokens,
-            chunk_ends_s=chunk_ends_s,
+            compute_s=said.prefill_s,
+            cached_tokens=said.cached_tokens,
+            created_cache_tokens=said.created_cache_tokens,
+            chunk_ends_s=said.chunk_ends_s,
             ended_at=now,
         )
 

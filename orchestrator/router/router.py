@@ -127,6 +127,7 @@ class Router:
         resumed_at = self._fleet.pause.ended_at
         self.learning.predictor.set_prior(self._fleet.speed)
         self._check_claimers()
+        self._decider.look(now)
         for active in self._requests.all():
             if active.answer.held and now - active.answer.held_since > HELD_S:
                 self._release_held(active, now)
@@ -154,27 +155,28 @@ class Router:
         if isinstance(message, Outputs):
             self._on_outputs(worker_id, message, payload, now)
         elif isinstance(message, EngineCrashed):
-            self._recovery.engine_crashed(message)
+            self._recovery.engine_crashed(worker_id, message)
         elif isinstance(message, (Claimed, Prefilled, PrefillFailed, Rejected)):
             active = self._requests.current(message.request_id, message.attempt)
             if active is None:
                 self._dispatch.drop_stale(worker_id, message.request_id, message.attempt)
             elif isinstance(message, Claimed):
-                self._on_claimed(active, message, now)
+                self._on_claimed(active, worker_id, message, now)
             elif isinstance(message, Prefilled):
-                self._on_prefilled(active, message, payload, now)
+                if worker_id == active.prefill_worker:  # else another one has taken the claim over
+                    self._on_prefilled(active, message, payload, now)
             elif isinstance(message, PrefillFailed):
                 self._on_prefill_failed(active)
             elif worker_id == active.decode_worker:
-                self._on_rejected(active, message)
+                self._on_rejected(active, worker_id, message)
 
-    def _on_claimed(self, active: ActiveRequest, claimed: Claimed, now: float) -> None:
+    def _on_claimed(self, active: ActiveRequest, worker_id: str, claimed: Claimed, now: float) -> None:
         if active.state is not State.QUEUED:
-            if active.prefill_worker != claimed.worker_id:  # not a duplicate of what is known already
-                self._dispatch.drop_stale(claimed.worker_id, claimed.request_id, claimed.attempt)
+            if active.prefill_worker != worker_id:  # not a duplicate of what is known already
+                self._dispatch.drop_stale(worker_id, claimed.request_id, claimed.attempt)
             return
         claim_s = max(0.0, now - active.moved_at - claimed.queued_s)
-        active.prefill = Prefilling(claimed.worker_id, claimed.kv_source, claimed.queued_s, claim_s)
+        active.prefill = Prefilling(worker_id, claimed.kv_source, claimed.queued_s, claim_s)
         metrics.queue_wait_s.observe(claimed.queued_s)
         self.recent.queue_wait.add(claimed.queued_s)
         self.learning.claimed(active)
@@ -186,14 +188,11 @@ class Router:
         self._recovery.retry(active, "no_decode_worker")
 
     def _on_prefilled(self, active: ActiveRequest, said: Prefilled, payload: list[bytes], now: float) -> None:
-        if active.prefill is None or active.prefill.worker_id != said.worker_id:
-            return  # another worker has taken the claim over
-        active.prefill = active.prefill.completed(
-            said.prefill_s, said.cached_tokens, said.created_cache_tokens, said.chunk_ends_s, now
-        )
+        assert active.prefill is not None
+        active.prefill = active.prefill.completed(said, now)
         metrics.prefix_hit_tokens.labels("prefill").inc(said.cached_tokens)
         metrics.prefill_s.observe(said.prefill_s)
-        self.learning.prefilled(active, self._fleet.workers.get(said.worker_id))
+        self.learning.prefilled(active, self._fleet.workers.get(active.prefill.worker_id))
         if active.answer.held:
             self._release_held(active, now)
         elif (batch := self._answers.from_prefill(active, said, payload, now)) is not None:
@@ -204,12 +203,12 @@ class Router:
         if active.state in (State.QUEUED, State.TRANSFERRING):
             self._recovery.retry(active, "prefill_failed")
 
-    def _on_rejected(self, active: ActiveRequest, rejected: Rejected) -> None:
-        log.warning("worker %s rejected request %s: %s", rejected.worker_id, active.parsed.label, rejected.why)
+    def _on_rejected(self, active: ActiveRequest, by: str, rejected: Rejected) -> None:
+        log.warning("worker %s rejected request %s: %s", by, active.parsed.label, rejected.why)
         if rejected.final:  # every worker would refuse this request
             self._recovery.fail_withdrawn(active, Failure(rejected.why, by_client=True))
         else:
-            self._recovery.retry(active, "rejected", rejected.worker_id, not rejected.leaving, rejected.why)
+            self._recovery.retry(active, "rejected", by, not rejected.leaving, rejected.why)
 
     def _on_outputs(self, worker_id: str, message: Outputs, payload: list[bytes], now: float) -> None:
         try:

@@ -26,12 +26,17 @@ log = logging.getLogger("pd.queue")
 
 # A job that nobody touches for this long disappears from Redis, so a fleet that dies at once leaves nothing.
 JOB_TTL_S = 3600
+MAX_BODY_BYTES = 64 << 20  # Redis closes the connection of a client that sends far more, and others' calls with it
 # One call holds up every other client: these bound what it looks at.
 MAX_CLAIM_JOBS = 256
 SWEEP_LEASES = 25
 SWEEP_WAITING = 25
 SWEEP_ROUNDS = 80
 MAX_PEEK = 1000
+
+
+class JobTooLarge(ValueError):
+    """The job's body is larger than MAX_BODY_BYTES. One line with the request."""
 
 
 class QueueFull(Exception):
@@ -71,11 +76,13 @@ class PrefillQueue:
         )
 
     async def enqueue(self, job: PrefillJob) -> None:
-        """Add a job; the server's clock dates it. Raises QueueFull.
+        """Add a job; the server's clock dates it. Raises QueueFull, JobTooLarge.
 
         Idempotent. A higher attempt of the same request replaces the older one at its place; an older one changes
         nothing.
         """
+        if len(job.body) > MAX_BODY_BYTES:
+            raise JobTooLarge(f"{job.request_id}: a body of {len(job.body)} bytes, the largest has {MAX_BODY_BYTES}")
         outcome = await self._call(
             "enqueue",
             job.request_id,

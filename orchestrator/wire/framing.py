@@ -19,6 +19,7 @@ from orchestrator.wire.messages import MessageError
 # Sockets take no larger frame, so a peer that was not let in costs no more memory.
 MAX_FRAME_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 1 << 30
+MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - (MAX_MESSAGE_BYTES >> 4)  # its message also has all tokens generated so far
 UNFINISHED_S = 60.0  # for which a part waits for the next one, at least
 
 _PART_BYTES = 64  # that `Part` adds to its data, at most

@@ -14,7 +14,7 @@ import msgspec
 from orchestrator.types import KVSource, PrefixEvents, WorkerLoad
 
 # Raised whenever a message below changes meaning; part of EngineIdentity, so mixed fleets are refused.
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 class MessageError(ValueError):
@@ -78,15 +78,12 @@ ToWorker = Union[Hello, Submit, Abort, Call, PrefixResync]
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     """The worker knows this frontend and can send to it."""
 
-    worker_id: str
-
 
 class Claimed(msgspec.Struct, tag="claimed", frozen=True):
     """A prefill worker has claimed the job and starts computing: bind a decode worker now."""
 
     request_id: str
     attempt: int
-    worker_id: str
     kv_source: KVSource
     queued_s: float  # from enqueue to claim, by the queue's clock
     generation: int = 0  # of the prefill worker: the decode worker must be of the same
@@ -100,7 +97,6 @@ class Prefilled(msgspec.Struct, tag="prefilled", frozen=True):
 
     request_id: str
     attempt: int
-    worker_id: str
     prefill_s: float
     cached_tokens: int = 0  # the prefill worker's own prefix-cache hit
     created_cache_tokens: int = 0  # prompt tokens that it wrote to its prefix cache
@@ -113,7 +109,6 @@ class PrefillFailed(msgspec.Struct, tag="prefill_failed", frozen=True):
 
     request_id: str
     attempt: int
-    worker_id: str
     why: str
 
 
@@ -122,7 +117,6 @@ class Rejected(msgspec.Struct, tag="rejected", frozen=True):
 
     request_id: str
     attempt: int
-    worker_id: str
     why: str
     final: bool = False  # every worker would refuse this request: it cannot be decoded, or is too long
     leaving: bool = False  # it drains, has another role, or tries a suspect: does not count as an attempt
@@ -135,7 +129,6 @@ class EngineCrashed(msgspec.Struct, tag="engine_crashed", frozen=True):
     requests of other frontends on it that had produced nothing yet, so that one of them may be the cause.
     """
 
-    worker_id: str
     why: str
     others: int = 0
     suspect: str | None = None
@@ -147,14 +140,12 @@ class Outputs(msgspec.Struct, tag="outputs", frozen=True):
     `attempts[i]` fences output i. `sent_at` is the worker's monotonic clock, to rebase engine timestamps.
     """
 
-    worker_id: str
     attempts: list[int]
     sent_at: float
 
 
 class CallReply(msgspec.Struct, tag="call_reply", frozen=True):
     call_id: int
-    worker_id: str
     error: str | None = None
     result: Any = None
 
@@ -162,7 +153,6 @@ class CallReply(msgspec.Struct, tag="call_reply", frozen=True):
 class PrefixSnapshot(msgspec.Struct, tag="prefix_snapshot", frozen=True):
     """A part of what the worker's prefix cache held when it had published the batch `sequence`."""
 
-    worker_id: str
     sequence: int
     keys: list[int]
     more: bool  # other parts of the same snapshot follow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import errno
 import ipaddress
 import logging
@@ -51,20 +52,33 @@ def make(context: zmq.asyncio.Context, kind: int) -> Socket:
     return cast(Socket, context.socket(kind, socket_class=cast(Any, zmq.Socket)))
 
 
-def send(socket: Socket, message: list[bytes], *route: bytes) -> int:
-    """Hand a header and its payload to ZMQ without waiting. Returns 0, or ZMQ's errno: there is no connection, the peer
-    does not read, or the message is too large (which is logged). A `Reader` of the same socket has to be told
-    (`Reader.look`).
-    """
+class Sent(enum.Enum):
+    """What became of a message. Only `YES` is true: the others say nothing about whether the peer lives, but
+    `UNREACHABLE`."""
+
+    YES = "sent"
+    UNREACHABLE = "it is not connected"
+    NOT_READ = "it does not read what it is sent"
+    TOO_LARGE = "the message is too large"
+
+    def __bool__(self) -> bool:
+        return self is Sent.YES
+
+
+def send(socket: Socket, message: list[bytes], *route: bytes) -> Sent:
+    """Hand a header and its payload to ZMQ without waiting. A message that is too large is logged. A `Reader` of the
+    same socket has to be told (`Reader.look`)."""
     try:
         for frame in framing.frames_of(message):
             socket.send_multipart([*route, frame], flags=zmq.DONTWAIT)
     except MessageError as too_large:
         log.error("not sent: %s", too_large)
-        return int(zmq.Errno.EMSGSIZE)
-    except zmq.ZMQError as error:
-        return error.errno or -1
-    return 0
+        return Sent.TOO_LARGE
+    except zmq.Again:
+        return Sent.NOT_READ
+    except zmq.ZMQError:
+        return Sent.UNREACHABLE
+    return Sent.YES
 
 
 class Woken(Exception):

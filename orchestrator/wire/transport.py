@@ -31,6 +31,7 @@ from orchestrator.wire.messages import Hello, MessageError, Published, ToFronten
 from orchestrator.wire.sockets import (
     EVENTS_REFUSED,
     Reader,
+    Sent,
     Woken,
     ask_peers,
     bind,
@@ -108,16 +109,16 @@ class WorkerTransport:
                 self._routes[frontend_id] = route.bytes
             return frontend_id, message, payload
 
-    def send(self, frontend_id: str, message: ToFrontend, payload: Sequence[bytes] = ()) -> bool:
-        """False if that frontend is not connected, or has not sent `Hello`."""
+    def send(self, frontend_id: str, message: ToFrontend, payload: Sequence[bytes] = ()) -> Sent:
+        """`Sent.UNREACHABLE` also if that frontend has not sent `Hello`."""
         route = self._routes.get(frontend_id)
         if route is None:
-            return False
-        failed = send(self._requests, [messages.encode(message), *payload], route)
+            return Sent.UNREACHABLE
+        sent = send(self._requests, [messages.encode(message), *payload], route)
         self._reader.look()
-        if failed == zmq.EHOSTUNREACH:
+        if sent is Sent.UNREACHABLE:
             del self._routes[frontend_id]
-        return not failed
+        return sent
 
     def publish(self, message: Published) -> None:
         """Send to every frontend. A frontend that does not read loses the message."""
@@ -194,14 +195,13 @@ class FrontendTransport:
         self._broken.append(worker_id)
         self._reader.wake()
 
-    def send(self, worker_id: str, message: ToWorker, payload: Sequence[bytes] = ()) -> bool:
-        """False when that worker is not connected right now."""
+    def send(self, worker_id: str, message: ToWorker, payload: Sequence[bytes] = ()) -> Sent:
         connection = self._connections.by_worker.get(worker_id)
         if connection is None or not connection.open:
-            return False
-        failed = send(self._requests, [messages.encode(message), *payload], connection.route)
+            return Sent.UNREACHABLE
+        sent = send(self._requests, [messages.encode(message), *payload], connection.route)
         self._reader.look()
-        return not failed
+        return sent
 
     async def receive(self) -> Received:
         """The next message of a worker, or that its connection broke."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Frontend, IncompatibleWorker, Registry
 from orchestrator.types import Departed, Role, WorkerInfo
+from orchestrator.wire import framing
 from orchestrator.wire.curve import KeyPair, use_as_client
 from orchestrator.wire.messages import Abort, Call, Claimed, Hello, Prefilled, Rejected, Submit
 from workers.engine import EngineStep
@@ -63,6 +65,39 @@ async def test_refuses_what_it_cannot_decode_or_run(workers: Workers) -> None:
     assert garbage.got(Rejected).why.startswith("invalid: not an engine request")
     assert long.got(Rejected).why.startswith("invalid: the prompt has 40000 tokens, the longest sequence is 32768")
     assert long.got(Rejected).final
+    await workers.assert_no_leaks()
+
+
+async def test_an_abort_by_another_frontend_ends_nothing(workers: Workers) -> None:
+    worker = await workers.start(Role.DECODE, speed=1.0)
+    owner, other = await workers.frontend(worker), await workers.frontend(worker)
+    request = owner.new(PROMPT, max_tokens=100)
+    owner.submit_to(worker.id, request)
+    await until(lambda: len(request.tokens) > 2)
+    other.abort(worker.id, request)
+    await owner.finished(request)
+    await workers.assert_no_leaks()
+
+
+async def test_outputs_that_are_too_large_are_their_own_requests_failure(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await workers.start(Role.DECODE, speed=1.0)
+    frontend = await workers.frontend(worker)
+    large, good = frontend.new(PROMPT, max_tokens=50), frontend.new([7, *PROMPT], max_tokens=50)
+    encode = worker.engine.encode_outputs
+    monkeypatch.setattr(framing, "MAX_MESSAGE_BYTES", framing.MAX_FRAME_BYTES)
+
+    def padded(outputs: list[Any], timestamp: float) -> list[bytes]:
+        is_large = any(output.request_id == large.id for output in outputs)
+        return [*encode(outputs, timestamp), *([bytes(framing.MAX_FRAME_BYTES)] if is_large else [])]
+
+    monkeypatch.setattr(worker.engine, "encode_outputs", padded)
+    for request in (large, good):
+        frontend.submit_to(worker.id, request)
+    await frontend.finished(good)
+    rejected = await until(lambda: large.got(Rejected))
+    assert rejected.final and rejected.why.startswith("its answer is larger than") and not good.got(Rejected)
     await workers.assert_no_leaks()
 
 

@@ -43,11 +43,12 @@ def test_pushing_attempts_are_found_by_abort_and_frontend() -> None:
     attempts = Attempts()
     for key, frontend in (("a#2", "f"), ("b#1", "f"), ("c#1", "g")):
         attempts.note_pushing(attempt_of(key, phase=Phase.PREFILL, frontend=frontend))
-    assert attempts.end_pushing("a", 1) == []  # an abort of an older attempt
-    assert attempts.end_pushing("a", 2) == ["a#2"]
-    assert attempts.end_pushing("a", 2) == []
+    assert attempts.end_pushing("f", "a", 1) == []  # an abort of an older attempt
+    assert attempts.end_pushing("g", "a", 2) == []  # an abort by another frontend
+    assert attempts.end_pushing("f", "a", 2) == ["a#2"]
+    assert attempts.end_pushing("f", "a", 2) == []
     assert attempts.end_pushing_to("f") == ["b#1"]
-    assert attempts.end_pushing("c", 5) == ["c#1"]
+    assert attempts.end_pushing("g", "c", 5) == ["c#1"]
 
 
 def test_computed_chunks_no_longer_wait() -> None:

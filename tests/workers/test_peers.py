@@ -13,6 +13,7 @@ from support_wait import until
 from orchestrator.store.client import RedisAway
 from orchestrator.types import Departed
 from orchestrator.wire.messages import PROTOCOL_VERSION, Hello
+from orchestrator.wire.sockets import Sent
 from workers import peers as peers_module
 from workers.attempts import Attempt, Attempts
 from workers.engine import Phase
@@ -209,7 +210,7 @@ async def test_stall_of_prober_proves_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 def test_unreachable_frontend_is_gone_after_running_time() -> None:
     connected = {"a", "b"}
-    frontends = Frontends("w", lambda frontend_id, message, payload: frontend_id in connected)
+    frontends = Frontends(lambda frontend_id, *message: Sent.YES if frontend_id in connected else Sent.UNREACHABLE)
     assert frontends.gone({"a", "b"}, 4.0, now=0.0) == []
     connected.clear()
     assert frontends.gone({"a", "b"}, 4.0, now=1.0) == []
@@ -221,7 +222,7 @@ def test_unreachable_frontend_is_gone_after_running_time() -> None:
 
 
 async def test_hello_that_never_comes_leaves_nothing() -> None:
-    frontends = Frontends("w", lambda *message: True)
+    frontends = Frontends(lambda *message: Sent.YES)
     assert not await frontends.wait_for_hello("dead", 0.01)
     assert not frontends._greetings
     first = asyncio.create_task(frontends.wait_for_hello("late", 0.05))

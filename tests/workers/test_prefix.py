@@ -59,7 +59,7 @@ async def test_snapshot_matches_last_batch(world):
     reporter.changed(PrefixDelta([3], [1]))  # not published yet
     reporter.snapshot("f")
     assert [events.sequence for events in published] == [published[0].sequence, published[0].sequence + 1]
-    assert sent == [("f", PrefixSnapshot("w", published[-1].sequence, [2, 3], more=False))]
+    assert sent == [("f", PrefixSnapshot(published[-1].sequence, [2, 3], more=False))]
     reporter.changed(PrefixDelta([], [], cleared=True))
     reporter.snapshot("f")
     assert sent[-1][1].keys == [] and not sent[-1][1].more

@@ -17,6 +17,7 @@ from orchestrator.router.codec import Batch
 from orchestrator.router.request import Failure, ParsedRequest
 from orchestrator.types import RequestInfo
 from orchestrator.wire.adapters import unique_name
+from orchestrator.wire.framing import MAX_REQUEST_BYTES
 from orchestrator.wire.messages import MessageError
 
 _COMPLETED = (None, FinishReason.STOP, FinishReason.LENGTH)
@@ -66,13 +67,19 @@ class VllmCodec:
             sampling.extra_args.pop("kv_transfer_params", None)
             sampling.extra_args.pop("kv_cache_report_mode", None)
         try:
-            return [bytes(frame) for frame in self._encoder.encode(request)]
+            frames = [bytes(frame) for frame in self._encoder.encode(request)]
         except OverflowError as error:  # vLLM's own engine core client raises it too, as a server error
             raise VLLMValidationError(f"a number in the request is out of range: {error}") from error
         except UnicodeEncodeError as error:
             raise VLLMValidationError(
                 f"text in the request is not Unicode, but has a lone surrogate: {error}"
             ) from error
+        if (size := sum(map(len, frames))) > MAX_REQUEST_BYTES:
+            raise VLLMValidationError(
+                f"the request has {size} bytes once its media are decoded, and a worker can be sent "
+                f"{MAX_REQUEST_BYTES}: send fewer or smaller images"
+            )
+        return frames
 
     def decode_outputs(self, frames: list[bytes], sent_at: float, now: float) -> Batch:
         try:

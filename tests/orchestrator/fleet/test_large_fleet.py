@@ -46,7 +46,7 @@ def serve_many(count):
             name, _ = by_socket[socket]
             route, frame = socket.recv_multipart()
             message = decode_to_worker(Assembler().take([frame])[0])
-            answer = Rejected("r", 1, name, "test") if isinstance(message, Abort) else Welcome(name)
+            answer = Rejected("r", 1, "test") if isinstance(message, Abort) else Welcome()
             socket.send_multipart([route, *frames_of([encode(answer)])])
         sequence += 1
         for name, load in by_socket.values():

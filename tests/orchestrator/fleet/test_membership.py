@@ -63,7 +63,7 @@ class LivingWorker:
         while True:
             frontend_id, message, _ = await self.transport.receive()
             if isinstance(message, Hello):
-                self.transport.send(frontend_id, Welcome(self.info.id))
+                self.transport.send(frontend_id, Welcome())
 
     async def _publish(self):
         while True:

@@ -26,7 +26,7 @@ class Worker:
     def snapshot(self, parts=1):
         keys = sorted(self.keys)
         chunks = [keys[n::parts] for n in range(parts)]
-        return [PrefixSnapshot(self.name, self.sequence, chunk, n < parts - 1) for n, chunk in enumerate(chunks)]
+        return [PrefixSnapshot(self.sequence, chunk, n < parts - 1) for n, chunk in enumerate(chunks)]
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def believed(view, name="w"):
 def synced(view, worker):
     view.take_load(worker.load(), 0.0)
     for part in worker.snapshot():
-        view.take_snapshot(part, 0.0)
+        view.take_snapshot("w", part, 0.0)
 
 
 def test_late_frontend_gets_snapshot(view, asked):
@@ -60,7 +60,7 @@ def test_late_frontend_gets_snapshot(view, asked):
     view.take_load(worker.load(), 0.0)
     assert asked == ["w"] and believed(view) == set()
     for part in worker.snapshot(parts=2):
-        view.take_snapshot(part, 0.0)
+        view.take_snapshot("w", part, 0.0)
     assert believed(view) == {1, 2}
     view.take_load(worker.load(), 0.1)
     view.take_events(worker.change(removed=[1]), 0.2)
@@ -80,7 +80,7 @@ def test_a_lost_batch_is_noticed_by_the_next_one(view, asked):
     view.take_events(worker.change(stored=[3]), 0.0)
     assert asked == ["w", "w"] and 1 not in believed(view)
     for part in worker.snapshot():
-        view.take_snapshot(part, 0.0)
+        view.take_snapshot("w", part, 0.0)
     assert believed(view) == {2, 3}
 
 
@@ -101,10 +101,10 @@ def test_events_during_snapshot_are_kept(view):
     snapshot = worker.snapshot(parts=3)
     after = worker.change(removed=[1])
     view.take_events(before, 0.0)
-    view.take_snapshot(snapshot[0], 0.0)
+    view.take_snapshot("w", snapshot[0], 0.0)
     view.take_events(after, 0.0)
     for part in snapshot[1:]:
-        view.take_snapshot(part, 0.0)
+        view.take_snapshot("w", part, 0.0)
     assert believed(view) == {2, 3} == worker.keys
 
 
@@ -123,10 +123,10 @@ def test_events_waiting_for_snapshot_are_bounded(view, asked):
     snapshot = worker.snapshot()
     for n in range(MAX_HELD + 50):
         view.take_events(worker.change(stored=[n % 100]), 0.0)
-    view.take_snapshot(snapshot[0], 0.0)
+    view.take_snapshot("w", snapshot[0], 0.0)
     assert asked == ["w", "w"]  # the oldest were given up, and that was noticed
     for part in worker.snapshot():
-        view.take_snapshot(part, 0.0)
+        view.take_snapshot("w", part, 0.0)
     assert believed(view) == worker.keys
 
 
@@ -140,9 +140,9 @@ def test_restarted_worker_begins_new_sequence(view, asked):
     view.take_load(new.load(), 0.0)
     view.take_events(new.change(stored=[3]), 0.0)
     for part in new.snapshot():
-        view.take_snapshot(part, 0.0)
+        view.take_snapshot("w", part, 0.0)
     assert believed(view) == {3}
-    view.take_snapshot(PrefixSnapshot("w", 1002, [1, 2], False), 0.0)  # nobody waits for it
+    view.take_snapshot("w", PrefixSnapshot(1002, [1, 2], False), 0.0)  # nobody waits for it
     assert believed(view) == {3}
 
 
@@ -172,7 +172,7 @@ def test_index_is_right_after_any_losses(asked, seed):
             if not (lossy and rng.random() < 0.3):
                 answers += worker.snapshot(parts=rng.randint(1, 3))
         while answers and rng.random() < 0.7:
-            view.take_snapshot(answers.pop(0), now)
+            view.take_snapshot("w", answers.pop(0), now)
     for part in answers:
-        view.take_snapshot(part, now)
+        view.take_snapshot("w", part, now)
     assert believed(view) == worker.keys

@@ -27,7 +27,7 @@ async def transferring(**request) -> tuple[Bench, str]:
 def prefilled(bench, token=5, finish=LENGTH, attempt=1, worker="p0", payload=None):
     if payload is None:
         payload = [msgspec.msgpack.encode([["r", [token], finish]])]
-    bench.say(worker, Prefilled("r", attempt, worker, 0.2, sent_at=1.0), payload)
+    bench.say(worker, Prefilled("r", attempt, 0.2, sent_at=1.0), payload)
 
 
 def mismatches():
@@ -181,7 +181,7 @@ async def test_a_failure_after_the_hand_over_continues_after_it(failure):
     bench, decode = await transferring()
     prefilled(bench)
     if failure == "prefill_failed":
-        bench.say("p0", PrefillFailed("r", 1, "p0", "given back"))
+        bench.say("p0", PrefillFailed("r", 1, "given back"))
     else:
         bench.tokens(decode, "r", [], finish=FinishReason.ERROR)
     await bench.settle()
@@ -217,7 +217,7 @@ async def test_decode_tokens_measure_transfer_and_itl():
 
     async def transfer(request, wait_s):
         payload = [msgspec.msgpack.encode([[request, [5], LENGTH]])]
-        bench.say("p0", Prefilled(request, 1, "p0", 0.2, sent_at=1.0), payload)
+        bench.say("p0", Prefilled(request, 1, 0.2, sent_at=1.0), payload)
         ended = time.monotonic()
         await asyncio.sleep(wait_s)
         began = time.monotonic()
@@ -245,7 +245,7 @@ async def test_cached_tokens_are_known_before_first_output():
     bench.tokens(decode, "r", [5])  # over another connection, and sooner
     bench.tokens(decode, "r", [6], finish=LENGTH)
     assert bench.received() == []
-    bench.say("p0", Prefilled("r", 1, "p0", 0.2, cached_tokens=64, created_cache_tokens=32))
+    bench.say("p0", Prefilled("r", 1, 0.2, cached_tokens=64, created_cache_tokens=32))
     assert bench.received() == [("r", [5], None), ("r", [6], LENGTH)]
     assert bench.codec.prompts == [(64, 32)]
     bench.assert_no_leaks()

@@ -68,14 +68,14 @@ class History:
             return
         elif active.prefill_worker is not None and self.random.random() < 0.4:
             payload = msgspec.msgpack.encode([["r", [TRUTH[0]], FinishReason.LENGTH]])
-            self.say(active.prefill_worker, Prefilled("r", number, active.prefill_worker, 0.1), [payload])
+            self.say(active.prefill_worker, Prefilled("r", number, 0.1), [payload])
         else:
             self.decode(active.decode_worker, number)
 
     def claim(self, number: int) -> None:
         worker_id = self.random.choice(PREFILLING)
         source = KVSource(KVEndpoint(f"{worker_id}-engine", "127.0.0.1", 1), f"r#{number}")
-        self.say(worker_id, Claimed("r", number, worker_id, source, 0.01), [])
+        self.say(worker_id, Claimed("r", number, source, 0.01), [])
 
     def decode(self, worker_id: str, number: int) -> None:
         if number not in self.computed:
@@ -86,7 +86,7 @@ class History:
         finish = None if self.computed[number] else FinishReason.LENGTH
         if tokens:
             payload = msgspec.msgpack.encode([["r", tokens, finish]])
-            self.say(worker_id, Outputs(worker_id, [number], 0.0), [payload])
+            self.say(worker_id, Outputs([number], 0.0), [payload])
 
     def fail(self) -> None:
         active = self.bench.router.requests["r"]
@@ -97,9 +97,9 @@ class History:
         if kind == "reset":
             self.bench.router.connection_reset(worker_id)
         elif kind == "rejected":
-            self.say(worker_id, Rejected("r", number, worker_id, "draining", leaving=True), [])
+            self.say(worker_id, Rejected("r", number, "draining", leaving=True), [])
         elif kind == "prefill failed" and active.prefill_worker is not None:
-            self.say(active.prefill_worker, PrefillFailed("r", number, active.prefill_worker, "why not"), [])
+            self.say(active.prefill_worker, PrefillFailed("r", number, "why not"), [])
         elif kind == "quiet":
             self.bench.router.worker_quiet(worker_id)
 

@@ -14,7 +14,7 @@ async def prefilled_together(bench, names, seconds, tokens=1000):
         await bench.router.submit(FakeRequest(name, tokens))
         bench.claim(name)
     for name in names:
-        bench.say("p0", Prefilled(name, 1, "p0", seconds))
+        bench.say("p0", Prefilled(name, 1, seconds))
 
 
 def measured(bench, tokens_per_s):
@@ -55,7 +55,7 @@ async def test_what_was_connected_ends_with_either_worker():
         await bench.router.submit(FakeRequest(name))
         bench.claim(name)
         decode = bench.bound_to()
-        bench.say("p0", Prefilled(name, 1, "p0", 0.1))
+        bench.say("p0", Prefilled(name, 1, 0.1))
         bench.tokens(decode, name, [5], finish=1)
     assert learning._connected == {"d0": {"p0"}, "d1": {"p0"}}
     bench.lose("d0")

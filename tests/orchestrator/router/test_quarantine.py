@@ -25,7 +25,7 @@ class CrashBench(Bench):
     async def crash(self, worker_id, others=0, tried=None):
         """`tried`: a suspect of another frontend; ours is found."""
         mine = [name for name in self.on(worker_id) if self.router.requests[name].suspect]
-        self.say(worker_id, EngineCrashed(worker_id, "a kernel failed", others, *mine or [tried]))
+        self.say(worker_id, EngineCrashed("a kernel failed", others, *mine or [tried]))
         self.fleet.remove(worker_id)
         self.router.worker_lost(worker_id)
         await self.settle()
@@ -55,6 +55,18 @@ def only(bench, worker_id):
     """No other worker is to be had."""
     for name in ("d1", "d2", "d3"):
         bench.fleet.workers[name].connected = name == worker_id
+
+
+async def test_a_suspect_waits_no_longer_than_others_for_a_worker():
+    bench = CrashBench(placement_timeout_s=30)
+    await all_on_one_worker(bench, "a", "b", "c")
+    only(bench, "d1")
+    await bench.crash("d0")
+    assert len(bench.on("d1")) == 1
+    bench.router.check(time.monotonic() + 31)  # the first trial has taken too long by then: d1 tries another
+    await bench.settle()
+    assert sorted(bench.failed()) == sorted({"a", "b", "c"} - bench.on("d1")) != []
+    assert all("no worker could try it alone" in failure.why for failure in bench.codec.failures.values())
 
 
 async def test_each_worker_tries_one_suspect():
@@ -145,7 +157,7 @@ async def test_crashed_worker_gets_no_requests():
     await all_on_one_worker(bench, "a")
     for name in ("d1", "d2", "d3"):
         bench.fleet.workers[name].connected = False
-    bench.say("d0", EngineCrashed("d0", "a kernel failed"))
+    bench.say("d0", EngineCrashed("a kernel failed"))
     for name in ("d1", "d2", "d3"):
         bench.fleet.workers[name].connected = True
     await bench.ask(*(f"r{number}" for number in range(8)))
@@ -225,7 +237,7 @@ async def test_answering_request_continues_and_is_suspect_of_second_crash():
     for number in (1, 2, 3):
         bench.fleet.workers[f"d{number}"].connected = number == 3
     for name in "ab":  # they meet again
-        bench.say(bench.where(name), Rejected(name, 2, bench.where(name), "draining", leaving=True))
+        bench.say(bench.where(name), Rejected(name, 2, "draining", leaving=True))
         await bench.settle()
         bench.tokens("d3", name, [3], attempt=3)
     bench.fleet.workers["d1"].connected = True

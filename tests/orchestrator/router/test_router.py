@@ -14,6 +14,7 @@ from orchestrator.router.recovery import LEAVING_S
 from orchestrator.router.request import SUCCESSORS, Failure, Overloaded, State
 from orchestrator.types import FinishReason, JobState, Offered, PauseState, QueueDepth, Role, WorkerLoad, WorkerState
 from orchestrator.wire.messages import Abort, MessageError, Prefilled, PrefillFailed, Rejected
+from orchestrator.wire.sockets import Sent
 
 
 def load_of(worker_id, blocks_free=900):
@@ -39,7 +40,7 @@ async def test_a_long_prompt_is_queued_and_bound_only_when_claimed():
     bench.claim("r")
     ((worker, submit),) = bench.submits()
     assert submit.kv_source.key == "r#1"
-    bench.say("p0", Prefilled("r", 1, "p0", 0.2))
+    bench.say("p0", Prefilled("r", 1, 0.2))
     bench.tokens(worker, "r", [1, 2], finish=0)
     assert bench.received() == [("r", [1, 2], 0)]
     bench.assert_no_leaks()
@@ -132,7 +133,7 @@ async def test_failed_prefill_is_retried_locally_and_fenced():
     await bench.router.submit(FakeRequest("r"))
     bench.claim("r")
     first = bench.bound_to()
-    bench.say("p0", PrefillFailed("r", 1, "p0", "out of memory"))
+    bench.say("p0", PrefillFailed("r", 1, "out of memory"))
     await bench.settle()
     assert (first, Abort("r", 1)) in bench.transport.sent
     second, submit = bench.submits()[-1]
@@ -148,7 +149,7 @@ async def test_a_rejected_submission_goes_to_another_worker():
     bench = Bench()
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
     first = bench.bound_to()
-    bench.say(first, Rejected("r", 1, first, "draining"))
+    bench.say(first, Rejected("r", 1, "draining"))
     await bench.settle()
     assert bench.bound_to() != first
 
@@ -159,7 +160,7 @@ async def test_a_request_that_no_worker_takes_fails_in_the_words_of_the_last():
     attempt = 0
     while not bench.codec.failures:
         attempt += 1
-        bench.say(bench.bound_to(), Rejected("r", attempt, bench.bound_to(), f"no adapter {attempt}"))
+        bench.say(bench.bound_to(), Rejected("r", attempt, f"no adapter {attempt}"))
         await bench.settle()
     failure = bench.codec.failures["r"]
     assert failure.why.endswith(f"rejected; the last: no adapter {attempt}") and not failure.by_client
@@ -172,7 +173,7 @@ async def test_leaving_workers_cost_no_attempt_and_take_turns():
     asked = []
     for attempt in range(1, 8):  # more than `routing.max_attempts`
         asked.append(bench.bound_to())
-        bench.say(asked[-1], Rejected("r", attempt, asked[-1], "draining", leaving=True))
+        bench.say(asked[-1], Rejected("r", attempt, "draining", leaving=True))
         await asyncio.sleep(0 if attempt < 3 else 1.5 * LEAVING_S)
         await bench.settle()
     assert len(bench.submits()) == 8 and set(asked[::2]).isdisjoint(asked[1::2])
@@ -185,7 +186,7 @@ async def test_leaving_workers_cost_no_attempt_and_take_turns():
 async def test_invalid_request_fails_at_once():
     bench = Bench()
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
-    bench.say(bench.bound_to(), Rejected("r", 1, bench.bound_to(), "no such parameter", final=True))
+    bench.say(bench.bound_to(), Rejected("r", 1, "no such parameter", final=True))
     assert bench.received() == [("r", [], FinishReason.ERROR)] and len(bench.submits()) == 1
     assert bench.codec.failures == {"r": Failure("no such parameter", by_client=True)}
     bench.assert_no_leaks()
@@ -196,7 +197,7 @@ async def test_dead_decode_worker_request_continues_from_sent_tokens():
     await bench.router.submit(FakeRequest("r"))
     bench.claim("r")
     first = bench.bound_to()
-    bench.say("p0", Prefilled("r", 1, "p0", 0.2))
+    bench.say("p0", Prefilled("r", 1, 0.2))
     bench.tokens(first, "r", [5, 6])
     bench.lose(first)
     await bench.settle()
@@ -237,7 +238,7 @@ async def test_request_does_not_wait_for_dead_prefill_worker(computed):
     await bench.router.submit(FakeRequest("r"))
     bench.claim("r")
     if computed:  # its KV may have been on its way
-        bench.say("p0", Prefilled("r", 1, "p0", 0.2))
+        bench.say("p0", Prefilled("r", 1, 0.2))
     bench.lose("p0")
     await bench.settle()
     assert bench.router.requests["r"].attempt == (1 if computed else 2)  # where it was computed KV may be there already
@@ -256,7 +257,7 @@ async def test_request_does_not_wait_for_quiet_prefill_worker(computed):
     await bench.router.submit(FakeRequest("r"))
     bench.claim("r")
     if computed:  # its KV is not there
-        bench.say("p0", Prefilled("r", 1, "p0", 0.2))
+        bench.say("p0", Prefilled("r", 1, 0.2))
     bench.router.check(time.monotonic() + 1.0)
     assert bench.router.requests["r"].state is State.TRANSFERRING
     bench.silence("p0")
@@ -336,7 +337,7 @@ async def test_late_kv_is_retried_when_there_is_room(full):
     now = time.monotonic()
     bench.router.check(now + 10)
     assert bench.router.requests["r"].attempt == 1  # its prefill takes long
-    bench.say("p0", Prefilled("r", 1, "p0", 0.2))
+    bench.say("p0", Prefilled("r", 1, 0.2))
     bench.router.check(now + 3)
     assert bench.router.requests["r"].attempt == 1
     bench.router.check(now + 4)
@@ -395,7 +396,7 @@ async def test_defect_in_retry_fails_request(monkeypatch):
         raise ZeroDivisionError
 
     monkeypatch.setattr(Decider, "decide", broken)
-    bench.say(bench.bound_to(), Rejected("r", 1, bench.bound_to(), "draining"))
+    bench.say(bench.bound_to(), Rejected("r", 1, "draining"))
     await bench.settle()
     assert bench.received() == [("r", [], FinishReason.ERROR)]
     with pytest.raises(ZeroDivisionError):
@@ -452,6 +453,54 @@ async def test_no_decode_worker_refuses_with_503_and_a_full_fleet_with_429():
         await bench.router.submit(FakeRequest("r2"))
     assert nobody.value.status == 503
     bench.assert_no_leaks()
+
+
+async def test_requests_wait_while_workers_that_were_ready_a_moment_ago_start_again():
+    bench = Bench()
+    bench.router.check(time.monotonic())
+    await bench.router.submit(FakeRequest("accepted", prompt_tokens=10))
+    for name in ("d0", "d1", "p0"):
+        bench.lose(name)
+    bench.router.check_admission()
+    waiting = asyncio.create_task(bench.router.submit(FakeRequest("new", prompt_tokens=10)))
+    await until(lambda: "new" in bench.router.requests)
+    bench.add_worker("d0", Role.DECODE)
+    async with asyncio.timeout(DEADLINE_S):
+        await waiting
+    await bench.settle()
+    assert {submit.request_id for worker, submit in bench.submits() if worker == "d0"} >= {"accepted", "new"}
+    assert not bench.codec.failures
+
+
+async def test_nobody_waits_for_workers_that_were_not_ready_lately():
+    bench = Bench(placement_timeout_s=30)
+    bench.router.check(time.monotonic() - 31)
+    for name in ("d0", "d1", "p0"):
+        bench.lose(name)
+    with pytest.raises(Overloaded) as nobody:
+        await bench.router.submit(FakeRequest("r"))
+    assert nobody.value.status == 503
+    bench.assert_no_leaks()
+
+
+@pytest.mark.parametrize("refused", [Sent.TOO_LARGE, Sent.NOT_READ])
+async def test_what_a_worker_cannot_be_sent_says_nothing_of_the_worker(refused):
+    bench = Bench(placement_timeout_s=0.3)
+    bench.transport.refuses = {"d0": refused, "d1": refused}
+    with pytest.raises(Overloaded):
+        await bench.router.submit(FakeRequest("large", prompt_tokens=10))
+    assert all(view.connected for view in bench.fleet.workers.values())
+    bench.transport.refuses = {}
+    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    assert bench.submits()[-1][1].request_id == "r"
+
+
+async def test_a_worker_that_is_not_connected_is_asked_no_more():
+    bench = Bench()
+    bench.transport.unreachable = {"d0"}
+    for number in range(4):
+        await bench.router.submit(FakeRequest(f"r{number}", prompt_tokens=10))
+    assert {worker for worker, _ in bench.submits()} == {"d1"} and not bench.fleet.workers["d0"].connected
 
 
 async def test_requests_wait_for_prefill_worker_that_becomes_decode():
@@ -555,7 +604,7 @@ async def test_stage_times_are_learned(monkeypatch):
     for i in range(8):
         await bench.router.submit(FakeRequest(f"r{i}"))
         bench.claim(f"r{i}")
-        bench.say("p0", Prefilled(f"r{i}", 1, "p0", 2.0, cached_tokens=500))
+        bench.say("p0", Prefilled(f"r{i}", 1, 2.0, cached_tokens=500))
         bench.tokens(bench.bound_to(), f"r{i}", [1])
         bench.tokens(bench.bound_to(), f"r{i}", [1] * 9, finish=1)
     assert predictor.prefill_s(500) == pytest.approx(2.0) and predictor.output_tokens == pytest.approx(10)

@@ -47,7 +47,7 @@ async def test_prompt_cached_at_prefill_goes_remote_with_its_hits():
     before = hit_tokens("prefill")
     bench.claim("r", worker="p1")
     assert bench.submits()[0][1].cached_tokens == 0
-    bench.say("p1", Prefilled("r", 1, "p1", 0.2, cached_tokens=784))
+    bench.say("p1", Prefilled("r", 1, 0.2, cached_tokens=784))
     assert bench.router.requests["r"].cached_tokens == 784 and hit_tokens("prefill") == before + 784
 
 
@@ -86,7 +86,7 @@ async def test_hits_are_looked_up_again_when_a_job_is_claimed():
 async def test_retry_ignores_cache_of_failed_worker():
     bench = bench_with({"d1": 60})
     await bench.router.submit(FakeRequest("r", keys=KEYS))
-    bench.say("d1", Rejected("r", 1, "d1", "draining"))
+    bench.say("d1", Rejected("r", 1, "draining"))
     await bench.settle()
     worker, submit = bench.submits()[-1]
     assert worker == "d0" and submit.cached_tokens == 0
@@ -98,7 +98,7 @@ async def test_retry_expects_nothing_of_failed_worker():
     assert bench.prefixes.index.expected
     bench.fleet.remove("d0")
     bench.fleet.remove("d1")
-    bench.say("d1", Rejected("r", 1, "d1", "draining"))
+    bench.say("d1", Rejected("r", 1, "draining"))
     await until(lambda: not bench.prefixes.index.expected)
     assert "r" in bench.router.requests, "it waits for a decode worker"
     bench.router.abort(["r"])

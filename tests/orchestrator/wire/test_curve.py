@@ -160,8 +160,8 @@ async def test_a_frontend_cannot_take_the_identity_of_another(fleet):
             while True:
                 name, _, _ = await asyncio.wait_for(fleet.worker.receive(), SILENCE_S)
                 assert name == "thief"
-        assert fleet.worker.send("honest", Welcome("w"), [b"tokens"])
-        assert (await received(honest.receive()))[1:] == (Welcome("w"), [b"tokens"])
+        assert fleet.worker.send("honest", Welcome(), [b"tokens"])
+        assert (await received(honest.receive()))[1:] == (Welcome(), [b"tokens"])
         await silent(thief.recv_multipart())
 
 
@@ -223,8 +223,8 @@ async def test_large_messages_travel_in_pieces_both_ways(fleet):
     payload = [os.urandom(3 * MAX_FRAME_BYTES + 5), b"", b"small"]
     assert frontend.send("w", Abort("r", 1), payload)
     assert await received(fleet.worker.receive()) == ("f", Abort("r", 1), payload)
-    assert fleet.worker.send("f", Welcome("w"), payload)
-    assert await received(frontend.receive()) == ("w", Welcome("w"), payload)
+    assert fleet.worker.send("f", Welcome(), payload)
+    assert await received(frontend.receive()) == ("w", Welcome(), payload)
 
 
 def resident_bytes():
@@ -277,8 +277,8 @@ async def test_a_frontend_that_registers_late_is_let_in_when_it_tries_again(flee
     await silent(fleet.worker.receive())
     fleet.registered[late.keys.public] = "late"
     await greeted(fleet, "late")
-    fleet.worker.send("late", Welcome("w"))
-    assert (await received(late.receive()))[1] == Welcome("w")
+    fleet.worker.send("late", Welcome())
+    assert (await received(late.receive()))[1] == Welcome()
 
 
 async def test_members_are_known_while_redis_is_away(fleet):

@@ -47,6 +47,13 @@ def test_every_tagged_message_is_in_a_union_that_is_fuzzed() -> None:
     assert tagged == {kind for _, kind in MESSAGES}
 
 
+def test_no_message_says_who_sent_it() -> None:
+    """The connection says that. A worker could otherwise answer in another's name."""
+    own_names = {"worker_id", "frontend_id", "sender"}
+    for union in (messages.ToWorker, messages.ToFrontend):
+        assert not [kind for kind in members(union) if own_names & set(kind.__struct_fields__)]
+
+
 @pytest.mark.parametrize(("decode", "kind"), MESSAGES, ids=TAGS)
 @settings(max_examples=EACH)
 @given(data=st.data())

@@ -128,8 +128,8 @@ async def test_messages_with_payload_go_both_ways(pair):
     worker, frontend = pair
     assert frontend.send("w", Abort("r", 1), [b"a", b"b" * 1000])
     assert await asyncio.wait_for(worker.receive(), DEADLINE_S) == ("frontend-1", Abort("r", 1), [b"a", b"b" * 1000])
-    assert worker.send("frontend-1", Welcome("w"), [b"x"])
-    assert await asyncio.wait_for(frontend.receive(), DEADLINE_S) == ("w", Welcome("w"), [b"x"])
+    assert worker.send("frontend-1", Welcome(), [b"x"])
+    assert await asyncio.wait_for(frontend.receive(), DEADLINE_S) == ("w", Welcome(), [b"x"])
 
 
 async def test_messages_stay_whole_while_connections_end(mesh):
@@ -147,12 +147,12 @@ async def test_messages_stay_whole_while_connections_end(mesh):
                     await worker.receive()
                 for name, worker in workers.items():
                     for _ in range(30):
-                        worker.send("f", Welcome(name), [name.encode()] * 4)
+                        worker.send("f", Welcome(), [name.encode()] * 4)
                 await asyncio.sleep(0.1)  # all of it arrives
                 ending = random_.sample(sorted(workers), 30)
                 for turn in range(600):
                     name, message, payload = await frontend.receive()
-                    assert message == Disconnected(name) or (message, payload) == (Welcome(name), [name.encode()] * 4)
+                    assert message == Disconnected(name) or (message, payload) == (Welcome(), [name.encode()] * 4)
                     if turn % 20 == 0:
                         frontend.disconnect(ending.pop())
                 for name in workers:
@@ -166,7 +166,7 @@ async def test_messages_stay_whole_while_connections_end(mesh):
 
 async def test_send_to_unknown_peer_is_refused(pair):
     worker, frontend = pair
-    assert not worker.send("nobody", Welcome("w"))
+    assert not worker.send("nobody", Welcome())
     assert not frontend.send("nobody", Abort("r", 1))
 
 
@@ -236,7 +236,7 @@ async def test_a_dead_worker_is_noticed_and_a_new_one_greeted(mesh, pair):
     again = mesh.worker()
     connect(frontend, again)
     assert (await asyncio.wait_for(again.receive(), DEADLINE_S))[1] == Hello()
-    assert again.send("frontend-1", Rejected("r", 1, "w", "draining"))
+    assert again.send("frontend-1", Rejected("r", 1, "draining"))
     again.close()
 
 
@@ -249,10 +249,10 @@ async def test_a_welcome_of_a_broken_connection_is_not_one_of_the_next(mesh):
     try:
         async with asyncio.timeout(DEADLINE_S):
             await worker.receive()
-            assert worker.send("f", Welcome("w"))
-            assert await frontend.receive() == ("w", Welcome("w"), [])
-            assert worker.send("f", Welcome("w"))
-            assert worker.send("f", Rejected("r", 1, "w", "the last word"))
+            assert worker.send("f", Welcome())
+            assert await frontend.receive() == ("w", Welcome(), [])
+            assert worker.send("f", Welcome())
+            assert worker.send("f", Rejected("r", 1, "the last word"))
             while not frontend._requests.getsockopt(zmq.EVENTS) & zmq.POLLIN:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)  # for the second one
@@ -261,12 +261,12 @@ async def test_a_welcome_of_a_broken_connection_is_not_one_of_the_next(mesh):
                 await asyncio.sleep(0.01)
             assert await frontend.receive() == ("w", Disconnected("w"), [])
             _, message, _ = await frontend.receive()
-            assert message == Rejected("r", 1, "w", "the last word"), "what is fenced otherwise is not lost"
+            assert message == Rejected("r", 1, "the last word"), "what is fenced otherwise is not lost"
             doors.open_all()
             while (await worker.receive())[1] != Hello():
                 pass
-            assert worker.send("f", Welcome("w"))
-            assert await frontend.receive() == ("w", Welcome("w"), [])
+            assert worker.send("f", Welcome())
+            assert await frontend.receive() == ("w", Welcome(), [])
     finally:
         frontend.close()
         worker.close()
@@ -334,7 +334,7 @@ async def test_cut_off_host_is_noticed_and_reconnected(mesh):
     cut_at = time.monotonic()
     async with asyncio.timeout(DEADLINE_S):
         assert await frontend.receive() == ("w", Disconnected("w"), [])
-        while worker.send("f", Welcome("w")):
+        while worker.send("f", Welcome()):
             await asyncio.sleep(0.05)
     assert not frontend.send("w", Abort("r", 1))
     assert time.monotonic() - cut_at > 2  # not for a hiccup
@@ -342,7 +342,7 @@ async def test_cut_off_host_is_noticed_and_reconnected(mesh):
     async with asyncio.timeout(DEADLINE_S):
         while (await worker.receive())[1] != Hello():
             pass
-    assert worker.send("f", Welcome("w"))
+    assert worker.send("f", Welcome())
     await link.close()
     frontend.close()
     worker.close()
@@ -356,7 +356,7 @@ async def test_frontend_notices_link_cut_before_first_heartbeat(mesh, asked):
         connect(frontend, worker, request_address=await link.to(worker.request_address))
         async with asyncio.timeout(DEADLINE_S):
             await worker.receive()
-            assert worker.send("f", Welcome("w"))
+            assert worker.send("f", Welcome())
             await frontend.receive()
             await link.cut()
         if asked:

@@ -43,6 +43,19 @@ def test_a_first_token_is_early_when_streamed_and_certain(codec, sampling, early
     assert codec.read(request(**sampling), 0).early_token is early
 
 
+def test_a_request_that_is_larger_than_a_message_is_refused(codec, monkeypatch) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    from orchestrator.frontend.codec import vllm_codec
+
+    size = sum(map(len, codec.read(request(), 16).frames))
+    monkeypatch.setattr(vllm_codec, "MAX_REQUEST_BYTES", size)
+    assert codec.read(request(), 16).frames
+    monkeypatch.setattr(vllm_codec, "MAX_REQUEST_BYTES", size - 1)
+    with pytest.raises(VLLMValidationError, match=f"the request has {size} bytes .* {size - 1}: send fewer"):
+        codec.read(request(), 16)
+
+
 def test_a_pooling_request_has_no_first_token(codec) -> None:
     from vllm.pooling_params import PoolingParams
     from vllm.v1.engine import EngineCoreRequest
