@@ -13,6 +13,7 @@ import msgspec
 
 from orchestrator.store.client import Redis
 from orchestrator.store.keys import KEPT_S, REGISTRY, Keys
+from orchestrator.types import DesiredRatio
 
 BEGINNING = "-"
 KEPT = 100  # decisions on the ratio
@@ -46,7 +47,9 @@ class Ordered(msgspec.Struct, tag="ordered", frozen=True):
 
 
 class DesiredChanged(msgspec.Struct, tag="desired_changed", frozen=True):
-    """The desired ratio was set."""
+    """This desired ratio was set; without one, the rollout has changed."""
+
+    ratio: DesiredRatio | None = None
 
 
 class Resync(msgspec.Struct, tag="resync", frozen=True):
@@ -54,7 +57,8 @@ class Resync(msgspec.Struct, tag="resync", frozen=True):
 
 
 RegistryEvent = Union[Joined, Changed, Left, Ordered, DesiredChanged, Resync]
-_decoder: msgspec.json.Decoder[RegistryEvent] = msgspec.json.Decoder(RegistryEvent)
+# Not strict: Lua gives some numbers as text, which keeps all their digits.
+_decoder: msgspec.json.Decoder[RegistryEvent] = msgspec.json.Decoder(RegistryEvent, strict=False)
 
 
 def decode_change(payload: bytes) -> RegistryEvent:

@@ -16,7 +16,7 @@ import msgspec
 
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.configuration import Configuration
-from orchestrator.store.events import RegistryEvent, Resync, decode_change
+from orchestrator.store.events import DesiredChanged, RegistryEvent, Resync, decode_change
 from orchestrator.store.fields import (
     Frontend,
     Heartbeat,
@@ -61,6 +61,7 @@ class Registry:
         self._warned: dict[str, str] = {}
         self._version = b"0"  # of what was read last: another, once something of a worker has changed
         self._seen: dict[str, tuple[WorkerInfo | None, WorkerOrders]] = {}
+        self._told: DesiredRatio | None = None  # the desired ratio, by an event
         self._written: tuple[WorkerInfo | None, int] = (None, 0)  # in full by `refresh`, and how often not since then
 
     # ---- workers -----------------------------------------------------------------------------------------------
@@ -254,12 +255,13 @@ class Registry:
         return desired_ratio(await self._call("desired") or [])
 
     async def restored(self, held: DesiredRatio | None, found: DesiredRatio | None) -> DesiredRatio | None:
-        """The newer of the ratio that this process has read before and the one that it finds now. The newer one is set
-        again where Redis has lost it."""
-        if held is None or (found is not None and found.set_at >= held.set_at):
-            return found
-        await self._call("restore_desired", held.prefill, held.decode, held.set_by, f"{held.set_at:.6f}")
-        return held
+        """The newest of the ratio that this process has read before, the one that `watch` was told of, and the one that
+        it finds now. It is set again where Redis has lost it."""
+        known = [ratio for ratio in (found, held, self._told) if ratio is not None]
+        newest = max(known, key=lambda ratio: ratio.set_at, default=None)
+        if newest is not None and newest is not found:
+            await self._call("restore_desired", newest.prefill, newest.decode, newest.set_by, f"{newest.set_at:.6f}")
+        return newest
 
     # ---- events ------------------------------------------------------------------------------------------------
 
@@ -277,8 +279,10 @@ class Registry:
                         event = decode_change(payload)
                     except (msgspec.DecodeError, UnicodeDecodeError) as error:
                         log.warning("dropped a corrupt event %r: %s", payload[:80], error)
-                    else:
-                        yield event
+                        continue
+                    if isinstance(event, DesiredChanged):
+                        self._told = event.ratio or self._told
+                    yield event
         finally:
             pruner.cancel()
             await asyncio.gather(pruner, return_exceptions=True)

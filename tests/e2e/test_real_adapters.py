@@ -35,7 +35,7 @@ class Frontends:
         self._fleet, self._clients = fleet, dict[str, httpx.Client]()
 
     def both(self) -> list[httpx.Client]:
-        self._fleet.until(self._found, "a connection to each of two frontends")
+        self._fleet.until(self._found, "a connection to each of two frontends", timeout_s=180)
         return list(self._clients.values())
 
     def _found(self) -> bool:

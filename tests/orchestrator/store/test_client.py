@@ -341,7 +341,7 @@ async def test_tls(server, tmp_path):
         events = registry.watch()
         assert await anext(events) == Resync()
         await set_desired(registry, 1, 2, "test")
-        assert await anext(events) == DesiredChanged(), "functions and subscriptions too"
+        assert await anext(events) == DesiredChanged(await registry.desired()), "functions and subscriptions too"
         await events.aclose()
         await redis.aclose()
 
@@ -447,7 +447,7 @@ async def test_embedded_server_socket_is_private():
         events = registry.watch()
         assert await anext(events) == Resync()
         await set_desired(registry, 2, 3, "test")
-        assert await anext(events) == DesiredChanged()
+        assert await anext(events) == DesiredChanged(await registry.desired())
         await events.aclose()
         await redis.aclose()
         (folder / "redis.sock").unlink()

@@ -717,7 +717,7 @@ async def test_every_change_is_published_once(registry, watcher):
         Changed("a"),
         Ordered("a"),
         Joined("f", "frontend"),
-        DesiredChanged(),
+        DesiredChanged(await registry.desired()),
         Left("a"),
         Left("f", "frontend"),
     ]

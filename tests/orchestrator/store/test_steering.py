@@ -14,6 +14,7 @@ from support_steering import set_desired
 
 from orchestrator.config.settings import Refused
 from orchestrator.store.client import Redis, connect
+from orchestrator.store.events import DesiredChanged, Resync
 from orchestrator.store.planned import PlannedWorker
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry
@@ -181,6 +182,21 @@ async def test_who_has_read_the_newest_ratio_restores_it(redis: Redis) -> None:
     await registry.restored(newest, None)
     assert await registry.restored(newest, found := await registry.desired()) == found
     assert found is not None and (found.prefill, found.decode) == (5, 6), "what was set since stands"
+
+
+async def test_a_ratio_that_nobody_has_read_is_restored_by_who_was_told_of_it(redis: Redis) -> None:
+    registry, operator = Registry(redis, namespace := fresh_namespace()), Registry(redis, namespace)
+    await set_desired(operator, 1, 2)
+    held = await registry.desired()
+    events = registry.watch()
+    assert isinstance(await anext(events), Resync)
+    await set_desired(operator, 3, 4)
+    told = await anext(events)
+    await events.aclose()
+    await redis.delete(registry.keys.desired)
+    restored = await registry.restored(held, await registry.desired())
+    assert isinstance(told, DesiredChanged) and restored == told.ratio == await registry.desired()
+    assert restored is not None and (restored.prefill, restored.decode) == (3, 4)
 
 
 async def test_a_host_whose_clock_is_behind_may_take_redis_over(redis: Redis) -> None:

@@ -29,9 +29,12 @@ local function write_desired(prefix, prefill, decode, by, at)
   at = at or math.max(clock(), before and tonumber(before[4]) + 0.000001 or 0)
   local key = desired_key(prefix)
   redis.call('DEL', key)
-  redis.call('HSET', key, 'prefill', prefill, 'decode', decode, 'set_by', by, 'set_at', SECONDS:format(at))
+  local set_at = SECONDS:format(at)
+  redis.call('HSET', key, 'prefill', prefill, 'decode', decode, 'set_by', by, 'set_at', set_at)
   redis.call('EXPIRE', key, KEPT_S)
-  publish(prefix, { type = 'desired_changed' })
+  -- With the ratio: who hears of it can restore it, also where it is lost before it is read.
+  local ratio = { prefill = prefill, decode = decode, set_by = by, set_at = set_at }
+  publish(prefix, { type = 'desired_changed', ratio = ratio })
   note(prefix, 'type', 'scaled', 'prefill', prefill, 'decode', decode, 'by', by)
 end
 
