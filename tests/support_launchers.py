@@ -151,7 +151,7 @@ class World:
         if self._order_all(orders | {name: {"drain": True} for name in drains & snapshot.workers.keys()}, snapshot):
             for action in actions:
                 if isinstance(action, Start):
-                    self._start(host, self._free_id(action.role), action.role)
+                    self._start(host, self._free_id(), action.role)
             for slot in (host.slots[name] for name in drains):
                 if slot.worker.id not in snapshot.workers and slot.stage is Stage.STARTING:
                     slot.worker.life = LifecycleState.GONE
@@ -253,9 +253,9 @@ class World:
         held = {name: slot.role for name, slot in host.slots.items()}
         self._launchers[host.id] = Launcher(held, self.generation)
 
-    def _free_id(self, role: Role) -> str:
+    def _free_id(self) -> str:
         taken = self._registered.keys() | {name for held in self._launchers.values() for name in held.workers}
-        return next(name for n in itertools.count() if (name := f"{role.value}-{n}") not in taken)
+        return next(name for n in itertools.count() if (name := f"worker-{n}") not in taken)
 
     def _order_all(self, told: dict[str, dict[str, object]], seen: Snapshot) -> bool:
         if told and seen.version != self._version:

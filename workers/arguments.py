@@ -84,7 +84,7 @@ def parse(role: Role, arguments: list[str], fleets: Version | None = None) -> Wo
     bind = options.bind or config.workers.bind
     check_mesh(config, bind)
     return WorkerSettings(
-        worker_id=_generated_id(role) if options.id is None else check_name("--id", options.id),
+        worker_id=_generated_id() if options.id is None else check_name("--id", options.id),
         role=role,
         redis_url=redis_url,
         bind=bind,
@@ -124,9 +124,9 @@ def _parser(role: Role) -> argparse.ArgumentParser:
     return parser
 
 
-def _generated_id(role: Role) -> str:
+def _generated_id() -> str:
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
-    return f"{role.value}-{host}-{secrets.token_hex(2)}"
+    return f"worker-{host}-{secrets.token_hex(2)}"
 
 
 def vllm_arguments(arguments: list[str]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from rich.text import Text
 from orchestrator.process.own_files import make_folder, open_own
 from orchestrator.telemetry.logs import LogFormat, common_log_line, formatter, request_in
 
-_COLOURS = {"prefill": 36, "decode": 32, "frontend": 35, "launcher": 33}  # ANSI
+_COLOURS = {"worker": 32, "frontend": 35, "launcher": 33}  # ANSI
 _REFRESH_PER_S = 8
 _MAX_LOG_BYTES = 32 << 20
 _MAX_UNREAD_BYTES = 1 << 20

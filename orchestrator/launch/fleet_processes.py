@@ -21,7 +21,7 @@ from orchestrator.launch.decisions.fleet_size import FleetSize, Resize
 from orchestrator.launch.frontend_pool import FrontendPool
 from orchestrator.launch.host.leftovers import SharedMemory
 from orchestrator.launch.host.run_folder import StartedProcess
-from orchestrator.launch.machines import Machines, Setup, frontend_named, role_named
+from orchestrator.launch.machines import Machines, Setup, frontend_named
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.launch.rollout import RolloutRunner, cannot_start
 from orchestrator.launch.supervise import Stage, Supervised, describe
@@ -188,8 +188,8 @@ class FleetProcesses:
             if worker_id in others:
                 continue  # another launcher lives, and runs it
             info = registered.get(worker_id)
-            if (role := info.role if info is not None else role_named(worker_id)) is None:
-                log.warning("%s: runs already, and is no worker of a launcher; it is left alone", worker_id)
+            if (role := info.role if info is not None else await self._machines.started_as(worker_id)) is None:
+                log.warning("%s: runs already, and does not say as what; it is left alone", worker_id)
                 continue
             log.info("%s: runs already; taking it over", worker_id)
             self._pool.supervise(worker_id, role)
@@ -266,7 +266,9 @@ class FleetProcesses:
         self._looked_at = 0.0  # one that has loaded has all of its shared memory
         if process.stage in (Stage.PAUSING, Stage.ENDED) and (pid := local_pid(process.last_identity)) is not None:
             self._ended.append(pid)
-        self._console.stage(process.name, _SHOWN[process.stage], done=process.stage in (Stage.READY, Stage.ENDED))
+        role = f"{slot.role.value}, " if (slot := self._pool.slots.get(process.name)) is not None else ""
+        shown = f"{role}{_SHOWN[process.stage]}"
+        self._console.stage(process.name, shown, done=process.stage in (Stage.READY, Stage.ENDED))
         self.watch.read_soon()
 
     def _check_start(self, process: Supervised) -> None:

@@ -16,7 +16,7 @@ from orchestrator.types import Role
 FRONTEND = "frontend-"  # a frontend's name begins so; workers may not be called so
 OnLine = Callable[[str, str], None]  # the name of a process, and a line of its output
 _FRONTEND = re.compile(rf"{FRONTEND}(\d+)(?:@(.+))?")
-_WORKER = re.compile(rf"({'|'.join(Role)})-\d+")
+_WORKER = re.compile(r"worker-\d+")  # as `free_id` of store/lua/registry/members.lua makes them
 
 
 def frontend_named(name: str) -> tuple[int, str] | None:
@@ -25,11 +25,9 @@ def frontend_named(name: str) -> tuple[int, str] | None:
     return (int(found[1]), found[2] or "") if found else None
 
 
-def role_named(worker_id: str) -> Role | None:
-    """The role in which a worker of this id was started, as the registry's `claim_id` names them; None for what is no
-    worker of a launcher."""
-    found = _WORKER.fullmatch(worker_id)
-    return Role(found[1]) if found else None
+def is_worker_of_launcher(name: str) -> bool:
+    """Whether a launcher's worker may be called so."""
+    return _WORKER.fullmatch(name) is not None
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -53,6 +51,9 @@ class Machines(Protocol):
 
     async def left_running(self) -> list[str]:
         """Names of the workers and frontends that an earlier launcher left running."""
+
+    async def started_as(self, worker_id: str) -> Role | None:
+        """The role in which a worker that was left running was started; None where it cannot be told."""
 
     def take(self, owner: str, role: Role) -> None:
         """Reserve room. Raises ConfigError when there is none and none will come."""

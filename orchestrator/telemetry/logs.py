@@ -27,7 +27,7 @@ _REQUEST = f" {REQUESTS}: "
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-01-31 23:59:59.123 INFO decode-0 pd.worker: ready`, local time."""
+    """`2026-01-31 23:59:59.123 INFO worker-1 pd.worker: ready`, local time."""
 
     default_time_format, default_msec_format = "%Y-%m-%d %H:%M:%S", "%s.%03d"
 

@@ -23,7 +23,7 @@ def fleet():
 
 
 def test_the_curls_after_ready_say_paris_from_one_worker_and_from_two(fleet: RunningFleet):
-    for line, placed in zip(fleet.curls(), ("prefilled and decoded by", "prefilled by prefill-0, dec"), strict=True):
+    for line, placed in zip(fleet.curls(), ("prefilled and decoded by", "prefilled by worker-0, dec"), strict=True):
         assert "Paris" in paste(line)["choices"][0]["message"]["content"]
         fleet.wait_for_line(rf"pd\.request .* {placed}", 10)
     assert not [line for line in fleet.log if "WARNING" in line], "vLLM's warnings are in the log file"
@@ -37,7 +37,7 @@ async def test_chat_answers_and_explains_itself(fleet: RunningFleet):
     request_id = response.headers["x-request-id"]
     line = fleet.until(lambda: [x for x in fleet.request_lines() if x["id"] == request_id], "its log line")[0]
     assert line["decision"] == "remote" and line["outcome"] == "finished" and line["exposed_ms"] >= 0
-    assert line["prefill_worker"] == "prefill-0" and line["decode_worker"] == "decode-0" and line["attempts"] == 1
+    assert line["prefill_worker"] == "worker-0" and line["decode_worker"] == "worker-1" and line["attempts"] == 1
     # Asked again it is short where it was decoded: its KV is there.
     async with fleet.client() as client:
         again = await client.post("/v1/chat/completions", json={**body, "temperature": 0})

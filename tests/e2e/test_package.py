@@ -132,7 +132,7 @@ def test_the_demo_prefills_remotely_from_the_package_alone(fleet: RunningFleet, 
     request_id = answer.headers["x-request-id"]
     (line,) = fleet.until(lambda: [x for x in fleet.request_lines() if request_id in x["id"]], "its log line")
     assert (line["outcome"], line["decision"], line["prompt_tokens"]) == ("finished", "remote", 300), line
-    assert line["prefill_worker"] == "prefill-0" and line["decode_worker"] == "decode-0"
+    assert line["prefill_worker"] == "worker-0" and line["decode_worker"] == "worker-1"
     fleet.assert_no_leaks()
 
 

@@ -59,7 +59,7 @@ async def test_rollout_changes_kv_settings_under_load(fleet: RunningFleet) -> No
     steps = [json.loads(line) for line in done.stdout.splitlines()]
     assert [steps[0]["event"], steps[-1]["event"]] == ["ordered", "done"]
     started = [step["id"] for step in steps if step["event"] == "started"]
-    assert {"decode-0", "decode-1", "prefill-0", "prefill-1"} <= set(started)
+    assert {"worker-2", "worker-3", "worker-0", "worker-1"} <= set(started)
     assert started[-1].startswith("frontend"), "workers first: a new frontend may let in what old ones do not know"
     assert generations(fleet) == [1] * 4 and not before & {worker["pid"] for worker in fleet.workers()}
     assert "pd_retries_total" in frontend and fleet.metric("pd_retries_total") == 0, "a new frontend counts anew"

@@ -130,7 +130,7 @@ def decoded_by(fleet: RunningFleet, worker_id: str) -> int:
 
 async def test_a_second_host_joins_serves_restarts_and_is_drained(fleet: RunningFleet, far: FarWorker) -> None:
     await asyncio.to_thread(far.until_joined, fleet)
-    assert there(fleet) == {"prefill-0": HERE, "decode-0": HERE, "far": THERE}
+    assert there(fleet) == {"worker-0": HERE, "worker-1": HERE, "far": THERE}
     command = Path(f"/proc/{far.process.pid}/cmdline").read_text()
     assert "workers.main" in command and "a-secret" not in command
     async with fleet.under_load(PROMPTS, concurrency=4, max_tokens=40) as answers:
@@ -141,7 +141,7 @@ async def test_a_second_host_joins_serves_restarts_and_is_drained(fleet: Running
         assert "2 workers restarted" in (await restart).stdout
         fleet.cli("scale", "decode=1")
         assert await asyncio.to_thread(far.exit_code) == 0, "drained: not to be started again"
-        await asyncio.to_thread(fleet.until, lambda: set(there(fleet)) == {"prefill-0", "decode-0"}, "it is gone")
+        await asyncio.to_thread(fleet.until, lambda: set(there(fleet)) == {"worker-0", "worker-1"}, "it is gone")
     assert [(a.status, a.error) for a in answers if not a.ok] == []
 
 

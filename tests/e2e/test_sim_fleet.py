@@ -53,7 +53,8 @@ async def test_local_and_remote_are_taken_and_explained(fleet):
         lambda: [x for x in fleet.request_lines() if x["id"] in ids][1:] and fleet.request_lines(), "lines"
     )
     remote = next(line for line in lines if line["id"] == answers[1].request_id)
-    assert remote["decision"] == "remote" and remote["prefill_worker"].startswith("prefill")
+    assert remote["decision"] == "remote"
+    assert remote["prefill_worker"] in {worker["id"] for worker in fleet.workers("prefill")}
     assert {"queued_ms", "claim_ms", "prefill_ms", "exposed_ms", "decode_ms", "ttft_ms"} <= remote.keys()
 
 
@@ -175,7 +176,7 @@ async def test_restarting_every_worker_under_load_fails_nobody(fleet):
     truth = await expected(fleet, PROMPTS, 60)
     async with fleet.under_load(PROMPTS, concurrency=8, max_tokens=60) as answers:
         done = await asyncio.to_thread(fleet.cli, "restart", "--role", "decode")
-        assert "decode-0: restarted" in done.stdout and "2 workers restarted" in done.stdout
+        assert "worker-2: restarted" in done.stdout and "2 workers restarted" in done.stdout
         await asyncio.to_thread(fleet.cli, "restart", "--role", "prefill", "--max-unavailable", "2")
         await asyncio.to_thread(fleet.until, lambda: fleet.shape() == (2, 2), "2P2D")
     assert [(a.status, a.error) for a in answers if not a.ok] == []

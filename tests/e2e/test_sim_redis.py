@@ -78,7 +78,7 @@ def test_a_fleet_lives_with_the_least_rights_and_shows_its_password_nowhere(tmp_
             fleet.cli("scale", "prefill=1", "decode=3")
             fleet.until(lambda: fleet.shape() == (1, 3), "the fleet is 1P3D")
             shown = [fleet.cli(command, check=False).stdout for command in ("status", "queue", "doctor")]
-            assert "decode-1" in shown[0] and "127.0.0.1" in shown[2]
+            assert "worker-3" in shown[0] and "127.0.0.1" in shown[2]
             shown += [httpx.get(f"{fleet.url}{page}").text for page in ("/fleet", "/metrics", "/ready", "/predictions")]
             launcher = psutil.Process(fleet.process.pid)
             shown += [" ".join(process.cmdline()) for process in (launcher, *launcher.children(recursive=True))]

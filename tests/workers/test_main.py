@@ -95,7 +95,7 @@ def test_the_configuration_file_is_overridden_by_options(
     file.write_text(f"{file.read_text()}redis: {{url: redis://file}}\n")
     assert parse(Role.PREFILL, ["--config", str(file)]).redis_url == "redis://file", "a launcher's file goes first"
     made_up = parse(Role.DECODE, ["--redis", "redis://h", "--config", str(file)])
-    assert made_up.worker_id.startswith("decode-") and made_up.config.model == "from-file"
+    assert made_up.worker_id.startswith("worker-") and made_up.config.model == "from-file"
 
 
 @pytest.mark.slow

@@ -169,6 +169,6 @@ def _loads(worker: PlannedWorker) -> bool:
 
 
 def _age_order(worker_id: str) -> tuple[int, str]:
-    """A sort key by which prefill-10 is newer than prefill-9."""
+    """A sort key by which worker-10 is newer than worker-9."""
     number = worker_id.rpartition("-")[2]
     return (int(number) if number.isdigit() else -1, worker_id)

@@ -28,6 +28,10 @@ class LocalMachine:
     async def left_running(self) -> list[str]:
         return []
 
+    async def started_as(self, worker_id: str) -> Role | None:
+        """Never: nothing is left running here."""
+        return None
+
     def take(self, owner: str, role: Role) -> None:
         self._shares.take(owner, role)
 

@@ -35,6 +35,7 @@ log = logging.getLogger("pd.launcher")
 
 _WAIT_S = 1.0  # how long one check waits for a group's place
 _SAY_AFTER_S = 5.0
+_RUNNER_ANSWERS_S = 30.0  # one on a node that is gone never does
 
 
 class RayCluster:
@@ -62,6 +63,15 @@ class RayCluster:
 
     async def left_running(self) -> list[str]:
         return await asyncio.to_thread(left_running)
+
+    async def started_as(self, worker_id: str) -> Role | None:
+        try:
+            runner = await asyncio.to_thread(ray.get_actor, worker_id)
+            async with asyncio.timeout(_RUNNER_ANSWERS_S):
+                return Role(await runner.role.remote())
+        except (RayError, ValueError, TimeoutError) as error:  # ValueError: it has ended, or runs no worker
+            log.warning("%s: its role is not known: %s", worker_id, _first_line(error))
+            return None
 
     def take(self, owner: str, role: Role) -> None:
         self._bundles[owner] = _bundle(self._config, role)

@@ -40,6 +40,7 @@ class Runner:
         self._changed = asyncio.Event()
         self._ended: asyncio.Task[bytes] | None = None
         self._starting = asyncio.Lock()
+        self._role = ""
 
     async def start(self, order: bytes) -> bytes:
         """Start the process, unless it was started before. Returns Started or NotStarted."""
@@ -51,6 +52,10 @@ class Runner:
                     return encode(NotStarted(" ".join(str(error).split()), never=isinstance(error, CannotRun)))
                 self._ended = asyncio.create_task(self._run(self._process))
         return encode(Started(self._process.pid, self._process.identity))
+
+    async def role(self) -> str:
+        """The role of the worker that it was started for; empty for a frontend, and before it was started."""
+        return self._role
 
     async def wait(self) -> bytes:
         """Wait until the process and its process group have ended. Returns Ended."""
@@ -89,6 +94,7 @@ class Runner:
         write_text(file, yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
         setup = Setup(order.generation, config, file)
         if isinstance(order, RunWorker):
+            self._role = order.role.value
             spec = worker_spec(setup, order.role, order.name, Share())
         else:
             spec = frontend_spec(setup, order.name, order.index)

@@ -75,7 +75,10 @@ class LeftRunning(LocalMachine):
     """As a machine on which an earlier launcher left workers, whose processes need not be looked at here."""
 
     async def left_running(self) -> list[str]:
-        return ["counter-1", "decode-0", "frontend-of-somebody", "prefill-0", "prefill-1"]
+        return ["counter-1", "worker-2", "frontend-of-somebody", "worker-0", "worker-1"]
+
+    async def started_as(self, worker_id: str) -> Role | None:
+        return {"worker-0": Role.PREFILL, "worker-1": Role.PREFILL}.get(worker_id)
 
 
 async def test_launcher_takes_over_workers_of_dead_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -85,9 +88,9 @@ async def test_launcher_takes_over_workers_of_dead_launcher(tmp_path: Path, monk
         workers = {"heartbeat_s": 0.2, "timeout_s": 1.0, "prefill": {"replicas": 0}}
         config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace(), "workers": workers})
         registry = Registry(redis, config.namespace)
-        await registry.join(msgspec.structs.replace(worker("prefill-1"), role=Role.DECODE), 60)  # it was flipped
-        await registry.refresh_launcher("lives/1/1", Launcher({"decode-0": Role.DECODE}), 60)
-        dead = Launcher({"prefill-0": Role.PREFILL, "prefill-1": Role.DECODE})
+        await registry.join(msgspec.structs.replace(worker("worker-1"), role=Role.DECODE), 60)  # it was flipped
+        await registry.refresh_launcher("lives/1/1", Launcher({"worker-2": Role.DECODE}), 60)
+        dead = Launcher({"worker-0": Role.PREFILL, "worker-1": Role.DECODE})
         await registry.refresh_launcher("dead/1/1", dead, 0.5)
         taken: dict[str, Role] = {}
         monkeypatch.setattr(WorkerPool, "supervise", lambda pool, worker_id, role: taken.update({worker_id: role}))
@@ -96,7 +99,7 @@ async def test_launcher_takes_over_workers_of_dead_launcher(tmp_path: Path, monk
         monkeypatch.setattr(FrontendPool, "update", AsyncMock())
         await fleet.start()
         await fleet.end()
-        assert taken == {"prefill-0": Role.PREFILL, "prefill-1": Role.DECODE}
+        assert taken == {"worker-0": Role.PREFILL, "worker-1": Role.DECODE}
     finally:
         await redis.aclose()
         await server.stop()

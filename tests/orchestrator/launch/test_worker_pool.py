@@ -155,11 +155,11 @@ async def hand_started(running: Pool, role: Role, worker_id: str) -> AsyncIterat
 async def test_scale_flips_running_workers_before_it_starts_or_drains_any(tmp_path):
     async with running_pool(tmp_path, 1, 2) as running:
         before = running.pids()
-        assert running.roles() == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
+        assert running.roles() == {"worker-0": "prefill", "worker-1": "decode", "worker-2": "decode"}
         await running.fleet.scale(2, 1)
         await running.until_ratio(2, 1)
         assert running.pids() == before, "the same processes"
-        assert running.roles()["decode-1"] == "prefill"
+        assert running.roles()["worker-2"] == "prefill"
         await running.fleet.scale(1, None)
         await running.until_ratio(1, 1)
         await running.fleet.scale(None, 3)
@@ -169,11 +169,11 @@ async def test_scale_flips_running_workers_before_it_starts_or_drains_any(tmp_pa
 
 async def test_a_killed_worker_comes_back_and_leaves_the_registry_at_once(tmp_path):
     async with running_pool(tmp_path, 1, 1) as running:
-        victim = running.pids()["prefill-0"]
+        victim = running.pids()["worker-0"]
         os.kill(victim, signal.SIGKILL)
-        await running.until(lambda: "prefill-0" not in running.roles(), "gone from the registry")
-        await running.until(lambda: running.roles() == {"prefill-0": "prefill", "decode-0": "decode"}, "back")
-        assert running.pids()["prefill-0"] not in (0, victim)
+        await running.until(lambda: "worker-0" not in running.roles(), "gone from the registry")
+        await running.until(lambda: running.roles() == {"worker-0": "prefill", "worker-1": "decode"}, "back")
+        assert running.pids()["worker-0"] not in (0, victim)
 
 
 async def test_a_registry_that_comes_back_empty_ends_no_worker(tmp_path):
@@ -199,9 +199,9 @@ async def test_a_registry_that_comes_back_empty_ends_no_worker(tmp_path):
 
 async def test_prefill_worker_stands_in_for_lost_decode_workers(tmp_path):
     async with running_pool(tmp_path, 2, 2, backoff_s=3) as running:
-        for name in ("decode-0", "decode-1"):
+        for name in ("worker-2", "worker-3"):
             os.kill(running.pids()[name], signal.SIGKILL)
-        await running.until(lambda: running.roles() == {"prefill-0": "prefill", "prefill-1": "decode"}, "one stands in")
+        await running.until(lambda: running.roles() == {"worker-0": "prefill", "worker-1": "decode"}, "one stands in")
         desired = await running.registry.desired()
         assert desired is not None and (desired.prefill, desired.decode, desired.set_by) == (2, 2, "test")
         await running.until_ratio(2, 2)
@@ -214,11 +214,11 @@ def test_only_a_fleet_that_has_had_decode_workers_needs_a_stand_in(tmp_path):
     pool = WorkerPool(
         config, registry, LocalMachine(config), lambda *line: None, lambda process: None, Setup(0, config, tmp_path)
     )
-    loading = [PlannedWorker("prefill-0", Role.PREFILL, True), PlannedWorker("decode-0", Role.DECODE, False)]
+    loading = [PlannedWorker("worker-0", Role.PREFILL, True), PlannedWorker("worker-1", Role.DECODE, False)]
     assert pool.actions(DesiredRatio(1, 1), loading) == []
     assert pool.actions(DesiredRatio(1, 1), [msgspec.structs.replace(worker, ready=True) for worker in loading]) == []
-    assert pool.actions(DesiredRatio(1, 1), loading) == [Flip("prefill-0", Role.DECODE, stands_in=True)]
-    assert pool.actions(DesiredRatio(1, 0), loading) == [Drain("decode-0")], "none is wanted"
+    assert pool.actions(DesiredRatio(1, 1), loading) == [Flip("worker-0", Role.DECODE, stands_in=True)]
+    assert pool.actions(DesiredRatio(1, 0), loading) == [Drain("worker-1")], "none is wanted"
 
 
 async def test_nothing_is_done_before_all_are_back_in_a_registry_that_has_lost_them(tmp_path):
@@ -243,9 +243,9 @@ async def test_nothing_is_done_before_all_are_back_in_a_registry_that_has_lost_t
 async def test_foreign_worker_stands_in_too(tmp_path):
     """The launcher that lives runs no prefill worker; the one by hand takes the role, and gives it back."""
     async with running_pool(tmp_path, 0, 1, backoff_s=3) as running, hand_started(running, Role.PREFILL, "by-hand"):
-        await running.until(lambda: running.roles() == {"decode-0": "decode", "by-hand": "prefill"}, "joined")
+        await running.until(lambda: running.roles() == {"worker-0": "decode", "by-hand": "prefill"}, "joined")
         await running.fleet.scale(1, 1)
-        os.kill(running.pids()["decode-0"], signal.SIGKILL)
+        os.kill(running.pids()["worker-0"], signal.SIGKILL)
         await running.until(lambda: running.roles() == {"by-hand": "decode"}, "it stands in")
         await running.until(lambda: sorted(running.roles().values()) == ["decode", "prefill"], "1P1D again")
         assert len(running.pids()) == 1
@@ -254,13 +254,13 @@ async def test_foreign_worker_stands_in_too(tmp_path):
 async def test_role_and_drain_change_desired_ratio(tmp_path):
     async with running_pool(tmp_path, 1, 2) as running:
         before = running.pids()
-        assert await running.fleet.change_role("decode-0", Role.PREFILL, force=False)
+        assert await running.fleet.change_role("worker-1", Role.PREFILL, force=False)
         await running.until_ratio(2, 1)
-        assert running.roles()["decode-0"] == "prefill" and running.pids() == before
-        assert not await running.fleet.change_role("decode-0", Role.PREFILL, force=False), "it has that role"
-        assert await running.fleet.drain("prefill-0", force=False)
+        assert running.roles()["worker-1"] == "prefill" and running.pids() == before
+        assert not await running.fleet.change_role("worker-1", Role.PREFILL, force=False), "it has that role"
+        assert await running.fleet.drain("worker-0", force=False)
         await running.until_ratio(1, 1)
-        assert set(running.pids()) == {"decode-0", "decode-1"}
+        assert set(running.pids()) == {"worker-1", "worker-2"}
         desired = await running.registry.desired()
         assert desired is not None and (desired.prefill, desired.decode) == (1, 1)
 
@@ -268,32 +268,32 @@ async def test_role_and_drain_change_desired_ratio(tmp_path):
 async def test_last_decode_worker_is_removed_only_by_force(tmp_path):
     async with running_pool(tmp_path, 0, 1) as running:
         for command in (
-            running.fleet.change_role("decode-0", Role.PREFILL, False),
-            running.fleet.drain("decode-0", False),
+            running.fleet.change_role("worker-0", Role.PREFILL, False),
+            running.fleet.drain("worker-0", False),
         ):
             with pytest.raises(Refused, match="last decode worker.*--force"):
                 await command
         with pytest.raises(Refused, match="decode=0: expected an integer >= 1"):
             await running.fleet.scale(None, 0)
-        with pytest.raises(Refused, match="'decode-9' is not in the fleet; there: decode-0"):
-            await running.fleet.drain("decode-9", False)
-        assert await running.fleet.change_role("decode-0", Role.PREFILL, force=True)
-        await running.until(lambda: running.roles() == {"decode-0": "prefill"}, "forced")
+        with pytest.raises(Refused, match="'worker-9' is not in the fleet; there: worker-0"):
+            await running.fleet.drain("worker-9", False)
+        assert await running.fleet.change_role("worker-0", Role.PREFILL, force=True)
+        await running.until(lambda: running.roles() == {"worker-0": "prefill"}, "forced")
 
 
 async def test_workers_started_by_hand_come_on_top_until_scale_drains_them(tmp_path):
     async with running_pool(tmp_path, 0, 1) as running, hand_started(running, Role.DECODE, "by-hand") as process:
         before = running.pids()
-        await running.until(lambda: running.roles().keys() == {"decode-0", "by-hand"}, "it has joined")
+        await running.until(lambda: running.roles().keys() == {"worker-0", "by-hand"}, "it has joined")
         for _ in range(5):  # readings, its claim of the id and then its entry among them
             await running.watch.read()
             await asyncio.sleep(0.1)
-        assert running.roles().keys() == {"decode-0", "by-hand"} and running.pids() == before
+        assert running.roles().keys() == {"worker-0", "by-hand"} and running.pids() == before
         await running.fleet.scale(None, 2)
         await running.watch.read()
         assert running.pids() == before, "it counts: there are two"
         await running.fleet.scale(None, 1)
-        await running.until(lambda: running.roles().keys() == {"decode-0"}, "drained")
+        await running.until(lambda: running.roles().keys() == {"worker-0"}, "drained")
         async with asyncio.timeout(DEADLINE_S):
             assert await process.wait() == 0, "and not to be started again"
         assert running.pids() == before
@@ -338,7 +338,7 @@ async def test_two_launchers_share_a_fleet(tmp_path):
             assert len({*first.pool.slots, *second.slots}) == 5, "each has an id of its own before it loads"
 
             def shrunk() -> bool:
-                return {*first.pool.slots, *second.slots} == {"prefill-0", "decode-0"} == set(first.roles())
+                return {*first.pool.slots, *second.slots} == {"worker-0", "worker-1"} == set(first.roles())
 
             await first.until(shrunk, "1P1D again")
             await first.fleet.scale(3, None)
@@ -360,8 +360,8 @@ async def test_status_from_the_registry_alone(tmp_path):
     async with running_pool(tmp_path, 1, 1) as running:
         seen = await fleet_status(FleetHandle(running.config.namespace, running.config.redis.url, None, running.config))
         assert [(w["id"], w["role"], w["state"], w["engine"]) for w in seen["workers"]] == [
-            ("decode-0", "decode", "ready", "sim"),
-            ("prefill-0", "prefill", "ready", "sim"),
+            ("worker-1", "decode", "ready", "sim"),
+            ("worker-0", "prefill", "ready", "sim"),
         ]
         assert seen["workers"][0]["blocks_free"] is None, "loads are not in the registry"
         assert seen["queue"] == {"requests": 0, "tokens": 0, "claimed": 0}

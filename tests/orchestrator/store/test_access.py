@@ -46,7 +46,7 @@ async def test_queue_and_registry_work_under_acl(fleet):
     await registry.refresh_frontend(Frontend("f1", "http://h", "1", mesh_key="k1"), 5.0)
     assert await registry.frontends_of(["k0", "k1"]) == {"k1": "f1"}
     await set_desired(registry, 1, 1, "test")
-    assert await claim_ids(registry, "l", Role.PREFILL) == ["prefill-0"]
+    assert await claim_ids(registry, "l", Role.PREFILL) == ["worker-0"]
     assert (await registry.desired()).prefill == 1 and list(await registry.frontends()) == ["f1"]
     for name in ("a", "b", "c"):
         await queue.enqueue(job(name))

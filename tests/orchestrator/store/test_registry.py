@@ -772,20 +772,21 @@ async def test_watching_survives_a_killed_server(tmp_path):
 
 
 async def test_each_worker_id_is_claimed_once(registry):
-    await registry.join(worker("prefill-1"), TTL_S)
+    """Whatever its role: that may change."""
+    await registry.join(worker("worker-1"), TTL_S)
     for launcher in ("a", "b"):
         await registry.refresh_launcher(launcher, Launcher(), TTL_S)
     claimed = [await claim_ids(registry, "ab"[n % 2], *[Role.PREFILL] * n) for n in range(4)]
-    assert claimed == [[], ["prefill-0"], ["prefill-2", "prefill-3"], ["prefill-4", "prefill-5", "prefill-6"]]
-    assert await claim_ids(registry, "a", Role.DECODE) == ["decode-0"]
-    assert not await registry.claim_id("c", Role.DECODE, TTL_S, "decode-0")
+    assert claimed == [[], ["worker-0"], ["worker-2", "worker-3"], ["worker-4", "worker-5", "worker-6"]]
+    assert await claim_ids(registry, "a", Role.DECODE) == ["worker-7"]
+    assert not await registry.claim_id("c", Role.DECODE, TTL_S, "worker-7")
     launchers = await registry.launchers()
-    assert {*launchers["a"].workers, *launchers["b"].workers} == {*itertools.chain(*claimed), "decode-0"}
-    assert launchers["a"].workers["decode-0"] is Role.DECODE
-    await registry.refresh_launcher("a", Launcher({"prefill-0": Role.DECODE}, 3, 7), TTL_S)
+    assert {*launchers["a"].workers, *launchers["b"].workers} == {*itertools.chain(*claimed), "worker-7"}
+    assert launchers["a"].workers["worker-7"] is Role.DECODE
+    await registry.refresh_launcher("a", Launcher({"worker-0": Role.DECODE}, 3, 7), TTL_S)
     await registry.leave_launcher("b")
-    assert await registry.launchers() == {"a": Launcher({"prefill-0": Role.DECODE}, 3, 7)}
-    assert await claim_ids(registry, "c", Role.PREFILL) == ["prefill-2"], "what is held no more is free"
+    assert await registry.launchers() == {"a": Launcher({"worker-0": Role.DECODE}, 3, 7)}
+    assert await claim_ids(registry, "c", Role.PREFILL) == ["worker-2"], "what is held no more is free"
 
 
 async def test_redis_knows_the_fleet_since_the_first_came_back(redis, registry):

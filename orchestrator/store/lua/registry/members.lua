@@ -160,9 +160,16 @@ local function read(keys, args)
   return { version, ids, rows, launchers, desired_now(prefix) or {} }
 end
 
--- ---- ids of workers: a launcher's hash has those of its workers, as `ids`: "prefill-0=prefill decode-0=prefill" ----
+-- ---- ids of workers: a launcher's hash has those of its workers, as `ids`: "worker-0=prefill worker-1=decode" ----
 
--- Claims this id, or the role's first free one where it is '', for this launcher, and returns it; nil when somebody has it.
+-- The first free id. There is no role in it, which may change.
+local function free_id(taken)
+  local number = 0
+  while taken['worker-' .. number] do number = number + 1 end
+  return 'worker-' .. number
+end
+
+-- Claims this id, or the first free one where it is '', for this launcher, and returns it; nil when somebody has it.
 local function take_id(prefix, launcher, ttl_ms, role, wanted)
   local taken = {}
   for _, id in ipairs(live(prefix, 'worker')) do taken[id] = true end
@@ -171,9 +178,7 @@ local function take_id(prefix, launcher, ttl_ms, role, wanted)
     for id in string.gmatch(ids, '([^ =]+)=') do taken[id] = true end
   end
   if taken[wanted] then return nil end
-  local number = 0
-  while taken[role .. '-' .. number] do number = number + 1 end
-  local id = wanted ~= '' and wanted or role .. '-' .. number
+  local id = wanted ~= '' and wanted or free_id(taken)
   local key = member_key(prefix, 'launcher', launcher)
   local ids = redis.call('HGET', key, 'ids')
   redis.call('HSET', key, 'ids', (ids and ids ~= '' and ids .. ' ' or '') .. id .. '=' .. role)

@@ -6,6 +6,8 @@ import asyncio
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from support_wait import DEADLINE_S
@@ -71,8 +73,8 @@ async def test_nodes_are_unknown_until_the_cluster_has_told_them(monkeypatch):
 
 async def test_a_foreign_actor_is_none_of_the_fleets_processes(monkeypatch, caplog):
     """Whoever may use the cluster may name one in our namespace."""
-    ours = ["decode-0", "frontend-0@10.0.0.2", "frontend-12@::1", "prefill-31"]
-    foreign = ["", "counter", "decode-", "decode-x", "frontend-@10.0.0.2", "frontend-a@b", "trainer-0"]
+    ours = ["frontend-0@10.0.0.2", "frontend-12@::1", "worker-0", "worker-31"]
+    foreign = ["", "counter", "worker-", "worker-x", "decode-0", "frontend-@10.0.0.2", "frontend-a@b", "trainer-0"]
     monkeypatch.setattr(connection_module, "list_named_actors", lambda: ours + foreign)
     assert await module.RayCluster(CONFIG).left_running() == ours
     assert "counter" in caplog.text and "left alone" in caplog.text
@@ -94,13 +96,29 @@ async def test_a_foreign_actor_is_none_of_the_fleets_processes(monkeypatch, capl
     assert connection_module.end_fleet(CONFIG, 1.0) == ended == ours
 
 
+async def test_a_worker_that_was_left_running_tells_its_role(monkeypatch, caplog):
+    """Its name does not, and while it loads the registry does not know it."""
+    said = {"worker-0": "decode", "worker-1": "", "worker-2": None}
+
+    class Actor:
+        def __init__(self, name: str) -> None:
+            if (role := said[name]) is None:
+                raise ValueError("Failed to look up actor")
+            self.role = SimpleNamespace(remote=AsyncMock(return_value=role))
+
+    monkeypatch.setattr(module.ray, "get_actor", Actor)
+    cluster = module.RayCluster(CONFIG)
+    assert [await cluster.started_as(name) for name in said] == [Role.DECODE, None, None]
+    assert "worker-2: its role is not known: Failed to look up actor" in caplog.text
+
+
 @pytest.fixture
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> runner_module.Runner:
     """On a node at 10.0.0.2, where nothing is started."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(runner_module.ray.util, "get_node_ip_address", lambda: "10.0.0.2")
     monkeypatch.setattr(runner_module, "find_model", lambda name, say: name)
-    spec = ProcessSpec("decode-0", [sys.executable, "-c", "pass"])
+    spec = ProcessSpec("worker-0", [sys.executable, "-c", "pass"])
     monkeypatch.setattr(runner_module, "worker_spec", lambda *_: spec)
     return runner_module.Runner()
 
@@ -109,9 +127,9 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> runner_module.Run
 async def test_a_runner_writes_no_password_where_others_may_read_it(runner, tmp_path: Path, loose: str):
     folder = tmp_path / "pd-orchestrator" / "default@10.0.0.2"
     folder.mkdir(parents=True)
-    (file := folder / "decode-0.yaml").touch()  # somebody waits for it
+    (file := folder / "worker-0.yaml").touch()  # somebody waits for it
     (tmp_path / loose).chmod(0o777)
-    reply = decode_reply(await runner.start(encode(RunWorker(CONFIG, "decode-0", Role.DECODE))))
+    reply = decode_reply(await runner.start(encode(RunWorker(CONFIG, "worker-0", Role.DECODE))))
     assert isinstance(reply, NotStarted) and f"{tmp_path / loose}: others than" in reply.reason
     assert file.read_text() == ""
 
@@ -120,10 +138,11 @@ async def test_a_runner_replaces_a_file_that_was_there(runner, tmp_path: Path):
     """Whoever made it may have it open."""
     folder = tmp_path / "pd-orchestrator" / "default@10.0.0.2"
     make_folder(folder)
-    (file := folder / "decode-0.yaml").touch(mode=0o666)
+    (file := folder / "worker-0.yaml").touch(mode=0o666)
     with file.open() as waiting:
-        reply = decode_reply(await runner.start(encode(RunWorker(CONFIG, "decode-0", Role.DECODE))))
+        reply = decode_reply(await runner.start(encode(RunWorker(CONFIG, "worker-0", Role.DECODE))))
         assert isinstance(reply, Started) and waiting.read() == ""
+    assert await runner.role() == "decode", "a launcher that comes later asks"
     await runner.wait()
     assert not folder.exists()
 
@@ -140,12 +159,12 @@ async def test_unwanted_placement_group_is_removed(monkeypatch):
 
     monkeypatch.setattr(module, "_find_or_make_group", make)
     monkeypatch.setattr(module, "remove_placement_group", lambda which: which is group and removed.set())
-    cluster.take("prefill-0", Role.PREFILL)
-    waiting = asyncio.create_task(cluster.placed("prefill-0"))
+    cluster.take("worker-0", Role.PREFILL)
+    waiting = asyncio.create_task(cluster.placed("worker-0"))
     assert await asyncio.to_thread(asked.wait, DEADLINE_S)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    cluster.give_back("prefill-0")
+    cluster.give_back("worker-0")
     answered.set()
     assert await asyncio.to_thread(removed.wait, DEADLINE_S)
 
@@ -161,9 +180,9 @@ async def test_failed_placement_is_retried(monkeypatch):
         return answer
 
     monkeypatch.setattr(module, "_find_or_make_group", make)
-    cluster.take("prefill-0", Role.PREFILL)
+    cluster.take("worker-0", Role.PREFILL)
     async with asyncio.timeout(DEADLINE_S):
-        await cluster.placed("prefill-0")
+        await cluster.placed("worker-0")
     assert answers == []
 
 
@@ -181,7 +200,7 @@ async def test_a_runner_that_is_only_unavailable_is_told_again_to_stop(monkeypat
     class Runner:
         stop = Stop()
 
-    process = RayProcess(RunWorker(CONFIG, "decode-0", Role.DECODE), dict, lambda name, line: None)
+    process = RayProcess(RunWorker(CONFIG, "worker-0", Role.DECODE), dict, lambda name, line: None)
     process._runner = Runner()
     async with asyncio.timeout(DEADLINE_S):
         await process.stop(3.0)
