@@ -55,13 +55,13 @@ class Finish:
 class Chunk:
     """Blocks whose KV is computed: logical ids per KV cache group, from block `start` of the request.
 
-    `layer` is None for all layers, else one of `Outbound.layers`. `ready` is the CUDA event after which the blocks
-    hold their KV; None if they hold it already.
+    `regions` are those of NIXL that go out, of the `Outbound.regions` in which a block has its layers; None for all.
+    `ready` is the CUDA event after which the blocks hold their KV there; None if they hold it already.
     """
 
     start: int
     blocks: tuple[tuple[int, ...], ...]
-    layer: int | None = None
+    regions: tuple[int, ...] | None = None
     ready: Any = None
     whole: bool = False  # the blocks of a whole prompt, for groups whose blocks have no position
 

@@ -62,6 +62,13 @@ class PushConnector(NixlPushConnector):
                 "enable_sleep_mode: sleep would free KV memory that other engines write to; remove it, and scale the "
                 "fleet instead"
             )
+        if vllm_config.aux_output_config.enabled:
+            raise ValueError(
+                "aux_output_config.enable_return_routed_experts: the experts of a prompt are not pushed with its KV; "
+                "remove it"
+            )
+        if vllm_config.attention_config.hisparse_config is not None:
+            raise ValueError("attention_config.hisparse_config: KV in host memory cannot be pushed; remove it")
         device = current_platform.device_type
         if device not in ("cpu", "cuda"):
             raise ValueError(f"device {device}: KV can be pushed from CUDA devices and CPUs only")

@@ -26,7 +26,7 @@ class Outbound:
     """Streams of one prefill worker rank, by request id."""
 
     def __init__(self, *, lease_s: float, expect_s: float) -> None:
-        self.layers = 0  # layers of a block, where chunks come layer by layer
+        self.regions = 0  # of NIXL, in which a block has its layers
         self._lease_s = lease_s
         self._expect_s = expect_s
         self._stepped_at = 0.0
@@ -41,10 +41,13 @@ class Outbound:
     @property
     def awaits_writes(self) -> bool:
         """Whether a stream waits for WRITEs in flight to end."""
-        return any(
-            stream.state is Stream.FLUSHING or (stream.state is Stream.DRAINING and stream.deadline is not None)
-            for stream in self._streams.values()
-        )
+        waits = (Stream.FLUSHING, Stream.DRAINING)
+        return any(stream.state in waits and not stream.may_never_end for stream in self._streams.values())
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether WRITEs are in flight that will end soon."""
+        return any(stream.inflight and not stream.may_never_end for stream in self._streams.values())
 
     @property
     def awaits_device(self) -> bool:
@@ -79,7 +82,7 @@ class Outbound:
         if not closed:
             return self._pump(stream, now)
         stream.closed_at = now
-        if not stream.is_covered(self.layers):
+        if not stream.is_covered(self.regions):
             why = f"only {stream.covered} of {stream.total_blocks} blocks were shipped"
             return self._apply(stream, StreamEvent.GIVE_UP, now, why)
         return self._apply(stream, StreamEvent.CLOSE, now, "") + self._pump(stream, now)

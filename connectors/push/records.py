@@ -63,8 +63,8 @@ class PushStream:
     prompt_tokens: int = 0
     held: bool = False  # the scheduler waits for Release
     computing: bool = False  # the scheduler will still say how the prefill ended
-    covered: int = 0  # blocks shipped in all layers, from the first on
-    covered_layers: dict[int, int] = field(default_factory=dict)  # layer -> blocks shipped in it, where they are more
+    covered: int = 0  # blocks shipped in all regions, from the first on
+    covered_regions: dict[int, int] = field(default_factory=dict)  # region -> blocks shipped in it, where they are more
     why: str = ""
     first_post_at: float | None = None
     closed_at: float | None = None
@@ -74,17 +74,24 @@ class PushStream:
         self.epoch = epoch
         self.pending.clear()
         self.covered = 0
-        self.covered_layers.clear()
+        self.covered_regions.clear()
 
     def add(self, chunk: Chunk) -> None:
         """Queues `chunk` for shipping."""
         self.pending.append(chunk)
         if chunk.whole:
             self.covered = self.total_blocks
-        elif chunk.start <= self.covered and chunk.layer is None:
-            self.covered = max(self.covered, chunk.start + len(chunk.blocks[0]))
-        elif chunk.start <= self.covered and chunk.layer is not None:
-            self.covered_layers[chunk.layer] = chunk.start + len(chunk.blocks[0])
+        elif chunk.start <= self.covered:
+            end = chunk.start + len(chunk.blocks[0])
+            if chunk.regions is None:
+                self.covered = max(self.covered, end)
+            else:
+                self.covered_regions |= dict.fromkeys(chunk.regions, end)
+
+    @property
+    def may_never_end(self) -> bool:
+        """It was given up so long ago that its WRITEs in flight may last until the kernel gives up their connection."""
+        return self.state is Stream.DRAINING and self.deadline is None
 
     @property
     def awaits_device(self) -> bool:
@@ -100,12 +107,12 @@ class PushStream:
             self.pending.popleft()
         return ready
 
-    def is_covered(self, layers: int) -> bool:
-        """Whether every block was shipped in every layer, in whatever order the engine's hooks came."""
+    def is_covered(self, regions: int) -> bool:
+        """Whether every block was shipped in every region, in whatever order the engine's hooks came."""
         if self.covered >= self.total_blocks:
             return True
-        ends = self.covered_layers.values()
-        return len(ends) == layers > 0 and min(ends) >= self.total_blocks
+        ends = self.covered_regions.values()
+        return len(ends) == regions > 0 and min(ends) >= self.total_blocks
 
     def has_expired(self, now: float) -> bool:
         """Its registration has: decode counts on nothing being posted any more."""

@@ -10,7 +10,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,8 @@ from vllm.platforms import current_platform
 from connectors.push import actions as do
 from connectors.push import writer
 from connectors.push.connections import Connections
-from connectors.push.metadata import PushMetadata, PushStats, RankReports
+from connectors.push.layers import StepLayers
+from connectors.push.metadata import Computed, PushMetadata, PushStats, RankReports
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,8 +48,7 @@ class PushWorker(Connections):
         self._writes: dict[int, tuple[str, str, Any]] = {}  # handle number -> (engine, stream, NIXL handle)
         self._handle_count = 0
         self._failed: set[int] = set()  # handle numbers of WRITEs that have failed, and may still be in flight
-        self._layers: dict[str, int] = {}  # layer name -> region, in layer mode
-        self._layers_seen: set[int] = set()
+        self._layers = StepLayers()
         self._stepped = False  # since the writer looked last
         self._cutters = ThreadPoolExecutor(_CUT_AT_ONCE, "pd-kv-cut")
         self._cutting: set[str] = set()  # engines
@@ -101,30 +101,31 @@ class PushWorker(Connections):
                 self._submit(functools.partial(self._outbound.computed, computed.key, [chunk], computed.epoch, True))
 
     def on_layer(self, layer_name: str, metadata: PushMetadata) -> None:
-        """One layer's KV of this step is written, or queued on the device: send that layer of each last chunk."""
-        layer = self._layers.get(layer_name)
-        if layer is None:
-            return
-        self._layers_seen.add(layer)
+        """One layer's KV of this step is written, or queued on the device: send what is due of each last chunk."""
         closing = [computed for computed in metadata.computed if computed.closed and not computed.whole]
-        if closing:
+        if closing and (due := self._layers.report(layer_name, closing, self._groups)):
             self._begin(metadata)
-        ready = self._device_event() if closing else None
-        for computed in closing:
-            chunk = do.Chunk(computed.start, computed.blocks, layer, ready)
-            self._submit(functools.partial(self._outbound.computed, computed.key, [chunk], computed.epoch, False))
+            ready = self._device_event()
+            for computed, regions in due:
+                self._submit_chunk(computed, tuple(regions), ready, closed=False)
 
     def on_computed(self, metadata: PushMetadata) -> None:
-        """Called after the forward pass was launched (CUDA) or has run (CPU): send the computed chunks."""
-        shipped_by_layer = len(self._layers_seen) == self.num_regions > 0
-        self._layers_seen.clear()
+        """Called after the forward pass was launched (CUDA) or has run (CPU): send what has not gone out yet."""
         by_position = [computed for computed in metadata.computed if not computed.whole]
         ready = self._device_event() if by_position else None
         for computed in by_position:
-            chunk = do.Chunk(computed.start, computed.blocks, None, ready)
-            chunks = [] if computed.closed and shipped_by_layer else [chunk]
-            end = (computed.epoch, computed.closed)
-            self._submit(functools.partial(self._outbound.computed, computed.key, chunks, *end))
+            rest = self._layers.rest(computed.key)
+            self._submit_chunk(computed, rest if rest is None else tuple(rest), ready, computed.closed)
+        self._layers.end()
+
+    def _submit_chunk(self, computed: Computed, regions: tuple[int, ...] | None, ready: Any, closed: bool) -> None:
+        """Of these regions; of all where it is None, and of none where it is empty."""
+        chunks = [] if regions == () else [do.Chunk(computed.start, computed.blocks, regions, ready)]
+        self._submit(functools.partial(self._outbound.computed, computed.key, chunks, computed.epoch, closed))
+
+    def _groups(self, regions: int, blocks: int) -> Sequence[int]:
+        """How many regions of a last chunk go out together, one group after the other."""
+        return [1] * regions
 
     def _device_event(self) -> Any:
         """A CUDA event after the work queued so far; None on CPUs."""
@@ -136,9 +137,9 @@ class PushWorker(Connections):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
-        self._outbound.layers = self.num_regions
-        if self.options.transfer == "layer" and len(self.region_names) == len(kv_caches):
-            self._layers = {name: index for index, name in enumerate(self.region_names)}
+        self._outbound.regions = self.num_regions
+        if self.options.transfer == "layer":
+            self._layers.know(self.region_names, kv_caches)
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         """What has ended since the last call. vLLM's method would look the other engine up, which may be disconnected
@@ -203,10 +204,10 @@ class PushWorker(Connections):
         """Seconds to the next turn. Transfers progress only when polled, but each turn costs CPU time of the model."""
         if self._outbound.awaits_writes or self._checks:
             return 0.0005
-        if self._inbound.busy or self._outbound.awaits_device:
+        if self._inbound.busy or self._outbound.awaits_device or self._outbound.is_writing:
             return 0.001
         if self._outbound.busy or self._writes:
-            return 0.005  # while prefill computes: registrations come in, WRITEs go out
+            return 0.005  # while prefill computes: registrations come in
         return 0.25  # an unannounced message waits up to this long; this costs 0.2 % of a core
 
     def _carry_out(self, action: Any) -> None:

@@ -76,11 +76,11 @@ def pair_blocks(chunks: Sequence[Chunk], total_blocks: int, remote: Sequence[int
     return mine, theirs
 
 
-def descriptors(blocks: np.ndarray, region_blocks: Sequence[int], layer: int | None) -> np.ndarray:
+def descriptors(blocks: np.ndarray, region_blocks: Sequence[int], regions: Sequence[int] | None) -> np.ndarray:
     """NIXL descriptor indices: region-major, one descriptor per kernel block and region (base_worker.py)."""
     offsets = np.cumsum([0, *region_blocks[:-1]], dtype=np.int64)
-    if layer is not None:
-        offsets = offsets[layer : layer + 1]
+    if regions is not None:
+        offsets = offsets[list(regions)]
     return (offsets[:, None] + blocks[None, :]).ravel()
 
 
@@ -93,7 +93,7 @@ def post_chunks(worker: NixlPushConnectorWorker, post: Post, record: Callable[[A
     ratio = worker._physical_blocks_per_logical_kv_block
     local: list[np.ndarray] = []
     remote: list[np.ndarray] = []
-    for layer, chunks in _by_layer(post.chunks):
+    for regions, chunks in _by_regions(post.chunks):
         mine, theirs = (
             kernel_blocks(ids, ratio) for ids in pair_blocks(chunks, post.total_blocks, post.order.blocks[0])
         )
@@ -101,8 +101,8 @@ def post_chunks(worker: NixlPushConnectorWorker, post: Post, record: Callable[[A
             continue
         if theirs.min() < 0 or theirs.max() >= min(theirs_total):
             raise LayoutError(f"decode named blocks {theirs.min()} to {theirs.max()} of {min(theirs_total)}")
-        local.append(descriptors(mine, mine_total, layer))
-        remote.append(descriptors(theirs, theirs_total, layer))
+        local.append(descriptors(mine, mine_total, regions))
+        remote.append(descriptors(theirs, theirs_total, regions))
     if not local:
         return
     (side,) = worker.dst_xfer_side_handles[engine].values()
@@ -175,7 +175,7 @@ def let_go(worker: NixlPushConnectorWorker, handle: Any) -> bool:
 
 
 def _all_blocks(post: Post) -> tuple[list[int], ...]:
-    """Local block ids of the whole prompt, by KV cache group, each once: a chunk may have come layer by layer."""
+    """Local block ids of the whole prompt, by KV cache group, each once: a chunk may have come in parts."""
     if is_whole(post):
         (chunk,) = post.chunks
         return tuple(list(group) for group in chunk.blocks)
@@ -201,11 +201,11 @@ def pairs_of(post: Post) -> list[tuple[list[int], list[int]]]:
     ]
 
 
-def _by_layer(chunks: Sequence[Chunk]) -> list[tuple[int | None, list[Chunk]]]:
-    layers: dict[int | None, list[Chunk]] = {}
+def _by_regions(chunks: Sequence[Chunk]) -> list[tuple[tuple[int, ...] | None, list[Chunk]]]:
+    found: dict[tuple[int, ...] | None, list[Chunk]] = {}
     for chunk in chunks:
-        layers.setdefault(chunk.layer, []).append(chunk)
-    return list(layers.items())
+        found.setdefault(chunk.regions, []).append(chunk)
+    return list(found.items())
 
 
 def kernel_blocks(blocks: Sequence[int], ratio: int) -> np.ndarray:

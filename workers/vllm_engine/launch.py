@@ -40,6 +40,15 @@ _CPU_KV_CACHE_BYTES = 1 << 30
 _environment = threading.Lock()
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"  # the cores of each rank's threads; "nobind": whichever the process may use
 _THREADS = "OMP_NUM_THREADS"
+_OWN, _OFFLOADS = "is set by the worker itself", "vLLM would put its own KV connector in place of the fleet's"
+# Before vLLM makes its configuration of them: it would fail with a line about something else.
+_REFUSED = {
+    "model": _OWN,
+    "kv_transfer_config": _OWN,
+    "kv_offloading_size": _OFFLOADS,
+    "kv_offloading_backend": _OFFLOADS,
+    "enable_return_routed_experts": "the experts of prompts that another worker computed are not transferred",
+}
 _KV_SECRET = "PD_KV_SECRET_KEY"  # read by connectors/handshake.py in the engine's processes
 
 
@@ -77,9 +86,9 @@ def build_config(
     unknown = sorted(set(args) - set(AsyncEngineArgs.__dataclass_fields__))
     if unknown:
         raise ValueError(f"workers.engine_args.{unknown[0]}: not an engine argument of this vLLM")
-    for name in ("model", "kv_transfer_config"):
-        if name in args:
-            raise ValueError(f"workers.engine_args.{name}: is set by the worker itself; remove it")
+    for name, why in _REFUSED.items():
+        if args.get(name) not in (None, False):
+            raise ValueError(f"workers.engine_args.{name}: {why}; remove it")
     args = {name: _section(name, value) for name, value in args.items()}
     if args.get("data_parallel_size", 1) != 1:
         raise ValueError(

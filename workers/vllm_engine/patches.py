@@ -12,6 +12,9 @@ takes cores from the ranks that compute, from the agents, and from the other eng
 
 Later pipeline stages have buffers for the output of the stage before. On a CPU vLLM makes them when it warms up. It
 skips that if nothing is compiled, and the first step fails.
+
+The connector hears of preemptions before the step that gives their blocks away touches the device. vLLM's second model
+runner tells it after zeroing and copying of blocks are queued, so that a WRITE which ends in between would count.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
 
 _Gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", object)
@@ -50,6 +54,20 @@ def share_gloo_device() -> None:
     """Share the device among groups made from now on. Does nothing if PyTorch has no gloo."""
     if _Gloo is not object:
         distributed_c10d.ProcessGroupGloo = SharedDeviceGloo
+
+
+def tell_preemptions_first() -> None:
+    """The hook may be called twice in a step; it empties what it has read."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    update_requests = GPUModelRunner.update_requests
+
+    def update(runner: Any, scheduler_output: Any) -> None:
+        if has_kv_transfer_group() and scheduler_output.kv_connector_metadata is not None:
+            get_kv_transfer_group().handle_preemptions(scheduler_output.kv_connector_metadata)
+        update_requests(runner, scheduler_output)
+
+    GPUModelRunner.update_requests = update
 
 
 def patch_cpu_engines() -> None:

@@ -28,7 +28,7 @@ except ImportError:  # vLLM 0.32
 
 from orchestrator.process.parent import PARENT, die_with_parent
 from workers.engine import PrefixChanges
-from workers.vllm_engine.patches import patch_cpu_engines, share_gloo_device
+from workers.vllm_engine.patches import patch_cpu_engines, share_gloo_device, tell_preemptions_first
 from workers.vllm_engine.prefix import PrefixCollector
 
 # If batches are queued, one step collects KV that has arrived, the next notes it and the third schedules it.
@@ -97,6 +97,7 @@ def register() -> None:
     if os.environ.get(PARENT) and not _patched:
         _patched = True
         share_gloo_device()
+        tell_preemptions_first()
         patch_cpu_engines()
     EngineCore.pd_load = _pd_load
     EngineCore.pd_describe = _pd_describe

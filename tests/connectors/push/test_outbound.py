@@ -19,8 +19,8 @@ ORDER_OF_OTHER = Register("s", "r2", OTHER, [[5, 6, 7, 8]], 100, valid_s=30.0, e
 BACK = Unregister("s", "r", DECODE)
 
 
-def chunk(start: int, *blocks: int, layer: int | None = None) -> Chunk:
-    return Chunk(start, (blocks,), layer)
+def chunk(start: int, *blocks: int, regions: tuple[int, ...] | None = None) -> Chunk:
+    return Chunk(start, (blocks,), regions)
 
 
 def told(actions: list) -> list:
@@ -126,16 +126,17 @@ def test_incomplete_restart_does_not_land(end: Outbound) -> None:
     assert told(end.written("s", 1, True, 3.0)) == [Gone("r", "only 0 of 4 blocks were shipped")]
 
 
-def test_layers_count_as_shipped_only_when_all_of_them_are() -> None:
-    for shipped, message in [((0, 1, 2), Landed("r")), ((0, 2), Gone("r", "only 2 of 4 blocks were shipped"))]:
+def test_regions_count_as_shipped_only_when_all_of_them_are() -> None:
+    gone = Gone("r", "only 2 of 4 blocks were shipped")
+    for shipped, message in [(((0,), (1,), (2,)), Landed("r")), (((1, 2), (0,)), Landed("r")), (((0,), (2,)), gone)]:
         end = Outbound(lease_s=10, expect_s=10)
-        end.layers = 3
+        end.regions = 3
         end.start("s", 4, 100, 0.0)
         end.register(ORDER, "D", 0.0)
         end.connected("D", True, ("D",), 0.0)
         posted = end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
-        for layer in shipped:
-            posted += end.computed("s", [chunk(2, 3, 4, layer=layer)], 0, False, 1.0)
+        for regions in shipped:
+            posted += end.computed("s", [chunk(2, 3, 4, regions=regions)], 0, False, 1.0)
         closing = end.computed("s", [], 0, True, 2.0)
         assert len(posts(posted)) == 1 + len(shipped)
         assert told(closing) == [message]

@@ -10,8 +10,8 @@ from connectors.push.states import Stream
 from connectors.push.wire import Endpoint, Register
 
 
-def chunk(start: int, blocks: int, layer: int | None = None, *, whole: bool = False) -> Chunk:
-    return Chunk(start, (tuple(range(blocks)),), layer, whole=whole)
+def chunk(start: int, blocks: int, *regions: int, whole: bool = False) -> Chunk:
+    return Chunk(start, (tuple(range(blocks)),), regions or None, whole=whole)
 
 
 @pytest.mark.parametrize(
@@ -22,19 +22,20 @@ def chunk(start: int, blocks: int, layer: int | None = None, *, whole: bool = Fa
         ([chunk(0, 2), chunk(3, 1)], False),  # a hole
         ([chunk(0, 2), chunk(1, 3)], True),  # an overlap
         ([chunk(0, 2), chunk(2, 2, 0), chunk(2, 2, 1)], True),
-        ([chunk(0, 2), chunk(2, 2, 0)], False),  # one layer of two
+        ([chunk(0, 2), chunk(2, 2, 0, 1)], True),
+        ([chunk(0, 2), chunk(2, 2, 0)], False),  # one region of two
         ([chunk(0, 2), chunk(2, 2, 0), chunk(2, 1, 1)], False),
         ([chunk(0, 1, whole=True)], True),
     ],
 )
-def test_stream_is_covered_once_all_layers_are_shipped(chunks: list[Chunk], covered: bool) -> None:
+def test_stream_is_covered_once_all_regions_are_shipped(chunks: list[Chunk], covered: bool) -> None:
     stream = PushStream("s", Stream.STREAMING, total_blocks=4)
     for each in chunks:
         stream.add(each)
-    assert stream.is_covered(layers=2) is covered
+    assert stream.is_covered(regions=2) is covered
     assert list(stream.pending) == chunks
     stream.restart(epoch=1)
-    assert not stream.is_covered(layers=2) and not stream.pending
+    assert not stream.is_covered(regions=2) and not stream.pending
 
 
 def test_a_registration_is_extended_never_shortened_and_not_revived() -> None:

@@ -75,7 +75,8 @@ def test_whole_push_lands_on_every_rank(unequal: Any) -> None:
 
 def test_whole_push_of_what_came_layer_by_layer_has_each_block_once(unequal: Any) -> None:
     """With `kv.transfer: layer` the last chunk comes once per layer, also for an engine that is sent whole prompts."""
-    unequal._layers, unequal.num_regions, unequal._outbound.layers = {"first": 0, "second": 1}, 2, 2
+    unequal._layers.know(["first", "second"], ["first", "second"])
+    unequal.num_regions = unequal._outbound.regions = 2
     unequal.block_len_per_layer, unequal.region_group_ids = [1, 1], [0, 0]
     unequal.dst_region_num_blocks |= {"P": [100, 100], "D": [100, 100]}
     unequal.dst_region_group_ids["D"] = [0, 0]
@@ -84,7 +85,7 @@ def test_whole_push_of_what_came_layer_by_layer_has_each_block_once(unequal: Any
         unequal.hear(agent, wire.Register("s", "r-s", DECODE, [[11, 12, 13, 14]], 64, valid_s=30.0))
     last = PushMetadata()
     last.computed = [Computed("s", 0, 3, ((4,),), True)]
-    for layer in unequal._layers:
+    for layer in ("first", "second"):
         unequal.on_layer(layer, last)
     unequal.on_computed(last)
     unequal.turn()
@@ -247,6 +248,24 @@ def test_a_write_that_ends_after_a_preemption_does_not_count(push: Any) -> None:
     worker.step(computed=[Computed("s", 1, 0, ((3, 4),), True)])
     worker.end_writes()
     assert worker.nixl_wrapper.told() == [wire.Landed("r-s")]
+
+
+def test_a_write_is_looked_after_each_millisecond_also_while_prefill_computes(push: Any) -> None:
+    """Without a progress thread NIXL moves on only when it is asked."""
+    worker = push.FakeWorker(0, 1)
+    worker.know("D", 1, [0])
+    near = wire.Endpoint("D", "host", 1, 1)
+    worker.step(started=[Started("s", 2, 32)])
+    worker.hear("D/0", order("s", 7, 8, decode=near))
+    assert worker._poll_s() == 0.005
+    worker.step(computed=[Computed("s", 0, 0, ((1,),), False)])
+    assert worker._poll_s() == 0.001 and not worker._outbound.awaits_writes
+    worker.end_writes()
+    assert worker._poll_s() == 0.005
+    worker.step(dead_engines=["D"])
+    worker.step(computed=[Computed("s", 0, 1, ((2,),), True)])
+    worker.step(finished=[Finished("s", True, True)])
+    assert worker._poll_s() == 0.25
 
 
 @pytest.fixture

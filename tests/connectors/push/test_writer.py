@@ -47,7 +47,8 @@ def test_blocks_that_do_not_line_up_are_refused(writer: ModuleType) -> None:
 def test_descriptors_go_region_by_region(writer: ModuleType) -> None:
     blocks = np.array([1, 3])
     assert writer.descriptors(blocks, [10, 10, 10], None).tolist() == [1, 3, 11, 13, 21, 23]
-    assert writer.descriptors(blocks, [10, 10, 10], 1).tolist() == [11, 13]
+    assert writer.descriptors(blocks, [10, 10, 10], (1,)).tolist() == [11, 13]
+    assert writer.descriptors(blocks, [10, 10, 10], (0, 2)).tolist() == [1, 3, 21, 23]
 
 
 def test_blocks_pair_by_position_or_from_the_end(writer: ModuleType) -> None:

@@ -106,6 +106,26 @@ def step(worker: Any, *computed: Computed) -> None:
     worker.on_computed(metadata)
 
 
+def layers_of(worker: Any, *names: str) -> None:
+    """Each has a region of its own."""
+    worker._layers.know(names, names)
+    worker.num_regions = worker._outbound.regions = len(names)
+    worker.dst_region_num_blocks = {engine: [100] * len(names) for engine in "PD"}
+
+
+def step_by_layers(worker: Any, nixl: Any, *layers: str) -> None:
+    """A step that computes the whole of a, in which these layers report."""
+    begin(worker, "a")
+    register(nixl, "a")
+    metadata = PushMetadata()
+    metadata.computed.append(Computed("a", 0, 0, ((1, 2),), closed=True))
+    worker.start_load_kv(metadata)
+    for layer in layers:
+        worker.on_layer(layer, metadata)
+    worker.on_computed(metadata)
+    soon(worker._events.empty, "the news of a step")
+
+
 def test_a_finished_write_is_told_while_the_next_step_computes(worker: Any, nixl: Any) -> None:
     for stream in "ab":
         begin(worker, stream)
@@ -162,16 +182,8 @@ def test_a_whole_prompt_waits_for_the_drafter(worker: Any, nixl: Any) -> None:
 
 def test_each_layer_is_written_once_the_device_has_computed_it(worker: Any, nixl: Any) -> None:
     """`kv.transfer: layer`: the hooks of a step come when its layers are queued on the device, long before they run."""
-    worker._layers, worker.num_regions, worker._outbound.layers = {"first": 0, "second": 1}, 2, 2
-    worker.dst_region_num_blocks = {"P": [100, 100], "D": [100, 100]}
-    begin(worker, "a")
-    register(nixl, "a")
-    metadata = PushMetadata()
-    metadata.computed.append(Computed("a", 0, 0, ((1, 2),), closed=True))
-    worker.start_load_kv(metadata)
-    for layer in worker._layers:
-        worker.on_layer(layer, metadata)
-    worker.on_computed(metadata)
+    layers_of(worker, "first", "second")
+    step_by_layers(worker, nixl, "first", "second")
     first, second, _ = worker.steps
     soon(worker._events.empty, "the news of a step")
     assert nixl.posted == []
@@ -181,6 +193,41 @@ def test_each_layer_is_written_once_the_device_has_computed_it(worker: Any, nixl
     second.happened.set()
     soon(lambda: (AGENT, wire.Landed("a-decode")) in nixl.sent, "the news that a has landed")
     assert [ids.tolist() for ids in nixl.posted[1]] == [[101, 102], [107, 108]]
+
+
+def written(nixl: Any) -> list[list[int]]:
+    """The local descriptors of each WRITE, of which each region has a hundred."""
+    return [mine.tolist() for mine, _ in nixl.posted]
+
+
+def test_a_layer_that_never_reports_is_all_that_is_written_at_the_end(worker: Any, nixl: Any) -> None:
+    """A drafter's pass that was left out or replayed as a graph, a cache that no attention layer writes."""
+    layers_of(worker, "first", "indexer", "second")
+    step_by_layers(worker, nixl, "first", "second")
+    for at, event in enumerate(worker.steps):
+        event.happened.set()
+        soon(lambda at=at: len(nixl.posted) == at + 1, "the WRITE of a layer")  # type: ignore[misc]
+    soon(lambda: (AGENT, wire.Landed("a-decode")) in nixl.sent, "the news that a has landed")
+    assert written(nixl) == [[1, 2], [201, 202], [101, 102]]
+
+
+def test_a_drafters_layer_is_written_once_however_many_passes_it_makes(worker: Any, nixl: Any) -> None:
+    layers_of(worker, "first", "draft")
+    step_by_layers(worker, nixl, "first", "draft", "draft", "draft")
+    for event in worker.steps:
+        event.happened.set()
+    soon(lambda: (AGENT, wire.Landed("a-decode")) in nixl.sent, "the news that a has landed")
+    assert sorted(sum(written(nixl), [])) == [1, 2, 101, 102]
+
+
+def test_a_step_that_replays_a_graph_is_written_at_its_end(worker: Any, nixl: Any) -> None:
+    """No hook of a layer comes."""
+    layers_of(worker, "first", "second")
+    step_by_layers(worker, nixl)
+    (end,) = worker.steps
+    end.happened.set()
+    soon(lambda: (AGENT, wire.Landed("a-decode")) in nixl.sent, "the news that a has landed")
+    assert written(nixl) == [[1, 2, 101, 102]]
 
 
 def test_blocks_are_kept_while_write_reads_them(worker: Any, nixl: Any) -> None:

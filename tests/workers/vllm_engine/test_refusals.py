@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 import types
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,39 @@ def test_config_section_is_read_like_command_line(model: Path) -> None:
     [
         ({"tensor_parallel_size": 4}, "tensor_parallel_size: 6 KV heads cannot be divided among 4 ranks; choose"),
         ({"data_parallel_size": 2}, "data_parallel_size: expected 1"),
-        ({"kv_transfer_config": {}}, "kv_transfer_config: is set by the worker itself; remove it"),
+        ({"kv_transfer_config": {}}, "engine_args.kv_transfer_config: is set by the worker itself; remove it"),
+        ({"kv_offloading_size": 4}, "engine_args.kv_offloading_size: vLLM would put its own .* place.*; remove it"),
+        ({"kv_offloading_backend": "lmcache"}, "engine_args.kv_offloading_backend: vLLM would .*; remove it"),
+        ({"enable_return_routed_experts": True}, "engine_args.enable_return_routed_experts: the experts .*; remove it"),
     ],
 )
 def test_engine_arguments_that_lose_kv_are_refused(model: Path, engine_args: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line):
         build(model, **engine_args)
+
+
+def test_an_argument_that_switches_off_what_is_refused_is_taken(model: Path) -> None:
+    build(model, enable_return_routed_experts=False, kv_offloading_size=None)
+
+
+def test_routed_experts_are_refused_wherever_they_are_set(model: Path) -> None:
+    from connectors.push.connector import PushConnector
+
+    config = build(model)
+    config.aux_output_config.enable_return_routed_experts = True  # vLLM itself refuses it for this model
+    with pytest.raises(ValueError, match="aux_output_config.enable_return_routed_experts: .*; remove it"):
+        PushConnector.refuse_unsupported(config)
+
+
+def test_kv_in_host_memory_is_refused(model: Path) -> None:
+    from vllm.config.attention import HiSparseConfig
+
+    from connectors.push.connector import PushConnector
+
+    config = build(model)
+    config.attention_config.hisparse_config = HiSparseConfig()  # vLLM itself refuses it on a CPU
+    with pytest.raises(ValueError, match="attention_config.hisparse_config: .*; remove it"):
+        PushConnector.refuse_unsupported(config)
 
 
 def test_sleep_mode_is_refused(model: Path) -> None:
@@ -128,3 +156,10 @@ def test_the_identity_names_what_must_agree(model: Path) -> None:
     named = other.first_difference(one)
     assert named is not None and named[0] == "kv_settings"
     assert '"hf_overrides":{"rope_theta":5.0}' in str(named[1]) and "hf_overrides" not in str(named[2])
+
+
+def test_every_setting_that_the_table_of_connector_checks_calls_refused_is_tried_here() -> None:
+    rows = tomllib.loads((Path(__file__).parent / "contract" / "connector_checks.toml").read_text()).values()
+    here = Path(__file__).read_text()
+    refused = {name for row in rows for name in row.get("refused", ())}
+    assert refused and {name for name in refused if f'"{name}' not in here} == set()
