@@ -27,8 +27,10 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
     *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
     *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "examples" / "README.md",
 ]
-PATHS = re.compile(r"`((?:orchestrator|workers|connectors|tests|docs|benchmarks|configs|requirements)/[\w./-]*)`")
+FOLDERS = "orchestrator|workers|connectors|tests|docs|benchmarks|configs|requirements|examples|deploy"
+PATHS = re.compile(rf"`(?:python )?((?:{FOLDERS})/[\w./-]*)`")
 EXAMPLES = [
     *sorted((ROOT / "configs").glob("*.yaml")),
     *sorted(file for file in (ROOT / "deploy").rglob("*") if file.is_file() and file.suffix != ".json"),
@@ -36,7 +38,7 @@ EXAMPLES = [
 KEYS = {key for key, _, _ in config_keys(Config)}
 MAX_LINE = 130
 
-documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
 def page(name: str) -> str:
@@ -215,6 +217,13 @@ def test_arguments_of_vllm_that_have_a_counterpart_exist():
     cells = re.findall(r"^\| (`--[^|]+) \|", chapter, re.MULTILINE)
     named = {name.replace("-", "_") for cell in cells for name in re.findall(r"`--([a-z-]+)", cell)}
     assert len(named) > 15 and named - _engine_names() - _server_names() == set()
+
+
+def test_every_example_is_told_of_and_run_by_a_test():
+    told = (ROOT / "examples" / "README.md").read_text()
+    tests = "".join((ROOT / "tests" / name).read_text() for name in ("examples/test_examples.py", "e2e/test_deploy.py"))
+    programs = [file.name for file in (ROOT / "examples").glob("*.py")]
+    assert [name for name in programs if f"`python examples/{name}`" not in told or f'"{name}"' not in tests] == []
 
 
 def test_contributing_has_the_folder_table_of_the_layering_test():
