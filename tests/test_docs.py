@@ -38,6 +38,8 @@ EXAMPLES = [
 KEYS = {key for key, _, _ in config_keys(Config)}
 MAX_LINE = 130
 
+PAGES = [path.stem for path in DOCUMENTS if path.parent.name == "docs"]
+
 documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
@@ -212,11 +214,12 @@ def test_troubleshooting_has_every_reason_of_another_attempt():
     assert sorted(why for row in rows for why in re.findall(r"`(\w+)`", row)) == sorted(whys)
 
 
-def test_arguments_of_vllm_that_have_a_counterpart_exist():
+def test_arguments_of_vllm_that_are_named_exist():
     chapter = page("coming-from").partition("## `vllm serve`")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (`--[^|]+) \|", chapter, re.MULTILINE)
-    named = {name.replace("-", "_") for cell in cells for name in re.findall(r"`--([a-z-]+)", cell)}
-    assert len(named) > 15 and named - _engine_names() - _server_names() == set()
+    commands = re.findall(r"vllm\.entrypoints\.openai\.api_server ((?:.*\\\n)*.*)", "".join(map(page, PAGES)))
+    named = {name.replace("-", "_") for text in cells + commands for name in re.findall(r"(?<!\w)--([a-z-]+)", text)}
+    assert len(cells) > 10 and commands and named - _engine_names() - _server_names() == set()
 
 
 def test_every_example_is_told_of_and_run_by_a_test():
