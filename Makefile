@@ -2,6 +2,7 @@
 # make check      before every commit: lint (ruff, mypy), audit (of the locks) and test-fast (no vLLM, not slow)
 # make test       the whole suite but for test-topology, which starts engines of several ranks; format: let ruff fix it
 # make test-vllm-api  vLLM's own server tests, against a fleet and against a plain server; fuzz: hostile HTTP requests
+# make docs       the documents as a site, in build/site; a link that leads nowhere fails
 # make bench-kv   KV transfer figures; bench-policy: policy and queue figures; bench-peers: beside the field;
 #                 chaos: faults under load, two hours; chaos-real: with real engines, three hours; soak: half an hour
 
@@ -12,9 +13,10 @@ LOCK   := requirements/cpu.lock
 BIN    := .venv/bin
 # The stamp's name holds the hash of what was installed: an unchanged lock installs nothing.
 LOCKS  := $(LOCK) requirements/runtime-cpu.lock
+DOCS   := requirements/docs.lock
 STAMP  := .venv/.installed-$(shell cat $(LOCKS) pyproject.toml | sha256sum | cut -c1-16)
 
-.PHONY: up venv model check test test-fast test-slow test-topology test-vllm-api fuzz lint audit format bench-kv bench-policy bench-peers chaos chaos-real soak clean
+.PHONY: up venv model check test test-fast test-slow test-topology test-vllm-api fuzz lint audit format docs bench-kv bench-policy bench-peers chaos chaos-real soak clean
 
 up: venv
 	@$(BIN)/orchestrator up $(CONFIG)
@@ -61,7 +63,14 @@ lint: venv
 
 # Known vulnerabilities of what the locks name. Without a network it says so and passes.
 audit: venv
-	@$(BIN)/python requirements/audit.py $(LOCKS)
+	@$(BIN)/python requirements/audit.py $(LOCKS) $(DOCS)
+
+docs: $(STAMP)-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(STAMP)-docs: $(STAMP) $(DOCS)
+	@$(BIN)/python requirements/install.py $(DOCS)
+	@touch $@
 
 format: venv
 	$(BIN)/ruff check --fix .

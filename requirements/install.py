@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+_RUNTIME = "runtime-cpu.lock"  # what the lock of everything includes
 UV = "uv==0.13.9"
 # Asked only where the configured indexes offer no CPU build of torch.
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -82,8 +83,13 @@ def find_uv() -> str | None:
     return found
 
 
-def fill(lock: Path, torch: str, install: Install) -> bool:
-    """Install the CPU build of torch, the lock and this project. The installer's errors are shown."""
+def fill(lock: Path, install: Install) -> bool:
+    """Install what the lock names; with the lock of everything, the CPU build of torch before it and this project
+    after it. The installer's errors are shown."""
+    if _RUNTIME not in lock.read_text():
+        return install("-r", str(lock)).returncode == 0
+    runtime = lock.with_name(_RUNTIME).read_text().splitlines()
+    (torch,) = [line for line in runtime if line.startswith("torch==")]
     # Of torch the default index has the build for CUDA, which is some gigabytes.
     if install(torch, quiet=True).returncode != 0:
         if install("--index-url", TORCH_CPU_INDEX, torch).returncode != 0:
@@ -99,15 +105,13 @@ def say(line: str) -> None:
 def main(lock: Path) -> int:
     """Returns an exit code."""
     started = time.monotonic()
-    runtime = lock.with_name("runtime-cpu.lock").read_text().splitlines()
-    (torch,) = [line for line in runtime if line.startswith("torch==")]
     say(f"{lock} into .venv, once")
     uv = find_uv()
-    filled = uv is not None and fill(lock, torch, by_uv(uv))
+    filled = uv is not None and fill(lock, by_uv(uv))
     if not filled:
         if uv is not None:
             say(f"{uv} could not: pip installs, which takes some minutes")
-        filled = fill(lock, torch, by_pip)
+        filled = fill(lock, by_pip)
     if not filled:
         return 1
     say(f"done in {time.monotonic() - started:.0f} s")

@@ -1,4 +1,4 @@
-"""The least that a fleet's Redis user may do, as docs/operations.md has it."""
+"""The least that a fleet's Redis user may do, as docs/several-hosts.md has it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 from orchestrator.store.client import Redis
 
-_OPERATIONS = Path(__file__).parents[1] / "docs" / "operations.md"
+_SEVERAL_HOSTS = Path(__file__).parents[1] / "docs" / "several-hosts.md"
 
 
 def documented_rule(namespace: str, password: str) -> list[str]:
     """The words after ACL SETUSER."""
-    found = re.search(r"^ACL SETUSER (.*?)^```", _OPERATIONS.read_text(), re.MULTILINE | re.DOTALL)
+    found = re.search(r"^ACL SETUSER (.*?)^```", _SEVERAL_HOSTS.read_text(), re.MULTILINE | re.DOTALL)
     assert found is not None
     return found[1].replace("NAMESPACE", namespace).replace("PASSWORD", password).split()
 

@@ -144,6 +144,15 @@ class Bench:
         for name, role in (("d0", Role.DECODE), ("d1", Role.DECODE), ("p0", Role.PREFILL)):
             self.add_worker(name, role)
 
+    @classmethod
+    async def asked(cls, request, claimed=False, **config):
+        """With one request that was submitted: by its length it decodes or is queued, and then may be claimed."""
+        bench = cls(**config)
+        await bench.router.submit(request)
+        if claimed:
+            bench.claim(request.id)
+        return bench
+
     def add_worker(self, name, role):
         self.fleet.upsert(worker_info(name, role, blocks_total=1000), time.monotonic())
         self.fleet.workers[name].connected = True

@@ -1,9 +1,11 @@
-"""What the documents name exists: files, folders and their imports, configuration keys, commands, metrics."""
+"""What the documents name exists: files, links, folders and their imports, keys, commands, metrics, messages."""
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ from test_layering import ROOMS
 
 from orchestrator.cli.look.views import config_keys
 from orchestrator.cli.main import app, load
+from orchestrator.config.engine_args import _engine_names, _server_names
 from orchestrator.config.settings import Config
 from orchestrator.frontend.pages import FleetCollector
+from orchestrator.router.router import GIVEN_UP
 from orchestrator.telemetry import metrics
 from orchestrator.types import DesiredRatio, QueueDepth
 
@@ -23,8 +27,10 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
     *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
     *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "examples" / "README.md",
 ]
-PATHS = re.compile(r"`((?:orchestrator|workers|connectors|tests|docs|benchmarks|configs|requirements)/[\w./-]*)`")
+FOLDERS = "orchestrator|workers|connectors|tests|docs|benchmarks|configs|requirements|examples|deploy"
+PATHS = re.compile(rf"`(?:python )?((?:{FOLDERS})/[\w./-]*)`")
 EXAMPLES = [
     *sorted((ROOT / "configs").glob("*.yaml")),
     *sorted(file for file in (ROOT / "deploy").rglob("*") if file.is_file() and file.suffix != ".json"),
@@ -32,7 +38,13 @@ EXAMPLES = [
 KEYS = {key for key, _, _ in config_keys(Config)}
 MAX_LINE = 130
 
-documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+PAGES = [path.stem for path in DOCUMENTS if path.parent.name == "docs"]
+
+documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text()
 
 
 def code_spans(document: Path) -> list[str]:
@@ -108,8 +120,7 @@ def test_make_targets_that_are_named_exist():
 
 
 def test_configuration_has_every_key_with_its_type_and_default():
-    text = (ROOT / "docs" / "configuration.md").read_text()
-    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| `([^`]+)` \| [^|]+ \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| `([^`]+)` \| [^|]+ \|$", page("configuration"), re.MULTILINE)
     expected = [(key, kind.replace("|", "or"), default) for key, kind, default in config_keys(Config)]
     assert rows == expected
 
@@ -122,27 +133,100 @@ def test_lines_are_short(document: Path):
 
 
 def test_operations_names_every_command():
-    text = (ROOT / "docs" / "operations.md").read_text()
+    text = page("operations")
     commands = typer.main.get_group(app).commands  # type: ignore[attr-defined]
     assert [name for name in commands if f"`orchestrator {name}" not in text and f"`{name}`" not in text] == []
 
 
-def our_metrics() -> Iterator[str]:
-    """Names as a scrape shows them, without the suffixes of histograms and summaries."""
-    counted = [value for value in vars(metrics).values() if isinstance(value, MetricWrapperBase)]
-    read = FleetCollector(list, lambda: QueueDepth(0, 0, 0), lambda: DesiredRatio(1, 1))
-    for collector in (*counted, read):
-        for family in collector.collect():
-            yield family.name + ("_total" if family.type == "counter" else "")
+def our_metrics() -> Iterator[tuple[str, str, str]]:
+    """Name with labels, type and meaning, as a scrape shows them, without the suffixes of histograms and summaries."""
+    for counted in (value for value in vars(metrics).values() if isinstance(value, MetricWrapperBase)):
+        yield _as_written(counted._name, counted._labelnames), counted._type, counted._documentation
+    for read in FleetCollector(list, lambda: QueueDepth(0, 0, 0), lambda: DesiredRatio(1, 1)).collect():
+        yield _as_written(read.name, getattr(read, "_labelnames", ())), read.type, read.documentation
 
 
-def test_operations_names_every_metric_and_no_other():
-    text = (ROOT / "docs" / "operations.md").read_text()
-    ours = set(our_metrics())
-    assert len(ours) > 20
-    assert sorted(name for name in ours if name not in text) == []
-    named = set(re.findall(r"\bpd_[a-z_]+[a-z]\b", text))
+def _as_written(name: str, labels: Iterable[str]) -> str:
+    return name + (f"{{{','.join(labels)}}}" if labels else "")
+
+
+def test_the_page_of_metrics_has_each_with_its_labels_type_and_meaning():
+    rows = re.findall(r"^\| `(pd_[^`]+)` \| (\w+) \| ([^|]+) \| [^|]+ \|$", page("metrics"), re.MULTILINE)
+    shown = [(name.replace("_total", "") if kind == "counter" else name, kind, text) for name, kind, text in rows]
+    assert shown == list(our_metrics())
+    assert all(("_total" in name) == (kind == "counter") for name, kind, _ in rows)
+
+
+@documents
+def test_metrics_that_are_named_exist(document: Path):
+    ours = {name.partition("{")[0] + ("_total" if kind == "counter" else "") for name, kind, _ in our_metrics()}
+    named = set(re.findall(r"\bpd_[a-z_]+[a-z]\b", " ".join(code_spans(document)))) - {"pd_orchestrator"}
     assert sorted(named - ours) == []
+
+
+def slugs(text: str) -> set[str]:
+    """The anchors of a page's headings."""
+    lines = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", line.lower())).strip("-") for line in lines}
+
+
+@documents
+def test_links_lead_somewhere(document: Path):
+    """Also those of the documents at the root, which the site does not have."""
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", document.read_text()):
+        path, _, anchor = target.partition("#")
+        led_to = document.parent / path if path else document
+        assert led_to.exists() and (not anchor or anchor in slugs(led_to.read_text())), target
+
+
+@cache
+def said() -> str:
+    """Every text in our code, a line each, with \x00 for what is filled in."""
+    texts = set()
+    for file in (
+        file for folder in ("orchestrator", "workers", "connectors") for file in (ROOT / folder).rglob("*.py")
+    ):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                texts.add("".join(str(v.value) if isinstance(v, ast.Constant) else "\x00" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.add(re.sub(r"%[\d.]*[a-z]", "\x00", node.value))
+    return "\n".join(texts)
+
+
+def test_messages_that_troubleshooting_explains_are_said():
+    chapters = re.split(r"^## ", page("troubleshooting"), flags=re.MULTILINE)
+    tables = [text for text in chapters if "| message | means" in text]
+    messages = [row for text in tables for row in re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)]
+    assert len(messages) > 30
+    words = [".*".join(map(re.escape, message.split(" … "))) for message in messages]
+    assert [message for message, word in zip(messages, words, strict=True) if not re.search(word, said())] == []
+
+
+def test_troubleshooting_has_every_reason_of_another_attempt():
+    code = "".join(file.read_text() for file in (ROOT / "orchestrator" / "router").glob("*.py"))
+    whys = set(re.findall(r'(?:\.retry\(active, |_give_up\(active, |leave_queue\()"(\w+)"', code)) | {
+        *GIVEN_UP.values()
+    }
+    assert len(whys) > 15
+    chapter = page("troubleshooting").partition("## Why a request was tried again")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`[^|]+) \|", chapter, re.MULTILINE)
+    assert sorted(why for row in rows for why in re.findall(r"`(\w+)`", row)) == sorted(whys)
+
+
+def test_arguments_of_vllm_that_are_named_exist():
+    chapter = page("coming-from").partition("## `vllm serve`")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (`--[^|]+) \|", chapter, re.MULTILINE)
+    commands = re.findall(r"vllm\.entrypoints\.openai\.api_server ((?:.*\\\n)*.*)", "".join(map(page, PAGES)))
+    named = {name.replace("-", "_") for text in cells + commands for name in re.findall(r"(?<!\w)--([a-z-]+)", text)}
+    assert len(cells) > 10 and commands and named - _engine_names() - _server_names() == set()
+
+
+def test_every_example_is_told_of_and_run_by_a_test():
+    told = (ROOT / "examples" / "README.md").read_text()
+    tests = "".join((ROOT / "tests" / name).read_text() for name in ("examples/test_examples.py", "e2e/test_deploy.py"))
+    programs = [file.name for file in (ROOT / "examples").glob("*.py")]
+    assert [name for name in programs if f"`python examples/{name}`" not in told or f'"{name}"' not in tests] == []
 
 
 def test_contributing_has_the_folder_table_of_the_layering_test():

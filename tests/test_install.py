@@ -44,7 +44,9 @@ def test_uv_is_told_what_pip_is_configured_with(pip_config: str, environment: di
     assert uv_environment(pip_config, environment) == {**always, **told}
 
 
-def installed(tmp_path: Path, fails: str = "nothing", uv: str | None = "uv") -> tuple[subprocess.CompletedProcess, str]:
+def installed(
+    tmp_path: Path, fails: str = "nothing", uv: str | None = "uv", lock: str = "cpu.lock"
+) -> tuple[subprocess.CompletedProcess, str]:
     """Run the installer with a pip, and a uv, that only write down their calls. Its result, and the calls."""
     programs, calls = tmp_path / "bin", tmp_path / "calls"
     programs.mkdir()
@@ -60,11 +62,12 @@ def installed(tmp_path: Path, fails: str = "nothing", uv: str | None = "uv") -> 
     )
     (tmp_path / "cpu.lock").write_text("-r runtime-cpu.lock\n")
     (tmp_path / "runtime-cpu.lock").write_text("torch==1.0+cpu\nother==2\n")
+    (tmp_path / "docs.lock").write_text("other==2\n")
     environment = {"PATH": f"{programs}:/usr/bin:/bin", "PYTHONPATH": str(tmp_path), "CALLS": str(calls)}
     # An interpreter with no uv beside it.
     (programs / "python").symlink_to(os.path.realpath(sys.executable))
     done = subprocess.run(
-        [programs / "python", INSTALL, tmp_path / "cpu.lock"],
+        [programs / "python", INSTALL, tmp_path / lock],
         env={**environment, "FAILS": fails},
         capture_output=True,
         text=True,
@@ -80,6 +83,11 @@ def test_the_users_uv_installs_torch_first_then_the_lock(tmp_path: Path):
     assert "torch==1.0+cpu" in torch and "--index-url" not in torch
     assert f"-r {tmp_path}/cpu.lock" in lock and "-e ." in project
     assert all(line.startswith("uv pip install") and line.endswith("links=/wheels") for line in calls.splitlines())
+
+
+def test_a_lock_beside_that_of_everything_is_installed_alone(tmp_path: Path):
+    done, calls = installed(tmp_path, lock="docs.lock")
+    assert done.returncode == 0 and len(calls.splitlines()) == 1 and f"-r {tmp_path}/docs.lock" in calls, done
 
 
 def test_where_torch_is_in_no_configured_index_its_own_is_asked(tmp_path: Path):

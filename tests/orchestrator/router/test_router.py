@@ -22,8 +22,7 @@ def load_of(worker_id, blocks_free=900):
 
 
 async def test_a_short_prompt_is_prefilled_where_it_decodes():
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     ((worker, submit),) = bench.submits()
     assert worker in ("d0", "d1") and submit.kv_source is None and not bench.queue.jobs
     bench.tokens(worker, "r", [7])
@@ -33,8 +32,7 @@ async def test_a_short_prompt_is_prefilled_where_it_decodes():
 
 
 async def test_a_long_prompt_is_queued_and_bound_only_when_claimed():
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r"))
+    bench = await Bench.asked(FakeRequest("r"))
     assert not bench.submits() and bench.queue.jobs[0].request_id == "r"
     assert bench.router.requests["r"].state is State.QUEUED
     bench.claim("r")
@@ -56,14 +54,12 @@ async def test_refused_enqueue_prefills_locally(reason):
 
 
 async def test_requests_that_cannot_go_remote_stay_local():
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r", local_only="prompt_logprobs"))
+    bench = await Bench.asked(FakeRequest("r", local_only="prompt_logprobs"))
     assert bench.router.requests["r"].placed.reason == "prompt_logprobs" and not bench.queue.jobs
 
 
 async def test_claim_timeout_prefills_locally():
-    bench = Bench(claim_timeout_s=0.05)
-    await bench.router.submit(FakeRequest("r"))
+    bench = await Bench.asked(FakeRequest("r"), claim_timeout_s=0.05)
     bench.router.check(time.monotonic())
     assert bench.router.requests["r"].state is State.QUEUED  # not yet
     bench.router.check(time.monotonic() + 0.06)
@@ -76,8 +72,7 @@ async def test_claim_timeout_prefills_locally():
 
 
 async def test_lost_redis_moves_queued_requests_to_local():
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r"))
+    bench = await Bench.asked(FakeRequest("r"))
     bench.queue.depth = None
     bench.router.queue_lost()
     await bench.settle()
@@ -101,8 +96,7 @@ async def test_lost_prefill_workers_move_queued_requests_to_local():
 @pytest.mark.parametrize("gone", [{"state": WorkerState.DRAINING}, {"role": Role.DECODE}])
 async def test_queued_requests_go_local_when_no_worker_claims(gone, monkeypatch):
     monkeypatch.setattr("orchestrator.router.router.CHECK_S", 0.01)
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r"))
+    bench = await Bench.asked(FakeRequest("r"))
     view = bench.fleet.workers["p0"]
     running = asyncio.create_task(bench.router.run())
     try:
@@ -117,9 +111,7 @@ async def test_queued_requests_go_local_when_no_worker_claims(gone, monkeypatch)
 
 
 async def test_duplicate_claims_bind_once():
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r"))
-    bench.claim("r")
+    bench = await Bench.asked(FakeRequest("r"), claimed=True)
     bench.claim("r")
     assert len(bench.submits()) == 1
     bench.add_worker("p1", Role.PREFILL)
@@ -129,9 +121,7 @@ async def test_duplicate_claims_bind_once():
 
 
 async def test_failed_prefill_is_retried_locally_and_fenced():
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r"))
-    bench.claim("r")
+    bench = await Bench.asked(FakeRequest("r"), claimed=True)
     first = bench.bound_to()
     bench.say("p0", PrefillFailed("r", 1, "out of memory"))
     await bench.settle()
@@ -146,8 +136,7 @@ async def test_failed_prefill_is_retried_locally_and_fenced():
 
 
 async def test_a_rejected_submission_goes_to_another_worker():
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     first = bench.bound_to()
     bench.say(first, Rejected("r", 1, "draining"))
     await bench.settle()
@@ -155,8 +144,7 @@ async def test_a_rejected_submission_goes_to_another_worker():
 
 
 async def test_a_request_that_no_worker_takes_fails_in_the_words_of_the_last():
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     attempt = 0
     while not bench.codec.failures:
         attempt += 1
@@ -168,8 +156,7 @@ async def test_a_request_that_no_worker_takes_fails_in_the_words_of_the_last():
 
 
 async def test_leaving_workers_cost_no_attempt_and_take_turns():
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     asked = []
     for attempt in range(1, 8):  # more than `routing.max_attempts`
         asked.append(bench.bound_to())
@@ -184,8 +171,7 @@ async def test_leaving_workers_cost_no_attempt_and_take_turns():
 
 
 async def test_invalid_request_fails_at_once():
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     bench.say(bench.bound_to(), Rejected("r", 1, "no such parameter", final=True))
     assert bench.received() == [("r", [], FinishReason.ERROR)] and len(bench.submits()) == 1
     assert bench.codec.failures == {"r": Failure("no such parameter", by_client=True)}
@@ -193,9 +179,7 @@ async def test_invalid_request_fails_at_once():
 
 
 async def test_dead_decode_worker_request_continues_from_sent_tokens():
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r"))
-    bench.claim("r")
+    bench = await Bench.asked(FakeRequest("r"), claimed=True)
     first = bench.bound_to()
     bench.say("p0", Prefilled("r", 1, 0.2))
     bench.tokens(first, "r", [5, 6])
@@ -210,8 +194,7 @@ async def test_dead_decode_worker_request_continues_from_sent_tokens():
 
 async def test_stop_string_ends_answer_during_retry():
     """The token that completed it was on its way to the client when its worker was lost."""
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     worker = bench.bound_to()
     bench.tokens(worker, "r", [5])
     bench.lose(worker)
@@ -223,8 +206,7 @@ async def test_stop_string_ends_answer_during_retry():
 
 
 async def test_non_resumable_request_fails_visibly():
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r", prompt_tokens=10, resumable=False))
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10, resumable=False))
     first = bench.bound_to()
     bench.tokens(first, "r", [5])
     bench.lose(first)
@@ -234,9 +216,7 @@ async def test_non_resumable_request_fails_visibly():
 
 @pytest.mark.parametrize("computed", [False, True])
 async def test_request_does_not_wait_for_dead_prefill_worker(computed):
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r"))
-    bench.claim("r")
+    bench = await Bench.asked(FakeRequest("r"), claimed=True)
     if computed:  # its KV may have been on its way
         bench.say("p0", Prefilled("r", 1, 0.2))
     bench.lose("p0")
@@ -253,9 +233,7 @@ async def test_request_does_not_wait_for_dead_prefill_worker(computed):
 
 @pytest.mark.parametrize("computed", [False, True])
 async def test_request_does_not_wait_for_quiet_prefill_worker(computed):
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r"))
-    bench.claim("r")
+    bench = await Bench.asked(FakeRequest("r"), claimed=True)
     if computed:  # its KV is not there
         bench.say("p0", Prefilled("r", 1, 0.2))
     bench.router.check(time.monotonic() + 1.0)
@@ -268,8 +246,7 @@ async def test_request_does_not_wait_for_quiet_prefill_worker(computed):
 
 
 async def test_queued_requests_go_local_when_all_prefill_workers_are_quiet():
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r"))
+    bench = await Bench.asked(FakeRequest("r"))
     bench.silence("p0")
     await bench.settle()
     assert bench.router.requests["r"].retries == ["no_prefill_worker"]
@@ -279,8 +256,7 @@ async def test_queued_requests_go_local_when_all_prefill_workers_are_quiet():
 
 @pytest.mark.parametrize("resumable", [True, False])
 async def test_resumable_requests_leave_quiet_decode_worker(resumable):
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r", prompt_tokens=10, resumable=resumable))
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10, resumable=resumable))
     quiet = bench.bound_to()
     bench.tokens(quiet, "r", [1, 2])
     bench.silence(quiet)
@@ -303,8 +279,7 @@ async def test_quiet_worker_gets_no_request_until_it_reports():
 
 
 async def test_requests_stay_when_all_decode_workers_are_quiet():
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     for worker_id in ("d0", "d1"):
         bench.fleet.workers[worker_id].mark_quiet()
     for worker_id in ("d0", "d1"):
@@ -316,8 +291,7 @@ async def test_requests_stay_when_all_decode_workers_are_quiet():
 
 async def test_reset_connection_restarts_its_requests():
     """A token that was on its way is nowhere: the answer goes on from those that came."""
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     worker = bench.bound_to()
     bench.tokens(worker, "r", [1])
     bench.router.connection_reset(worker)
@@ -329,9 +303,7 @@ async def test_reset_connection_restarts_its_requests():
 
 @pytest.mark.parametrize("full", [False, True])
 async def test_late_kv_is_retried_when_there_is_room(full):
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r"))
-    bench.claim("r")
+    bench = await Bench.asked(FakeRequest("r"), claimed=True)
     worker = bench.bound_to()
     bench.fleet.take_load(load_of(worker, blocks_free=1 if full else 900), time.monotonic())
     now = time.monotonic()
@@ -348,8 +320,7 @@ async def test_late_kv_is_retried_when_there_is_room(full):
     ("state", "why"), [(JobState.ABSENT, "job_lost"), (JobState.CLAIMED, "claimer_unheard"), (JobState.WAITING, None)]
 )
 async def test_lost_jobs_and_unreported_claims_are_retried(state, why):
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r"))
+    bench = await Bench.asked(FakeRequest("r"))
     bench.queue.known["r"] = state
     now = time.monotonic()
     await bench.router.check_queue(now + 0.5)
@@ -361,16 +332,14 @@ async def test_lost_jobs_and_unreported_claims_are_retried(state, why):
 
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
 async def test_engine_abort_is_retried(reason):
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     bench.tokens(bench.bound_to(), "r", [], finish=reason)
     await bench.settle()
     assert bench.received() == [] and bench.submits()[-1][1].attempt == 2
 
 
 async def test_unreadable_outputs_leave_no_gap_in_answers(monkeypatch):
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     worker = bench.bound_to()
     bench.tokens(worker, "r", [5])
 
@@ -389,8 +358,7 @@ async def test_unreadable_outputs_leave_no_gap_in_answers(monkeypatch):
 
 
 async def test_defect_in_retry_fails_request(monkeypatch):
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
 
     def broken(*args):
         raise ZeroDivisionError
@@ -405,8 +373,7 @@ async def test_defect_in_retry_fails_request(monkeypatch):
 
 
 async def test_max_attempts_bounds_retries():
-    bench = Bench(max_attempts=2)
-    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10), max_attempts=2)
     for attempt in (1, 2):
         bench.tokens(bench.bound_to(), "r", [], attempt=attempt, finish=FinishReason.ERROR)
         await bench.settle()
@@ -426,8 +393,7 @@ async def test_an_accepted_request_waits_for_a_worker_to_come_back():
 
 
 async def test_wait_for_worker_times_out():
-    bench = Bench(placement_timeout_s=0.01)
-    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10), placement_timeout_s=0.01)
     for name in ("d0", "d1"):
         bench.fleet.remove(name)
     bench.router.worker_lost(bench.bound_to())
@@ -543,14 +509,6 @@ async def test_request_does_not_wait_for_engine_that_cannot_decode():
         bench.router.check_admission()
 
 
-async def test_unreachable_worker_is_skipped():
-    bench = Bench()
-    bench.transport.unreachable = {"d0"}
-    for i in range(4):
-        await bench.router.submit(FakeRequest(f"r{i}", prompt_tokens=10))
-    assert {worker for worker, _ in bench.submits()} == {"d1"}
-
-
 async def test_unsent_request_is_not_counted_as_load():
     bench = Bench()
     bench.transport.unreachable = {"d0"}
@@ -562,8 +520,7 @@ async def test_unsent_request_is_not_counted_as_load():
 
 
 async def test_abort_reaches_queue_and_both_workers():
-    bench = Bench()
-    await bench.router.submit(FakeRequest("queued"))
+    bench = await Bench.asked(FakeRequest("queued"))
     await bench.router.submit(FakeRequest("bound"))
     bench.claim("bound")
     decode = bench.bound_to()
@@ -577,8 +534,7 @@ async def test_abort_reaches_queue_and_both_workers():
 
 
 async def test_a_request_that_stalls_is_started_elsewhere():
-    bench = Bench(stall_timeout_s=0.01)
-    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10), stall_timeout_s=0.01)
     first = bench.bound_to()
     watching = asyncio.create_task(bench.router.run())
     await until(lambda: len(bench.submits()) == 2)
@@ -677,9 +633,7 @@ async def test_late_request_is_refused_or_deferred_as_configured(admission):
 
 
 async def test_offered_load_counts_every_request_once():
-    bench = Bench(max_waiting_per_worker=1)
-    await bench.router.submit(FakeRequest("a", 300, max_new_tokens=40))
-    bench.claim("a")
+    bench = await Bench.asked(FakeRequest("a", 300, max_new_tokens=40), claimed=True, max_waiting_per_worker=1)
     bench.router.worker_lost(bench.router.requests["a"].decode_worker)  # a second attempt is no second request
     await asyncio.sleep(0)
     expected = bench.router.learning.predictor.output_tokens
@@ -724,8 +678,7 @@ def test_every_state_can_be_left_or_is_an_end():
 
 
 async def test_frozen_fleet_stops_deadlines():
-    bench = Bench(stall_timeout_s=5.0, claim_timeout_s=5.0)
-    await bench.router.submit(FakeRequest("frozen", prompt_tokens=10))
+    bench = await Bench.asked(FakeRequest("frozen", prompt_tokens=10), stall_timeout_s=5.0, claim_timeout_s=5.0)
     await bench.router.submit(FakeRequest("queued"))
     bench.tokens(bench.bound_to(), "frozen", [1])
     bench.fleet.pause.note("d0", PauseState(1, "keep"))
@@ -740,8 +693,7 @@ async def test_frozen_fleet_stops_deadlines():
 
 
 async def test_waiting_pause_keeps_deadlines():
-    bench = Bench(stall_timeout_s=5.0)
-    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10), stall_timeout_s=5.0)
     bench.fleet.pause.note("d0", PauseState(1, "wait"))
     bench.router.check(time.monotonic() + 6)
     assert bench.router.requests["r"].attempt == 2

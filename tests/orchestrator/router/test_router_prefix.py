@@ -117,8 +117,7 @@ async def test_large_fleet_considers_workers_with_hit():
 
 
 async def test_empty_index_computes_no_keys():
-    bench = Bench()
-    await bench.router.submit(FakeRequest("r", keys=KEYS))
+    bench = await Bench.asked(FakeRequest("r", keys=KEYS))
     assert bench.router.requests["r"].parsed.prefix_keys == []
 
 
