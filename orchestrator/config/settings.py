@@ -112,7 +112,6 @@ class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ] = "kv_prefix"
     # A prompt with at least this many uncached tokens is prefilled remotely. Default: predicted times decide.
     remote_prefill_min_tokens: Count | None = None
-    itl_weight: Amount = 0.02  # with predicted times: weight of the delay for requests that decode there
     # With more tokens in the queue, prompts are prefilled locally. Default: what is claimed within the claim timeout.
     max_queued_prefill_tokens: Count | None = None
     # A job that no worker claims for this long is prefilled locally. Default: 15 times slo.ttft_s, at least 15 s.

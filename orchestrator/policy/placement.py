@@ -29,6 +29,10 @@ LATENESS_TOLERANCE = 1.1
 # Of the TTFT objective, for a predicted mean: waits are about exponential, and 95% of those are below three means.
 SURE_SHARE = 1 / 3
 ITL_MARGIN = 0.9  # of the TPOT objective: predictions are means, but nearly all requests must meet the objective
+# Of a TTFT objective: the price of all the slack that the running sequences of a worker have.
+SLACK_PRICE = 0.02
+# Of the TTFT objective: while a job waits for less in the prefill queue, the prefill workers have room.
+ROOM_SHARE = 0.1
 
 
 class PrefillView(msgspec.Struct, frozen=True):
@@ -169,12 +173,16 @@ def _by_cost(
 ) -> Decision:
     """Remote if its predicted TTFT is below the lowest local cost by more than the error of the transfer time.
 
-    The cost of a local prefill is its predicted TTFT plus a price for the delay of the sequences that decode there. The
-    prefill uses up some of the slack that each running sequence has: the time by which its remaining tokens could be
-    later without missing the TPOT objective. The used share of that slack, summed over the sequences, costs
-    `routing.itl_weight` TTFT objectives. A worker whose running sequences would exceed `ITL_MARGIN` of the TPOT
-    objective is excluded. Their ITL is the measured one, which a burst outruns. If a remote prefill is nearly sure to
-    be in time (`SURE_SHARE`), the present number of sequences counts too, because then nothing is gained by the risk.
+    The cost of a local prefill is its predicted TTFT plus the harm to the sequences that decode there, in two terms.
+    The prefill delays each of them. While the prefill workers have room, nothing is gained by that: a second of delay
+    costs 2 v, where v is the sequence's ITL over its bound, because so much does the square of v grow (`_lateness`).
+    As the queue grows to `ROOM_SHARE` this term falls to nothing, since both pools are then needed. What remains is
+    the slack that the prefill uses up: the time by which a sequence's remaining tokens could be later without missing
+    the TPOT objective. The used share of it, summed over the sequences, costs `SLACK_PRICE` TTFT objectives.
+
+    A worker whose running sequences would exceed `ITL_MARGIN` of the TPOT objective is excluded. Their ITL is the
+    measured one, which a burst outruns. If a remote prefill is nearly sure to be in time (`SURE_SHARE`), the present
+    number of sequences counts too, because then nothing is gained by the risk.
 
     If the request cannot be prefilled remotely, `_lateness` ranks the workers instead.
     """
@@ -188,13 +196,15 @@ def _by_cost(
         near = [candidate for candidate, lateness in zip(open_ones, late, strict=True) if lateness <= bound]
         return _local(request, near, choose, blocker or "cost")
     compute = max(0, prompt_tokens - prefill.cached_tokens)
-    ttft_s = predictor.remote_ttft_s(compute, prompt_tokens, prefill.queue, prefill.workers_ready)
+    wait_s, rest_s = predictor.remote_s(compute, prompt_tokens, prefill.queue, prefill.workers_ready)
+    ttft_s = wait_s + rest_s
     # The gain must exceed the error of the transfer time: on a tie a new request is local, and a queued one waits on.
     error_s = predictor.transfer_error_s(prompt_tokens)
     remote_s = ttft_s - error_s if prefill.queued else ttft_s + error_s
     cost, itl = predictor.local_s(open_ones, prompt_tokens, by_sequences=remote_s <= SURE_SHARE * slo.ttft_s)
     ahead_tokens = predictor.ahead_tokens
-    itl_bound_s, price_s = ITL_MARGIN * slo.tpot_s, routing.itl_weight * slo.ttft_s
+    itl_bound_s, price_s = ITL_MARGIN * slo.tpot_s, SLACK_PRICE * slo.ttft_s
+    delay_price = 2 * max(0.0, 1 - wait_s / (ROOM_SHARE * slo.ttft_s)) / itl_bound_s
     fixed_s, s_per_token = predictor.prefill_line
     for index, candidate in enumerate(open_ones):
         if not candidate.running:
@@ -205,7 +215,7 @@ def _by_cost(
             tokens = prompt_tokens - candidate.cached_tokens
             prefill_s = fixed_s + s_per_token * (tokens if tokens > 0 else 0)
             slack_s = max((itl_bound_s - itl[index]) * ahead_tokens, 1e-3)
-            cost[index] += price_s * candidate.running * prefill_s / slack_s
+            cost[index] += candidate.running * prefill_s * (delay_price * itl[index] + price_s / slack_s)
     least = min(cost)
     if least > remote_s:
         return Remote("cost", ttft_s)

@@ -77,6 +77,20 @@ def code(requests: int, seed: int = 0) -> Load:
     return Load("code", arrivals, 0)
 
 
+def documents(requests: int, seed: int = 0) -> Load:
+    """Chats beside documents: Poisson arrivals, every fourth one, by chance, a prompt of about 8,000 tokens that is
+    answered in 64. The others are about 200 tokens long, and are answered in 300 (all sigma 0.3).
+    """
+    rng = random.Random(seed)
+    now = 0.0
+    arrivals = []
+    for _ in range(requests):
+        now += rng.expovariate(1.0)
+        prompt, output = (8_000, 64) if rng.random() < 0.25 else (200, 300)
+        arrivals.append(Arrival(now, _lognormal(rng, prompt, 0.3, 16, 32_000), _lognormal(rng, output, 0.3, 4, 4_000)))
+    return Load("documents", arrivals, 0)
+
+
 def chat(requests: int, seed: int = 0, rate: float = 1.0) -> Load:
     """Conversations of four turns on average, 30 s apart on average, that begin with one of 20 system prompts of 512
     tokens. A turn adds a question (median 120 tokens) to all turns before it; answers have a median of 250 tokens.
@@ -160,6 +174,7 @@ LOADS: dict[str, Callable[[int, int], Load]] = {
     "bursty": bursty,
     "heavy_tailed": heavy_tailed,
     "code": code,
+    "documents": documents,
     "chat": chat,
     "agents": agents,
     "changing": changing,

@@ -186,10 +186,15 @@ class Predictor:
         return min(fit.at(backlog_s), MAX_WAIT_PER_BACKLOG * backlog_s + fit.intercept)
 
     def remote_ttft_s(self, tokens: int, transfer_tokens: int, queue: QueueDepth, workers_ready: int) -> float:
-        """TTFT of a remote prefill: queue wait, prefill of `tokens`, and transfer of the KV of `transfer_tokens`."""
+        """TTFT of a remote prefill: the sum of `remote_s`."""
+        return sum(self.remote_s(tokens, transfer_tokens, queue, workers_ready))
+
+    def remote_s(self, tokens: int, transfer_tokens: int, queue: QueueDepth, workers_ready: int) -> tuple[float, float]:
+        """Of a remote prefill: the queue wait, and the time after it: prefill of `tokens`, and transfer of the KV of
+        `transfer_tokens`."""
         (prefill_s, each_s), (transfer_s, each_sent_s) = self.prefill_line, self._line(self._transfer)
-        waited_s = self.wait_s(tokens, each_s * queue.tokens / max(1, workers_ready))
-        return waited_s + prefill_s + each_s * tokens + transfer_s + each_sent_s * transfer_tokens
+        wait_s = self.wait_s(tokens, each_s * queue.tokens / max(1, workers_ready))
+        return wait_s, prefill_s + each_s * tokens + transfer_s + each_sent_s * transfer_tokens
 
     def transfer_error_s(self, tokens: int) -> float:
         """The mean error (seconds) of the predicted time of a KV transfer of this many tokens."""

@@ -10,6 +10,7 @@ from orchestrator.policy.candidate import Candidate
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.placement import (
     LATENESS_TOLERANCE,
+    ROOM_SHARE,
     Local,
     PrefillView,
     Reject,
@@ -111,9 +112,18 @@ def test_a_tie_is_local():
         assert by_cost(tokens, worker()) == Local("d0", "cost")
 
 
-def test_long_prompt_goes_remote_and_short_one_stays():
-    assert by_cost(100, decoding("busy", 8)) == Local("busy", "cost")
-    assert remote_by_cost(by_cost(4000, decoding("busy", 8)))
+def test_a_prompt_leaves_those_alone_that_decode_while_the_prefill_workers_have_room():
+    assert by_cost(100, decoding("idle", 0)) == Local("idle", "cost")
+    assert remote_by_cost(by_cost(100, decoding("busy", 8)))
+    # The nearer the sequences are to their objective, the fewer of them keep it away.
+    assert by_cost(100, decoding("slack", 3), queued=60, itl_s=0.01) == Local("slack", "cost")
+    assert remote_by_cost(by_cost(100, decoding("tight", 3), queued=60, itl_s=0.07))
+
+
+def test_harm_within_objectives_counts_no_more_once_the_queue_grows():
+    free_s = ROOM_SHARE * 2.0
+    assert by_cost(100, decoding("busy", 8), queued=int(free_s * 1000)) == Local("busy", "cost")
+    assert remote_by_cost(by_cost(100, decoding("busy", 8), queued=int(free_s * 300)))
 
 
 def test_known_transfer_time_needs_smaller_gain():
@@ -180,7 +190,7 @@ def decode_worker(name: str, running: int, cached: int = 0, waiting: int = 0, fr
     ],
 )
 def test_burst_keeps_prompts_off_decode_while_remote_prefill_is_in_time(ttft_s, running, local):
-    slo, queue = SLOConfig(ttft_s=ttft_s, tpot_s=0.05), QueueDepth(5, 6000, 0)
+    slo, queue = SLOConfig(ttft_s=ttft_s, tpot_s=0.05), QueueDepth(5, 8000, 0)
     busy, choose = decode_worker("d0", running), decode_choice("kv_prefix")
     decision = place(request(400), [busy], PrefillView(1, queue), RoutingConfig(), choose, measured(), slo)
     assert isinstance(decision, Local) is local
