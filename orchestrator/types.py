@@ -242,16 +242,16 @@ class RequestInfo(msgspec.Struct, frozen=True):
     max_new_tokens: int
     arrived_at: float  # unix seconds
     priority: int = 0
-    # Why this request must be prefilled where it decodes ("n", "prompt_logprobs", ...), or None.
-    local_only: str | None = None
+    local_only: str | None = None  # why it must be prefilled where it decodes ("n", "prompt_logprobs", ...)
     prefix_key: int | None = None  # equal for all prompts with the same beginning
+    ttft_slo_s: float | None = None  # its own objectives; None: the fleet's
+    tpot_slo_s: float | None = None
 
 
 class PrefillJob(msgspec.Struct, frozen=True):
     """A remote prefill waiting in, or claimed from, the queue.
 
     `attempt` fences results: a frontend ignores every answer whose attempt is not the current one.
-    `deliveries` counts how often a worker has claimed it.
     """
 
     request_id: str
@@ -261,7 +261,7 @@ class PrefillJob(msgspec.Struct, frozen=True):
     arrived_at: float  # unix seconds, the server's clock once enqueued
     reply_to: str  # frontend id
     body: bytes  # `messages.pack_frames` of the engine request
-    deliveries: int = 0
+    deliveries: int = 0  # how often a worker has claimed it
     delay_s: float = 0.0  # added to its arrival to give its score in the queue (`policy.policies`)
     cached: dict[str, int] = {}  # prefill worker id -> prompt tokens cached there when it was enqueued; at most 4
 

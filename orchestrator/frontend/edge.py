@@ -17,6 +17,7 @@ import msgspec
 from starlette.requests import ClientDisconnect
 
 from orchestrator.frontend.access import Access, Admission, Refusal
+from orchestrator.frontend.untrusted import objectives
 from orchestrator.telemetry.request_line import RequestLine
 
 log = logging.getLogger("pd.frontend")
@@ -35,10 +36,21 @@ _ENDING = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "this frontend is ending: ask 
 class RequestContext:
     """One HTTP request's id, its arrival (unix seconds), its response, and its refusal if it was refused."""
 
-    __slots__ = ("admission", "on_request_ended", "plain", "received_at", "refusal", "reply", "request_id", "stream")
+    __slots__ = (
+        "admission",
+        "objectives",
+        "on_request_ended",
+        "plain",
+        "received_at",
+        "refusal",
+        "reply",
+        "request_id",
+        "stream",
+    )
 
     def __init__(self, request_id: str, admission: Admission | None = None) -> None:
         self.request_id, self.admission = request_id, admission
+        self.objectives = objectives.Objectives()
         self.received_at = time.time()
         self.on_request_ended: Callable[[RequestLine], None] | None = None  # called for each engine request
         self.refusal: Refusal | None = None
@@ -113,6 +125,10 @@ class EdgeMiddleware:
         request_id = printable or uuid.uuid4().hex.encode()
         headers = [pair for pair in scope["headers"] if pair[0] != b"x-request-id"]
         context = RequestContext(request_id.decode(), admission)
+        try:
+            context.objectives = objectives.read(headers)
+        except ValueError as wrong:
+            refusal = refusal or Refusal(HTTPStatus.BAD_REQUEST, str(wrong))
         begun = (
             self._begin_trace(scope["method"], scope["path"], headers)
             if self._begin_trace and refusal is None

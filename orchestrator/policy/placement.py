@@ -119,11 +119,11 @@ def reject_all(
     return Reject("decode_full", RETRY_AFTER_S)
 
 
-def claim_timeout_s(routing: RoutingConfig, slo: SLOConfig) -> float:
+def claim_timeout_s(routing: RoutingConfig, slo: SLOConfig, own_ttft_s: float | None = None) -> float:
     """Seconds after which a job that no worker has claimed is prefilled locally. A queue with longer waits is full."""
     if routing.claim_timeout_s is not None:
         return routing.claim_timeout_s
-    return max(MIN_CLAIM_TIMEOUT_S, CLAIM_TIMEOUT_IN_OBJECTIVES * slo.ttft_s)
+    return max(MIN_CLAIM_TIMEOUT_S, CLAIM_TIMEOUT_IN_OBJECTIVES * (own_ttft_s or slo.ttft_s))
 
 
 def is_full(request: RequestInfo, candidate: Candidate, routing: RoutingConfig) -> bool:

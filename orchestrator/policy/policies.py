@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from orchestrator.config.settings import Config
+from orchestrator.config.settings import Config, SLOConfig
 from orchestrator.policy.admission import admit
 from orchestrator.policy.candidate import Candidate, DecodeChoice, blocks_for
 from orchestrator.policy.placement import Local, PrefillView, Reject, Remote, place, uncached_tokens
@@ -85,10 +85,11 @@ class Policies:
     def _admitted(
         self, request: RequestInfo, candidates: Sequence[Candidate], prefill: PrefillView, admission: bool
     ) -> PlacementDecision:
-        decision = place(request, candidates, prefill, self.routing, self.choose, self.predictor, self.slo)
-        if not admission or self.slo.admission == "off":
+        slo = self.slo_of(request)
+        decision = place(request, candidates, prefill, self.routing, self.choose, self.predictor, slo)
+        if not admission or slo.admission == "off":
             return PlacementDecision(decision)
-        admitted = admit(decision, request, candidates, prefill, self.slo, self.predictor)
+        admitted = admit(decision, request, candidates, prefill, slo, self.predictor)
         if isinstance(admitted, Reject):
             return PlacementDecision(admitted)
         return PlacementDecision(admitted.decision, admitted.deferred)
@@ -100,7 +101,8 @@ class Policies:
         that part, but it moves only for a gain.
         """
         waiting = msgspec.structs.replace(prefill, queued=True)
-        decision = place(request, candidates, waiting, self.routing, self.choose, self.predictor, self.slo)
+        slo = self.slo_of(request)
+        decision = place(request, candidates, waiting, self.routing, self.choose, self.predictor, slo)
         return decision if isinstance(decision, Local) else None
 
     def recalled(
@@ -130,10 +132,20 @@ class Policies:
             loads[chosen.worker_id] = load.plus(waiting.request, chosen, 1 + others)
         return found
 
+    def slo_of(self, request: RequestInfo) -> SLOConfig:
+        """The fleet's objectives with the TTFT objective that the request has of its own. Its own TPOT objective says
+        nothing about those that decode beside it."""
+        own_s = request.ttft_slo_s
+        return self.slo if own_s is None else msgspec.structs.replace(self.slo, ttft_s=own_s)
+
     def delay_s(self, request: RequestInfo, uncached_tokens: int, late: bool = False) -> float:
         """Seconds between a job's arrival and its score in the prefill queue."""
         compute_s = self.predictor.prefill_s(uncached_tokens)
-        return delay_s(compute_s, self._queue.weight, self.slo.ttft_s, request.priority, late)
+        return self._later_s(request) + delay_s(compute_s, self._queue.weight, self.slo.ttft_s, request.priority, late)
+
+    def _later_s(self, request: RequestInfo) -> float:
+        """By how much a request's objective lets it wait longer than others: so the queue is in order of deadlines."""
+        return 0.0 if request.ttft_slo_s is None else request.ttft_slo_s - self.slo.ttft_s
 
     def engine_delay_s(self, request: RequestInfo, compute_tokens: int = 0, late: bool = False) -> float:
         """Seconds between a request's arrival and its place among the requests that wait in its decode engine.
@@ -145,7 +157,8 @@ class Policies:
         ttft_s = self.slo.ttft_s
         compute_s = self.predictor.prefill_s(compute_tokens) if compute_tokens else 0.0
         most = LATE_OBJECTIVES * ttft_s / ENGINE_WEIGHT
-        return delay_s(min(compute_s, most), ENGINE_WEIGHT, ttft_s, request.priority, late)
+        later_s = self._later_s(request) if compute_tokens else 0.0
+        return later_s + delay_s(min(compute_s, most), ENGINE_WEIGHT, ttft_s, request.priority, late)
 
 
 def _with_load(candidate: Candidate, load: RecalledLoad) -> Candidate:

@@ -48,8 +48,9 @@ class Learning:
         late_first, late_tokens = True, False
         first, count = request.answer.first_token_at, len(request.answer.tokens)
         if state is State.FINISHED and first is not None:
-            late_first = first - request.accepted_at > self._slo.ttft_s
-            late_tokens = count > 1 and (now - first) / (count - 1) > self._slo.tpot_s
+            own = request.parsed.info
+            late_first = first - request.accepted_at > (own.ttft_slo_s or self._slo.ttft_s)
+            late_tokens = count > 1 and (now - first) / (count - 1) > (own.tpot_slo_s or self._slo.tpot_s)
         late = late_first or late_tokens
         self.offered += Offered(ended=1, late_first=int(late_first), late_tokens=int(late_tokens), late=int(late))
 

@@ -37,7 +37,7 @@ class Overdue:
     ) -> None:
         self._routing, self._fleet, self._queue = config.routing, fleet, queue
         self._requests, self._recovery, self._predictor = requests, recovery, predictor
-        self._claim_timeout_s = claim_timeout_s(config.routing, config.slo)
+        self._slo = config.slo
         self._claimed: set[str] = set()  # request ids whose jobs had an unreported claim at the last look
 
     def check(self, now: float, resumed_at: float = 0.0) -> None:
@@ -45,7 +45,8 @@ class Overdue:
         count."""
         for active in self._requests.all():
             last_output_at = max(active.last_output_at, resumed_at)
-            if active.state is State.QUEUED and now - max(active.moved_at, resumed_at) > self._claim_timeout_s:
+            claim_s = claim_timeout_s(self._routing, self._slo, active.parsed.info.ttft_slo_s)
+            if active.state is State.QUEUED and now - max(active.moved_at, resumed_at) > claim_s:
                 self._recovery.retry(active, "claim_timeout")
             elif active.state is State.TRANSFERRING and self._fleet.is_quiet(active.prefill_worker):
                 self._recovery.retry(active, "prefill_worker_quiet", charge=False)

@@ -76,6 +76,8 @@ class Job:
             self.arrival.at,
             self.arrival.priority,
             prefix_key=self.prefix_key,
+            ttft_slo_s=self.arrival.ttft_slo_s,
+            tpot_slo_s=self.arrival.tpot_slo_s,
         )
 
 

@@ -52,7 +52,6 @@ class Router:
         self.prefill = PoolView(self.choose_prefill)
         # The keys of a load are of units that are long already, so each is remembered.
         self.index = PrefixIndex(expected_step=1) if config.routing.prefix_index and unit_tokens else None
-        self._claim_timeout_s = claim_timeout_s(config.routing, self.slo)
         self._window = config.queue.affinity_window
         self._claim_batches = config.workers.claim_batches
         self._claim_tokens = int(self._claim_batches * profile.max_num_batched_tokens)
@@ -208,7 +207,8 @@ class Router:
         now = self._clock.now
         for entry in list(self.queue):
             job = entry[2]
-            if now - job.enqueued_at > self._claim_timeout_s:
+            claim_s = claim_timeout_s(self.stack.config.routing, self.slo, job.arrival.ttft_slo_s)
+            if now - job.enqueued_at > claim_s:
                 waiting = self._waiting(job)
                 request = msgspec.structs.replace(waiting.request, local_only="claim_timeout")
                 view = PrefillView(len(self.prefill), QueueDepth(0, 0, self.claimed), waiting.cached_at_prefill)

@@ -31,6 +31,8 @@ class Arrival(msgspec.Struct, frozen=True):
     output_tokens: int
     keys: tuple[int, ...] = ()
     priority: int = 0
+    ttft_slo_s: float | None = None  # its own objectives; None: the fleet's
+    tpot_slo_s: float | None = None
 
 
 class Load(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from orchestrator.frontend import edge
 from orchestrator.frontend.codec.vllm_fields import can_continue, local_only_reason
+from orchestrator.frontend.untrusted.objectives import Objectives
 from orchestrator.policy.prefix_keys import key_of_beginning, reusable_keys, salt_of
 from orchestrator.router.codec import Batch
 from orchestrator.router.request import Failure, ParsedRequest
@@ -40,6 +41,8 @@ class VllmCodec:
             raise VLLMValidationError("streaming input is not supported over a fleet of engines")
         sampling = request.sampling_params
         keys = _prefix_keys(request, block_size)
+        context = edge.current.get()
+        own = context.objectives if context is not None else Objectives()
         info = RequestInfo(
             id=request.request_id,
             prompt_tokens=len(request.prompt_token_ids or ()),
@@ -48,8 +51,9 @@ class VllmCodec:
             priority=request.priority,
             local_only=local_only_reason(request),
             prefix_key=key_of_beginning(keys, block_size),
+            ttft_slo_s=own.ttft_s,
+            tpot_slo_s=own.tpot_s,
         )
-        context = edge.current.get()
         return ParsedRequest(
             info,
             frames=self._encode(request),

@@ -82,6 +82,10 @@ def app(fleet):
     async def echo() -> str:
         return edge.current.get().request_id
 
+    @app.get("/objectives")
+    async def objectives() -> list[float | None]:
+        return list(edge.current.get().objectives)
+
     @app.post("/length")
     async def length(body: Annotated[bytes, Body()]) -> int:
         return len(body)
@@ -153,6 +157,13 @@ async def test_every_character_of_unicode_comes_through(client):
     for kind in ("multipart/mixed", "Multipart/Form-Data; boundary=x", "MULTIPART/form-data"):
         answered = await client.post("/length", content=HALF + b"\xff\0", headers={"content-type": kind})
         assert answered.json() == len(HALF) + 2
+
+
+async def test_objectives_of_a_request_are_read_or_refused(client):
+    taken = await client.get("/objectives", headers={"x-slo-ttft-ms": "300"})
+    assert taken.json() == [0.3, None]
+    refused = await client.get("/objectives", headers={"x-slo-tpot-ms": "fast"})
+    assert refused.status_code == 400 and "x-slo-tpot-ms: expected milliseconds" in refused.text
 
 
 async def test_a_refusal_says_when_to_come_back(client):

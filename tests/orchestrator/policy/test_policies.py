@@ -118,3 +118,21 @@ def test_accepted_request_skips_admission():
     busy = msgspec.structs.replace(IDLE_DECODE, running=3, waiting_tokens=5000)
     assert isinstance(strict.decide(request(5000), [busy], queue_of(0), 0.0).decision, Reject)
     assert isinstance(strict.decide(request(5000), [busy], queue_of(0), 0.0, admission=False).decision, Remote)
+
+
+def test_jobs_are_queued_by_their_own_deadlines():
+    ours = policies(slo={"ttft_s": TTFT_S})
+    usual = ours.delay_s(request(1000), 1000)
+    assert usual - ours.delay_s(request(1000, ttft_slo_s=0.5), 1000) == pytest.approx(TTFT_S - 0.5)
+    assert ours.delay_s(request(1000, ttft_slo_s=30.0), 1000) - usual == pytest.approx(30.0 - TTFT_S)
+    behind = ours.engine_delay_s(request(1000, ttft_slo_s=30.0), 1000) - ours.engine_delay_s(request(1000), 1000)
+    assert behind == pytest.approx(30.0 - TTFT_S)
+    # What was prefilled elsewhere holds memory there: it goes first, whoever asked.
+    assert ours.engine_delay_s(request(1000, ttft_slo_s=30.0)) == ours.engine_delay_s(request(1000))
+
+
+@pytest.mark.parametrize(("own_s", "refused"), [(None, True), (30.0, False), (0.001, True)])
+def test_a_request_is_admitted_by_its_own_objective(own_s, refused):
+    ours = policies(slo={"ttft_s": TTFT_S, "admission": "reject"})
+    decided = ours.decide(request(5000, ttft_slo_s=own_s), [IDLE_DECODE], queue_of(9000), now=0.0)
+    assert isinstance(decided.decision, Reject) is refused

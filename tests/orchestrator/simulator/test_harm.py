@@ -1,14 +1,15 @@
-"""What a prompt that is prefilled where others decode does to those: it is worth it only where remote is full."""
+"""Who waits for whom: streams for the prompts that are prefilled beside them, and requests for those with less time."""
 
+import msgspec
 import pytest
 
 from orchestrator.config.settings import SLOConfig
 from orchestrator.simulator.loads import synthetic
 from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.report import Report, report
-from orchestrator.simulator.settings import SHIPPED, Settings, changed, stack
+from orchestrator.simulator.settings import SHIPPED, Settings, Stack, changed, stack
 from orchestrator.simulator.simulation import Simulation
-from orchestrator.simulator.trace import at_rate
+from orchestrator.simulator.trace import Load, at_rate
 
 ALL_REMOTE = changed(SHIPPED, {"routing": {"remote_prefill_min_tokens": 1}})
 WARM_UP = 0.1
@@ -16,14 +17,15 @@ WARM_UP = 0.1
 
 def run(half: int, rate: float, config=SHIPPED, policy: str = "ours:fixed") -> Report:
     """Chats beside documents on H100s."""
-    settings = Settings(
-        prefill=half,
-        decode=half,
-        profile=load_profile(PROFILES / "h100-llama-8b.json"),
-        stack=stack(policy, config),
-        slo=SLOConfig(ttft_s=1.0, tpot_s=0.05),
+    return simulated(
+        half, rate, synthetic("documents", 1500), SLOConfig(ttft_s=1.0, tpot_s=0.05), stack(policy, config)
     )
-    return report(Simulation(settings, at_rate(synthetic("documents", 1500), rate)).run(), WARM_UP)
+
+
+def simulated(half: int, rate: float, load: Load, slo: SLOConfig, ours: Stack = stack("ours:fixed")) -> Report:
+    profile = load_profile(PROFILES / "h100-llama-8b.json")
+    settings = Settings(prefill=half, decode=half, profile=profile, stack=ours, slo=slo)
+    return report(Simulation(settings, at_rate(load, rate)).run(), WARM_UP)
 
 
 @pytest.mark.parametrize(("half", "rate"), [(1, 1.0), (1, 2.0), (2, 8.0), (4, 8.0), (4, 24.0)])
@@ -38,3 +40,22 @@ def test_full_prefill_workers_leave_prompts_to_those_that_decode(half, rate):
     ours, remote = run(half, rate), run(half, rate, ALL_REMOTE)
     assert ours.attained > remote.attained
     assert ours.ttft_p99_s < remote.ttft_p99_s and ours.tpot_p99_s < 0.05
+
+
+@pytest.mark.parametrize("rate", [18.0, 22.0])
+def test_requests_that_can_wait_wait_for_those_that_cannot(rate):
+    """Documents may take 30 s: chats are in time that would be late behind them, and nobody else is later."""
+
+    def classes(own: bool) -> Report:
+        load = synthetic("documents", 1500)
+        made = [
+            msgspec.structs.replace(arrival, ttft_slo_s=30.0, tpot_slo_s=1.0)
+            if own and arrival.prompt_tokens > 2_000
+            else arrival
+            for arrival in load.arrivals
+        ]
+        return simulated(2, rate, msgspec.structs.replace(load, arrivals=made), SLOConfig(ttft_s=0.3, tpot_s=0.05))
+
+    equal, by_class = classes(own=False), classes(own=True)
+    assert by_class.attained > 0.95 > equal.attained
+    assert by_class.ttft_p50_s <= equal.ttft_p50_s

@@ -1,0 +1,18 @@
+"""Objectives in a request's headers."""
+
+import pytest
+
+from orchestrator.frontend.untrusted.objectives import Objectives, read
+
+
+def test_objectives_are_milliseconds_and_each_may_be_missing():
+    assert read([(b"x-slo-ttft-ms", b"300"), (b"x-slo-tpot-ms", b"12.5")]) == Objectives(0.3, 0.0125)
+    assert read([(b"x-slo-tpot-ms", b"50"), (b"host", b"h")]) == Objectives(None, 0.05)
+    assert read([]) == Objectives()
+
+
+@pytest.mark.parametrize("value", [b"", b"soon", b"0", b"-1", b"nan", b"inf", b"1e9", b"300ms", b"\xff" * 1000])
+def test_what_is_no_number_of_milliseconds_is_refused_by_name(value):
+    with pytest.raises(ValueError, match="^x-slo-ttft-ms: expected milliseconds above 0") as refused:
+        read([(b"x-slo-ttft-ms", value)])
+    assert len(str(refused.value)) < 200
