@@ -19,11 +19,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from connectors.layers import StepLayers
 from connectors.push import actions as do
 from connectors.push import writer
 from connectors.push.connections import Connections
-from connectors.push.layers import StepLayers
 from connectors.push.metadata import Computed, PushMetadata, PushStats, RankReports
+from connectors.wake import WakeEvent
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,7 +43,7 @@ class PushWorker(Connections):
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self.xfer_stats = PushStats()
         self._drafts = vllm_config.speculative_config is not None
-        self.wake_event = threading.Event()  # set with every result, for an engine loop that waits instead of polling
+        self.wake_event = WakeEvent()
         self._results: queue.SimpleQueue[do.Finish | do.Release] = queue.SimpleQueue()
         self.reports = RankReports()
         self._writes: dict[int, tuple[str, str, Any]] = {}  # handle number -> (engine, stream, NIXL handle)
@@ -103,19 +104,20 @@ class PushWorker(Connections):
     def on_layer(self, layer_name: str, metadata: PushMetadata) -> None:
         """One layer's KV of this step is written, or queued on the device: send what is due of each last chunk."""
         closing = [computed for computed in metadata.computed if computed.closed and not computed.whole]
-        if closing and (due := self._layers.report(layer_name, closing, self._groups)):
+        lengths = {computed.key: len(computed.blocks[0]) for computed in closing}
+        if closing and (due := self._layers.report(layer_name, lengths, self._groups)):
             self._begin(metadata)
             ready = self._device_event()
-            for computed, regions in due:
-                self._submit_chunk(computed, tuple(regions), ready, closed=False)
+            for computed in closing:
+                if computed.key in due:
+                    self._submit_chunk(computed, due[computed.key], ready, closed=False)
 
     def on_computed(self, metadata: PushMetadata) -> None:
         """Called after the forward pass was launched (CUDA) or has run (CPU): send what has not gone out yet."""
         by_position = [computed for computed in metadata.computed if not computed.whole]
         ready = self._device_event() if by_position else None
         for computed in by_position:
-            rest = self._layers.rest(computed.key)
-            self._submit_chunk(computed, rest if rest is None else tuple(rest), ready, computed.closed)
+            self._submit_chunk(computed, self._layers.rest(computed.key), ready, computed.closed)
         self._layers.end()
 
     def _submit_chunk(self, computed: Computed, regions: tuple[int, ...] | None, ready: Any, closed: bool) -> None:

@@ -6,9 +6,7 @@ The engine's thread reports each layer whose KV is queued on the device. Nothing
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-
-from connectors.push.metadata import Computed
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 Groups = Callable[[int, int], Sequence[int]]  # (regions, blocks of a chunk) -> how many regions go out together
 
@@ -29,33 +27,33 @@ class StepLayers:
             for region, name in enumerate(region_names):
                 self.regions[name] = (*self.regions.get(name, ()), region)
 
-    def report(self, layer_name: str, closing: Sequence[Computed], groups: Groups) -> list[tuple[Computed, list[int]]]:
-        """The layer's KV is written, or queued on the device: the last chunks of which regions go out now, and which.
+    def report(self, layer_name: str, closing: Mapping[str, int], groups: Groups) -> dict[str, tuple[int, ...]]:
+        """The layer's KV is written, or queued on the device: the regions that go out now, by the key of their prompt.
 
-        A layer that reports again, as a drafter's does in each of its passes, has nothing more for this prompt.
+        `closing`: how many blocks each last chunk of this step has, by key. A layer that reports again, as a drafter's
+        does in each of its passes, has nothing more for these prompts.
         """
         new = [region for region in self.regions.get(layer_name, ()) if region not in self._reported]
         if not new:
-            return []
+            return {}
         self._reported += new
-        due = []
+        due: dict[str, tuple[int, ...]] = {}
         total = sum(map(len, self.regions.values()))
-        for computed in closing:
-            if (stops := self._stops.get(computed.key)) is None:
-                sizes = groups(total, len(computed.blocks[0]))
-                stops = self._stops[computed.key] = tuple(itertools.accumulate(sizes))
-            sent = self._sent.get(computed.key, 0)
+        for key, blocks in closing.items():
+            if (stops := self._stops.get(key)) is None:
+                stops = self._stops[key] = tuple(itertools.accumulate(groups(total, blocks)))
+            sent = self._sent.get(key, 0)
             if any(sent < stop <= len(self._reported) for stop in stops):
-                due.append((computed, self._reported[sent:]))
-                self._sent[computed.key] = len(self._reported)
+                due[key] = tuple(self._reported[sent:])
+                self._sent[key] = len(self._reported)
         return due
 
-    def rest(self, key: str) -> list[int] | None:
+    def rest(self, key: str) -> tuple[int, ...] | None:
         """At the step's end: the regions of this last chunk that have not gone out; None for all of them."""
         if not (sent := self._sent.get(key, 0)):
             return None
         gone = set(self._reported[:sent])
-        return [region for regions in self.regions.values() for region in regions if region not in gone]
+        return tuple(region for regions in self.regions.values() for region in regions if region not in gone)
 
     def end(self) -> None:
         """The next step begins."""
