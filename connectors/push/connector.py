@@ -55,7 +55,7 @@ class PushConnector(NixlPushConnector):
                 raise ValueError(f"{name}: KV can be pushed from and to whole sequences only, expected 1, got {ranks}")
         if parallel.use_ubatching and kv.get_from_extra_config("transfer", "") == "layer":
             raise ValueError(
-                "kv.transfer: by layer it would ship the blocks of both batches of enable_dbo at each; choose chunk"
+                "kv.transfer: by layer it would ship the blocks of both batches of enable_dbo at each; choose auto"
             )
         if model.enable_sleep_mode:
             raise ValueError(
@@ -102,13 +102,16 @@ class PushConnector(NixlPushConnector):
         assert self.connector_worker is not None and isinstance(kv_connector_metadata, PushMetadata)
         self.connector_worker.handle_preemptions(kv_connector_metadata)
 
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return extra_config.get("transfer") == "layer"  # a full graph would never call save_kv_layer
-
     def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
+        """Not called where a full CUDA graph is replayed: such a step's KV goes out at its end."""
         assert self.connector_worker is not None
         self.connector_worker.on_layer(layer_name, self._metadata())
+
+    def finish_forward(self) -> None:
+        """Called by the second model runner, before sampling. A drafter may follow, which writes KV too."""
+        assert self.connector_worker is not None
+        if not self.connector_worker.drafts:
+            self.connector_worker.on_computed(self._metadata())
 
     def wait_for_save(self) -> None:
         assert self.connector_worker is not None

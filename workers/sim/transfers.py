@@ -88,8 +88,8 @@ class SimTransfers:
         self._carry_out(self._outbound.start(request.key, self._scheduler.blocks_for(tokens), tokens, now))
 
     def computed(self, requests: Iterable[SimRequest], began: float, now: float) -> None:
-        """Push the new blocks after a step over these requests. With `layer`, the WRITEs have begun with the step."""
-        writes_from = began if self._kv.transfer == "layer" else now
+        """Push the new blocks after a step over these requests. By layers, the WRITEs have begun with the step."""
+        writes_from = began if self._kv.transfer in ("auto", "layer") else now
         self._carry_out(self._outbound.stepped(now))
         for request in requests:
             if request.phase is Phase.PREFILL and request.state in (SimState.RUNNING, SimState.PUSHING):

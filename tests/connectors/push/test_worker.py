@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
+from connectors.layers import StepLayers
 from connectors.push import wire
 from connectors.push.metadata import (
     Computed,
@@ -75,7 +76,8 @@ def test_whole_push_lands_on_every_rank(unequal: Any) -> None:
 
 def test_whole_push_of_what_came_layer_by_layer_has_each_block_once(unequal: Any) -> None:
     """With `kv.transfer: layer` the last chunk comes once per layer, also for an engine that is sent whole prompts."""
-    unequal._layers.know(["first", "second"], ["first", "second"])
+    unequal._layers = StepLayers(one_by_one=True)
+    unequal._layers.know(["first", "second"], ["first", "second"], 1)
     unequal.num_regions = unequal._outbound.regions = 2
     unequal.block_len_per_layer, unequal.region_group_ids = [1, 1], [0, 0]
     unequal.dst_region_num_blocks |= {"P": [100, 100], "D": [100, 100]}
