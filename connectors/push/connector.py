@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
@@ -22,6 +23,7 @@ from vllm.platforms import current_platform
 from connectors import handshake
 from connectors.push.metadata import PushMetadata, PushStats
 from connectors.push.scheduler import PushScheduler
+from connectors.push.wire import Endpoint
 from connectors.push.worker import PushWorker
 
 if TYPE_CHECKING:
@@ -88,6 +90,11 @@ class PushConnector(NixlPushConnector):
         """Scheduler side: `engine_id` is known to be dead."""
         assert self.connector_scheduler is not None
         self.connector_scheduler.fail_engine(engine_id)
+
+    def meet(self, peer: dict[str, Any]) -> None:
+        """Scheduler side: connect with the engine of this `Endpoint`, given by its fields."""
+        assert self.connector_scheduler is not None
+        self.connector_scheduler.meet(msgspec.convert(peer, Endpoint))
 
     def drop(self, keys: Iterable[str]) -> None:
         """Scheduler side: nobody wants the KV of these prefills any more."""

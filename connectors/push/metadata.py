@@ -121,6 +121,7 @@ class PushMetadata(KVConnectorMetadata):
         self.withdrawn: dict[str, str] = {}  # and why
         self.unused: list[Unused] = []
         self.dead_engines: list[str] = []
+        self.met: list[Endpoint] = []  # engines to connect with, before a request needs them
 
     def has_news(self) -> bool:
         return bool(
@@ -133,6 +134,7 @@ class PushMetadata(KVConnectorMetadata):
             or self.withdrawn
             or self.unused
             or self.dead_engines
+            or self.met
         )
 
 

@@ -61,6 +61,8 @@ class PushWorker(Connections):
         self.handle_preemptions(metadata)
         for engine in metadata.dead_engines:
             self._submit(functools.partial(self._on_dead, engine))
+        for peer in metadata.met:
+            self._submit(functools.partial(self._meet, peer))
         self._begin(metadata)
         self._ship_whole(metadata)
         for reserved in metadata.reserved:

@@ -18,7 +18,7 @@ from connectors.push import actions as do
 from connectors.push import inbound, outbound, wire
 from orchestrator.config.settings import KVConfig
 from orchestrator.policy.predict.estimates import LINK_AGE_S, RecentMaximum
-from orchestrator.types import KVCounters, KVSource
+from orchestrator.types import KVCounters, KVEndpoint, KVSource
 from workers.engine import Phase, link_rate
 from workers.sim.connections import SimConnections
 from workers.sim.scheduler import SimRequest, SimScheduler, SimState
@@ -135,6 +135,9 @@ class SimTransfers:
         now = time.monotonic()
         self._carry_out(self._inbound.declared_dead(engine, now))
         self._carry_out(self._outbound.declared_dead(engine, now))
+
+    def meet(self, peer: KVEndpoint) -> None:
+        self._carry_out([do.Connect(msgspec.convert(peer, wire.Endpoint, from_attributes=True))])
 
     # ---- from the connections ----------------------------------------------------------------------------------
 

@@ -106,6 +106,7 @@ def register() -> None:
     EngineCore.pd_load = _pd_load
     EngineCore.pd_describe = _pd_describe
     EngineCore.pd_fail_peer = _pd_fail_peer
+    EngineCore.pd_meet = _pd_meet
     EngineCore.abort_requests = _abort_requests
 
 
@@ -143,6 +144,12 @@ def _pd_fail_peer(engine: Any, engine_id: str) -> None:
     connector = engine.scheduler.get_kv_connector()
     if (fail := getattr(connector, "fail_engine", None)) is not None:
         fail(engine_id)
+
+
+def _pd_meet(engine: Any, peer: dict[str, Any]) -> None:
+    connector = engine.scheduler.get_kv_connector()
+    if (meet := getattr(connector, "meet", None)) is not None:
+        meet(peer)
 
 
 def _abort_requests(engine: Any, keys: list[str]) -> None:
