@@ -34,6 +34,7 @@ class Variant:
 
 
 VARIANTS = [
+    Variant("auto", transfer="auto"),
     Variant("chunk", transfer="chunk"),
     Variant("stock push, repaired", connector="PatchedPush", module="kv_stock"),
     Variant("stock pull, repaired", connector="PatchedPull", module="kv_stock", pull=True),

@@ -81,6 +81,7 @@ class FakeNixl:
 _CONFIG = {
     "kv_transfer_config": SimpleNamespace(get_from_extra_config=lambda key, default: default),
     "speculative_config": None,
+    "parallel_config": SimpleNamespace(use_ubatching=False),
 }
 
 

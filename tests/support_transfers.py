@@ -20,6 +20,7 @@ from connectors.push.wire import Computing, Endpoint, Gone, Hello, Landed, Messa
 TIMEOUT_S = 10.0
 MAX_DELAY_S = 5.0  # a link that is whole loses what is older, and a WRITE over it takes no longer
 DECODE_BLOCKS = 24
+REGIONS = 2  # in which a block has its layers
 _EPOCH = 1000  # prefill's block of a position, in the request's n-th epoch: n * _EPOCH + position
 
 
@@ -31,7 +32,7 @@ class Write:
     stream: str
     order: Register
     peer: DecodeRank
-    pairs: list[tuple[int, int]]  # (prefill block, decode block)
+    pairs: list[tuple[int, int, int]]  # (prefill block, decode block, region)
     handle: int
     posted_at: float
     socket: int
@@ -50,11 +51,11 @@ class Write:
         decode = self.peer.engine
         if decode.dead or self.over or self.torn or self.stalled:
             return
-        for mine, block in self.pairs:
+        for mine, block, region in self.pairs:
             owner = decode.owner.get(block)
             assert owner == self.order.request, f"WRITE of {self.stream} into block {block} of {decode.name}: {owner}'s"
-            content = self.rank.engine.content(self.stream, mine)
-            decode.memory[block, self.rank.index, self.peer.index] = content
+            content = self.rank.engine.content(self.stream, mine, region)
+            decode.memory[block, self.rank.index, self.peer.index, region] = content
 
 
 class Rank:
@@ -151,6 +152,7 @@ class PrefillRank(Rank):
     def __init__(self, world: World, engine: PrefillEngine, index: int) -> None:
         super().__init__(world, engine, index)
         self.end = self.outbound = Outbound(lease_s=TIMEOUT_S, expect_s=TIMEOUT_S)
+        self.outbound.regions = REGIONS
         self.writes: dict[int, Write] = {}
 
     def peers(self, engine: str) -> list[str]:
@@ -186,8 +188,9 @@ class PrefillRank(Rank):
         remote = post.order.blocks[0]
         skip = post.total_blocks - len(remote)
         pairs = [
-            (block, remote[chunk.start + offset - skip])
+            (block, remote[chunk.start + offset - skip], region)
             for chunk in post.chunks
+            for region in (range(REGIONS) if chunk.regions is None else chunk.regions)
             for offset, block in enumerate(chunk.blocks[0])
             if chunk.start + offset >= skip
         ]
@@ -265,11 +268,15 @@ class Prefill:
 
     total: int
     done: int = 0  # blocks of steps that were launched
-    computed: int = 0  # blocks that the device has computed
+    computed_in: list[int] = field(default_factory=lambda: [0] * REGIONS)  # blocks that the device has, by region
     epoch: int = 0
     started: bool = False
     ended: bool = False
     unreleased: set[int] = field(default_factory=set)
+
+    @property
+    def computed(self) -> int:
+        return min(self.computed_in)
 
 
 class PrefillEngine:
@@ -278,7 +285,8 @@ class PrefillEngine:
         self.endpoint = Endpoint(name, "host", 2, ranks)
         self.ranks = [PrefillRank(world, self, index) for index in range(ranks)]
         self.requests: dict[str, Prefill] = {}
-        self.launched: list[tuple[DeviceEvent, Prefill, int, int]] = []  # event, request, its epoch, its blocks then
+        # Event, request, its epoch, its blocks then, and the regions in which it has them
+        self.launched: list[tuple[DeviceEvent, Prefill, int, int, range]] = []
         self.given_up: list[str] = []  # by a rank, which its scheduler learns with the next step
 
     def step(self) -> None:
@@ -288,12 +296,12 @@ class PrefillEngine:
             for stream in given_up:
                 rank.run(rank.outbound.failed(stream, "another rank gave it up", self.world.now))
 
-    def content(self, stream: str, block: int) -> object:
+    def content(self, stream: str, block: int, region: int) -> object:
         """What the block holds now; garbage before it is computed, and once the request was preempted or freed it."""
         request = self.requests[stream]
         epoch, position = divmod(block, _EPOCH)
         held = (not request.ended or request.unreleased) and epoch == request.epoch
-        return (stream, position) if held and position < request.computed else "garbage"
+        return (stream, position) if held and position < request.computed_in[region] else "garbage"
 
     def start(self, stream: str) -> None:
         request = self.requests[stream]
@@ -301,31 +309,38 @@ class PrefillEngine:
         for rank in self.ranks:
             rank.run(rank.outbound.start(stream, request.total, request.total, self.world.now))
 
-    def compute(self, stream: str, blocks: int) -> None:
+    def compute(self, stream: str, blocks: int, in_groups: bool = False) -> None:
+        """`in_groups`: if it is the last chunk, its regions go out one after the other."""
         request = self.requests[stream]
         first, request.done = request.done, min(request.total, request.done + blocks)
         closed = request.done == request.total
-        event = DeviceEvent()
-        self.launched.append((event, request, request.epoch, request.done))
-        blocks_of = request.epoch * _EPOCH
-        chunk = do.Chunk(first, (tuple(range(blocks_of + first, blocks_of + request.done)),), ready=event)
+        base = request.epoch * _EPOCH
+        mine = (tuple(range(base + first, base + request.done)),)
+        groups = [range(at, at + 1) for at in range(REGIONS)] if closed and in_groups else [range(REGIONS)]
+        for number, regions in enumerate(groups):
+            event = DeviceEvent()
+            self.launched.append((event, request, request.epoch, request.done, regions))
+            chunk = do.Chunk(first, mine, tuple(regions) if len(groups) > 1 else None, event)
+            ends = closed and number == len(groups) - 1
+            for rank in self.ranks:
+                rank.run(rank.outbound.computed(stream, [chunk], request.epoch, ends, self.world.now))
         for rank in self.ranks:
-            rank.run(rank.outbound.computed(stream, [chunk], request.epoch, closed, self.world.now))
             rank.run(rank.outbound.stepped(self.world.now))
 
     def device_ends_step(self) -> None:
         """Steps end in the order in which they were launched, however late."""
         if self.launched:
-            event, request, epoch, done = self.launched.pop(0)
+            event, request, epoch, done, regions = self.launched.pop(0)
             event.happened = True
             if epoch == request.epoch:
-                request.computed = done
+                for region in regions:
+                    request.computed_in[region] = done
         for rank in self.ranks:
             rank.run(rank.outbound.device_worked(self.world.now))
 
     def preempt(self, stream: str) -> None:
         request = self.requests[stream]
-        request.done = request.computed = 0
+        request.done, request.computed_in = 0, [0] * REGIONS
         request.epoch += 1
         for rank in self.ranks:
             rank.run(rank.outbound.preempted(stream, request.epoch, self.world.now))
@@ -355,7 +370,7 @@ class DecodeEngine:
         self.ranks = [DecodeRank(world, self, index) for index in range(ranks)]
         self.free = list(range(DECODE_BLOCKS))
         self.owner: dict[int, str] = {}
-        self.memory: dict[tuple[int, int, int], object] = {}  # (block, prefill rank, decode rank)
+        self.memory: dict[tuple[int, int, int, int], object] = {}  # (block, prefill rank, decode rank, region)
         self.waiting: dict[str, Register] = {}
         self.ended_on: dict[str, dict[int, bool]] = {}
         self.given_up: list[str] = []  # by a rank, which its scheduler learns with the next step
@@ -374,8 +389,8 @@ class DecodeEngine:
         blocks = [self.free.pop(0) for _ in range(needed)]
         for block in blocks:
             self.owner[block] = request
-            for pair in self.world.rank_pairs():
-                self.memory[block, *pair] = "garbage"
+            for pair, region in itertools.product(self.world.rank_pairs(), range(REGIONS)):
+                self.memory[block, *pair, region] = "garbage"
         order = Register(stream, request, self.endpoint, [blocks], total)
         self.waiting[request], self.ended_on[request] = order, {}
         for rank in self.ranks:
@@ -403,8 +418,8 @@ class DecodeEngine:
         skip = order.prompt_tokens - len(order.blocks[0])
         for offset, block in enumerate(order.blocks[0]):
             if all(ended.values()):
-                for pair in self.world.rank_pairs():
-                    found = self.memory[block, *pair]
+                for pair, region in itertools.product(self.world.rank_pairs(), range(REGIONS)):
+                    found = self.memory[block, *pair, region]
                     assert found == (order.stream, skip + offset), f"{finish.request} decodes from {found}"
             # Given back at once, and taken by the next request: the harshest reuse.
             del self.owner[block]

@@ -31,7 +31,7 @@ from workers.attempts import Attempts
 from workers.claims import ClaimLoop
 from workers.engine import Engine, EngineDead, EngineInfo
 from workers.lifecycle import Drain, Lifecycle, LifecycleState, Moves
-from workers.peers import FRONTEND_GONE_S, FRONTENDS_CHECK_S, Frontends, IdInUse, Peers, refuse_duplicate_id
+from workers.peers import FRONTEND_GONE_S, FRONTENDS_CHECK_S, Frontends, IdInUse, Meetings, Peers, refuse_duplicate_id
 from workers.prefills import Prefills
 from workers.reports import LoadReporter, PrefixReporter
 from workers.serving import Serving
@@ -105,6 +105,7 @@ class Agent:
         self._peers = Peers(
             info.id, self._registry, self._attempts, timeout_s, lambda: self.life.claims, self._peer_died
         )
+        self._meetings = Meetings(self._registry, self._engine)
         mesh = self._transport
         self._load = LoadReporter(
             info.id, info.blocks_total, self._attempts, mesh.publish, lambda: mesh.corrupt, lambda: self._told.workers
@@ -228,6 +229,7 @@ class Agent:
 
     async def _close(self) -> None:
         await self._moves.close()
+        self._meetings.close()
         await self._peers.close()
         await self._prefills.close()
         await self._queue.aclose()
@@ -286,6 +288,7 @@ class Agent:
                 self._told = await self._registry.refresh(self._current(), timeout_s, last, refuse_duplicate_id)
                 self._note_redis(None)
                 self._peers.note(self._told.departed, idle=not self._load.held)
+                self._meetings.note(self._told, self._current())
                 await self._moves.carry_out(self._told.orders)
             except RedisAway as error:
                 self._note_redis(error)

@@ -176,6 +176,10 @@ class Engine(Protocol):
         """Another engine is dead: end every transfer with it, and recompute the prompts that waited for its KV."""
         ...
 
+    async def meet(self, peer: KVEndpoint) -> None:
+        """Connect with another engine, from which KV may come or to which it may go. Returns before it is done."""
+        ...
+
     async def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Call a method of `wire.control`. Raises the engine's own error."""
         ...

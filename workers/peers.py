@@ -17,12 +17,13 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from orchestrator.process.parent import has_ended
 from orchestrator.store.client import RedisAway
+from orchestrator.store.fields import Heartbeat
 from orchestrator.store.registry import Registry
 from orchestrator.types import Departed, WorkerInfo
 from orchestrator.wire.messages import PROTOCOL_VERSION, Hello, Rejected, ToFrontend, Welcome
 from orchestrator.wire.sockets import Sent
 from workers.attempts import Attempts
-from workers.engine import Refusal
+from workers.engine import Engine, Refusal
 
 log = logging.getLogger("pd.peers")
 
@@ -34,6 +35,7 @@ FRONTENDS_CHECK_S, FRONTEND_GONE_S = 0.25, 1.0
 IDLE_FRONTENDS_CHECK_S = 5.0
 PROBE_TIMEOUT_S = 1.0
 PROBE_INTERVAL_S = 0.5
+MEET_MOST_WORKERS = 64  # of a fleet in which all that may exchange KV are connected
 NOBODYS_PORT = 9  # nothing listens there: a live host refuses the connection
 
 
@@ -213,6 +215,49 @@ class Peers:
         for task in probing:
             task.cancel()
         await asyncio.gather(*probing, return_exceptions=True)
+
+
+class Meetings:
+    """Connects the engine with those of the other role before the first KV, so that no request waits for handshakes.
+
+    In a large fleet most pairs of engines exchange no KV for long: there the first transfer of a pair connects them.
+    """
+
+    def __init__(self, registry: Registry, engine: Engine) -> None:
+        self._registry, self._engine = registry, engine
+        self._met: set[str] = set()  # engine ids
+        self._seen: tuple[object, ...] = ()
+        self._meeting: asyncio.Task[None] | None = None
+
+    def note(self, told: Heartbeat, mine: WorkerInfo) -> None:
+        """After each heartbeat: looks for engines when a worker has come or gone, or this one's role has changed."""
+        seen = (told.workers, told.last_departure, mine.role)
+        if seen != self._seen and told.workers <= MEET_MOST_WORKERS and (self._meeting is None or self._meeting.done()):
+            self._seen = seen
+            # A task: an engine answers only between two steps, and heartbeats must not wait.
+            self._meeting = asyncio.create_task(self._meet(mine), name="meet-engines")
+
+    async def _meet(self, mine: WorkerInfo) -> None:
+        try:
+            others = [other.kv for other in (await self._registry.workers()).values() if _may_exchange(mine, other)]
+            self._met.intersection_update(other.engine_id for other in others)
+            for other in others:
+                if other.engine_id not in self._met:
+                    await self._engine.meet(other)
+                    self._met.add(other.engine_id)
+        except RedisAway as error:
+            self._seen = ()
+            log.debug("looking for other engines: %s", error)
+        except RuntimeError as error:  # this engine may be dead
+            log.info("the engine did not meet the others: %s", error)
+
+    def close(self) -> None:
+        if self._meeting is not None:
+            self._meeting.cancel()
+
+
+def _may_exchange(one: WorkerInfo, other: WorkerInfo) -> bool:
+    return one.role is not other.role and one.generation == other.generation
 
 
 async def probe(host: str, port: int) -> bool | None:

@@ -210,6 +210,9 @@ class Connections(NixlPushConnectorWorker):
 
     # ---- connections -------------------------------------------------------------------------------------------
 
+    def _meet(self, peer: wire.Endpoint, now: float) -> Iterable[Any]:
+        return [] if peer.engine_id in self._endpoints else [do.Connect(peer)]
+
     def _connect(self, peer: wire.Endpoint) -> None:
         if peer.engine_id not in self._connecting:
             self._connecting.add(peer.engine_id)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
@@ -22,6 +23,7 @@ from vllm.platforms import current_platform
 from connectors import handshake
 from connectors.push.metadata import PushMetadata, PushStats
 from connectors.push.scheduler import PushScheduler
+from connectors.push.wire import Endpoint
 from connectors.push.worker import PushWorker
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ class PushConnector(NixlPushConnector):
                 raise ValueError(f"{name}: KV can be pushed from and to whole sequences only, expected 1, got {ranks}")
         if parallel.use_ubatching and kv.get_from_extra_config("transfer", "") == "layer":
             raise ValueError(
-                "kv.transfer: by layer it would ship the blocks of both batches of enable_dbo at each; choose chunk"
+                "kv.transfer: by layer it would ship the blocks of both batches of enable_dbo at each; choose auto"
             )
         if model.enable_sleep_mode:
             raise ValueError(
@@ -89,6 +91,11 @@ class PushConnector(NixlPushConnector):
         assert self.connector_scheduler is not None
         self.connector_scheduler.fail_engine(engine_id)
 
+    def meet(self, peer: dict[str, Any]) -> None:
+        """Scheduler side: connect with the engine of this `Endpoint`, given by its fields."""
+        assert self.connector_scheduler is not None
+        self.connector_scheduler.meet(msgspec.convert(peer, Endpoint))
+
     def drop(self, keys: Iterable[str]) -> None:
         """Scheduler side: nobody wants the KV of these prefills any more."""
         assert self.connector_scheduler is not None
@@ -102,13 +109,16 @@ class PushConnector(NixlPushConnector):
         assert self.connector_worker is not None and isinstance(kv_connector_metadata, PushMetadata)
         self.connector_worker.handle_preemptions(kv_connector_metadata)
 
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return extra_config.get("transfer") == "layer"  # a full graph would never call save_kv_layer
-
     def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
+        """Not called where a full CUDA graph is replayed: such a step's KV goes out at its end."""
         assert self.connector_worker is not None
         self.connector_worker.on_layer(layer_name, self._metadata())
+
+    def finish_forward(self) -> None:
+        """Called by the second model runner, before sampling. A drafter may follow, which writes KV too."""
+        assert self.connector_worker is not None
+        if not self.connector_worker.drafts:
+            self.connector_worker.on_computed(self._metadata())
 
     def wait_for_save(self) -> None:
         assert self.connector_worker is not None

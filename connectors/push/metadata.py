@@ -17,14 +17,14 @@ from connectors.push.wire import Endpoint, Register, Unregister
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-TRANSFERS = ("chunk", "layer", "whole")
+TRANSFERS = ("auto", "chunk", "layer", "whole")
 
 
 @dataclass(frozen=True)
 class PushOptions:
     """From `kv_connector_extra_config`. Times are seconds."""
 
-    transfer: str = "chunk"
+    transfer: str = "auto"
     timeout_s: float = 30.0  # decode waits this long for KV, or news of its prefill, before it recomputes
     lease_s: float = 30.0  # prefill keeps finished blocks this long for a decode that has not registered
     verify: bool = False  # compare checksums of both ends' blocks
@@ -39,6 +39,8 @@ class PushOptions:
         transfer = config.get_from_extra_config("transfer", cls.transfer)
         if transfer not in TRANSFERS:
             raise ValueError(f"kv.transfer: expected one of {', '.join(TRANSFERS)}, got {transfer!r}")
+        if transfer == "auto" and vllm_config.parallel_config.use_ubatching:
+            transfer = "chunk"  # the hooks of a layer come for a part of the batch, once for each
         timeout_s = float(config.get_from_extra_config("kv_transfer_timeout_s", cls.timeout_s))
         if timeout_s <= 0:
             raise ValueError(f"kv.transfer_timeout_s: expected a number > 0, got {timeout_s}")
@@ -119,6 +121,7 @@ class PushMetadata(KVConnectorMetadata):
         self.withdrawn: dict[str, str] = {}  # and why
         self.unused: list[Unused] = []
         self.dead_engines: list[str] = []
+        self.met: list[Endpoint] = []  # engines to connect with, before a request needs them
 
     def has_news(self) -> bool:
         return bool(
@@ -131,6 +134,7 @@ class PushMetadata(KVConnectorMetadata):
             or self.withdrawn
             or self.unused
             or self.dead_engines
+            or self.met
         )
 
 

@@ -265,6 +265,11 @@ class PushScheduler(NixlPushConnectorScheduler):
             self._dead = {name: until for name, until in self._dead.items() if now < until} | {engine_id: now + _DEAD_S}
             self._next.dead_engines.append(engine_id)
 
+    def meet(self, peer: Endpoint) -> None:
+        """The next step, which this call causes, tells the worker half."""
+        if peer.engine_id != self.engine_id and not self._is_dead(peer.engine_id):
+            self._next.met.append(peer)
+
     def _is_dead(self, engine_id: str) -> bool:
         if time.monotonic() >= self._dead.get(engine_id, 0.0):
             self._dead.pop(engine_id, None)

@@ -10,7 +10,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from connectors.layers import StepLayers
 from connectors.push import actions as do
 from connectors.push import writer
 from connectors.push.connections import Connections
-from connectors.push.layers import StepLayers
 from connectors.push.metadata import Computed, PushMetadata, PushStats, RankReports
+from connectors.wake import WakeEvent
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,14 +42,14 @@ class PushWorker(Connections):
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self.xfer_stats = PushStats()
-        self._drafts = vllm_config.speculative_config is not None
-        self.wake_event = threading.Event()  # set with every result, for an engine loop that waits instead of polling
+        self.drafts = vllm_config.speculative_config is not None
+        self.wake_event = WakeEvent()
         self._results: queue.SimpleQueue[do.Finish | do.Release] = queue.SimpleQueue()
         self.reports = RankReports()
         self._writes: dict[int, tuple[str, str, Any]] = {}  # handle number -> (engine, stream, NIXL handle)
         self._handle_count = 0
         self._failed: set[int] = set()  # handle numbers of WRITEs that have failed, and may still be in flight
-        self._layers = StepLayers()
+        self._layers = StepLayers(one_by_one=self.options.transfer == "layer")
         self._stepped = False  # since the writer looked last
         self._cutters = ThreadPoolExecutor(_CUT_AT_ONCE, "pd-kv-cut")
         self._cutting: set[str] = set()  # engines
@@ -60,6 +61,8 @@ class PushWorker(Connections):
         self.handle_preemptions(metadata)
         for engine in metadata.dead_engines:
             self._submit(functools.partial(self._on_dead, engine))
+        for peer in metadata.met:
+            self._submit(functools.partial(self._meet, peer))
         self._begin(metadata)
         self._ship_whole(metadata)
         for reserved in metadata.reserved:
@@ -83,8 +86,7 @@ class PushWorker(Connections):
         metadata.preempted.clear()
 
     def _begin(self, metadata: PushMetadata) -> None:
-        """Announce started prefills; also called at the first layer, since `start_load_kv` may come after the forward
-        pass."""
+        """Announce started prefills, before anything of them: `start_load_kv` may come after the forward pass."""
         for it in metadata.started:
             self._submit(functools.partial(self._outbound.start, it.key, it.total_blocks, it.prompt_tokens))
         metadata.started.clear()
@@ -96,36 +98,34 @@ class PushWorker(Connections):
         """
         for computed in metadata.computed:
             if computed.whole:
-                ready = self._device_event() if self._drafts else None
+                ready = self._device_event() if self.drafts else None
                 chunk = do.Chunk(computed.start, computed.blocks, None, ready, whole=True)
                 self._submit(functools.partial(self._outbound.computed, computed.key, [chunk], computed.epoch, True))
 
     def on_layer(self, layer_name: str, metadata: PushMetadata) -> None:
         """One layer's KV of this step is written, or queued on the device: send what is due of each last chunk."""
-        closing = [computed for computed in metadata.computed if computed.closed and not computed.whole]
-        if closing and (due := self._layers.report(layer_name, closing, self._groups)):
+        closing = {it.key: len(it.blocks[0]) for it in metadata.computed if it.closed and not it.whole}
+        if closing and (due := self._layers.report(layer_name, closing)):
             self._begin(metadata)
             ready = self._device_event()
-            for computed, regions in due:
-                self._submit_chunk(computed, tuple(regions), ready, closed=False)
+            for computed in metadata.computed:
+                if computed.key in due:
+                    self._submit_chunk(computed, due[computed.key], ready, closed=False)
 
     def on_computed(self, metadata: PushMetadata) -> None:
-        """Called after the forward pass was launched (CUDA) or has run (CPU): send what has not gone out yet."""
+        """Called after the forward pass was launched (CUDA) or has run (CPU), perhaps twice: send what has not gone."""
         by_position = [computed for computed in metadata.computed if not computed.whole]
+        metadata.computed = [computed for computed in metadata.computed if computed.whole]
+        self._begin(metadata)
         ready = self._device_event() if by_position else None
         for computed in by_position:
-            rest = self._layers.rest(computed.key)
-            self._submit_chunk(computed, rest if rest is None else tuple(rest), ready, computed.closed)
+            self._submit_chunk(computed, self._layers.rest(computed.key), ready, computed.closed)
         self._layers.end()
 
     def _submit_chunk(self, computed: Computed, regions: tuple[int, ...] | None, ready: Any, closed: bool) -> None:
         """Of these regions; of all where it is None, and of none where it is empty."""
         chunks = [] if regions == () else [do.Chunk(computed.start, computed.blocks, regions, ready)]
         self._submit(functools.partial(self._outbound.computed, computed.key, chunks, computed.epoch, closed))
-
-    def _groups(self, regions: int, blocks: int) -> Sequence[int]:
-        """How many regions of a last chunk go out together, one group after the other."""
-        return [1] * regions
 
     def _device_event(self) -> Any:
         """A CUDA event after the work queued so far; None on CPUs."""
@@ -138,8 +138,9 @@ class PushWorker(Connections):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
         self._outbound.regions = self.num_regions
-        if self.options.transfer == "layer":
-            self._layers.know(self.region_names, kv_caches)
+        if self.options.transfer in ("auto", "layer"):
+            block_bytes = self._physical_blocks_per_logical_kv_block * sum(self.block_len_per_layer)
+            self._layers.know(self.region_names, kv_caches, block_bytes)
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         """What has ended since the last call. vLLM's method would look the other engine up, which may be disconnected
@@ -318,6 +319,8 @@ class PushWorker(Connections):
             del self._writes[number]
             self._failed.discard(number)
             ok = state == "DONE"
+            if telemetry is not None:
+                self._layers.link.observe(telemetry.totalBytes, telemetry.xferDuration / 1e6)
             if ok:
                 self._records.put(functools.partial(PushStats.record_transfer, res=telemetry))
             else:

@@ -165,7 +165,7 @@ class ScaleConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class KVConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    transfer: Literal["chunk", "layer", "whole"] = "chunk"
+    transfer: Literal["auto", "chunk", "layer", "whole"] = "auto"
     transfer_timeout_s: Seconds = 30.0  # decode computes a prompt itself after this long without news of its prefill
     verify: bool = False  # compare checksums of the blocks at both ends after every transfer: slow, for finding faults
 

@@ -143,6 +143,9 @@ class SimEngine:
     async def fail_peer(self, engine_id: str) -> None:
         self._transfers.fail_peer(engine_id)
 
+    async def meet(self, peer: KVEndpoint) -> None:
+        self._transfers.meet(peer)
+
     async def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Raises ValueError for a method that the simulated engine does not have."""
         if method in ("pause_scheduler", "resume_scheduler"):

@@ -18,7 +18,7 @@ from connectors.push import actions as do
 from connectors.push import inbound, outbound, wire
 from orchestrator.config.settings import KVConfig
 from orchestrator.policy.predict.estimates import LINK_AGE_S, RecentMaximum
-from orchestrator.types import KVCounters, KVSource
+from orchestrator.types import KVCounters, KVEndpoint, KVSource
 from workers.engine import Phase, link_rate
 from workers.sim.connections import SimConnections
 from workers.sim.scheduler import SimRequest, SimScheduler, SimState
@@ -88,8 +88,8 @@ class SimTransfers:
         self._carry_out(self._outbound.start(request.key, self._scheduler.blocks_for(tokens), tokens, now))
 
     def computed(self, requests: Iterable[SimRequest], began: float, now: float) -> None:
-        """Push the new blocks after a step over these requests. With `layer`, the WRITEs have begun with the step."""
-        writes_from = began if self._kv.transfer == "layer" else now
+        """Push the new blocks after a step over these requests. By layers, the WRITEs have begun with the step."""
+        writes_from = began if self._kv.transfer in ("auto", "layer") else now
         self._carry_out(self._outbound.stepped(now))
         for request in requests:
             if request.phase is Phase.PREFILL and request.state in (SimState.RUNNING, SimState.PUSHING):
@@ -135,6 +135,9 @@ class SimTransfers:
         now = time.monotonic()
         self._carry_out(self._inbound.declared_dead(engine, now))
         self._carry_out(self._outbound.declared_dead(engine, now))
+
+    def meet(self, peer: KVEndpoint) -> None:
+        self._carry_out([do.Connect(msgspec.convert(peer, wire.Endpoint, from_attributes=True))])
 
     # ---- from the connections ----------------------------------------------------------------------------------
 

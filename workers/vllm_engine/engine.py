@@ -237,6 +237,9 @@ class VllmEngine:
     async def fail_peer(self, engine_id: str) -> None:
         await self.call_engine("pd_fail_peer", engine_id)
 
+    async def meet(self, peer: KVEndpoint) -> None:
+        await self.call_engine("pd_meet", msgspec.to_builtins(peer))
+
     async def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Raises ValueError for a method that is not a control method, RuntimeError for one that failed."""
         if method not in ENGINE_METHODS:

@@ -7,6 +7,7 @@ CPU. `register` is the entry point that vLLM loads as a general plugin, for engi
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 import uuid
@@ -19,6 +20,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor import multiproc_executor, uniproc_executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 try:
@@ -35,6 +37,7 @@ from workers.vllm_engine.prefix import PrefixCollector
 _SETTLING_STEPS = 3
 _KV_POLL_S = 0.02  # an engine with nothing to compute checks its waiting requests this often, unless woken
 _CORES = "PD_ENGINE_CORES"  # "0,1|2,3": cores that each rank computes on
+_WAKE = "PD_WAKE_SOCKET"  # read by connectors/wake.py in the processes of ranks
 SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's own name: the folder for its local sockets
 # Keys for further fields of `EngineStep` in the connector's statistics, the only dictionary in an engine's statistics.
 PREFIX_STATS = "pd_prefix"
@@ -76,6 +79,7 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
     register()
     if folder := os.environ.get(SOCKETS):
         _set_rendezvous_folder(folder)
+        _name_wake_socket(folder, kwargs["executor_class"], kwargs["vllm_config"])
     EngineCoreProc._process_engine_step = _process_engine_step
     _vllm_target(*args, **kwargs)
 
@@ -102,6 +106,7 @@ def register() -> None:
     EngineCore.pd_load = _pd_load
     EngineCore.pd_describe = _pd_describe
     EngineCore.pd_fail_peer = _pd_fail_peer
+    EngineCore.pd_meet = _pd_meet
     EngineCore.abort_requests = _abort_requests
 
 
@@ -141,6 +146,12 @@ def _pd_fail_peer(engine: Any, engine_id: str) -> None:
         fail(engine_id)
 
 
+def _pd_meet(engine: Any, peer: dict[str, Any]) -> None:
+    connector = engine.scheduler.get_kv_connector()
+    if (meet := getattr(connector, "meet", None)) is not None:
+        meet(peer)
+
+
 def _abort_requests(engine: Any, keys: list[str]) -> None:
     """vLLM's abort does nothing for a prefill that has ended, whose blocks would be held until their lease ends. This
     one also drops those."""
@@ -161,11 +172,10 @@ def _process_engine_step(engine: Any) -> bool:
     """
     if get_watch_dog is not None:
         get_watch_dog().feed()
-    wake_event = _wake_event(engine)
-    if wake_event is not None:
-        if wake_event.is_set():
-            engine._pd_empty_steps = 0
-            wake_event.clear()  # before the step collects: a later event ends the wait below at once
+    waker = _waker(engine)
+    if waker.event.is_set():
+        engine._pd_empty_steps = 0
+        waker.event.clear()  # before the step collects: a later event ends the wait below at once
     prefix = _prefix_changes(engine)
     began = time.monotonic()
     outputs, executed = engine.step_fn()
@@ -186,10 +196,10 @@ def _process_engine_step(engine: Any) -> bool:
         engine._pd_empty_steps = 0
     elif engine.scheduler.has_requests():
         engine._pd_empty_steps = getattr(engine, "_pd_empty_steps", 0) + 1
-        if wake_event is None:  # ranks in other processes do not wake this one, and each check costs them a message
-            time.sleep(min(_KV_POLL_S, 0.001 + engine._pd_empty_steps / 8000))
+        if not waker.by_all_ranks:  # each check costs those that do not wake this one a message
+            waker.event.wait(min(_KV_POLL_S, 0.001 + engine._pd_empty_steps / 8000))
         elif engine._pd_empty_steps > _SETTLING_STEPS and engine.input_queue.empty():
-            wake_event.wait(_KV_POLL_S)
+            waker.event.wait(_KV_POLL_S)
     return bool(executed)
 
 
@@ -217,22 +227,47 @@ def _prefix_changes(engine: Any) -> PrefixChanges | None:
     return collector.changes if collector is not None else None
 
 
-def _wake_event(engine: Any) -> threading.Event | None:
-    """An event that is set when KV or a request has arrived; None if the connector's worker half is in another
-    process."""
-    if not hasattr(engine, "_pd_wake_event"):
+class _Waker:
+    """What ends the engine's wait: an input, or KV that has come or gone. A rank in this process sets `event`; one in
+    another sends a datagram (`connectors/wake.py`) to a socket in the folder of the engine's sockets, its user's alone.
+    `by_all_ranks`: none of them has to be asked."""
+
+    def __init__(self, input_queue: Any) -> None:
         worker = getattr(get_kv_transfer_group(), "connector_worker", None) if has_kv_transfer_group() else None
-        engine._pd_wake_event = wake_event = getattr(worker, "wake_event", None)
-        if wake_event is not None:
-            put = engine.input_queue.put_nowait
+        event: threading.Event | None = getattr(worker, "wake_event", None)
+        self.event = event or threading.Event()
+        self.by_all_ranks = event is not None or self._listen()
+        put = input_queue.put_nowait
 
-            def put_and_wake(item: Any) -> None:
-                put(item)
-                wake_event.set()
+        def put_and_wake(item: Any) -> None:
+            put(item)
+            self.event.set()
 
-            engine.input_queue.put_nowait = put_and_wake
-    found: threading.Event | None = engine._pd_wake_event
-    return found
+        input_queue.put_nowait = put_and_wake
+
+    def _listen(self) -> bool:
+        if not (path := os.environ.get(_WAKE, "")):
+            return False
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            listening.bind(path)
+        except OSError:  # the folder's name is too long for a socket
+            listening.close()
+            return False
+        threading.Thread(target=self._relay, args=(listening,), name="pd-wake", daemon=True).start()
+        return True
+
+    def _relay(self, listening: socket.socket) -> None:
+        while True:
+            listening.recv(1)
+            self.event.set()
+
+
+def _waker(engine: Any) -> _Waker:
+    if not hasattr(engine, "_pd_waker"):
+        engine._pd_waker = _Waker(engine.input_queue)
+    waker: _Waker = engine._pd_waker
+    return waker
 
 
 def _is_worth_sending(engine: Any, output: EngineCoreOutputs) -> bool:
@@ -249,6 +284,13 @@ def _is_worth_sending(engine: Any, output: EngineCoreOutputs) -> bool:
         return False
     engine._pd_last_sent = seen
     return True
+
+
+def _name_wake_socket(folder: str, executor: type, config: Any) -> None:
+    """Before the ranks start: where they wake this process. Those on other hosts cannot."""
+    os.environ.pop(_WAKE, None)
+    if issubclass(executor, MultiprocExecutor) and config.parallel_config.nnodes_within_dp == 1:
+        os.environ[_WAKE] = os.path.join(folder, f"pd-wake-{uuid.uuid4().hex[:8]}")
 
 
 def _set_rendezvous_folder(folder: str) -> None:

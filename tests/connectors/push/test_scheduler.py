@@ -33,7 +33,7 @@ def scheduler(*, mamba: bool, stages: int = 1) -> Any:
 
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(get_from_extra_config=lambda key, default: default),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=stages),
+        parallel_config=SimpleNamespace(use_ubatching=False, tensor_parallel_size=1, pipeline_parallel_size=stages),
         num_prefill_lookahead_tokens=0,
     )
     attention = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32)

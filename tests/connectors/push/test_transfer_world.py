@@ -129,8 +129,8 @@ class History:
     def prefill_computes(self) -> None:
         found = self._prefill(started=True, ended=False)
         if found and found[0].requests[found[1]].done < found[0].requests[found[1]].total:
-            found[0].compute(found[1], self.random.randint(1, 3))
-            if not self.device_lags:
+            found[0].compute(found[1], self.random.randint(1, 3), in_groups=self.random.random() < 0.5)
+            while found[0].launched and not self.device_lags:
                 found[0].device_ends_step()
 
     def device_ends_step(self) -> None:

@@ -9,9 +9,11 @@ import zlib
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
+from connectors.layers import StepLayers
 from connectors.push import wire
 from connectors.push.metadata import (
     Computed,
@@ -75,7 +77,8 @@ def test_whole_push_lands_on_every_rank(unequal: Any) -> None:
 
 def test_whole_push_of_what_came_layer_by_layer_has_each_block_once(unequal: Any) -> None:
     """With `kv.transfer: layer` the last chunk comes once per layer, also for an engine that is sent whole prompts."""
-    unequal._layers.know(["first", "second"], ["first", "second"])
+    unequal._layers = StepLayers(one_by_one=True)
+    unequal._layers.know(["first", "second"], ["first", "second"], 1)
     unequal.num_regions = unequal._outbound.regions = 2
     unequal.block_len_per_layer, unequal.region_group_ids = [1, 1], [0, 0]
     unequal.dst_region_num_blocks |= {"P": [100, 100], "D": [100, 100]}
@@ -248,6 +251,19 @@ def test_a_write_that_ends_after_a_preemption_does_not_count(push: Any) -> None:
     worker.step(computed=[Computed("s", 1, 0, ((3, 4),), True)])
     worker.end_writes()
     assert worker.nixl_wrapper.told() == [wire.Landed("r-s")]
+
+
+def test_an_engine_that_was_met_needs_no_handshake_for_its_first_request(push: Any) -> None:
+    """It has had `Hello`, so its first registration names the connection."""
+    worker, near = push.FakeWorker(0, 1), wire.Endpoint("D", "host", 1, 1)
+    worker.handshakes = [None]
+    worker.step(met=[near])
+    worker.turn()
+    assert worker.handshakes == [] and "D" in worker._remote_agents
+    first = msgspec.structs.replace(order("s", 7, 8, decode=near), epoch=1)  # as `Hello` said
+    worker.step(met=[near], started=[Started("s", 2, 32)], computed=[Computed("s", 0, 0, ((1, 2),), True)])
+    worker.hear("D/0", first)
+    assert len(worker.nixl_wrapper.posted) == 1
 
 
 def test_a_write_is_looked_after_each_millisecond_also_while_prefill_computes(push: Any) -> None:

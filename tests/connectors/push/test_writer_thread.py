@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from connectors.layers import StepLayers
 from connectors.push import wire
 from connectors.push.metadata import Computed, Finished, PushMetadata
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.vllm
 
 DECODE = wire.Endpoint("D", "host", 1)
 AGENT = "D/0"
-SOON_S = 0.5  # a turn of the thread takes milliseconds
+SOON_S = 5.0  # a turn of the thread takes milliseconds
 
 
 class LateEvent:
@@ -106,9 +107,10 @@ def step(worker: Any, *computed: Computed) -> None:
     worker.on_computed(metadata)
 
 
-def layers_of(worker: Any, *names: str) -> None:
+def layers_of(worker: Any, *names: str, transfer: str = "layer", block_bytes: int = 16_000_000) -> None:
     """Each has a region of its own."""
-    worker._layers.know(names, names)
+    worker._layers = StepLayers(one_by_one=transfer == "layer")
+    worker._layers.know(names, names, block_bytes)
     worker.num_regions = worker._outbound.regions = len(names)
     worker.dst_region_num_blocks = {engine: [100] * len(names) for engine in "PD"}
 
@@ -169,7 +171,7 @@ def test_a_whole_prompt_waits_for_no_step(worker: Any, nixl: Any) -> None:
 
 
 def test_a_whole_prompt_waits_for_the_drafter(worker: Any, nixl: Any) -> None:
-    worker._drafts = True
+    worker.drafts = True
     begin(worker, "a")
     register(nixl, "a")
     metadata = PushMetadata()
@@ -228,6 +230,51 @@ def test_a_step_that_replays_a_graph_is_written_at_its_end(worker: Any, nixl: An
     end.happened.set()
     soon(lambda: (AGENT, wire.Landed("a-decode")) in nixl.sent, "the news that a has landed")
     assert written(nixl) == [[1, 2, 101, 102]]
+
+
+def test_a_long_chunk_goes_out_in_groups_of_layers_and_a_short_one_at_once(worker: Any, nixl: Any) -> None:
+    """`kv.transfer: auto`. The device computes each group long after its hook came."""
+    layers_of(worker, *"abcd", transfer="auto")  # 32 MB, or 3.2 ms
+    step_by_layers(worker, nixl, *"abcd")
+    *groups, _ = worker.steps
+    for at, event in enumerate(groups):
+        assert len(nixl.posted) == at and nixl.sent == []
+        event.happened.set()
+        soon(lambda at=at: len(nixl.posted) == at + 1, "the WRITE of a group")  # type: ignore[misc]
+    soon(lambda: (AGENT, wire.Landed("a-decode")) in nixl.sent, "the news that a has landed")
+    assert written(nixl) == [[1, 2, 101, 102], [201, 202], [301, 302]]
+
+
+def test_a_short_chunk_goes_out_with_its_last_layer(worker: Any, nixl: Any) -> None:
+    """`kv.transfer: auto`. What follows in the step, such as sampling, does not hold it up."""
+    layers_of(worker, "first", "second", transfer="auto", block_bytes=2000)
+    step_by_layers(worker, nixl, "first", "second")
+    last_layer, _ = worker.steps
+    last_layer.happened.set()
+    soon(lambda: (AGENT, wire.Landed("a-decode")) in nixl.sent, "the news that a has landed")
+    assert written(nixl) == [[1, 2, 101, 102]]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_kv_goes_out_before_sampling_unless_a_drafter_follows(worker: Any, nixl: Any, drafts: bool) -> None:
+    """The second model runner calls a hook between the forward pass and sampling, and starts loads after both."""
+    from connectors.push.connector import PushConnector
+
+    connector = object.__new__(PushConnector)
+    connector.connector_worker, worker.drafts = worker, drafts
+    begin(worker, "a")
+    register(nixl, "a")
+    metadata = PushMetadata()
+    metadata.computed.append(Computed("a", 0, 0, ((1, 2),), closed=True))
+    connector._connector_metadata = metadata
+    connector.finish_forward()
+    assert len(worker.steps) == (0 if drafts else 1)
+    connector.start_load_kv(None)  # type: ignore[arg-type]
+    connector.wait_for_save()
+    (computed,) = worker.steps
+    computed.happened.set()
+    soon(lambda: (AGENT, wire.Landed("a-decode")) in nixl.sent, "the news that a has landed")
+    assert written(nixl) == [[1, 2]]
 
 
 def test_blocks_are_kept_while_write_reads_them(worker: Any, nixl: Any) -> None:

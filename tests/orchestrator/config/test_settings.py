@@ -76,7 +76,7 @@ def test_there_are_examples_for_each_topology():
             "model: demo\nqueue: {order: slack, weight: 8}",
             "queue.order: unknown key; there is one order: remove it, and take 1 from queue.weight where it was slack",
         ),
-        ("model: demo\nkv: {transfer: stream}", "kv.transfer: expected one of chunk, layer, whole, got 'stream'"),
+        ("model: demo\nkv: {transfer: stream}", "kv.transfer: expected one of auto, chunk, layer, whole, got 'stream'"),
         ("model: demo\nengine: tpu", "engine: expected one of vllm, sim, got 'tpu'"),
         ("workers: {}", "model: required, but not given"),
         ("model: demo\nredis: {url: localhost}", "redis.url: expected 'embedded', redis://, rediss:// or unix://"),

@@ -73,7 +73,7 @@ async def test_prefill_hands_its_kv_over(sims: SimFixture) -> None:
     assert load.kv.bytes_sent == len(PROMPT) * FAST.kv_bytes_per_token
 
 
-@pytest.mark.parametrize("transfer", ["whole", "chunk", "layer"])
+@pytest.mark.parametrize("transfer", ["whole", "chunk", "layer", "auto"])
 async def test_every_transfer_mode_sends_each_byte_once(sims: SimFixture, transfer: str) -> None:
     kv = KVConfig(transfer=transfer)  # type: ignore[arg-type]
     prefill, p_info = await sims.start(kv=kv)

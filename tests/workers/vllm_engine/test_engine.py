@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["chunk", "layer", "whole"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["auto", "layer", "whole"])
 async def pair(model: Path, request: pytest.FixtureRequest) -> AsyncIterator[tuple[Driver, Driver]]:
     """A prefill and a decode engine. Every test leaves both with all blocks free."""
     kv = KVConfig(transfer=request.param, transfer_timeout_s=TIMEOUT_S, verify=True)

@@ -113,7 +113,7 @@ def test_overlapping_batches_are_refused_by_layer_only(model: Path) -> None:
     config.parallel_config.enable_dbo = True
     PushConnector.refuse_unsupported(config)
     config.kv_transfer_config.kv_connector_extra_config["transfer"] = "layer"
-    with pytest.raises(ValueError, match="kv.transfer: .*enable_dbo.*; choose chunk"):
+    with pytest.raises(ValueError, match="kv.transfer: .*enable_dbo.*; choose auto"):
         PushConnector.refuse_unsupported(config)
 
 
