@@ -82,6 +82,10 @@ class FleetClient:
             seen = repr(error)
         raise FleetFailed(f"not within {timeout_s:g} s: {what}; fleet: {seen}; \n{self.log_tail()}")
 
+    async def soon(self, condition: Callable[[], Any], what: str, timeout_s: float = SETTLE_TIMEOUT_S) -> Any:
+        """As `until`, while what else this loop runs goes on."""
+        return await asyncio.to_thread(self.until, condition, what, timeout_s)
+
     def assert_no_leaks(self) -> None:
         """Every block of every worker free, nothing running or waiting, queue and claims empty."""
 

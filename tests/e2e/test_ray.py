@@ -104,14 +104,12 @@ def test_a_node_dies_under_load_and_another_comes(fleets, cluster):
             await asyncio.sleep(2)
             await asyncio.to_thread(cluster.kill, victim)
             killed_at = time.monotonic()
-            await asyncio.to_thread(
-                fleet.until, lambda: len([w for w in fleet.workers() if w["host"] == here]) == GPUS, "the room is used"
-            )
+            await fleet.soon(lambda: len([w for w in fleet.workers() if w["host"] == here]) == GPUS, "the room is used")
             print(f"replaced after {time.monotonic() - killed_at:.1f} s")
             await asyncio.to_thread(fleet.wait_for_line, r"waits for a node that has 1 CPU and 1 GPU free", 60)
             added = cluster.add(GPUS)  # Ray sets signal handlers, which only the main thread may
             added_at = time.monotonic()
-            await asyncio.to_thread(fleet.until, lambda: sum(fleet.shape()) == 4, "four workers")
+            await fleet.soon(lambda: sum(fleet.shape()) == 4, "four workers")
             print(f"the new node {added} used after {time.monotonic() - added_at:.1f} s")
         assert answers and all(answer.ok for answer in answers), [answer for answer in answers if not answer.ok]
         assert {worker["host"] for worker in fleet.workers()} == {here, added}

@@ -132,14 +132,14 @@ async def test_engines_swap_their_roles(fleet: RayFleet, truth: list[list[int]])
     for worker, role, shape in ((roles["prefill"], "decode", (0, 2)), (roles["decode"], "prefill", (1, 1))):
         remote = fleet.placed("remote")
         await asyncio.to_thread(fleet.launcher.cli, "role", worker, role)
-        await asyncio.to_thread(frontend.until, lambda shape=shape: frontend.shape() == shape, f"{shape}")
+        await frontend.soon(lambda shape=shape: frontend.shape() == shape, f"{shape}")
         assert await fleet.ask(PROMPTS, MAX_TOKENS) == [tokens[:MAX_TOKENS] for tokens in truth]
         assert fleet.placed("remote") == remote + (len(PROMPTS) if shape[0] else 0)
     other = {"prefill": "decode", "decode": "prefill"}
     assert fleet.where() == {name: (other[role], host, pid) for name, (role, host, pid) in before.items()}
     for worker, role, shape in ((roles["decode"], "decode", (0, 2)), (roles["prefill"], "prefill", (1, 1))):
         await asyncio.to_thread(fleet.launcher.cli, "role", worker, role)
-        await asyncio.to_thread(frontend.until, lambda shape=shape: frontend.shape() == shape, f"{shape}")
+        await frontend.soon(lambda shape=shape: frontend.shape() == shape, f"{shape}")
     assert fleet.where() == before
 
 
@@ -166,8 +166,7 @@ async def test_a_stream_outlives_the_node_that_decodes_it(
     frontend = fleet.frontend
     streams = asyncio.create_task(frontend.ask_all(PROMPTS, concurrency=len(PROMPTS), max_tokens=LONG))
     (decode,) = frontend.workers("decode")
-    await asyncio.to_thread(
-        frontend.until,
+    await frontend.soon(
         lambda: frontend.metric("pd_worker_requests", worker=decode["id"], state="running") == len(PROMPTS),
         "all are decoded there",
     )
@@ -176,7 +175,7 @@ async def test_a_stream_outlives_the_node_that_decodes_it(
     assert frontend.metric("pd_retries_total") >= len(PROMPTS), "they were not done before"
     await asyncio.to_thread(fleet.launcher.wait_for_line, r"waits for a node that has 1 CPU and 1 GPU free", 60)
     added = cluster.add(GPUS)  # Ray sets signal handlers, which only the main thread may
-    await asyncio.to_thread(frontend.until, lambda: frontend.shape() == (1, 1), "replaced", 120)
+    await frontend.soon(lambda: frontend.shape() == (1, 1), "replaced", 120)
     assert {worker["host"] for worker in frontend.workers()} == {fleet.stays, added}
     remote = fleet.placed("remote")
     assert await fleet.ask(PROMPTS, MAX_TOKENS) == [tokens[:MAX_TOKENS] for tokens in truth]
@@ -188,9 +187,9 @@ async def test_scale_ends_an_engine_and_starts_one_in_its_place(fleet: RayFleet,
     frontend, before = fleet.frontend, fleet.where()
     (stays,) = frontend.workers("decode")
     await asyncio.to_thread(fleet.launcher.cli, "scale", "prefill=0")
-    await asyncio.to_thread(frontend.until, lambda: fleet.where().keys() == {stays["id"]}, "one is drained")
+    await frontend.soon(lambda: fleet.where().keys() == {stays["id"]}, "one is drained")
     await asyncio.to_thread(fleet.launcher.cli, "scale", "prefill=1")
-    await asyncio.to_thread(frontend.until, lambda: frontend.shape() == (1, 1), "another is there", 120)
+    await frontend.soon(lambda: frontend.shape() == (1, 1), "another is there", 120)
     after, remote = fleet.where(), fleet.placed("remote")
     assert after[stays["id"]] == before[stays["id"]]
     assert {host for _, host, _ in after.values()} == {host for _, host, _ in before.values()}
@@ -206,15 +205,13 @@ async def test_node_added_while_requests_stream_is_used(
     async with frontend.under_load(PROMPTS, concurrency=3, max_tokens=LONG) as answers:
         await asyncio.to_thread(fleet.launcher.cli, "scale", "decode=2")
         added = cluster.add(GPUS)
-        await asyncio.to_thread(frontend.until, lambda: frontend.shape() == (1, 2), "it has a decode worker", 120)
+        await frontend.soon(lambda: frontend.shape() == (1, 2), "it has a decode worker", 120)
         (new,) = (worker for worker in frontend.workers() if worker["id"] not in before)
         assert new["host"] == added
         running = {"worker": new["id"], "state": "running"}
-        await asyncio.to_thread(
-            frontend.until, lambda: frontend.metric("pd_worker_requests", **running) > 0, "it decodes"
-        )
+        await frontend.soon(lambda: frontend.metric("pd_worker_requests", **running) > 0, "it decodes")
     assert [(answer.status, answer.error) for answer in answers if not answer.ok] == []
     assert all(answer.tokens in truth for answer in answers)
     await asyncio.to_thread(fleet.launcher.cli, "scale", "decode=1")
-    await asyncio.to_thread(frontend.until, lambda: frontend.shape() == (1, 1), "one is drained")
+    await frontend.soon(lambda: frontend.shape() == (1, 1), "one is drained")
     frontend.assert_no_leaks()

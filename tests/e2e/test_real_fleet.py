@@ -166,12 +166,10 @@ async def test_killing_the_only_prefill_worker_under_load_fails_nobody(fleet: Ru
     async with fleet.under_load(prompts, concurrency=4, max_tokens=MAX_TOKENS) as answers:
         await asyncio.sleep(3)
         os.kill(victim, signal.SIGKILL)
-        await asyncio.to_thread(
-            fleet.until,
-            lambda: fleet.metric("pd_placements_total", reason="no_prefill_worker") > 0,
-            "requests go local",
+        await fleet.soon(
+            lambda: fleet.metric("pd_placements_total", reason="no_prefill_worker") > 0, "requests go local"
         )
-        await asyncio.to_thread(fleet.until, lambda: fleet.shape() == (1, 1), "it came back by itself", 120)
+        await fleet.soon(lambda: fleet.shape() == (1, 1), "it came back by itself", 120)
     assert [a.error for a in answers if not a.ok] == []
     assert all(a.tokens in truth for a in answers)
     assert fleet.metric("pd_retries_total", why="claim_timeout") == 0  # what was queued went local at once
@@ -199,10 +197,8 @@ async def test_clients_that_disconnect_free_both_sides(fleet: RunningFleet):
         # Answers long enough that none has ended when all six hold blocks on the decode worker.
         tasks = [asyncio.create_task(fleet.ask(client, token_prompt(1500, 100 + i), 2000)) for i in range(6)]
         (decode,) = fleet.workers("decode")
-        await asyncio.to_thread(
-            fleet.until,
-            lambda: fleet.metric("pd_worker_requests", worker=decode["id"], state="running") == 6,
-            "six decoding",
+        await fleet.soon(
+            lambda: fleet.metric("pd_worker_requests", worker=decode["id"], state="running") == 6, "six decoding"
         )
         for task in tasks:
             task.cancel()

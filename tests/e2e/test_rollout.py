@@ -70,7 +70,7 @@ async def test_abort_rolls_back(fleet: RunningFleet) -> None:
     was = generations(fleet)
     async with nobody_fails(fleet):
         rolling = asyncio.create_task(asyncio.to_thread(rollout, fleet, CONFIG, "--set", "sim.blocks=2000"))
-        await asyncio.to_thread(fleet.until, lambda: len(set(generations(fleet))) == 2, "a worker is replaced")
+        await fleet.soon(lambda: len(set(generations(fleet))) == 2, "a worker is replaced")
         shown = await asyncio.to_thread(fleet.cli, "status")
         line = r"rollout forward: configuration \d+ to \d+, [1-4] of [34] workers run it"
         assert re.search(line, shown.stdout), shown.stdout

@@ -134,7 +134,7 @@ async def test_a_second_host_joins_serves_restarts_and_is_drained(fleet: Running
     command = Path(f"/proc/{far.process.pid}/cmdline").read_text()
     assert "workers.main" in command and "a-secret" not in command
     async with fleet.under_load(PROMPTS, concurrency=4, max_tokens=40) as answers:
-        await asyncio.to_thread(fleet.until, lambda: decoded_by(fleet, "far"), "it decodes")
+        await fleet.soon(lambda: decoded_by(fleet, "far"), "it decodes")
         restart = asyncio.create_task(asyncio.to_thread(fleet.cli, "restart", "--role", "decode"))
         assert await asyncio.to_thread(far.exit_code) == EXIT_AGAIN
         far.start()

@@ -50,9 +50,7 @@ async def test_a_paused_fleet_is_paused_as_one_engine(fleet, mode):
     async with fleet.client() as client:
         # Connections are kept alive, so that both frontends have some of them.
         running = [asyncio.create_task(fleet.ask(client, token_prompt(30 * i + 5, i), length)) for i in range(12)]
-        await asyncio.to_thread(
-            fleet.until, lambda: sum(w["running"] for w in fleet.workers("decode")) == 12, "all decode"
-        )
+        await fleet.soon(lambda: sum(w["running"] for w in fleet.workers("decode")) == 12, "all decode")
         answered = await client.post("/pause", params={"mode": mode})
         assert (answered.status_code, answered.json()) == (200, {"status": "paused"})
         later = asyncio.create_task(fleet.ask(client, token_prompt(500, 77), 5))
@@ -103,7 +101,7 @@ async def test_client_reads_that_its_request_crashed_engines(fleet):
         answered = await client.post("/v1/completions", json=body)
         assert answered.status_code == 500
         assert "it crashed 2 engines" in answered.json()["error"]["message"], answered.text
-    await asyncio.to_thread(fleet.until, lambda: fleet.shape() == (2, 2), "the crashed workers are back")
+    await fleet.soon(lambda: fleet.shape() == (2, 2), "the crashed workers are back")
     fleet.assert_no_leaks()
 
 

@@ -45,19 +45,15 @@ async def served_through_a_fail_over(start: Start) -> None:
             await more(fleet, answers, 40)
             primary.kill()
             await until(lambda: is_primary(replica), "the Sentinel has promoted the replica")
-            await asyncio.to_thread(
-                fleet.until, lambda: fleet.metric("pd_queue_reachable") == 1, "the replica serves the fleet"
-            )
+            await fleet.soon(lambda: fleet.metric("pd_queue_reachable") == 1, "the replica serves the fleet")
             remote = fleet.metric("pd_placements_total", decision="remote")
-            await asyncio.to_thread(
-                fleet.until, lambda: fleet.metric("pd_placements_total", decision="remote") > remote, "prefills queue"
-            )
+            await fleet.soon(lambda: fleet.metric("pd_placements_total", decision="remote") > remote, "prefills queue")
             await more(fleet, answers, 40)
         assert [(a.status, a.error) for a in answers if not a.ok] == []
         assert all(answer.tokens in truth for answer in answers), "an answer is another, or not whole"
         fleet.assert_no_leaks()
         await asyncio.to_thread(fleet.cli, "scale", "prefill=1", "decode=3")
-        await asyncio.to_thread(fleet.until, lambda: fleet.shape() == (1, 3), "orders reach the workers")
+        await fleet.soon(lambda: fleet.shape() == (1, 3), "orders reach the workers")
         assert await keys_left(replica, fleet.namespace) == []
 
 
@@ -71,4 +67,4 @@ async def is_primary(node: Node) -> bool:
 
 async def more(fleet: RunningFleet, answers: list[object], count: int) -> None:
     wanted = len(answers) + count
-    await asyncio.to_thread(fleet.until, lambda: len(answers) >= wanted, f"{count} more answers")
+    await fleet.soon(lambda: len(answers) >= wanted, f"{count} more answers")

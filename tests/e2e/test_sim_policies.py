@@ -24,9 +24,9 @@ async def test_priority_overtakes_in_queue():
         async with fleet.client() as client, asyncio.TaskGroup() as asking:
             for seed in range(14):
                 asking.create_task(ask(client, "normal", seed, 0))
-            await asyncio.to_thread(fleet.until, lambda: fleet.fleet()["queue"]["requests"] >= 7, "a queue")
+            await fleet.soon(lambda: fleet.fleet()["queue"]["requests"] >= 7, "a queue")
             asking.create_task(ask(client, "unimportant", 20, 5))
-            await asyncio.to_thread(fleet.until, lambda: fleet.fleet()["queue"]["requests"] >= 5, "still a queue")
+            await fleet.soon(lambda: fleet.fleet()["queue"]["requests"] >= 5, "still a queue")
             for seed in range(30, 32):
                 asking.create_task(ask(client, "important", seed, -5))
         assert ended[-1] == "unimportant"
@@ -41,13 +41,13 @@ async def test_the_ratio_follows_a_load_that_decodes_much_without_a_failed_reque
     with running_fleet("sim-2p2d.yaml", BY_LENGTH, *sets, *quick) as fleet:
         prompts = [token_prompt(30 + seed, seed) for seed in range(12)]
         async with fleet.under_load(prompts, concurrency=24, max_tokens=80) as answers:
-            await asyncio.to_thread(fleet.until, lambda: fleet.shape() == (0, 4), "0P4D by itself", 120)
+            await fleet.soon(lambda: fleet.shape() == (0, 4), "0P4D by itself", 120)
             # Under load still: without it the automatic ratio may think again. A frontend asks once a second what is
             # desired, and `status` asks whichever of the two answers.
             by_ratio = "0 prefill, 4 decode, by ratio"
-            await asyncio.to_thread(fleet.until, lambda: by_ratio in fleet.cli("status").stdout, "status shows it")
+            await fleet.soon(lambda: by_ratio in fleet.cli("status").stdout, "status shows it")
             told = functools.partial(fleet.metric, "pd_desired_workers", role="decode")
-            await asyncio.to_thread(fleet.until, lambda: told() == 4, "metrics show it")
+            await fleet.soon(lambda: told() == 4, "metrics show it")
         assert [answer.error for answer in answers if not answer.ok] == []
         assert "3P1D -> " in fleet.cli("ratio", "history").stdout
         fleet.cli("scale", "prefill=2", "decode=2")

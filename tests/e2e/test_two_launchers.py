@@ -187,16 +187,16 @@ async def test_a_launcher_that_dies_leaves_the_rollout_to_the_other(hosts: Hosts
     before = {*generations(other)}
     async with hosts.nobody_fails(other):
         rolling = asyncio.create_task(asyncio.to_thread(hosts.rollout, "sim.blocks=3000"))
-        await asyncio.to_thread(other.until, lambda: before != {*generations(other)}, "a worker is replaced")
+        await other.soon(lambda: before != {*generations(other)}, "a worker is replaced")
         leader.process.kill()
         leader.process.wait(30)
         said = await rolling
-        await asyncio.to_thread(other.until, lambda: all_new(other, before), "all are replaced")
+        await other.soon(lambda: all_new(other, before), "all are replaced")
     assert len(hosts.workers_of(other)) == 4, said
     back = hosts.up("back")
     try:
         assert any("the fleet runs what was rolled out last" in line for line in back.process_lines() + back.log)
-        await asyncio.to_thread(back.until, lambda: back.shape() == (2, 2), "roles are as before")
+        await back.soon(lambda: back.shape() == (2, 2), "roles are as before")
         assert hosts.workers_of(back) == {}, "nothing was missing"
         answers = await back.ask_all(PROMPTS, concurrency=8, max_tokens=MAX_TOKENS)
         assert [(a.status, a.error) for a in answers if not a.ok] == []

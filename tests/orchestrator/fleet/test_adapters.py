@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from support_redis import Server, fresh_namespace, running_server
+from support_redis import fresh_namespace, running_server
 from support_wait import until
 
 from orchestrator.fleet import adapters
@@ -48,20 +48,12 @@ class Fleet:
         await asyncio.gather(self.tasks.pop(name), return_exceptions=True)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running_server(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
 @pytest.fixture
-async def fleet(server: Server) -> AsyncIterator[Fleet]:
-    redis = await connect(server.url, 5.0)
+async def fleet(redis: Redis) -> AsyncIterator[Fleet]:
     fleet = Fleet(redis)
     yield fleet
     for name in list(fleet.tasks):
         await fleet.stop(name)
-    await redis.aclose()
 
 
 def test_a_name_is_one_adapter_and_so_is_a_number():

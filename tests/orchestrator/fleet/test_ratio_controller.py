@@ -6,7 +6,7 @@ import time
 
 import msgspec
 import pytest
-from support_redis import fresh_namespace, running_server, worker
+from support_redis import fresh_namespace, worker
 from support_steering import set_desired
 from support_wait import DEADLINE_S, until
 
@@ -16,27 +16,18 @@ from orchestrator.fleet.ratio_controller import RatioController, observe
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio.reuse import ReuseCounter
-from orchestrator.store.client import connect
 from orchestrator.store.events import KEPT, RatioHistory
 from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Frontend, Registry
 from orchestrator.types import DesiredRatio, KVCounters, Offered, Role, WorkerLoad, WorkerState
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with running_server(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
 @pytest.fixture
-async def registry(server):
-    redis = await connect(server.url, 5.0)
+def registry(redis):
     namespace = fresh_namespace()
     registry = Registry(redis, namespace)
     registry.redis, registry.history = redis, RatioHistory(redis, namespace)
-    yield registry
-    await redis.aclose()
+    return registry
 
 
 # ---- election --------------------------------------------------------------------------------------------------

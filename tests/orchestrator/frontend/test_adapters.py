@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support_redis import fresh_namespace, running_server
+from support_redis import fresh_namespace
 from support_wait import until
 
 from orchestrator.fleet.adapters import AdapterView
 from orchestrator.fleet.control_calls import CallFailed
-from orchestrator.store.client import connect
+from orchestrator.store.client import Redis
 from orchestrator.store.operator.adapters import AdapterStore
 from orchestrator.store.registry import Frontend, Registry
 
@@ -77,15 +76,12 @@ class Fleet:
 
 
 @pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    with running_server(tmp_path) as server:
-        redis = await connect(server.url, 5.0)
-        fleet = Fleet(redis)
-        yield fleet
-        for task in fleet.tasks:
-            task.cancel()
-        await asyncio.gather(*fleet.tasks, return_exceptions=True)
-        await redis.aclose()
+async def fleet(redis: Redis) -> AsyncIterator[Fleet]:
+    fleet = Fleet(redis)
+    yield fleet
+    for task in fleet.tasks:
+        task.cancel()
+    await asyncio.gather(*fleet.tasks, return_exceptions=True)
 
 
 async def load(models: Any, name: str, path: str, inplace: bool = False) -> tuple[int, str]:

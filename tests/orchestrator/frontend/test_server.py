@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from support_redis import running_server
 
 from orchestrator.config.settings import Config, ConfigError, parse_config
 from orchestrator.config.shared import shared
-from orchestrator.store.client import connect
+from orchestrator.store.client import Redis
 from orchestrator.store.configuration import Configuration, Phase, Rollout, Version
 from orchestrator.store.keys import Keys
 
@@ -105,18 +103,15 @@ def test_garbage_is_collected_seldom() -> None:
         gc.set_threshold(*before)
 
 
-async def test_frontend_without_launcher_takes_rolled_out_config(tmp_path: Path):
+async def test_frontend_without_launcher_takes_rolled_out_config(redis: Redis):
     own = config(max_logprobs=3)
     fleets = msgspec.structs.replace(own, sim=msgspec.structs.replace(own.sim, block_size=32))
     rollout = Rollout(Version(4, shared(own)), Version(5, shared(fleets)))
-    with running_server(tmp_path) as running:
-        redis = await connect(running.url, 5.0)
-        stored = Configuration(redis, Keys(own.namespace))
-        assert await rolled_out_config(own, redis) == (own, 0)
-        await stored.change_rollout(None, rollout)
-        assert await rolled_out_config(own, redis) == (own, 4), "it has not ended"
-        await stored.change_rollout(rollout, rollout.to(Phase.DONE))
-        taken, generation = await rolled_out_config(own, redis)
-        await redis.aclose()
+    stored = Configuration(redis, Keys(own.namespace))
+    assert await rolled_out_config(own, redis) == (own, 0)
+    await stored.change_rollout(None, rollout)
+    assert await rolled_out_config(own, redis) == (own, 4), "it has not ended"
+    await stored.change_rollout(rollout, rollout.to(Phase.DONE))
+    taken, generation = await rolled_out_config(own, redis)
     assert generation == 5 and taken.sim.block_size == 32
     assert taken.frontend == own.frontend, "what is a frontend's own stays"

@@ -5,13 +5,11 @@ import resource
 import sys
 
 import pytest
-from support_redis import running_server
 from support_router import SimRouterCodec
 from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.frontend.wiring import FRONTEND_TTL_S, FleetConnection, unless_ended
-from orchestrator.store.client import connect
 from orchestrator.store.keys import Keys
 
 
@@ -38,20 +36,17 @@ async def test_impossible_start_fails_at_once_with_cause():
     connection.transport.close()
 
 
-async def test_frontend_that_starts_slowly_stays_registered(tmp_path):
+async def test_frontend_that_starts_slowly_stays_registered(redis):
     config, key = parse_config({"model": "demo", "namespace": "t"}), Keys("t").frontend("f")
-    with running_server(tmp_path) as server:
-        redis = await connect(server.url, 5.0)
-        connection = FleetConnection("f", config, redis, SimRouterCodec())
-        running = asyncio.create_task(connection.run())
-        await connection.synced()
-        assert await redis.execute_command("PTTL", key) > FRONTEND_TTL_S * 1000
-        await connection.announce("http://h:1")
-        assert 0 < await redis.execute_command("PTTL", key) <= FRONTEND_TTL_S * 1000
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        await connection.close()
-        await redis.aclose()
+    connection = FleetConnection("f", config, redis, SimRouterCodec())
+    running = asyncio.create_task(connection.run())
+    await connection.synced()
+    assert await redis.execute_command("PTTL", key) > FRONTEND_TTL_S * 1000
+    await connection.announce("http://h:1")
+    assert 0 < await redis.execute_command("PTTL", key) <= FRONTEND_TTL_S * 1000
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await connection.close()
 
 
 async def test_unless_ended_returns_first_result_or_error():

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from support_acl import add_user, documented_rule
-from support_redis import claim_head, job, queue_config, running_server
+from support_redis import claim_head, job, queue_config
 from support_steering import claim_ids, set_desired
 
 from orchestrator.store.client import RedisAway, connect
@@ -22,12 +22,6 @@ def test_documented_acl_allows_only_used_commands():
     called = {name.lower() for name in re.findall(r"(?:call|try)\('([A-Z]+)'", functions)}
     allowed = {word[1:] for word in documented_rule("n", "p") if word.startswith("+")}
     assert allowed == SENT | called
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with running_server(tmp_path_factory.mktemp("redis")) as running:
-        yield running
 
 
 @pytest.fixture

@@ -6,19 +6,15 @@ import asyncio
 import logging
 
 import pytest
-from support_redis import fresh_namespace, running_server
+from support_redis import fresh_namespace
 from support_wait import until
 
-from orchestrator.store.client import connect
 from orchestrator.store.operator.log_levels import LogLevels, follow_log_level
 
 
 @pytest.fixture
-async def levels(tmp_path):
-    with running_server(tmp_path) as server:
-        redis = await connect(server.url, 5.0)
-        yield LogLevels(redis, fresh_namespace())
-        await redis.aclose()
+def levels(redis):
+    return LogLevels(redis, fresh_namespace())
 
 
 async def test_level_for_all_replaces_single_levels(levels):
