@@ -9,13 +9,15 @@ import uuid
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
 
+from support_info import worker_info
+
 from orchestrator.config.settings import QueueConfig
 from orchestrator.launch.host import redis_server
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.store.client import Redis
 from orchestrator.store.keys import Keys
 from orchestrator.store.queue import Claim, PrefillQueue
-from orchestrator.types import EngineIdentity, KVEndpoint, PrefillJob, Role, WorkerInfo, WorkerState
+from orchestrator.types import KVEndpoint, PrefillJob, Role, WorkerInfo
 
 # PD_TEST_REDIS_SERVER=/usr/bin/redis-server runs these tests against another server.
 if _other := os.environ.get("PD_TEST_REDIS_SERVER"):
@@ -130,31 +132,17 @@ async def assert_no_leaks(redis: Redis, namespace: str) -> None:
     assert not left, f"left in Redis: {sorted(left)}"
 
 
-def worker(worker_id: str, role: Role = Role.PREFILL, **identity: object) -> WorkerInfo:
-    fields = {
+def worker(worker_id: str, role: Role = Role.PREFILL, **changes: object) -> WorkerInfo:
+    """As it registers itself."""
+    told = {
         "model": "demo",
-        "dtype": "float32",
-        "kv_cache_dtype": "auto",
-        "block_size": 16,
-        "max_model_len": 4096,
-        "engine": "sim",
-        "engine_version": "1",
-        "protocol": 1,
+        "host": "127.0.0.1",
+        "pid": 1234,
+        "request_address": "tcp://127.0.0.1:5000",
+        "load_address": "tcp://127.0.0.1:5001",
+        "kv": KVEndpoint(f"engine-{worker_id}", "127.0.0.1", 5002, tp_size=2),
+        "blocks_total": 512,
+        "started_at": 1_700_000_000.25,
+        "supported_tasks": ("generate", "embed"),
     }
-    return WorkerInfo(
-        id=worker_id,
-        role=role,
-        state=WorkerState.READY,
-        host="127.0.0.1",
-        pid=1234,
-        request_address="tcp://127.0.0.1:5000",
-        load_address="tcp://127.0.0.1:5001",
-        identity=EngineIdentity(**(fields | identity)),  # type: ignore[arg-type]
-        kv=KVEndpoint(f"engine-{worker_id}", "127.0.0.1", 5002, tp_size=2),
-        blocks_total=512,
-        max_num_seqs=64,
-        max_num_batched_tokens=2048,
-        kv_bytes_per_token=1024,
-        started_at=1_700_000_000.25,
-        supported_tasks=("generate", "embed"),
-    )
+    return worker_info(worker_id, role, **told | changes)

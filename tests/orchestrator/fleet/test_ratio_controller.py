@@ -80,7 +80,7 @@ def load(name, running=0, waiting=0, free=512, waiting_tokens=0):
 def fleet_of(*roles, state=WorkerState.READY, **loads):
     fleet = Fleet("f")
     for number, role in enumerate(roles):
-        info = msgspec.structs.replace(worker(f"w{number}", role), state=state)
+        info = worker(f"w{number}", role, state=state)
         fleet.upsert(info, 0.0)
         fleet.workers[info.id].connected = True
         fleet.take_load(load(info.id, **(loads if role is Role.DECODE else {})), 0.0)

@@ -150,7 +150,7 @@ async def test_a_silent_worker_is_gone(registry):
 
 async def test_refreshing_keeps_a_worker_and_updates_it(registry, redis):
     await registry.join(worker("a"), 0.5)
-    draining = msgspec.structs.replace(worker("a"), state=WorkerState.DRAINING, role=Role.DECODE)
+    draining = worker("a", state=WorkerState.DRAINING, role=Role.DECODE)
     assert (await registry.refresh(draining, TTL_S)).orders == WorkerOrders()
     assert await redis.pttl(registry.keys.worker("a")) > 30_000
     assert await registry.workers() == {"a": draining}
@@ -209,10 +209,10 @@ async def test_a_different_engine_is_refused(registry, field):
 @pytest.mark.parametrize("field", EngineIdentity.__struct_fields__)
 async def test_other_generation_may_differ_except_for_frontends(registry, field):
     await registry.join(worker("a"), TTL_S)
-    other = msgspec.structs.replace(worker("b", **{field: IDENTITY_CHANGES[field]}), generation=1)
+    other = worker("b", **{field: IDENTITY_CHANGES[field]}, generation=1)
     if field not in ALWAYS_EQUAL:
         await registry.join(other, TTL_S)
-        other = msgspec.structs.replace(worker("c"), generation=1)
+        other = worker("c", generation=1)
     with pytest.raises(IncompatibleWorker, match=field):
         await registry.join(other, TTL_S)
 
@@ -302,7 +302,7 @@ async def test_a_corrupt_hash_is_left_out_and_mends_itself(registry, redis, capl
 
 
 async def test_taken_id_is_not_taken_back(registry):
-    stopped, moved = worker("a"), msgspec.structs.replace(worker("a"), request_address="tcp://10.0.0.9:1")
+    stopped, moved = worker("a"), worker("a", request_address="tcp://10.0.0.9:1")
     successor = msgspec.structs.replace(moved, kv=msgspec.structs.replace(moved.kv, engine_id="successor"))
     asked = []
 
@@ -534,12 +534,12 @@ async def test_heartbeat_reports_decode_of_generation(registry):
     async def decodes(info):
         return (await registry.refresh(info, TTL_S)).decodes
 
-    new = msgspec.structs.replace(worker("p1"), generation=1)
+    new = worker("p1", generation=1)
     assert await decodes(worker("p0")), "there is one generation: who is not known here may be there"
     assert not await decodes(new) and not await decodes(worker("p0"))
     await registry.join(worker("d0", Role.DECODE), TTL_S)
     assert await decodes(worker("p0")) and not await decodes(new)
-    other = msgspec.structs.replace(worker("d1", Role.DECODE), generation=1)
+    other = worker("d1", Role.DECODE, generation=1)
     await registry.join(other, TTL_S)
     assert await decodes(new)
     for changed in ({"role": Role.PREFILL}, {"state": WorkerState.DRAINING}):
@@ -622,7 +622,7 @@ async def test_orders_require_current_reading(registry):
 
     for name in ("a", "b"):
         await registry.join(worker(name), TTL_S)
-    leaves = msgspec.structs.replace(worker("a"), state=WorkerState.DRAINING)
+    leaves = worker("a", state=WorkerState.DRAINING)
     changes = {
         "one comes": lambda: registry.join(worker("c"), TTL_S),
         "one changes": lambda: registry.refresh(leaves, TTL_S),

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from support_redis import fresh_namespace, queue_config, running_server, worker
 from support_steering import set_desired
@@ -19,7 +18,7 @@ from orchestrator.store.planned import PlannedWorker
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry
 from orchestrator.store.steering import Steering, comes_on_top, refuse_too_many, surplus
-from orchestrator.types import DesiredRatio, Role, WorkerState
+from orchestrator.types import DesiredRatio, Role
 
 
 def seen(name: str, role: Role = Role.DECODE, ready: bool = True) -> PlannedWorker:
@@ -65,7 +64,7 @@ async def test_nobody_sees_an_order_without_its_desired_ratio(tmp_path: Path):
         redis, namespace = await connect(server.url, 5), fresh_namespace()
         registry, another = Registry(redis, namespace), Registry(redis, namespace)
         for name, role in (("d0", Role.DECODE), ("d1", Role.DECODE), ("d2", Role.DECODE), ("p0", Role.PREFILL)):
-            await registry.join(msgspec.structs.replace(worker(name, role)), 60)
+            await registry.join(worker(name, role), 60)
         await set_desired(registry, 1, 3, "test")
         call, seen = redis.call, list[tuple[set[str], int, int]]()
 
@@ -92,7 +91,7 @@ async def test_orders_wait_for_workers_that_a_redis_without_its_data_has_not_hea
         redis, namespace = await connect(server.url, 5), fresh_namespace()
         registry = Registry(redis, namespace)
         steering = Steering(registry, PrefillQueue(redis, namespace, queue_config()), heartbeat_s=1.5)
-        ready = [msgspec.structs.replace(worker(name, Role.DECODE), state=WorkerState.READY) for name in ("d0", "d1")]
+        ready = [worker(name, Role.DECODE) for name in ("d0", "d1")]
         await registry.join(ready[0], 60)
         await set_desired(registry, 0, 2, "test")
         draining = asyncio.create_task(steering.drain("d1", force=False))
@@ -125,7 +124,7 @@ async def fleet(redis: Redis) -> Callable[..., Steering]:
     registry = Registry(redis, namespace)
     for name in ("p0", "d0", "d1", "d2", "d3"):
         role = Role.PREFILL if name == "p0" else Role.DECODE
-        await registry.join(msgspec.structs.replace(worker(name, role), state=WorkerState.READY), 60)
+        await registry.join(worker(name, role), 60)
     await set_desired(registry, 1, 4)
 
     def operator(*others: Callable[[], Awaitable[Any]]) -> Steering:
