@@ -117,6 +117,8 @@ def build_config(
             "kv_transfer_timeout_s": kv.transfer_timeout_s,
             "verify": kv.verify,
             "advertise": kv_advertise,
+            # NIXL would share large WRITEs among vLLM's 4 threads, which spin until their part has ended.
+            "num_threads": 0,
             # On CPU the thread that posts a WRITE copies the data. It runs on idle cores, if there are any.
             "writer_cores": sorted(os.sched_getaffinity(0)) if current_platform.is_cpu() else [],
         },

@@ -90,6 +90,10 @@ def test_sleep_mode_is_refused(model: Path) -> None:
         PushConnector.refuse_unsupported(config)
 
 
+def test_nixl_is_asked_for_no_threads_which_would_spin(model: Path) -> None:
+    assert build(model).kv_transfer_config.get_from_extra_config("num_threads", 4) == 0
+
+
 def test_block_in_use_by_running_step_is_not_reserved(model: Path) -> None:
     """With asynchronous scheduling a step may still write the blocks of a request that has ended. vLLM keeps them back
     where this holds: a WRITE from another engine is in no order with the device's work."""
