@@ -85,7 +85,17 @@ def _guessing() -> Any:
     return Qwen2Config(**_COMMON, num_hidden_layers=2)
 
 
+def _experts() -> Any:
+    """Every layer has experts, two for each token."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        **_COMMON, head_dim=32, num_hidden_layers=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64
+    )
+
+
 MODELS = {
+    "experts": _experts,
     "windows": _windows,
     "some-windows": _some_windows,
     "recurrent": _recurrent,

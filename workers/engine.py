@@ -24,6 +24,16 @@ class Phase(str, enum.Enum):
     DECODE = "decode"  # generate; the prompt's KV is received if there is a KV source, else computed here
 
 
+class Group(msgspec.Struct, frozen=True):
+    """An engine's place among those that share a model's experts, and step together. They meet at `host` and `port`,
+    where the first one listens."""
+
+    rank: int = 0
+    size: int = 1
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
 class EngineInfo(msgspec.Struct, frozen=True):
     """An engine's properties, known once it has started."""
 
