@@ -7,11 +7,12 @@ import time
 from typing import cast
 
 import pytest
+from support_info import worker_info
 from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import parse_config
-from orchestrator.store.fields import WorkerOrders
-from orchestrator.types import Role, WorkerState
+from orchestrator.store.fields import Heartbeat, WorkerOrders
+from orchestrator.types import KVEndpoint, Role, WorkerState
 from workers.engine import Engine, EngineLoad
 from workers.lifecycle import LEGAL, REGISTERED, Drain, IllegalMove, Lifecycle, LifecycleState, Moves
 
@@ -69,13 +70,13 @@ async def test_a_role_that_the_engine_cannot_take_is_refused_and_the_order_clear
         life,
         Drain.__new__(Drain),  # there is nothing to drain
         parse_config({"model": "demo"}),
-        can_be=lambda role: role is Role.PREFILL,
+        info=worker_info("p", kv=KVEndpoint("e", "127.0.0.1", 1, pp_size=2)),
         clear_orders=clear,
         announce=unexpected,
         end=unexpected,
     )
-    await moves.carry_out(WorkerOrders(Role.DECODE, sequence=7))
+    await moves.carry_out(Heartbeat(WorkerOrders(Role.DECODE, sequence=7)), moves.info)
     assert (life.state, life.role, cleared) == (LifecycleState.READY, Role.PREFILL, [7])
     assert "stays a prefill worker: its engine cannot take the role decode" in caplog.text
-    await moves.carry_out(WorkerOrders(sequence=7))
+    await moves.carry_out(Heartbeat(WorkerOrders(sequence=7)), moves.info)
     assert cleared == [7]

@@ -217,7 +217,7 @@ def _process_engine_step(engine: Any) -> bool:
 
 
 def _is_awaited(engine: Any) -> bool:
-    """Whether other engines of its group wait for its next step: all step while one has a request that has not ended."""
+    """Whether other engines of its group wait for its next step: all take steps while one has a request."""
     grouped = hasattr(engine, "dp_group")
     return grouped and (engine.engines_running or engine.scheduler.has_unfinished_requests())
 
