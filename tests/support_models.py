@@ -104,14 +104,15 @@ MODELS = {
 }
 
 
-def special_model(folder: Path, kind: str) -> Path:
-    """Written once per folder; a few MB."""
+def special_model(folder: Path, kind: str, vocabulary: int = VOCABULARY) -> Path:
+    """Written once per folder; a few MB, but for a large vocabulary."""
     import torch
     from transformers import AutoModelForCausalLM
 
     if not (folder / "config.json").exists():
         torch.manual_seed(7)
         config = MODELS[kind]()
+        config.vocab_size = vocabulary
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.save_pretrained(folder)
         if kind == "mtp":

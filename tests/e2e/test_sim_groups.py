@@ -1,5 +1,5 @@
-"""Data-parallel groups of simulated engines in lockstep, 1 prefill group and 2 decode groups of two ranks: a group joins,
-flips, drains and dies as one, under streaming load that nobody sees fail."""
+"""Data-parallel groups of simulated engines in lockstep: 1 prefill group and 2 decode groups of two ranks. A group
+joins, flips, drains and dies as one, under streaming load that nobody sees fail."""
 
 from __future__ import annotations
 
